@@ -1,0 +1,82 @@
+# `make demo` and `make test` need Python 3.10+ and make, nothing else. Each target makes its own environment in
+# .venv if there is none. Everything runs against the built wheel, never against the working tree.
+#
+#   make demo     train a small model and show what was recorded
+#   make test     the tests               (make test ARGS="-k schedule")
+#   make lint     ruff, mypy, import rules, documentation
+#   make docs     the documentation, as HTML in build/docs
+#   make bench    what recording costs    (minutes; wants a quiet machine)
+#   make clean    remove what was built, the environment included
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+WHEELS := build/wheel
+ARGS ?=
+
+# Every pip below, those that build dependencies in isolation included, keeps to the versions that the tests ran with. Without
+# this an unconstrained step could fetch another PyTorch, which is gigabytes.
+export PIP_CONSTRAINT := constraints.txt
+export PIP_BUILD_CONSTRAINT := constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# A PYTHONPATH could put the working tree before the wheel.
+unexport PYTHONPATH
+
+# Directories too: their time changes when a file goes.
+SOURCES := $(shell find lightning_memprof \( -name __pycache__ -o -name '.*' \) -prune -o -print)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint docs bench clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: $(VENV)/run.stamp
+	$(BIN)/lightning-memprof demo $(ARGS)
+
+# The script and not `python -m pytest`, which would put the working tree first on the path.
+test: $(VENV)/test.stamp
+	$(BIN)/pytest $(ARGS)
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/sphinx-build -n -W -q -b html docs build/docs
+
+docs: $(VENV)/dev.stamp
+	$(BIN)/sphinx-build -n -W -q -b html docs build/docs
+	@echo build/docs/index.html
+
+bench: $(VENV)/test.stamp
+	$(BIN)/python tests/benchmarks/bench.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+
+# A half-made environment has no pyvenv.cfg: the file goes when its recipe fails.
+$(VENV)/pyvenv.cfg:
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed; name one: make PYTHON=python3.12 ...")'
+	@echo "Making $(VENV); the first time takes some minutes, PyTorch is large."
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q hatchling
+
+# Without isolation: a build for each change of the sources should neither ask the index nor take ten seconds.
+$(VENV)/wheel.stamp: pyproject.toml README.md LICENSE constraints.txt $(SOURCES) | $(VENV)/pyvenv.cfg
+	rm -rf $(WHEELS)
+	$(BIN)/pip wheel -q --no-deps --no-build-isolation --wheel-dir $(WHEELS) .
+	$(BIN)/pip install -q --no-deps --force-reinstall $(WHEELS)/*.whl
+	@touch $@
+
+# What the wheel needs, by extra. The wheel itself is there already, so that a change of the sources costs no resolving.
+$(VENV)/run.stamp: EXTRAS :=
+$(VENV)/test.stamp: EXTRAS := [test]
+$(VENV)/dev.stamp: EXTRAS := [test,docs,dev]
+$(VENV)/run.stamp $(VENV)/test.stamp $(VENV)/dev.stamp: $(VENV)/wheel.stamp
+	@if [ ! -e $@ ] || [ pyproject.toml -nt $@ ] || [ constraints.txt -nt $@ ]; then \
+		set -e; wheel=$$(echo $(WHEELS)/*.whl); \
+		echo "$(BIN)/pip install $$wheel$(EXTRAS)"; $(BIN)/pip install -q "$$wheel$(EXTRAS)"; \
+	fi
+	@touch $@

@@ -1,0 +1,36 @@
+"""Rules that turn a run into a verdict: one rule a function, each with its reasons."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.analysis.findings.input_bound import input_bound
+from lightning_memprof.analysis.findings.memory_growth import memory_growth
+from lightning_memprof.analysis.findings.model import Evidence, Finding, Rule, Severity, Verdict, percent, shown_path
+from lightning_memprof.analysis.findings.nothing_found import nothing_found
+from lightning_memprof.analysis.findings.optimizer_bound import optimizer_bound
+
+if TYPE_CHECKING:
+    from lightning_memprof.analysis.run import Run
+
+__all__ = ["Evidence", "Finding", "Severity", "Verdict", "conclude", "examine", "percent", "shown_path", "verdict"]
+
+RULES: Final[tuple[Rule, ...]] = (memory_growth, input_bound, optimizer_bound)
+
+
+def examine(evidence: Evidence) -> tuple[Finding, ...]:
+    """Return every finding, the most severe first; where no rule applies, the one that says so."""
+    found = [finding for rule in RULES if (finding := rule(evidence)) is not None]
+    found.sort(key=lambda finding: (finding.severity, finding.weight), reverse=True)
+    return tuple(found) or (nothing_found(evidence),)
+
+
+def conclude(findings: tuple[Finding, ...]) -> Verdict:
+    """Make the verdict of the first finding."""
+    first = findings[0]
+    return Verdict(first.sentence, first.evidence, first.next_steps[0], first.rule, first.severity)
+
+
+def verdict(run: Run) -> Verdict:
+    """Return what is most wrong with a run, why, and what to do next."""
+    return conclude(examine(Evidence.of(run)))

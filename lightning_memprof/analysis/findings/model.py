@@ -1,0 +1,97 @@
+"""What a rule sees and what it says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_memprof.analysis.steps import pulse_statistics
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lightning_memprof.analysis.run import Rank, Run
+    from lightning_memprof.analysis.steps import PulseStatistics
+
+__all__ = ["Evidence", "Finding", "Rule", "Severity", "Verdict", "percent", "shown_path"]
+
+
+class Severity(IntEnum):
+    """How much a finding matters; the greatest one makes the verdict."""
+
+    NONE = 0
+    NOTICE = 1
+    WARNING = 2
+    CRITICAL = 3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule found.
+
+    ``sentence`` says what is wrong, ``evidence`` with which figures, ``next_steps`` what to do, the best first.
+    ``numbers`` are in base units: bytes, nanoseconds, shares of 1. ``weight`` orders findings of one severity: the
+    share of the step, or of the memory, that is at stake.
+    """
+
+    rule: str
+    severity: Severity
+    sentence: str
+    evidence: str
+    next_steps: tuple[str, ...]
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    weight: float = 0.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Three lines: what is wrong, why we say so, and what to do next."""
+
+    sentence: str
+    why: str
+    next: str
+    rule: str
+    severity: Severity
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A run, and the pulse statistics of those of its ranks that have a pulse."""
+
+    run: Run
+    statistics: Mapping[int, PulseStatistics]
+
+    @classmethod
+    def of(cls, run: Run) -> Evidence:
+        """Gather the statistics of a run."""
+        found = {rank.rank: pulse_statistics(rank) for rank in run.ranks}
+        return cls(run, {rank: statistics for rank, statistics in found.items() if statistics is not None})
+
+    def worst(self, phase: str) -> tuple[Rank, PulseStatistics] | None:
+        """Return the rank that spends the largest share of its step in a phase."""
+        candidates = [(rank, self.statistics[rank.rank]) for rank in self.run.ranks if rank.rank in self.statistics]
+        return max(candidates, key=lambda pair: pair[1].share(phase), default=None)
+
+    def on_rank(self, rank: Rank) -> str:
+        """Return ``" on rank 3"`` where there are several ranks, else nothing."""
+        return f" on rank {rank.rank}" if len(self.run.ranks) > 1 else ""
+
+
+Rule = Callable[["Evidence"], "Finding | None"]
+
+
+def percent(share: float) -> str:
+    """Write a share of 1 for people: ``"47 %"``, and ``"<1 %"`` for what would round to nothing."""
+    return "<1 %" if 0 < share < 0.005 else f"{share * 100:.0f} %"
+
+
+def shown_path(path: Path) -> str:
+    """Return a path as a person would type it here: relative where it lies below the working directory."""
+    try:
+        return os.fspath(path.relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return os.fspath(path)

@@ -1,0 +1,92 @@
+"""An optimizer that walks over its parameters one by one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_memprof.analysis.findings.model import Evidence, Finding, Severity, percent
+from lightning_memprof.analysis.rows import text, whole
+from lightning_memprof.units import format_ns
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lightning_memprof.analysis.run import Rank
+
+__all__ = ["optimizer_bound"]
+
+# One kernel for all parameters saves up to two thirds of the loop's time: below this share that is less than a tenth.
+NOTABLE_SHARE: Final = 0.15
+SEVERE_SHARE: Final = 0.40
+MIN_STEPS: Final = 3
+FUSED: Final = frozenset({"Adagrad", "Adam", "AdamW", "SGD"})
+FOREACH: Final = FUSED | {
+    "ASGD", "Adadelta", "Adafactor", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"
+}  # fmt: skip
+# With foreach=None torch takes the foreach implementation on these devices, and the for-loop on all others.
+FOREACH_BY_DEFAULT: Final = ("cuda", "xpu", "mtia")
+
+
+def optimizer_bound(evidence: Evidence) -> Finding | None:
+    """Say that the optimizer takes much of the step while neither of torch's faster implementations is in effect."""
+    worst = evidence.worst("optimizer")
+    if worst is None:
+        return None
+    rank, statistics = worst
+    share = statistics.share("optimizer")
+    slow = [one for one in _optimizers(rank) if _loops(one)]
+    if share <= NOTABLE_SHARE or statistics.used < MIN_STEPS or not slow:
+        return None
+    optimizer = slow[0]
+    name = text(optimizer, "name") or "the optimizer"
+    optimizer_ns = statistics.breakdown_ns["optimizer"] or 0
+    return Finding(
+        rule="optimizer_bound",
+        severity=Severity.CRITICAL if share >= SEVERE_SHARE else Severity.WARNING,
+        sentence=f"The optimizer takes {percent(share)} of every step{evidence.on_rank(rank)}.",
+        evidence=(
+            f"{format_ns(optimizer_ns)} of a {format_ns(statistics.mean_ns)} step go to {name}, which updates its "
+            f"{_count(optimizer)}parameters in a Python loop: foreach={optimizer.get('foreach')}, "
+            f"fused={optimizer.get('fused')} on {_device(optimizer)}."
+        ),
+        next_steps=_next_steps(name),
+        numbers={
+            "rank": rank.rank,
+            "optimizer_share": share,
+            "optimizer_ns": optimizer_ns,
+            "duration_ns": statistics.mean_ns,
+            "optimizers": slow,
+        },
+        weight=share,
+    )
+
+
+def _optimizers(rank: Rank) -> list[Mapping[str, Any]]:
+    optimizers = rank.training.get("optimizers") if rank.training else None
+    return [one for one in optimizers if isinstance(one, dict)] if isinstance(optimizers, list) else []
+
+
+def _loops(optimizer: Mapping[str, Any]) -> bool:
+    """Say whether an optimizer has a faster implementation and runs the loop."""
+    if text(optimizer, "name") not in FOREACH:
+        return False
+    foreach, fused = optimizer.get("foreach"), optimizer.get("fused")
+    return not (fused or foreach or (foreach is None and _device(optimizer).startswith(FOREACH_BY_DEFAULT)))
+
+
+def _device(optimizer: Mapping[str, Any]) -> str:
+    return text(optimizer, "device") or "cpu"
+
+
+def _count(optimizer: Mapping[str, Any]) -> str:
+    count = whole(optimizer, "parameters")
+    return f"{count:,} " if count else ""
+
+
+def _next_steps(name: str) -> tuple[str, ...]:
+    if name in FUSED:
+        return (
+            f"Update all parameters in one kernel: torch.optim.{name}(..., fused=True).",
+            f"Where fused does not fit (gradient clipping with 16-mixed): torch.optim.{name}(..., foreach=True).",
+        )
+    return (f"Update the parameters in groups: torch.optim.{name}(..., foreach=True).",)

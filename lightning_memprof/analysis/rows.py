@@ -1,0 +1,133 @@
+"""Read the files of a rank as far as they can be read: a damaged line hides only itself."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from lightning_memprof.artifacts.manifest import SCHEMA_VERSION, read_manifest
+from lightning_memprof.artifacts.series import PULSE_COLUMNS, PulseRow, read_pulse, read_series
+from lightning_memprof.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+__all__ = [
+    "Row",
+    "first_row",
+    "last_row",
+    "manifest_rows",
+    "mapping",
+    "pulse_rows",
+    "rows_of",
+    "series_rows",
+    "text",
+    "whole",
+    "whole_numbers",
+]
+
+Row = dict[str, Any]
+
+
+def manifest_rows(path: Path) -> tuple[list[Row], str | None]:
+    """Return the readable rows of a manifest (none where it is newer than this version) and what is wrong with it."""
+    try:
+        manifest = read_manifest(path)
+    except ArtifactError as error:
+        rows = _salvage(path)
+        version = whole(first_row(rows, "run"), "schema_version")
+        return (rows if version is not None and version <= SCHEMA_VERSION else []), str(error)
+    return manifest.rows, "its last line is torn: the process died while it wrote" if manifest.torn else None
+
+
+def pulse_rows(path: Path) -> tuple[list[PulseRow], str | None]:
+    """Return the readable rows of a pulse and what is wrong with it; a run without one is not wrong."""
+    if not path.exists():
+        return [], None
+    try:
+        return read_pulse(path), None
+    except ArtifactError as error:
+        rows = _salvage_pulse(path)
+        return rows, f"{error}; {len(rows)} steps could be read"
+
+
+def series_rows(path: Path) -> tuple[list[Row], str | None]:
+    """Return the readable rows of a series and what is wrong with it."""
+    try:
+        return read_series(path), None
+    except ArtifactError as error:
+        rows = _salvage(path)
+        return rows, f"{error}; {len(rows)} rows could be read"
+
+
+def rows_of(rows: list[Row], kind: str) -> list[Row]:
+    """Return the rows of one kind."""
+    return [row for row in rows if row.get("kind") == kind]
+
+
+def first_row(rows: list[Row], kind: str) -> Row | None:
+    """Return the first row of a kind."""
+    return next(iter(rows_of(rows, kind)), None)
+
+
+def last_row(rows: list[Row], kind: str) -> Row | None:
+    """Return the last row of a kind."""
+    return next(reversed(rows_of(rows, kind)), None)
+
+
+def text(row: Mapping[str, Any] | None, key: str) -> str | None:
+    """Return a field where it is text."""
+    value = row.get(key) if row else None
+    return value if isinstance(value, str) else None
+
+
+def whole(row: Mapping[str, Any] | None, key: str) -> int | None:
+    """Return a field where it is a whole number."""
+    value = row.get(key) if row else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def whole_numbers(row: Mapping[str, Any] | None, key: str) -> tuple[int, ...]:
+    """Return the whole numbers of a field that is a list."""
+    value = row.get(key) if row else None
+    return tuple(one for one in value if isinstance(one, int)) if isinstance(value, list) else ()
+
+
+def mapping(row: Mapping[str, Any] | None, key: str) -> Mapping[str, Any] | None:
+    """Return a field where it is a JSON object."""
+    value = row.get(key) if row else None
+    return value if isinstance(value, dict) else None
+
+
+def _salvage(path: Path) -> list[Row]:
+    rows: list[Row] = []
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError:
+        return rows
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
+
+
+def _salvage_pulse(path: Path) -> list[PulseRow]:
+    rows: list[PulseRow] = []
+    try:
+        lines = path.read_text(encoding="ascii", errors="replace").split("\n")
+    except OSError:
+        return rows
+    if tuple(lines[0].split(",")) != PULSE_COLUMNS:
+        return rows
+    for line in lines[1:-1]:
+        try:
+            values = [int(field) if field else None for field in line.split(",")]
+            rows.append(dict(zip(PULSE_COLUMNS, values, strict=True)))
+        except ValueError:
+            continue
+    return rows

@@ -1,0 +1,394 @@
+"""Read a run directory: what every rank wrote, and what of it is missing or damaged."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from lightning_memprof.analysis.locate import find_run
+from lightning_memprof.analysis.rows import (
+    Row,
+    first_row,
+    last_row,
+    manifest_rows,
+    mapping,
+    pulse_rows,
+    rows_of,
+    text,
+    whole,
+    whole_numbers,
+)
+from lightning_memprof.artifacts.naming import (
+    RUN_DIRECTORY,
+    manifest_name,
+    parse_manifest_name,
+    parse_numbered,
+    parse_pulse_name,
+    parse_series_path,
+    pulse_name,
+)
+from lightning_memprof.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from lightning_memprof.artifacts.series import PulseRow
+
+__all__ = [
+    "Artifact",
+    "CollectorError",
+    "Note",
+    "Problem",
+    "Rank",
+    "Run",
+    "Status",
+    "Unavailable",
+    "Window",
+    "load_run",
+]
+
+Status = Literal["finished", "exception", "running or killed"]
+
+UNCHECKED_TYPES: Final = frozenset({"pulse"})
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A piece of the run that is missing or damaged, and what that means for the reader."""
+
+    piece: str
+    message: str
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A file that the run wrote.
+
+    ``path`` is as the manifest has it, ``file`` where it lies now. ``size_bytes`` is what is on disk, None where the
+    file is missing.
+    """
+
+    rank: int
+    collector: str
+    type: str
+    path: str
+    file: Path
+    window: int | None
+    size_bytes: int | None
+    sha256: str | None = None
+    state: Literal["present", "missing", "torn"] = "present"
+
+
+@dataclass(frozen=True)
+class CollectorError:
+    """A collector that failed and was switched off; the training went on without it."""
+
+    rank: int
+    collector: str
+    where: str
+    window: int | None
+    message: str
+    traceback: str
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """What could not be measured, and why."""
+
+    rank: int
+    collector: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Note:
+    """A warning that the run left for its reader."""
+
+    rank: int
+    collector: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Window:
+    """One window of one rank; ``series`` maps a collector to its file, ``closed`` is False where it died in it."""
+
+    rank: int
+    index: int
+    steps: tuple[int, ...]
+    planned_steps: tuple[int, ...]
+    warmup_steps: tuple[int, ...]
+    closed: bool
+    truncated: bool
+    reason: str | None
+    series: Mapping[str, Path]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one rank wrote. ``facts`` is the manifest's ``run`` row, ``training`` its ``training`` row."""
+
+    rank: int
+    facts: Mapping[str, Any]
+    training: Mapping[str, Any] | None
+    pulse: tuple[PulseRow, ...]
+    windows: tuple[Window, ...]
+    status: Status
+    exception: str | None
+    steps: int
+    overhead: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that a run directory says. Damaged pieces are ``problems``; they hide nothing else."""
+
+    directory: Path
+    root: Path
+    ranks: tuple[Rank, ...]
+    artifacts: tuple[Artifact, ...]
+    errors: tuple[CollectorError, ...]
+    unavailable: tuple[Unavailable, ...]
+    notes: tuple[Note, ...]
+    problems: tuple[Problem, ...]
+    others: tuple[Path, ...] = ()
+
+    @property
+    def lead(self) -> Rank:
+        """The lowest rank that measured something."""
+        return next((rank for rank in self.ranks if rank.pulse or rank.windows), self.ranks[0])
+
+    @property
+    def status(self) -> Status:
+        """How the run as a whole ended: the worst of its ranks."""
+        found = {rank.status for rank in self.ranks}
+        if "exception" in found:
+            return "exception"
+        return "running or killed" if "running or killed" in found else "finished"
+
+    def with_problems(self, problems: Iterable[Problem]) -> Run:
+        """Return the same run with more problems."""
+        return replace(self, problems=(*self.problems, *problems))
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where a run's files lie now, wherever they were written."""
+
+    directory: Path
+
+    @property
+    def root(self) -> Path:
+        return self.directory.parent
+
+    def resolve(self, path: str) -> Path | None:
+        """Return where a manifest's path lies, or None where it points out of the run's root."""
+        pure = PurePosixPath(path)
+        if pure.is_absolute():
+            return Path(path)
+        if ".." in pure.parts or not pure.parts:
+            return None
+        in_root = self.root.joinpath(*pure.parts)
+        if parse_numbered(pure.parts[0])[0] == RUN_DIRECTORY and not in_root.exists():
+            return self.directory.joinpath(*pure.parts[1:])
+        return in_root
+
+
+def load_run(path: str | Path, *, max_pulse_bytes: int | None = None) -> Run:
+    """Read the run that ``path`` means: a run directory, a log directory that has one, or a parent with one run in it.
+
+    Args:
+        path: what to read.
+        max_pulse_bytes: leave out the ranks after which this many bytes of pulse would have been read, and note it;
+            None reads all. A pulse takes some 100 bytes a step and reads at about 10 MB/s.
+
+    Raises:
+        ArtifactError: there is no run, there are several, or none of its manifests can be read.
+
+    """
+    place = find_run(Path(path))
+    layout = _Layout(place.directory)
+    names = sorted(entry.name for entry in os.scandir(place.directory))
+    found = [rank for name in names if (rank := parse_manifest_name(name)) is not None]
+    chosen = _within(layout, found, max_pulse_bytes)
+    reports = [_read_rank(layout, rank) for rank in chosen]
+    orphans = [
+        Problem(name, "its rank left no manifest", rank)
+        for name in names
+        if (rank := parse_pulse_name(name)) is not None and rank not in found
+    ]
+    if not any(report.rank for report in reports):
+        raise ArtifactError(reports[0].problems[0].message)
+    ranks = tuple(sorted((report.rank for report in reports if report.rank), key=lambda rank: rank.rank))
+    return Run(
+        directory=place.directory,
+        root=layout.root,
+        ranks=ranks,
+        artifacts=tuple(one for report in reports for one in report.artifacts),
+        errors=tuple(one for report in reports for one in report.errors),
+        unavailable=tuple(one for report in reports for one in report.unavailable),
+        notes=(
+            *(one for report in reports for one in report.notes),
+            *_rank_notes(ranks, left_out=len(found) - len(chosen)),
+        ),
+        problems=(*(one for report in reports for one in report.problems), *orphans),
+        others=place.others,
+    )
+
+
+@dataclass(frozen=True)
+class _RankReport:
+    rank: Rank | None
+    artifacts: list[Artifact]
+    errors: list[CollectorError]
+    unavailable: list[Unavailable]
+    notes: list[Note]
+    problems: list[Problem]
+
+
+def _within(layout: _Layout, ranks: list[int], max_pulse_bytes: int | None) -> list[int]:
+    """Return the first ranks whose pulses together are not too large, at least one."""
+    if max_pulse_bytes is None:
+        return ranks
+    total = 0
+    for count, rank in enumerate(ranks):
+        pulse = layout.directory / pulse_name(rank)
+        total += pulse.stat().st_size if pulse.exists() else 0
+        if count and total > max_pulse_bytes:
+            return ranks[:count]
+    return ranks
+
+
+def _read_rank(layout: _Layout, rank: int) -> _RankReport:
+    name = manifest_name(rank)
+    rows, damage = manifest_rows(layout.directory / name)
+    problems = _damage(name, damage, rank)
+    facts = first_row(rows, "run")
+    if facts is None:
+        return _RankReport(None, [], [], [], [], problems)
+    pulse, pulse_damage = pulse_rows(layout.directory / pulse_name(rank))
+    artifacts, artifact_problems = _artifacts(layout, rows, rank)
+    end = last_row(rows, "end")
+    read = Rank(
+        rank=rank,
+        facts=facts,
+        training=last_row(rows, "training"),
+        pulse=tuple(pulse),
+        windows=_windows(rows, artifacts, rank),
+        status=_status(end),
+        exception=text(end, "exception") if end else None,
+        steps=max(len(pulse), whole(end, "steps") or 0),
+        overhead=mapping(end, "overhead"),
+    )
+    return _RankReport(
+        read,
+        artifacts,
+        [
+            CollectorError(
+                rank,
+                text(row, "collector") or "?",
+                text(row, "where") or "?",
+                whole(row, "window"),
+                text(row, "message") or "no message",
+                text(row, "traceback") or "",
+            )
+            for row in rows_of(rows, "error")
+        ],
+        [
+            Unavailable(rank, text(row, "collector") or "?", text(row, "reason") or "no reason given")
+            for row in rows_of(rows, "unavailable")
+        ],
+        [Note(rank, text(row, "collector") or "?", text(row, "message") or "") for row in rows_of(rows, "note")],
+        [*problems, *_damage(pulse_name(rank), pulse_damage, rank), *artifact_problems],
+    )
+
+
+def _damage(piece: str, message: str | None, rank: int) -> list[Problem]:
+    return [Problem(piece, message, rank)] if message else []
+
+
+def _artifacts(layout: _Layout, rows: list[Row], rank: int) -> tuple[list[Artifact], list[Problem]]:
+    """Return every listed file once, as its last row has it, checked against the disk."""
+    listed: dict[str, Row] = {path: row for row in rows_of(rows, "artifact") if (path := text(row, "path"))}
+    artifacts: list[Artifact] = []
+    problems: list[Problem] = []
+    for path, row in listed.items():
+        file = layout.resolve(path)
+        if file is None:
+            problems.append(Problem(path, "points out of the run's directory and is not read", rank))
+            continue
+        artifact = _checked(row, path, file, rank)
+        artifacts.append(artifact)
+        if artifact.state == "missing":
+            problems.append(Problem(path, "is listed but missing", rank))
+        elif artifact.state == "torn":
+            size = whole(row, "size_bytes")
+            problems.append(Problem(path, f"has {artifact.size_bytes} bytes where {size} were written", rank))
+    return artifacts, problems
+
+
+def _checked(row: Row, path: str, file: Path, rank: int) -> Artifact:
+    kind = text(row, "type") or "blob"
+    try:
+        size: int | None = file.stat().st_size
+    except OSError:
+        size = None
+    expected = whole(row, "size_bytes")
+    differs = kind not in UNCHECKED_TYPES and expected is not None and size != expected
+    state: Literal["present", "missing", "torn"] = "missing" if size is None else "torn" if differs else "present"
+    collector = text(row, "collector") or "?"
+    return Artifact(
+        rank, collector, kind, path, file, whole(row, "window"), size, text(row, "sha256"), state
+    )  # fmt: skip
+
+
+def _windows(rows: list[Row], artifacts: list[Artifact], rank: int) -> tuple[Window, ...]:
+    opened = {index: row for row in rows_of(rows, "window") if (index := _event(row, "open")) is not None}
+    closed = {index: row for row in rows_of(rows, "window") if (index := _event(row, "close")) is not None}
+    windows = []
+    for index in sorted(opened.keys() | closed.keys()):
+        plan, end = opened.get(index, {}), closed.get(index)
+        series = {
+            one.collector: one.file
+            for one in artifacts
+            if one.type == "series" and one.window == index and one.state != "missing"
+            and parse_series_path("/".join(PurePosixPath(one.path).parts[-2:])) is not None
+        }  # fmt: skip
+        windows.append(
+            Window(
+                rank=rank,
+                index=index,
+                steps=whole_numbers(end, "steps") if end else whole_numbers(plan, "active_steps"),
+                planned_steps=whole_numbers(plan, "active_steps"),
+                warmup_steps=whole_numbers(plan, "warmup_steps"),
+                closed=end is not None,
+                truncated=end is None or bool(end.get("truncated")),
+                reason=text(end, "reason") if end else None,
+                series=series,
+            )
+        )
+    return tuple(windows)
+
+
+def _rank_notes(ranks: tuple[Rank, ...], *, left_out: int) -> list[Note]:
+    if left_out:
+        message = f"{left_out} more ranks are not on this page, it would take long: lightning-memprof show has them"
+        return [Note(ranks[0].rank, "run", message)]
+    world_size = max((whole(rank.facts, "world_size") or 1 for rank in ranks), default=1)
+    if len(ranks) >= world_size:
+        return []
+    here = ", ".join(str(rank.rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
+    return [Note(ranks[0].rank, "run", f"{len(ranks)} of {world_size} ranks are here: {here}")]
+
+
+def _status(end: Row | None) -> Status:
+    if end is None:
+        return "running or killed"
+    return "exception" if end.get("status") == "exception" else "finished"
+
+
+def _event(row: Row, event: str) -> int | None:
+    return whole(row, "window") if row.get("event") == event else None

@@ -1,0 +1,253 @@
+"""What a step cost: its time by phase and its memory, for the steps of a window and for the whole run."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from lightning_memprof.analysis.phases import exclusive_times
+from lightning_memprof.analysis.rows import series_rows, text, whole
+from lightning_memprof.analysis.run import Problem
+from lightning_memprof.artifacts.series import PHASES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightning_memprof.analysis.run import Rank, Window
+    from lightning_memprof.artifacts.series import PulseRow
+
+__all__ = ["DeviceMemory", "HostMemory", "PulseStatistics", "StepReport", "pulse_statistics", "window_steps"]
+
+Clock = Literal["host", "device"]
+Rows = list[dict[str, Any]]
+Breakdown = Mapping[str, int | None]
+
+# A recorded step pays for its recording and the first step for lazy initialisation: neither is a typical step, but
+# with fewer others than these the picture would rest on a single step.
+OTHERS_TO_DROP_WINDOWS: Final = 5
+OTHERS_TO_DROP_FIRST: Final = 3
+NOT_TAPPED: Final = "step"
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of this process over the marks of one step; None where it was not sampled.
+
+    ``rss_bytes``, ``uss_bytes`` and ``vms_bytes`` are the step's last sample, ``max_rss_bytes`` its largest and
+    ``peak_rss_bytes`` the largest of the process so far.
+    """
+
+    rss_bytes: int | None
+    max_rss_bytes: int | None
+    peak_rss_bytes: int | None
+    uss_bytes: int | None
+    vms_bytes: int | None
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of the accelerator's allocator over the marks of one step; None where it was not sampled.
+
+    ``allocated_bytes`` and ``reserved_bytes`` are the step's last sample, ``max_allocated_bytes`` its largest and
+    ``peak_allocated_bytes`` the largest of the process so far.
+    """
+
+    device: str | None
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+    max_allocated_bytes: int | None
+    peak_allocated_bytes: int | None
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step. ``breakdown_ns`` sums to ``duration_ns``; both are None where nothing timed the step.
+
+    A phase that the clock does not tell apart is None and its time lies in the phase around it.
+    """
+
+    step: int
+    global_step: int | None
+    duration_ns: int | None
+    breakdown_ns: Breakdown | None
+    clock: Clock | None
+    source: Literal["hooks", "pulse"] | None
+    host: HostMemory
+    device: DeviceMemory | None
+
+
+@dataclass(frozen=True)
+class PulseStatistics:
+    """The steps of one rank's pulse. Durations are nanoseconds.
+
+    ``steps`` counts all rows; ``used`` those that the figures rest on, and ``basis`` says which. ``breakdown_ns`` is
+    the mean by phase and sums to ``mean_ns``.
+    """
+
+    steps: int
+    used: int
+    basis: str
+    clock: Clock
+    median_ns: int
+    p90_ns: int
+    max_ns: int
+    mean_ns: int
+    breakdown_ns: Breakdown
+
+    def share(self, phase: str) -> float:
+        """Return the part of the mean step that a phase takes, 0 to 1."""
+        return (self.breakdown_ns[phase] or 0) / self.mean_ns if self.mean_ns else 0.0
+
+
+def window_steps(rank: Rank, window: Window) -> tuple[list[StepReport], list[Problem]]:
+    """Return what each recorded step of a window cost, and which series could not be read.
+
+    The device's clock is preferred where the pulse has it, because a host's times of an asynchronous device are the
+    times of its launches; then the hook timings, then the host's clock of the pulse.
+    """
+    problems: list[Problem] = []
+
+    def by_step(collector: str) -> dict[int, Rows]:
+        groups: dict[int, Rows] = defaultdict(list)
+        if (path := window.series.get(collector)) is not None:
+            rows, damage = series_rows(path)
+            if damage:
+                problems.append(Problem(path.name, damage, rank.rank))
+            for row in rows:
+                step = whole(row, "step")
+                if step is not None and row.get("recorded") is not False:
+                    groups[step].append(row)
+        return groups
+
+    hooks, host, allocator = by_step("hooks"), by_step("host"), by_step("allocator")
+    pulse = {row["step"]: row for row in rank.pulse if row["step"] in window.steps}
+    stage = text(rank.facts, "stage") or "fit"
+    reports = []
+    for step in window.steps:
+        row = pulse.get(step)
+        timing = _device_timing(row) or _hook_timing(hooks.get(step, []), stage) or _host_timing(row)
+        duration, breakdown, clock, source = timing or (None, None, None, None)
+        marks = host.get(step) or allocator.get(step) or hooks.get(step) or []
+        global_step = row["global_step"] if row else next((whole(mark, "global_step") for mark in marks), None)
+        reports.append(
+            StepReport(
+                step, global_step, duration, breakdown, clock, source,
+                _host_memory(host.get(step, []), row), _device_memory(allocator.get(step, []), row),
+            )
+        )  # fmt: skip
+    return reports, problems
+
+
+def pulse_statistics(rank: Rank) -> PulseStatistics | None:
+    """Return the statistics of a rank's pulse, or None where it has no timed step."""
+    timed = [row for row in rank.pulse if _host_timing(row) is not None]
+    if not timed:
+        return None
+    used, basis = _typical(timed)
+    on_device = [timing for row in used if (timing := _device_timing(row)) is not None]
+    clock: Clock = "host"
+    timings = [timing for row in used if (timing := _host_timing(row)) is not None]
+    if 2 * len(on_device) >= len(used):
+        clock, timings = "device", on_device
+        if len(on_device) < len(used):
+            basis += f", of which {len(on_device)} have the device's clock"
+    durations = sorted(timing[0] for timing in timings)
+    breakdown = {phase: _mean([timing[1][phase] for timing in timings]) for phase in PHASES}
+    return PulseStatistics(
+        steps=len(rank.pulse),
+        used=len(timings),
+        basis=basis,
+        clock=clock,
+        median_ns=round(statistics.median(durations)),
+        p90_ns=durations[math.ceil(0.9 * len(durations)) - 1],
+        max_ns=durations[-1],
+        mean_ns=sum(ns or 0 for ns in breakdown.values()),
+        breakdown_ns=breakdown,
+    )
+
+
+def _mean(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return round(sum(known) / len(known)) if known else None
+
+
+def _typical(rows: list[PulseRow]) -> tuple[list[PulseRow], str]:
+    """Leave out the steps that are not typical, as long as enough others remain; say which are used."""
+    used, left_out = rows, []
+    outside = [row for row in used if row["window"] is None]
+    if len(outside) < len(used) and len(outside) >= OTHERS_TO_DROP_WINDOWS:
+        used = outside
+        left_out.append("those in windows")
+    if used[0] is rows[0] and len(used) > OTHERS_TO_DROP_FIRST:
+        used = used[1:]
+        left_out.insert(0, "the first")
+    if not left_out:
+        return used, "all steps" if len(used) > 1 else "the only step"
+    return used, f"{len(used)} of {len(rows)} steps, without {' and '.join(left_out)}"
+
+
+_Timing = tuple[int, Breakdown, Clock, Literal["hooks", "pulse"]]
+
+
+def _host_timing(row: PulseRow | None) -> _Timing | None:
+    return _pulse_timing(row, "", "host")
+
+
+def _device_timing(row: PulseRow | None) -> _Timing | None:
+    return _pulse_timing(row, "device_", "device")
+
+
+def _pulse_timing(row: PulseRow | None, prefix: str, clock: Clock) -> _Timing | None:
+    """Return the timing of one clock; what the phases leave of the duration is ``other``."""
+    duration = row[f"{prefix}duration_ns"] if row else None
+    if row is None or duration is None:
+        return None
+    breakdown = {phase: row[f"{prefix}{phase}_ns"] for phase in PHASES}
+    breakdown["other"] = duration - sum(ns or 0 for phase, ns in breakdown.items() if phase != "other")
+    return duration, breakdown, clock, "pulse"
+
+
+def _hook_timing(rows: Rows, stage: str) -> _Timing | None:
+    span = next((row for row in rows if row.get("action") == NOT_TAPPED and row.get("depth") == -1), None)
+    start, duration = whole(span, "start_ns"), whole(span, "duration_ns")
+    if start is None or duration is None or duration < 0:
+        return None
+    actions = [row for row in rows if row is not span]
+    return duration, exclusive_times(actions, start, start + duration, stage), "host", "hooks"
+
+
+def _host_memory(marks: Rows, row: PulseRow | None) -> HostMemory:
+    rss = _values(marks, "rss_bytes") or ([row["rss_bytes"]] if row and row["rss_bytes"] is not None else [])
+    return HostMemory(
+        rss_bytes=_last(rss),
+        max_rss_bytes=max(rss, default=None),
+        peak_rss_bytes=max(_values(marks, "peak_rss_bytes"), default=None),
+        uss_bytes=_last(_values(marks, "uss_bytes")),
+        vms_bytes=_last(_values(marks, "vms_bytes")),
+    )
+
+
+def _device_memory(marks: Rows, row: PulseRow | None) -> DeviceMemory | None:
+    pulse_peak = row["device_peak_bytes"] if row else None
+    allocated = _values(marks, "allocated_bytes.all.current")
+    if not marks and pulse_peak is None:
+        return None
+    return DeviceMemory(
+        device=next((name for mark in marks if (name := text(mark, "device"))), None),
+        allocated_bytes=_last(allocated),
+        reserved_bytes=_last(_values(marks, "reserved_bytes.all.current")),
+        max_allocated_bytes=max(allocated, default=None),
+        peak_allocated_bytes=max(_values(marks, "allocated_bytes.all.peak"), default=pulse_peak),
+    )
+
+
+def _values(marks: Rows, key: str) -> list[int]:
+    return [value for mark in marks if (value := whole(mark, key)) is not None]
+
+
+def _last(values: Sequence[int]) -> int | None:
+    return values[-1] if values else None

@@ -1,0 +1,1 @@
+"""What is on disk: names, manifest, series. Knows nothing of torch."""

@@ -1,0 +1,117 @@
+"""The manifest: one JSON object a line, one line a fact, appended and never rewritten."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_memprof.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["SCHEMA_VERSION", "Manifest", "ManifestWriter", "read_manifest", "read_rows"]
+
+log = logging.getLogger(__name__)
+
+SCHEMA_VERSION: Final = 1
+
+
+class ManifestWriter:
+    """Append facts to a rank's manifest.
+
+    Every row is one ``write`` to a descriptor that was opened for appending: a process that dies loses no row that
+    was written before, and tears at most the last one. Safe to use from several threads. A disk that refuses a row
+    is logged once; it never stops the training.
+
+    Args:
+        path: the file; created where it is missing.
+
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._lock = threading.Lock()
+        self._refused = False
+
+    def append(self, kind: str, **facts: Any) -> None:
+        """Write one row. Values that JSON does not know are written as their ``str``."""
+        row = {"kind": kind, "time_ns": time.time_ns(), **facts}
+        line = json.dumps(row, default=str, separators=(",", ":")) + "\n"
+        with self._lock:
+            if self._fd < 0:
+                return
+            try:
+                os.write(self._fd, line.encode())
+            except OSError as error:
+                if not self._refused:
+                    log.warning("%s cannot be written (%s); facts of this run are lost", self.path, error.strerror)
+                self._refused = True
+
+    def close(self) -> None:
+        """Release the file; further rows are dropped."""
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The rows of one rank's manifest, oldest first; ``torn`` where the last line was cut by a dying process."""
+
+    path: Path
+    rows: list[dict[str, Any]]
+    torn: bool
+
+
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    """Read a file of JSON objects, one a line; return the rows and whether the last line was torn.
+
+    Raises:
+        ArtifactError: the file cannot be read, or a line other than the last is no JSON object.
+
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        msg = f"{path}: cannot be read ({error.strerror}); is the run directory complete?"
+        raise ArtifactError(msg) from error
+    tail = lines.pop()
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            msg = f"{path}:{number}: not a JSON object; the file is damaged, remove the line to read the rest"
+            raise ArtifactError(msg) from error
+        if not isinstance(row, dict):
+            msg = f"{path}:{number}: holds {type(row).__name__}, a JSON object is expected; remove the line"
+            raise ArtifactError(msg)
+        rows.append(row)
+    return rows, bool(tail)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read one rank's manifest.
+
+    Raises:
+        ArtifactError: the file is missing, damaged, holds no run, or was written by a newer version.
+
+    """
+    rows, torn = read_rows(path)
+    run = next((row for row in rows if row.get("kind") == "run"), None)
+    if run is None:
+        msg = f"{path}: holds no run; it is no manifest of lightning-memprof, or its process died at once"
+        raise ArtifactError(msg)
+    version = run.get("schema_version")
+    if not isinstance(version, int) or version > SCHEMA_VERSION:
+        msg = f"{path}: schema version {version!r} is newer than {SCHEMA_VERSION}; upgrade lightning-memprof"
+        raise ArtifactError(msg)
+    return Manifest(path, rows, torn)

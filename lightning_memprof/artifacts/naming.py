@@ -1,0 +1,154 @@
+"""Every file name of a run: build it and parse it back. ``rank`` is always the global rank."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final, Literal
+
+__all__ = [
+    "RUN_DIRECTORY",
+    "SnapshotName",
+    "TraceName",
+    "manifest_name",
+    "numbered",
+    "parse_manifest_name",
+    "parse_numbered",
+    "parse_pulse_name",
+    "parse_series_path",
+    "pulse_name",
+    "regions_name",
+    "series_path",
+    "table_name",
+    "temporary_name",
+]
+
+RUN_DIRECTORY: Final = "memprofiler"
+
+Edge = Literal["start", "end"]
+
+_MANIFEST: Final = re.compile(r"manifest\.rank(\d{5,})\.jsonl")
+_PULSE: Final = re.compile(r"pulse\.rank(\d{5,})\.csv")
+_SERIES: Final = re.compile(r"window(\d{3,})/rank(\d{5,})\.([^/.]+)\.jsonl")
+_NUMBERED: Final = re.compile(r"(.+?)(?:-([2-9]|[1-9]\d+))?")
+_SNAPSHOT: Final = re.compile(r"cuda_alloc_rank_(\d+)\.(.+)\.(\d+)\.(start|end)\.pickle")
+_TRACE: Final = re.compile(
+    r"(?P<stage>[a-z]+)-(?P<filename>.+)-(?P<rank>\d+)\[Strategy\](?P<strategy>\w+)\.(?P<function>\w+)"
+    r"\.(?P<time_ns>\d+)\.pt\.trace\.json(?:\.gz)?"
+)
+
+
+def manifest_name(rank: int) -> str:
+    """Name of a rank's manifest inside the run directory."""
+    return f"manifest.rank{rank:05d}.jsonl"
+
+
+def parse_manifest_name(name: str) -> int | None:
+    """Return the rank of a manifest's name, or None where it is none."""
+    match = _MANIFEST.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def pulse_name(rank: int) -> str:
+    """Name of a rank's pulse inside the run directory."""
+    return f"pulse.rank{rank:05d}.csv"
+
+
+def parse_pulse_name(name: str) -> int | None:
+    """Return the rank of a pulse's name, or None where it is none."""
+    match = _PULSE.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def regions_name(rank: int) -> str:
+    """Name of a rank's named snapshots and regions inside the run directory."""
+    return f"snapshots.rank{rank:05d}.jsonl"
+
+
+def series_path(window: int, rank: int, collector: str) -> str:
+    """Path of a collector's series inside the run directory, with ``/``."""
+    return f"window{window:03d}/rank{rank:05d}.{collector}.jsonl"
+
+
+def parse_series_path(path: str) -> tuple[int, int, str] | None:
+    """Return ``(window, rank, collector)`` of a series' path, or None where it is none."""
+    match = _SERIES.fullmatch(path)
+    return (int(match[1]), int(match[2]), match[3]) if match else None
+
+
+def numbered(name: str, run: int) -> str:
+    """Give the name that the ``run``-th run (from 1) in one directory uses: ``name``, ``name-2``, ``name-3``."""
+    return name if run == 1 else f"{name}-{run}"
+
+
+def parse_numbered(name: str) -> tuple[str, int]:
+    """Return ``(name, run)`` of what :func:`numbered` built."""
+    match = _NUMBERED.fullmatch(name)
+    return (match[1], int(match[2] or 1)) if match else (name, 1)
+
+
+def table_name(stage: str, filename: str, rank: int) -> str:
+    """Name of a rank's operator table."""
+    return f"{stage}-{filename}-{rank}.txt"
+
+
+def temporary_name(name: str) -> str:
+    """Name under which ``name`` is written before it is renamed; TensorBoard's patterns do not match it."""
+    return f"{name}.partial"
+
+
+@dataclass(frozen=True)
+class TraceName:
+    """Name of one window's operator trace.
+
+    TensorBoard's profiler tab takes everything before ``.{time_ns}.pt.trace.json`` as the worker and ``time_ns`` as
+    the span.
+    """
+
+    stage: str
+    filename: str
+    rank: int
+    strategy: str
+    function: str
+    time_ns: int
+
+    def __str__(self) -> str:
+        """Build the file name."""
+        return (
+            f"{self.stage}-{self.filename}-{self.rank}[Strategy]{self.strategy}.{self.function}"
+            f".{self.time_ns}.pt.trace.json.gz"
+        )
+
+    @classmethod
+    def parse(cls, name: str) -> TraceName | None:
+        """Return the parts of a trace's name, or None where it is none."""
+        match = _TRACE.fullmatch(name)
+        if match is None:
+            return None
+        return cls(
+            match["stage"], match["filename"], int(match["rank"]), match["strategy"], match["function"],
+            int(match["time_ns"]),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SnapshotName:
+    """Name of one allocator snapshot; ``number`` is the step + 1."""
+
+    rank: int
+    function: str
+    number: int
+    edge: Edge
+
+    def __str__(self) -> str:
+        """Build the file name."""
+        return f"cuda_alloc_rank_{self.rank}.{self.function}.{self.number}.{self.edge}.pickle"
+
+    @classmethod
+    def parse(cls, name: str) -> SnapshotName | None:
+        """Return the parts of a snapshot's name, or None where it is none."""
+        match = _SNAPSHOT.fullmatch(name)
+        if match is None:
+            return None
+        edge: Edge = "start" if match[4] == "start" else "end"
+        return cls(int(match[1]), match[2], int(match[3]), edge)

@@ -1,0 +1,76 @@
+"""Rows over time: a collector's series (JSON lines) and the pulse (CSV)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_memprof.artifacts.manifest import read_rows
+from lightning_memprof.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+__all__ = ["PHASES", "PULSE_COLUMNS", "PulseRow", "encode_pulse", "read_pulse", "read_series"]
+
+PHASES: Final = ("data_wait", "forward", "backward", "optimizer", "callbacks", "other")
+PULSE_COLUMNS: Final = (
+    "step",
+    "global_step",
+    "epoch",
+    "window",
+    "start_ns",
+    "duration_ns",
+    *(f"{phase}_ns" for phase in PHASES),
+    "rss_bytes",
+    "device_peak_bytes",
+    "device_duration_ns",
+    *(f"device_{phase}_ns" for phase in PHASES),
+)
+
+PulseRow = dict[str, int | None]
+
+
+def read_series(path: Path) -> list[dict[str, Any]]:
+    """Read a series; a last line that a dying process tore is left out.
+
+    Raises:
+        ArtifactError: the file cannot be read or is damaged before its last line.
+
+    """
+    return read_rows(path)[0]
+
+
+def encode_pulse(rows: Iterable[Sequence[int | None]]) -> str:
+    """Write rows of ``PULSE_COLUMNS`` as CSV lines; None becomes an empty field."""
+    return "".join(",".join(["" if value is None else str(value) for value in row]) + "\n" for row in rows)
+
+
+def read_pulse(path: Path) -> list[PulseRow]:
+    """Read a pulse, also while it is being written: a torn last line is left out.
+
+    Raises:
+        ArtifactError: the file cannot be read, its header is another one, or a line is damaged.
+
+    """
+    try:
+        lines = path.read_text(encoding="ascii", errors="replace").split("\n")
+    except OSError as error:
+        msg = f"{path}: cannot be read ({error.strerror}); is the run directory complete?"
+        raise ArtifactError(msg) from error
+    lines.pop()
+    if not lines:
+        return []
+    if tuple(lines[0].split(",")) != PULSE_COLUMNS:
+        msg = f"{path}: its columns are not those of this version; upgrade lightning-memprof to read it"
+        raise ArtifactError(msg)
+    rows: list[PulseRow] = []
+    for number, line in enumerate(lines[1:], start=2):
+        fields = line.split(",")
+        try:
+            values = [int(field) if field else None for field in fields]
+            rows.append(dict(zip(PULSE_COLUMNS, values, strict=True)))
+        except ValueError as error:
+            msg = f"{path}:{number}: damaged; remove the line to read the rest"
+            raise ArtifactError(msg) from error
+    return rows

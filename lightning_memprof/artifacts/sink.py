@@ -1,0 +1,189 @@
+"""Where a rank's artifacts go: whole files by ``os.replace``, and a manifest line for each."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+
+from lightning_memprof.artifacts.manifest import ManifestWriter
+from lightning_memprof.artifacts.naming import RUN_DIRECTORY, manifest_name, numbered, series_path, temporary_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from lightning_memprof.schedule import Mark, Window
+
+__all__ = ["Artifact", "ArtifactType", "RunPlace", "SeriesWriter", "Sink", "claim_run_place"]
+
+ArtifactType = Literal["series", "trace", "table", "snapshot", "blob", "pulse"]
+
+_DIGEST_CHUNK: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class RunPlace:
+    """A run's directory below its root; ``number`` counts the runs of one root from 1."""
+
+    root: Path
+    number: int
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return self.root / numbered(RUN_DIRECTORY, self.number)
+
+
+def claim_run_place(root: Path) -> RunPlace:
+    """Create the run directory that no earlier run below ``root`` has.
+
+    Raises:
+        OSError: ``root`` cannot be written.
+
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        place = RunPlace(root, number)
+        try:
+            place.directory.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return place
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """What the manifest says of a file besides its size and digest."""
+
+    path: Path
+    type: ArtifactType
+    collector: str
+    window: int | None = None
+
+
+class SeriesWriter(Protocol):
+    """Add a row: the mark's step, global_step, point, recorded and time_ns, and the values by column."""
+
+    def __call__(self, mark: Mark, /, **values: Any) -> None:
+        """Add one row."""
+
+
+class Sink:
+    """Write one rank's artifacts.
+
+    Files are written under a temporary name and renamed when they are whole. Slow work that the training need not
+    wait for is handed to one background thread.
+
+    Args:
+        place: where the run's files lie; its directory is created where it is missing.
+        rank: global rank of this process.
+
+    """
+
+    def __init__(self, place: RunPlace, rank: int) -> None:
+        self.place = place
+        self.rank = rank
+        self.artifacts: list[Artifact] = []
+        place.directory.mkdir(parents=True, exist_ok=True)
+        self.manifest = ManifestWriter(place.directory / manifest_name(rank))
+        self._background: ThreadPoolExecutor | None = None
+
+    @contextmanager
+    def file(self, artifact: Artifact) -> Iterator[Path]:
+        """Give a temporary path to write to; afterwards the file gets its name and its manifest line.
+
+        Where the body raises, the temporary file is removed and nothing is listed.
+        """
+        artifact.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = artifact.path.with_name(temporary_name(artifact.path.name))
+        try:
+            yield temporary
+            os.replace(temporary, artifact.path)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                temporary.unlink()
+            raise
+        self.list_artifact(artifact)
+
+    def list_artifact(self, artifact: Artifact, *, columns: list[str] | None = None) -> None:
+        """Write the manifest line of a file that is whole."""
+        self.artifacts.append(artifact)
+        self.manifest.append(
+            "artifact",
+            collector=artifact.collector,
+            type=artifact.type,
+            path=self._manifest_path(artifact.path),
+            size_bytes=artifact.path.stat().st_size,
+            sha256=_digest(artifact.path),
+            window=artifact.window,
+            columns=columns,
+        )
+
+    @contextmanager
+    def series(self, window: Window, collector: str) -> Iterator[SeriesWriter]:
+        """Collect rows and write them as the collector's series of this window when the body ends, however it ends."""
+        rows: list[dict[str, Any]] = []
+
+        def write(mark: Mark, /, **values: Any) -> None:
+            rows.append(
+                {
+                    "step": mark.step,
+                    "global_step": mark.global_step,
+                    "point": mark.point.value,
+                    "recorded": mark.recorded,
+                    "time_ns": mark.time_ns,
+                    **values,
+                }
+            )
+
+        try:
+            yield write
+        finally:
+            if rows:
+                self.write_rows(window, collector, rows)
+
+    def write_rows(self, window: Window, collector: str, rows: list[dict[str, Any]]) -> None:
+        """Write whole rows as the collector's series of this window."""
+        path = self.place.directory / series_path(window.index, self.rank, collector)
+        with self.file(Artifact(path, "series", collector, window.index)) as temporary:
+            temporary.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8")
+
+    def in_background(self, job: Callable[[], None]) -> None:
+        """Run ``job`` after all jobs before it, without the training waiting; :meth:`drain` waits for it.
+
+        What the job raises is lost: it has to deal with its own failures.
+        """
+        if self._background is None:
+            self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="memprof-writer")
+        self._background.submit(job)
+
+    def drain(self) -> None:
+        """Wait until all background work is done and end its thread."""
+        if self._background is not None:
+            self._background.shutdown(wait=True)
+            self._background = None
+
+    def close(self) -> None:
+        """Wait for the background work and release the manifest."""
+        self.drain()
+        self.manifest.close()
+
+    def _manifest_path(self, path: Path) -> str:
+        if path.is_relative_to(self.place.root):
+            return path.relative_to(self.place.root).as_posix()
+        return path.absolute().as_posix()
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_DIGEST_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

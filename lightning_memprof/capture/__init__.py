@@ -1,0 +1,1 @@
+"""What runs inside training. Knows torch, not Lightning."""

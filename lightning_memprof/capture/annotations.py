@@ -1,0 +1,73 @@
+"""Names in the operator trace: module forwards and the Trainer's actions, only while a window is open."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._profiler import _RecordFunctionFast
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+    from lightning_memprof.capture.base import ActionFeed
+
+__all__ = ["action_ranges", "module_ranges"]
+
+
+@contextmanager
+def module_ranges(model: nn.Module) -> Iterator[None]:
+    """Name every sub-module's forward ``[pl][module]{type}: {path}`` in the trace.
+
+    Hooks are put on each module and removed at the end. A compiled region neither sees them nor is cut by them: while
+    torch compiles, the hook's first line is a constant.
+    """
+    ranges: list[Any] = []
+
+    def before(name: str, module: nn.Module, args: Any) -> None:  # noqa: ARG001 torch's signature
+        if torch.compiler.is_compiling():
+            return
+        opened = _RecordFunctionFast(name)
+        opened.__enter__()
+        ranges.append(opened)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 torch's signature
+        if torch.compiler.is_compiling():
+            return
+        if ranges:
+            ranges.pop().__exit__(None, None, None)
+
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
+            if path:
+                kind = type(module)
+                name = f"[pl][module]{kind.__module__}.{kind.__qualname__}: {path}"
+                hooks.callback(module.register_forward_pre_hook(partial(before, name), prepend=True).remove)
+                hooks.callback(module.register_forward_hook(after, always_call=True).remove)
+        yield
+
+
+@contextmanager
+def action_ranges(actions: ActionFeed) -> Iterator[None]:
+    """Name every action of the Trainer ``[pl][profile]{action}`` in the trace."""
+    ranges: list[tuple[str, Any]] = []
+
+    def start(name: str) -> None:
+        opened = _RecordFunctionFast("[pl][profile]" + name)
+        opened.__enter__()
+        ranges.append((name, opened))
+
+    def stop(name: str) -> None:
+        if ranges and ranges[-1][0] == name:
+            ranges.pop()[1].__exit__(None, None, None)
+
+    with actions.listen(start, stop):
+        try:
+            yield
+        finally:
+            while ranges:
+                ranges.pop()[1].__exit__(None, None, None)

@@ -1,0 +1,140 @@
+"""What a collector is, and what it is given."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from lightning_memprof.artifacts.sink import Sink
+    from lightning_memprof.capture.faults import Faults
+    from lightning_memprof.schedule import Mark, Window
+
+__all__ = ["ActionFeed", "Collector", "DeviceTimer", "NotNowError", "OnMark", "OnStep", "RunContext", "StepRecord"]
+
+OnMark = Callable[["Mark"], None]
+
+
+class NotNowError(Exception):
+    """Raised by ``record`` where this window cannot be recorded for a reason that is nobody's fault."""
+
+
+class ActionFeed(Protocol):
+    """The Trainer's actions (hooks, fetches, phases) as they start and stop, by Lightning's names."""
+
+    def listen(
+        self, start: Callable[[str], None], stop: Callable[[str], None]
+    ) -> AbstractContextManager[None]:
+        """Call ``start`` and ``stop`` with the name of every action while the context is open."""
+
+
+class DeviceTimer(Protocol):
+    """Moments on the device's own clock, read when the device has reached them."""
+
+    def record(self) -> Any:
+        """Put a moment into the device's queue."""
+
+    def reached(self, moment: Any) -> bool:
+        """Whether the device has passed ``moment``; does not wait."""
+
+    def elapsed_ns(self, start: Any, end: Any) -> int:
+        """Nanoseconds between two moments that were reached."""
+
+    def release(self, moment: Any) -> None:
+        """Give a moment back for reuse."""
+
+
+class StepRecord(NamedTuple):
+    """One finished step of the run.
+
+    ``phases_ns`` holds the exclusive host time of each of ``artifacts.series.PHASES`` and sums to ``duration_ns``.
+    ``moments`` holds ``(index of the phase that begins, device moment)`` in order, and a last one that ends the step;
+    None without a device clock.
+    """
+
+    step: int
+    global_step: int
+    epoch: int
+    window: int | None
+    start_ns: int
+    duration_ns: int
+    phases_ns: tuple[int, ...]
+    moments: list[tuple[int, Any]] | None
+
+
+OnStep = Callable[[StepRecord], None]
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What a collector may know of the run.
+
+    Attributes:
+        rank: global rank.
+        world_size: number of ranks.
+        stage: ``fit``, ``validate``, ``test`` or ``predict``.
+        function: the LightningModule's method that a step runs, ``training_step`` for instance.
+        strategy: class name of the strategy.
+        device: where the model runs.
+        model: the LightningModule.
+        actions: the Trainer's actions while they happen.
+        sink: where artifacts go.
+        faults: what happens when a collector fails.
+
+    """
+
+    rank: int
+    world_size: int
+    stage: str
+    function: str
+    strategy: str
+    device: torch.device
+    model: nn.Module
+    actions: ActionFeed
+    sink: Sink
+    faults: Faults
+
+    def in_background(self, job: Callable[[], None], *, collector: str, window: Window) -> None:
+        """Do slow work after the window without the training waiting; a failure is the collector's."""
+
+        def guarded() -> None:
+            try:
+                job()
+            except Exception as error:  # noqa: BLE001 nobody hears what a background thread raises
+                self.faults.report(collector, "write", window.index, error)
+
+        self.sink.in_background(guarded)
+
+
+class Collector(ABC):
+    """Records one kind of fact. Its constructor is its configuration; state of a window is local to ``record``."""
+
+    name: ClassVar[str]
+
+    def unavailable(self, run: RunContext) -> str | None:  # noqa: ARG002 for overriding
+        """Return why this collector cannot work in this run, or None where it can."""
+        return None
+
+    @abstractmethod
+    def record(self, run: RunContext, window: Window) -> AbstractContextManager[OnMark | None]:
+        """Record one window: acquire, yield the function that is called at each mark, save and release.
+
+        Entered before the window's first step, left after its last one.
+
+        Raises:
+            NotNowError: this window cannot be recorded; the reason is written down and training goes on.
+
+        """
+
+    def follow(self, run: RunContext) -> AbstractContextManager[OnStep | None]:  # noqa: ARG002 for overriding
+        """Watch the whole run, also outside windows: yield a function that is called after each step.
+
+        Almost no collector should: what it does is paid for in every step.
+        """
+        return nullcontext(None)

@@ -1,0 +1,50 @@
+"""What happens when a collector fails: said once, written down, switched off; training goes on."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from contextlib import suppress
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from lightning_memprof.artifacts.manifest import ManifestWriter
+
+__all__ = ["Faults", "OnError"]
+
+log = logging.getLogger(__name__)
+
+OnError = Literal["warn", "raise"]
+
+
+class Faults:
+    """The policy for failing collectors of one run.
+
+    Args:
+        manifest: where ``error`` rows go.
+        on_error: ``"warn"`` logs and switches the collector off; ``"raise"`` raises into the training, for tests.
+
+    """
+
+    def __init__(self, manifest: ManifestWriter, on_error: OnError) -> None:
+        self._manifest = manifest
+        self._on_error = on_error
+        self.switched_off: set[str] = set()
+
+    def report(self, collector: str, where: str, window: int | None, error: Exception) -> None:
+        """Write down that ``collector`` failed, and switch it off."""
+        first = collector not in self.switched_off
+        self.switched_off.add(collector)
+        with suppress(OSError):
+            self._manifest.append(
+                "error",
+                collector=collector,
+                where=where,
+                window=window,
+                message=f"{type(error).__name__}: {error}",
+                traceback="".join(traceback.format_exception(error)),
+            )
+        if self._on_error == "raise":
+            raise error
+        if first:
+            log.warning("collector %s failed on %s and is switched off; training goes on", collector, where, exc_info=error)

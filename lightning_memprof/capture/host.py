@@ -1,0 +1,83 @@
+"""Memory of this process as the operating system sees it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, ClassVar
+
+import psutil
+
+from lightning_memprof.capture.base import Collector, OnMark
+from lightning_memprof.schedule import Point
+from lightning_memprof.units import KIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lightning_memprof.capture.base import RunContext
+    from lightning_memprof.schedule import Mark, Window
+
+__all__ = ["HostMemory", "ResidentSize", "peak_rss_bytes"]
+
+
+class ResidentSize:
+    """Reads this process's resident size; about 4 us on Linux, from one open file."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._page_bytes = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+        try:
+            self._fd = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        except (OSError, AttributeError):
+            self._fd = -1
+
+    def read(self) -> int:
+        """Return the resident size in bytes."""
+        if self._fd < 0:
+            return int(self._process.memory_info().rss)
+        return int(os.pread(self._fd, 96, 0).split(b" ", 2)[1]) * self._page_bytes
+
+    def close(self) -> None:
+        """Release the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def peak_rss_bytes() -> int | None:
+    """Return the highest resident size of this process so far in bytes, or None where the system does not say."""
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource  # noqa: PLC0415 not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * KIB
+
+
+class HostMemory(Collector):
+    """Resident, unique and virtual size of this process at every mark, and its peak so far.
+
+    The unique size (``uss_bytes``) walks the process's page tables, so it is read between steps only.
+    """
+
+    name: ClassVar[str] = "host"
+
+    @contextmanager
+    def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
+        """Sample at every mark."""
+        process = psutil.Process()
+        with run.sink.series(window, self.name) as write:
+
+            def sample(mark: Mark) -> None:
+                size = process.memory_info()
+                write(
+                    mark,
+                    rss_bytes=size.rss,
+                    uss_bytes=process.memory_full_info().uss if mark.point is Point.STEP_END else None,
+                    vms_bytes=size.vms,
+                    peak_rss_bytes=peak_rss_bytes(),
+                )
+
+            yield sample

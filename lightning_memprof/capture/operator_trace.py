@@ -1,0 +1,241 @@
+"""torch.profiler by hand, for one window: the only owner of Kineto in this package."""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import torch
+from isal import igzip
+from torch.profiler import ProfilerActivity, profile
+
+from lightning_memprof.artifacts.naming import TraceName, numbered, series_path, temporary_name
+from lightning_memprof.artifacts.sink import Artifact
+from lightning_memprof.capture.annotations import action_ranges, module_ranges
+from lightning_memprof.capture.base import Collector, NotNowError, OnMark, OnStep
+from lightning_memprof.errors import ConfigError
+from lightning_memprof.schedule import Point
+from lightning_memprof.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lightning_memprof.capture.base import RunContext
+    from lightning_memprof.schedule import Mark, Window
+
+__all__ = ["DEFAULT_FILENAME", "NvtxRanges", "OperatorTrace"]
+
+log = logging.getLogger(__name__)
+
+DEFAULT_FILENAME: Final = "fts_extended_pytorch_profiler"
+_FAST_LEVEL: Final = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorTrace(Collector):
+    """Every operator and kernel of the window's steps, as a trace that Perfetto and TensorBoard's profiler tab open.
+
+    Args:
+        record_shapes: input shapes of operators.
+        profile_memory: allocations and frees.
+        with_stack: Python stacks.
+        with_flops: floating point operations of matrix products and convolutions.
+        with_modules: module hierarchy of TorchScript models.
+        activities: ``"cpu"``, ``"cuda"``, ``"xpu"`` or members of ``torch.profiler.ProfilerActivity``; None is all
+            that this build of torch supports.
+        experimental_config: ``torch._C._profiler._ExperimentalConfig``.
+        record_module_names: name modules' forwards in the trace.
+        on_trace_ready: called at the end of each window with the ``torch.profiler.profile``, which may be exported.
+        export: False writes no trace.
+        stacks_metric: also write folded Python stacks weighted by this metric, ``"self_cpu_time_total"`` for
+            instance; it implies ``with_stack`` and takes seconds at the end of a window.
+        filename: middle part of the traces' names.
+        dirpath: directory of the traces; None is the run's root, where TensorBoard finds them.
+        options: further keyword arguments of ``torch.profiler.profile``.
+
+    Raises:
+        ConfigError: an activity is unknown.
+
+    """
+
+    name: ClassVar[str] = "operator_trace"
+
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    activities: Sequence[str | ProfilerActivity] | None = None
+    experimental_config: Any | None = None
+    record_module_names: bool = True
+    on_trace_ready: Callable[..., Any] | None = None
+    export: bool = True
+    stacks_metric: str | None = None
+    filename: str = DEFAULT_FILENAME
+    dirpath: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse what torch would refuse in the middle of the training."""
+        _activities(self.activities)
+
+    def unavailable(self, run: RunContext) -> str | None:  # noqa: ARG002 overriding
+        """Say so where torch was built without Kineto."""
+        if not torch.profiler.kineto_available():
+            return "this build of torch has no Kineto"
+        return None
+
+    @contextmanager
+    def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
+        """Warm up Kineto now, record from the first recorded step on, save at the end."""
+        if torch.autograd._profiler_enabled():  # noqa: SLF001 no public way to ask
+            msg = "another torch profiler is running"
+            raise NotNowError(msg)
+        profiler = self._profiler()
+        profiler.prepare_trace()
+        started = False
+        with ExitStack() as names:
+            step_range = names.enter_context(ExitStack())
+            if self.record_module_names:
+                names.enter_context(module_ranges(run.model))
+            names.enter_context(action_ranges(run.actions))
+
+            def on_mark(mark: Mark) -> None:
+                nonlocal started
+                if mark.point is Point.STEP_START and mark.recorded:
+                    if not started:
+                        profiler.start_trace()
+                        started = True
+                    step_range.enter_context(torch.profiler.record_function(f"ProfilerStep#{mark.step}"))
+                elif mark.point is Point.STEP_END:
+                    step_range.close()
+
+            try:
+                yield on_mark
+            finally:
+                names.close()
+                if started:
+                    profiler.stop_trace()
+                    self._save(run, window, profiler)
+                else:
+                    # Kineto stays prepared until a trace is stopped.
+                    profiler.start_trace()
+                    profiler.stop_trace()
+
+    def _profiler(self) -> profile:
+        return profile(
+            activities=_activities(self.activities),
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack or self.stacks_metric is not None,
+            with_flops=self.with_flops,
+            with_modules=self.with_modules,
+            experimental_config=self.experimental_config,
+            **self.options,
+        )
+
+    def _save(self, run: RunContext, window: Window, profiler: profile) -> None:
+        directory = Path(self.dirpath) if self.dirpath else run.sink.place.root
+        name = TraceName(
+            run.stage,
+            numbered(self.filename, run.sink.place.number),
+            run.rank,
+            run.strategy,
+            run.function,
+            time.time_ns(),
+        )
+        trace = directory / str(name)
+        raw = run.sink.place.directory / series_path(window.index, run.rank, self.name)
+        saved = _SavedTrace(raw.with_name(temporary_name(raw.name)), trace)
+        results = profiler.profiler.kineto_results if profiler.profiler is not None else None
+        if (self.export or self.on_trace_ready) and results is not None and results.trace_start_ns() != 0:
+            saved.raw.parent.mkdir(parents=True, exist_ok=True)
+            results.save(str(saved.raw))
+        try:
+            if self.stacks_metric is not None:
+                stacks = directory / str(name).replace(".pt.trace.json.gz", ".stacks")
+                with run.sink.file(Artifact(stacks, "blob", self.name, window.index)) as temporary:
+                    profiler.export_stacks(str(temporary), self.stacks_metric)
+            if self.on_trace_ready is not None:
+                # Kineto saves a trace once; what the user exports is a copy of ours.
+                profiler.export_chrome_trace = saved.export  # type: ignore[method-assign]
+                self.on_trace_ready(profiler)
+        finally:
+            run.in_background(lambda: self._compress(run, window, saved), collector=self.name, window=window)
+
+    def _compress(self, run: RunContext, window: Window, saved: _SavedTrace) -> None:
+        try:
+            if self.export:
+                with run.sink.file(Artifact(saved.trace, "trace", self.name, window.index)) as temporary:
+                    saved.compress(temporary)
+                log.info("saved %s (%s)", saved.trace, format_bytes(saved.trace.stat().st_size))
+        finally:
+            with suppress(FileNotFoundError):
+                saved.raw.unlink()
+
+
+@dataclass(frozen=True)
+class _SavedTrace:
+    """A trace that Kineto has written: as JSON until it is compressed, then only as ``trace``."""
+
+    raw: Path
+    trace: Path
+
+    def compress(self, target: Path) -> None:
+        """Write the trace to ``target`` as gzip; isal releases the GIL."""
+        with self.raw.open("rb") as source, igzip.open(target, "wb", compresslevel=_FAST_LEVEL) as gz:
+            shutil.copyfileobj(source, gz, 1 << 20)
+
+    def export(self, path: str, use_python_export: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 torch's
+        """Stand in for ``torch.profiler.profile.export_chrome_trace``."""
+        if self.raw.exists():
+            if str(path).endswith(".gz"):
+                self.compress(Path(path))
+            else:
+                shutil.copyfile(self.raw, path)
+        elif str(path).endswith(".gz"):
+            shutil.copyfile(self.trace, path)
+        else:
+            with gzip.open(self.trace, "rb") as source, Path(path).open("wb") as target:
+                shutil.copyfileobj(source, target)
+
+
+def _activities(names: Sequence[str | ProfilerActivity] | None) -> list[ProfilerActivity] | None:
+    if names is None:
+        return None
+    known = ProfilerActivity.__members__
+    found: list[ProfilerActivity] = []
+    for name in names:
+        member = known.get(name.upper()) if isinstance(name, str) else name
+        if not isinstance(member, ProfilerActivity):
+            msg = f"OperatorTrace(activities={names!r}): {name!r} is unknown; use {', '.join(known).lower()}"
+            raise ConfigError(msg)
+        found.append(member)
+    return found
+
+
+class NvtxRanges(Collector):
+    """Every operator as an NVTX range for ``nsys`` or ``nvprof --profile-from-start off``, over the whole run."""
+
+    name: ClassVar[str] = "nvtx"
+
+    def unavailable(self, run: RunContext) -> str | None:
+        """NVTX needs CUDA."""
+        return None if run.device.type == "cuda" else "NVTX ranges need a CUDA device"
+
+    def record(self, run: RunContext, window: Window) -> AbstractContextManager[OnMark | None]:  # noqa: ARG002
+        """Windows add nothing."""
+        return nullcontext(None)
+
+    @contextmanager
+    def follow(self, run: RunContext) -> Iterator[OnStep | None]:  # noqa: ARG002 overriding
+        """Emit ranges until the end of the run."""
+        with torch.cuda.profiler.profile(), torch.autograd.profiler.emit_nvtx():
+            yield None

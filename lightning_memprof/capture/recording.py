@@ -1,0 +1,91 @@
+"""One open window: its collectors entered, told of every mark, and left; each on its own."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from lightning_memprof.capture.base import NotNowError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from lightning_memprof.capture.base import Collector, OnMark, RunContext
+    from lightning_memprof.schedule import Mark, Window
+
+__all__ = ["Recording"]
+
+
+class Recording:
+    """A window while it is open.
+
+    Collectors are entered and told of marks in the order given and left in the reverse order. One that fails is left
+    at once and switched off for the rest of the run; the others do not notice.
+
+    Args:
+        run: what collectors are given.
+        window: the window.
+        spent_ns: nanoseconds of training time that each collector cost; added to.
+
+    """
+
+    def __init__(self, run: RunContext, window: Window, spent_ns: dict[str, int]) -> None:
+        self.window = window
+        self.steps: list[int] = []
+        self._run = run
+        self._faults = run.faults
+        self._spent_ns = spent_ns
+        self._open: dict[str, tuple[AbstractContextManager[OnMark | None], OnMark | None]] = {}
+
+    def open(self, collectors: Sequence[Collector]) -> None:
+        """Enter the collectors that have not been switched off."""
+        for collector in collectors:
+            if collector.name in self._faults.switched_off:
+                continue
+            started = time.perf_counter_ns()
+            try:
+                context = collector.record(self._run, self.window)
+                self._open[collector.name] = (context, context.__enter__())
+            except NotNowError as reason:
+                self._run.sink.manifest.append(
+                    "unavailable", collector=collector.name, window=self.window.index, reason=str(reason)
+                )
+            except Exception as error:  # noqa: BLE001 a collector of anybody's must not stop the training
+                self._faults.report(collector.name, "enter", self.window.index, error)
+            self._charge(collector.name, started)
+
+    def mark(self, mark: Mark) -> None:
+        """Tell the collectors."""
+        for name, (_, on_mark) in list(self._open.items()):
+            if on_mark is not None:
+                self._guard(name, "mark", lambda on_mark=on_mark: on_mark(mark))  # type: ignore[misc]
+
+    def close(self) -> None:
+        """Leave the collectors; each saves what it has."""
+        for name, (context, _) in reversed(list(self._open.items())):
+            self._guard(name, "exit", lambda context=context: context.__exit__(None, None, None))  # type: ignore[misc]
+        self._open.clear()
+
+    def _guard(self, name: str, where: str, call: Callable[[], object]) -> None:
+        started = time.perf_counter_ns()
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 a collector of anybody's must not stop the training
+            self._leave(name, where, error)
+            self._faults.report(name, where, self.window.index, error)
+        finally:
+            self._charge(name, started)
+
+    def _leave(self, name: str, where: str, error: Exception) -> None:
+        entry = self._open.pop(name, None)
+        if entry is None or where == "exit":
+            return
+        try:
+            entry[0].__exit__(type(error), error, error.__traceback__)
+        except Exception as second:  # noqa: BLE001 its way out may fail as its mark did
+            if second is not error:
+                self._faults.report(name, "exit", self.window.index, second)
+
+    def _charge(self, name: str, started: int) -> None:
+        self._spent_ns[name] = self._spent_ns.get(name, 0) + time.perf_counter_ns() - started

@@ -1,0 +1,239 @@
+"""The only stateful object of a run: steps come in, windows open and close, collectors are told."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_memprof.artifacts.series import PHASES
+from lightning_memprof.capture.base import OnStep, StepRecord
+from lightning_memprof.capture.clock import StepClock, device_timer, unix_ns
+from lightning_memprof.capture.pulse import Pulse
+from lightning_memprof.capture.recording import Recording
+from lightning_memprof.schedule import Action, Mark, Point, Window, plan_window
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from lightning_memprof.capture.base import Collector, RunContext
+
+__all__ = ["Position", "Session"]
+
+log = logging.getLogger(__name__)
+
+_OTHER: Final = PHASES.index("other")
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where the run is when a step begins.
+
+    Attributes:
+        step: training batches seen by the run before this one.
+        global_step: optimizer steps done by the run.
+        epoch: epochs done by the run.
+        count: the number that the schedule decides by.
+
+    """
+
+    step: int
+    global_step: int
+    epoch: int
+    count: int
+
+
+@dataclass
+class _Overhead:
+    """Nanoseconds of training time that we took, by cause."""
+
+    pulse_ns: int = 0
+    windows_ns: int = 0
+    collectors_ns: dict[str, int] = field(default_factory=dict)
+
+
+class Session:
+    """Records one run of one stage.
+
+    The adapter calls :meth:`begin_step` where a step begins and :meth:`mark` at the points inside it, and at the end
+    :meth:`close`. What happens between two steps, opening and saving windows for instance, is not time of a step.
+
+    Args:
+        run: what collectors are given.
+        schedule: decides by ``Position.count``.
+        collectors: those that are available in this run.
+
+    """
+
+    def __init__(self, run: RunContext, schedule: Callable[[int], Action], collectors: Sequence[Collector]) -> None:
+        self._run = run
+        self._schedule = schedule
+        self._collectors = tuple(collectors)
+        self._faults = run.faults
+        self.has_pulse = any(isinstance(collector, Pulse) for collector in collectors)
+        self.clock = StepClock(device_timer(run.device) if self.has_pulse else None)
+        self._followers: dict[str, tuple[AbstractContextManager[OnStep | None], OnStep | None]] = {}
+        self._recording: Recording | None = None
+        self._windows = 0
+        self._position: Position | None = None
+        self._action = Action.NONE
+        self._last_count = -1
+        self._steps = 0
+        self._overhead = _Overhead()
+        self._unix_offset_ns = unix_ns(now := time.perf_counter_ns()) - now
+
+    @property
+    def window(self) -> Window | None:
+        """The window that is open."""
+        return self._recording.window if self._recording is not None else None
+
+    @property
+    def position(self) -> Position | None:
+        """Where the present step began, or None between steps."""
+        return self._position
+
+    def open(self) -> None:
+        """Begin to follow the run."""
+        for collector in self._collectors:
+            try:
+                follow = collector.follow(self._run)
+                self._followers[collector.name] = (follow, follow.__enter__())
+            except Exception as error:  # noqa: BLE001 a collector of anybody's must not stop the training
+                self._faults.report(collector.name, "enter", None, error)
+
+    def begin_step(self, position: Position) -> None:
+        """End the present step, if there is one, and begin the next."""
+        began = self._end_step()
+        in_window = self._recording is not None
+        action = self._schedule(position.count)
+        self._turn_windows(position, action)
+        self._position, self._action, self._last_count = position, action, position.count
+        if self._recording is not None:
+            if action is not Action.WARMUP:
+                self._recording.steps.append(position.step)
+            self.mark(Point.STEP_START)
+        if in_window or self._recording is not None:
+            self._overhead.windows_ns += time.perf_counter_ns() - began
+        self.clock.start()
+
+    def mark(self, point: Point) -> None:
+        """Tell the open window's collectors that the present step has come to ``point``."""
+        if self._recording is None or self._position is None:
+            return
+        self.clock.enter(_OTHER)
+        now = time.perf_counter_ns()
+        self._recording.mark(
+            Mark(
+                self._position.step,
+                self._position.global_step,
+                point,
+                self._action is not Action.WARMUP,
+                now + self._unix_offset_ns,
+            )
+        )
+        self.clock.leave()
+
+    def close(self, *, reason: str | None = None) -> None:
+        """End the run: the present step, the open window, and all that was followed.
+
+        Args:
+            reason: why the run ended early; None where it came to its end.
+
+        """
+        began = self._end_step()
+        if self._recording is not None:
+            self._close_window(reason or "the run ended")
+            self._overhead.windows_ns += time.perf_counter_ns() - began
+        for name, (follow, _) in reversed(list(self._followers.items())):
+            try:
+                follow.__exit__(None, None, None)
+            except Exception as error:  # noqa: BLE001 a collector of anybody's must not stop the training
+                self._faults.report(name, "exit", None, error)
+        self._followers.clear()
+
+    def facts(self) -> dict[str, Any]:
+        """Return the number of steps and what we cost, for the manifest's last row."""
+        return {
+            "steps": self._steps,
+            "overhead": {
+                "pulse_ns": self._overhead.pulse_ns,
+                "windows_ns": self._overhead.windows_ns,
+                "collectors_ns": self._overhead.collectors_ns,
+            },
+        }
+
+    def _end_step(self) -> int:
+        position = self._position
+        if position is None:
+            return time.perf_counter_ns()
+        start = self.clock.start_ns
+        now, phases, moments = self.clock.stop()
+        self._steps += 1
+        if self._followers:
+            record = StepRecord(
+                position.step,
+                position.global_step,
+                position.epoch,
+                None if self._recording is None else self._recording.window.index,
+                start + self._unix_offset_ns,
+                now - start,
+                phases,
+                moments,
+            )
+            for name, (_, on_step) in self._followers.items():
+                if on_step is not None and name not in self._faults.switched_off:
+                    try:
+                        on_step(record)
+                    except Exception as error:  # noqa: BLE001 a collector of anybody's must not stop the training
+                        self._faults.report(name, "mark", None, error)
+        ended = time.perf_counter_ns()
+        self._overhead.pulse_ns += ended - now
+        self.mark(Point.STEP_END)
+        self._position = None
+        return ended
+
+    def _turn_windows(self, position: Position, action: Action) -> None:
+        if self._recording is not None:
+            if self._action is Action.RECORD_AND_SAVE:
+                self._close_window(None)
+            elif action is Action.NONE or (action is Action.WARMUP and self._action is Action.RECORD):
+                self._close_window("the schedule left the window before its end")
+            elif position.count <= self._last_count:
+                self._close_window("a new epoch began")
+        if self._recording is None and action is not Action.NONE:
+            self._open_window(position, action)
+
+    def _open_window(self, position: Position, action: Action) -> None:
+        window = plan_window(self._schedule, position.count, step=position.step, index=self._windows)
+        self._windows += 1
+        if action is Action.WARMUP:
+            log.info("window %d warming up, steps %s", window.index, _span(window.warmup))
+        log.info("window %d recording steps %s", window.index, _span(window.active))
+        self._run.sink.manifest.append(
+            "window", window=window.index, event="open", warmup_steps=window.warmup, active_steps=window.active
+        )
+        self._recording = Recording(self._run, window, self._overhead.collectors_ns)
+        self._recording.open(self._collectors)
+
+    def _close_window(self, reason: str | None) -> None:
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return
+        recording.close()
+        truncated = tuple(recording.steps) != recording.window.active
+        self._run.sink.manifest.append(
+            "window",
+            window=recording.window.index,
+            event="close",
+            steps=recording.steps,
+            truncated=truncated,
+            reason=reason if truncated else None,
+        )
+
+
+def _span(steps: tuple[int, ...]) -> str:
+    if not steps:
+        return "none"
+    return str(steps[0]) if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"

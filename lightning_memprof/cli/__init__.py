@@ -1,0 +1,1 @@
+"""The command ``lightning-memprof``: one small file a sub-command, loaded when it is asked for."""

@@ -1,0 +1,71 @@
+"""``lightning-memprof demo``: train the small model, quietly, and say where the recording lies."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_memprof.cli.quiet import quiet_lightning
+from lightning_memprof.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["demo"]
+
+
+def demo(out: Path, steps: int = 40) -> int:
+    """Train, record and show.
+
+    Args:
+        out: where the run goes, in a new directory ``version_N``.
+        steps: batches to train on, at least 6.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        ConfigError: ``out`` cannot be made, or there are too few steps.
+
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"demo: --out {str(out)!r}: {error.strerror}; name a directory that can be written"
+        ) from error
+    print("Training a small GPT on the source files of Python's standard library.", flush=True)
+    from lightning_memprof.demo.train import train_demo
+
+    with quiet_lightning(), _our_log_lines():
+        log_dir = train_demo(out, steps)
+    print(f"Recorded in {log_dir}")
+    print(f"Next: lightning-memprof show {log_dir}, or: tensorboard --logdir {out}")
+    return 0
+
+
+class _AboveTheBar(logging.Handler):
+    """Prints a line; the progress bar, which owns the terminal's last line, moves down."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print the message of ``record`` to whatever is stdout at this moment."""
+        print(self.format(record))
+
+
+@contextmanager
+def _our_log_lines() -> Iterator[None]:
+    """Show what the recording does while it does it."""
+    ours = logging.getLogger("lightning_memprof")
+    before = ours.level, ours.propagate
+    handler = _AboveTheBar()
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
+    ours.propagate = False
+    try:
+        yield
+    finally:
+        ours.removeHandler(handler)
+        ours.setLevel(before[0])
+        ours.propagate = before[1]

@@ -1,0 +1,287 @@
+"""``lightning-memprof doctor``: what is installed, and what can be recorded here and what not, and why."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_memprof import __version__
+from lightning_memprof.cli.quiet import quiet_lightning
+from lightning_memprof.units import format_bytes
+
+if TYPE_CHECKING:
+    from lightning_memprof.capture.base import Collector, RunContext
+
+__all__ = ["Check", "diagnose", "doctor", "memory_limit_bytes"]
+
+State = Literal["ok", "no", "broken"]
+
+_FACTORIES: Final = "lightning.pytorch.callbacks_factory"
+_PROFILER: Final = "fts_extended"
+_STYLES: Final[dict[State, str]] = {"ok": "green", "no": "dim", "broken": "bold red"}
+_UNLIMITED_BYTES: Final = 1 << 60
+"""Version 1 of control groups writes a number near 2**63 where there is no limit."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the page: ``no`` is a fact of this machine, ``broken`` keeps the package from working."""
+
+    group: str
+    name: str
+    state: State
+    text: str
+
+
+def doctor() -> int:
+    """Look at this machine and print what was found.
+
+    Returns:
+        0, or 1 where something that is required does not work.
+
+    """
+    console = Console(highlight=False)
+    with console.status("looking at this machine"):
+        checks = list(diagnose())
+    for group in dict.fromkeys(check.group for check in checks):
+        console.print(Text(group, style="bold"))
+        console.print(_table([check for check in checks if check.group == group]))
+        console.print()
+    broken = [check.name for check in checks if check.state == "broken"]
+    if broken:
+        console.print(f"Not ready: {', '.join(broken)}; the reasons are above.")
+        return 1
+    console.print("Ready. See what comes out: lightning-memprof demo")
+    return 0
+
+
+def diagnose() -> Iterator[Check]:
+    """Yield what was found, group by group; imports torch and Lightning where they can be imported."""
+    yield from _versions()
+    yield from _machine()
+    yield from _lightning()
+    yield from _tensorboard()
+    yield from _collectors()
+
+
+def memory_limit_bytes(
+    membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
+) -> int | None:
+    """Return the memory that this process's control groups allow it, the tightest of them, or None without a limit.
+
+    Args:
+        membership: the file that names the process's groups, of version 1 or 2.
+        mount: where the groups are mounted.
+
+    """
+    limits: list[int] = []
+    lines = membership.read_text(encoding="utf-8").splitlines() if membership.exists() else []
+    for line in lines:
+        hierarchy, controllers, group = line.split(":", 2)
+        if hierarchy == "0":
+            root, name = mount, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = mount / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        folder = root / group.lstrip("/")
+        # In a container the path is often the host's, and only the mount's top is there.
+        for candidate in (folder, *folder.parents):
+            if candidate.is_relative_to(root) and (candidate / name).is_file():
+                value = (candidate / name).read_text(encoding="utf-8").strip()
+                limits += [int(value)] if value.isdecimal() else []
+    return min((limit for limit in limits if limit < _UNLIMITED_BYTES), default=None)
+
+
+def _table(checks: list[Check]) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(width=6)
+    table.add_column(width=23)
+    table.add_column(overflow="fold")
+    for check in checks:
+        table.add_row(Text(check.state, style=_STYLES[check.state]), check.name, Text(check.text))
+    return table
+
+
+def _versions() -> Iterator[Check]:
+    group = "Versions"
+    yield Check(group, "lightning-memprof", "ok", __version__)
+    yield Check(group, "python", "ok", f"{platform.python_version()}  {sys.executable}")
+    for package, module in (("torch", "torch"), ("lightning", "lightning.pytorch")):
+        failure = _failure(partial(importlib.import_module, module))
+        yield Check(group, package, "broken" if failure else "ok", failure or _version(package))
+    for package in ("tensorboard", "torch-tb-profiler", "psutil"):
+        found = _version(package)
+        yield Check(group, package, "ok" if found else "no", found or f"not installed: pip install {package}")
+
+
+def _machine() -> Iterator[Check]:
+    group = "This machine"
+    try:
+        yield _accelerator(group, importlib.import_module("torch"))
+    except Exception as error:  # noqa: BLE001 a broken driver or a broken torch is a finding
+        yield Check(group, "accelerator", "no", f"unknown: {_one_line(error)}")
+    yield Check(group, "processors", "ok", f"{_usable_processors()} of {os.cpu_count()} for this process")
+    total, limit = psutil.virtual_memory().total, memory_limit_bytes()
+    allowed = "no control group limits it" if limit is None else f"a control group allows {format_bytes(limit)}"
+    yield Check(group, "memory", "ok", f"{format_bytes(total)}; {allowed}")
+    yield _temporary_files(group)
+
+
+def _accelerator(group: str, torch: Any) -> Check:
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        return Check(
+            group, "accelerator", "no", f"none that torch {torch.__version__} can use; models train on the CPU"
+        )
+    count = torch.accelerator.device_count()
+    if device.type != "cuda":
+        return Check(group, "accelerator", "ok", f"{count} x {device.type}")
+    memory = format_bytes(torch.cuda.get_device_properties(0).total_memory)
+    return Check(group, "accelerator", "ok", f"{count} x {torch.cuda.get_device_name(0)}, {memory}")
+
+
+def _usable_processors() -> int | None:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+def _temporary_files(group: str) -> Check:
+    try:
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(b"\0")
+            file.flush()
+            folder = Path(file.name).parent
+    except OSError as error:
+        return Check(group, "temporary files", "broken", f"{error}; name a directory that can be written in TMPDIR")
+    return Check(group, "temporary files", "ok", f"{folder}, {format_bytes(shutil.disk_usage(folder).free)} free")
+
+
+def _lightning() -> Iterator[Check]:
+    group = "Lightning"
+    points = metadata.entry_points(group=_FACTORIES)
+    registered = any(point.value.startswith("lightning_memprof.") for point in points)
+    yield Check(
+        group,
+        "entry point",
+        "ok" if registered else "broken",
+        "registered" if registered else f"nothing of ours in {_FACTORIES}: install the package with pip",
+    )
+    name = f'profiler="{_PROFILER}"'
+    try:
+        lightning = importlib.import_module("lightning.pytorch")
+        with quiet_lightning():
+            trainer = lightning.Trainer(profiler=_PROFILER, accelerator="cpu", logger=False, enable_checkpointing=False)
+        profiler = type(trainer.profiler)
+        found = f"{profiler.__module__}.{profiler.__qualname__}"
+        yield Check(group, name, "ok" if found.startswith("lightning_memprof.") else "broken", found)
+    except Exception as error:  # noqa: BLE001 whatever keeps a Trainer from being made is the finding
+        yield Check(group, name, "broken", _one_line(error))
+
+
+def _tensorboard() -> Iterator[Check]:
+    group = "TensorBoard"
+    points = [point for point in metadata.entry_points(group="tensorboard_plugins") if point.name == "torch_profiler"]
+    if not points:
+        yield Check(group, "profiler plug-in", "no", "not installed: pip install torch-tb-profiler")
+        return
+    failure = _failure(points[0].load)
+    yield Check(group, "profiler plug-in", "no" if failure else "ok", failure or points[0].value)
+
+
+def _collectors() -> Iterator[Check]:
+    group = "Recorded here"
+    try:
+        torch = importlib.import_module("torch")
+        collectors = _default_set()
+    except Exception as error:  # noqa: BLE001 a broken package can raise anything when it is imported
+        yield Check(group, "collectors", "broken", _one_line(error))
+        return
+    kineto = torch.profiler.kineto_available()
+    yield Check(
+        group, "kineto", "ok" if kineto else "no", "in this build of torch" if kineto else "not in this build of torch"
+    )
+    with ExitStack() as stack:
+        run = _imagined_run(stack, torch)
+        for collector in collectors:
+            reason = collector.unavailable(run)
+            text = reason or (type(collector).__doc__ or "").strip().partition("\n")[0]
+            yield Check(group, collector.name, "no" if reason else "ok", text)
+
+
+def _default_set() -> list[Collector]:
+    from lightning_memprof.capture.allocator_history import AllocatorHistory
+    from lightning_memprof.capture.allocator_stats import AllocatorStats
+    from lightning_memprof.capture.hook_timings import HookTimings
+    from lightning_memprof.capture.host import HostMemory
+    from lightning_memprof.capture.operator_trace import OperatorTrace
+    from lightning_memprof.capture.pulse import Pulse
+
+    return [Pulse(), HostMemory(), AllocatorStats(), HookTimings(), OperatorTrace(), AllocatorHistory()]
+
+
+class _NoActions:
+    """The actions of a run in which nothing happens."""
+
+    def listen(self, start: Callable[[str], None], stop: Callable[[str], None]) -> AbstractContextManager[None]:
+        """Call nothing."""
+        del start, stop
+        return nullcontext()
+
+
+def _imagined_run(stack: ExitStack, torch: Any) -> RunContext:
+    """Make the context of a run on this machine's first device, with files that are gone when ``stack`` ends."""
+    from lightning_memprof.artifacts.sink import Sink, claim_run_place
+    from lightning_memprof.capture.base import RunContext
+
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning-memprof-doctor-"))
+    sink = Sink(claim_run_place(Path(folder)), 0, lambda *_: None)
+    stack.callback(sink.close)
+    return RunContext(
+        rank=0,
+        world_size=1,
+        stage="fit",
+        function="training_step",
+        strategy="SingleDeviceStrategy",
+        device=torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu"),
+        model=torch.nn.Identity(),
+        actions=_NoActions(),
+        sink=sink,
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _failure(attempt: Callable[[], object]) -> str:
+    """Return in one line why ``attempt`` fails, or nothing where it does not."""
+    try:
+        attempt()
+    except Exception as error:  # noqa: BLE001 a broken package can raise anything when it is imported
+        return _one_line(error)
+    return ""
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,172 @@
+"""Parse the command line, load the one sub-command it names, and turn every error into one line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentError, RawDescriptionHelpFormatter
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from jsonargparse import ArgumentParser, Namespace
+
+from lightning_memprof import __version__
+from lightning_memprof.errors import MemprofError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["main"]
+
+PROGRAM: Final = "lightning-memprof"
+FAILED: Final = 1
+USAGE: Final = 2
+INTERRUPTED: Final = 130
+BROKEN_PIPE: Final = 141
+"""128 + the number of the signal, as a shell reports a program that SIGINT or SIGPIPE ended."""
+
+_DESCRIPTION: Final = "Record a Lightning training and show where its time and memory went."
+_EPILOG: Final = """\
+start here:
+  lightning-memprof demo              train a small model and see what comes out
+  lightning-memprof run train.py      record your own program as it is
+  lightning-memprof show RUN          look at what was recorded
+"""
+_RUN_DESCRIPTION: Final = """\
+Run a training program and record every Trainer in it, with no change to the
+program: callback and profiler attach themselves, and what the program
+configured itself wins. Exit code, output and signals are the program's own.
+
+  SCRIPT ARGS...        the program; everything after SCRIPT is for it alone
+  -m MODULE ARGS...     the program as a module, as with python -m
+
+several processes:
+  lightning-memprof run -m torch.distributed.run --nproc-per-node 2 train.py
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: the arguments after the program's name; ``sys.argv[1:]`` where none are given.
+
+    Returns:
+        The exit code: 0, 1 for an error, 2 for a wrong command line, 130 after Ctrl-C.
+
+    """
+    own, program = _split(list(sys.argv[1:] if argv is None else argv))
+    try:
+        try:
+            return _execute(own, program)
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except SystemExit as stop:
+        # Lightning turns Ctrl-C into exit(1) while it handles the KeyboardInterrupt.
+        status = INTERRUPTED if isinstance(stop.__context__, KeyboardInterrupt) else stop.code
+        return status if isinstance(status, int) else FAILED
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more at its exit, and would complain then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as error:
+        if "--debug" in own and not isinstance(error, ArgumentError):
+            raise
+        return _complain(error)
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Part our arguments from those of the program that ``run`` starts, which no parser of ours may look at."""
+    command = next((index for index, argument in enumerate(arguments) if not argument.startswith("-")), None)
+    if command is None or arguments[command] != "run":
+        return arguments, []
+    from lightning_memprof.cli.run import split_program
+
+    options, program = split_program(arguments[command + 1 :])
+    return [*arguments[: command + 1], *options], program
+
+
+def _execute(own: list[str], program: list[str]) -> int:
+    parser = _parser()
+    if not own:
+        parser.print_help(sys.stderr)
+        return USAGE
+    arguments = parser.parse_args(own)
+    if arguments.command == "run" and not program:
+        raise ArgumentError(None, "run: name a program, as in: lightning-memprof run train.py")
+    return _dispatch(arguments.command, arguments[arguments.command], program)
+
+
+def _dispatch(command: str, options: Namespace, program: list[str]) -> int:
+    """Load one sub-command and call it; a report must open where neither torch nor Lightning can be imported."""
+    if command == "demo":
+        from lightning_memprof.cli.demo import demo
+
+        return demo(Path(options.out))
+    if command == "show":
+        from lightning_memprof.cli.show import show
+
+        return show(options.RUN, options.format)
+    if command == "doctor":
+        from lightning_memprof.cli.doctor import doctor
+
+        return doctor()
+    from lightning_memprof.cli.run import run
+
+    return run(program, None if options.config is None else Path(options.config))
+
+
+def _parser() -> ArgumentParser:
+    parser = _new_parser(_DESCRIPTION)
+    parser.epilog = _EPILOG
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}", help="show the version")
+    commands = parser.add_subcommands(dest="command", metavar="COMMAND", title="commands", description=None)
+
+    demo = _new_parser("Train a small GPT on Python's source files, record it, show what came out.")
+    demo.add_argument("--out", metavar="DIR", default="memprof-demo", help="where the run goes (default: %(default)s)")
+    commands.add_subcommand("demo", demo, help="train a small model, record it, show what came out")
+
+    show = _new_parser("Show where the time and the memory of a recorded run went.")
+    show.add_argument("RUN", help="a log_dir, its memprofiler directory, or a folder with one run in it")
+    show.add_argument(
+        "--format", choices=["terminal", "json"], default="terminal", help="a page for people, or JSON for programs"
+    )
+    commands.add_subcommand("show", show, help="show a recorded run")
+
+    doctor = _new_parser("Say what is installed, and what can be recorded here and what not, and why.")
+    commands.add_subcommand("doctor", doctor, help="say what can be recorded on this machine")
+
+    run = _new_parser(_RUN_DESCRIPTION, usage=f"{PROGRAM} run [--config FILE] SCRIPT ARGS...")
+    run.add_argument("--config", metavar="FILE", default=None, help="a YAML file that says what to record")
+    commands.add_subcommand("run", run, help="run a training program as it is, and record it")
+    for name, command in (("demo", demo), ("show", show), ("doctor", doctor), ("run", run)):
+        command.prog = f"{PROGRAM} {name}"
+    return parser
+
+
+def _new_parser(description: str, *, usage: str | None = None) -> ArgumentParser:
+    parser = ArgumentParser(
+        prog=PROGRAM,
+        usage=usage,
+        description=description,
+        exit_on_error=False,
+        allow_abbrev=False,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _complain(error: Exception) -> int:
+    """Say in one line what is wrong, and return the exit code for it."""
+    status = FAILED
+    if isinstance(error, ArgumentError):
+        message, status = f"{error}; see {PROGRAM} --help", USAGE
+    elif isinstance(error, MemprofError):
+        message = str(error)
+    else:
+        message = f"{type(error).__name__}: {error} (--debug shows where)"
+    print(f"{PROGRAM}: error: {' '.join(message.split())}", file=sys.stderr)
+    return status

@@ -1,0 +1,39 @@
+"""``lightning-memprof show``: one page, or JSON, of a run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Literal
+
+__all__ = ["show"]
+
+
+def show(run: str, format: Literal["terminal", "json"] = "terminal") -> int:  # noqa: A002 the option's name
+    """Show where the time and the memory of a recorded run went.
+
+    Args:
+        run: a log directory, its memprofiler directory, or a parent directory with one run in it.
+        format: a page for the terminal, or JSON with bytes and nanoseconds.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ArtifactError: there is no run, there are several, or it cannot be read.
+
+    """
+    from lightning_memprof.analysis.run import load_run
+    from lightning_memprof.analysis.tables import ensure_operator_tables
+    from lightning_memprof.report.view import run_view
+
+    view = run_view(ensure_operator_tables(load_run(run)))
+    if format == "json":
+        from lightning_memprof.report.machine import to_json
+
+        sys.stdout.write(json.dumps(to_json(view), indent=2, allow_nan=False) + "\n")
+    else:
+        from lightning_memprof.report.terminal import print_view
+
+        print_view(view)
+    return 0

@@ -1,0 +1,46 @@
+"""The callback that the environment attaches to a program that knows nothing of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jsonargparse import ArgumentParser
+
+from lightning_memprof.errors import ConfigError
+from lightning_memprof.integration.callback import MemProfilerCallback
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from lightning.pytorch import Trainer
+
+__all__ = ["AttachedCallback", "load_options"]
+
+
+class AttachedCallback(MemProfilerCallback):
+    """A MemProfilerCallback that gives way to the program's own."""
+
+    def steps_aside(self, trainer: Trainer) -> bool:
+        """Whether the program has a MemProfilerCallback itself."""
+        return any(
+            isinstance(other, MemProfilerCallback) and not isinstance(other, AttachedCallback)
+            for other in trainer.callbacks  # type: ignore[attr-defined]
+        )
+
+
+def load_options(path: Path) -> dict[str, Any]:
+    """Read arguments of :class:`MemProfilerCallback` from a YAML file.
+
+    Raises:
+        ConfigError: the file is missing or one of its values is not usable.
+
+    """
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(MemProfilerCallback)
+    try:
+        options = parser.instantiate_classes(parser.parse_path(str(path)))
+    except Exception as error:
+        first_line = str(error).strip().splitlines()
+        msg = f"LIGHTNING_MEMPROF={path}: {first_line[0] if first_line else error}; give a YAML file of its options, or 1"
+        raise ConfigError(msg) from error
+    return dict(options)

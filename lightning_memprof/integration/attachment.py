@@ -1,0 +1,200 @@
+"""Binds one session to one run of a Trainer, from ``setup`` to the last file."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_memprof.artifacts.naming import regions_name
+from lightning_memprof.artifacts.sink import Artifact, RunPlace, Sink, claim_run_place
+from lightning_memprof.capture.base import RunContext
+from lightning_memprof.capture.faults import Faults
+from lightning_memprof.capture.session import Session
+from lightning_memprof.errors import ConfigError
+from lightning_memprof.integration.driver import StepDriver, position_source
+from lightning_memprof.integration.environment import run_facts, training_facts
+from lightning_memprof.integration.reach import unreachable
+from lightning_memprof.integration.stages import StageActions, stage_actions
+from lightning_memprof.integration.tables import write_operator_table
+from lightning_memprof.integration.tap import ActionTap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lightning.pytorch import Callback, Trainer
+
+    from lightning_memprof.capture.base import Collector
+    from lightning_memprof.integration.settings import Settings
+
+__all__ = ["Attachment", "claim_place"]
+
+log = logging.getLogger(__name__)
+
+
+class Attachment:
+    """One run of one stage on one rank.
+
+    Args:
+        trainer: in its ``setup``: ranks are known, ``log_dir`` may be asked for once.
+        stage: ``fit``, ``validate``, ``test`` or ``predict``.
+        settings: what is wanted.
+        place: where the run's files go.
+        ours: adapters of this package, whose hooks are not the user's callbacks.
+
+    Raises:
+        ConfigError: a collector that the user asked for is not available in this run.
+
+    """
+
+    def __init__(
+        self, trainer: Trainer, stage: str, settings: Settings, place: RunPlace, ours: type[Callback]
+    ) -> None:
+        self.place = place
+        self.table: Path | None = None
+        self._trainer = trainer
+        self._stage = stage
+        self._settings = settings
+        self._ended = False
+        self._tap: ActionTap | None = None
+        self._actions: StageActions = stage_actions(trainer, stage, ours)
+        self._ours = ours
+        sink = Sink(place, trainer.global_rank)
+        self.run = RunContext(
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            stage=stage,
+            function=self._actions.function,
+            strategy=type(trainer.strategy).__name__,
+            device=trainer.strategy.root_device,
+            model=trainer.lightning_module,
+            actions=_LateFeed(lambda: self._tap),
+            sink=sink,
+            faults=Faults(sink.manifest, settings.on_error),
+        )
+        try:
+            available = self._available()
+        except BaseException:
+            sink.close()
+            raise
+        self.session = Session(self.run, settings.schedule, available)
+
+    def start(self) -> None:
+        """The stage's loop is about to run: loaders and optimizers are known."""
+        trainer, sink = self._trainer, self.run.sink
+        if self._stage == "fit":
+            sink.manifest.append("training", **training_facts(trainer))
+        if message := unreachable(trainer, self._stage, self._settings.schedule):
+            sink.manifest.append("note", collector="schedule", message=message)
+            if trainer.is_global_zero:
+                log.warning("%s", message)
+        self._actions = stage_actions(trainer, self._stage, self._ours)
+        anchor = getattr(self._settings.schedule, "anchor", "fit")
+        driver = StepDriver(self.session, self._actions, position_source(trainer, self._stage, anchor))
+        starts, stops = driver.handlers()
+        self._tap = ActionTap(trainer.profiler, starts, stops, self._break_off)
+        self.session.open()
+        self._tap.install()
+
+    def stop(self, reason: str | None = None) -> None:
+        """The stage's loop has ended."""
+        if self._tap is not None:
+            self._tap.remove()
+            self.session.close(reason=reason)
+            self._tap = None
+
+    def end(self, exception: BaseException | None = None) -> None:
+        """Finish every file; nothing is written afterwards."""
+        if self._ended:
+            return
+        self._ended = True
+        reason = None if exception is None else f"{type(exception).__name__}: {exception}"
+        self.stop(reason)
+        sink = self.run.sink
+        sink.drain()
+        try:
+            self.table = write_operator_table(self.run, self._settings.table)
+        except Exception as error:  # noqa: BLE001 the table can be made later, the training must not stop
+            self.run.faults.report("operator_table", "write", None, error)
+        named = self.place.directory / regions_name(self.run.rank)
+        if named.exists():
+            sink.list_artifact(Artifact(named, "series", "snapshots"))
+        status = "finished" if exception is None else "exception"
+        sink.manifest.append("end", status=status, exception=reason, **self.session.facts())
+        sink.close()
+
+    def _break_off(self, error: Exception) -> None:
+        if self._settings.on_error == "raise":
+            raise error
+        tap, self._tap = self._tap, None
+        if tap is not None:
+            tap.remove()
+            log.warning("recording failed and is switched off; training goes on", exc_info=error)
+            self.run.faults.report("session", "mark", None, error)
+            self.session.close(reason=f"recording failed: {error}")
+
+    def _available(self) -> list[Collector]:
+        manifest = self.run.sink.manifest
+        reasons = [
+            (collector, asked, self._why_not(collector)) for collector, asked in self._settings.collectors
+        ]
+        available = [collector for collector, _, reason in reasons if reason is None]
+        root = str(self.place.root)
+        manifest.append("run", **run_facts(self._trainer, self._stage, root, self._settings.schedule, available))
+        for collector, asked, reason in reasons:
+            if reason is None:
+                continue
+            if asked:
+                msg = (
+                    f"{type(collector).__name__} was asked for and is not available: {reason}; "
+                    f"take it out of `collectors`"
+                )
+                raise ConfigError(msg)
+            manifest.append("unavailable", collector=collector.name, reason=reason)
+            if self._trainer.is_global_zero:
+                log.info("%s: not recording %s", reason, collector.name.replace("_", " "))
+        return available
+
+    def _why_not(self, collector: Collector) -> str | None:
+        if collector.name == "operator_trace" and _is_lightnings_own(self._trainer.profiler):
+            return "Lightning's PyTorchProfiler owns torch.profiler in this run"
+        return collector.unavailable(self.run)
+
+
+def claim_place(trainer: Trainer, stage: str, dirpath: str | None) -> RunPlace | None:
+    """Agree on the run directory with all ranks; a collective, to be called once, in ``setup``, on every rank.
+
+    Returns:
+        The place, or None where rank 0 could not write there; training goes on without us.
+
+    """
+    root = Path(dirpath or trainer.log_dir or trainer.default_root_dir)
+    if stage != "fit":
+        root = root / stage
+    number: int | None = None
+    if trainer.is_global_zero:
+        try:
+            number = claim_run_place(root).number
+        except OSError as error:
+            log.warning("%s cannot be written (%s): this run is not recorded; training goes on", root, error.strerror)
+    agreed: tuple[str, int] | None = trainer.strategy.broadcast((str(root), number) if number is not None else None)
+    return None if agreed is None else RunPlace(Path(agreed[0]), agreed[1])
+
+
+class _LateFeed:
+    """The tap of a run that has not begun when collectors are asked what they need."""
+
+    def __init__(self, tap: Callable[[], ActionTap | None]) -> None:
+        self._tap = tap
+
+    def listen(self, start: Callable[[str], None], stop: Callable[[str], None]) -> Any:
+        tap = self._tap()
+        if tap is None:
+            msg = "actions can be heard only while the stage runs"
+            raise RuntimeError(msg)
+        return tap.listen(start, stop)
+
+
+def _is_lightnings_own(profiler: Any) -> bool:
+    names = [base.__name__ for base in type(profiler).__mro__]
+    return "PyTorchProfiler" in names and "ExtendedPyTorchProfiler" not in names

@@ -1,0 +1,139 @@
+"""The callback."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_memprof.capture.base import Collector
+from lightning_memprof.capture.named import NamedSnapshots
+from lightning_memprof.errors import ConfigError, MemprofError
+from lightning_memprof.integration.adapter import Adapter
+from lightning_memprof.integration.profiler import ExtendedPyTorchProfiler
+from lightning_memprof.integration.settings import Settings, as_schedule, check_ranks, joined
+from lightning_memprof.report.summary import print_summary
+from lightning_memprof.schedule import Schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lightning_memprof.capture.session import Position
+    from lightning_memprof.integration.attachment import Attachment
+
+__all__ = ["MemProfilerCallback"]
+
+log = logging.getLogger(__name__)
+
+_DEFAULT_SCHEDULE = Schedule()
+
+
+class MemProfilerCallback(Adapter):
+    """Records where a run's memory and time went, and prints it at the end.
+
+    Every step of the run leaves one row in the pulse; in the windows of ``schedule`` everything else is recorded too.
+    With :class:`ExtendedPyTorchProfiler` on the same Trainer both feed one run: the callback's schedule leads, and the
+    profiler's options hold for the operator trace.
+
+    Args:
+        schedule: when windows open; a :class:`Schedule`, a mapping of its fields, or a function from step to
+            ``torch.profiler.ProfilerAction``.
+        collectors: what records; None is the default set: ``Pulse``, ``HostMemory``, ``AllocatorStats``,
+            ``HookTimings``, ``AllocatorHistory`` and ``OperatorTrace``, as far as they are available.
+        ranks: global ranks that record; None is all.
+        dirpath: directory that gets the ``memprofiler`` directory; None is the Trainer's ``log_dir``.
+        summary: print the summary on rank 0 when the run has ended.
+        on_error: ``"warn"`` switches a failing collector off and lets training go on; ``"raise"`` is for tests.
+
+    Raises:
+        ConfigError: a value is not usable.
+
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule | Callable[[int], Any] = _DEFAULT_SCHEDULE,
+        collectors: list[Collector] | None = None,
+        ranks: list[int] | None = None,
+        dirpath: str | Path | None = None,
+        summary: bool = True,  # noqa: FBT001, FBT002 the signature of the issue
+        on_error: Literal["warn", "raise"] = "warn",
+    ) -> None:
+        super().__init__()
+        self._schedule = schedule
+        as_schedule(schedule)
+        for collector in collectors or ():
+            if not isinstance(collector, Collector):
+                msg = f"collectors holds {collector!r}: must be instances of lightning_memprof.Collector"
+                raise ConfigError(msg)
+        self._collectors = collectors
+        joined(collectors, ())
+        self._ranks = check_ranks(ranks)
+        self._dirpath = None if dirpath is None else str(dirpath)
+        self._summary = summary
+        if on_error not in ("warn", "raise"):
+            msg = f"on_error={on_error!r}: must be 'warn' or 'raise'"
+            raise ConfigError(msg)
+        self._on_error: Literal["warn", "raise"] = on_error
+        self._named = NamedSnapshots()
+
+    def settings(self, trainer: Trainer) -> Settings:
+        """Say what is wanted; the profiler lends its collectors."""
+        others = [other for other in trainer.callbacks if isinstance(other, MemProfilerCallback)]  # type: ignore[attr-defined]
+        if len([other for other in others if not other.steps_aside(trainer)]) > 1:
+            msg = "the Trainer has more than one MemProfilerCallback; give it one, with all collectors"
+            raise ConfigError(msg)
+        profiler = trainer.profiler  # type: ignore[attr-defined]
+        extended = profiler if isinstance(profiler, ExtendedPyTorchProfiler) else None
+        settings = Settings(
+            schedule=as_schedule(self._schedule),
+            collectors=joined(self._collectors, () if extended is None else extended.lend()),
+            ranks=self._ranks,
+            dirpath=self._dirpath,
+            on_error=self._on_error,
+        )
+        return settings if extended is None else extended.with_table(settings)
+
+    def snapshot(self, name: str) -> None:
+        """Write down the memory of this moment under ``name``, at any point of the program."""
+        self._named.take(name, "snapshot", self._position())
+
+    @contextmanager
+    def region(self, name: str) -> Iterator[None]:
+        """Write down the memory at the start and the end of the body; in a window the trace shows it by name."""
+        in_window = self._attachment is not None and self._attachment.session.window is not None
+        self._named.take(name, "start", self._position())
+        try:
+            with torch.profiler.record_function(name) if in_window else nullcontext():
+                yield
+        finally:
+            self._named.take(name, "end", self._position())
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Claim a directory and prepare the run."""
+        super().setup(trainer, pl_module, stage)
+        if self._attachment is not None:
+            self._named.place(self._attachment.place.directory, trainer.global_rank)
+
+    def ended(self, trainer: Trainer, attachment: Attachment, exception: BaseException | None) -> None:
+        """Print the summary."""
+        if isinstance(profiler := trainer.profiler, ExtendedPyTorchProfiler):  # type: ignore[attr-defined]
+            profiler.table_path = attachment.table
+        if not trainer.is_global_zero:
+            return
+        directory = attachment.place.directory
+        if exception is not None or not self._summary:
+            log.info("recorded in %s; look at it with: lightning-memprof show %s", directory, directory)
+            return
+        try:
+            print_summary(directory)
+        except (MemprofError, OSError) as error:
+            log.warning("the summary cannot be shown: %s", error)
+
+    def _position(self) -> Position | None:
+        return None if self._attachment is None else self._attachment.session.position

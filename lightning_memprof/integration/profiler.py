@@ -1,0 +1,204 @@
+"""The profiler: ``Trainer(profiler="fts_extended")``."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.profilers import PyTorchProfiler
+
+from lightning_memprof.analysis.operators import AVAILABLE_SORT_KEYS, TableOptions
+from lightning_memprof.capture.allocator_history import AllocatorHistory
+from lightning_memprof.capture.hook_timings import HookTimings
+from lightning_memprof.capture.operator_trace import DEFAULT_FILENAME, NvtxRanges, OperatorTrace
+from lightning_memprof.capture.pulse import Pulse
+from lightning_memprof.errors import ConfigError
+from lightning_memprof.integration.adapter import Adapter
+from lightning_memprof.integration.settings import Settings, as_schedule, check_ranks
+from lightning_memprof.schedule import Schedule
+
+if TYPE_CHECKING:
+    from lightning_memprof.capture.base import Collector
+
+__all__ = ["ExtendedPyTorchProfiler"]
+
+log = logging.getLogger(__name__)
+
+_DEFAULT_SCHEDULE = Schedule()
+_TRACE_OPTIONS = frozenset(
+    ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules", "activities",
+     "experimental_config", "on_trace_ready")
+)  # fmt: skip
+
+
+class ExtendedPyTorchProfiler(PyTorchProfiler):
+    """Lightning's PyTorchProfiler with a schedule that repeats, in every stage, and no cost outside of its windows.
+
+    It takes the arguments of :class:`lightning.pytorch.profilers.PyTorchProfiler` and those below. With a
+    :class:`MemProfilerCallback` on the same Trainer, the callback's schedule leads and this profiler's options hold
+    for the operator trace.
+
+    Args:
+        dirpath: directory of traces and tables; None is the Trainer's ``log_dir``.
+        filename: middle part of their names.
+        group_by_input_shapes: one row a shape in the operator table; needs ``record_shapes=True``.
+        emit_nvtx: emit NVTX ranges for an outer profiler instead of recording a trace.
+        export_to_chrome: write traces.
+        row_limit: rows of the operator table; -1 is all.
+        sort_by_key: what the operator table is sorted by; every key of torch's own table is known.
+        record_module_names: name modules' forwards in the trace.
+        table_kwargs: further arguments of torch's table: ``max_src_column_width``, ``max_name_column_width``,
+            ``max_shapes_column_width``, ``header``, ``top_level_events_only``.
+        schedule: when windows open; a :class:`Schedule`, a mapping of its fields, or a function from step to
+            ``torch.profiler.ProfilerAction``. From Python also None, which records every step.
+        schedule_cfg: another name of ``schedule``.
+        ranks: global ranks that record; None is all.
+        max_name_column_width: width of the operator table's first column.
+        profiler_kwargs: arguments of ``torch.profiler.profile``; ``export_to_flame_graph`` and ``metric`` as in
+            Lightning.
+
+    Raises:
+        ConfigError: a value is not usable.
+
+    """
+
+    AVAILABLE_SORT_KEYS: ClassVar[set[str]] = set(AVAILABLE_SORT_KEYS)
+    idle_actions: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = DEFAULT_FILENAME,
+        group_by_input_shapes: bool = False,  # noqa: FBT001, FBT002 Lightning's signature
+        emit_nvtx: bool = False,  # noqa: FBT001, FBT002 Lightning's signature
+        export_to_chrome: bool = True,  # noqa: FBT001, FBT002 Lightning's signature
+        row_limit: int = 20,
+        sort_by_key: str | None = None,
+        record_module_names: bool = True,  # noqa: FBT001, FBT002 Lightning's signature
+        table_kwargs: dict[str, Any] | None = None,
+        schedule: Schedule | Callable[[int], Any] = _DEFAULT_SCHEDULE,
+        schedule_cfg: Schedule | dict[str, Any] | None = None,
+        ranks: list[int] | None = None,
+        max_name_column_width: int = 55,
+        **profiler_kwargs: Any,
+    ) -> None:
+        super().__init__(
+            dirpath=dirpath,
+            filename=filename or DEFAULT_FILENAME,
+            group_by_input_shapes=group_by_input_shapes,
+            emit_nvtx=emit_nvtx,
+            export_to_chrome=export_to_chrome,
+            row_limit=row_limit,
+            sort_by_key=sort_by_key,
+            record_module_names=record_module_names,
+            table_kwargs=table_kwargs,
+            **profiler_kwargs,
+        )
+        if schedule_cfg is not None and schedule is not _DEFAULT_SCHEDULE:
+            msg = "schedule and schedule_cfg are two names of one value; give one"
+            raise ConfigError(msg)
+        self._chosen_schedule = as_schedule(schedule if schedule_cfg is None else schedule_cfg)
+        self._ranks = check_ranks(ranks)
+        self._trace = self._operator_trace(profiler_kwargs)
+        self._table = TableOptions(
+            sort_by=self._sort_by_key,
+            row_limit=row_limit,
+            group_by_input_shapes=self._group_by_input_shapes,
+            **{"max_name_column_width": max_name_column_width, **(table_kwargs or {})},
+        )
+        self.table_path: Path | None = None
+
+    def start(self, action_name: str) -> None:
+        """Do nothing: while a run is recorded, a tap on this instance hears the actions."""
+
+    def stop(self, action_name: str) -> None:
+        """Do nothing, as :meth:`start`."""
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        """Lend the collectors to the Trainer's MemProfilerCallback; without one, record alone."""
+        self._stage = stage
+        self._local_rank = local_rank
+        trainer = self._trainer()
+        if trainer is None or any(adapter.leads(trainer) for adapter in _adapters(trainer)):
+            return
+        trainer.callbacks.append(_ProfilerHost(self))  # type: ignore[attr-defined]
+
+    def lend(self) -> list[Collector]:
+        """Return this profiler's collectors: hook timings, allocator history, and the operator trace or NVTX ranges."""
+        lent: list[Collector] = [HookTimings(), AllocatorHistory()]
+        return [*lent, NvtxRanges() if self._emit_nvtx else self._trace]
+
+    def with_table(self, settings: Settings) -> Settings:
+        """Return ``settings`` with this profiler's operator table."""
+        return replace(settings, table=self._table)
+
+    def own_settings(self) -> Settings:
+        """Return what this profiler wants of a run when it records alone."""
+        return Settings(
+            schedule=self._chosen_schedule,
+            collectors=[(collector, False) for collector in (Pulse(), *self.lend())],
+            ranks=self._ranks,
+            dirpath=None if self.dirpath is None else str(self.dirpath),
+            table=self._table,
+        )
+
+    def summary(self) -> str:
+        """Return the operator table of the last run, as it lies in the run's text file."""
+        path = self.table_path
+        return path.read_text(encoding="utf-8") if path is not None and path.exists() else ""
+
+    def describe(self) -> None:
+        """Do nothing: the operator table was written when the run ended."""
+
+    def teardown(self, stage: str | None) -> None:
+        """Do nothing; survives an ``__init__`` that failed."""
+
+    def _trainer(self) -> Trainer | None:
+        module = getattr(self, "_lightning_module", None)
+        return None if module is None else module.trainer
+
+    def _operator_trace(self, profiler_kwargs: dict[str, Any]) -> OperatorTrace:
+        asked = {name: value for name, value in profiler_kwargs.items() if name in _TRACE_OPTIONS}
+        known = set(inspect.signature(torch.profiler.profile).parameters) - _TRACE_OPTIONS - {"schedule"}
+        flames = profiler_kwargs.get("export_to_flame_graph", False)
+        return OperatorTrace(
+            **asked,
+            record_module_names=self._record_module_names,
+            export=self._export_to_chrome,
+            stacks_metric=profiler_kwargs.get("metric", "self_cpu_time_total") if flames else None,
+            filename=str(self.filename),
+            dirpath=None if self.dirpath is None else str(self.dirpath),
+            options={name: value for name, value in profiler_kwargs.items() if name in known},
+        )
+
+
+class _ProfilerHost(Adapter):
+    """Hears the Trainer's hooks for a profiler that records alone; leaves the Trainer with the run."""
+
+    def __init__(self, profiler: ExtendedPyTorchProfiler) -> None:
+        super().__init__()
+        self._profiler = profiler
+
+    def leads(self, trainer: Trainer) -> bool:  # noqa: ARG002 overriding
+        """Never: it stands in where no other adapter is."""
+        return False
+
+    def settings(self, trainer: Trainer) -> Settings:  # noqa: ARG002 overriding
+        """Say what the profiler wants."""
+        return self._profiler.own_settings()
+
+    def ended(self, trainer: Trainer, attachment: Any, exception: BaseException | None) -> None:  # noqa: ARG002
+        """Leave the Trainer; a new list, because Lightning is walking through the old one."""
+        self._profiler.table_path = attachment.table
+        log.info("recorded in %s; look at it with: lightning-memprof show %s", *[attachment.place.directory] * 2)
+        trainer.callbacks = [other for other in trainer.callbacks if other is not self]  # type: ignore[attr-defined]
+
+
+def _adapters(trainer: Trainer) -> list[Adapter]:
+    return [callback for callback in trainer.callbacks if isinstance(callback, Adapter)]  # type: ignore[attr-defined]

@@ -1,0 +1,62 @@
+"""Will the schedule record anything in this run?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.schedule import Action, Schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lightning.pytorch import Trainer
+
+__all__ = ["steps_ahead", "unreachable"]
+
+_MOST: Final = 1_000_000
+
+
+def steps_ahead(trainer: Trainer, stage: str) -> int | None:
+    """Return how many batches this run will see if nothing ends it early, or None where it cannot be known."""
+    if stage == "predict":
+        return _total(trainer.num_predict_batches)
+    if stage != "fit":
+        return _total(trainer.num_val_batches if stage == "validate" else trainer.num_test_batches)
+    limits: list[float] = []
+    progress = trainer.fit_loop.epoch_loop.batch_progress.total
+    per_epoch = trainer.num_training_batches
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0 and per_epoch != float("inf"):
+        limits.append(per_epoch * (trainer.max_epochs - trainer.current_epoch) - progress.ready % max(int(per_epoch), 1))
+    if trainer.max_steps >= 0:
+        limits.append((trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
+    return max(int(min(limits)), 0) if limits else None
+
+
+def unreachable(trainer: Trainer, stage: str, schedule: Callable[[int], Action]) -> str | None:
+    """Return one line with the numbers where the schedule cannot record a step of this run, else None."""
+    ahead = steps_ahead(trainer, stage)
+    if ahead is None:
+        return None
+    if isinstance(schedule, Schedule):
+        counted, whole = ahead, f"{stage} has {ahead} steps"
+        if schedule.anchor == "epoch" and stage == "fit" and trainer.num_training_batches != float("inf"):
+            counted = min(ahead, int(trainer.num_training_batches))
+            whole = f"an epoch has {counted} steps"
+        if schedule.first_active < counted:
+            return None
+        return (
+            f"nothing will be recorded: {whole}, and the schedule records from step {schedule.first_active} on "
+            f"(skip_first={schedule.skip_first}, wait={schedule.wait}, warmup={schedule.warmup}); "
+            f"use Schedule(wait=0, warmup=0, active={max(counted, 1)})"
+        )
+    recording = (Action.RECORD, Action.RECORD_AND_SAVE)
+    if any(schedule(step) in recording for step in range(min(ahead, _MOST))):
+        return None
+    return f"nothing will be recorded: {stage} has {ahead} steps, and the schedule records none of them"
+
+
+def _total(batches: object) -> int | None:
+    counts = batches if isinstance(batches, list) else [batches]
+    if any(count == float("inf") for count in counts):
+        return None
+    return sum(int(count) for count in counts)

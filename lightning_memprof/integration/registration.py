@@ -1,0 +1,84 @@
+"""Makes ``profiler="fts_extended"`` known, and attaches to every Trainer where the environment asks for it.
+
+Both go through Lightning's entry point for callbacks, which Lightning calls in every ``Trainer()`` before it looks at
+the profiler.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = ["ENVIRONMENT_VARIABLE", "PROFILER_NAME", "lightning_callbacks", "pytorch_lightning_callbacks"]
+
+log = logging.getLogger(__name__)
+
+PROFILER_NAME: Final = "fts_extended"
+ENVIRONMENT_VARIABLE: Final = "LIGHTNING_MEMPROF"
+_OFF: Final = ("", "0", "false", "no", "off")
+_ON: Final = ("1", "true", "yes", "on")
+
+
+def lightning_callbacks() -> list[Any]:
+    """Register with ``lightning.pytorch``; return the callbacks that the environment asks for."""
+    return _register("lightning.pytorch.trainer.setup")
+
+
+def pytorch_lightning_callbacks() -> list[Any]:
+    """Register with ``pytorch_lightning``; return the callbacks that the environment asks for."""
+    return _register("pytorch_lightning.trainer.setup")
+
+
+def _register(module_name: str) -> list[Any]:
+    # An exception in an entry point would break every Trainer of the program.
+    try:
+        _wrap_init_profiler(sys.modules.get(module_name))
+        return _attached_callbacks()
+    except Exception:
+        from lightning_memprof.errors import ConfigError  # noqa: PLC0415 every Trainer() imports this module
+
+        if isinstance(sys.exc_info()[1], ConfigError):
+            raise
+        log.warning("lightning-memprof could not be registered; training goes on without it", exc_info=True)
+        return []
+
+
+def _wrap_init_profiler(module: Any) -> None:
+    original = getattr(module, "_init_profiler", None)
+    if original is None or getattr(original, "memprof_profiler_name", None) == PROFILER_NAME:
+        return
+
+    @functools.wraps(original)
+    def init_profiler(trainer: Any, profiler: Any) -> None:
+        original(trainer, _profiler_for(profiler))
+
+    init_profiler.memprof_profiler_name = PROFILER_NAME  # type: ignore[attr-defined]
+    module._init_profiler = init_profiler  # noqa: SLF001 Lightning's table of names is a local
+
+
+def _profiler_for(profiler: Any) -> Any:
+    named = isinstance(profiler, str) and profiler.lower() == PROFILER_NAME
+    if named or (profiler is None and _asked() is not None):
+        from lightning_memprof.integration.profiler import ExtendedPyTorchProfiler  # noqa: PLC0415 see _register
+
+        return ExtendedPyTorchProfiler()
+    return profiler
+
+
+def _asked() -> str | None:
+    value = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
+    return None if value.lower() in _OFF else value
+
+
+def _attached_callbacks() -> list[Any]:
+    value = _asked()
+    if value is None:
+        return []
+    from lightning_memprof.integration.attached import AttachedCallback, load_options  # noqa: PLC0415 see _register
+
+    options = {} if value.lower() in _ON else load_options(Path(value))
+    return [AttachedCallback(**options)]

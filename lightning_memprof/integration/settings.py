@@ -1,0 +1,120 @@
+"""What an adapter wants of a run, and what users may write for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lightning_memprof.analysis.operators import TableOptions
+from lightning_memprof.capture.allocator_history import AllocatorHistory
+from lightning_memprof.capture.allocator_stats import AllocatorStats
+from lightning_memprof.capture.base import Collector
+from lightning_memprof.capture.faults import OnError
+from lightning_memprof.capture.hook_timings import HookTimings
+from lightning_memprof.capture.host import HostMemory
+from lightning_memprof.capture.operator_trace import OperatorTrace
+from lightning_memprof.capture.pulse import Pulse
+from lightning_memprof.errors import ConfigError
+from lightning_memprof.schedule import Action, Schedule
+
+__all__ = ["Settings", "as_schedule", "check_ranks", "default_collectors", "joined"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What an adapter wants of a run.
+
+    Attributes:
+        schedule: decides by the count of steps.
+        collectors: in the order in which they are told; by name, whether the user asked for them.
+        ranks: global ranks that record; None is all.
+        dirpath: root of the run; None is the Trainer's log_dir.
+        on_error: the policy for failing collectors.
+        table: how the operator table is made.
+
+    """
+
+    schedule: Callable[[int], Action]
+    collectors: Sequence[tuple[Collector, bool]]
+    ranks: Sequence[int] | None = None
+    dirpath: str | None = None
+    on_error: OnError = "warn"
+    table: TableOptions = field(default_factory=TableOptions)
+
+
+def default_collectors() -> list[Collector]:
+    """Return the default set; what is not available in a run is left out of it there."""
+    return [Pulse(), HostMemory(), AllocatorStats(), HookTimings(), AllocatorHistory(), OperatorTrace()]
+
+
+def joined(asked: Sequence[Collector] | None, lent: Sequence[Collector]) -> list[tuple[Collector, bool]]:
+    """Join a callback's collectors with those that a profiler lends; what the callback names wins.
+
+    Args:
+        asked: named by the user; None is the default set.
+        lent: by the profiler.
+
+    Raises:
+        ConfigError: two of the user's collectors have one name.
+
+    Returns:
+        Collectors in the order in which they are told, the operator trace last, so that it holds the others' work at
+        no mark; and whether the user asked for each.
+
+    """
+    names = [collector.name for collector in asked or ()]
+    if twice := {name for name in names if names.count(name) > 1}:
+        msg = f"collectors holds {', '.join(sorted(twice))} more than once; leave one"
+        raise ConfigError(msg)
+    chosen = {collector.name: (collector, asked is not None) for collector in asked or default_collectors()}
+    for collector in lent:
+        if asked is None or collector.name not in chosen:
+            chosen[collector.name] = (collector, False)
+    return sorted(chosen.values(), key=lambda entry: entry[0].name == OperatorTrace.name)
+
+
+def check_ranks(ranks: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Refuse ranks that are no ranks.
+
+    Raises:
+        ConfigError: one is negative or no integer.
+
+    """
+    for rank in ranks or ():
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+            msg = f"ranks={ranks!r}: {rank!r} is no global rank; give integers from 0, or None for all"
+            raise ConfigError(msg)
+    return None if ranks is None else tuple(ranks)
+
+
+def as_schedule(value: Any) -> Callable[[int], Action]:
+    """Turn what users may give into a schedule.
+
+    Args:
+        value: a :class:`Schedule`, a mapping of its fields, a function from step to ``torch.profiler.ProfilerAction``
+            or :class:`Action`, or None, which records every step.
+
+    Raises:
+        ConfigError: it is something else.
+
+    """
+    if value is None:
+        return lambda _step: Action.RECORD
+    if isinstance(value, Schedule):
+        return value
+    if isinstance(value, dict):
+        try:
+            return Schedule(**value)
+        except TypeError as error:
+            msg = f"schedule={value!r}: {error}; the fields are {', '.join(Schedule.__dataclass_fields__)}"
+            raise ConfigError(msg) from error
+    if callable(value):
+        if not isinstance(first := value(0), (Action, torch.profiler.ProfilerAction)):
+            msg = f"schedule={value!r}: returns {first!r}, a torch.profiler.ProfilerAction is expected"
+            raise ConfigError(msg)
+        return lambda step: Action[value(step).name]
+    msg = f"schedule={value!r}: must be a Schedule, a mapping of its fields, or a function of the step"
+    raise ConfigError(msg)

@@ -1,0 +1,1 @@
+"""Views of a run: one view model, one module a format."""

@@ -1,0 +1,155 @@
+"""A run as JSON: numbers in base units (bytes, nanoseconds), null for what is unavailable."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+from lightning_memprof.artifacts.series import PHASES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lightning_memprof.analysis.findings import Finding
+    from lightning_memprof.analysis.steps import StepReport
+    from lightning_memprof.report.view import Overhead, RankView, View, WindowView
+
+__all__ = ["to_json"]
+
+
+def to_json(view: View) -> dict[str, Any]:
+    """Return a view as values that any JSON encoder takes.
+
+    ``windows`` are those of the lead rank; ``ranks`` has every rank's own.
+    """
+    document = {
+        "schema_version": view.schema_version,
+        "run": _run(view),
+        "verdict": {
+            "sentence": view.verdict.sentence,
+            "why": view.verdict.why,
+            "next": view.verdict.next,
+            "rule": view.verdict.rule,
+            "severity": view.verdict.severity.name.lower(),
+        },
+        "findings": [_finding(one) for one in view.findings],
+        "pulse": _pulse(view.lead),
+        "ranks": [_rank(one) for one in view.ranks],
+        "windows": [_window(one) for one in view.lead.windows],
+        "artifacts": [{**dataclasses.asdict(one), "file": str(one.file)} for one in view.artifacts],
+        "errors": [dataclasses.asdict(one) for one in view.errors],
+        "unavailable": [dataclasses.asdict(one) for one in view.unavailable],
+        "overhead": _overhead(view.lead.overhead),
+        "notes": [dataclasses.asdict(one) for one in view.notes],
+        "problems": [dataclasses.asdict(one) for one in view.problems],
+        "commands": [str(one) for one in view.commands],
+    }
+    return {key: _plain(value) for key, value in document.items()}
+
+
+def _run(view: View) -> dict[str, Any]:
+    facts, training = view.facts, view.training or {}
+    kept = (
+        "stage", "host", "device", "accelerator", "strategy", "world_size", "schedule", "collectors", "environment",
+    )  # fmt: skip
+    learned = (
+        "model", "parameters", "parameter_bytes", "precision", "num_batches", "max_steps", "max_epochs",
+        "accumulate_grad_batches", "optimizers", "dataloaders",
+    )  # fmt: skip
+    return {
+        "directory": str(view.directory),
+        "root": str(view.root),
+        "status": view.status,
+        "exception": view.exception,
+        "started_ns": facts.get("time_ns"),
+        "steps": view.lead.steps,
+        "lead_rank": view.lead.rank,
+        **{key: facts.get(key) for key in kept},
+        **{key: training.get(key) for key in learned},
+        "other_runs": [str(path) for path in view.others],
+    }
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    return {
+        "rule": finding.rule,
+        "severity": finding.severity.name.lower(),
+        "sentence": finding.sentence,
+        "evidence": finding.evidence,
+        "next_steps": list(finding.next_steps),
+        "numbers": finding.numbers,
+    }
+
+
+def _pulse(rank: RankView) -> dict[str, Any]:
+    """Return the pulse in one shape whether the run has one or not: without it every figure is null."""
+    statistics = rank.statistics
+    return {
+        "steps": statistics.steps if statistics else 0,
+        "used_steps": statistics.used if statistics else 0,
+        "basis": statistics.basis if statistics else None,
+        "duration_ns": {
+            "median": statistics.median_ns if statistics else None,
+            "p90": statistics.p90_ns if statistics else None,
+            "max": statistics.max_ns if statistics else None,
+            "mean": statistics.mean_ns if statistics else None,
+        },
+        "breakdown_ns": dict(statistics.breakdown_ns) if statistics else dict.fromkeys(PHASES),
+        "clock": statistics.clock if statistics else None,
+    }
+
+
+def _rank(rank: RankView) -> dict[str, Any]:
+    return {
+        "rank": rank.rank,
+        "host_name": rank.host_name,
+        "status": rank.status,
+        "exception": rank.exception,
+        "steps": rank.steps,
+        "pulse": _pulse(rank),
+        "host": dataclasses.asdict(rank.host),
+        "device": dataclasses.asdict(rank.device) if rank.device else None,
+        "windows": [_window(one) for one in rank.windows],
+        "overhead": _overhead(rank.overhead),
+    }
+
+
+def _window(window: WindowView) -> dict[str, Any]:
+    return {
+        "index": window.index,
+        "rank": window.rank,
+        "planned_steps": list(window.planned_steps),
+        "closed": window.closed,
+        "truncated": window.truncated,
+        "reason": window.reason,
+        "steps": [_step(one) for one in window.steps],
+    }
+
+
+def _step(step: StepReport) -> dict[str, Any]:
+    return {
+        "step": step.step,
+        "global_step": step.global_step,
+        "duration_ns": step.duration_ns,
+        "breakdown_ns": dict(step.breakdown_ns) if step.breakdown_ns is not None else None,
+        "clock": step.clock,
+        "source": step.source,
+        "host": dataclasses.asdict(step.host),
+        "device": dataclasses.asdict(step.device) if step.device else None,
+    }
+
+
+def _overhead(overhead: Overhead | None) -> Mapping[str, Any] | None:
+    return dataclasses.asdict(overhead) if overhead else None
+
+
+def _plain(value: Any) -> Any:
+    """Return a value without what JSON has no word for: a manifest may hold NaN, and Python's reader takes it."""
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,34 @@
+"""The page at the end of training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.errors import ReportError
+from lightning_memprof.units import MIB
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["print_summary"]
+
+# Training waits for the page: about two seconds of reading at most, whatever the number of ranks.
+MAX_PULSE_BYTES: Final = 16 * MIB
+
+
+def print_summary(run_dir: Path) -> None:
+    """Print the view of a run directory to standard output.
+
+    Raises:
+        ReportError: it cannot be produced; whatever the cause, nothing else is raised into the training.
+
+    """
+    try:
+        from lightning_memprof.analysis.run import load_run
+        from lightning_memprof.report.terminal import print_view
+        from lightning_memprof.report.view import run_view
+
+        print_view(run_view(load_run(run_dir, max_pulse_bytes=MAX_PULSE_BYTES)))
+    except Exception as error:
+        msg = f"{run_dir}: the summary cannot be shown ({type(error).__name__}: {error}); the data is on disk"
+        raise ReportError(msg) from error

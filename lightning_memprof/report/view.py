@@ -1,0 +1,250 @@
+"""The view model: everything that any format shows of a run, computed once."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lightning_memprof.analysis.findings import Evidence, Finding, Verdict, conclude, examine, shown_path
+from lightning_memprof.analysis.locate import find_run
+from lightning_memprof.analysis.rows import mapping, text, whole
+from lightning_memprof.analysis.steps import DeviceMemory, HostMemory, PulseStatistics, StepReport, window_steps
+from lightning_memprof.artifacts.manifest import SCHEMA_VERSION
+from lightning_memprof.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from lightning_memprof.analysis.run import (
+        Artifact,
+        CollectorError,
+        Note,
+        Problem,
+        Rank,
+        Run,
+        Status,
+        Unavailable,
+        Window,
+    )
+
+__all__ = ["Command", "Overhead", "RankView", "View", "WindowView", "run_view"]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command to type, in two parts between which a line may be broken."""
+
+    program: str
+    arguments: str
+
+    def __str__(self) -> str:
+        """Return the command on one line."""
+        return f"{self.program} {self.arguments}"
+
+
+@dataclass(frozen=True)
+class WindowView:
+    """One window of one rank and the steps that it recorded."""
+
+    rank: int
+    index: int
+    planned_steps: tuple[int, ...]
+    closed: bool
+    truncated: bool
+    reason: str | None
+    steps: tuple[StepReport, ...]
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """What this package cost one rank, in nanoseconds; None where it was not counted.
+
+    ``run_ns`` is the time of all steps, to compare with.
+    """
+
+    rank: int
+    pulse_ns: int | None
+    windows_ns: int | None
+    collectors_ns: Mapping[str, int]
+    steps: int
+    run_ns: int | None
+
+
+@dataclass(frozen=True)
+class RankView:
+    """One rank. ``host`` and ``device`` hold its memory over the whole run; ``device`` is None without a figure."""
+
+    rank: int
+    host_name: str | None
+    status: Status
+    exception: str | None
+    steps: int
+    statistics: PulseStatistics | None
+    host: HostMemory
+    device: DeviceMemory | None
+    windows: tuple[WindowView, ...]
+    overhead: Overhead | None
+
+
+@dataclass(frozen=True)
+class View:
+    """A run as it is shown.
+
+    ``device_note`` says why there are no figures of a device, or is None where there are. ``commands`` are what to
+    type next. ``facts`` and ``training`` are the lead rank's rows of the manifest.
+    """
+
+    schema_version: int
+    directory: Path
+    root: Path
+    status: Status
+    exception: str | None
+    facts: Mapping[str, Any]
+    training: Mapping[str, Any] | None
+    verdict: Verdict
+    findings: tuple[Finding, ...]
+    lead: RankView
+    ranks: tuple[RankView, ...]
+    device_note: str | None
+    artifacts: tuple[Artifact, ...]
+    errors: tuple[CollectorError, ...]
+    unavailable: tuple[Unavailable, ...]
+    notes: tuple[Note, ...]
+    problems: tuple[Problem, ...]
+    others: tuple[Path, ...]
+    commands: tuple[Command, ...]
+
+
+def run_view(run: Run) -> View:
+    """Compute what is shown of a run."""
+    evidence = Evidence.of(run)
+    findings = examine(evidence)
+    problems = list(run.problems)
+    ranks = []
+    for rank in run.ranks:
+        windows = []
+        for window in rank.windows:
+            steps, damage = window_steps(rank, window)
+            problems += damage
+            windows.append(_window_view(window, steps))
+        ranks.append(_rank_view(rank, evidence.statistics.get(rank.rank), tuple(windows)))
+    lead = next(one for one in ranks if one.rank == run.lead.rank)
+    return View(
+        schema_version=whole(run.lead.facts, "schema_version") or SCHEMA_VERSION,
+        directory=run.directory,
+        root=run.root,
+        status=run.status,
+        exception=next((rank.exception for rank in run.ranks if rank.exception), None),
+        facts=run.lead.facts,
+        training=run.lead.training,
+        verdict=conclude(findings),
+        findings=findings,
+        lead=lead,
+        ranks=tuple(ranks),
+        device_note=_device_note(run, ranks),
+        artifacts=run.artifacts,
+        errors=run.errors,
+        unavailable=run.unavailable,
+        notes=run.notes,
+        problems=tuple(problems),
+        others=run.others,
+        commands=_commands(run),
+    )
+
+
+def _window_view(window: Window, steps: list[StepReport]) -> WindowView:
+    return WindowView(
+        rank=window.rank,
+        index=window.index,
+        planned_steps=window.planned_steps,
+        closed=window.closed,
+        truncated=window.truncated,
+        reason=window.reason,
+        steps=tuple(steps),
+    )
+
+
+def _rank_view(rank: Rank, statistics: PulseStatistics | None, windows: tuple[WindowView, ...]) -> RankView:
+    steps = [step for window in windows for step in window.steps]
+    rss = [row["rss_bytes"] for row in rank.pulse]
+    device_peaks = [row["device_peak_bytes"] for row in rank.pulse]
+    devices = [step.device for step in steps if step.device is not None]
+    host = HostMemory(
+        rss_bytes=next((one for one in reversed(rss) if one is not None), _last(step.host.rss_bytes for step in steps)),
+        max_rss_bytes=_most(*rss, *(step.host.max_rss_bytes for step in steps)),
+        peak_rss_bytes=_most(
+            *rss, *(step.host.max_rss_bytes for step in steps), *(s.host.peak_rss_bytes for s in steps)
+        ),
+        uss_bytes=_last(step.host.uss_bytes for step in steps),
+        vms_bytes=_last(step.host.vms_bytes for step in steps),
+    )
+    device = DeviceMemory(
+        device=text(rank.facts, "device"),
+        allocated_bytes=_last(one.allocated_bytes for one in devices),
+        reserved_bytes=_last(one.reserved_bytes for one in devices),
+        max_allocated_bytes=_most(*(one.max_allocated_bytes for one in devices)),
+        peak_allocated_bytes=_most(*device_peaks, *(one.peak_allocated_bytes for one in devices)),
+    )
+    return RankView(
+        rank=rank.rank,
+        host_name=text(rank.facts, "host"),
+        status=rank.status,
+        exception=rank.exception,
+        steps=rank.steps,
+        statistics=statistics,
+        host=host,
+        device=device if devices or device.peak_allocated_bytes is not None else None,
+        windows=windows,
+        overhead=_overhead(rank),
+    )
+
+
+def _overhead(rank: Rank) -> Overhead | None:
+    if rank.overhead is None:
+        return None
+    collectors = mapping(rank.overhead, "collectors_ns") or {}
+    durations = [duration for row in rank.pulse if (duration := row["duration_ns"]) is not None]
+    return Overhead(
+        rank=rank.rank,
+        pulse_ns=whole(rank.overhead, "pulse_ns"),
+        windows_ns=whole(rank.overhead, "windows_ns"),
+        collectors_ns={name: ns for name in collectors if (ns := whole(collectors, name)) is not None},
+        steps=rank.steps,
+        run_ns=sum(durations) if durations else None,
+    )
+
+
+def _device_note(run: Run, ranks: Sequence[RankView]) -> str | None:
+    if any(rank.device is not None for rank in ranks):
+        return None
+    if (text(run.lead.facts, "device") or "cpu").startswith("cpu"):
+        return "no accelerator"
+    return next((one.reason for one in run.unavailable if one.collector == "allocator"), "not recorded")
+
+
+def _commands(run: Run) -> tuple[Command, ...]:
+    name = run.root if _is_newest(run) else run.directory
+    commands = [Command("lightning-memprof show", f"{shlex.quote(shown_path(name))} --format json")]
+    trace = next((one for one in run.artifacts if one.type == "trace" and one.state == "present"), None)
+    if trace is not None:
+        commands.append(Command("tensorboard --logdir", shlex.quote(shown_path(trace.file.parent))))
+    return tuple(commands)
+
+
+def _is_newest(run: Run) -> bool:
+    """Say whether the log directory's name is enough to find this run again."""
+    try:
+        return find_run(run.root).directory == run.directory
+    except ArtifactError:
+        return False
+
+
+def _most(*values: int | None) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _last(values: Iterable[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return known[-1] if known else None

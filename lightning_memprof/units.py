@@ -1,0 +1,37 @@
+"""Bytes and nanoseconds for people. The only module that knows 1024."""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["GIB", "KIB", "MIB", "format_bytes", "format_ns"]
+
+KIB: Final = 1024
+MIB: Final = 1024**2
+GIB: Final = 1024**3
+
+_BYTE_STEPS: Final = ((1024**4, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
+_NS_STEPS: Final = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "us"))
+
+
+def format_bytes(n: float) -> str:
+    """Write a number of bytes with a binary unit and three significant figures: ``"1.23 GiB"``."""
+    for scale, unit in _BYTE_STEPS:
+        if abs(n) >= scale:
+            return f"{_three_figures(n / scale)} {unit}"
+    return f"{n:.0f} B"
+
+
+def format_ns(ns: float) -> str:
+    """Write a duration in nanoseconds with a decimal unit and three significant figures: ``"18.2 ms"``."""
+    for scale, unit in _NS_STEPS:
+        if abs(ns) >= scale:
+            return f"{_three_figures(ns / scale)} {unit}"
+    return f"{ns:.0f} ns"
+
+
+def _three_figures(value: float) -> str:
+    magnitude = abs(value)
+    if magnitude >= 100:  # noqa: PLR2004 three significant figures
+        return f"{value:.0f}"
+    return f"{value:.1f}" if magnitude >= 10 else f"{value:.2f}"  # noqa: PLR2004 three significant figures

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import leaks
+
+
+@pytest.fixture(autouse=True, scope="module")
+def clean_module(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail, naming the culprit, if what a module's shared fixtures took is not given back."""
+    before = leaks.state()
+    yield
+    _report(before, None, request.node.nodeid)
+
+
+@pytest.fixture(autouse=True)
+def clean_test(request: pytest.FixtureRequest, clean_module: None) -> Iterator[None]:
+    """Fail, naming the culprit, if the test leaves anything behind.
+
+    It is set up before the test's other fixtures and torn down after them, so that what they undo is undone.
+    """
+    directory = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
+    before = leaks.state(directory)
+    yield
+    _report(before, directory, request.node.nodeid)
+
+
+def _report(before: leaks.State, directory: Path | None, name: str) -> None:
+    found = leaks.leftovers(before, directory)
+    leaks.restore(before)
+    if found:
+        pytest.fail("\n  - ".join([f"{name} left behind:", *found]), pytrace=False)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.accelerator.is_available():
+            pytest.skip("no accelerator")
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    """The variables for a helper process: this process's, less what could change what it imports or records."""
+    ours = ("PYTHONPATH", "LIGHTNING_MEMPROF", "PL_TRAINER_PROFILER")
+    return {name: value for name, value in os.environ.items() if name not in ours}
+
+
+@pytest.fixture
+def run_python(tmp_path: Path, environment: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run this Python with the given arguments in ``tmp_path``, where the installed package is the one to import."""
+
+    def run(*arguments: str, timeout: float = 240, **variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            env=environment | variables,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    return run

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lightning_memprof.artifacts.manifest import read_manifest
+from lightning_memprof.artifacts.naming import manifest_name, pulse_name, series_path
+from lightning_memprof.artifacts.series import read_pulse, read_series
+from lightning_memprof.demo.train import train_demo
+from lightning_memprof.errors import ConfigError
+
+STEPS = 8
+DEMO = f"""
+import sys
+from pathlib import Path
+from lightning_memprof.cli.demo import demo
+sys.exit(demo(Path(sys.argv[1]), steps={STEPS}))
+"""
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """Run a short demo in a process of its own: its directory and its output."""
+    out = tmp_path_factory.mktemp("demo") / "memprof-demo"
+    return out, run_demo(out)
+
+
+def run_demo(out):
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LIGHTNING_MEMPROF")}
+    ended = subprocess.run(
+        [sys.executable, "-c", DEMO, out.name],
+        cwd=out.parent,
+        env=inherited | {"COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended
+
+
+@pytest.fixture(scope="module")
+def rows(demo):
+    return read_manifest(demo[0] / "version_0" / "memprofiler" / manifest_name(0)).rows
+
+
+def test_two_windows_of_two_steps_were_closed_and_the_run_finished(rows):
+    closed = [row for row in rows if row["kind"] == "window" and row["event"] == "close"]
+    assert [(row["window"], row["steps"], row["truncated"]) for row in closed] == [
+        (0, [1, 2], False),
+        (1, [4, 5], False),
+    ]
+    assert [row["status"] for row in rows if row["kind"] == "end"] == ["finished"]
+    assert [row for row in rows if row["kind"] == "error"] == []
+
+
+def test_the_documented_artifacts_are_there(demo, rows):
+    root = demo[0] / "version_0"
+    listed = {row["path"]: row for row in rows if row["kind"] == "artifact"}
+    for name in (series_path(window, 0, collector) for window in (0, 1) for collector in ("host", "hooks")):
+        assert read_series(root / "memprofiler" / name)
+        assert f"memprofiler/{name}" in listed
+    assert (
+        len(list(root.glob("fit-fts_extended_pytorch_profiler-0[[]Strategy[]]*.training_step.*.pt.trace.json.gz"))) == 2
+    )
+    assert "aten::" in (root / "fit-fts_extended_pytorch_profiler-0.txt").read_text()
+    for path, row in listed.items():
+        assert (root / path).stat().st_size == row["size_bytes"]
+
+
+def test_the_pulse_has_every_step_and_its_phases_sum_to_it(demo):
+    pulse = read_pulse(demo[0] / "version_0" / "memprofiler" / pulse_name(0))
+    assert [row["step"] for row in pulse] == list(range(STEPS))
+    for row in pulse:
+        parts = ("data_wait_ns", "forward_ns", "backward_ns", "optimizer_ns", "callbacks_ns", "other_ns")
+        assert sum(row[part] for part in parts) == row["duration_ns"]
+
+
+def test_the_demo_says_where_the_run_lies_and_what_to_type_next(demo):
+    out = demo[1].stdout
+    assert "Recorded in memprof-demo/version_0\n" in out
+    assert "lightning-memprof show memprof-demo/version_0" in out
+    assert "tensorboard --logdir memprof-demo" in out
+
+
+def test_the_demo_shows_its_progress_and_nothing_irrelevant(demo):
+    ended = demo[1]
+    assert f"{STEPS}/{STEPS}" in ended.stdout
+    assert "loss" in ended.stdout
+    for chatter in (
+        "GPU available",
+        "Tip",
+        "Warning",
+        "deprecated",
+        "does not have many workers",
+        "`Trainer.fit` stopped",
+    ):
+        assert chatter not in ended.stdout + ended.stderr
+
+
+def test_the_demos_run_can_be_shown(demo, run_python):
+    shown = run_python("-m", "lightning_memprof", "show", str(demo[0] / "version_0"), "--format", "json")
+    assert shown.returncode == 0, shown.stderr
+    page = json.loads(shown.stdout)
+    assert page["pulse"]["steps"] == STEPS
+    assert [[step["step"] for step in window["steps"]] for window in page["windows"]] == [[1, 2], [4, 5]]
+    assert page["errors"] == []
+
+
+def test_a_second_demo_lies_beside_the_first(demo):
+    ended = run_demo(demo[0])
+    assert "Recorded in memprof-demo/version_1\n" in ended.stdout
+    assert (demo[0] / "version_1" / "memprofiler" / manifest_name(0)).is_file()
+
+
+def test_too_few_steps_for_two_windows_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="steps=5"):
+        train_demo(tmp_path, steps=5)
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path, run_python):
+    (tmp_path / "file").touch()
+    ended = run_python("-m", "lightning_memprof", "demo", "--out", "file/below")
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("lightning-memprof: error: demo: --out 'file/below'")
+    assert ended.stderr.count("\n") == 1

@@ -1,0 +1,292 @@
+from __future__ import annotations
+
+import ast
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "lightning_memprof"
+
+MODULE_LINES = 400
+FUNCTION_LINES = 60
+PUBLIC_METHODS = 12
+PARAMETERS = 6
+
+TOP_LEVEL = {
+    "CHANGELOG.md",
+    "LICENSE",
+    "Makefile",
+    "README.md",
+    "configs",
+    "constraints.txt",
+    "docs",
+    "lightning_memprof",
+    "pyproject.toml",
+    "tests",
+}
+# Each owns one switch of the interpreter that torch gives no handle for.
+STATE_OWNERS = {
+    "capture/allocator_history.py",
+    "capture/oom.py",
+    "capture/operator_trace.py",
+    "capture/saved_tensors.py",
+}
+# Calls whose value cannot change.
+IMMUTABLE_CALLS = {
+    "MappingProxyType",
+    "NewType",
+    "ParamSpec",
+    "TypeVar",
+    "frozenset",
+    "getLogger",
+    "namedtuple",
+    "compile",
+    "tuple",
+}
+# Calls whose value is there to be changed: Final does not excuse these, nor a container that starts empty.
+STATEFUL_CALLS = {
+    "ContextVar",
+    "Counter",
+    "Lock",
+    "OrderedDict",
+    "RLock",
+    "WeakKeyDictionary",
+    "WeakSet",
+    "WeakValueDictionary",
+    "array",
+    "bytearray",
+    "count",
+    "cycle",
+    "defaultdict",
+    "deque",
+    "dict",
+    "list",
+    "local",
+    "set",
+}
+
+MODULES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    return ast.parse(MODULES[name].read_text(encoding="utf-8"))
+
+
+@cache
+def lightning_methods() -> frozenset[str]:
+    """The names whose signatures are Lightning's and not ours."""
+    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.profilers import PyTorchProfiler
+
+    return frozenset(name for name in [*dir(Callback), *dir(PyTorchProfiler)] if not name.startswith("__"))
+
+
+def is_integration(name: str) -> bool:
+    return name.startswith("integration/")
+
+
+def functions(node: ast.AST, owner: ast.ClassDef | None = None) -> Iterator[tuple[Function, ast.ClassDef | None]]:
+    """Every function below ``node`` with the class whose method it is, if any."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Function):
+            yield child, owner
+            yield from functions(child)
+        elif isinstance(child, ast.ClassDef):
+            yield from functions(child, child)
+        else:
+            yield from functions(child, owner)
+
+
+def parameters(function: Function, owner: ast.ClassDef | None) -> int:
+    arguments = function.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    static = "staticmethod" in map(ast.unparse, function.decorator_list)
+    bound = int(owner is not None and not static and bool(positional))
+    variable = sum(argument is not None for argument in (arguments.vararg, arguments.kwarg))
+    return len(positional) - bound + len(arguments.kwonlyargs) + variable
+
+
+def inherits_lightning_signature(name: str, function: Function, owner: ast.ClassDef | None) -> bool:
+    if not is_integration(name) or owner is None:
+        return False
+    if function.name == "__init__":
+        return any(ast.unparse(base).endswith("PyTorchProfiler") for base in owner.bases)
+    return function.name in lightning_methods()
+
+
+def changeable(value: ast.expr, *, constant: bool) -> bool:
+    """Whether a value at module level is state; ``constant`` is whether its name is annotated Final."""
+    match value:
+        case ast.Dict(keys=elements) | ast.List(elts=elements) | ast.Set(elts=elements):
+            return not (constant and elements)
+        case ast.ListComp() | ast.DictComp() | ast.SetComp():
+            return not constant
+        case ast.GeneratorExp():
+            return True
+        case ast.Call(func=function):
+            called = ast.unparse(function).rpartition(".")[2]
+            return called in STATEFUL_CALLS if constant else called not in IMMUTABLE_CALLS
+        case ast.Tuple(elts=elements):
+            return any(changeable(element, constant=constant) for element in elements)
+        case ast.BinOp(left=left):  # `frozenset | set` is what its left side is
+            return changeable(left, constant=constant)
+        case ast.IfExp(body=body, orelse=orelse):
+            return changeable(body, constant=constant) or changeable(orelse, constant=constant)
+    return False
+
+
+def module_state(module: ast.Module) -> Iterator[ast.stmt]:
+    """The assignments at module level that make something changeable."""
+    pending: list[ast.stmt] = list(module.body)
+    while pending:
+        match pending.pop():
+            case ast.If(body=body, orelse=orelse) | ast.For(body=body, orelse=orelse):
+                pending += [*body, *orelse]
+            case ast.With(body=body):
+                pending += body
+            case ast.Try(body=body, handlers=handlers, orelse=orelse, finalbody=finalbody):
+                pending += [*body, *orelse, *finalbody, *(line for handler in handlers for line in handler.body)]
+            case ast.Assign(targets=targets, value=value) as statement:
+                if changeable(value, constant=False) and [ast.unparse(target) for target in targets] != ["__all__"]:
+                    yield statement
+            case ast.AnnAssign(target=target, annotation=annotation, value=value) as statement if value is not None:
+                constant = "Final" in ast.unparse(annotation)
+                if changeable(value, constant=constant) and ast.unparse(target) != "__all__":
+                    yield statement
+
+
+def check_none(found: list[str] | dict[str, int]) -> None:
+    lines = [f"{where}: {count}" for where, count in found.items()] if isinstance(found, dict) else found
+    assert not found, "\n".join(["", *lines])
+
+
+def test_the_package_is_there():
+    assert {"__init__.py", "errors.py", "schedule.py"} <= set(MODULES)
+
+
+def test_modules_are_short():
+    lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
+    check_none({name: length for name, length in lengths.items() if length > MODULE_LINES})
+
+
+def test_functions_are_short():
+    lengths = {
+        f"{name}:{function.lineno} {function.name}": (function.end_lineno or 0) - function.lineno + 1
+        for name in MODULES
+        for function, _ in functions(tree(name))
+    }
+    check_none({where: length for where, length in lengths.items() if length > FUNCTION_LINES})
+
+
+def test_classes_have_few_public_methods():
+    found: dict[str, int] = {}
+    for name in MODULES:
+        methods: dict[ast.ClassDef, set[str]] = {}
+        for function, owner in functions(tree(name)):
+            hook = is_integration(name) and function.name in lightning_methods()
+            if owner is not None and not function.name.startswith("_") and not hook:
+                methods.setdefault(owner, set()).add(function.name)
+        found |= {f"{name} {owner.name}": len(own) for owner, own in methods.items() if len(own) > PUBLIC_METHODS}
+    check_none(found)
+
+
+def test_functions_have_few_parameters():
+    counts = {
+        f"{name}:{function.lineno} {owner.name + '.' if owner else ''}{function.name}": parameters(function, owner)
+        for name in MODULES
+        for function, owner in functions(tree(name))
+        if not inherits_lightning_signature(name, function, owner)
+    }
+    check_none({where: count for where, count in counts.items() if count > PARAMETERS})
+
+
+def test_no_global_statement():
+    found = [
+        f"{name}:{node.lineno}" for name in MODULES for node in ast.walk(tree(name)) if isinstance(node, ast.Global)
+    ]
+    check_none(found)
+
+
+def test_no_state_at_module_level_but_in_the_four_owners():
+    found = [
+        f"{name}:{statement.lineno} {ast.unparse(statement)[:80]}"
+        for name in MODULES
+        if name not in STATE_OWNERS
+        for statement in module_state(tree(name))
+    ]
+    check_none(found)
+
+
+@pytest.mark.parametrize(
+    ("source", "state"),
+    [
+        ("A = []", True),
+        ("A = {'a': 1}", True),
+        ("A: dict[str, int] = {'a': 1}", True),
+        ("A: Final = {}", True),
+        ("A: Final[dict[str, int]] = {}", True),
+        ("A: Final = set()", True),
+        ("A: Final = collections.defaultdict(list)", True),
+        ("A: Final = threading.Lock()", True),
+        ("A: Final = (1, [])", True),
+        ("A = (1, [2])", True),
+        ("A = Schedule()", True),
+        ("A = B = {x for x in y}", True),
+        ("if True:\n    A = []", True),
+        ("try:\n    pass\nexcept OSError:\n    A = []", True),
+        ("A = 1", False),
+        ("A = (1, 'b')", False),
+        ("A = frozenset({1})", False),
+        ("A = frozenset({1}) | {2}", False),
+        ("A = MappingProxyType({'a': 1})", False),
+        ("A: Final = {'a': 1}", False),
+        ("A: Final = [x for x in y]", False),
+        ("A: Final = (None,) * len(B)", False),
+        ("A: Final = Schedule()", False),
+        ("A: Final = struct.Struct('<q')", False),
+        ("__all__ = ['a']", False),
+        ("log = logging.getLogger(__name__)", False),
+        ("def f():\n    a = []", False),
+    ],
+)
+def test_what_counts_as_state(source, state):
+    assert bool(list(module_state(ast.parse(source)))) is state
+
+
+def test_what_counts_as_a_parameter():
+    source = "class A:\n def f(self, a, /, b, *c, d, **e): ...\n @staticmethod\n def g(a): ...\ndef h(a, *, b=1): ..."
+    assert [parameters(function, owner) for function, owner in functions(ast.parse(source))] == [5, 1, 2]
+
+
+def test_the_top_level_holds_only_what_it_should():
+    git = subprocess.run(
+        ["git", "ls-files", "--cached"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+    )
+    tracked = {line.split("/", 1)[0] for line in git.stdout.splitlines()}
+    # An unpacked source archive is no repository: there, what lies there counts, less what builds leave.
+    names = tracked or {path.name for path in ROOT.iterdir()} - {"PKG-INFO", "build", "dist"}
+    assert {name for name in names if not name.startswith(".")} - TOP_LEVEL == set()
+
+
+@pytest.mark.parametrize("module", ["lightning_memprof", "lightning_memprof.cli.main"])
+def test_import_loads_neither_torch_nor_lightning(module, run_python):
+    result = run_python("-X", "importtime", "-c", f"import {module}")
+    assert result.returncode == 0, result.stderr[-2000:]
+    loaded = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if line.startswith("import time:")}
+    assert module in loaded
+    assert {name for name in loaded if name.split(".")[0] in {"torch", "lightning", "pytorch_lightning"}} == set()
+
+
+@pytest.mark.parametrize(
+    "module", ["lightning_memprof.cli.main", "lightning_memprof.report", "lightning_memprof.analysis.run"]
+)
+def test_reading_works_where_torch_and_lightning_cannot_be_imported(module, run_python):
+    blocked = "import sys; sys.modules.update(dict.fromkeys(['torch', 'lightning', 'pytorch_lightning']))"
+    result = run_python("-c", f"{blocked}; import {module}")
+    assert result.returncode == 0, result.stderr[-2000:]

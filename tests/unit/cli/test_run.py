@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from lightning_memprof.cli.main import main
+from lightning_memprof.cli.run import split_program
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "program"),
+    [
+        (["train.py"], [], ["train.py"]),
+        (["train.py", "--config", "x", "--help", "--", "-m"], [], ["train.py", "--config", "x", "--help", "--", "-m"]),
+        (["--config", "a.yaml", "train.py", "--config=b"], ["--config", "a.yaml"], ["train.py", "--config=b"]),
+        (["--config=a.yaml", "train.py"], ["--config=a.yaml"], ["train.py"]),
+        (["--debug", "--", "-odd.py", "x"], ["--debug"], ["-odd.py", "x"]),
+        (["-m", "pkg.train", "-m", "--help"], [], ["-m", "pkg.train", "-m", "--help"]),
+        (["-mpkg", "a"], [], ["-mpkg", "a"]),
+        (["--help"], ["--help"], []),
+        (["--config"], ["--config"], []),
+        ([], [], []),
+    ],
+)
+def test_everything_from_the_program_on_belongs_to_the_program(arguments, options, program):
+    assert split_program(arguments) == (options, program)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nothing.py"], "nothing.py"),
+        (["--config", "nothing.yaml", "train.py"], "nothing.yaml"),
+        (["--config", ".", "train.py"], "directory"),
+        (["--config", "broken.yaml", "train.py"], "no YAML"),
+        (["-m", "no_such_package.train"], "no_such_package"),
+        (["-m", ""], "no module"),
+        (["-m"], "no module"),
+    ],
+)
+def test_what_is_not_there_is_said_before_anything_runs(arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("the program was started"))
+    (tmp_path / "train.py").touch()
+    (tmp_path / "broken.yaml").write_text("schedule: {wait: 1\nother: ]")
+    assert main(["run", *arguments]) == 1
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.count("\n") == 1
+    assert "LIGHTNING_MEMPROF" not in os.environ

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+import leaks
+
+
+@pytest.fixture
+def before(tmp_path):
+    return leaks.state(tmp_path)
+
+
+def found(before, tmp_path):
+    return leaks.leftovers(before, tmp_path, patience=0)
+
+
+def test_nothing_changed_is_no_leak(before, tmp_path):
+    assert found(before, tmp_path) == []
+
+
+def test_thread(before, tmp_path):
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, name="forgotten")
+    thread.start()
+    try:
+        (line,) = found(before, tmp_path)
+        assert line.startswith("thread still running: forgotten (Thread, ")
+        assert "Event.wait" in line
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_thread_that_is_already_ending_is_waited_for(before, tmp_path):
+    thread = threading.Timer(0.2, lambda: None)
+    thread.start()
+    assert leaks.leftovers(before, tmp_path, patience=5) == []
+
+
+def test_child_process_and_zombie(before, tmp_path):
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        (line,) = found(before, tmp_path)
+        assert line.startswith(f"child process still there: {child.pid}")
+        assert "input()" in line
+        assert child.stdin is not None
+        child.stdin.close()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        (line,) = found(before, tmp_path)
+        assert "never waited for" in line
+    finally:
+        child.kill()
+        child.wait()
+    assert found(before, tmp_path) == []
+
+
+def test_environment_names_the_variable_and_not_its_value(before, tmp_path, monkeypatch):
+    monkeypatch.setenv("FORGOTTEN", "a secret")
+    monkeypatch.delenv("PATH")
+    assert found(before, tmp_path) == ["environment variable set: FORGOTTEN", "environment variable removed: PATH"]
+
+
+def test_working_directory(before, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (line,) = found(before, tmp_path)
+    assert line.startswith("working directory changed: ")
+    assert line.endswith(f" -> {tmp_path}")
+
+
+def test_signal_handler(before, tmp_path):
+    def forgotten(*_):
+        pass
+
+    old = signal.signal(signal.SIGUSR1, forgotten)
+    try:
+        (line,) = found(before, tmp_path)
+        assert line.startswith("signal handler changed: SIGUSR1")
+        assert "forgotten" in line
+    finally:
+        signal.signal(signal.SIGUSR1, old)
+
+
+def test_excepthook(before, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    (line,) = found(before, tmp_path)
+    assert line.startswith("hook changed: sys.excepthook")
+
+
+def test_torch_profiler(before, tmp_path):
+    import torch
+
+    with torch.autograd.profiler.profile():
+        assert found(before, tmp_path) == ["torch profiler still running"]
+    assert found(before, tmp_path) == []
+
+
+def test_global_module_hook_and_saved_tensor_hooks(before, tmp_path):
+    import torch
+
+    def forgotten(*_):
+        pass
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(forgotten)
+    try:
+        (line,) = found(before, tmp_path)
+        assert line.startswith("global hook still there: _global_forward_pre_hooks[")
+        assert "forgotten" in line
+    finally:
+        handle.remove()
+    with torch.autograd.graph.saved_tensors_hooks(forgotten, forgotten):
+        (line,) = found(before, tmp_path)
+        assert "saved-tensor hooks" in line
+    assert found(before, tmp_path) == []
+
+
+def test_temporary_and_unfinished_files(before, tmp_path):
+    partial = tmp_path / "deep" / "trace.json.partial"
+    partial.parent.mkdir()
+    partial.touch()
+    with tempfile.NamedTemporaryFile(prefix="lightning_memprof") as file:
+        lines = found(before, tmp_path)
+        assert sorted(lines) == sorted(f"file still there: {path}" for path in (partial, file.name))
+    partial.unlink()
+
+
+def test_restore_puts_back_what_the_next_test_would_inherit(before, tmp_path):
+    os.environ["FORGOTTEN"] = "1"
+    os.chdir(tmp_path)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    sys.excepthook = lambda *_: None
+    leaks.restore(before)
+    assert found(before, tmp_path) == []
+
+
+LEAKING = """
+import os, sys, threading, pytest
+
+def test_leaks():
+    os.environ["FORGOTTEN"] = "1"
+    threading.Thread(target=threading.Event().wait, name="forgotten", daemon=True).start()
+
+def test_next():
+    assert "FORGOTTEN" not in os.environ
+    assert "torch" not in sys.modules
+
+@pytest.fixture
+def borrowed(monkeypatch, tmp_path):
+    monkeypatch.setenv("BORROWED", "1")
+    monkeypatch.chdir(tmp_path)
+
+def test_fixtures_undo_first(borrowed):
+    pass
+"""
+
+
+def test_the_fixture_fails_the_leaking_test_by_name(tmp_path, run_python):
+    here = Path(__file__).resolve().parents[1]
+    shutil.copy(here / "conftest.py", tmp_path)
+    shutil.copy(here / "support" / "leaks.py", tmp_path)
+    (tmp_path / "test_leaking.py").write_text(LEAKING)
+    (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\naddopts = --import-mode=importlib\n")
+    result = run_python("-m", "pytest", "-p", "no:cacheprovider", str(tmp_path))
+    assert result.returncode == 1
+    assert "test_leaking.py::test_leaks left behind:" in result.stdout
+    assert "  - thread still running: forgotten" in result.stdout
+    assert "  - environment variable set: FORGOTTEN" in result.stdout
+    # Two complaints: the thread outlives the module too.
+    assert "3 passed, 2 errors" in result.stdout
