@@ -85,7 +85,8 @@ class PulseStatistics:
     """The steps of one rank's pulse. Durations are nanoseconds.
 
     ``steps`` counts all rows; ``used`` those that the figures rest on, and ``basis`` says which. ``breakdown_ns`` is
-    the mean by phase and sums to ``mean_ns``.
+    the mean by phase and sums to ``mean_ns``; ``median_shares`` is each phase's median part, 0 to 1, of those steps in
+    which it took any time, and does not follow a few unusual steps as the mean does.
     """
 
     steps: int
@@ -97,6 +98,7 @@ class PulseStatistics:
     max_ns: int
     mean_ns: int
     breakdown_ns: Breakdown
+    median_shares: Mapping[str, float]
 
     def share(self, phase: str) -> float:
         """Return the part of the mean step that a phase takes, 0 to 1."""
@@ -167,7 +169,13 @@ def pulse_statistics(rank: Rank) -> PulseStatistics | None:
         max_ns=durations[-1],
         mean_ns=sum(ns or 0 for ns in breakdown.values()),
         breakdown_ns=breakdown,
+        median_shares={phase: _median_share(timings, phase) for phase in PHASES},
     )
+
+
+def _median_share(timings: Sequence[_Timing], phase: str) -> float:
+    shares = [(breakdown[phase] or 0) / duration for duration, breakdown, _, _ in timings if duration]
+    return statistics.median([share for share in shares if share > 0] or [0.0])
 
 
 def _mean(values: Sequence[int | None]) -> int | None:

@@ -28,7 +28,7 @@ def ensure_operator_tables(run: Run) -> Run:
         name = TraceName.parse(one.file.name)
         if one.type == "trace" and one.state == "present" and name is not None:
             traces[one.file.with_name(table_name(name.stage, name.filename, name.rank))].append(one)
-    kept = [one for one in run.artifacts if one.type != "table" or one.state != "missing" or one.file not in traces]
+    kept = [one for one in run.artifacts if one.type != "table" or one.state == "present" or one.file not in traces]
     problems = list(run.problems)
     for table, sources in traces.items():
         if any(one.type == "table" and one.rank == sources[0].rank and one.state == "present" for one in kept):
@@ -37,7 +37,7 @@ def ensure_operator_tables(run: Run) -> Run:
             if not table.exists():
                 _write_table(table, sources)
             kept.append(_listed(run, table, sources[0]))
-            problems = [one for one in problems if not table.match(one.piece)]
+            problems = [one for one in problems if one.piece.rpartition("/")[2] != table.name]
         except Exception as error:  # noqa: BLE001 a table that cannot be made must not hide the rest of the run
             problems.append(Problem(table.name, f"cannot be made: {type(error).__name__}: {error}", sources[0].rank))
     return replace(run, artifacts=tuple(kept), problems=tuple(problems))

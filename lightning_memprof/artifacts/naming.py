@@ -27,14 +27,14 @@ RUN_DIRECTORY: Final = "memprofiler"
 
 Edge = Literal["start", "end"]
 
-_MANIFEST: Final = re.compile(r"manifest\.rank(\d{5,})\.jsonl")
-_PULSE: Final = re.compile(r"pulse\.rank(\d{5,})\.csv")
-_SERIES: Final = re.compile(r"window(\d{3,})/rank(\d{5,})\.([^/.]+)\.jsonl")
-_NUMBERED: Final = re.compile(r"(.+?)(?:-([2-9]|[1-9]\d+))?")
-_SNAPSHOT: Final = re.compile(r"cuda_alloc_rank_(\d+)\.(.+)\.(\d+)\.(start|end)\.pickle")
+_MANIFEST: Final = re.compile(r"manifest\.rank([0-9]{5,})\.jsonl")
+_PULSE: Final = re.compile(r"pulse\.rank([0-9]{5,})\.csv")
+_SERIES: Final = re.compile(r"window([0-9]{3,})/rank([0-9]{5,})\.([^/.]+)\.jsonl")
+_NUMBERED: Final = re.compile(r"(.+?)(?:-([2-9]|[1-9][0-9]+))?")
+_SNAPSHOT: Final = re.compile(r"cuda_alloc_rank_([0-9]+)\.(.+)\.([0-9]+)\.(start|end)\.pickle")
 _TRACE: Final = re.compile(
-    r"(?P<stage>[a-z]+)-(?P<filename>.+)-(?P<rank>\d+)\[Strategy\](?P<strategy>\w+)\.(?P<function>\w+)"
-    r"\.(?P<time_ns>\d+)\.pt\.trace\.json(?:\.gz)?"
+    r"(?P<stage>[a-z]+)-(?P<filename>.+)-(?P<rank>[0-9]+)\[Strategy\](?P<strategy>\w+)\.(?P<function>\w+)"
+    r"\.(?P<time_ns>[0-9]+)\.pt\.trace\.json(?:\.gz)?"
 )
 
 

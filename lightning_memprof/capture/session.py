@@ -198,10 +198,10 @@ class Session:
         if self._recording is not None:
             if self._action is Action.RECORD_AND_SAVE:
                 self._close_window(None)
-            elif action is Action.NONE or (action is Action.WARMUP and self._action is Action.RECORD):
-                self._close_window("the schedule left the window before its end")
             elif position.count <= self._last_count:
                 self._close_window("a new epoch began")
+            elif action is Action.NONE or (action is Action.WARMUP and self._action is Action.RECORD):
+                self._close_window("the schedule left the window before its end")
         if self._recording is None and action is not Action.NONE:
             self._open_window(position, action)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.cli.quiet import quiet_lightning
 from lightning_memprof.errors import ConfigError
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = ["demo"]
+
+_NATIVE_LOG_LEVELS: Final = MappingProxyType({"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"})
+"""Read once, when torch is loaded. Kineto ranks the announcement that it starts above its errors: 6 is silence."""
 
 
 def demo(out: Path, steps: int = 40) -> int:
@@ -37,6 +42,8 @@ def demo(out: Path, steps: int = 40) -> int:
             f"demo: --out {str(out)!r}: {error.strerror}; name a directory that can be written"
         ) from error
     print("Training a small GPT on the source files of Python's standard library.", flush=True)
+    for name, level in _NATIVE_LOG_LEVELS.items():
+        os.environ.setdefault(name, level)
     from lightning_memprof.demo.train import train_demo
 
     with quiet_lightning(), _our_log_lines():
@@ -57,15 +64,13 @@ class _AboveTheBar(logging.Handler):
 @contextmanager
 def _our_log_lines() -> Iterator[None]:
     """Show what the recording does while it does it."""
-    ours = logging.getLogger("lightning_memprof")
-    before = ours.level, ours.propagate
+    root, ours = logging.getLogger(), logging.getLogger("lightning_memprof")
+    before = ours.level
     handler = _AboveTheBar()
-    ours.addHandler(handler)
+    root.addHandler(handler)
     ours.setLevel(logging.INFO)
-    ours.propagate = False
     try:
         yield
     finally:
-        ours.removeHandler(handler)
-        ours.setLevel(before[0])
-        ours.propagate = before[1]
+        root.removeHandler(handler)
+        ours.setLevel(before)

@@ -26,7 +26,7 @@ from lightning_memprof.cli.quiet import quiet_lightning
 from lightning_memprof.units import format_bytes
 
 if TYPE_CHECKING:
-    from lightning_memprof.capture.base import Collector, RunContext
+    from lightning_memprof.capture.base import RunContext
 
 __all__ = ["Check", "diagnose", "doctor", "memory_limit_bytes"]
 
@@ -209,8 +209,9 @@ def _tensorboard() -> Iterator[Check]:
 def _collectors() -> Iterator[Check]:
     group = "Recorded here"
     try:
+        from lightning_memprof.integration.settings import default_collectors
+
         torch = importlib.import_module("torch")
-        collectors = _default_set()
     except Exception as error:  # noqa: BLE001 a broken package can raise anything when it is imported
         yield Check(group, "collectors", "broken", _one_line(error))
         return
@@ -220,21 +221,10 @@ def _collectors() -> Iterator[Check]:
     )
     with ExitStack() as stack:
         run = _imagined_run(stack, torch)
-        for collector in collectors:
+        for collector in default_collectors():
             reason = collector.unavailable(run)
             text = reason or (type(collector).__doc__ or "").strip().partition("\n")[0]
             yield Check(group, collector.name, "no" if reason else "ok", text)
-
-
-def _default_set() -> list[Collector]:
-    from lightning_memprof.capture.allocator_history import AllocatorHistory
-    from lightning_memprof.capture.allocator_stats import AllocatorStats
-    from lightning_memprof.capture.hook_timings import HookTimings
-    from lightning_memprof.capture.host import HostMemory
-    from lightning_memprof.capture.operator_trace import OperatorTrace
-    from lightning_memprof.capture.pulse import Pulse
-
-    return [Pulse(), HostMemory(), AllocatorStats(), HookTimings(), OperatorTrace(), AllocatorHistory()]
 
 
 class _NoActions:
@@ -250,9 +240,10 @@ def _imagined_run(stack: ExitStack, torch: Any) -> RunContext:
     """Make the context of a run on this machine's first device, with files that are gone when ``stack`` ends."""
     from lightning_memprof.artifacts.sink import Sink, claim_run_place
     from lightning_memprof.capture.base import RunContext
+    from lightning_memprof.capture.faults import Faults
 
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning-memprof-doctor-"))
-    sink = Sink(claim_run_place(Path(folder)), 0, lambda *_: None)
+    sink = Sink(claim_run_place(Path(folder)), 0)
     stack.callback(sink.close)
     return RunContext(
         rank=0,
@@ -264,6 +255,7 @@ def _imagined_run(stack: ExitStack, torch: Any) -> RunContext:
         model=torch.nn.Identity(),
         actions=_NoActions(),
         sink=sink,
+        faults=Faults(sink.manifest, "warn"),
     )
 
 

@@ -13,10 +13,10 @@ __all__ = ["GPT", "GPTConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """The size of a model; as it stands, 2.76 million parameters."""
+    """The size of a model; as it stands, 2.75 million parameters."""
 
     vocabulary: int = 256
-    context: int = 256
+    context: int = 192
     width: int = 192
     heads: int = 6
     layers: int = 6

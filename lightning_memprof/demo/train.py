@@ -72,8 +72,8 @@ def train_demo(out: Path, steps: int = 40) -> Path:
         enable_checkpointing=False,
         enable_model_summary=False,
         callbacks=[
-            MemProfilerCallback(schedule=Schedule(wait=max(0, steps // 3 - 3), warmup=1, active=2, repeat=2)),
             ProgressBar(refresh_rate=4, leave=True),
+            MemProfilerCallback(schedule=Schedule(wait=max(0, steps // 3 - 3), warmup=1, active=2, repeat=2)),
         ],
         profiler=ExtendedPyTorchProfiler(record_shapes=True, profile_memory=True),
     )

@@ -36,11 +36,11 @@ class StepDriver:
     Args:
         session: is driven.
         actions: names of the stage's actions.
-        position: tells where the run is, once a step.
+        position: tells where the run is, once a step, given how many batches of the step Lightning has counted.
 
     """
 
-    def __init__(self, session: Session, actions: StageActions, position: Callable[[], Position]) -> None:
+    def __init__(self, session: Session, actions: StageActions, position: Callable[[int], Position]) -> None:
         self._session = session
         self._actions = actions
         self._position = position
@@ -69,7 +69,7 @@ class StepDriver:
         stops |= dict.fromkeys(actions.optimizer, leave)
         starts |= {
             actions.fetch: self._fetch,
-            actions.batch_start: self._begin_if_between,
+            actions.batch_start: self._batch_start,
             actions.forward: partial(enter, _FORWARD),
         }
         stops |= {
@@ -78,28 +78,30 @@ class StepDriver:
             actions.forward: forward_stop,
             actions.batch_end: self._batch_end,
         }
-        if actions.backward is not None:
-            starts[actions.backward] = backward_start
-            stops[actions.backward] = backward_stop
+        if actions.before_backward is not None and actions.after_backward is not None:
+            stops[actions.before_backward] = backward_start
+            starts[actions.after_backward] = backward_stop
         if actions.before_optimizer_step is not None:
             starts[actions.before_optimizer_step] = partial(mark, Point.BEFORE_OPTIMIZER_STEP)
         return starts, stops
 
     def _fetch(self) -> None:
-        self._begin_if_between()
-        self._session.clock.enter(_DATA_WAIT)
-
-    def _begin_if_between(self) -> None:
         if self._between_steps:
             self._between_steps = False
-            self._session.begin_step(self._position())
+            self._session.begin_step(self._position(0))
+        self._session.clock.enter(_DATA_WAIT)
+
+    def _batch_start(self) -> None:
+        if self._between_steps:
+            self._between_steps = False
+            self._session.begin_step(self._position(1))
 
     def _batch_end(self) -> None:
         self._session.mark(Point.BATCH_END)
         self._between_steps = True
 
 
-def position_source(trainer: Trainer, stage: str, anchor: str) -> Callable[[], Position]:
+def position_source(trainer: Trainer, stage: str, anchor: str) -> Callable[[int], Position]:
     """Give a function that says, when a step is about to begin, where the run is.
 
     Args:
@@ -114,12 +116,12 @@ def position_source(trainer: Trainer, stage: str, anchor: str) -> Callable[[], P
     total = trainer.fit_loop.epoch_loop.batch_progress.total if stage == "fit" else None
     epochs = trainer.fit_loop.epoch_progress.current
 
-    def position() -> Position:
+    def position(counted: int) -> Position:
         nonlocal seen, count, last_epoch
         epoch = epochs.completed
         count = 0 if anchor == "epoch" and epoch != last_epoch else count + 1
         last_epoch = epoch
-        step = seen if total is None else total.ready
+        step = seen if total is None else total.ready - counted
         seen += 1
         return Position(step, trainer.global_step, epoch, count)
 

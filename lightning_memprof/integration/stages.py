@@ -31,7 +31,9 @@ class StageActions:
         batch_start: the module's hook in front of a batch.
         batch_end: the module's hook behind a batch.
         forward: the strategy's step.
-        backward: the strategy's backward; None outside fit.
+        before_backward: the module's hook; None outside fit. Manual optimization calls it too, and no action of a
+            strategy.
+        after_backward: the module's hook; None outside fit.
         before_optimizer_step: the module's hook; None outside fit.
         optimizer: all actions that are the optimizer's, in which forward and backward may be nested.
         callbacks: hooks that a callback really has.
@@ -43,7 +45,8 @@ class StageActions:
     batch_start: str
     batch_end: str
     forward: str
-    backward: str | None
+    before_backward: str | None
+    after_backward: str | None
     before_optimizer_step: str | None
     optimizer: tuple[str, ...]
     callbacks: tuple[str, ...]
@@ -61,7 +64,8 @@ def stage_actions(trainer: Trainer, stage: str, ours: type[Callback]) -> StageAc
             batch_start=f"{module}.on_train_batch_start",
             batch_end=f"{module}.on_train_batch_end",
             forward=f"{strategy}.training_step",
-            backward=f"{strategy}.backward",
+            before_backward=f"{module}.on_before_backward",
+            after_backward=f"{module}.on_after_backward",
             before_optimizer_step=f"{module}.on_before_optimizer_step",
             optimizer=(f"{module}.optimizer_step", "optimizer_step", f"{module}.optimizer_zero_grad"),
             callbacks=tuple(_overridden(users, _FIT_HOOKS)),
@@ -79,7 +83,8 @@ def stage_actions(trainer: Trainer, stage: str, ours: type[Callback]) -> StageAc
         batch_start=f"{module}.on_{prefix}_batch_start",
         batch_end=f"{module}.on_{prefix}_batch_end",
         forward=f"{strategy}.{prefix}_step",
-        backward=None,
+        before_backward=None,
+        after_backward=None,
         before_optimizer_step=None,
         optimizer=(),
         callbacks=tuple(

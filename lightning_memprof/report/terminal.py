@@ -32,6 +32,7 @@ NAME_WIDTH: Final = 17
 COLUMN_WIDTH: Final = 21
 BAR_WIDTH: Final = 5
 EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
+ASCII: Final = str.maketrans({"·": ",", "…": "~", "─": "-"})
 NONE: Final = "-"
 
 VERDICT_STYLES: Final = {
@@ -73,6 +74,18 @@ def render(view: View, console: Console) -> None:
     Text from outside (names of modules, paths, messages) is shown as it is: it is never read as markup, and its control
     characters are made visible.
     """
+    if console.options.ascii_only:
+        # Rich would raise on the first character that the terminal's encoding does not have.
+        with console.capture() as page:
+            _print_page(view, console)
+        plain = page.get().translate(ASCII)
+        encoding = console.encoding
+        console.file.write(plain.encode(encoding, "backslashreplace").decode(encoding))
+    else:
+        _print_page(view, console)
+
+
+def _print_page(view: View, console: Console) -> None:
     width = min(console.width, WIDTH)
     parts: list[RenderableType] = [_verdict(view), "", _about(view), "", *_steps(view, console, width)]
     if len(view.ranks) > 1:
@@ -128,10 +141,9 @@ def _steps(view: View, console: Console, width: int) -> Iterable[RenderableType]
         yield from _block(view, columns[start : start + per_row], drawn, most)
     if (pulse := view.lead.statistics) is not None:
         yield Text(f"whole run: {pulse.basis}", "bright_black")
-        yield Text(
-            f"median {format_ns(pulse.median_ns)} · p90 {format_ns(pulse.p90_ns)} · slowest {format_ns(pulse.max_ns)} · {pulse.clock} clock",
-            "bright_black",
-        )
+        figures = (("median", pulse.median_ns), ("p90", pulse.p90_ns), ("slowest", pulse.max_ns))
+        named = [f"{name} {format_ns(ns)}" for name, ns in figures]
+        yield Text(" · ".join([*named, f"{pulse.clock} clock"]), "bright_black")
         if pulse.breakdown_ns["callbacks"] is None:
             yield Text("the device's clock counts callbacks to the phase around them", "bright_black")
     if left_out:
@@ -140,8 +152,7 @@ def _steps(view: View, console: Console, width: int) -> Iterable[RenderableType]
 
 def _block(view: View, columns: Sequence[Column], drawn: str, most: float) -> Iterable[Text]:
     """Yield the lines of up to three columns: time by phase, their sum, memory."""
-    line = "-" if drawn == "#" else "─"
-    rule = Text(line * (NAME_WIDTH + COLUMN_WIDTH * len(columns) - 1), "bright_black")
+    rule = Text("─" * (NAME_WIDTH + COLUMN_WIDTH * len(columns) - 1), "bright_black")
     yield _line("", [Text(f" {one.title:<{COLUMN_WIDTH - 1}}", "bold") for one in columns])
     yield _line("", [Text(f" {one.subtitle:<{COLUMN_WIDTH - 1}}", "bright_black") for one in columns])
     yield rule

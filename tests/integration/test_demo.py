@@ -78,7 +78,7 @@ def test_the_pulse_has_every_step_and_its_phases_sum_to_it(demo):
     assert [row["step"] for row in pulse] == list(range(STEPS))
     for row in pulse:
         parts = ("data_wait_ns", "forward_ns", "backward_ns", "optimizer_ns", "callbacks_ns", "other_ns")
-        assert sum(row[part] for part in parts) == row["duration_ns"]
+        assert sum(row[part] or 0 for part in parts) == row["duration_ns"]
 
 
 def test_the_demo_says_where_the_run_lies_and_what_to_type_next(demo):

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from kineto import DEVICE_CATEGORIES, Made, event_fields, torch_table, write_trace
@@ -15,14 +15,32 @@ from lightning_memprof.analysis import trace as trace_module
 from lightning_memprof.analysis.operator_rows import collect_rows
 from lightning_memprof.analysis.operators import TableOptions, operator_table
 from lightning_memprof.analysis.trace import read_trace
+from lightning_memprof.errors import ArtifactError
 
-HOSTILE = ['}, {"ph"', '}, {"ph": "X"}, {', "],", '"', "\\", '\\"', "\\\\", "]}", "[{", "é中", "\n", "traceEvents", "nan", ""]
+HOSTILE = [
+    '}, {"ph"',
+    '}, {"ph": "X"}, {',
+    "],",
+    '"',
+    "\\",
+    '\\"',
+    "\\\\",
+    "]}",
+    "[{",
+    "é中",
+    "\n",
+    "traceEvents",
+    "nan",
+    "",
+]
 PROFILE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 names = st.one_of(st.sampled_from(HOSTILE), st.text(st.characters(codec="utf-8"), max_size=20))
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**31), 2**31) | names,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["ph", "a", "name"]), inner, max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["ph", "a", "name"]), inner, max_size=2)
+    ),
     max_leaves=6,
 )
 
@@ -70,7 +88,7 @@ def test_a_file_cut_anywhere_is_refused(events, data):
         path = write_trace(Path(directory) / "t.json", events, schemaVersion=1)
         whole = path.read_bytes().rstrip()
         path.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
-        with pytest.raises(trace_module.ArtifactError, match="t.json"):
+        with pytest.raises(ArtifactError, match=r"t\.json"):
             list(read_trace(path).events())
 
 
@@ -79,7 +97,9 @@ def test_a_file_cut_anywhere_is_refused(events, data):
 def test_a_name_with_bare_quotes_is_read_as_it_was_meant(name):
     """Kineto writes the quotes of a name unescaped, which is no JSON."""
     wanted = f'a"{name}"b'
-    lines = '{"traceEvents": [\n{\n"ph": "X",\n"name": "%s",\n"ts": 1\n},\n{\n"ph": "X",\n"name": "next",\n"ts": 2\n}\n]}'
+    lines = (
+        '{"traceEvents": [\n{\n"ph": "X",\n"name": "%s",\n"ts": 1\n},\n{\n"ph": "X",\n"name": "next",\n"ts": 2\n}\n]}'
+    )
     with TemporaryDirectory() as directory:
         path = Path(directory) / "t.json"
         path.write_text(lines % wanted, encoding="utf-8")
@@ -97,6 +117,8 @@ def nested(draw: st.DrawFn) -> list[Made]:
                 return
             first = draw(st.integers(start, end - 1))
             last = draw(st.integers(first + 1, end))
+            if (first, last) == (start, end):  # which of two equal ones is the outer one, only the order tells
+                continue
             found.append(Made(f"op{draw(st.integers(0, 3))}-{depth}", first, last))
             if depth < 4:
                 fill(first, last, depth + 1)
@@ -117,7 +139,9 @@ def test_self_time_is_what_no_inner_operator_covers(events):
     with TemporaryDirectory() as directory:
         path = write_trace(Path(directory) / "t.json", [event_fields(e) for e in events])
         rows = {row.name: row for row in collect_rows([path], group_by_input_shapes=False).rows}
-    assert {name: row.self_cpu_ns for name, row in rows.items()} == {e.name: by_brute_force[e.name] * 1000 for e in events}
+    assert {name: row.self_cpu_ns for name, row in rows.items()} == {
+        e.name: by_brute_force[e.name] * 1000 for e in events
+    }
     assert sum(row.count for row in rows.values()) == len(events)
 
 
@@ -159,17 +183,21 @@ def profiles(draw: st.DrawFn) -> list[Made]:
 @given(
     events=profiles(),
     by_shapes=st.booleans(),
-    sort_by=st.sampled_from([None, "count", "cpu_time", "self_cpu_time_total", "self_cuda_time_total", "cuda_time_total"]),
+    sort_by=st.sampled_from(
+        [None, "count", "cpu_time", "self_cpu_time_total", "self_cuda_time_total", "cuda_time_total"]
+    ),
     limit=st.sampled_from([-1, 0, 3, 100]),
     top=st.booleans(),
 )
 def test_the_table_is_torchs_table(events, by_shapes, sort_by, limit, top):
+    # Device time of annotations alone is more than torch's table can print.
+    assume(any(e.cat in DEVICE_CATEGORIES[:3] and e.end > e.start for e in events) or not any(e.link for e in events))
     wanted = torch_table(events, by_shapes=by_shapes, sort_by=sort_by, row_limit=limit, top_level_events_only=top)
     options = TableOptions(sort_by=sort_by, row_limit=limit, group_by_input_shapes=by_shapes, top_level_events_only=top)
     with TemporaryDirectory() as directory:
         path = write_trace(Path(directory) / "t.json", [event_fields(e) for e in events])
         if not wanted:
-            with pytest.raises(trace_module.ArtifactError, match="no operator"):
+            with pytest.raises(ArtifactError, match="no operator"):
                 operator_table([path], options)
             return
         found = operator_table([path], options)

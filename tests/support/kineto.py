@@ -59,7 +59,7 @@ class _KinetoEvent:
         self._made = made
 
     def __getattr__(self, asked: str) -> Any:
-        from torch.autograd import DeviceType
+        from torch._C._autograd import DeviceType
 
         made = self._made
         if made.cat == "cpu_instant_event":
@@ -91,14 +91,15 @@ class _KinetoEvent:
 
 def torch_table(events: Sequence[Made], *, by_shapes: bool = False, **table: Any) -> str:
     """The table that torch prints for a profile with these events."""
-    from torch.autograd.profiler import profile
-    from torch.autograd.profiler_util import EventList
+    from torch.autograd import profiler, profiler_util
 
+    untyped: Any = profiler_util
     result = SimpleNamespace(events=lambda: [_KinetoEvent(made) for made in events], trace_start_ns=lambda: 0)
     use_device = "cuda" if any(made.cat in DEVICE_CATEGORIES for made in events) else None
-    parsed = profile._parse_kineto_results(SimpleNamespace(use_device=use_device), result)  # type: ignore[arg-type]
+    stand_in: Any = SimpleNamespace(use_device=use_device)
+    parsed = profiler.profile._parse_kineto_results(stand_in, result)  # type: ignore[arg-type]
     profile_memory = any(made.name == "[memory]" for made in events)
-    found = EventList(parsed, use_device=use_device, profile_memory=profile_memory)
+    found = untyped.EventList(parsed, use_device=use_device, profile_memory=profile_memory)
     found._build_tree()
     text: str = found.key_averages(group_by_input_shapes=by_shapes).table(**table)
     return text

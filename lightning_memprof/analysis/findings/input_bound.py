@@ -42,9 +42,10 @@ def input_bound(evidence: Evidence) -> Finding | None:
     return Finding(
         rule="input_bound",
         severity=Severity.CRITICAL if share >= SEVERE_SHARE else Severity.WARNING,
-        sentence=f"Training waits for data: {percent(share)} of every step{evidence.on_rank(rank)}.",
+        sentence=f"Training waits for data {percent(share)} of the time{evidence.on_rank(rank)}.",
         evidence=(
             f"{format_ns(wait_ns)} of a {format_ns(statistics.mean_ns)} step go by before the batch is there"
+            + (", most of it in few steps" if statistics.median_shares["data_wait"] < share / 2 else "")
             + (
                 f", {percent(at_epoch_starts)} of it at the start of epochs"
                 if at_epoch_starts >= EPOCH_STARTS_SHARE

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Growth", "memory_growth", "steady_growth"]
 
+Point = tuple[int, int]
+
 # Four quarters of at least four steps: fewer cannot tell a slope from a jump.
 MIN_STEPS: Final = 16
 # Caches, lazy initialisation and the allocators' first growth happen in the first tenth, at least in five steps.
@@ -30,6 +32,9 @@ SEVERE_SHARE: Final = 0.5
 MIN_QUARTER: Final = 1 / 9
 # Pairs grow with the square: 200 points are 20,000 pairs, a few milliseconds.
 MAX_POINTS: Final = 200
+MAX_SEGMENTS: Final = 50
+# So many steps on each side of a window say where the memory stood, whatever a single one does.
+EDGE_STEPS: Final = 5
 COLUMNS: Final = (("rss_bytes", "Host memory", "resident size"), ("device_peak_bytes", "Device memory", "device peak"))
 
 
@@ -86,12 +91,14 @@ def steady_growth(rows: Sequence[PulseRow], column: str) -> Growth | None:
     """Return the slope of a column of bytes where it rises steadily after the warm-up, else None.
 
     Steps of windows are left out, and so is what a window leaves behind: recording takes memory that is not the
-    training's. The slope is Theil and Sen's median over all pairs; steady means that the medians of the four quarters
-    rise one after the other.
+    training's. The slope is Theil and Sen's median over pairs of steps with no window between them; steady means that
+    the medians of the four quarters rise one after the other.
     """
-    points = _outside_windows(rows, column)[max(WARMUP_STEPS, round(WARMUP_SHARE * len(rows))) :]
-    if len(points) < MIN_STEPS:
+    segments = _segments(rows, column)
+    if sum(map(len, segments)) < MIN_STEPS:
         return None
+    slope = _median_slope(segments)
+    points = _joined(segments, slope)
     quarter = len(points) / 4
     medians = [
         statistics.median(value for _, value in points[round(index * quarter) : round((index + 1) * quarter)])
@@ -99,40 +106,51 @@ def steady_growth(rows: Sequence[PulseRow], column: str) -> Growth | None:
     ]
     risen = medians[-1] - medians[0]
     least = min(after - before for before, after in itertools.pairwise(medians))
-    if risen <= 0 or least < MIN_QUARTER * risen:
-        return None
-    slope = _median_slope(points)
     steps = points[-1][0] - points[0][0]
-    start = points[0][1]
+    start = segments[0][0][1]
     added = round(slope * steps)
-    if added < MIN_BYTES or added < MIN_SHARE * start:
+    if risen <= 0 or least < MIN_QUARTER * risen or added < MIN_BYTES or added < MIN_SHARE * start:
         return None
     return Growth(slope, added, start, steps)
 
 
-def _outside_windows(rows: Sequence[PulseRow], column: str) -> list[tuple[int, int]]:
-    """Return ``(step, bytes)`` outside windows, with the difference across each window taken away."""
-    points: list[tuple[int, int]] = []
-    shift = 0
-    after_window = False
-    for row in rows:
+def _segments(rows: Sequence[PulseRow], column: str) -> list[list[Point]]:
+    """Return ``(step, bytes)`` after the warm-up, split where a window lies."""
+    segments: list[list[Point]] = []
+    split = True
+    for row in rows[max(WARMUP_STEPS, round(WARMUP_SHARE * len(rows))) :]:
         step, value = row["step"], row[column]
-        if row["window"] is not None or step is None or value is None:
-            after_window = after_window or row["window"] is not None
-            continue
-        if after_window and points:
-            shift += value - (points[-1][1] + shift)
-        after_window = False
-        points.append((step, value - shift))
+        if row["window"] is not None:
+            split = True
+        elif step is not None and value is not None:
+            if split:
+                segments.append([])
+                split = False
+            segments[-1].append((step, value))
+    return segments
+
+
+def _joined(segments: Sequence[Sequence[Point]], slope: float) -> list[tuple[int, float]]:
+    """Put the segments behind one another, each moved so that only the slope remains of the step across its window."""
+    points: list[tuple[int, float]] = []
+    for segment in segments:
+        shift = 0.0
+        if points:
+            before, after = points[-EDGE_STEPS:], segment[:EDGE_STEPS]
+            gap = statistics.mean(step for step, _ in after) - statistics.mean(step for step, _ in before)
+            across = statistics.median(value for _, value in after) - statistics.median(value for _, value in before)
+            shift = across - slope * gap
+        points += [(step, value - shift) for step, value in segment]
     return points
 
 
-def _median_slope(points: Sequence[tuple[int, int]]) -> float:
-    thinned = points[:: -(-len(points) // MAX_POINTS)]
+def _median_slope(segments: Sequence[Sequence[Point]]) -> float:
+    longest = sorted(segments, key=len, reverse=True)[:MAX_SEGMENTS]
+    most = max(MAX_POINTS // len(longest), MIN_STEPS)
     slopes = [
         (later - earlier) / (after - before)
-        for index, (before, earlier) in enumerate(thinned)
-        for after, later in thinned[index + 1 :]
+        for segment in longest
+        for (before, earlier), (after, later) in itertools.combinations(segment[:: -(-len(segment) // most)], 2)
         if after > before
     ]
     return statistics.median(slopes) if slopes else 0.0

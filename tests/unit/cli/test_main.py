@@ -10,6 +10,8 @@ import pytest
 
 import lightning_memprof
 from lightning_memprof.cli.main import main
+from lightning_memprof.errors import MemprofError
+from lightning_memprof.testing import make_run
 
 UNIMPORTABLE = """
 import sys
@@ -78,7 +80,7 @@ def test_our_errors_are_one_line_and_exit_code_1(tmp_path, capsys):
 
 @pytest.mark.parametrize("where", [["--debug", "show"], ["show", "--debug"]])
 def test_debug_lets_the_exception_itself_through(where, tmp_path):
-    with pytest.raises(lightning_memprof.errors.MemprofError):
+    with pytest.raises(MemprofError):
         main([*where, str(tmp_path / "nothing")])
 
 
@@ -142,7 +144,6 @@ def test_the_command_line_loads_neither_torch_nor_lightning(run_python):
 
 @pytest.mark.parametrize("form", ["terminal", "json"])
 def test_show_works_where_torch_and_lightning_cannot_be_imported(form, run_python, tmp_path):
-    make_run = pytest.importorskip("lightning_memprof.testing").make_run
     make_run(tmp_path / "run")
     program = (
         UNIMPORTABLE

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lightning_memprof.analysis.operators import TableOptions, operator_table
+from lightning_memprof.analysis.trace import read_trace
+
+pytestmark = pytest.mark.corpus
+
+ROOT = Path(os.environ.get("MEMPROF_CORPUS") or Path(__file__).parents[2].parent / "shared" / "corpus")
+TRACES: list[Path | None] = [*sorted((ROOT / "traces").glob("*/*.json.gz"))]
+
+
+@pytest.fixture(params=TRACES or [None], ids=lambda path: path.parent.name if path else "none")
+def trace(request: pytest.FixtureRequest) -> Path:
+    if request.param is None:
+        pytest.skip(f"no recorded traces in {ROOT}; set MEMPROF_CORPUS to where they are")
+    path: Path = request.param
+    return path
+
+
+@pytest.mark.parametrize("by_shapes", [False, True])
+def test_every_recorded_trace_gives_a_table(trace, by_shapes):
+    text = operator_table([trace], TableOptions(group_by_input_shapes=by_shapes, sort_by="self_cpu_time_total"))
+    lines = text.splitlines()
+    assert lines[1].split()[:4] == ["Name", "Self", "CPU", "%"]
+    assert lines[0] == lines[2] == next(line for line in lines[3:] if line.startswith("---"))
+    assert lines[-1] == "Windows: 1"
+    assert "\nSelf CPU time total: " in text
+
+
+def test_every_recorded_trace_is_read_in_small_pieces(trace):
+    reader = read_trace(trace)
+    sizes = [len(batch) for batch in reader.batches()]
+    assert sum(sizes) > 20
+    assert max(sizes) < 30_000
+    assert reader.metadata

@@ -1,0 +1,403 @@
+"""The callback on a real Trainer."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+from training import Perceptron, loader, manifest, only_run, rows_of, trainer
+
+from lightning_memprof import (
+    ConfigError,
+    ExtendedPyTorchProfiler,
+    HookTimings,
+    HostMemory,
+    MemProfilerCallback,
+    OperatorTrace,
+    Pulse,
+    Schedule,
+)
+from lightning_memprof.artifacts import naming
+from lightning_memprof.artifacts.series import PHASES, read_pulse
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def recorder(**options: Any) -> MemProfilerCallback:
+    return MemProfilerCallback(**{"summary": False, "on_error": "raise", **options})
+
+
+def windows(run: Path) -> list[dict[str, Any]]:
+    return [row for row in rows_of(run, "window") if row["event"] == "close"]
+
+
+def trace_events(root: Path) -> list[list[dict[str, Any]]]:
+    paths = sorted(root.glob("*.pt.trace.json.gz"))
+    return [json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] for path in paths]
+
+
+def test_the_default_leaves_every_artifact_under_its_documented_name(tmp_path: Path) -> None:
+    trainer(tmp_path, recorder(), profiler=ExtendedPyTorchProfiler()).fit(Perceptron(), loader())
+    root = tmp_path / "log"
+    assert (root / "memprofiler/manifest.rank00000.jsonl").is_file()
+    assert (root / "memprofiler/pulse.rank00000.csv").is_file()
+    assert (root / "memprofiler/window000/rank00000.host.jsonl").is_file()
+    assert (root / "memprofiler/window000/rank00000.hooks.jsonl").is_file()
+    assert (root / "fit-fts_extended_pytorch_profiler-0.txt").is_file()
+    (trace,) = root.glob("*.pt.trace.json.gz")
+    name = naming.TraceName.parse(trace.name)
+    assert name is not None
+    assert (name.rank, name.strategy, name.function) == (0, "SingleDeviceStrategy", "training_step")
+
+
+def test_every_artifact_is_in_the_manifest_with_its_size(tmp_path: Path) -> None:
+    trainer(tmp_path, recorder()).fit(Perceptron(), loader())
+    root = tmp_path / "log"
+    listed = {root / row["path"]: row["size_bytes"] for row in rows_of(root / "memprofiler", "artifact")}
+    there = {path: path.stat().st_size for path in root.rglob("*") if path.is_file()}
+    ignored = {root / "memprofiler/manifest.rank00000.jsonl", root / "hparams.yaml", root / "metrics.csv"}
+    assert listed == {path: size for path, size in there.items() if path not in ignored}
+
+
+def test_the_pulse_has_every_step_and_its_phases_sum_to_the_step(tmp_path: Path) -> None:
+    trainer(tmp_path, recorder(), max_epochs=2).fit(Perceptron(), loader(5))
+    rows = read_pulse(only_run(tmp_path) / "pulse.rank00000.csv")
+    assert [row["step"] for row in rows] == list(range(10))
+    assert [row["global_step"] for row in rows] == list(range(10))
+    assert [row["epoch"] for row in rows] == [0] * 5 + [1] * 5
+    assert [row["window"] for row in rows] == [None, 0, 0, 0] + [None] * 6
+    for row in rows:
+        assert sum(row[f"{phase}_ns"] or 0 for phase in PHASES) == row["duration_ns"]
+        assert all((row[f"{phase}_ns"] or 0) > 0 for phase in ("data_wait", "forward", "backward", "optimizer"))
+        assert row["device_duration_ns"] is None
+        assert row["device_peak_bytes"] is None
+
+
+def test_a_window_owns_one_fetch_forward_backward_and_optimizer_step_per_step(tmp_path: Path) -> None:
+    trainer(tmp_path, recorder(schedule=Schedule(wait=2, active=3))).fit(Perceptron(), loader())
+    (events,) = trace_events(tmp_path / "log")
+    ranges = [event for event in events if event.get("ph") == "X"]
+    steps = sorted((event for event in ranges if event["name"].startswith("ProfilerStep#")), key=lambda e: e["ts"])
+    assert [event["name"] for event in steps] == [f"ProfilerStep#{step}" for step in (3, 4, 5)]
+    wanted = (
+        "[pl][profile][_TrainingEpochLoop].train_dataloader_next",
+        "[pl][profile][Strategy]SingleDeviceStrategy.training_step",
+        "[pl][profile][Strategy]SingleDeviceStrategy.backward",
+        "Optimizer.step#AdamW.step",
+    )
+    for step in steps:
+        inside = [
+            event["name"]
+            for event in ranges
+            if step["ts"] <= event["ts"] and event["ts"] + event["dur"] <= step["ts"] + step["dur"]
+        ]
+        for name in wanted:
+            assert inside.count(name) == 1, (step["name"], name)
+        assert "[pl][module]torch.nn.modules.linear.Linear: net.0" in inside
+
+
+def test_repeat_gives_one_set_of_artifacts_a_window(tmp_path: Path) -> None:
+    schedule = Schedule(skip_first=1, wait=1, warmup=1, active=2, repeat=2)
+    trainer(tmp_path, recorder(schedule=schedule)).fit(Perceptron(), loader(14))
+    run = only_run(tmp_path)
+    assert [(row["steps"], row["truncated"]) for row in windows(run)] == [([3, 4], False), ([7, 8], False)]
+    assert len(list(run.parent.glob("*.pt.trace.json.gz"))) == 2
+    assert (run / "window001/rank00000.host.jsonl").is_file()
+    table = (run.parent / "fit-fts_extended_pytorch_profiler-0.txt").read_text()
+    assert "aten::linear" in table
+
+
+def test_an_epoch_anchor_starts_the_cycle_again_in_each_epoch(tmp_path: Path) -> None:
+    schedule = Schedule(skip_first=1, wait=1, warmup=1, active=2, repeat=2, anchor="epoch")
+    trainer(tmp_path, recorder(schedule=schedule), max_epochs=2).fit(Perceptron(), loader(10))
+    assert [row["steps"] for row in windows(only_run(tmp_path))] == [[3, 4], [7, 8], [13, 14], [17, 18]]
+
+
+def test_a_new_epoch_closes_an_epoch_anchored_window_as_truncated(tmp_path: Path) -> None:
+    schedule = Schedule(wait=1, warmup=1, active=3, anchor="epoch")
+    trainer(tmp_path, recorder(schedule=schedule), max_epochs=2).fit(Perceptron(), loader(4))
+    closed = windows(only_run(tmp_path))
+    assert [(row["steps"], row["truncated"]) for row in closed] == [([2, 3], True), ([6, 7], True)]
+    assert "epoch" in closed[0]["reason"]
+
+
+def test_an_early_end_leaves_a_closed_saved_window_marked_truncated(tmp_path: Path) -> None:
+    trainer(tmp_path, recorder(schedule=Schedule(active=50)), max_steps=6).fit(Perceptron(), loader())
+    run = only_run(tmp_path)
+    (closed,) = windows(run)
+    assert closed["steps"] == [2, 3, 4, 5]
+    assert closed["truncated"]
+    assert len(trace_events(run.parent)) == 1
+
+
+def test_max_time_leaves_a_closed_saved_window_marked_truncated(tmp_path: Path) -> None:
+    schedule = Schedule(wait=0, warmup=0, active=100_000)
+    trainer(tmp_path, recorder(schedule=schedule), max_time={"seconds": 1}, max_epochs=-1).fit(Perceptron(), loader(2))
+    assert windows(only_run(tmp_path))[0]["truncated"]
+
+
+def test_fast_dev_run_closes_its_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    callback = recorder()
+    trainer(tmp_path, callback, fast_dev_run=3, default_root_dir=tmp_path).fit(Perceptron(), loader())
+    assert callback.run_directory is not None
+    (closed,) = windows(callback.run_directory)
+    assert (closed["steps"], closed["truncated"]) == ([2], True)
+
+
+def test_a_schedule_out_of_reach_says_so_once_with_the_numbers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", logger="lightning_memprof"):
+        trainer(tmp_path, recorder(schedule=Schedule(wait=90)), max_epochs=2).fit(Perceptron(), loader(5))
+    (line,) = [record.getMessage() for record in caplog.records if "nothing will be recorded" in record.getMessage()]
+    assert "10 steps" in line
+    assert "from step 91 on" in line
+    assert len(rows_of(only_run(tmp_path), "note")) == 1
+
+
+def test_validation_inside_fit_neither_advances_the_schedule_nor_splits_a_step(tmp_path: Path) -> None:
+    training = trainer(tmp_path, recorder(), val_check_interval=1, num_sanity_val_steps=2)
+    training.fit(Perceptron(), loader(6), loader(3))
+    run = only_run(tmp_path)
+    assert windows(run)[0]["steps"] == [2, 3]
+    rows = read_pulse(run / "pulse.rank00000.csv")
+    assert len(rows) == 6
+    assert all(sum(row[f"{phase}_ns"] or 0 for phase in PHASES) == row["duration_ns"] for row in rows)
+
+
+def test_accumulated_gradients_count_batches_as_steps_and_updates_as_global_steps(tmp_path: Path) -> None:
+    trainer(tmp_path, recorder(), accumulate_grad_batches=2).fit(Perceptron(), loader(6))
+    rows = read_pulse(only_run(tmp_path) / "pulse.rank00000.csv")
+    assert [(row["step"], row["global_step"]) for row in rows] == [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2), (5, 2)]
+
+
+def test_a_resumed_run_goes_on_with_the_steps_of_the_run_and_counts_its_schedule_anew(tmp_path: Path) -> None:
+    first = trainer(tmp_path / "a", max_epochs=2)
+    first.fit(Perceptron(), loader(5))
+    first.save_checkpoint(tmp_path / "a.ckpt")
+    trainer(tmp_path / "b", recorder(), max_epochs=4).fit(Perceptron(), loader(5), ckpt_path=tmp_path / "a.ckpt")
+    run = only_run(tmp_path / "b")
+    rows = read_pulse(run / "pulse.rank00000.csv")
+    assert [(row["step"], row["global_step"], row["epoch"]) for row in rows][:6] == [
+        (10, 10, 2), (11, 11, 2), (12, 12, 2), (13, 13, 2), (14, 14, 2), (15, 15, 3),
+    ]  # fmt: skip
+    assert windows(run)[0]["steps"] == [12, 13]
+
+
+def test_a_run_resumed_in_the_middle_of_an_epoch_has_no_step_twice(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    trainer(tmp_path / "a", saving, enable_checkpointing=True, max_steps=4).fit(Perceptron(), loader(8))
+    trainer(tmp_path / "b", recorder()).fit(Perceptron(), loader(8), ckpt_path=tmp_path / "step=3.ckpt")
+    rows = read_pulse(only_run(tmp_path / "b") / "pulse.rank00000.csv")
+    assert [row["step"] for row in rows] == [3, 4, 5, 6, 7]
+    assert [row["global_step"] for row in rows] == [3, 4, 5, 6, 7]
+
+
+def test_a_second_fit_into_the_same_log_dir_overwrites_nothing(tmp_path: Path) -> None:
+    callback = recorder()
+    for _ in range(2):
+        trainer(tmp_path, callback).fit(Perceptron(), loader(5))
+    root = tmp_path / "log"
+    assert {path.name for path in root.glob("memprofiler*")} == {"memprofiler", "memprofiler-2"}
+    assert (root / "fit-fts_extended_pytorch_profiler-0.txt").is_file()
+    assert (root / "fit-fts_extended_pytorch_profiler-2-0.txt").is_file()
+    assert len(list(root.glob("*.pt.trace.json.gz"))) == 2
+    assert callback.run_directory == root / "memprofiler-2"
+
+
+@pytest.mark.parametrize("make", [lambda: None, SimpleProfiler, lambda: AdvancedProfiler(line_count_restriction=0.1)])
+def test_alone_it_taps_whichever_profiler_there_is_and_restores_it(tmp_path: Path, make: Any) -> None:
+    training = trainer(tmp_path, recorder(), profiler=make())
+    before = dict(vars(training.profiler))
+    training.fit(Perceptron(), loader())
+    assert "start" not in vars(training.profiler)
+    assert "stop" not in vars(training.profiler)
+    assert set(before) <= set(vars(training.profiler))
+    assert windows(only_run(tmp_path))[0]["steps"] == [2, 3]
+    if isinstance(training.profiler, SimpleProfiler):
+        recorded = training.profiler.recorded_durations
+        assert len(recorded["[_TrainingEpochLoop].train_dataloader_next"]) == 12
+
+
+def test_beside_lightnings_own_pytorch_profiler_the_rest_records(tmp_path: Path) -> None:
+    training = trainer(tmp_path, recorder(), profiler=PyTorchProfiler(dirpath=tmp_path / "theirs", filename="theirs"))
+    training.fit(Perceptron(), loader())
+    run = only_run(tmp_path)
+    reasons = {row["collector"]: row["reason"] for row in rows_of(run, "unavailable")}
+    assert "Lightning's PyTorchProfiler" in reasons["operator_trace"]
+    assert (run / "window000/rank00000.hooks.jsonl").is_file()
+    assert list((tmp_path / "theirs").glob("*.pt.trace.json"))
+
+
+def test_a_foreign_torch_profiler_makes_the_operator_trace_unavailable_and_nothing_else(tmp_path: Path) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as theirs:
+        trainer(tmp_path, recorder()).fit(Perceptron(), loader())
+    run = only_run(tmp_path)
+    reasons = {row["collector"]: row["reason"] for row in rows_of(run, "unavailable")}
+    assert reasons["operator_trace"] == "another torch profiler is running"
+    assert (run / "window000/rank00000.host.jsonl").is_file()
+    assert any(event.key == "aten::linear" for event in theirs.key_averages())
+
+
+def test_two_callbacks_on_one_trainer_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="more than one MemProfilerCallback"):
+        trainer(tmp_path, recorder(), recorder()).fit(Perceptron(), loader())
+
+
+def test_a_collector_that_was_asked_for_and_is_not_available_stops_before_training(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is CUDA")
+    from lightning_memprof import AllocatorHistory
+
+    with pytest.raises(ConfigError, match="CUDA is not available"):
+        trainer(tmp_path, recorder(collectors=[AllocatorHistory()])).fit(Perceptron(), loader())
+
+
+def test_without_the_pulse_the_windows_still_record(tmp_path: Path) -> None:
+    callback = recorder(collectors=[HostMemory(), HookTimings()])
+    trainer(tmp_path, callback).fit(Perceptron(), loader())
+    run = only_run(tmp_path)
+    assert not (run / "pulse.rank00000.csv").exists()
+    assert windows(run)[0]["steps"] == [2, 3]
+
+
+def test_only_the_ranks_asked_for_record(tmp_path: Path) -> None:
+    callback = recorder(ranks=[1])
+    trainer(tmp_path, callback).fit(Perceptron(), loader())
+    assert callback.run_directory is not None
+    assert list(callback.run_directory.iterdir()) == []
+
+
+def test_snapshots_and_regions_work_at_any_point_of_the_program(tmp_path: Path) -> None:
+    callback = recorder()
+    callback.snapshot("before")
+
+    class Named(Perceptron):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            with callback.region("loss"):
+                return self.loss(batch)
+
+    trainer(tmp_path, callback).fit(Named(), loader(4))
+    callback.snapshot("after")
+    run = only_run(tmp_path)
+    rows = [json.loads(line) for line in (run / "snapshots.rank00000.jsonl").read_text().splitlines()]
+    assert [(row["name"], row["point"]) for row in rows] == [
+        ("before", "snapshot"), *[("loss", "start"), ("loss", "end")] * 4, ("after", "snapshot"),
+    ]  # fmt: skip
+    assert [row["step"] for row in rows[1:-1]] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert all(row["rss_bytes"] > 1_000_000 for row in rows)
+    (events,) = trace_events(run.parent)
+    assert sum(event.get("name") == "loss" and event.get("ph") == "X" for event in events) == 2
+
+
+def test_callbacks_of_the_user_are_timed_and_the_rest_of_the_step_is_not_theirs(tmp_path: Path) -> None:
+    class Slow(pl.Callback):
+        def on_after_backward(self, *_: Any) -> None:
+            time.sleep(0.02)
+
+    trainer(tmp_path, Slow(), recorder()).fit(Perceptron(), loader(6))
+    for row in read_pulse(only_run(tmp_path) / "pulse.rank00000.csv"):
+        assert 20_000_000 < (row["callbacks_ns"] or 0) < 60_000_000
+        assert (row["backward_ns"] or 0) < (row["duration_ns"] or 0) - 20_000_000
+
+
+def test_manual_optimization_is_split_into_the_same_phases(tmp_path: Path) -> None:
+    class Manual(Perceptron):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            for _ in range(2):
+                optimizer.zero_grad()
+                self.manual_backward(self.loss(batch))
+                optimizer.step()
+
+    trainer(tmp_path, recorder()).fit(Manual(), loader(6))
+    rows = read_pulse(only_run(tmp_path) / "pulse.rank00000.csv")
+    assert [row["global_step"] for row in rows] == [0, 2, 4, 6, 8, 10]
+    assert all((row[f"{phase}_ns"] or 0) > 0 for row in rows for phase in ("forward", "backward", "optimizer"))
+
+
+def test_a_training_step_that_fetches_its_own_batches_has_one_step_a_batch(tmp_path: Path) -> None:
+    class Fetching(Perceptron):
+        def training_step(self, dataloader_iter: Any) -> torch.Tensor:
+            batch, _, _ = next(dataloader_iter)
+            return self.loss(batch)
+
+    trainer(tmp_path, recorder()).fit(Fetching(), loader(6))
+    rows = read_pulse(only_run(tmp_path) / "pulse.rank00000.csv")
+    assert [row["step"] for row in rows] == list(range(6))
+    assert all((row["data_wait_ns"] or 0) > 0 for row in rows)
+
+
+def test_a_loader_of_unknown_length_has_one_step_a_batch(tmp_path: Path) -> None:
+    class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Any:
+            yield from (torch.ones(4, 8) for _ in range(5))
+
+    stream = torch.utils.data.DataLoader(Stream(), batch_size=None)
+    trainer(tmp_path, recorder(), max_epochs=2).fit(Perceptron(), stream)
+    rows = read_pulse(only_run(tmp_path) / "pulse.rank00000.csv")
+    assert [row["step"] for row in rows] == list(range(10))
+
+
+def test_a_users_trace_handler_gets_the_real_profile_and_may_export_it(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def ready(profile: torch.profiler.profile) -> None:
+        seen.append(profile)
+        profile.export_chrome_trace(str(tmp_path / "plain.json"))
+        profile.export_chrome_trace(str(tmp_path / "packed.json.gz"))
+        torch.profiler.tensorboard_trace_handler(str(tmp_path / "board"))(profile)
+
+    collectors = [Pulse(), OperatorTrace(on_trace_ready=ready)]
+    trainer(tmp_path, recorder(collectors=collectors)).fit(Perceptron(), loader())
+    (events,) = trace_events(tmp_path / "log")
+    assert isinstance(seen[0], torch.profiler.profile)
+    assert json.loads((tmp_path / "plain.json").read_text())["traceEvents"] == events
+    assert json.loads(gzip.decompress((tmp_path / "packed.json.gz").read_bytes()))["traceEvents"] == events
+    assert len(list((tmp_path / "board").iterdir())) == 1
+    assert any(row.key == "aten::linear" for row in seen[0].key_averages())
+
+
+def test_what_a_person_watching_wants_to_know_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="lightning_memprof"):
+        trainer(tmp_path, recorder()).fit(Perceptron(), loader())
+    text = caplog.text
+    assert "window 0 warming up, steps 1" in text
+    assert "window 0 recording steps 2-3" in text
+    assert "saved" in text
+    if not torch.cuda.is_available():
+        assert "CUDA is not available: not recording allocator history" in text
+
+
+def test_the_summary_says_where_time_and_memory_went_and_what_to_type(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer(tmp_path, MemProfilerCallback(), profiler=ExtendedPyTorchProfiler()).fit(Perceptron(), loader())
+    printed = capsys.readouterr().out
+    first = printed.strip().splitlines()[0]
+    assert first.startswith("verdict")
+    for word in ("why", "next", "data wait", "forward", "backward", "optimizer", "callbacks", "other", "host rss",
+                 "no accelerator", "lightning-memprof show"):  # fmt: skip
+        assert word in printed, word
+
+
+def test_the_manifest_ends_with_what_recording_cost(tmp_path: Path) -> None:
+    trainer(tmp_path, recorder()).fit(Perceptron(), loader())
+    end = manifest(only_run(tmp_path))[-1]
+    assert (end["kind"], end["status"], end["steps"]) == ("end", "finished", 12)
+    assert end["overhead"]["pulse_ns"] > 0
+    assert end["overhead"]["collectors_ns"]["operator_trace"] > 0

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_memprof.analysis.run import load_run
+from lightning_memprof.artifacts.manifest import ManifestWriter
+from lightning_memprof.artifacts.series import PHASES
+from lightning_memprof.report.machine import to_json
+from lightning_memprof.report.view import run_view
+from lightning_memprof.testing import FakeRun, make_run
+from lightning_memprof.units import MIB
+
+
+def document(tmp_path: Path, fake: FakeRun | None = None) -> dict[str, Any]:
+    shown = to_json(run_view(load_run(make_run(tmp_path, fake))))
+    read: dict[str, Any] = json.loads(json.dumps(shown, allow_nan=False))
+    return read
+
+
+def test_the_document_has_the_promised_keys(tmp_path: Path) -> None:
+    shown = document(tmp_path)
+    promised = {
+        "schema_version",
+        "run",
+        "verdict",
+        "pulse",
+        "ranks",
+        "windows",
+        "artifacts",
+        "errors",
+        "unavailable",
+        "overhead",
+    }
+    assert promised <= shown.keys()
+    assert shown["schema_version"] == 1
+    assert {"sentence", "why", "next"} <= shown["verdict"].keys()
+    assert {"steps", "duration_ns", "breakdown_ns", "clock"} <= shown["pulse"].keys()
+    assert {"median", "p90", "max"} <= shown["pulse"]["duration_ns"].keys()
+    assert tuple(shown["pulse"]["breakdown_ns"]) == PHASES
+    (window,) = shown["windows"]
+    assert window["index"] == 0
+    assert [step["step"] for step in window["steps"]] == [2, 3]
+    for step in window["steps"]:
+        assert {"duration_ns", "breakdown_ns", "host", "device"} <= step.keys()
+        assert sum(step["breakdown_ns"].values()) == step["duration_ns"]
+        assert step["device"] is None
+        assert isinstance(step["host"]["rss_bytes"], int)
+    assert shown["overhead"]["pulse_ns"] == 9_000 * 30
+    assert shown["unavailable"] == [{"rank": 0, "collector": "allocator", "reason": "no accelerator"}]
+    assert shown["run"]["directory"] == str(tmp_path / "memprofiler")
+
+
+def test_the_breakdown_of_the_pulse_sums_to_its_mean(tmp_path: Path) -> None:
+    pulse = document(tmp_path)["pulse"]
+    assert sum(pulse["breakdown_ns"].values()) == pulse["duration_ns"]["mean"]
+    assert pulse["duration_ns"]["mean"] == pytest.approx(pulse["duration_ns"]["median"], rel=0.01)
+
+
+def test_a_device_has_figures_in_bytes(tmp_path: Path) -> None:
+    shown = document(tmp_path, FakeRun(device_bytes=lambda _: 300 * MIB))
+    device = shown["windows"][0]["steps"][0]["device"]
+    assert device["allocated_bytes"] == 300 * MIB
+    assert shown["pulse"]["clock"] == "device"
+
+
+def test_without_a_pulse_figures_are_null_and_never_zero(tmp_path: Path) -> None:
+    directory = make_run(tmp_path)
+    (directory / "pulse.rank00000.csv").unlink()
+    shown = to_json(run_view(load_run(directory)))
+    assert shown["pulse"]["duration_ns"] == {"median": None, "p90": None, "max": None, "mean": None}
+    assert shown["pulse"]["clock"] is None
+    assert len(shown["windows"][0]["steps"]) == 2
+
+
+def test_every_rank_has_its_own_figures(tmp_path: Path) -> None:
+    shown = document(tmp_path, FakeRun(world_size=2, endings={1: None}))
+    assert [rank["rank"] for rank in shown["ranks"]] == [0, 1]
+    assert [rank["status"] for rank in shown["ranks"]] == ["finished", "running or killed"]
+    assert shown["ranks"][1]["overhead"] is None
+    assert len(shown["ranks"][1]["windows"][0]["steps"]) == 2
+    assert len(shown["windows"]) == 1
+
+
+def test_values_that_json_has_no_word_for_become_null(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, FakeRun(training={"model": "A\ud800\x1b[31m"}))
+    manifest = directory / "manifest.rank00000.jsonl"
+    manifest.write_text(manifest.read_text().replace('"max_epochs":1', '"max_epochs":NaN'))
+    shown = to_json(run_view(load_run(directory)))
+    read = json.loads(json.dumps(shown, allow_nan=False))
+    assert read["run"]["max_epochs"] is None
+    assert read["run"]["model"] == "A\ud800\x1b[31m"
+
+
+def test_a_truncated_window_says_so_with_its_reason(tmp_path: Path) -> None:
+    (window,) = document(tmp_path, FakeRun(steps=3))["windows"]
+    assert window["truncated"] is True
+    assert window["reason"] == "the run ended"
+    assert [step["step"] for step in window["steps"]] == [2]
+    assert window["planned_steps"] == [2, 3]
+
+
+def test_errors_carry_their_traceback(tmp_path: Path) -> None:
+    directory = make_run(tmp_path)
+    writer = ManifestWriter(directory / "manifest.rank00000.jsonl")
+    writer.append("error", collector="host", where="exit", window=0, message="OSError: x", traceback="Traceback ...")
+    writer.close()
+    (error,) = to_json(run_view(load_run(directory)))["errors"]
+    assert (error["collector"], error["where"], error["traceback"]) == ("host", "exit", "Traceback ...")

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from lightning_memprof.analysis.run import load_run
+from lightning_memprof.artifacts.manifest import ManifestWriter
+from lightning_memprof.report.terminal import render
+from lightning_memprof.report.view import run_view
+from lightning_memprof.testing import HEALTHY, FakeRun, make_run
+from lightning_memprof.units import MIB
+
+
+@pytest.fixture(autouse=True)
+def _in_a_short_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def page(directory: Path, width: int = 80, *, colours: bool = False, encoding: str = "utf-8") -> str:
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict", write_through=True)
+    render(run_view(load_run(directory)), Console(file=file, width=width, force_terminal=colours, legacy_windows=False))
+    file.seek(0)
+    return file.read()
+
+
+def append(directory: Path, kind: str, rank: int = 0, **facts: object) -> None:
+    writer = ManifestWriter(directory / f"manifest.rank{rank:05d}.jsonl")
+    writer.append(kind, **facts)
+    writer.close()
+
+
+def lines_of(text: str, name: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(name)]
+
+
+def test_the_page_opens_with_verdict_why_and_next() -> None:
+    text = page(make_run(Path("logs").absolute()))
+    labels = [line.split()[0] for line in text.splitlines() if line[:1].strip()]
+    assert labels[:3] == ["verdict", "why", "next"]
+
+
+RUNS = {
+    "healthy": FakeRun(),
+    "ranks": FakeRun(world_size=20, endings={3: None, 4: "RuntimeError: " + "long " * 100}),
+    "device": FakeRun(device_bytes=lambda _: 300 * MIB, windows=((2, 3), (10, 11, 12), (20, 21))),
+    "many windows": FakeRun(steps=100, windows=tuple((start, start + 1) for start in range(2, 90, 5))),
+    "every rule": FakeRun(
+        steps=60,
+        phases=lambda *_: {**HEALTHY, "data_wait": 10**10, "optimizer": 10**10},
+        rss_bytes=lambda step: (500 + 9 * step) * MIB,
+        training={"dataloaders": [{"num_workers": 0}], "optimizers": [{"name": "AdamW", "device": "cpu"}]},
+    ),
+    "no windows": FakeRun(windows=()),
+    "no steps": FakeRun(steps=0, windows=()),
+    "truncated": FakeRun(steps=3),
+    "long names": FakeRun(training={"model": "M" * 300}),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_no_line_is_wider_than_80_columns_or_the_terminal(name: str, width: int) -> None:
+    text = page(make_run(Path("logs").absolute(), RUNS[name]), width)
+    assert max(cell_len(line) for line in text.splitlines()) <= min(width, 80)
+
+
+def test_there_are_no_colours_where_there_is_no_terminal() -> None:
+    directory = make_run(Path("logs").absolute())
+    assert "\x1b" not in page(directory)
+    assert "\x1b" in page(directory, colours=True)
+
+
+def test_the_phases_of_each_column_sum_to_its_step() -> None:
+    text = page(make_run(Path("logs").absolute()))
+    names = ("data wait", "forward", "backward", "optimizer", "callbacks", "other")
+    scale = {"us": 0.001, "ms": 1.0, "s": 1000.0}
+
+    def times(name: str) -> list[float]:
+        (line,) = lines_of(text, name)
+        return [float(number) * scale[unit] for number, unit in re.findall(r"([\d.]+) (us|ms|s)\b", line)]
+
+    sums = [sum(column) for column in zip(*map(times, names), strict=True)]
+    assert sums == pytest.approx(times("a step"), rel=0.01)
+    assert len(sums) == 3
+
+
+def test_a_run_without_an_accelerator_says_so_and_never_zero() -> None:
+    (line,) = lines_of(page(make_run(Path("logs").absolute())), "device")
+    assert line.split(maxsplit=1)[1] == "no accelerator"
+
+
+def test_an_accelerator_has_allocated_reserved_and_peak() -> None:
+    text = page(make_run(Path("logs").absolute(), FakeRun(device_bytes=lambda _: 300 * MIB)))
+    assert lines_of(text, "device allocated")[0].split()[2:4] == ["300", "MiB"]
+    assert lines_of(text, "device reserved")[0].split()[2:4] == ["428", "MiB"]
+    assert lines_of(text, "device peak")[0].split()[2:4] == ["364", "MiB"]
+    assert lines_of(text, "callbacks")[0].split()[1:] == ["-", "-", "-"]
+
+
+def test_an_accelerator_without_figures_says_why() -> None:
+    directory = make_run(Path("logs").absolute())
+    manifest = directory / "manifest.rank00000.jsonl"
+    manifest.write_text(
+        manifest.read_text().replace('"device":"cpu"', '"device":"mps:0"').replace("no accelerator", "no statistics")
+    )
+    assert "no statistics" in lines_of(page(directory), "device")[0]
+
+
+def test_ranks_stand_side_by_side() -> None:
+    text = page(make_run(Path("logs").absolute(), FakeRun(world_size=2, endings={1: None})))
+    assert re.search(r"^ +0  node0  finished +30 +18.6 ms +408 us +2 % +513 MiB", text, re.MULTILINE)
+    assert re.search(r"^ +1  node0  no end +30 ", text, re.MULTILINE)
+    assert "still running, or killed" in text
+
+
+def test_of_many_ranks_the_slowest_are_shown() -> None:
+    text = page(make_run(Path("logs").absolute(), RUNS["ranks"]))
+    assert "the 16 slowest of 20 ranks" in text
+
+
+def test_few_recorded_steps_are_columns_and_many_are_means_of_windows() -> None:
+    few = page(make_run(Path("few").absolute(), FakeRun(windows=((2, 3),))))
+    assert "step 2" in few
+    assert "step 3" in few
+    many = page(make_run(Path("many").absolute(), FakeRun(windows=((2, 3, 4, 5), (10, 11, 12)))))
+    assert "steps 2-5" in many
+    assert "step 2 " not in many
+
+
+def test_commands_can_be_copied_whole() -> None:
+    text = page(make_run(Path("logs").absolute()))
+    assert "lightning-memprof show logs --format json" in text
+    assert "tensorboard --logdir logs" in text
+    deep = Path("d" * 90) / "with space"
+    text = page(make_run(deep.absolute()))
+    assert f"'{deep}'" in text
+
+
+def test_an_older_run_is_named_by_its_own_directory() -> None:
+    older = make_run(Path("logs").absolute())
+    make_run(Path("logs").absolute())
+    assert "show logs/memprofiler --format" in page(older)
+    text = page(older.parent)
+    assert "show logs --format" in text
+    assert "this is memprofiler-2; beside it: logs/memprofiler" in text
+
+
+def test_failures_damage_and_gaps_are_shown_with_their_reasons() -> None:
+    directory = make_run(Path("logs").absolute())
+    append(directory, "error", collector="allocator", where="mark", window=0, message="ValueError: odd", traceback="")
+    append(directory, "note", collector="schedule", message="window 1 cannot be reached")
+    (directory / "window000" / "rank00000.host.jsonl").unlink()
+    text = page(directory)
+    assert "failed    allocator on mark in window 0: ValueError: odd" in text
+    assert "rank00000.host.jsonl: is listed but" in text
+    assert "no data   allocator: no accelerator" in text
+    assert "note      schedule: window 1 cannot be reached" in text
+
+
+def test_our_own_cost_is_shown() -> None:
+    (line,) = lines_of(page(make_run(Path("logs").absolute())), "our cost")
+    assert "pulse 9.00 us a step (<1 %); windows 40.0 ms (operator_trace 35.0 ms" in line
+
+
+@pytest.mark.parametrize("hostile", ["[Strategy]DDP", "[bold red]x[/]", "[/unbalanced]", ":smile:", "[link=http://x]y"])
+def test_text_from_outside_is_never_markup(hostile: str) -> None:
+    directory = make_run(Path("logs").absolute(), FakeRun(training={"model": hostile}))
+    append(directory, "error", collector=hostile, where="mark", window=None, message=hostile, traceback="")
+    text = page(directory)
+    assert f"fit of {hostile}" in text
+    assert f"failed    {hostile} on mark: {hostile}" in text
+
+
+@pytest.mark.parametrize("hostile", ["\x1b[31mred", "\x1b]0;title\x07", "a\rb", "a\nb", "\x9b31m", "\ud800", "\u202e"])
+def test_text_from_outside_cannot_steer_the_terminal(hostile: str) -> None:
+    directory = make_run(Path("logs").absolute(), FakeRun(training={"model": hostile}))
+    append(directory, "note", collector=hostile, message=hostile)
+    append(directory, "unavailable", collector=hostile, reason=hostile)
+    text = page(directory)
+    assert hostile not in text
+    assert not set(text) & set("\x1b\x07\r\x9b\ud800\u202e")
+
+
+def test_a_terminal_that_knows_only_ascii_gets_ascii() -> None:
+    text = page(make_run(Path("logs").absolute()), encoding="ascii")
+    assert "#####" in text
