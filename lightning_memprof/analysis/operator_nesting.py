@@ -16,6 +16,7 @@ from typing import Final
 __all__ = ["Columns", "Memory", "OperatorRow", "nest"]
 
 _LATEST: Final = (1 << 62, 0, 0)
+_BEHIND_ALL: Final = 1 << 40  # places of memory events: torch appends them to its list of events
 _BEFORE_ALL: Final = (-(1 << 62), 0, 0)
 
 
@@ -124,7 +125,7 @@ class Memory:
         for i, running in enumerate(accumulate(self.covered[:-1])):
             if running:
                 continue
-            row.see((self.time[i], -self.time[i], i), is_nested=False)
+            row.see((self.time[i], -self.time[i], _BEHIND_ALL + i), is_nested=False)
             cpu_bytes = self.cpu[i + 1] - self.cpu[i]
             device_bytes = self.device[i + 1] - self.device[i]
             row.cpu_bytes += cpu_bytes

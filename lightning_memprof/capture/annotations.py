@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,9 @@ __all__ = ["action_ranges", "module_ranges"]
 def module_ranges(model: nn.Module) -> Iterator[None]:
     """Name every sub-module's forward ``[pl][module]{type}: {path}`` in the trace.
 
-    Hooks are put on each module and removed at the end. A compiled region neither sees them nor is cut by them: while
-    torch compiles, the hook's first line is a constant.
+    Hooks are put on each module and removed at the end, but for modules that are compiled: torch would compile them
+    again for every hook that comes or goes. What a compiled function calls without being a compiled module itself is
+    not cut by the hooks either: while torch compiles, their first line is a constant.
     """
     ranges: list[Any] = []
 
@@ -42,13 +44,27 @@ def module_ranges(model: nn.Module) -> Iterator[None]:
             ranges.pop().__exit__(None, None, None)
 
     with ExitStack() as hooks:
+        compiled = _compiled_paths(model)
         for path, module in model.named_modules():
-            if path:
+            if path and not any(path == part or path.startswith(f"{part}.") for part in compiled):
                 kind = type(module)
                 name = f"[pl][module]{kind.__module__}.{kind.__qualname__}: {path}"
                 hooks.callback(module.register_forward_pre_hook(partial(before, name), prepend=True).remove)
                 hooks.callback(module.register_forward_hook(after, always_call=True).remove)
         yield
+
+
+def _compiled_paths(model: nn.Module) -> list[str]:
+    """Return the paths of modules that torch.compile has taken; all of them where Lightning says so of the whole."""
+    if getattr(model, "_compiler_ctx", None) is not None:
+        return [path for path, _ in model.named_children()]
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    optimized: type | tuple[()] = getattr(dynamo, "OptimizedModule", ())
+    return [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, optimized) or getattr(module, "_compiled_call_impl", None) is not None
+    ]
 
 
 @contextmanager

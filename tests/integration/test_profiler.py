@@ -1,0 +1,186 @@
+"""The profiler on a real Trainer, with and without the callback."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from training import Perceptron, loader, only_run, rows_of, trainer
+
+from lightning_memprof import ConfigError, ExtendedPyTorchProfiler, MemProfilerCallback, OperatorTrace, Schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def traces(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.pt.trace.json.gz"))
+
+
+def names_in(trace: Path) -> list[str]:
+    return [event.get("name", "") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
+
+
+def test_it_is_lightnings_profiler_and_takes_all_its_arguments(tmp_path: Path) -> None:
+    profiler = ExtendedPyTorchProfiler(
+        dirpath=tmp_path / "traces", filename="mine", group_by_input_shapes=True, export_to_chrome=True, row_limit=7,
+        sort_by_key="self_cpu_time_total", record_module_names=False, table_kwargs={"max_src_column_width": 40},
+        record_shapes=True, profile_memory=True,
+    )  # fmt: skip
+    assert isinstance(profiler, PyTorchProfiler)
+    trainer(tmp_path, profiler=profiler).fit(Perceptron(), loader())
+    (trace,) = traces(tmp_path / "traces")
+    assert trace.name.startswith("fit-mine-0[Strategy]SingleDeviceStrategy.training_step.")
+    assert not any(name.startswith("[pl][module]") for name in names_in(trace))
+    table = (tmp_path / "traces/fit-mine-0.txt").read_text()
+    assert "Input Shapes" in table
+    assert "CPU Mem" in table
+    assert profiler.summary() == table
+
+
+def test_alone_it_records_its_own_schedule_and_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:
+    profiler = ExtendedPyTorchProfiler(schedule=Schedule(wait=1, warmup=1, active=2, repeat=2))
+    training = trainer(tmp_path, profiler=profiler)
+    before = list(training.callbacks)
+    training.fit(Perceptron(), loader())
+    assert len(traces(tmp_path / "log")) == 2
+    assert training.callbacks == before
+    assert "start" not in vars(profiler)
+
+
+def test_every_stage_has_its_own_window_and_directory(tmp_path: Path) -> None:
+    training = trainer(tmp_path, profiler="fts_extended", num_sanity_val_steps=2)
+    model = Perceptron()
+    training.fit(model, loader(), loader(4))
+    training.validate(model, loader(), verbose=False)
+    training.test(model, loader(), verbose=False)
+    training.predict(model, loader())
+    root = tmp_path / "log"
+    for stage, directory, function in (
+        ("fit", root, "training_step"), ("validate", root / "validate", "validation_step"),
+        ("test", root / "test", "test_step"), ("predict", root / "predict", "predict_step"),
+    ):  # fmt: skip
+        (trace,) = traces(directory)
+        assert trace.name.startswith(f"{stage}-fts_extended_pytorch_profiler-0[Strategy]SingleDeviceStrategy.{function}.")
+        assert sum(name.startswith("ProfilerStep#") for name in names_in(trace)) == 2
+        assert (directory / f"{stage}-fts_extended_pytorch_profiler-0.txt").is_file()
+        (closed,) = [row for row in rows_of(directory / "memprofiler", "window") if row["event"] == "close"]
+        assert closed["steps"] == [2, 3]
+
+
+@pytest.mark.parametrize("schedule", [{"wait": 2, "active": 1}, torch.profiler.schedule(wait=2, warmup=1, active=1)])
+def test_a_schedule_may_be_a_mapping_or_torchs_own(tmp_path: Path, schedule: Any) -> None:
+    trainer(tmp_path, profiler=ExtendedPyTorchProfiler(schedule=schedule)).fit(Perceptron(), loader(10))
+    opened = [row for row in rows_of(only_run(tmp_path), "window") if row["event"] == "close"]
+    assert opened[0]["steps"] == [3]
+
+
+def test_schedule_cfg_is_another_name_of_schedule(tmp_path: Path) -> None:
+    profiler = ExtendedPyTorchProfiler(schedule_cfg={"wait": 3, "active": 1})
+    trainer(tmp_path, profiler=profiler).fit(Perceptron(), loader())
+    (closed,) = [row for row in rows_of(only_run(tmp_path), "window") if row["event"] == "close"]
+    assert closed["steps"] == [4]
+
+
+def test_no_schedule_records_every_step(tmp_path: Path) -> None:
+    trainer(tmp_path, profiler=ExtendedPyTorchProfiler(schedule=None)).fit(Perceptron(), loader(5))
+    (trace,) = traces(tmp_path / "log")
+    assert sum(name.startswith("ProfilerStep#") for name in names_in(trace)) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "named"),
+    [
+        ({"schedule": {"waits": 1}}, ConfigError, "waits"),
+        ({"schedule": 3}, ConfigError, "schedule=3"),
+        ({"schedule": lambda step: step}, ConfigError, "ProfilerAction"),
+        ({"schedule": Schedule(wait=3), "schedule_cfg": {"wait": 2}}, ConfigError, "two names"),
+        ({"ranks": [-1]}, ConfigError, "-1"),
+        ({"activities": ["gpu"]}, ConfigError, "'gpu'"),
+        ({"sort_by_key": "beauty"}, MisconfigurationException, "beauty"),
+        ({"table_kwargs": {"sort_by": "count"}}, KeyError, "sort_by"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(arguments: dict[str, Any], error: type[Exception], named: str) -> None:
+    with pytest.raises(error, match=named):
+        ExtendedPyTorchProfiler(**arguments)
+
+
+@pytest.mark.parametrize("key", sorted(ExtendedPyTorchProfiler.AVAILABLE_SORT_KEYS))
+def test_every_key_that_torch_sorts_by_is_taken(key: str) -> None:
+    assert ExtendedPyTorchProfiler(sort_by_key=key) is not None
+
+
+def test_with_the_callback_there_is_one_run_with_the_callbacks_schedule_and_the_profilers_options(tmp_path: Path) -> None:
+    profiler = ExtendedPyTorchProfiler(schedule=Schedule(wait=5), record_shapes=True, filename="both", row_limit=3)
+    callback = MemProfilerCallback(schedule=Schedule(wait=2, active=1), summary=False, on_error="raise")
+    trainer(tmp_path, callback, profiler=profiler).fit(Perceptron(), loader())
+    run = only_run(tmp_path)
+    (closed,) = [row for row in rows_of(run, "window") if row["event"] == "close"]
+    assert closed["steps"] == [3]
+    (trace,) = traces(run.parent)
+    assert trace.name.startswith("fit-both-0")
+    document = json.loads(gzip.decompress(trace.read_bytes()))
+    assert any("Input Dims" in event.get("args", {}) for event in document["traceEvents"])
+    assert "Framework" not in document
+
+
+def test_a_collector_named_by_the_callback_wins_over_the_profilers(tmp_path: Path) -> None:
+    callback = MemProfilerCallback(collectors=[OperatorTrace(filename="named")], summary=False, on_error="raise")
+    trainer(tmp_path, callback, profiler="fts_extended").fit(Perceptron(), loader())
+    (trace,) = traces(tmp_path / "log")
+    assert trace.name.startswith("fit-named-0")
+
+
+def test_an_action_of_the_users_own_is_named_in_the_trace(tmp_path: Path) -> None:
+    class Named(Perceptron):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            with self.trainer.profiler.profile("my own part"):
+                return self.loss(batch)
+
+    trainer(tmp_path, profiler=ExtendedPyTorchProfiler()).fit(Named(), loader())
+    assert names_in(traces(tmp_path / "log")[0]).count("[pl][profile]my own part") == 2
+
+
+def test_folded_stacks_are_written_where_asked(tmp_path: Path) -> None:
+    profiler = ExtendedPyTorchProfiler(export_to_flame_graph=True)
+    trainer(tmp_path, profiler=profiler).fit(Perceptron(), loader())
+    (artifact,) = [row for row in rows_of(only_run(tmp_path), "artifact") if row["type"] == "blob"]
+    assert artifact["path"].endswith(".stacks")
+
+
+def test_it_works_outside_of_a_trainer_as_an_idle_profiler() -> None:
+    profiler = ExtendedPyTorchProfiler()
+    with profiler.profile("something") as name:
+        assert name == "something"
+    assert profiler.summary() == ""
+    profiler.describe()
+
+
+def test_a_model_that_is_compiled_is_not_cut_or_compiled_again_by_a_window(tmp_path: Path) -> None:
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        graphs.append(len(list(graph.graph.nodes)))
+        return graph.forward
+
+    class Compiled(Perceptron):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.compile(self.net, backend=backend)
+
+    torch._dynamo.reset()
+    trainer(tmp_path / "bare").fit(Compiled(), loader())
+    bare, graphs = list(graphs), graphs
+    graphs.clear()
+    torch._dynamo.reset()
+    schedule = Schedule(wait=0, warmup=1, active=2, repeat=2)
+    trainer(tmp_path / "ours", profiler=ExtendedPyTorchProfiler(schedule=schedule)).fit(Compiled(), loader())
+    assert graphs == bare
+    torch._dynamo.reset()
