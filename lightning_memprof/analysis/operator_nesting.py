@@ -63,7 +63,7 @@ def _longs() -> array[int]:
 
 @dataclass(slots=True)
 class Columns:
-    """The CPU events of one thread: times in ns, link to device work (0: none), number of the row, place in the file."""
+    """The CPU events of one thread: times in ns, link to device work (0: none), row number, place in the file."""
 
     start: array[int] = field(default_factory=_longs)
     end: array[int] = field(default_factory=_longs)

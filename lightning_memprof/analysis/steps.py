@@ -109,7 +109,8 @@ def window_steps(rank: Rank, window: Window) -> tuple[list[StepReport], list[Pro
     """Return what each recorded step of a window cost, and which series could not be read.
 
     The device's clock is preferred where the pulse has it, because a host's times of an asynchronous device are the
-    times of its launches; then the hook timings, then the host's clock of the pulse.
+    times of its launches; then the pulse's host clock, which keeps the work at our own marks out of the phases; then
+    the hook timings.
     """
     problems: list[Problem] = []
 
@@ -131,7 +132,7 @@ def window_steps(rank: Rank, window: Window) -> tuple[list[StepReport], list[Pro
     reports = []
     for step in window.steps:
         row = pulse.get(step)
-        timing = _device_timing(row) or _hook_timing(hooks.get(step, []), stage) or _host_timing(row)
+        timing = _device_timing(row) or _host_timing(row) or _hook_timing(hooks.get(step, []), stage)
         duration, breakdown, clock, source = timing or (None, None, None, None)
         marks = host.get(step) or allocator.get(step) or hooks.get(step) or []
         global_step = row["global_step"] if row else next((whole(mark, "global_step") for mark in marks), None)

@@ -302,6 +302,8 @@ def _careful_cut(buffer: bytes) -> tuple[int, int, bool] | None:
         elif text in {b"}", b"]"}:
             depth -= 1
             if depth < 0:
+                if text == b"}":  # a name's bare quotes led astray
+                    return None
                 end = token.start()
                 last = buffer[:end].rstrip()
                 return (len(last) - 1 if last.endswith(b",") else end), end + 1, True

@@ -34,6 +34,7 @@ class ActionLog:
         self._times = array("q", bytes(8 * _CAPACITY))
         self._used = 0
         self._steps: dict[int, Mark] = {}
+        self._offset_ns = unix_ns(now := time.perf_counter_ns()) - now
 
     def start(self, name: str) -> None:
         """Take the start of an action."""
@@ -54,12 +55,14 @@ class ActionLog:
         self._used = used + 1
 
     def step(self, mark: Mark) -> None:
-        """Take the start or the end of a step."""
-        self._steps[self._used] = mark
+        """Take the start or the end of a step, at the mark's own time: others were told of it before us."""
+        used = self._used
+        self._steps[used] = mark
         if mark.point is Point.STEP_START:
             self.start(_STEP)
         else:
             self.stop(_STEP)
+            self._times[used] = self._offset_ns - mark.time_ns
 
     def rows(self) -> list[dict[str, Any]]:
         """Give one row an action in order of start: its step, name, start, duration and depth.
@@ -67,7 +70,7 @@ class ActionLog:
         The row of a step itself has depth -1 and begins with its first action. Actions that began before the log or
         did not end in it are left out.
         """
-        offset = unix_ns(now := time.perf_counter_ns()) - now
+        offset = self._offset_ns
         rows: list[dict[str, Any]] = []
         open_rows: list[dict[str, Any]] = []
         mark: Mark | None = None

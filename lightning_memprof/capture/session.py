@@ -118,12 +118,18 @@ class Session:
             self._overhead.windows_ns += time.perf_counter_ns() - began
         self.clock.start()
 
-    def mark(self, point: Point) -> None:
-        """Tell the open window's collectors that the present step has come to ``point``."""
+    def mark(self, point: Point, *, at_ns: int | None = None) -> None:
+        """Tell the open window's collectors that the present step has come to ``point``.
+
+        Args:
+            point: the place inside the step.
+            at_ns: reading of ``time.perf_counter_ns``; None is now.
+
+        """
         if self._recording is None or self._position is None:
             return
         self.clock.enter(_OTHER)
-        now = time.perf_counter_ns()
+        now = time.perf_counter_ns() if at_ns is None else at_ns
         self._recording.mark(
             Mark(
                 self._position.step,
@@ -190,7 +196,7 @@ class Session:
                         self._faults.report(name, "mark", None, error)
         ended = time.perf_counter_ns()
         self._overhead.pulse_ns += ended - now
-        self.mark(Point.STEP_END)
+        self.mark(Point.STEP_END, at_ns=now)
         self._position = None
         return ended
 

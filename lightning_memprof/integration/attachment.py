@@ -141,15 +141,11 @@ class Attachment:
         available = [collector for collector, _, reason in reasons if reason is None]
         root = str(self.place.root)
         manifest.append("run", **run_facts(self._trainer, self._stage, root, self._settings.schedule, available))
-        for collector, asked, reason in reasons:
-            if reason is None:
-                continue
-            if asked:
-                msg = (
-                    f"{type(collector).__name__} was asked for and is not available: {reason}; "
-                    f"take it out of `collectors`"
-                )
-                raise ConfigError(msg)
+        missing = [(collector, asked, reason) for collector, asked, reason in reasons if reason is not None]
+        if refused := [f"{type(collector).__name__} ({reason})" for collector, asked, reason in missing if asked]:
+            msg = f"asked for and not available in this run: {', '.join(refused)}; take it out of `collectors`"
+            raise ConfigError(msg)
+        for collector, _, reason in missing:
             manifest.append("unavailable", collector=collector.name, reason=reason)
             if self._trainer.is_global_zero:
                 log.info("%s: not recording %s", reason, collector.name.replace("_", " "))

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -30,7 +30,7 @@ __all__ = ["MemProfilerCallback"]
 
 log = logging.getLogger(__name__)
 
-_DEFAULT_SCHEDULE = Schedule()
+_DEFAULT_SCHEDULE: Final = Schedule()
 
 
 class MemProfilerCallback(Adapter):

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from lightning.pytorch import Trainer
@@ -30,7 +30,7 @@ __all__ = ["ExtendedPyTorchProfiler"]
 
 log = logging.getLogger(__name__)
 
-_DEFAULT_SCHEDULE = Schedule()
+_DEFAULT_SCHEDULE: Final = Schedule()
 _TRACE_OPTIONS = frozenset(
     ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules", "activities",
      "experimental_config", "on_trace_ready")

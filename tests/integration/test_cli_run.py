@@ -129,7 +129,8 @@ def test_ctrl_c_reaches_the_program_as_a_keyboard_interrupt(command, script):
     process = command(
         script(
             """
-            import sys, time
+            import signal, sys, time
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts without it
             try:
                 print("ready", flush=True)
                 time.sleep(600)

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -19,6 +21,14 @@ import sys
 from pathlib import Path
 from lightning_memprof.cli.demo import demo
 sys.exit(demo(Path(sys.argv[1]), steps={STEPS}))
+"""
+
+# A job in the background is started with Ctrl-C switched off.
+INTERRUPTIBLE_DEMO = """
+import signal, sys
+from lightning_memprof.cli.main import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(main(["demo", "--out", "out"]))
 """
 
 
@@ -116,6 +126,27 @@ def test_a_second_demo_lies_beside_the_first(demo):
     ended = run_demo(demo[0])
     assert "Recorded in memprof-demo/version_1\n" in ended.stdout
     assert (demo[0] / "version_1" / "memprofiler" / manifest_name(0)).is_file()
+
+
+def test_ctrl_c_ends_the_demo_with_exit_code_130_and_keeps_what_was_recorded(tmp_path, environment):
+    manifest = tmp_path / "out" / "version_0" / "memprofiler" / manifest_name(0)
+    with subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTIBLE_DEMO],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        while process.poll() is None and not (manifest.is_file() and '"training"' in manifest.read_text()):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=240)
+    assert process.returncode == 130, out + err
+    assert err == ""
+    ended = read_manifest(manifest).rows[-1]
+    assert ended["kind"] == "end"
+    assert ended["exception"].startswith("KeyboardInterrupt")
 
 
 def test_too_few_steps_for_two_windows_are_refused(tmp_path):

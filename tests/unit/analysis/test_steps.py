@@ -116,13 +116,18 @@ def test_the_mean_breakdown_of_the_pulse_sums_to_its_mean_step(tmp_path_factory:
     assert statistics.median_ns <= statistics.p90_ns <= statistics.max_ns or statistics.used < 3
 
 
-def test_a_window_reports_each_recorded_step_from_its_hooks(tmp_path: Path) -> None:
-    rank = load_run(make_run(tmp_path)).lead
+@pytest.mark.parametrize("source", ["pulse", "hooks"])
+def test_a_window_reports_each_recorded_step(tmp_path: Path, source: str) -> None:
+    directory = make_run(tmp_path)
+    pulse = load_run(directory).lead.pulse
+    if source == "hooks":
+        (directory / "pulse.rank00000.csv").unlink()
+    rank = load_run(directory).lead
     steps, problems = window_steps(rank, rank.windows[0])
     assert problems == []
-    assert [(step.step, step.clock, step.source) for step in steps] == [(2, "host", "hooks"), (3, "host", "hooks")]
+    assert [(step.step, step.clock, step.source) for step in steps] == [(2, "host", source), (3, "host", source)]
     for step in steps:
-        row = rank.pulse[step.step]
+        row = pulse[step.step]
         assert step.duration_ns == row["duration_ns"]
         assert step.breakdown_ns == {phase: row[f"{phase}_ns"] for phase in PHASES}
         assert step.host.rss_bytes == step.host.max_rss_bytes == (row["rss_bytes"] or 0) + 5 * MIB
@@ -131,11 +136,9 @@ def test_a_window_reports_each_recorded_step_from_its_hooks(tmp_path: Path) -> N
         assert step.device is None
 
 
-def test_without_hooks_the_pulse_times_the_step_and_without_either_nothing_does(tmp_path: Path) -> None:
+def test_without_pulse_and_hooks_nothing_times_the_step(tmp_path: Path) -> None:
     directory = make_run(tmp_path)
     (directory / "window000" / "rank00000.hooks.jsonl").unlink()
-    rank = load_run(directory).lead
-    assert [step.source for step in window_steps(rank, rank.windows[0])[0]] == ["pulse", "pulse"]
     (directory / "pulse.rank00000.csv").unlink()
     rank = load_run(directory).lead
     (first, _), _ = window_steps(rank, rank.windows[0])

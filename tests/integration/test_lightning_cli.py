@@ -1,0 +1,234 @@
+"""LightningCLI, and programs that know nothing of us: each really fits."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from textwrap import dedent
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from training import only_run, rows_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SUPPORT = Path(__file__).parents[1] / "support"
+COMMON = (
+    "fit", "--trainer.max_epochs=1", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false",
+    "--trainer.enable_checkpointing=false", "--trainer.enable_model_summary=false",
+    "--trainer.logger.class_path=CSVLogger", "--trainer.logger.init_args.save_dir=logs",
+)  # fmt: skip
+
+Run = "Callable[..., subprocess.CompletedProcess[str]]"
+
+
+@pytest.fixture
+def cli(tmp_path: Path, run_python: Run) -> Run:
+    """Run a LightningCLI program with the given arguments in ``tmp_path``."""
+    program = tmp_path / "train.py"
+    program.write_text(
+        dedent(f"""
+        import sys
+        sys.path.insert(0, {str(SUPPORT)!r})
+        from lightning.pytorch.cli import LightningCLI
+        import lightning.pytorch as pl
+        from training import Perceptron, loader
+
+        class Data(pl.LightningDataModule):
+            def train_dataloader(self):
+                return loader(12)
+
+        LightningCLI(Perceptron, Data, save_config_callback=None)
+        """)
+    )
+
+    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        done = run_python("train.py", *COMMON, *arguments, **variables)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done
+
+    return run
+
+
+def recorded_steps(directory: Path) -> list[list[int]]:
+    return [row["steps"] for row in rows_of(only_run(directory), "window") if row["event"] == "close"]
+
+
+def test_the_profilers_name_in_yaml(tmp_path: Path, cli: Run) -> None:
+    (tmp_path / "memprof.yaml").write_text("trainer:\n  profiler: fts_extended\n")
+    cli("--config=memprof.yaml")
+    assert recorded_steps(tmp_path) == [[2, 3]]
+
+
+def test_the_profilers_name_on_the_command_line(tmp_path: Path, cli: Run) -> None:
+    cli("--trainer.profiler=fts_extended")
+    assert recorded_steps(tmp_path) == [[2, 3]]
+
+
+def test_the_profilers_name_in_lightnings_environment_variable(tmp_path: Path, run_python: Run) -> None:
+    (tmp_path / "train.py").write_text(
+        dedent(f"""
+        import sys
+        sys.path.insert(0, {str(SUPPORT)!r})
+        from pathlib import Path
+        from training import Perceptron, loader, trainer
+        trainer(Path("logs")).fit(Perceptron(), loader())
+        """)
+    )
+    done = run_python("train.py", PL_TRAINER_PROFILER="fts_extended")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert recorded_steps(tmp_path) == [[2, 3]]
+
+
+def test_the_profiler_by_class_path_with_its_schedule(tmp_path: Path, cli: Run) -> None:
+    (tmp_path / "memprof.yaml").write_text(
+        dedent("""
+        trainer:
+          profiler:
+            class_path: lightning_memprof.ExtendedPyTorchProfiler
+            init_args:
+              schedule: {wait: 1, warmup: 1, active: 2, repeat: 2}
+        """)
+    )
+    cli("--config=memprof.yaml")
+    assert recorded_steps(tmp_path) == [[2, 3], [6, 7]]
+
+
+def test_the_profiler_in_a_file_of_its_own(tmp_path: Path, cli: Run) -> None:
+    (tmp_path / "some_file.yaml").write_text(
+        "class_path: lightning_memprof.ExtendedPyTorchProfiler\ninit_args:\n  schedule: {wait: 3, active: 1}\n"
+    )
+    (tmp_path / "memprof.yaml").write_text("trainer:\n  profiler: some_file.yaml\n")
+    cli("--config=memprof.yaml")
+    assert recorded_steps(tmp_path) == [[4]]
+
+
+def test_the_callback_by_class_path_with_schedule_and_collectors(tmp_path: Path, cli: Run) -> None:
+    (tmp_path / "memprof.yaml").write_text(
+        dedent("""
+        trainer:
+          callbacks:
+            - class_path: lightning_memprof.MemProfilerCallback
+              init_args:
+                schedule: {wait: 2, active: 1}
+                collectors:
+                  - class_path: lightning_memprof.Pulse
+                  - class_path: lightning_memprof.OperatorTrace
+                    init_args: {record_shapes: true, activities: [cpu]}
+        """)
+    )
+    done = cli("--config=memprof.yaml")
+    assert recorded_steps(tmp_path) == [[3]]
+    assert "verdict" in done.stdout
+    assert not (only_run(tmp_path) / "window000/rank00000.host.jsonl").exists()
+
+
+@pytest.mark.parametrize(("fragment", "steps"), [("overview", [[2, 3]]), ("trace", [[2, 3], [6, 7]])])
+def test_a_shipped_fragment(tmp_path: Path, cli: Run, fragment: str, steps: list[list[int]]) -> None:
+    cli(f"--config={CONFIGS / fragment}.yaml")
+    assert recorded_steps(tmp_path) == steps
+    assert list(tmp_path.rglob("*.pt.trace.json.gz"))
+
+
+def test_the_snapshot_fragment_fails_clearly_without_cuda_and_dumps_with_it(tmp_path: Path, run_python: Run, cli: Run) -> None:
+    fragment = f"--config={CONFIGS / 'snapshot'}.yaml"
+    if torch.cuda.is_available():
+        cli(fragment, "--trainer.accelerator=gpu", "--trainer.devices=1")
+        assert list(tmp_path.rglob("cuda_alloc_rank_0.training_step.*.pickle"))
+        return
+    done = run_python("train.py", *COMMON, fragment)
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].endswith(
+        "ConfigError: asked for and not available in this run: AllocatorStats (no accelerator), "
+        "AllocatorHistory (CUDA is not available); take it out of `collectors`"
+    )
+
+
+def test_every_shipped_fragment_has_a_test() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {"overview", "trace", "snapshot"}
+
+
+PLAIN = dedent(f"""
+    import sys
+    sys.path.insert(0, {str(SUPPORT)!r})
+    from pathlib import Path
+    from training import Perceptron, loader, trainer
+    {{before}}
+    trainer(Path("logs"){{arguments}}).fit(Perceptron(), loader())
+    """)
+
+
+@pytest.fixture
+def plain(tmp_path: Path, run_python: Run) -> Run:
+    """Run a program that fits on its own, under an environment variable."""
+
+    def run(value: str, before: str = "", arguments: str = "") -> subprocess.CompletedProcess[str]:
+        (tmp_path / "train.py").write_text(PLAIN.format(before=before, arguments=arguments))
+        return run_python("train.py", LIGHTNING_MEMPROF=value)
+
+    return run
+
+
+def test_the_environment_variable_attaches_to_a_program_that_knows_nothing_of_us(tmp_path: Path, plain: Run) -> None:
+    done = plain("1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert recorded_steps(tmp_path) == [[2, 3]]
+    assert list(tmp_path.rglob("*.pt.trace.json.gz"))
+    assert "verdict" in done.stdout
+
+
+@pytest.mark.parametrize("value", ["0", "", "off"])
+def test_the_environment_variable_can_say_no(tmp_path: Path, plain: Run, value: str) -> None:
+    assert plain(value).returncode == 0
+    assert not list(tmp_path.rglob("memprofiler"))
+
+
+def test_the_environment_variable_may_name_a_file_of_options(tmp_path: Path, plain: Run) -> None:
+    options = tmp_path / "memprof.yaml"
+    options.write_text("schedule: {wait: 3, active: 1}\ncollectors:\n  - class_path: lightning_memprof.HostMemory\nsummary: false\n")
+    done = plain(str(options))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert recorded_steps(tmp_path) == [[4]]
+    assert "verdict" not in done.stdout
+
+
+def test_a_file_of_options_that_cannot_be_used_is_named(tmp_path: Path, plain: Run) -> None:
+    (tmp_path / "memprof.yaml").write_text("schedules: {wait: 3}\n")
+    done = plain(str(tmp_path / "memprof.yaml"))
+    assert done.returncode == 1
+    assert "memprof.yaml" in done.stderr.strip().splitlines()[-1]
+    assert "schedules" in done.stderr.strip().splitlines()[-1]
+
+
+def test_what_the_program_configured_itself_wins(tmp_path: Path, plain: Run) -> None:
+    before = "from lightning_memprof import MemProfilerCallback, Schedule"
+    done = plain("1", before, ", MemProfilerCallback(schedule=Schedule(wait=4, active=1)), profiler='simple'")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert recorded_steps(tmp_path) == [[5]]
+    assert "Profiler Report" in done.stderr + done.stdout
+
+
+def test_without_the_variable_a_program_loads_nothing_of_ours_but_the_entry_point(tmp_path: Path, plain: Run) -> None:
+    before = "import atexit; atexit.register(lambda: print(sorted(m for m in sys.modules if 'memprof' in m)))"
+    done = plain("", before)
+    loaded = done.stdout.strip().splitlines()[-1]
+    assert loaded == "['lightning_memprof', 'lightning_memprof.integration', 'lightning_memprof.integration.registration']"
+
+
+def test_the_profilers_name_works_for_the_pytorch_lightning_distribution(tmp_path: Path, run_python: Run) -> None:
+    pytest.importorskip("pytorch_lightning")
+    (tmp_path / "train.py").write_text(
+        dedent("""
+        import pytorch_lightning as pl, torch
+        from pytorch_lightning.demos.boring_classes import BoringModel
+        from lightning_memprof import MemProfilerCallback
+        pl.Trainer(profiler="fts_extended", max_steps=8, accelerator="cpu", logger=False, default_root_dir="logs",
+                   enable_checkpointing=False, enable_progress_bar=False, limit_val_batches=0).fit(BoringModel())
+        """)
+    )
+    done = run_python("train.py")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert recorded_steps(tmp_path) == [[2, 3]]
