@@ -32,6 +32,6 @@ def format_ns(ns: float) -> str:
 
 def _three_figures(value: float) -> str:
     magnitude = abs(value)
-    if magnitude >= 100:  # noqa: PLR2004 three significant figures
+    if magnitude >= 100:
         return f"{value:.0f}"
-    return f"{value:.1f}" if magnitude >= 10 else f"{value:.2f}"  # noqa: PLR2004 three significant figures
+    return f"{value:.1f}" if magnitude >= 10 else f"{value:.2f}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -105,7 +104,7 @@ class Sink:
         temporary = artifact.path.with_name(temporary_name(artifact.path.name))
         try:
             yield temporary
-            os.replace(temporary, artifact.path)
+            temporary.replace(artifact.path)
         except BaseException:
             with suppress(FileNotFoundError):
                 temporary.unlink()

@@ -51,7 +51,7 @@ def start_memory_history(*, max_entries: int = _MAX_ENTRIES, stacks: Literal["py
     if not torch.cuda.is_available():
         msg = "start_memory_history(): no CUDA device is available; leave the call out on this machine"
         raise ConfigError(msg)
-    wanted = {"enabled": "all", "context": "all", "stacks": stacks, "max_entries": max_entries}
+    wanted: dict[str, Any] = {"enabled": "all", "context": "all", "stacks": stacks, "max_entries": max_entries}
     record = torch.cuda.memory._record_memory_history  # noqa: SLF001 torch documents it under this name
     known = inspect.signature(record).parameters
     record(**{key: value for key, value in wanted.items() if key in known})
@@ -65,11 +65,12 @@ def write_snapshot(run: RunContext, name: SnapshotName, window: int | None) -> N
     """Write the allocator's segments and its ring of events as ``name`` into the run directory."""
     snapshot: Any = torch.cuda.memory._snapshot(run.device)  # noqa: SLF001 torch documents it under this name
     path = run.sink.place.directory / str(name)
-    with run.sink.file(Artifact(path, "snapshot", AllocatorHistory.name, window)) as temporary, temporary.open(
-        "wb"
-    ) as file:
+    with (
+        run.sink.file(Artifact(path, "snapshot", AllocatorHistory.name, window)) as temporary,
+        temporary.open("wb") as file,
+    ):
         pickle.dump(snapshot, file, protocol=_PROTOCOL)
-    log.info("saved %s (%s)", path, format_bytes(path.stat().st_size))
+    log.info("saved %s (%s)", path.name, format_bytes(path.stat().st_size))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,9 +28,7 @@ class NotNowError(Exception):
 class ActionFeed(Protocol):
     """The Trainer's actions (hooks, fetches, phases) as they start and stop, by Lightning's names."""
 
-    def listen(
-        self, start: Callable[[str], None], stop: Callable[[str], None]
-    ) -> AbstractContextManager[None]:
+    def listen(self, start: Callable[[str], None], stop: Callable[[str], None]) -> AbstractContextManager[None]:
         """Call ``start`` and ``stop`` with the name of every action while the context is open."""
 
 

@@ -47,4 +47,6 @@ class Faults:
         if self._on_error == "raise":
             raise error
         if first:
-            log.warning("collector %s failed on %s and is switched off; training goes on", collector, where, exc_info=error)
+            log.warning(
+                "collector %s failed on %s and is switched off; training goes on", collector, where, exc_info=error
+            )

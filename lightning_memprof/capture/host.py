@@ -50,7 +50,7 @@ def peak_rss_bytes() -> int | None:
     """Return the highest resident size of this process so far in bytes, or None where the system does not say."""
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
-    import resource  # noqa: PLC0415 not on Windows
+    import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * KIB
@@ -77,7 +77,8 @@ class HostMemory(Collector):
                     rss_bytes=size.rss,
                     uss_bytes=process.memory_full_info().uss if mark.point is Point.STEP_END else None,
                     vms_bytes=size.vms,
-                    peak_rss_bytes=peak_rss_bytes(),
+                    # The kernel updates its peak later than its size.
+                    peak_rss_bytes=max(peak_rss_bytes() or 0, size.rss),
                 )
 
             yield sample

@@ -49,7 +49,7 @@ class NamedSnapshots:
             "peak_rss_bytes": peak_rss_bytes(),
         }
         resident.close()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             row |= memory_stats(torch.device("cuda", torch.cuda.current_device()))
         self._waiting.append(row)
         self._flush()

@@ -95,7 +95,7 @@ class OperatorTrace(Collector):
     @contextmanager
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
         """Warm up Kineto now, record from the first recorded step on, save at the end."""
-        if torch.autograd._profiler_enabled():  # noqa: SLF001 no public way to ask
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # noqa: SLF001 no public way to ask
             msg = "another torch profiler is running"
             raise NotNowError(msg)
         profiler = self._profiler()
@@ -175,7 +175,7 @@ class OperatorTrace(Collector):
             if self.export:
                 with run.sink.file(Artifact(saved.trace, "trace", self.name, window.index)) as temporary:
                     saved.compress(temporary)
-                log.info("saved %s (%s)", saved.trace, format_bytes(saved.trace.stat().st_size))
+                log.info("saved %s (%s)", saved.trace.name, format_bytes(saved.trace.stat().st_size))
         finally:
             with suppress(FileNotFoundError):
                 saved.raw.unlink()
@@ -190,7 +190,7 @@ class _SavedTrace:
 
     def compress(self, target: Path) -> None:
         """Write the trace to ``target`` as gzip; isal releases the GIL."""
-        with self.raw.open("rb") as source, igzip.open(target, "wb", compresslevel=_FAST_LEVEL) as gz:
+        with self.raw.open("rb") as source, igzip.open(target, "wb", compresslevel=_FAST_LEVEL) as gz:  # type: ignore[no-untyped-call]
             shutil.copyfileobj(source, gz, 1 << 20)
 
     def export(self, path: str, use_python_export: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 torch's
@@ -237,5 +237,5 @@ class NvtxRanges(Collector):
     @contextmanager
     def follow(self, run: RunContext) -> Iterator[OnStep | None]:  # noqa: ARG002 overriding
         """Emit ranges until the end of the run."""
-        with torch.cuda.profiler.profile(), torch.autograd.profiler.emit_nvtx():
+        with torch.cuda.profiler.profile(), torch.autograd.profiler.emit_nvtx():  # type: ignore[no-untyped-call]
             yield None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from lightning_memprof.artifacts.naming import pulse_name
@@ -39,7 +40,7 @@ def device_columns(record: StepRecord, timer: DeviceTimer) -> tuple[int | None, 
     """
     moments = record.moments or []
     spent = [0] * len(PHASES)
-    for (phase, start), (_, end) in zip(moments, moments[1:], strict=False):
+    for (phase, start), (_, end) in pairwise(moments):
         spent[phase] += timer.elapsed_ns(start, end)
     for _, moment in moments:
         timer.release(moment)

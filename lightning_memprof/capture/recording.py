@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from lightning_memprof.capture.base import NotNowError
+from lightning_memprof.schedule import Point
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ __all__ = ["Recording"]
 class Recording:
     """A window while it is open.
 
-    Collectors are entered and told of marks in the order given and left in the reverse order. One that fails is left
+    Collectors are entered and told of marks in the order given, and left in the reverse order. One that fails is left
     at once and switched off for the rest of the run; the others do not notice.
 
     Args:
@@ -56,8 +57,9 @@ class Recording:
             self._charge(collector.name, started)
 
     def mark(self, mark: Mark) -> None:
-        """Tell the collectors."""
-        for name, (_, on_mark) in list(self._open.items()):
+        """Tell the collectors; the end of a step in reverse, so that no collector's step holds another's work."""
+        entries = list(self._open.items())
+        for name, (_, on_mark) in reversed(entries) if mark.point is Point.STEP_END else entries:
             if on_mark is not None:
                 self._guard(name, "mark", lambda on_mark=on_mark: on_mark(mark))  # type: ignore[misc]
 

@@ -41,15 +41,15 @@ class Adapter(Callback):
 
         """
 
-    def leads(self, trainer: Trainer) -> bool:  # noqa: ARG002 for overriding
+    def leads(self, trainer: Trainer) -> bool:
         """Whether this adapter's schedule holds for the Trainer, and a profiler lends it its collectors."""
         return True
 
-    def steps_aside(self, trainer: Trainer) -> bool:  # noqa: ARG002 for overriding
+    def steps_aside(self, trainer: Trainer) -> bool:
         """Whether another adapter of this Trainer records instead of this one."""
         return False
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Claim a directory and prepare the run."""
         if self.steps_aside(trainer):
             return
@@ -68,45 +68,45 @@ class Adapter(Callback):
             self._hide_log_lines()
             raise
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to listen: loaders and optimizers are known."""
         self._start()
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to listen, where validation is the stage and not a part of fit."""
         if trainer.state.fn == "validate":
             self._start()
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to listen."""
         self._start()
 
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to listen."""
         self._start()
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the last step."""
         self._stop()
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the last step, where validation is the stage and not a part of fit."""
         if trainer.state.fn == "validate":
             self._stop()
 
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the last step."""
         self._stop()
 
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the last step."""
         self._stop()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: ARG002
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save what there is; Lightning calls neither ``on_train_end`` nor ``teardown`` after an exception."""
         self._end(trainer, exception)
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Finish every file."""
         self._end(trainer, None)
 
@@ -135,7 +135,7 @@ class Adapter(Callback):
         finally:
             self._hide_log_lines()
 
-    def _show_log_lines(self, is_global_zero: bool) -> None:  # noqa: FBT001 a fact, not a mode
+    def _show_log_lines(self, is_global_zero: bool) -> None:
         # As Lightning does for its own lines: shown where the program has not set up logging itself.
         if is_global_zero and not logging.getLogger().handlers:
             self._handler = logging.StreamHandler()

@@ -41,6 +41,8 @@ def load_options(path: Path) -> dict[str, Any]:
         options = parser.instantiate_classes(parser.parse_path(str(path)))
     except Exception as error:
         first_line = str(error).strip().splitlines()
-        msg = f"LIGHTNING_MEMPROF={path}: {first_line[0] if first_line else error}; give a YAML file of its options, or 1"
+        msg = (
+            f"LIGHTNING_MEMPROF={path}: {first_line[0] if first_line else error}; give a YAML file of its options, or 1"
+        )
         raise ConfigError(msg) from error
     return dict(options)

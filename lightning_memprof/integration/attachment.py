@@ -47,9 +47,7 @@ class Attachment:
 
     """
 
-    def __init__(
-        self, trainer: Trainer, stage: str, settings: Settings, place: RunPlace, ours: type[Callback]
-    ) -> None:
+    def __init__(self, trainer: Trainer, stage: str, settings: Settings, place: RunPlace, ours: type[Callback]) -> None:
         self.place = place
         self.table: Path | None = None
         self._trainer = trainer
@@ -92,7 +90,8 @@ class Attachment:
         anchor = getattr(self._settings.schedule, "anchor", "fit")
         driver = StepDriver(self.session, self._actions, position_source(trainer, self._stage, anchor))
         starts, stops = driver.handlers()
-        self._tap = ActionTap(trainer.profiler, starts, stops, self._break_off)
+        profiler = trainer.profiler  # type: ignore[attr-defined]
+        self._tap = ActionTap(profiler, starts, stops, self._break_off)
         self.session.open()
         self._tap.install()
 
@@ -135,9 +134,7 @@ class Attachment:
 
     def _available(self) -> list[Collector]:
         manifest = self.run.sink.manifest
-        reasons = [
-            (collector, asked, self._why_not(collector)) for collector, asked in self._settings.collectors
-        ]
+        reasons = [(collector, asked, self._why_not(collector)) for collector, asked in self._settings.collectors]
         available = [collector for collector, _, reason in reasons if reason is None]
         root = str(self.place.root)
         manifest.append("run", **run_facts(self._trainer, self._stage, root, self._settings.schedule, available))
@@ -152,7 +149,7 @@ class Attachment:
         return available
 
     def _why_not(self, collector: Collector) -> str | None:
-        if collector.name == "operator_trace" and _is_lightnings_own(self._trainer.profiler):
+        if collector.name == "operator_trace" and _is_lightnings_own(self._trainer.profiler):  # type: ignore[attr-defined]
             return "Lightning's PyTorchProfiler owns torch.profiler in this run"
         return collector.unavailable(self.run)
 

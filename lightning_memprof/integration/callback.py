@@ -61,7 +61,7 @@ class MemProfilerCallback(Adapter):
         collectors: list[Collector] | None = None,
         ranks: list[int] | None = None,
         dirpath: str | Path | None = None,
-        summary: bool = True,  # noqa: FBT001, FBT002 the signature of the issue
+        summary: bool = True,
         on_error: Literal["warn", "raise"] = "warn",
     ) -> None:
         super().__init__()

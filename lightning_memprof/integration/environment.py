@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["run_facts", "training_facts"]
 
 
-def run_facts(trainer: Trainer, stage: str, root: str, schedule: Any, collectors: Sequence[Collector]) -> dict[str, Any]:
+def run_facts(
+    trainer: Trainer, stage: str, root: str, schedule: Any, collectors: Sequence[Collector]
+) -> dict[str, Any]:
     """Return the manifest's ``run`` row."""
     device = trainer.strategy.root_device
     return {
@@ -87,7 +89,7 @@ def _optimizer_facts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _loaders(trainer: Trainer) -> list[Any]:
-    combined = trainer.fit_loop._combined_loader  # noqa: SLF001 trainer.train_dataloader has the user's nesting
+    combined = trainer.fit_loop._combined_loader
     return list(combined.flattened) if combined is not None else []
 
 

@@ -68,19 +68,19 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
 
     """
 
-    AVAILABLE_SORT_KEYS: ClassVar[set[str]] = set(AVAILABLE_SORT_KEYS)
+    AVAILABLE_SORT_KEYS = set(AVAILABLE_SORT_KEYS)  # noqa: RUF012 Lightning's name and type
     idle_actions: ClassVar[bool] = True
 
     def __init__(
         self,
         dirpath: str | Path | None = None,
         filename: str | None = DEFAULT_FILENAME,
-        group_by_input_shapes: bool = False,  # noqa: FBT001, FBT002 Lightning's signature
-        emit_nvtx: bool = False,  # noqa: FBT001, FBT002 Lightning's signature
-        export_to_chrome: bool = True,  # noqa: FBT001, FBT002 Lightning's signature
+        group_by_input_shapes: bool = False,
+        emit_nvtx: bool = False,
+        export_to_chrome: bool = True,
         row_limit: int = 20,
         sort_by_key: str | None = None,
-        record_module_names: bool = True,  # noqa: FBT001, FBT002 Lightning's signature
+        record_module_names: bool = True,
         table_kwargs: dict[str, Any] | None = None,
         schedule: Schedule | Callable[[int], Any] = _DEFAULT_SCHEDULE,
         schedule_cfg: Schedule | dict[str, Any] | None = None,
@@ -185,15 +185,15 @@ class _ProfilerHost(Adapter):
         super().__init__()
         self._profiler = profiler
 
-    def leads(self, trainer: Trainer) -> bool:  # noqa: ARG002 overriding
+    def leads(self, trainer: Trainer) -> bool:
         """Never: it stands in where no other adapter is."""
         return False
 
-    def settings(self, trainer: Trainer) -> Settings:  # noqa: ARG002 overriding
+    def settings(self, trainer: Trainer) -> Settings:
         """Say what the profiler wants."""
         return self._profiler.own_settings()
 
-    def ended(self, trainer: Trainer, attachment: Any, exception: BaseException | None) -> None:  # noqa: ARG002
+    def ended(self, trainer: Trainer, attachment: Any, exception: BaseException | None) -> None:
         """Leave the Trainer; a new list, because Lightning is walking through the old one."""
         self._profiler.table_path = attachment.table
         log.info("recorded in %s; look at it with: lightning-memprof show %s", *[attachment.place.directory] * 2)

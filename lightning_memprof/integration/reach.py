@@ -26,7 +26,9 @@ def steps_ahead(trainer: Trainer, stage: str) -> int | None:
     progress = trainer.fit_loop.epoch_loop.batch_progress.total
     per_epoch = trainer.num_training_batches
     if trainer.max_epochs is not None and trainer.max_epochs >= 0 and per_epoch != float("inf"):
-        limits.append(per_epoch * (trainer.max_epochs - trainer.current_epoch) - progress.ready % max(int(per_epoch), 1))
+        limits.append(
+            per_epoch * (trainer.max_epochs - trainer.current_epoch) - progress.ready % max(int(per_epoch), 1)
+        )
     if trainer.max_steps >= 0:
         limits.append((trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
     return max(int(min(limits)), 0) if limits else None
@@ -55,8 +57,7 @@ def unreachable(trainer: Trainer, stage: str, schedule: Callable[[int], Action])
     return f"nothing will be recorded: {stage} has {ahead} steps, and the schedule records none of them"
 
 
-def _total(batches: object) -> int | None:
+def _total(batches: float | list[int | float]) -> int | None:
     counts = batches if isinstance(batches, list) else [batches]
-    if any(count == float("inf") for count in counts):
-        return None
-    return sum(int(count) for count in counts)
+    total = sum(counts)
+    return None if total == float("inf") else int(total)

@@ -39,7 +39,7 @@ def _register(module_name: str) -> list[Any]:
         _wrap_init_profiler(sys.modules.get(module_name))
         return _attached_callbacks()
     except Exception:
-        from lightning_memprof.errors import ConfigError  # noqa: PLC0415 every Trainer() imports this module
+        from lightning_memprof.errors import ConfigError
 
         if isinstance(sys.exc_info()[1], ConfigError):
             raise
@@ -57,13 +57,13 @@ def _wrap_init_profiler(module: Any) -> None:
         original(trainer, _profiler_for(profiler))
 
     init_profiler.memprof_profiler_name = PROFILER_NAME  # type: ignore[attr-defined]
-    module._init_profiler = init_profiler  # noqa: SLF001 Lightning's table of names is a local
+    module._init_profiler = init_profiler
 
 
 def _profiler_for(profiler: Any) -> Any:
     named = isinstance(profiler, str) and profiler.lower() == PROFILER_NAME
     if named or (profiler is None and _asked() is not None):
-        from lightning_memprof.integration.profiler import ExtendedPyTorchProfiler  # noqa: PLC0415 see _register
+        from lightning_memprof.integration.profiler import ExtendedPyTorchProfiler
 
         return ExtendedPyTorchProfiler()
     return profiler
@@ -78,7 +78,7 @@ def _attached_callbacks() -> list[Any]:
     value = _asked()
     if value is None:
         return []
-    from lightning_memprof.integration.attached import AttachedCallback, load_options  # noqa: PLC0415 see _register
+    from lightning_memprof.integration.attached import AttachedCallback, load_options
 
     options = {} if value.lower() in _ON else load_options(Path(value))
     return [AttachedCallback(**options)]

@@ -84,7 +84,7 @@ def check_ranks(ranks: Sequence[int] | None) -> tuple[int, ...] | None:
 
     """
     for rank in ranks or ():
-        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+        if type(rank) is not int or rank < 0:
             msg = f"ranks={ranks!r}: {rank!r} is no global rank; give integers from 0, or None for all"
             raise ConfigError(msg)
     return None if ranks is None else tuple(ranks)

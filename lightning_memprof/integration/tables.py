@@ -38,7 +38,7 @@ def write_operator_table(run: RunContext, options: TableOptions) -> Path | None:
     table = traces[-1].with_name(table_name(name.stage, name.filename, run.rank))
     order = {"traces": [str(path) for path in traces], "out": str(table), "options": asdict(options)}
     try:
-        subprocess.run(  # noqa: S603 our own module, arguments are data
+        subprocess.run(
             [sys.executable, "-m", "lightning_memprof.analysis.operators", json.dumps(order)],
             check=True,
             capture_output=True,

@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
-from training import Perceptron, loader, manifest, only_run, rows_of, trainer
 
 from lightning_memprof import (
     ConfigError,
@@ -25,6 +24,7 @@ from lightning_memprof import (
 )
 from lightning_memprof.artifacts import naming
 from lightning_memprof.artifacts.series import PHASES, read_pulse
+from training import Perceptron, loader, manifest, only_run, rows_of, trainer
 
 if TYPE_CHECKING:
     from pathlib import Path

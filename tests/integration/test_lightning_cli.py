@@ -5,14 +5,11 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 from textwrap import dedent
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from training import only_run, rows_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from training import only_run, rows_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -22,7 +19,7 @@ COMMON = (
     "--trainer.logger.class_path=CSVLogger", "--trainer.logger.init_args.save_dir=logs",
 )  # fmt: skip
 
-Run = "Callable[..., subprocess.CompletedProcess[str]]"
+Run: TypeAlias = "Callable[..., subprocess.CompletedProcess[str]]"
 
 
 @pytest.fixture
@@ -133,7 +130,9 @@ def test_a_shipped_fragment(tmp_path: Path, cli: Run, fragment: str, steps: list
     assert list(tmp_path.rglob("*.pt.trace.json.gz"))
 
 
-def test_the_snapshot_fragment_fails_clearly_without_cuda_and_dumps_with_it(tmp_path: Path, run_python: Run, cli: Run) -> None:
+def test_the_snapshot_fragment_fails_clearly_without_cuda_and_dumps_with_it(
+    tmp_path: Path, run_python: Run, cli: Run
+) -> None:
     fragment = f"--config={CONFIGS / 'snapshot'}.yaml"
     if torch.cuda.is_available():
         cli(fragment, "--trainer.accelerator=gpu", "--trainer.devices=1")
@@ -141,9 +140,13 @@ def test_the_snapshot_fragment_fails_clearly_without_cuda_and_dumps_with_it(tmp_
         return
     done = run_python("train.py", *COMMON, fragment)
     assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1].endswith(
-        "ConfigError: asked for and not available in this run: AllocatorStats (no accelerator), "
-        "AllocatorHistory (CUDA is not available); take it out of `collectors`"
+    assert (
+        done.stderr.strip()
+        .splitlines()[-1]
+        .endswith(
+            "ConfigError: asked for and not available in this run: AllocatorStats (no accelerator), "
+            "AllocatorHistory (CUDA is not available); take it out of `collectors`"
+        )
     )
 
 
@@ -188,7 +191,9 @@ def test_the_environment_variable_can_say_no(tmp_path: Path, plain: Run, value: 
 
 def test_the_environment_variable_may_name_a_file_of_options(tmp_path: Path, plain: Run) -> None:
     options = tmp_path / "memprof.yaml"
-    options.write_text("schedule: {wait: 3, active: 1}\ncollectors:\n  - class_path: lightning_memprof.HostMemory\nsummary: false\n")
+    options.write_text(
+        "schedule: {wait: 3, active: 1}\ncollectors:\n  - class_path: lightning_memprof.HostMemory\nsummary: false\n"
+    )
     done = plain(str(options))
     assert done.returncode == 0, done.stderr[-3000:]
     assert recorded_steps(tmp_path) == [[4]]
@@ -215,7 +220,9 @@ def test_without_the_variable_a_program_loads_nothing_of_ours_but_the_entry_poin
     before = "import atexit; atexit.register(lambda: print(sorted(m for m in sys.modules if 'memprof' in m)))"
     done = plain("", before)
     loaded = done.stdout.strip().splitlines()[-1]
-    assert loaded == "['lightning_memprof', 'lightning_memprof.integration', 'lightning_memprof.integration.registration']"
+    assert (
+        loaded == "['lightning_memprof', 'lightning_memprof.integration', 'lightning_memprof.integration.registration']"
+    )
 
 
 def test_the_profilers_name_works_for_the_pytorch_lightning_distribution(tmp_path: Path, run_python: Run) -> None:

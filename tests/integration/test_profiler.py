@@ -10,9 +10,9 @@ import pytest
 import torch
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from training import Perceptron, loader, only_run, rows_of, trainer
 
 from lightning_memprof import ConfigError, ExtendedPyTorchProfiler, MemProfilerCallback, OperatorTrace, Schedule
+from training import Perceptron, loader, only_run, rows_of, trainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +67,9 @@ def test_every_stage_has_its_own_window_and_directory(tmp_path: Path) -> None:
         ("test", root / "test", "test_step"), ("predict", root / "predict", "predict_step"),
     ):  # fmt: skip
         (trace,) = traces(directory)
-        assert trace.name.startswith(f"{stage}-fts_extended_pytorch_profiler-0[Strategy]SingleDeviceStrategy.{function}.")
+        assert trace.name.startswith(
+            f"{stage}-fts_extended_pytorch_profiler-0[Strategy]SingleDeviceStrategy.{function}."
+        )
         assert sum(name.startswith("ProfilerStep#") for name in names_in(trace)) == 2
         assert (directory / f"{stage}-fts_extended_pytorch_profiler-0.txt").is_file()
         (closed,) = [row for row in rows_of(directory / "memprofiler", "window") if row["event"] == "close"]
@@ -89,7 +91,8 @@ def test_schedule_cfg_is_another_name_of_schedule(tmp_path: Path) -> None:
 
 
 def test_no_schedule_records_every_step(tmp_path: Path) -> None:
-    trainer(tmp_path, profiler=ExtendedPyTorchProfiler(schedule=None)).fit(Perceptron(), loader(5))
+    every_step: Any = None
+    trainer(tmp_path, profiler=ExtendedPyTorchProfiler(schedule=every_step)).fit(Perceptron(), loader(5))
     (trace,) = traces(tmp_path / "log")
     assert sum(name.startswith("ProfilerStep#") for name in names_in(trace)) == 5
 
@@ -117,7 +120,9 @@ def test_every_key_that_torch_sorts_by_is_taken(key: str) -> None:
     assert ExtendedPyTorchProfiler(sort_by_key=key) is not None
 
 
-def test_with_the_callback_there_is_one_run_with_the_callbacks_schedule_and_the_profilers_options(tmp_path: Path) -> None:
+def test_with_the_callback_there_is_one_run_with_the_callbacks_schedule_and_the_profilers_options(
+    tmp_path: Path,
+) -> None:
     profiler = ExtendedPyTorchProfiler(schedule=Schedule(wait=5), record_shapes=True, filename="both", row_limit=3)
     callback = MemProfilerCallback(schedule=Schedule(wait=2, active=1), summary=False, on_error="raise")
     trainer(tmp_path, callback, profiler=profiler).fit(Perceptron(), loader())
@@ -173,11 +178,11 @@ def test_a_model_that_is_compiled_is_not_cut_or_compiled_again_by_a_window(tmp_p
     class Compiled(Perceptron):
         def __init__(self) -> None:
             super().__init__()
-            self.net = torch.compile(self.net, backend=backend)
+            self.net = torch.compile(self.net, backend=backend)  # type: ignore[assignment]
 
     torch._dynamo.reset()
     trainer(tmp_path / "bare").fit(Compiled(), loader())
-    bare, graphs = list(graphs), graphs
+    bare = list(graphs)
     graphs.clear()
     torch._dynamo.reset()
     schedule = Schedule(wait=0, warmup=1, active=2, repeat=2)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from training import manifest, only_run, rows_of
 
 from lightning_memprof import load_run
 from lightning_memprof.artifacts.series import read_pulse
+from training import manifest, only_run, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,7 +74,14 @@ def test_both_ranks_write_into_one_directory_without_a_collective_after_setup(
         assert (facts["rank"], facts["world_size"], facts["strategy"]) == (rank, 2, "DDPStrategy")
         assert len(read_pulse(run / f"pulse.rank{rank:05d}.csv")) == 8
         assert (run / f"window000/rank{rank:05d}.host.jsonl").is_file()
-        assert len(list(run.parent.glob(f"fit-fts_extended_pytorch_profiler-{rank}[[]Strategy]DDPStrategy.training_step.*"))) == 1
+        assert (
+            len(
+                list(
+                    run.parent.glob(f"fit-fts_extended_pytorch_profiler-{rank}[[]Strategy]DDPStrategy.training_step.*")
+                )
+            )
+            == 1
+        )
         assert (run.parent / f"fit-fts_extended_pytorch_profiler-{rank}.txt").is_file()
     assert "verdict" in (tmp_path / "out0").read_text()
     assert "verdict" not in (tmp_path / "out1").read_text()
