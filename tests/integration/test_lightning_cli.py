@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ COMMON = (
     "--trainer.logger.class_path=CSVLogger", "--trainer.logger.init_args.save_dir=logs",
 )  # fmt: skip
 
-Run: TypeAlias = "Callable[..., subprocess.CompletedProcess[str]]"
+Run: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture

@@ -27,6 +27,11 @@ WARMUP_STEPS: Final = 5
 # The C allocator's own drift on a steady run stays well below both.
 MIN_BYTES: Final = 32 * MIB
 MIN_SHARE: Final = 0.05
+# In fewer steps than these the allocator's pools may still be filling: only a leak that would soon end the run counts.
+SHORT_RUN_STEPS: Final = 100
+SHORT_RUN_MIN_SHARE: Final = 0.1
+# The first steps after a window take memory again that the window's data had displaced.
+SETTLING_STEPS: Final = 5
 SEVERE_SHARE: Final = 0.5
 # Between two quarters a steady slope adds a third of the whole; a jump or a cache that fills adds next to nothing once.
 MIN_QUARTER: Final = 1 / 9
@@ -109,19 +114,23 @@ def steady_growth(rows: Sequence[PulseRow], column: str) -> Growth | None:
     steps = points[-1][0] - points[0][0]
     start = segments[0][0][1]
     added = round(slope * steps)
-    if risen <= 0 or least < MIN_QUARTER * risen or added < MIN_BYTES or added < MIN_SHARE * start:
+    min_share = MIN_SHARE if len(points) >= SHORT_RUN_STEPS else SHORT_RUN_MIN_SHARE
+    if risen <= 0 or least < MIN_QUARTER * risen or added < MIN_BYTES or added < min_share * start:
         return None
     return Growth(slope, added, start, steps)
 
 
 def _segments(rows: Sequence[PulseRow], column: str) -> list[list[Point]]:
-    """Return ``(step, bytes)`` after the warm-up, split where a window lies."""
+    """Return ``(step, bytes)`` after the warm-up, split where a window lies, without the steps that settle after it."""
     segments: list[list[Point]] = []
     split = True
+    settling = 0
     for row in rows[max(WARMUP_STEPS, round(WARMUP_SHARE * len(rows))) :]:
         step, value = row["step"], row[column]
         if row["window"] is not None:
-            split = True
+            split, settling = True, SETTLING_STEPS
+        elif settling:
+            settling -= 1
         elif step is not None and value is not None:
             if split:
                 segments.append([])

@@ -233,6 +233,13 @@ def test_what_recording_itself_takes_is_not_growth(tmp_path: Path) -> None:
     assert "memory_growth" not in found(tmp_path, fake)
 
 
+def test_what_settles_after_a_window_is_not_growth(tmp_path: Path) -> None:
+    windows = tuple((start, start + 1) for start in range(8, 60, 12))
+    rises = (0, 0, 0, 24, 40, 50, 55, 58, 60, 60, 60, 60)
+    fake = FakeRun(steps=64, windows=windows, trace=False, rss_bytes=lambda step: (500 + rises[(step - 6) % 12]) * MIB)
+    assert "memory_growth" not in found(tmp_path, fake)
+
+
 def test_growth_is_seen_through_windows_and_noise(tmp_path: Path) -> None:
     windows = tuple((start, start + 1) for start in range(8, 100, 20))
     fake = FakeRun(steps=120, windows=windows, trace=False, rss_bytes=lambda step: noisy(step) + step * 4 * MIB)
@@ -250,7 +257,7 @@ def test_the_most_severe_finding_makes_the_verdict_and_the_others_stay(tmp_path:
         steps=60,
         phases=phases(optimizer=6_000_000, data_wait=100_000_000),
         training={**optimizer(), **loader()},
-        rss_bytes=lambda step: 500 * MIB + step * MIB,
+        rss_bytes=lambda step: 500 * MIB + step * 2 * MIB,
     )
     run = load_run(make_run(tmp_path, fake))
     assert [one.rule for one in examine(Evidence.of(run))] == ["input_bound", "memory_growth"]
