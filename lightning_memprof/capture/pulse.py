@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Pulse", "PulseWriter", "device_columns"]
 
 _CHUNK_ROWS: Final = 64
-_CHUNK_NS: Final = 2_000_000_000
+_CHUNK_NS: Final = 10_000_000_000
 _CALLBACKS: Final = PHASES.index("callbacks")
 _NO_DEVICE: Final = (None,) * (1 + len(PHASES))
 

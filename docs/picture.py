@@ -1,0 +1,31 @@
+"""Draw the summary of a recorded run as the picture in the README: ``python docs/picture.py RUN``."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
+
+from lightning_memprof import load_run
+from lightning_memprof.report.terminal import render
+from lightning_memprof.report.view import run_view
+
+TARGET = Path(__file__).parent / "images" / "summary.svg"
+
+
+def main(run: str) -> None:
+    """Write the picture."""
+    console = Console(record=True, width=80, force_terminal=True, color_system="truecolor", file=io.StringIO())
+    render(run_view(load_run(run)), console)
+    svg = console.export_svg(title="trainer.fit(model)", theme=MONOKAI, unique_id="memprof")
+    # Rich names fonts of another host; a picture in a repository asks nobody.
+    svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
+    TARGET.write_text(svg.replace("Fira Code", "DejaVu Sans Mono, Menlo, Consolas"), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,9 @@
+"""Stand-ins for tests: of what reads a run, of collectors, and of hardware that a machine has not."""
+
+from __future__ import annotations
+
+from lightning_memprof.testing.collectors import FakeCollector
+from lightning_memprof.testing.devices import FakeCuda, FakeTimer
+from lightning_memprof.testing.runs import HEALTHY, FakeRun, make_run
+
+__all__ = ["HEALTHY", "FakeCollector", "FakeCuda", "FakeRun", "FakeTimer", "make_run"]
