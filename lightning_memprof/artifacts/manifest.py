@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -43,12 +44,12 @@ class ManifestWriter:
     def append(self, kind: str, **facts: Any) -> None:
         """Write one row. Values that JSON does not know are written as their ``str``."""
         row = {"kind": kind, "time_ns": time.time_ns(), **facts}
-        line = json.dumps(row, default=str, separators=(",", ":")) + "\n"
+        line = (json.dumps(row, default=str, separators=(",", ":")) + "\n").encode()
         with self._lock:
             if self._fd < 0:
                 return
             try:
-                os.write(self._fd, line.encode())
+                self._write(line)
             except OSError as error:
                 if not self._refused:
                     log.warning("%s cannot be written (%s); facts of this run are lost", self.path, error.strerror)
@@ -60,6 +61,13 @@ class ManifestWriter:
             if self._fd >= 0:
                 os.close(self._fd)
                 self._fd = -1
+
+    def _write(self, line: bytes) -> None:
+        written = os.write(self._fd, line)
+        if written < len(line):
+            # Half a line with another behind it would make the whole file unreadable.
+            os.ftruncate(self._fd, os.lseek(self._fd, 0, os.SEEK_CUR) - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @dataclass(frozen=True)

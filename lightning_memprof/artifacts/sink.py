@@ -176,8 +176,10 @@ class Sink:
 
     def _manifest_path(self, path: Path) -> str:
         if path.is_relative_to(self.place.root):
-            return path.relative_to(self.place.root).as_posix()
-        return path.absolute().as_posix()
+            relative = path.relative_to(self.place.root)
+            if ".." not in relative.parts:
+                return relative.as_posix()
+        return (path.resolve() if ".." in path.parts else path.absolute()).as_posix()
 
 
 def _digest(path: Path) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch._C._profiler import _RecordFunctionFast
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import nn
 
@@ -68,8 +68,13 @@ def _compiled_paths(model: nn.Module) -> list[str]:
 
 
 @contextmanager
-def action_ranges(actions: ActionFeed) -> Iterator[None]:
-    """Name every action of the Trainer ``[pl][profile]{action}`` in the trace."""
+def action_ranges(actions: ActionFeed) -> Iterator[Callable[[], None]]:
+    """Name every action of the Trainer ``[pl][profile]{action}`` in the trace.
+
+    Yields a function that ends the ranges that are open. It has to be called where a range around them ends before
+    them, as a step does that is over in the middle of the next epoch's first action: ranges that overlap without one
+    holding the other crash torch when the process ends.
+    """
     ranges: list[tuple[str, Any]] = []
 
     def start(name: str) -> None:
@@ -81,9 +86,12 @@ def action_ranges(actions: ActionFeed) -> Iterator[None]:
         if ranges and ranges[-1][0] == name:
             ranges.pop()[1].__exit__(None, None, None)
 
+    def cut() -> None:
+        while ranges:
+            ranges.pop()[1].__exit__(None, None, None)
+
     with actions.listen(start, stop):
         try:
-            yield
+            yield cut
         finally:
-            while ranges:
-                ranges.pop()[1].__exit__(None, None, None)
+            cut()

@@ -63,7 +63,7 @@ class StepClock:
         self._last = now
         self._current = self._stack.pop()
         if self._timer is not None and left not in _HOST_ONLY:
-            self._moments.append((self._current, self._timer.record()))
+            self._moments.append((self._device_phase(), self._timer.record()))
 
     def start(self) -> None:
         """Begin a step now, outside of all phases."""
@@ -84,6 +84,13 @@ class StepClock:
             self._moments.append((_OTHER, self._timer.record()))
             moments, self._moments = self._moments, []
         return now, tuple(self._spent), moments
+
+    def _device_phase(self) -> int:
+        """Give the innermost phase that the device's clock tells apart."""
+        for phase in (self._current, *reversed(self._stack)):
+            if phase not in _HOST_ONLY:
+                return phase
+        return _OTHER
 
 
 class AcceleratorTimer:

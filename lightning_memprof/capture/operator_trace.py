@@ -105,7 +105,7 @@ class OperatorTrace(Collector):
             step_range = names.enter_context(ExitStack())
             if self.record_module_names:
                 names.enter_context(module_ranges(run.model))
-            names.enter_context(action_ranges(run.actions))
+            cut_actions = names.enter_context(action_ranges(run.actions))
 
             def on_mark(mark: Mark) -> None:
                 nonlocal started
@@ -115,6 +115,7 @@ class OperatorTrace(Collector):
                         started = True
                     step_range.enter_context(torch.profiler.record_function(f"ProfilerStep#{mark.step}"))
                 elif mark.point is Point.STEP_END:
+                    cut_actions()
                     step_range.close()
 
             try:

@@ -12,7 +12,6 @@ from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS, encode_pul
 from lightning_memprof.artifacts.sink import Artifact
 from lightning_memprof.capture.allocator_stats import peak_allocated_bytes
 from lightning_memprof.capture.base import Collector, OnMark, OnStep
-from lightning_memprof.capture.clock import device_timer
 from lightning_memprof.capture.host import ResidentSize
 
 if TYPE_CHECKING:
@@ -60,8 +59,8 @@ class PulseWriter:
     def __init__(self, path: Path, device: torch.device, timer: DeviceTimer | None) -> None:
         self._device = device if timer is not None else None
         self._timer = timer
-        self._resident = ResidentSize()
         self._file = path.open("xb", buffering=0)
+        self._resident = ResidentSize()
         self._file.write((",".join(PULSE_COLUMNS) + "\n").encode())
         self._rows: list[tuple[int | None, ...]] = []
         self._waiting: deque[tuple[tuple[int | None, ...], StepRecord]] = deque()
@@ -97,13 +96,15 @@ class PulseWriter:
 
     def close(self) -> None:
         """Write all rows; what the device has not reached by now stays empty."""
-        if self._timer is not None:
-            self._read_device(self._timer)
-        self._rows.extend(row + _NO_DEVICE for row, _ in self._waiting)
-        self._waiting.clear()
-        self.flush()
-        self._file.close()
-        self._resident.close()
+        try:
+            if self._timer is not None:
+                self._read_device(self._timer)
+            self._rows.extend(row + _NO_DEVICE for row, _ in self._waiting)
+            self._waiting.clear()
+            self.flush()
+        finally:
+            self._file.close()
+            self._resident.close()
 
     def _read_device(self, timer: DeviceTimer) -> None:
         while self._waiting:
@@ -131,7 +132,7 @@ class Pulse(Collector):
     def follow(self, run: RunContext) -> Iterator[OnStep | None]:
         """Write one row a step."""
         path = run.sink.place.directory / pulse_name(run.rank)
-        writer = PulseWriter(path, run.device, device_timer(run.device))
+        writer = PulseWriter(path, run.device, run.timer)
         try:
             yield writer.add
         finally:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.capture.base import OnStep, StepRecord
-from lightning_memprof.capture.clock import StepClock, device_timer, unix_ns
+from lightning_memprof.capture.clock import StepClock, unix_ns
 from lightning_memprof.capture.pulse import Pulse
 from lightning_memprof.capture.recording import Recording
 from lightning_memprof.schedule import Action, Mark, Point, Window, plan_window
@@ -73,7 +73,7 @@ class Session:
         self._collectors = tuple(collectors)
         self._faults = run.faults
         self.has_pulse = any(isinstance(collector, Pulse) for collector in collectors)
-        self.clock = StepClock(device_timer(run.device) if self.has_pulse else None)
+        self.clock = StepClock(run.timer if self.has_pulse else None)
         self._followers: dict[str, tuple[AbstractContextManager[OnStep | None], OnStep | None]] = {}
         self._recording: Recording | None = None
         self._windows = 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import time
+from pathlib import Path
+from textwrap import dedent
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -27,7 +29,7 @@ from lightning_memprof.artifacts.series import PHASES, read_pulse
 from training import Perceptron, loader, manifest, only_run, rows_of, trainer
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable
 
 
 def recorder(**options: Any) -> MemProfilerCallback:
@@ -126,6 +128,23 @@ def test_a_new_epoch_closes_an_epoch_anchored_window_as_truncated(tmp_path: Path
     closed = windows(only_run(tmp_path))
     assert [(row["steps"], row["truncated"]) for row in closed] == [([2, 3], True), ([6, 7], True)]
     assert "epoch" in closed[0]["reason"]
+
+
+def test_windows_across_epochs_leave_a_process_that_ends_well(tmp_path: Path, run_python: Callable[..., Any]) -> None:
+    (tmp_path / "train.py").write_text(
+        dedent(f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
+        from pathlib import Path
+        from training import Perceptron, loader, trainer
+        from lightning_memprof import MemProfilerCallback, Schedule
+        callback = MemProfilerCallback(schedule=Schedule(wait=0, active=3, repeat=0), summary=False)
+        trainer(Path("."), callback, max_epochs=16).fit(Perceptron(), loader(5))
+        """)
+    )
+    done = run_python("train.py")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [row["steps"] for row in windows(only_run(tmp_path))] == [[n + 1, n + 2, n + 3] for n in range(0, 80, 4)]
 
 
 def test_an_early_end_leaves_a_closed_saved_window_marked_truncated(tmp_path: Path) -> None:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import subprocess
+import sys
+import time
 from contextlib import contextmanager
+from pathlib import Path
+from textwrap import dedent
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import lightning.pytorch as pl
@@ -27,7 +32,6 @@ from training import Perceptron, loader, manifest, only_run, rows_of, trainer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from lightning_memprof import Mark, RunContext, Window
 
@@ -256,3 +260,38 @@ def test_the_model_can_be_copied_and_pickled_inside_a_window(tmp_path: Path) -> 
             return self.loss(batch)
 
     trainer(tmp_path, everything()).fit(Copied(), loader(6))
+
+
+def test_sigterm_saves_what_there_is_and_ends_as_without_us(tmp_path: Path, environment: dict[str, str]) -> None:
+    program = tmp_path / "endless.py"
+    program.write_text(
+        dedent(f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
+        from pathlib import Path
+        from training import Perceptron, loader, trainer
+        callbacks = []
+        if sys.argv[1] == "ours":
+            from lightning_memprof import MemProfilerCallback, Schedule
+            callbacks = [MemProfilerCallback(schedule=Schedule(wait=0, active=3, repeat=0))]
+        trainer(Path(sys.argv[1]), *callbacks, max_epochs=-1).fit(Perceptron(), loader(5))
+        """)
+    )
+    codes = {}
+    for kind in ("bare", "ours"):
+        process = subprocess.Popen(
+            [sys.executable, str(program), kind], cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        started = tmp_path / kind / ("log/memprofiler/window001" if kind == "ours" else "log/hparams.yaml")
+        deadline = time.monotonic() + 60
+        while not started.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.terminate()
+        codes[kind] = process.wait(60)
+    assert codes["ours"] == codes["bare"]
+    run = tmp_path / "ours/log/memprofiler"
+    assert manifest(run)[-1]["exception"].startswith("SIGTERMException")
+    closed = [row for row in rows_of(run, "window") if row["event"] == "close"]
+    assert len(closed) >= 2
+    assert all((run / f"window{row['window']:03d}/rank00000.host.jsonl").is_file() for row in closed)

@@ -1,0 +1,61 @@
+"""What the documentation shows runs as it stands."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# The README leaves out what every Lightning user has.
+PRELUDE = """
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_memprof import Schedule
+model = BoringModel()
+"""
+SHORT = {"PL_TRAINER_MAX_STEPS": "6", "PL_TRAINER_LIMIT_VAL_BATCHES": "0", "PL_TRAINER_ENABLE_PROGRESS_BAR": "False"}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+def test_the_python_of_a_page_runs_from_top_to_bottom(
+    page: Path, tmp_path: Path, run_python: Callable[..., object]
+) -> None:
+    # Imports of the future may only stand at the top of a file.
+    body = "\n".join(block.replace("from __future__ import annotations\n", "") for block in blocks(page, "python"))
+    (tmp_path / "page.py").write_text(PRELUDE + body)
+    done = run_python("page.py", **SHORT)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "yaml")], ids=lambda page: page.name)
+def test_the_yaml_of_a_page_is_accepted(page: Path, tmp_path: Path, run_python: Callable[..., object]) -> None:
+    files = []
+    for index, block in enumerate(blocks(page, "yaml")):
+        content = yaml.safe_load(block)
+        # Options for LIGHTNING_MEMPROF are those of the callback itself.
+        if "trainer" not in content:
+            callback = {"class_path": "lightning_memprof.MemProfilerCallback", "init_args": content}
+            content = {"trainer": {"callbacks": [callback]}}
+        (tmp_path / f"{index}.yaml").write_text(yaml.safe_dump(content))
+        files.append(f"{index}.yaml")
+    (tmp_path / "accept.py").write_text(
+        dedent(f"""
+        from lightning.pytorch.cli import LightningCLI
+        from lightning.pytorch.demos.boring_classes import BoringModel
+        for name in {json.dumps(files)}:
+            LightningCLI(BoringModel, run=False, args=["--config", name])
+        """)
+    )
+    done = run_python("accept.py")
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS, encode_pulse, read_pulse, read_series
+from lightning_memprof.errors import ArtifactError
+
+HEADER = ",".join(PULSE_COLUMNS) + "\n"
+ROW = tuple(range(len(PULSE_COLUMNS)))
+
+rows = st.lists(st.tuples(*[st.none() | st.integers()] * len(PULSE_COLUMNS)), max_size=5)
+
+
+@pytest.fixture(scope="module")
+def pulse(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pulse") / "pulse.csv"
+
+
+@given(rows)
+def test_every_row_of_integers_and_gaps_is_read_back(pulse: Path, written: list[tuple[int | None, ...]]) -> None:
+    pulse.write_text(HEADER + encode_pulse(written))
+    assert [tuple(row.values()) for row in read_pulse(pulse)] == written
+
+
+@given(rows, st.integers(min_value=0))
+def test_a_pulse_cut_anywhere_gives_the_rows_that_are_whole(
+    pulse: Path, written: list[tuple[int | None, ...]], cut: int
+) -> None:
+    whole = HEADER + encode_pulse(written)
+    text = whole[: cut % (len(whole) + 1)]
+    pulse.write_text(text)
+    assert [tuple(row.values()) for row in read_pulse(pulse)] == written[: max(text.count("\n") - 1, 0)]
+
+
+def test_rows_are_named_by_the_columns(pulse: Path) -> None:
+    pulse.write_text(HEADER + encode_pulse([ROW]))
+    assert read_pulse(pulse) == [dict(zip(PULSE_COLUMNS, ROW, strict=True))]
+
+
+def test_both_clocks_have_every_phase_once(pulse: Path) -> None:
+    assert len(set(PULSE_COLUMNS)) == len(PULSE_COLUMNS) == 10 + 2 * len(PHASES) - 1
+    assert {f"{clock}{phase}_ns" for clock in ("", "device_") for phase in PHASES} < set(PULSE_COLUMNS)
+
+
+def test_a_pulse_of_other_columns_is_refused(pulse: Path) -> None:
+    pulse.write_text("step,loss\n1,2\n")
+    with pytest.raises(ArtifactError, match="columns are not those of this version"):
+        read_pulse(pulse)
+
+
+@pytest.mark.parametrize("line", ["", "1,2", ",".join("x" * len(ROW)), ",".join(map(str, (*ROW, 1))), "1.5" + "," * 18])
+def test_damage_before_the_last_line_names_the_line(pulse: Path, line: str) -> None:
+    pulse.write_text(HEADER + encode_pulse([ROW]) + line + "\n" + encode_pulse([ROW]))
+    with pytest.raises(ArtifactError, match=r"pulse\.csv:3: damaged"):
+        read_pulse(pulse)
+
+
+def test_bytes_that_are_no_text_are_damage_and_no_crash(pulse: Path) -> None:
+    pulse.write_bytes(HEADER.encode() + b"\xff\x00\n")
+    with pytest.raises(ArtifactError, match="damaged"):
+        read_pulse(pulse)
+
+
+def test_a_missing_pulse_is_an_artifact_error(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="cannot be read"):
+        read_pulse(tmp_path / "nothing.csv")
+
+
+def test_a_series_leaves_out_a_torn_last_line(tmp_path: Path) -> None:
+    (tmp_path / "s.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert read_series(tmp_path / "s.jsonl") == [{"step": 1}, {"step": 2}]

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS
+from lightning_memprof.capture.base import StepRecord
+from lightning_memprof.capture.clock import AcceleratorTimer, StepClock, device_timer, unix_ns
+from lightning_memprof.capture.pulse import device_columns
+from lightning_memprof.testing import FakeCuda, FakeTimer
+
+FORWARD, BACKWARD, CALLBACKS, OTHER = (PHASES.index(name) for name in ("forward", "backward", "callbacks", "other"))
+HOST_ONLY = (CALLBACKS, OTHER)
+DEVICE_COLUMNS = PULSE_COLUMNS[PULSE_COLUMNS.index("device_duration_ns") :]
+
+# How long it takes, and the phase to enter then; None leaves.
+moves = st.lists(st.tuples(st.integers(0, 10**12), st.none() | st.integers(0, len(PHASES) - 1)), max_size=40)
+Moves = list[tuple[int, int | None]]
+
+
+def exclusive_times(taken: Moves, *, device: bool) -> list[int]:
+    """What each phase took by itself; on the device's clock host phases are the phase around them."""
+    spent = [0] * len(PHASES)
+    stack = [OTHER]
+    for ns, phase in taken:
+        seen = [inner for inner in stack if not device or inner not in HOST_ONLY]
+        spent[seen[-1] if seen else OTHER] += ns
+        if phase is not None:
+            stack.append(phase)
+        elif len(stack) > 1:
+            stack.pop()
+    return spent
+
+
+def replay(taken: Moves, timer: FakeTimer | None = None) -> tuple[int, StepRecord]:
+    """Run the moves on a clock whose time is the test's; give the duration that it should say, too."""
+    now = SimpleNamespace(ns=10**15)
+    with mock.patch("lightning_memprof.capture.clock.time", SimpleNamespace(perf_counter_ns=lambda: now.ns)):
+        clock = StepClock(timer)
+        clock.start()
+        started = now.ns
+        for ns, phase in taken:
+            now.ns += ns
+            if timer is not None:
+                timer.work(ns)
+            if phase is None:
+                clock.leave()
+            else:
+                clock.enter(phase)
+        ended, phases, moments = clock.stop()
+    record = StepRecord(0, 0, 0, None, clock.start_ns, ended - clock.start_ns, phases, moments)
+    return now.ns - started, record
+
+
+@given(moves)
+def test_phases_are_exclusive_times_and_sum_exactly_to_the_step(taken: Moves) -> None:
+    duration, record = replay(taken)
+    assert record.duration_ns == duration
+    assert sum(record.phases_ns) == duration
+    assert list(record.phases_ns) == exclusive_times(taken, device=False)
+    assert record.moments is None
+
+
+@given(moves)
+def test_on_the_device_the_columns_are_exclusive_times_and_sum_to_its_step(taken: Moves) -> None:
+    timer = FakeTimer()
+    duration, record = replay(taken, timer)
+    timer.catch_up()
+    columns = dict(zip(DEVICE_COLUMNS, device_columns(record, timer), strict=True))
+    assert columns["device_duration_ns"] == duration
+    assert columns.pop("device_callbacks_ns") is None
+    assert sum(ns or 0 for name, ns in columns.items() if name != "device_duration_ns") == duration
+    expected = exclusive_times(taken, device=True)
+    assert {name: columns[f"device_{name}_ns"] for name in PHASES if name != "callbacks"} == {
+        name: expected[index] for index, name in enumerate(PHASES) if name != "callbacks"
+    }
+    assert timer.held == []
+
+
+def test_the_real_clock_sums_exactly_too() -> None:
+    clock = StepClock(None)
+    clock.start()
+    for phase in (FORWARD, BACKWARD, CALLBACKS):
+        clock.enter(phase)
+        sum(range(1000))
+        clock.leave()
+    ended, phases, _ = clock.stop()
+    assert sum(phases) == ended - clock.start_ns
+    assert all(phases[phase] > 0 for phase in (FORWARD, BACKWARD, CALLBACKS))
+
+
+def test_leaving_without_having_entered_changes_nothing() -> None:
+    duration, record = replay([(5, None), (7, None), (1, FORWARD), (2, None), (3, None)])
+    assert record.phases_ns[FORWARD] == 2
+    assert sum(record.phases_ns) == duration
+
+
+def test_a_phase_that_was_left_open_does_not_reach_into_the_next_step() -> None:
+    clock = StepClock(None)
+    clock.start()
+    clock.enter(FORWARD)
+    clock.stop()
+    clock.start()
+    ended, phases, _ = clock.stop()
+    assert phases[FORWARD] == 0
+    assert phases[OTHER] == ended - clock.start_ns
+
+
+def test_phases_of_callbacks_cost_no_moment_on_the_device() -> None:
+    timer = FakeTimer()
+    _, record = replay([(1, CALLBACKS), (1, None), (1, OTHER), (1, None)], timer)
+    assert record.moments is not None
+    assert len(record.moments) == 2
+
+
+def test_a_step_of_the_device_ends_where_its_work_was_queued_and_not_where_the_host_was() -> None:
+    timer = FakeTimer()
+    clock = StepClock(timer)
+    clock.start()
+    clock.enter(FORWARD)
+    timer.work(10**12)
+    clock.leave()
+    ended, phases, moments = clock.stop()
+    timer.catch_up()
+    record = StepRecord(0, 0, 0, None, 0, ended - clock.start_ns, phases, moments)
+    assert device_columns(record, timer)[0] == 10**12
+    assert ended - clock.start_ns < 10**12
+
+
+def test_unix_time_is_the_systems() -> None:
+    before = time.time_ns()
+    assert before - 10**6 <= unix_ns(time.perf_counter_ns()) <= time.time_ns() + 10**6
+
+
+def test_a_cpu_has_no_clock_of_its_own() -> None:
+    assert device_timer(torch.device("cpu")) is None
+    assert device_timer(torch.device("meta")) is None
+
+
+def test_events_are_made_once_and_used_again() -> None:
+    with FakeCuda().installed() as cuda:
+        timer = device_timer(torch.device("cuda", 0))
+        assert isinstance(timer, AcceleratorTimer)
+        for _ in range(5):
+            start = timer.record()
+            cuda.timer.work(1_500_000)
+            end = timer.record()
+            assert not timer.reached(end)
+            cuda.timer.catch_up()
+            assert timer.reached(end)
+            assert timer.elapsed_ns(start, end) == 1_500_000
+            timer.release(start)
+            timer.release(end)
+    assert cuda.events_made == 2
+
+
+def test_the_fake_timer_knows_each_moment_by_itself() -> None:
+    timer = FakeTimer()
+    first, second = timer.record(), timer.record()
+    timer.release(second)
+    assert timer.held == [first]

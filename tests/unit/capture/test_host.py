@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lightning_memprof.artifacts.series import read_series
+from lightning_memprof.capture.host import HostMemory, ResidentSize, peak_rss_bytes
+from lightning_memprof.schedule import Point, Schedule
+from lightning_memprof.units import MIB
+from sessions import POINTS, context, drive, session
+
+
+def test_the_resident_size_is_psutils() -> None:
+    resident = ResidentSize()
+    try:
+        # Other threads of this process may allocate between the two readings.
+        assert any(
+            abs(resident.read() - psutil.Process().memory_info().rss) <= 2 * os.sysconf("SC_PAGE_SIZE")
+            for _ in range(20)
+        )
+    finally:
+        resident.close()
+
+
+def test_the_resident_size_follows_what_is_allocated() -> None:
+    resident = ResidentSize()
+    before = resident.read()
+    held = bytearray(os.urandom(MIB)) * 64
+    after = resident.read()
+    resident.close()
+    assert after - before >= 60 * MIB
+    assert len(held) == 64 * MIB
+
+
+def test_without_proc_the_resident_size_is_asked_of_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise FileNotFoundError
+
+    monkeypatch.setattr("lightning_memprof.capture.host.os.open", refuse)
+    resident = ResidentSize()
+    assert resident.read() > MIB
+    resident.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="this system does not list open files")
+def test_closing_releases_the_file_and_twice_is_harmless() -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    resident = ResidentSize()
+    resident.close()
+    resident.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_the_peak_never_falls() -> None:
+    first = peak_rss_bytes()
+    held = bytearray(8 * MIB)
+    del held
+    second = peak_rss_bytes()
+    assert first is not None
+    assert second is not None
+    assert second >= first > MIB
+
+
+def test_every_mark_has_sizes_and_only_the_end_of_a_step_the_unique_one(tmp_path: Path) -> None:
+    with context(tmp_path) as run, session(run, Schedule(), [HostMemory()]) as made:
+        drive(made, range(6))
+    rows = read_series(tmp_path / "memprofiler/window000/rank00000.host.jsonl")
+    points = [Point.STEP_START, *POINTS, Point.STEP_END]
+    assert [(row["step"], row["point"]) for row in rows] == [(step, point) for step in (1, 2, 3) for point in points]
+    for row in rows:
+        assert row["peak_rss_bytes"] >= row["rss_bytes"] > MIB
+        assert row["vms_bytes"] >= row["rss_bytes"]
+        assert (row["uss_bytes"] is not None) == (row["point"] == "step_end")
+        assert row["recorded"] == (row["step"] > 1)
+    assert [row["time_ns"] for row in rows] == sorted(row["time_ns"] for row in rows)
