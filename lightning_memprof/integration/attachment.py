@@ -107,20 +107,27 @@ class Attachment:
         if self._ended:
             return
         self._ended = True
-        reason = None if exception is None else f"{type(exception).__name__}: {exception}"
-        self.stop(reason)
         sink = self.run.sink
-        sink.drain()
+        reason = None if exception is None else f"{type(exception).__name__}: {exception}"
+        try:
+            self.stop(reason)
+            sink.drain()
+            if exception is None:
+                self._write_table()
+            named = self.place.directory / regions_name(self.run.rank)
+            if named.exists():
+                sink.list_artifact(Artifact(named, "series", "snapshots"))
+        finally:
+            status = "finished" if exception is None else "exception"
+            sink.manifest.append("end", status=status, exception=reason, **self.session.facts())
+            sink.close()
+
+    def _write_table(self) -> None:
+        # After an exception the process should end soon; `show` makes the table where it is missing.
         try:
             self.table = write_operator_table(self.run, self._settings.table)
         except Exception as error:  # noqa: BLE001 the table can be made later, the training must not stop
             self.run.faults.report("operator_table", "write", None, error)
-        named = self.place.directory / regions_name(self.run.rank)
-        if named.exists():
-            sink.list_artifact(Artifact(named, "series", "snapshots"))
-        status = "finished" if exception is None else "exception"
-        sink.manifest.append("end", status=status, exception=reason, **self.session.facts())
-        sink.close()
 
     def _break_off(self, error: Exception) -> None:
         if self._settings.on_error == "raise":
@@ -161,7 +168,11 @@ def claim_place(trainer: Trainer, stage: str, dirpath: str | None) -> RunPlace |
         The place, or None where rank 0 could not write there; training goes on without us.
 
     """
-    root = Path(dirpath or trainer.log_dir or trainer.default_root_dir)
+    wanted = dirpath or trainer.log_dir or trainer.default_root_dir
+    if "://" in wanted:
+        log.warning("%s is not a local directory; recording into %s", wanted, Path.cwd())
+        wanted = str(Path.cwd())
+    root = Path(wanted)
     if stage != "fit":
         root = root / stage
     number: int | None = None

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_memprof.artifacts.series import PHASES
+from lightning_memprof.capture.session import Position, Session
+from lightning_memprof.integration.driver import StepDriver, position_source
+from lightning_memprof.integration.stages import StageActions
+from lightning_memprof.schedule import Action, Point
+from lightning_memprof.testing import FakeCollector
+from sessions import POINTS, context, session
+
+FIT = StageActions(
+    function="training_step",
+    fetch="fetch",
+    batch_start="batch_start",
+    batch_end="batch_end",
+    forward="forward",
+    before_backward="before_backward",
+    after_backward="after_backward",
+    before_optimizer_step="before_optimizer_step",
+    optimizer=("optimizer_step", "zero_grad"),
+    callbacks=("callback",),
+)
+
+
+class Trainer:
+    """Calls the handlers of a driver as a Trainer's profiler would."""
+
+    def __init__(self, made: Session, actions: StageActions = FIT) -> None:
+        self.asked: list[int] = []
+        self.starts, self.stops = StepDriver(made, actions, self.position).handlers()
+
+    def position(self, counted: int) -> Position:
+        self.asked.append(counted)
+        step = len(self.asked) - 1
+        return Position(step, step, 0, step)
+
+    def do(self, *actions: str | tuple[Any, ...]) -> None:
+        """Run actions one after the other; a tuple is an action and those in it."""
+        for action in actions:
+            name, *inner = (action,) if isinstance(action, str) else action
+            self.starts.get(name, lambda: None)()
+            self.do(*inner)
+            self.stops.get(name, lambda: None)()
+
+    def batch(self, *extra: str) -> None:
+        """One batch of Lightning's automatic optimization."""
+        self.do(
+            "fetch",
+            "callback",
+            "batch_start",
+            (
+                "optimizer_step",
+                "forward",
+                "zero_grad",
+                "before_backward",
+                "after_backward",
+                "before_optimizer_step",
+            ),
+            "batch_end",
+            *extra,
+        )
+
+
+@pytest.fixture
+def fake() -> FakeCollector:
+    return FakeCollector(follows=True)
+
+
+@pytest.fixture
+def made(tmp_path: Path, fake: FakeCollector) -> Iterator[Session]:
+    with context(tmp_path) as run, session(run, lambda _: Action.RECORD, [fake]) as opened:
+        yield opened
+
+
+def test_a_batch_passes_every_point_in_order(made: Session, fake: FakeCollector) -> None:
+    trainer = Trainer(made)
+    trainer.batch()
+    trainer.batch()
+    made.close()
+    points = [Point.STEP_START, *POINTS, Point.STEP_END]
+    assert [(mark.step, mark.point) for mark in fake.marks] == [(step, point) for step in (0, 1) for point in points]
+
+
+def test_every_phase_of_a_batch_gets_its_time(made: Session, fake: FakeCollector) -> None:
+    Trainer(made).batch()
+    made.close()
+    (record,) = fake.steps
+    spent = dict(zip(PHASES, record.phases_ns, strict=True))
+    assert all(ns > 0 for ns in spent.values()), spent
+    assert sum(spent.values()) == record.duration_ns
+
+
+def test_what_comes_after_the_batch_belongs_to_it_and_the_fetch_to_the_next(made: Session, fake: FakeCollector) -> None:
+    trainer = Trainer(made)
+    trainer.batch("callback", "save_checkpoint")
+    assert made.position == Position(0, 0, 0, 0)
+    trainer.do("fetch")
+    assert made.position == Position(1, 1, 0, 1)
+    assert [record.step for record in fake.steps] == [0]
+
+
+def test_several_fetches_in_front_of_a_batch_begin_one_step(made: Session, fake: FakeCollector) -> None:
+    trainer = Trainer(made)
+    trainer.do("fetch", "fetch")
+    trainer.batch()
+    trainer.batch()
+    made.close()
+    assert [record.step for record in fake.steps] == [0, 1]
+    assert trainer.asked == [0, 0]
+
+
+def test_a_training_step_that_fetches_its_own_batches_begins_with_the_hook_in_front(
+    made: Session, fake: FakeCollector
+) -> None:
+    trainer = Trainer(made)
+    for _ in range(2):
+        trainer.do("batch_start", ("forward", "fetch"), "batch_end")
+    made.close()
+    assert trainer.asked == [1, 1]
+    assert [record.step for record in fake.steps] == [0, 1]
+    assert all(record.phases_ns[PHASES.index("data_wait")] > 0 for record in fake.steps)
+
+
+def test_without_a_backward_no_point_of_one_is_passed(made: Session, fake: FakeCollector) -> None:
+    actions = StageActions(
+        function="test_step",
+        fetch="fetch",
+        batch_start="batch_start",
+        batch_end="batch_end",
+        forward="forward",
+        before_backward=None,
+        after_backward=None,
+        before_optimizer_step=None,
+        optimizer=(),
+        callbacks=(),
+    )
+    Trainer(made, actions).batch()
+    made.close()
+    points = (Point.STEP_START, Point.BATCH_START, Point.AFTER_FORWARD, Point.BATCH_END, Point.STEP_END)
+    assert tuple(mark.point for mark in fake.marks) == points
+
+
+def lightning(ready: int = 0, epoch: int = 0, global_step: int = 0) -> Any:
+    progress = SimpleNamespace(total=SimpleNamespace(ready=ready))
+    loop = SimpleNamespace(
+        epoch_loop=SimpleNamespace(batch_progress=progress),
+        epoch_progress=SimpleNamespace(current=SimpleNamespace(completed=epoch)),
+    )
+    return SimpleNamespace(fit_loop=loop, global_step=global_step)
+
+
+def test_a_resumed_fit_counts_its_steps_from_the_run_and_the_schedule_from_this_process() -> None:
+    trainer = lightning(ready=40, epoch=2, global_step=20)
+    position = position_source(trainer, "fit", "fit")
+    assert position(0) == Position(40, 20, 2, 0)
+    trainer.fit_loop.epoch_loop.batch_progress.total.ready = 42
+    trainer.global_step = 21
+    assert position(1) == Position(41, 21, 2, 1)
+
+
+def test_with_the_anchor_in_the_epoch_the_count_begins_again_in_each() -> None:
+    trainer = lightning()
+    position = position_source(trainer, "fit", "epoch")
+    counts = []
+    for epoch in (0, 0, 0, 1, 1):
+        trainer.fit_loop.epoch_progress.current.completed = epoch
+        counts.append(position(0).count)
+    assert counts == [0, 1, 2, 0, 1]
+
+
+def test_other_stages_count_their_own_steps() -> None:
+    position = position_source(lightning(ready=40), "test", "fit")
+    assert [position(0).step for _ in range(3)] == [0, 1, 2]
