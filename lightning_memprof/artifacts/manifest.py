@@ -119,7 +119,10 @@ def read_manifest(path: Path) -> Manifest:
         msg = f"{path}: holds no run; it is no manifest of lightning-memprof, or its process died at once"
         raise ArtifactError(msg)
     version = run.get("schema_version")
-    if not isinstance(version, int) or version > SCHEMA_VERSION:
+    if not isinstance(version, int):
+        msg = f"{path}: schema version {version!r} is no number; the file is damaged, or not of lightning-memprof"
+        raise ArtifactError(msg)
+    if version > SCHEMA_VERSION:
         msg = f"{path}: schema version {version!r} is newer than {SCHEMA_VERSION}; upgrade lightning-memprof"
         raise ArtifactError(msg)
     return Manifest(path, rows, torn)

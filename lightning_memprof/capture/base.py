@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -85,6 +84,7 @@ class RunContext:
         actions: the Trainer's actions while they happen.
         sink: where artifacts go.
         faults: what happens when a collector fails.
+        timer: the device's own clock, one for the run; None on a CPU, whose clock is the host's.
 
     """
 
@@ -98,13 +98,7 @@ class RunContext:
     actions: ActionFeed
     sink: Sink
     faults: Faults
-
-    @cached_property
-    def timer(self) -> DeviceTimer | None:
-        """The device's own clock, one for the run; None on a CPU, whose clock is the host's."""
-        from lightning_memprof.capture.clock import device_timer
-
-        return device_timer(self.device)
+    timer: DeviceTimer | None = None
 
     def in_background(self, job: Callable[[], None], *, collector: str, window: Window) -> None:
         """Do slow work after the window without the training waiting; a failure is the collector's."""

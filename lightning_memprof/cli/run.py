@@ -6,19 +6,17 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import yaml
 
 from lightning_memprof.errors import ConfigError
+from lightning_memprof.integration.registration import ENVIRONMENT_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["SWITCH", "run", "split_program"]
-
-SWITCH: Final = "LIGHTNING_MEMPROF"
-"""The environment variable that attaches callback and profiler: ``1``, or the path of a configuration."""
+__all__ = ["run", "split_program"]
 
 
 def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -51,7 +49,7 @@ def run(program: Sequence[str], config: Path | None = None) -> int:
 
     """
     _check_program(program)
-    os.environ[SWITCH] = "1" if config is None else str(_checked_config(config))
+    os.environ[ENVIRONMENT_VARIABLE] = "1" if config is None else str(_checked_config(config))
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, *program])  # noqa: S606 the user's own program, and no shell

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_memprof.artifacts.naming import regions_name
 from lightning_memprof.artifacts.sink import Artifact, RunPlace, Sink, claim_run_place
 from lightning_memprof.capture.base import RunContext
+from lightning_memprof.capture.clock import device_timer
 from lightning_memprof.capture.faults import Faults
 from lightning_memprof.capture.session import Session
 from lightning_memprof.errors import ConfigError
@@ -69,6 +70,7 @@ class Attachment:
             actions=_LateFeed(lambda: self._tap),
             sink=sink,
             faults=Faults(sink.manifest, settings.on_error),
+            timer=device_timer(trainer.strategy.root_device),
         )
         try:
             available = self._available()

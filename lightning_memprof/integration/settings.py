@@ -69,7 +69,10 @@ def joined(asked: Sequence[Collector] | None, lent: Sequence[Collector]) -> list
     if twice := {name for name in names if names.count(name) > 1}:
         msg = f"collectors holds {', '.join(sorted(twice))} more than once; leave one"
         raise ConfigError(msg)
-    chosen = {collector.name: (collector, asked is not None) for collector in asked or default_collectors()}
+    chosen = {
+        collector.name: (collector, asked is not None)
+        for collector in (default_collectors() if asked is None else asked)
+    }
     for collector in lent:
         if asked is None or collector.name not in chosen:
             chosen[collector.name] = (collector, False)

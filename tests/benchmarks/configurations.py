@@ -80,6 +80,9 @@ def configurations() -> Mapping[str, Configuration]:
     """Give all configurations by name; ``bare`` is what the others are compared with."""
     return {
         "bare": Configuration("no profiler", lambda _: {}, has_window=False),
+        "callback": Configuration(
+            "a callback without methods: what Lightning takes for any", lambda _: {"callbacks": [Callback()]}, False
+        ),
         "pulse": Configuration(
             "MemProfilerCallback, the pulse alone",
             lambda d: {"callbacks": [MemProfilerCallback(NEVER, [Pulse()], dirpath=d)]},

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_memprof.artifacts.sink import Sink, claim_run_place
 from lightning_memprof.capture.base import Collector, RunContext
+from lightning_memprof.capture.clock import device_timer
 from lightning_memprof.capture.faults import Faults, OnError
 from lightning_memprof.capture.session import Position, Session
 from lightning_memprof.schedule import Action, Point
@@ -69,6 +70,7 @@ def context(directory: Path, device: str = "cpu", on_error: OnError = "warn") ->
             actions=Feed(),
             sink=sink,
             faults=Faults(sink.manifest, on_error),
+            timer=device_timer(torch.device(device)),
         )
     finally:
         sink.close()

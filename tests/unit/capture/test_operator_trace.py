@@ -44,7 +44,7 @@ def test_a_window_gives_one_trace_with_its_active_steps_and_the_modules_names(tm
     assert [name for name in names if str(name).startswith("ProfilerStep")] == ["ProfilerStep#2", "ProfilerStep#3"]
     assert names.count("[pl][module]torch.nn.modules.linear.Linear: 0") == 2
     assert "aten::linear" in names
-    assert [path for path in tmp_path.rglob("*.partial")] == []
+    assert list(tmp_path.rglob("*.partial")) == []
 
 
 def test_a_window_that_only_warmed_up_leaves_no_trace_and_no_profiler(tmp_path: Path) -> None:
@@ -141,9 +141,14 @@ def test_an_unknown_activity_is_refused_at_once_with_the_known_ones(activity: An
 
 def test_module_ranges_leave_no_hook_behind_where_the_body_raises() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(ValueError), module_ranges(model):
-        assert hooks(model) == 2
-        raise ValueError
+
+    def fail() -> None:
+        with module_ranges(model):
+            assert hooks(model) == 2
+            raise ValueError
+
+    with pytest.raises(ValueError):
+        fail()
     assert hooks(model) == 0
 
 

@@ -29,6 +29,9 @@ def test_by_default_every_collector_of_the_default_set_is_there_and_nobody_asked
 
 def test_what_the_user_names_is_all_there_is_and_asked_for() -> None:
     assert [(collector.name, asked) for collector, asked in joined([HostMemory()], [])] == [("host", True)]
+
+
+def test_an_empty_list_asks_for_nothing() -> None:
     assert joined([], []) == []
 
 

@@ -1,0 +1,51 @@
+"""A real fit on a real device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback
+from lightning_memprof.artifacts.series import PHASES, read_pulse
+from training import Perceptron, loader, only_run, rows_of, trainer
+
+pytestmark = pytest.mark.gpu
+
+
+def recorder() -> MemProfilerCallback:
+    return MemProfilerCallback(summary=False, on_error="raise")
+
+
+def test_by_default_every_collector_is_available_and_nothing_fails(tmp_path: Path) -> None:
+    fit = trainer(tmp_path, recorder(), profiler=ExtendedPyTorchProfiler(), accelerator="gpu")
+    fit.fit(Perceptron(), loader())
+    run = only_run(tmp_path)
+    assert rows_of(run, "error") == []
+    assert rows_of(run, "unavailable") == []
+    listed = {row["collector"] for row in rows_of(run, "artifact")}
+    assert {"pulse", "host", "allocator", "hooks", "operator_trace"} <= listed
+    if torch.cuda.is_available():
+        assert (run / "cuda_alloc_rank_0.training_step.4.end.pickle").is_file()
+
+
+def test_both_clocks_are_in_the_pulse(tmp_path: Path) -> None:
+    trainer(tmp_path, recorder(), accelerator="gpu").fit(Perceptron(), loader())
+    rows = read_pulse(only_run(tmp_path) / "pulse.rank00000.csv")
+    read = [row for row in rows if row["device_duration_ns"] is not None]
+    assert len(read) >= len(rows) - 2
+    for row in read:
+        assert sum(row[f"device_{phase}_ns"] or 0 for phase in PHASES) == row["device_duration_ns"]
+        assert (row["device_peak_bytes"] or 0) > 0
+
+
+def test_the_training_is_bit_identical(tmp_path: Path) -> None:
+    weights = []
+    for name in ("with", "bare"):
+        model = Perceptron()
+        callbacks = [recorder()] if name == "with" else []
+        trainer(tmp_path / name, *callbacks, accelerator="gpu").fit(model, loader())
+        weights.append([parameter.detach().cpu() for parameter in model.parameters()])
+    for ours, bare in zip(*weights, strict=True):
+        assert torch.equal(ours, bare)
