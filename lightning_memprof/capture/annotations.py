@@ -48,7 +48,7 @@ def module_ranges(model: nn.Module) -> Iterator[None]:
         for path, module in model.named_modules():
             if path and not any(path == part or path.startswith(f"{part}.") for part in compiled):
                 kind = type(module)
-                name = f"[pl][module]{kind.__module__}.{kind.__qualname__}: {path}"
+                name = _quoteless(f"[pl][module]{kind.__module__}.{kind.__qualname__}: {path}")
                 hooks.callback(module.register_forward_pre_hook(partial(before, name), prepend=True).remove)
                 hooks.callback(module.register_forward_hook(after, always_call=True).remove)
         yield
@@ -78,7 +78,7 @@ def action_ranges(actions: ActionFeed) -> Iterator[Callable[[], None]]:
     ranges: list[tuple[str, Any]] = []
 
     def start(name: str) -> None:
-        opened = _RecordFunctionFast("[pl][profile]" + name)
+        opened = _RecordFunctionFast(_quoteless("[pl][profile]" + name))
         opened.__enter__()
         ranges.append((name, opened))
 
@@ -95,3 +95,8 @@ def action_ranges(actions: ActionFeed) -> Iterator[Callable[[], None]]:
             yield cut
         finally:
             cut()
+
+
+def _quoteless(name: str) -> str:
+    """Replace quotes: Kineto writes them unescaped, and the trace would be no JSON."""
+    return name.replace('"', "'")

@@ -35,7 +35,7 @@ else:
     import pair
     import workload
 
-SMALL_STEPS = 1000
+SMALL_STEPS = 500
 SMALL_TURN = 20
 IMPORTS = 10
 IMPORT_PROGRAM = """
@@ -57,16 +57,18 @@ def main() -> None:
     with progress() as bar:
         import_ms, loads = measure_import(bar)
         first = warm_up(bar, workers, stretches)
-        apart = figures.Apart(import_ms, loads, measure_pulse(bar, workers, pairs=2 if options.quick else 4))
+        apart = figures.Apart(import_ms, loads, measure_pulse(bar, workers, pairs=2 if options.quick else 3))
         rounds = measure_rounds(bar, workers, [workload.Job(name, options.steps) for name in names], options, deadline)
     workers.close()
     windowed = [name for name, configuration in known.items() if configuration.has_window]
     found = figures.rows(rounds, stretches, windowed)
-    verdicts = figures.verdicts(found, apart, steps=options.steps)
+    bare = [median(bare.cpu.steps) for pairs in rounds for _, bare in pairs]
+    verdicts = figures.verdicts(found, apart, steps=options.steps, bare_step=median(bare))
     raw = {
         "environment": environment(),
         "arguments": {**vars(options), "out": str(options.out)},
         "schedule": asdict(stretches),
+        "bare_step_ms": [1000 * step for step in bare],
         "first_window_ms": first,
         "apart": asdict(apart),
         "rounds": [[{"fit": asdict(fit), "bare": asdict(bare)} for fit, bare in pairs] for pairs in rounds],
@@ -189,10 +191,10 @@ def show(raw: dict[str, Any], found: dict[str, figures.Row], verdicts: list[figu
         "Ratios to bare: CPU time of a step; fit: the whole call, on the CPU with its threads and child processes.\n"
         "ms: wall time that bare does not take. +-: half of the range over the rounds. bare: the null pair.\n"
     )
-    bare = [median(each["bare"]["cpu"]["steps"]) for pairs in raw["rounds"] for each in pairs]
+    bare = raw["bare_step_ms"]
     console.print(
-        f"A bare step took {1000 * median(bare):.1f} ms of CPU time (medians of fits: {1000 * min(bare):.1f} to"
-        f" {1000 * max(bare):.1f}). The first window of a process took {raw['first_window_ms']:.0f} ms to open."
+        f"A bare step took {median(bare):.1f} ms of CPU time (medians of fits: {min(bare):.1f} to {max(bare):.1f})."
+        f" The first window of a process took {raw['first_window_ms']:.0f} ms to open."
     )
     if (noise := figures.noise(found)) > 0.05:
         console.print(f"[yellow]The null pair is off by up to {noise:.0%}: single ratios are no better than that.")

@@ -16,6 +16,8 @@ BARE: Final = "bare"
 FIRST: Final = 3
 # After the window: the step in which it is saved, and one more in which caches are cold.
 SETTLE: Final = 2
+# CPU time of a bare step on the machine that the targets were set on.
+REFERENCE_STEP: Final = 0.018
 
 
 @dataclass(frozen=True)
@@ -149,12 +151,20 @@ def noise(found: Mapping[str, Row]) -> float:
     return max((abs(value - 1) for value in [*null.waiting, *null.after]), default=0.0) if null else 0.0
 
 
-def verdicts(found: Mapping[str, Row], apart: Apart, *, steps: int) -> list[Verdict]:
-    """Compare with what was set out to reach."""
+def verdicts(found: Mapping[str, Row], apart: Apart, *, steps: int, bare_step: float) -> list[Verdict]:
+    """Compare with what was set out to reach.
+
+    Args:
+        found: figures by configuration.
+        apart: figures that no ratio is made of.
+        steps: of a fit.
+        bare_step: seconds of CPU time that a bare step takes here.
+
+    """
     loads = ", ".join(apart.import_loads) or "neither"
     return [
         *(_outside(found, name) for name in ("pulse", "idle", "window")),
-        _pulse(apart),
+        _pulse(apart, bare_step),
         _active(found, "trace", 1.05),
         _active(found, "trace-names", 1.12),
         _active(found, "window", 1.12),
@@ -175,11 +185,12 @@ def _outside(found: Mapping[str, Row], name: str) -> Verdict:
     return Verdict(target, f"{value:.3f} (null pair: within {off:.3f})", value - 1 <= off)
 
 
-def _pulse(apart: Apart) -> Verdict:
+def _pulse(apart: Apart, bare_step: float) -> Verdict:
     pulse, null, empty = (apart.added_us[name] for name in ("pulse", BARE, "callback"))
     cost = median(pulse)
     measured = (
-        f"{cost:.0f} us (+-{spread(pulse):.0f}; null pair {median(null):.0f}, empty callback {median(empty):.0f})"
+        f"{cost:.0f} us (+-{spread(pulse):.0f}; {cost * REFERENCE_STEP / bare_step:.0f} where a bare step takes 18 ms;"
+        f" null pair {median(null):.0f}, empty callback {median(empty):.0f})"
     )
     return Verdict("pulse: adds <= 20 us to a small model's step", measured, cost <= 20)
 

@@ -55,10 +55,10 @@ class Pair:
 
     def _result(self, orders: Connection[Any, Any]) -> workload.Fit:
         result = orders.recv()
-        if isinstance(result, str):
-            msg = f"a fit failed:\n{result}"
-            raise RuntimeError(msg)
-        return result
+        if isinstance(result, workload.Fit):
+            return result
+        msg = f"a fit failed:\n{result}"
+        raise RuntimeError(msg)
 
 
 def work(orders: Connection[Any, Any], baton: Connection[Any, Any]) -> None:

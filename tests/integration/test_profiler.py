@@ -146,11 +146,11 @@ def test_a_collector_named_by_the_callback_wins_over_the_profilers(tmp_path: Pat
 def test_an_action_of_the_users_own_is_named_in_the_trace(tmp_path: Path) -> None:
     class Named(Perceptron):
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            with self.trainer.profiler.profile("my own part"):
+            with self.trainer.profiler.profile('my "own" part'):
                 return self.loss(batch)
 
     trainer(tmp_path, profiler=ExtendedPyTorchProfiler()).fit(Named(), loader())
-    assert names_in(traces(tmp_path / "log")[0]).count("[pl][profile]my own part") == 2
+    assert names_in(traces(tmp_path / "log")[0]).count("[pl][profile]my 'own' part") == 2
 
 
 def test_folded_stacks_are_written_where_asked(tmp_path: Path) -> None:
