@@ -5,9 +5,8 @@ Importing the package loads neither torch nor Lightning; its names are loaded wh
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
+# `typing` alone is most of the time that importing this package takes.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from lightning_memprof.analysis.run import load_run
     from lightning_memprof.capture.allocator_history import AllocatorHistory, start_memory_history
@@ -50,11 +49,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     home = _home(name)
     if home is None:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)
+    import importlib
+
     return getattr(importlib.import_module(f"{__name__}.{home}"), name)
 
 

@@ -27,6 +27,8 @@ __all__ = ["Pulse", "PulseWriter", "device_columns"]
 
 _CHUNK_ROWS: Final = 64
 _CHUNK_NS: Final = 10_000_000_000
+# Behind a training step the caches are cold, and reading memory costs as much as all the rest of the pulse.
+_MEMORY_NS: Final = 10_000_000
 _CALLBACKS: Final = PHASES.index("callbacks")
 _NO_DEVICE: Final = (None,) * (1 + len(PHASES))
 
@@ -65,6 +67,7 @@ class PulseWriter:
         self._rows: list[tuple[int | None, ...]] = []
         self._waiting: deque[tuple[tuple[int | None, ...], StepRecord]] = deque()
         self._flushed_ns = 0
+        self._memory_read_ns = 0
 
     def add(self, record: StepRecord) -> None:
         """Take one step."""
@@ -76,8 +79,7 @@ class PulseWriter:
             record.start_ns,
             record.duration_ns,
             *record.phases_ns,
-            self._resident.read(),
-            None if self._device is None else peak_allocated_bytes(self._device),
+            *self._memory(record),
         )
         if self._timer is None:
             self._rows.append(row + _NO_DEVICE)
@@ -106,6 +108,14 @@ class PulseWriter:
             self._file.close()
             self._resident.close()
 
+    def _memory(self, record: StepRecord) -> tuple[int | None, int | None]:
+        """Return resident size and device peak, or None where they were read just before."""
+        end_ns = record.start_ns + record.duration_ns
+        if end_ns - self._memory_read_ns < _MEMORY_NS:
+            return None, None
+        self._memory_read_ns = end_ns
+        return self._resident.read(), None if self._device is None else peak_allocated_bytes(self._device)
+
     def _read_device(self, timer: DeviceTimer) -> None:
         while self._waiting:
             row, record = self._waiting[0]
@@ -118,8 +128,8 @@ class PulseWriter:
 class Pulse(Collector):
     """Phases, data wait, resident size and device peak of every step of the run.
 
-    On an accelerator the phases are also timed on the device's clock, by events that are read when the device has
-    reached them; nothing is synchronised.
+    Memory is read at most every 10 ms, and the fields of steps between are empty. On an accelerator the phases are also
+    timed on the device's clock, by events that are read when the device has reached them; nothing is synchronised.
     """
 
     name: ClassVar[str] = "pulse"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.capture.base import OnStep, StepRecord
@@ -27,22 +27,17 @@ log = logging.getLogger(__name__)
 _OTHER: Final = PHASES.index("other")
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """Where the run is when a step begins.
 
-    Attributes:
-        step: training batches seen by the run before this one.
-        global_step: optimizer steps done by the run.
-        epoch: epochs done by the run.
-        count: the number that the schedule decides by.
-
+    ``step`` counts the training batches that the run has seen before this one, ``global_step`` its optimizer steps,
+    ``epoch`` its epochs, and ``schedule_step`` is the number that the schedule decides by.
     """
 
     step: int
     global_step: int
     epoch: int
-    count: int
+    schedule_step: int
 
 
 @dataclass
@@ -62,7 +57,7 @@ class Session:
 
     Args:
         run: what collectors are given.
-        schedule: decides by ``Position.count``.
+        schedule: decides by ``Position.schedule_step``.
         collectors: those that are available in this run.
 
     """
@@ -107,9 +102,9 @@ class Session:
         """End the present step, if there is one, and begin the next."""
         began = self._end_step()
         in_window = self._recording is not None
-        action = self._schedule(position.count)
+        action = self._schedule(position.schedule_step)
         self._turn_windows(position, action)
-        self._position, self._action, self._last_count = position, action, position.count
+        self._position, self._action, self._last_count = position, action, position.schedule_step
         if self._recording is not None:
             if action is not Action.WARMUP:
                 self._recording.steps.append(position.step)
@@ -204,7 +199,7 @@ class Session:
         if self._recording is not None:
             if self._action is Action.RECORD_AND_SAVE:
                 self._close_window(None)
-            elif position.count <= self._last_count:
+            elif position.schedule_step <= self._last_count:
                 self._close_window("a new epoch began")
             elif action is Action.NONE or (action is Action.WARMUP and self._action is Action.RECORD):
                 self._close_window("the schedule left the window before its end")
@@ -212,7 +207,7 @@ class Session:
             self._open_window(position, action)
 
     def _open_window(self, position: Position, action: Action) -> None:
-        window = plan_window(self._schedule, position.count, step=position.step, index=self._windows)
+        window = plan_window(self._schedule, position.schedule_step, step=position.step, index=self._windows)
         self._windows += 1
         if action is Action.WARMUP:
             log.info("window %d warming up, steps %s", window.index, _span(window.warmup))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -95,11 +96,23 @@ def test_on_a_cpu_the_columns_of_the_device_are_empty(tmp_path: Path) -> None:
         drive(made, range(3))
     rows = read_pulse(tmp_path / "memprofiler/pulse.rank00000.csv")
     assert [row["step"] for row in rows] == [0, 1, 2]
+    assert (rows[0]["rss_bytes"] or 0) > 2**20
     for row in rows:
         assert sum(row[f"{phase}_ns"] or 0 for phase in PHASES) == row["duration_ns"]
-        assert (row["rss_bytes"] or 0) > 2**20
         assert row["device_peak_bytes"] is None
         assert row["device_duration_ns"] is None
+
+
+def test_memory_is_read_at_most_every_ten_milliseconds(tmp_path: Path) -> None:
+    writer = PulseWriter(tmp_path / "p.csv", torch.device("cpu"), None)
+    lengths = [4_000_000] * 6 + [18_000_000] * 3
+    start = 1_000_000_000
+    for step, length in enumerate(lengths):
+        writer.add(StepRecord(step, step, 0, None, start, length, (length, 0, 0, 0, 0, 0), None))
+        start += length
+    writer.close()
+    read = [row["step"] for row in read_pulse(tmp_path / "p.csv") if row["rss_bytes"] is not None]
+    assert read == [0, 3, 6, 7, 8]
 
 
 def test_on_an_accelerator_a_run_has_both_clocks_and_the_peak_and_never_synchronises(tmp_path: Path) -> None:
@@ -108,6 +121,7 @@ def test_on_an_accelerator_a_run_has_both_clocks_and_the_peak_and_never_synchron
 
             def inside(_: int) -> None:
                 made.clock.enter(FORWARD)
+                time.sleep(0.01)
                 cuda.allocate(1000)
                 cuda.timer.work(5_000_000)
                 made.clock.leave()

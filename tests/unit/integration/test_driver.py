@@ -171,7 +171,7 @@ def test_with_the_anchor_in_the_epoch_the_count_begins_again_in_each() -> None:
     counts = []
     for epoch in (0, 0, 0, 1, 1):
         trainer.fit_loop.epoch_progress.current.completed = epoch
-        counts.append(position(0).count)
+        counts.append(position(0).schedule_step)
     assert counts == [0, 1, 2, 0, 1]
 
 
