@@ -59,11 +59,19 @@ class Session:
         run: what collectors are given.
         schedule: decides by ``Position.schedule_step``.
         collectors: those that are available in this run.
+        window_closed: called with the number of windows so far when one came to its end and its background work was given.
 
     """
 
-    def __init__(self, run: RunContext, schedule: Callable[[int], Action], collectors: Sequence[Collector]) -> None:
+    def __init__(
+        self,
+        run: RunContext,
+        schedule: Callable[[int], Action],
+        collectors: Sequence[Collector],
+        window_closed: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self._run = run
+        self._window_closed = window_closed
         self._schedule = schedule
         self._collectors = tuple(collectors)
         self._faults = run.faults
@@ -232,6 +240,8 @@ class Session:
             truncated=truncated,
             reason=reason if truncated else None,
         )
+        if reason is None:
+            self._window_closed(self._windows)
 
 
 def _span(steps: tuple[int, ...]) -> str:

@@ -19,6 +19,7 @@ from lightning_memprof.integration.reach import unreachable
 from lightning_memprof.integration.stages import StageActions, stage_actions
 from lightning_memprof.integration.tables import write_operator_table
 from lightning_memprof.integration.tap import ActionTap
+from lightning_memprof.schedule import Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,7 +78,7 @@ class Attachment:
         except BaseException:
             sink.close()
             raise
-        self.session = Session(self.run, settings.schedule, available)
+        self.session = Session(self.run, settings.schedule, available, self._window_closed)
 
     def start(self) -> None:
         """The stage's loop is about to run: loaders and optimizers are known."""
@@ -114,7 +115,8 @@ class Attachment:
         try:
             self.stop(reason)
             sink.drain()
-            if exception is None:
+            # After an exception the process should end soon; `show` makes the table where it is missing.
+            if exception is None and self.table is None:
                 self._write_table()
             named = self.place.directory / regions_name(self.run.rank)
             if named.exists():
@@ -124,8 +126,13 @@ class Attachment:
             sink.manifest.append("end", status=status, exception=reason, **self.session.facts())
             sink.close()
 
+    def _window_closed(self, windows: int) -> None:
+        # The last window of a schedule that ends: its table is made while the training goes on.
+        schedule = self._settings.schedule
+        if isinstance(schedule, Schedule) and schedule.anchor == "fit" and windows == schedule.repeat:
+            self.run.sink.in_background(self._write_table)
+
     def _write_table(self) -> None:
-        # After an exception the process should end soon; `show` makes the table where it is missing.
         try:
             self.table = write_operator_table(self.run, self._settings.table)
         except Exception as error:  # noqa: BLE001 the table can be made later, the training must not stop
