@@ -59,7 +59,7 @@ class Session:
         run: what collectors are given.
         schedule: decides by ``Position.schedule_step``.
         collectors: those that are available in this run.
-        window_closed: called with the number of windows so far when one came to its end and its background work was given.
+        window_closed: called with the number of windows so far when one has come to its end.
 
     """
 
