@@ -122,13 +122,17 @@ class OperatorTrace(Collector):
                 yield on_mark
             finally:
                 names.close()
-                if started:
-                    profiler.stop_trace()
-                    self._save(run, window, profiler)
-                else:
+                if not started:
                     # Kineto stays prepared until a trace is stopped.
                     profiler.start_trace()
-                    profiler.stop_trace()
+                profiler.stop_trace()
+                try:
+                    if started:
+                        self._save(run, window, profiler)
+                finally:
+                    if self.on_trace_ready is None and profiler.profiler is not None:
+                        # The profile is part of a reference cycle: its events would stay until a garbage collection.
+                        profiler.profiler.kineto_results = None
 
     def _profiler(self) -> profile:
         return profile(

@@ -420,3 +420,32 @@ def test_the_manifest_ends_with_what_recording_cost(tmp_path: Path) -> None:
     assert (end["kind"], end["status"], end["steps"]) == ("end", "finished", 12)
     assert end["overhead"]["pulse_ns"] > 0
     assert end["overhead"]["collectors_ns"]["operator_trace"] > 0
+
+
+def test_windows_do_not_keep_the_memory_of_their_events(tmp_path: Path, run_python: Callable[..., Any]) -> None:
+    (tmp_path / "train.py").write_text(
+        dedent(f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
+        from pathlib import Path
+        from torch import nn
+        from training import Perceptron, loader, trainer
+        from lightning_memprof import MemProfilerCallback, OperatorTrace, Pulse, Schedule
+
+        class Deep(Perceptron):
+            def __init__(self):
+                super().__init__()
+                self.net = nn.Sequential(nn.Linear(8, 16), *[nn.Linear(16, 16) for _ in range(40)], nn.Linear(16, 1))
+
+        schedule = Schedule(wait=1, active=2, repeat=0)
+        callback = MemProfilerCallback(schedule=schedule, collectors=[Pulse(), OperatorTrace()], summary=False)
+        trainer(Path("."), callback).fit(Deep(), loader(160))
+        """)
+    )
+    done = run_python("train.py")
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = read_pulse(only_run(tmp_path) / "pulse.rank00000.csv")
+    sizes = [row["rss_bytes"] for row in rows if row["rss_bytes"] is not None and row["window"] is None]
+    assert len(sizes) > 10
+    # Held until the next garbage collection, a window's events took 5 MB and more.
+    assert sizes[-1] - sizes[len(sizes) // 4] < 20e6
