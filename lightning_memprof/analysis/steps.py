@@ -20,7 +20,17 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.run import Rank, Window
     from lightning_memprof.artifacts.series import PulseRow
 
-__all__ = ["DeviceMemory", "HostMemory", "PulseStatistics", "StepReport", "pulse_statistics", "window_steps"]
+__all__ = [
+    "DeviceMemory",
+    "HostMemory",
+    "PulseStatistics",
+    "StepReport",
+    "TypicalSteps",
+    "pulse_statistics",
+    "recorded_actions",
+    "typical_steps",
+    "window_steps",
+]
 
 Clock = Literal["host", "device"]
 Rows = list[dict[str, Any]]
@@ -86,7 +96,8 @@ class PulseStatistics:
 
     ``steps`` counts all rows; ``used`` those that the figures rest on, and ``basis`` says which. ``breakdown_ns`` is
     the mean by phase and sums to ``mean_ns``; ``median_shares`` is each phase's median part, 0 to 1, of those steps in
-    which it took any time, and does not follow a few unusual steps as the mean does.
+    which it took any time, and does not follow a few unusual steps as the mean does. ``host_callbacks_ns`` is the mean
+    time in callbacks on the host's clock, whichever clock the rest is on.
     """
 
     steps: int
@@ -99,10 +110,33 @@ class PulseStatistics:
     mean_ns: int
     breakdown_ns: Breakdown
     median_shares: Mapping[str, float]
+    host_callbacks_ns: int
+
+    @property
+    def callbacks_ns(self) -> int:
+        """Nanoseconds of the mean step in callbacks; the device's clock has at most its ``other`` for them."""
+        known = self.breakdown_ns["callbacks"]
+        return min(self.host_callbacks_ns, self.breakdown_ns["other"] or 0) if known is None else known
+
+    @property
+    def between_ns(self) -> int:
+        """Nanoseconds of the mean step that neither a phase nor a callback takes."""
+        other = self.breakdown_ns["other"] or 0
+        return other - self.callbacks_ns if self.breakdown_ns["callbacks"] is None else other
 
     def share(self, phase: str) -> float:
         """Return the part of the mean step that a phase takes, 0 to 1."""
         return (self.breakdown_ns[phase] or 0) / self.mean_ns if self.mean_ns else 0.0
+
+
+@dataclass(frozen=True)
+class TypicalSteps:
+    """The steps that a rank's figures rest on, in order: ``(step, duration_ns, breakdown_ns)``, all on one clock."""
+
+    steps: tuple[tuple[int, int, Breakdown], ...]
+    basis: str
+    clock: Clock
+    host_callbacks_ns: int
 
 
 def window_steps(rank: Rank, window: Window) -> tuple[list[StepReport], list[Problem]]:
@@ -115,15 +149,8 @@ def window_steps(rank: Rank, window: Window) -> tuple[list[StepReport], list[Pro
     problems: list[Problem] = []
 
     def by_step(collector: str) -> dict[int, Rows]:
-        groups: dict[int, Rows] = defaultdict(list)
-        if (path := window.series.get(collector)) is not None:
-            rows, damage = series_rows(path)
-            if damage:
-                problems.append(Problem(path.name, damage, rank.rank))
-            for row in rows:
-                step = whole(row, "step")
-                if step is not None and row.get("recorded") is not False:
-                    groups[step].append(row)
+        groups, found = _recorded_rows(window, collector)
+        problems.extend(found)
         return groups
 
     hooks, host, allocator = by_step("hooks"), by_step("host"), by_step("allocator")
@@ -145,37 +172,71 @@ def window_steps(rank: Rank, window: Window) -> tuple[list[StepReport], list[Pro
     return reports, problems
 
 
-def pulse_statistics(rank: Rank) -> PulseStatistics | None:
-    """Return the statistics of a rank's pulse, or None where it has no timed step."""
+def recorded_actions(rank: Rank) -> dict[int, Rows]:
+    """Return the rows of the hook timings of every recorded step that has some."""
+    return {step: rows for window in rank.windows for step, rows in _recorded_rows(window, "hooks")[0].items()}
+
+
+def typical_steps(rank: Rank) -> TypicalSteps | None:
+    """Return the steps of a rank's pulse that are typical, or None where it has no timed step."""
     timed = [row for row in rank.pulse if _host_timing(row) is not None]
     if not timed:
         return None
     used, basis = _typical(timed)
-    on_device = [timing for row in used if (timing := _device_timing(row)) is not None]
+    on_host = [(row["step"], timing) for row in used if (timing := _host_timing(row)) is not None]
+    on_device = [(row["step"], timing) for row in used if (timing := _device_timing(row)) is not None]
     clock: Clock = "host"
-    timings = [timing for row in used if (timing := _host_timing(row)) is not None]
+    timings = on_host
     if 2 * len(on_device) >= len(used):
         clock, timings = "device", on_device
         if len(on_device) < len(used):
             basis += f", of which {len(on_device)} have the device's clock"
-    durations = sorted(timing[0] for timing in timings)
-    breakdown = {phase: _mean([timing[1][phase] for timing in timings]) for phase in PHASES}
+    return TypicalSteps(
+        tuple((step or 0, timing[0], timing[1]) for step, timing in timings),
+        basis,
+        clock,
+        _mean([timing[1]["callbacks"] for _, timing in on_host]) or 0,
+    )
+
+
+def pulse_statistics(rank: Rank) -> PulseStatistics | None:
+    """Return the statistics of a rank's pulse, or None where it has no timed step."""
+    typical = typical_steps(rank)
+    if typical is None:
+        return None
+    durations = sorted(duration for _, duration, _ in typical.steps)
+    breakdown = {phase: _mean([one[phase] for _, _, one in typical.steps]) for phase in PHASES}
     return PulseStatistics(
         steps=len(rank.pulse),
-        used=len(timings),
-        basis=basis,
-        clock=clock,
+        used=len(typical.steps),
+        basis=typical.basis,
+        clock=typical.clock,
         median_ns=round(statistics.median(durations)),
         p90_ns=durations[math.ceil(0.9 * len(durations)) - 1],
         max_ns=durations[-1],
         mean_ns=sum(ns or 0 for ns in breakdown.values()),
         breakdown_ns=breakdown,
-        median_shares={phase: _median_share(timings, phase) for phase in PHASES},
+        median_shares={phase: _median_share(typical, phase) for phase in PHASES},
+        host_callbacks_ns=typical.host_callbacks_ns,
     )
 
 
-def _median_share(timings: Sequence[_Timing], phase: str) -> float:
-    shares = [(breakdown[phase] or 0) / duration for duration, breakdown, _, _ in timings if duration]
+def _recorded_rows(window: Window, collector: str) -> tuple[dict[int, Rows], list[Problem]]:
+    """Return a series' rows of recorded steps, by step, and what is wrong with its file."""
+    groups: dict[int, Rows] = defaultdict(list)
+    path = window.series.get(collector)
+    if path is None:
+        return groups, []
+    rows, damage = series_rows(path)
+    for row in rows:
+        step = whole(row, "step")
+        if step is not None and row.get("recorded") is not False:
+            groups[step].append(row)
+    return groups, [Problem(path.name, damage, window.rank)] if damage else []
+
+
+def _median_share(typical: TypicalSteps, phase: str) -> float:
+    shares = [(breakdown[phase] or 0) / duration for _, duration, breakdown in typical.steps if duration]
     return statistics.median([share for share in shares if share > 0] or [0.0])
 
 

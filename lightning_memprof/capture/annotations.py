@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._profiler import _RecordFunctionFast
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,47 +24,54 @@ __all__ = ["action_ranges", "module_ranges"]
 def module_ranges(model: nn.Module) -> Iterator[None]:
     """Name every sub-module's forward ``[pl][module]{type}: {path}`` in the trace.
 
-    Hooks are put on each module and removed at the end, but for modules that are compiled: torch would compile them
-    again for every hook that comes or goes. What a compiled function calls without being a compiled module itself is
-    not cut by the hooks either: while torch compiles, their first line is a constant.
+    The hooks are torch's global ones: a model that is copied, pickled or scripted meanwhile takes none along. Where a
+    part of the model is compiled there are no names at all: torch would compile it again for hooks that come or go.
     """
-    ranges: list[Any] = []
+    if _is_compiled(model):
+        yield
+        return
+    names = {
+        id(module): _quoteless(f"[pl][module]{type(module).__module__}.{type(module).__qualname__}: {path}")
+        for path, module in model.named_modules()
+        if path
+    }
+    ranges: list[tuple[int, Any]] = []
 
-    def before(name: str, module: nn.Module, args: Any) -> None:  # noqa: ARG001 torch's signature
+    def before(module: nn.Module, args: Any) -> None:  # noqa: ARG001 torch's signature
         if torch.compiler.is_compiling():
             return
-        opened = _RecordFunctionFast(name)
-        opened.__enter__()
-        ranges.append(opened)
+        name = names.get(id(module))
+        if name is not None:
+            opened = _RecordFunctionFast(name)
+            opened.__enter__()
+            ranges.append((id(module), opened))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 torch's signature
         if torch.compiler.is_compiling():
             return
-        if ranges:
-            ranges.pop().__exit__(None, None, None)
+        if ranges and ranges[-1][0] == id(module):
+            ranges.pop()[1].__exit__(None, None, None)
 
-    with ExitStack() as hooks:
-        compiled = _compiled_paths(model)
-        for path, module in model.named_modules():
-            if path and not any(path == part or path.startswith(f"{part}.") for part in compiled):
-                kind = type(module)
-                name = _quoteless(f"[pl][module]{kind.__module__}.{kind.__qualname__}: {path}")
-                hooks.callback(module.register_forward_pre_hook(partial(before, name), prepend=True).remove)
-                hooks.callback(module.register_forward_hook(after, always_call=True).remove)
+    hooks = [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]
+    try:
         yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        while ranges:
+            ranges.pop()[1].__exit__(None, None, None)
 
 
-def _compiled_paths(model: nn.Module) -> list[str]:
-    """Return the paths of modules that torch.compile has taken; all of them where Lightning says so of the whole."""
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile has taken the model or a part of it."""
     if getattr(model, "_compiler_ctx", None) is not None:
-        return [path for path, _ in model.named_children()]
+        return True
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     optimized: type | tuple[()] = getattr(dynamo, "OptimizedModule", ())
-    return [
-        path
-        for path, module in model.named_modules()
-        if isinstance(module, optimized) or getattr(module, "_compiled_call_impl", None) is not None
-    ]
+    return any(
+        isinstance(module, optimized) or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
 
 
 @contextmanager

@@ -46,14 +46,19 @@ class ResidentSize:
             self._fd = -1
 
 
-def peak_rss_bytes() -> int | None:
-    """Return the highest resident size of this process so far in bytes, or None where the system does not say."""
+def peak_rss_bytes(at_least: int) -> int:
+    """Return the highest resident size of this process so far in bytes.
+
+    Args:
+        at_least: the size that was just read; the kernel updates its peak later than its size.
+
+    """
     if sys.platform == "win32":
-        return int(psutil.Process().memory_info().peak_wset)
+        return max(at_least, int(psutil.Process().memory_info().peak_wset))
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * KIB
+    return max(at_least, peak if sys.platform == "darwin" else peak * KIB)
 
 
 class HostMemory(Collector):
@@ -81,8 +86,7 @@ class HostMemory(Collector):
                     rss_bytes=size.rss,
                     uss_bytes=process.memory_full_info().uss if is_last(mark) else None,
                     vms_bytes=size.vms,
-                    # The kernel updates its peak later than its size.
-                    peak_rss_bytes=max(peak_rss_bytes() or 0, size.rss),
+                    peak_rss_bytes=peak_rss_bytes(size.rss),
                 )
 
             yield sample

@@ -39,16 +39,17 @@ class NamedSnapshots:
     def take(self, name: str, point: Literal["snapshot", "start", "end"], position: Position | None) -> None:
         """Take one row now."""
         resident = ResidentSize()
+        rss = resident.read()
+        resident.close()
         row: dict[str, Any] = {
             "name": name,
             "point": point,
             "step": None if position is None else position.step,
             "global_step": None if position is None else position.global_step,
             "time_ns": unix_ns(time.perf_counter_ns()),
-            "rss_bytes": resident.read(),
-            "peak_rss_bytes": peak_rss_bytes(),
+            "rss_bytes": rss,
+            "peak_rss_bytes": peak_rss_bytes(rss),
         }
-        resident.close()
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             row |= memory_stats(torch.device("cuda", torch.cuda.current_device()))
         self._waiting.append(row)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import logging
 import shutil
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from isal import igzip
+from torch.autograd.profiler import profile as autograd_profile
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_memprof.artifacts.naming import TraceName, numbered, series_path, temporary_name
@@ -36,6 +38,8 @@ log = logging.getLogger(__name__)
 
 DEFAULT_FILENAME: Final = "fts_extended_pytorch_profiler"
 _FAST_LEVEL: Final = 1
+# Kineto is one for the process, whatever thread trains.
+_KINETO = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,45 +98,42 @@ class OperatorTrace(Collector):
 
     @contextmanager
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
-        """Warm up Kineto now, record from the first recorded step on, save at the end."""
+        """Warm up Kineto now, record from the first recorded step on, save at the end.
+
+        Where the program itself starts a torch profiler meanwhile, it gets Kineto, and the trace ends there.
+        """
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # noqa: SLF001 no public way to ask
             msg = "another torch profiler is running"
             raise NotNowError(msg)
-        profiler = self._profiler()
-        profiler.prepare_trace()
-        started = False
-        with ExitStack() as names:
-            step_range = names.enter_context(ExitStack())
-            if self.record_module_names:
-                names.enter_context(module_ranges(run.model))
-            cut_actions = names.enter_context(action_ranges(run.actions))
-
-            def on_mark(mark: Mark) -> None:
-                nonlocal started
-                if mark.point is Point.STEP_START and mark.recorded:
-                    if not started:
-                        profiler.start_trace()
-                        started = True
-                    step_range.enter_context(torch.profiler.record_function(f"ProfilerStep#{mark.step}"))
-                elif mark.point is Point.STEP_END:
-                    cut_actions()
-                    step_range.close()
-
-            try:
-                yield on_mark
-            finally:
-                names.close()
-                if not started:
-                    # Kineto stays prepared until a trace is stopped.
-                    profiler.start_trace()
-                profiler.stop_trace()
+        if not _KINETO.acquire(blocking=False):
+            msg = "another training of this process is recording"
+            raise NotNowError(msg)
+        try:
+            trace = _Trace(self._profiler(), lambda profiler: self._save(run, window, profiler))
+            with ExitStack() as names:
+                if self.record_module_names:
+                    names.enter_context(module_ranges(run.model))
+                cut_actions = names.enter_context(action_ranges(run.actions))
+                trace.prepare(names, cut_actions)
                 try:
-                    if started:
-                        self._save(run, window, profiler)
+                    with _giving_way(trace.owner, lambda: self._give_way(run, window, trace)):
+                        yield trace.on_mark
                 finally:
-                    if self.on_trace_ready is None and profiler.profiler is not None:
-                        # The profile is part of a reference cycle: its events would stay until a garbage collection.
-                        profiler.profiler.kineto_results = None
+                    trace.finish()
+                    self._release(trace.profiler)
+        finally:
+            _KINETO.release()
+
+    def _give_way(self, run: RunContext, window: Window, trace: _Trace) -> None:
+        if trace.finish():
+            reason = "the program started a torch profiler of its own; the trace ends there"
+            run.sink.manifest.append("unavailable", collector=self.name, window=window.index, reason=reason)
+            log.info("window %d: %s", window.index, reason)
+
+    def _release(self, profiler: profile) -> None:
+        # The profile is part of a reference cycle: its events would stay until a garbage collection.
+        if self.on_trace_ready is None and profiler.profiler is not None:
+            profiler.profiler.kineto_results = None
 
     def _profiler(self) -> profile:
         return profile(
@@ -186,6 +187,86 @@ class OperatorTrace(Collector):
                 saved.raw.unlink()
 
 
+class _Trace:
+    """One window's use of Kineto: prepared, started at the first recorded step, finished once.
+
+    Args:
+        profiler: torch's profiler, not prepared yet.
+        save: called with it when a started trace was stopped.
+
+    """
+
+    def __init__(self, profiler: profile, save: Callable[[profile], None]) -> None:
+        self.profiler = profiler
+        self._save = save
+        self._step = ExitStack()
+        self._names: ExitStack | None = None
+        self._cut_actions: Callable[[], None] = lambda: None
+        self._started = False
+
+    @property
+    def owner(self) -> object:
+        """What torch's profiler hands to Kineto."""
+        return self.profiler.profiler
+
+    def prepare(self, names: ExitStack, cut_actions: Callable[[], None]) -> None:
+        """Warm up Kineto; ``names`` are closed before the trace is stopped."""
+        self.profiler.prepare_trace()
+        self._names, self._cut_actions = names, cut_actions
+
+    def on_mark(self, mark: Mark) -> None:
+        """Start with the first recorded step, and name the steps."""
+        if self._names is None:
+            return
+        if mark.point is Point.STEP_START and mark.recorded:
+            if not self._started:
+                self.profiler.start_trace()
+                self._started = True
+            self._step.enter_context(torch.profiler.record_function(f"ProfilerStep#{mark.step}"))
+        elif mark.point is Point.STEP_END:
+            self._cut_actions()
+            self._step.close()
+
+    def finish(self) -> bool:
+        """Stop the trace and save it; return whether there was one to stop."""
+        names, self._names = self._names, None
+        if names is None:
+            return False
+        try:
+            self._cut_actions()
+            self._step.close()
+            names.close()
+        finally:
+            if not self._started:
+                # Kineto stays prepared until a trace is stopped.
+                self.profiler.start_trace()
+            self.profiler.stop_trace()
+        if self._started:
+            self._save(self.profiler)
+        return True
+
+
+@contextmanager
+def _giving_way(owner: object, give_way: Callable[[], None]) -> Iterator[None]:
+    """Call ``give_way`` when anybody else is about to use Kineto.
+
+    A second profiler inside a first loses the first's data and can crash the process, and nothing of torch tells of
+    one that warms up. So for the time of a window we stand in front of the method that every profiler begins with.
+    """
+    original = autograd_profile._prepare_trace  # noqa: SLF001 see above
+
+    def prepare_trace(profiler: autograd_profile) -> None:
+        if profiler is not owner:
+            give_way()
+        original(profiler)
+
+    autograd_profile._prepare_trace = prepare_trace  # type: ignore[method-assign]  # noqa: SLF001 see above
+    try:
+        yield
+    finally:
+        autograd_profile._prepare_trace = original  # type: ignore[method-assign]  # noqa: SLF001 see above
+
+
 @dataclass(frozen=True)
 class _SavedTrace:
     """A trace that Kineto has written: as JSON until it is compressed, then only as ``trace``."""
@@ -215,6 +296,9 @@ class _SavedTrace:
 def _activities(names: Sequence[str | ProfilerActivity] | None) -> list[ProfilerActivity] | None:
     if names is None:
         return None
+    if isinstance(names, str):
+        msg = f"OperatorTrace(activities={names!r}): must be a list, as in [{names!r}]"
+        raise ConfigError(msg)
     known = ProfilerActivity.__members__
     found: list[ProfilerActivity] = []
     for name in names:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -49,7 +51,9 @@ def demo(out: Path, steps: int = 40) -> int:
     with quiet_lightning(), _our_log_lines():
         log_dir = train_demo(out, steps)
     print(f"Recorded in {log_dir}")
-    print(f"Next: lightning-memprof show {log_dir}, or: tensorboard --logdir {out}")
+    if shutil.which("lightning-memprof") is None:
+        scripts = Path(os.path.relpath(Path(sys.executable).parent))
+        print(f"These commands lie in {scripts}; to type them as they stand: source {scripts / 'activate'}")
     return 0
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import sys
+from typing import TYPE_CHECKING, Any, TextIO
 
 from jsonargparse import ArgumentParser
 
@@ -18,7 +19,11 @@ __all__ = ["AttachedCallback", "load_options"]
 
 
 class AttachedCallback(MemProfilerCallback):
-    """A MemProfilerCallback that gives way to the program's own."""
+    """A MemProfilerCallback that gives way to the program's own, and leaves the program's standard output alone."""
+
+    def summary_file(self) -> TextIO | None:
+        """Print to standard error: what the program prints may be read by another."""
+        return sys.stderr
 
     def steps_aside(self, trainer: Trainer) -> bool:
         """Whether the program has a MemProfilerCallback itself."""
@@ -40,9 +45,7 @@ def load_options(path: Path) -> dict[str, Any]:
     try:
         options = parser.instantiate_classes(parser.parse_path(str(path)))
     except Exception as error:
-        first_line = str(error).strip().splitlines()
-        msg = (
-            f"LIGHTNING_MEMPROF={path}: {first_line[0] if first_line else error}; give a YAML file of its options, or 1"
-        )
+        reason = " ".join(str(error).split())
+        msg = f"LIGHTNING_MEMPROF={path}: {reason}; give a YAML file of MemProfilerCallback's options, or 1"
         raise ConfigError(msg) from error
     return dict(options)

@@ -75,7 +75,8 @@ class Attachment:
         )
         try:
             available = self._available()
-        except BaseException:
+        except BaseException as error:
+            sink.manifest.append("end", status="exception", exception=f"{type(error).__name__}: {error}", steps=0)
             sink.close()
             raise
         self.session = Session(self.run, settings.schedule, available, self._window_closed)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TextIO
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -120,6 +120,10 @@ class MemProfilerCallback(Adapter):
         if self._attachment is not None:
             self._named.place(self._attachment.place.directory, trainer.global_rank)
 
+    def summary_file(self) -> TextIO | None:
+        """Say where the summary is printed; None is standard output."""
+        return None
+
     def ended(self, trainer: Trainer, attachment: Attachment, exception: BaseException | None) -> None:
         """Print the summary."""
         if isinstance(profiler := trainer.profiler, ExtendedPyTorchProfiler):  # type: ignore[attr-defined]
@@ -131,7 +135,7 @@ class MemProfilerCallback(Adapter):
             log.info("recorded in %s; look at it with: lightning-memprof show %s", directory, directory)
             return
         try:
-            print_summary(directory)
+            print_summary(directory, self.summary_file())
         except (MemprofError, OSError) as error:
             log.warning("the summary cannot be shown: %s", error)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,7 +16,8 @@ class ActionTap:
     """Binds ``start`` and ``stop`` on a profiler instance for the time of a run, in front of its own.
 
     It costs about 0.1 us an action that nobody asked for; an idle profiler's own ``start`` and ``stop`` are left out.
-    The profiler's own timing never holds ours.
+    The profiler's own timing never holds ours. Actions of other threads than the one that installs the tap are left to
+    the profiler: ranges may not be opened in one thread and closed in another.
 
     Args:
         profiler: a Lightning profiler.
@@ -71,17 +73,18 @@ class ActionTap:
         handler_of = self._starts.get
         listeners = self._start_listeners
         on_fault = self._on_fault
+        thread = get_ident()
 
         def start(action_name: str) -> None:
             handler = handler_of(action_name)
-            try:
-                if handler is not None:
-                    handler()
-                if listeners:
+            if (handler is not None or listeners) and get_ident() == thread:
+                try:
+                    if handler is not None:
+                        handler()
                     for listener in tuple(listeners):
                         listener(action_name)
-            except Exception as error:  # noqa: BLE001 nothing of ours may stop the training
-                on_fault(error)
+                except Exception as error:  # noqa: BLE001 nothing of ours may stop the training
+                    on_fault(error)
             if own is not None:
                 own(action_name)
 
@@ -91,19 +94,20 @@ class ActionTap:
         handler_of = self._stops.get
         listeners = self._stop_listeners
         on_fault = self._on_fault
+        thread = get_ident()
 
         def stop(action_name: str) -> None:
             if own is not None:
                 own(action_name)
             handler = handler_of(action_name)
-            try:
-                if listeners:
+            if (handler is not None or listeners) and get_ident() == thread:
+                try:
                     for listener in tuple(listeners):
                         listener(action_name)
-                if handler is not None:
-                    handler()
-            except Exception as error:  # noqa: BLE001 nothing of ours may stop the training
-                on_fault(error)
+                    if handler is not None:
+                        handler()
+                except Exception as error:  # noqa: BLE001 nothing of ours may stop the training
+                    on_fault(error)
 
         return stop
 

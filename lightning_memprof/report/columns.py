@@ -22,7 +22,11 @@ MAX_WINDOWS: Final = 8
 
 @dataclass(frozen=True)
 class Column:
-    """One column: a time by phase that sums to ``duration_ns``, and memory in bytes. None is unavailable."""
+    """One column: a time by phase that sums to ``duration_ns``, and memory in bytes. None is unavailable.
+
+    ``rss_moment`` and ``device_moment`` say when in the column's steps the sizes that are no peaks were read; empty
+    where the column is one step.
+    """
 
     title: str
     subtitle: str
@@ -31,6 +35,8 @@ class Column:
     clock: str | None
     host: HostMemory
     device: DeviceMemory | None
+    rss_moment: str = ""
+    device_moment: str = ""
 
 
 def step_columns(view: View) -> tuple[list[Column], str | None]:
@@ -39,9 +45,8 @@ def step_columns(view: View) -> tuple[list[Column], str | None]:
     lead = view.lead
     if (pulse := lead.statistics) is not None:
         basis = f"mean of {pulse.used} step{'s' * (pulse.used != 1)}"
-        columns.append(
-            Column("whole run", basis, pulse.mean_ns, pulse.breakdown_ns, pulse.clock, lead.host, lead.device)
-        )
+        memory = (lead.host, lead.device, "at the end", "last seen")
+        columns.append(Column("whole run", basis, pulse.mean_ns, pulse.breakdown_ns, pulse.clock, *memory))
     windows = [window for window in lead.windows if window.steps]
     if sum(len(window.steps) for window in windows) <= MAX_STEPS:
         columns += [_of_step(window, step) for window in windows for step in window.steps]
@@ -96,6 +101,8 @@ def _of_window(window: WindowView) -> Column:
             hosts[-1].vms_bytes,
         ),
         device,
+        "at the end",
+        "at the end",
     )
 
 

@@ -41,6 +41,7 @@ def to_json(view: View) -> dict[str, Any]:
         "errors": [dataclasses.asdict(one) for one in view.errors],
         "unavailable": [dataclasses.asdict(one) for one in view.unavailable],
         "overhead": _overhead(view.lead.overhead),
+        "named": [dataclasses.asdict(one) for one in view.named],
         "notes": [dataclasses.asdict(one) for one in view.notes],
         "problems": [dataclasses.asdict(one) for one in view.problems],
         "commands": [str(one) for one in view.commands],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TextIO
 
 from lightning_memprof.errors import ReportError
 from lightning_memprof.units import MIB
@@ -16,8 +16,8 @@ __all__ = ["print_summary"]
 MAX_PULSE_BYTES: Final = 16 * MIB
 
 
-def print_summary(run_dir: Path) -> None:
-    """Print the view of a run directory to standard output.
+def print_summary(run_dir: Path, file: TextIO | None = None) -> None:
+    """Print the view of a run directory to ``file``, standard output where it is None.
 
     Raises:
         ReportError: it cannot be produced; whatever the cause, nothing else is raised into the training.
@@ -28,7 +28,7 @@ def print_summary(run_dir: Path) -> None:
         from lightning_memprof.report.terminal import print_view
         from lightning_memprof.report.view import run_view
 
-        print_view(run_view(load_run(run_dir, max_pulse_bytes=MAX_PULSE_BYTES)))
+        print_view(run_view(load_run(run_dir, max_pulse_bytes=MAX_PULSE_BYTES)), file)
     except Exception as error:
         msg = f"{run_dir}: the summary cannot be shown ({type(error).__name__}: {error}); the data is on disk"
         raise ReportError(msg) from error

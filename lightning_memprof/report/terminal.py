@@ -1,19 +1,19 @@
-"""A run as a page for the terminal, at most 80 columns wide."""
+"""A run as a page for the terminal: at most 80 columns wide, names of files at most 120."""
 
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TextIO
 
 from rich.console import Console
+from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memprof.analysis.findings import Severity, percent, shown_path
-from lightning_memprof.analysis.rows import text, whole
+from lightning_memprof.analysis.findings import Severity, percent
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.columns import Column, step_columns
+from lightning_memprof.report.words import about, clean, cost, ending, file_rows, named_lines, trouble
 from lightning_memprof.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from lightning_memprof.analysis.run import Artifact
     from lightning_memprof.report.view import RankView, View
 
 __all__ = ["print_view", "render"]
 
 WIDTH: Final = 80
+# Names of files are long, and a name on one line can be copied.
+FILES_WIDTH: Final = 120
 LABEL_WIDTH: Final = 8
 NAME_WIDTH: Final = 17
 COLUMN_WIDTH: Final = 21
@@ -49,23 +50,16 @@ PHASE_STYLES: Final = {
     "callbacks": "green",
     "other": "bright_black",
 }
-STATUS_WORDS: Final = {
-    "finished": "finished",
-    "exception": "ended by an exception",
-    "running or killed": "still running, or killed",
-}
-STATUS_STYLES: Final = {"finished": "green", "exception": "red", "running or killed": "yellow"}
-TYPE_ORDER: Final = ("trace", "table", "snapshot", "blob", "pulse", "series")
-# Longer lists hide the page; the whole list is in the manifest and in --format json.
-MAX_FILES: Final = 4
+STATUS_STYLES: Final = {"finished": "green", "exception": "red"}
+UNFINISHED: Final = "yellow"
+TROUBLE_STYLES: Final = {"failed": "red", "damaged": "red", "no data": "yellow", "note": "cyan"}
+SHORT_STATUS: Final = {"running or killed": "no end", "exception": "failed"}
 MAX_RANKS: Final = 16
-MAX_LINES: Final = 6
-MAX_TEXT: Final = 600
 
 
-def print_view(view: View) -> None:
-    """Print a view to standard output; without colours where that is no terminal."""
-    render(view, Console(file=sys.stdout))
+def print_view(view: View, file: TextIO | None = None) -> None:
+    """Print a view to ``file``, standard output where it is None; without colours where that is no terminal."""
+    render(view, Console(file=file or sys.stdout))
 
 
 def render(view: View, console: Console) -> None:
@@ -87,44 +81,48 @@ def render(view: View, console: Console) -> None:
 
 def _print_page(view: View, console: Console) -> None:
     width = min(console.width, WIDTH)
-    parts: list[RenderableType] = [_verdict(view), "", _about(view), "", *_steps(view, console, width)]
+    parts: list[RenderableType] = [_verdict(view), Text(), _about(view), Text(), *_steps(view, console, width)]
     if len(view.ranks) > 1:
-        parts += ["", *_ranks(view)]
-    for section in (_files(view), _trouble(view), _cost(view)):
+        parts += [Text(), *_ranks(view)]
+    for part in (*parts, Text()):
+        _print(part, console, width)
+    _print(_files(view), console, min(console.width, FILES_WIDTH))
+    for section in (_named(view), _trouble(view), _cost(view)):
         if section is not None:
-            parts += ["", section]
-    for part in (*parts, ""):
-        console.print(part, width=width, highlight=False, markup=False, emoji=False)
+            _print(Text(), console, width)
+            _print(section, console, width)
+    _print(Text(), console, width)
     _print_commands(view, console, width)
+
+
+def _print(part: RenderableType, console: Console, width: int) -> None:
+    """Print without the blanks with which tables fill their lines."""
+    options = console.options.update(width=width, highlight=False, markup=False)
+    for line in console.render_lines(part, options, pad=False):
+        while line and not line[-1].text.rstrip():
+            line.pop()
+        if line:
+            line[-1] = Segment(line[-1].text.rstrip(), line[-1].style)
+        console.print(Segments([*line, Segment.line()]), end="")
 
 
 def _verdict(view: View) -> Table:
     lines = _labelled()
-    lines.add_row(Text("verdict", "bold"), Text(_clean(view.verdict.sentence), VERDICT_STYLES[view.verdict.severity]))
-    lines.add_row(Text("why", "bold"), Text(_clean(view.verdict.why)))
-    lines.add_row(Text("next", "bold"), Text(_clean(view.verdict.next)))
+    lines.add_row(Text("verdict", "bold"), Text(clean(view.verdict.sentence), VERDICT_STYLES[view.verdict.severity]))
+    lines.add_row(Text("why", "bold"), Text(clean(view.verdict.why)))
+    lines.add_row(Text("next", "bold"), Text(clean(view.verdict.next)))
     for finding in view.findings[1:]:
-        lines.add_row(Text("also", "bold"), Text(_clean(f"{finding.sentence} {finding.next_steps[0]}")))
+        lines.add_row(Text("also", "bold"), Text(clean(f"{finding.sentence} {finding.next_steps[0]}")))
     return lines
 
 
 def _about(view: View) -> Text:
-    parameters = whole(view.training, "parameters")
-    model = text(view.training, "model")
-    device = text(view.facts, "device") or "?"
-    words = [
-        f"{text(view.facts, 'stage') or 'fit'}{f' of {model}' if model else ''}",
-        f"{_count(parameters)} parameters" if parameters is not None else None,
-        text(view.training, "precision"),
-        f"on {device}" + (f" with {strategy}" if (strategy := text(view.facts, "strategy")) else ""),
-        f"{len(view.ranks)} ranks" if len(view.ranks) > 1 else None,
-        f"{view.lead.steps} step{'s' * (view.lead.steps != 1)}",
-    ]
-    about = Text(_clean(" · ".join(word for word in words if word)) + " · ", "bright_black")
-    about.append(STATUS_WORDS[view.status], STATUS_STYLES[view.status])
-    if view.exception:
-        about.append(f": {_clean(view.exception)}", "red")
-    return about
+    known = Text(clean(f"{about(view)} · "), "bright_black")
+    status, exception = ending(view)
+    known.append(status, STATUS_STYLES.get(view.status, UNFINISHED))
+    if exception:
+        known.append(f": {clean(exception)}", "red")
+    return known
 
 
 def _steps(view: View, console: Console, width: int) -> Iterable[RenderableType]:
@@ -144,6 +142,8 @@ def _steps(view: View, console: Console, width: int) -> Iterable[RenderableType]
         figures = (("median", pulse.median_ns), ("p90", pulse.p90_ns), ("slowest", pulse.max_ns))
         named = [f"{name} {format_ns(ns)}" for name, ns in figures]
         yield Text(" · ".join([*named, f"{pulse.clock} clock"]), "bright_black")
+        if len(columns) > 1:
+            yield Text("steps in windows include the cost of recording them", "bright_black")
         if pulse.breakdown_ns["callbacks"] is None:
             yield Text("the device's clock counts callbacks to the phase around them", "bright_black")
     if left_out:
@@ -160,10 +160,10 @@ def _block(view: View, columns: Sequence[Column], drawn: str, most: float) -> It
         yield _line(phase.replace("_", " "), [_time(one, phase, drawn, most) for one in columns])
     yield rule
     yield _line("a step", [_total(one) for one in columns], "bold")
-    yield _line("host rss", [_memory(one.host.rss_bytes) for one in columns])
+    yield _line("host rss", [_memory(one.host.rss_bytes, one.rss_moment) for one in columns])
     yield _line("host rss peak", [_memory(one.host.peak_rss_bytes or one.host.max_rss_bytes) for one in columns])
     if view.device_note is not None:
-        note = _clean(view.device_note)
+        note = clean(view.device_note)
         room = COLUMN_WIDTH * len(columns) - 2
         yield _line("device", [Text(f" {note[: room - 1] + '…' if len(note) > room else note}", "bright_black")])
         return
@@ -172,7 +172,10 @@ def _block(view: View, columns: Sequence[Column], drawn: str, most: float) -> It
         ("reserved", "reserved_bytes"),
         ("peak", "peak_allocated_bytes"),
     ):
-        cells = [_memory(getattr(one.device, attribute) if one.device else None) for one in columns]
+        cells = [
+            _memory(getattr(one.device, attribute, None), "" if name == "peak" else one.device_moment)
+            for one in columns
+        ]
         yield _line(f"device {name}", cells)
 
 
@@ -200,8 +203,9 @@ def _total(column: Column) -> Text:
     return Text(f"{format_ns(column.duration_ns):>9} {'100 %':>5} {'':<{COLUMN_WIDTH - 16}}", "bold")
 
 
-def _memory(value: int | None) -> Text:
-    return Text(f"{NONE if value is None else format_bytes(value):>9}{'':<{COLUMN_WIDTH - 9}}")
+def _memory(value: int | None, moment: str = "") -> Text:
+    cell = Text(f"{_bytes(value):>9} ")
+    return cell.append(f"{'' if value is None else moment:<{COLUMN_WIDTH - 10}}", "bright_black")
 
 
 def _ranks(view: View) -> Iterable[RenderableType]:
@@ -221,11 +225,8 @@ def _ranks(view: View) -> Iterable[RenderableType]:
         pulse = one.statistics
         cells = [
             Text(str(one.rank)),
-            Text(_clean(one.host_name or NONE)),
-            Text(
-                {"running or killed": "no end", "exception": "failed"}.get(one.status, one.status),
-                STATUS_STYLES[one.status],
-            ),
+            Text(clean(one.host_name or NONE)),
+            Text(SHORT_STATUS.get(one.status, one.status), STATUS_STYLES.get(one.status, UNFINISHED)),
             Text(str(one.steps)),
             Text(format_ns(pulse.median_ns) if pulse else NONE),
             Text(
@@ -248,80 +249,35 @@ def _files(view: View) -> Table:
     lines.add_column(width=LABEL_WIDTH, no_wrap=True)
     lines.add_column(justify="right", width=LABEL_WIDTH, no_wrap=True)
     lines.add_column(overflow="fold")
-    lines.add_row(Text("files", "bold"), Text("in"), Text(_clean(shown_path(view.root))))
-    by_type: dict[str, list[Artifact]] = defaultdict(list)
-    for one in view.artifacts:
-        by_type[one.type].append(one)
-    for kind in sorted(by_type, key=lambda one: TYPE_ORDER.index(one) if one in TYPE_ORDER else len(TYPE_ORDER)):
-        files = by_type[kind]
-        if kind == "series":
-            for folder, inside in _by_folder(files).items():
-                names = ", ".join(sorted({one.collector for one in inside}))
-                lines.add_row(Text(kind, "bright_black"), Text(_size(inside)), Text(_clean(f"{folder}/ ({names})")))
-            continue
-        for one in files[:MAX_FILES]:
-            size = Text(one.state, "red") if one.state == "missing" else Text(_size([one]))
-            lines.add_row(Text(_clean(kind), "bright_black"), size, Text(_clean(one.path)))
-        if len(files) > MAX_FILES:
-            rest = files[MAX_FILES:]
-            lines.add_row(Text(_clean(kind), "bright_black"), Text(_size(rest)), Text(f"{len(rest)} more"))
+    for index, (kind, size, name) in enumerate(file_rows(view)):
+        style = "red" if size == "missing" else ""
+        lines.add_row(Text(clean(kind), "bright_black" if index else "bold"), Text(size, style), Text(clean(name)))
     return lines
 
 
-def _by_folder(files: Iterable[Artifact]) -> dict[str, list[Artifact]]:
-    folders: dict[str, list[Artifact]] = defaultdict(list)
-    for one in files:
-        folders[one.path.rpartition("/")[0] or "."].append(one)
-    shown = dict(list(folders.items())[:MAX_FILES])
-    rest = [one for folder in list(folders)[MAX_FILES:] for one in folders[folder]]
-    return {**shown, f"{len(folders) - MAX_FILES} more windows": rest} if rest else shown
+def _named(view: View) -> Table | None:
+    lines = named_lines(view)
+    table = _labelled()
+    for index, line in enumerate(lines):
+        table.add_row(Text("" if index else "named", "bold"), Text(clean(line)))
+    return table if lines else None
 
 
 def _trouble(view: View) -> Table | None:
     """Return what failed, what is damaged and what could not be measured, each with its reason."""
-    lines: dict[tuple[str, str, str], list[int]] = defaultdict(list)
-    for error in view.errors:
-        window = f" in window {error.window}" if error.window is not None else ""
-        lines["failed", "red", f"{error.collector} on {error.where}{window}: {error.message}"].append(error.rank)
-    for problem in view.problems:
-        lines["damaged", "red", f"{problem.piece}: {problem.message}"].append(problem.rank or 0)
-    for one in view.unavailable:
-        lines["no data", "yellow", f"{one.collector}: {one.reason}"].append(one.rank)
-    for note in view.notes:
-        lines["note", "cyan", f"{note.collector}: {note.message}"].append(note.rank)
-    for cut in view.lead.windows:
-        if cut.truncated and cut.reason:
-            lines["note", "cyan", f"window {cut.index} was cut short: {cut.reason}"].append(cut.rank)
-    if view.others:
-        others = ", ".join(shown_path(path) for path in view.others[:MAX_FILES])
-        lines["note", "cyan", f"this is {view.directory.name}; beside it: {others}"].append(view.lead.rank)
-    if not lines:
-        return None
+    lines = trouble(view)
     table = _labelled()
-    for label in ("failed", "damaged", "no data", "note"):
-        chosen = [(message, style, ranks) for (kind, style, message), ranks in lines.items() if kind == label]
-        for message, style, ranks in chosen[:MAX_LINES]:
-            where = f" (rank {', '.join(map(str, ranks[:MAX_RANKS]))})" if len(view.ranks) > 1 else ""
-            table.add_row(Text(label, style), Text(_clean(message + where)))
-        if len(chosen) > MAX_LINES:
-            table.add_row(Text(label, chosen[0][1]), Text(f"{len(chosen) - MAX_LINES} more: --format json"))
-    return table
+    for label, message in lines:
+        table.add_row(Text(label, TROUBLE_STYLES[label]), Text(clean(message)))
+    return table if lines else None
 
 
 def _cost(view: View) -> Table | None:
-    overhead = view.lead.overhead
-    if overhead is None:
+    words = cost(view)
+    if words is None:
         return None
-    words = []
-    if overhead.pulse_ns is not None and overhead.steps:
-        of_run = f" ({percent(overhead.pulse_ns / overhead.run_ns)})" if overhead.run_ns else ""
-        words.append(f"pulse {format_ns(overhead.pulse_ns / overhead.steps)} a step{of_run}")
-    if overhead.windows_ns is not None:
-        collectors = sorted(overhead.collectors_ns.items(), key=lambda one: -one[1])
-        named = ", ".join(f"{name} {format_ns(ns)}" for name, ns in collectors[:MAX_FILES])
-        words.append(f"windows {format_ns(overhead.windows_ns)}" + (f" ({named})" if named else ""))
     table = _labelled()
-    table.add_row(Text("our cost", "bold"), Text(_clean("; ".join(words) or "not counted")))
+    table.add_row(Text("our cost", "bold"), Text(clean(words)))
     return table
 
 
@@ -329,9 +285,9 @@ def _print_commands(view: View, console: Console, width: int) -> None:
     """Print what to type next; a path is never broken, so that it can be copied."""
     for index, command in enumerate(view.commands):
         line = Text.assemble((f"{'' if index else 'type':<{LABEL_WIDTH + 2}}", "bold"))
-        whole_line = _clean(str(command))
+        whole_line = clean(str(command))
         if len(line) + len(whole_line) > width:
-            whole_line = f"{_clean(command.program)} \\\n{'':<{LABEL_WIDTH + 4}}{_clean(command.arguments)}"
+            whole_line = f"{clean(command.program)} \\\n{'':<{LABEL_WIDTH + 4}}{clean(command.arguments)}"
         console.print(line.append(whole_line, "cyan"), soft_wrap=True)
 
 
@@ -351,22 +307,3 @@ def _bar(share: float, drawn: str) -> str:
 
 def _bytes(value: int | None) -> str:
     return NONE if value is None else format_bytes(value)
-
-
-def _size(files: Iterable[Artifact]) -> str:
-    return format_bytes(sum(one.size_bytes or 0 for one in files))
-
-
-def _count(value: int) -> str:
-    for scale, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if value >= scale:
-            return f"{value / scale:.3g}{unit}"
-    return str(value)
-
-
-def _clean(value: str) -> str:
-    """Make control characters visible, since text from outside must not steer the terminal, and cut what is endless."""
-    short = value if len(value) <= MAX_TEXT else value[: MAX_TEXT - 1] + "…"
-    return "".join(
-        one if one.isprintable() else one.encode("unicode_escape", "backslashreplace").decode("ascii") for one in short
-    )

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_memprof.analysis.findings import Evidence, Finding, Verdict, conclude, examine, shown_path
-from lightning_memprof.analysis.locate import find_run
+from lightning_memprof.analysis.findings import (
+    Evidence,
+    Finding,
+    Verdict,
+    conclude,
+    examine,
+    log_directory,
+    shown_path,
+    trace_directory,
+)
+from lightning_memprof.analysis.findings.memory_growth import left_by_windows
+from lightning_memprof.analysis.locate import find_run, is_run_directory
 from lightning_memprof.analysis.rows import mapping, text, whole
 from lightning_memprof.analysis.steps import DeviceMemory, HostMemory, PulseStatistics, StepReport, window_steps
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION
+from lightning_memprof.artifacts.naming import RUN_DIRECTORY, parse_numbered
 from lightning_memprof.errors import ArtifactError
+from lightning_memprof.report.named import NamedMoment, named_moments
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -24,12 +36,13 @@ if TYPE_CHECKING:
         Problem,
         Rank,
         Run,
-        Status,
         Unavailable,
         Window,
     )
 
-__all__ = ["Command", "Overhead", "RankView", "View", "WindowView", "run_view"]
+__all__ = ["Command", "Overhead", "RankView", "ShownStatus", "View", "WindowView", "run_view"]
+
+ShownStatus = Literal["finished", "exception", "running or killed", "did not start"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +74,8 @@ class WindowView:
 class Overhead:
     """What this package cost one rank, in nanoseconds; None where it was not counted.
 
-    ``run_ns`` is the time of all steps, to compare with.
+    ``run_ns`` is the time of all steps, to compare with; ``windows_rss_bytes`` what the windows left of resident
+    memory, None where too few steps lie around them to tell.
     """
 
     rank: int
@@ -70,15 +84,19 @@ class Overhead:
     collectors_ns: Mapping[str, int]
     steps: int
     run_ns: int | None
+    windows_rss_bytes: int | None
 
 
 @dataclass(frozen=True)
 class RankView:
-    """One rank. ``host`` and ``device`` hold its memory over the whole run; ``device`` is None without a figure."""
+    """One rank. ``host`` and ``device`` hold its memory: sizes as last seen, maxima and peaks over the whole run.
+
+    ``device`` is None without a figure.
+    """
 
     rank: int
     host_name: str | None
-    status: Status
+    status: ShownStatus
     exception: str | None
     steps: int
     statistics: PulseStatistics | None
@@ -99,7 +117,7 @@ class View:
     schema_version: int
     directory: Path
     root: Path
-    status: Status
+    status: ShownStatus
     exception: str | None
     facts: Mapping[str, Any]
     training: Mapping[str, Any] | None
@@ -114,6 +132,7 @@ class View:
     notes: tuple[Note, ...]
     problems: tuple[Problem, ...]
     others: tuple[Path, ...]
+    named: tuple[NamedMoment, ...]
     commands: tuple[Command, ...]
 
 
@@ -121,7 +140,8 @@ def run_view(run: Run) -> View:
     """Compute what is shown of a run."""
     evidence = Evidence.of(run)
     findings = examine(evidence)
-    problems = list(run.problems)
+    named, damaged = named_moments(run)
+    problems = [*run.problems, *damaged]
     ranks = []
     for rank in run.ranks:
         windows = []
@@ -135,7 +155,7 @@ def run_view(run: Run) -> View:
         schema_version=whole(run.lead.facts, "schema_version") or SCHEMA_VERSION,
         directory=run.directory,
         root=run.root,
-        status=run.status,
+        status="did not start" if all(map(_did_not_start, run.ranks)) else run.status,
         exception=next((rank.exception for rank in run.ranks if rank.exception), None),
         facts=run.lead.facts,
         training=run.lead.training,
@@ -149,7 +169,8 @@ def run_view(run: Run) -> View:
         unavailable=run.unavailable,
         notes=run.notes,
         problems=tuple(problems),
-        others=run.others,
+        others=_others(run),
+        named=named,
         commands=_commands(run),
     )
 
@@ -190,7 +211,7 @@ def _rank_view(rank: Rank, statistics: PulseStatistics | None, windows: tuple[Wi
     return RankView(
         rank=rank.rank,
         host_name=text(rank.facts, "host"),
-        status=rank.status,
+        status="did not start" if _did_not_start(rank) else rank.status,
         exception=rank.exception,
         steps=rank.steps,
         statistics=statistics,
@@ -213,7 +234,31 @@ def _overhead(rank: Rank) -> Overhead | None:
         collectors_ns={name: ns for name in collectors if (ns := whole(collectors, name)) is not None},
         steps=rank.steps,
         run_ns=sum(durations) if durations else None,
+        windows_rss_bytes=left_by_windows(rank.pulse, "rss_bytes"),
     )
+
+
+def _did_not_start(rank: Rank) -> bool:
+    """Say whether a rank left nothing but its setup: it ended there, or is there still."""
+    if rank.status != "running or killed" or rank.windows or rank.pulse:
+        return False
+    collectors = rank.facts.get("collectors")
+    # Without a pulse a training leaves no trace before its first window.
+    return rank.training is None or not isinstance(collectors, list) or "pulse" in collectors
+
+
+def _others(run: Run) -> tuple[Path, ...]:
+    """Return the other runs in the log directory, whichever way this one was named."""
+    home = log_directory(run)
+    found = set(run.others)
+    name = run.directory.name
+    names = {RUN_DIRECTORY, name} if parse_numbered(name)[0] == RUN_DIRECTORY else {RUN_DIRECTORY}
+    for place in {run.root, home}:
+        # Only where a run lies directly in it: looking further down would take long in a large directory.
+        if any(is_run_directory(place / one) for one in names):
+            beside = find_run(place)
+            found |= {beside.directory, *beside.others}
+    return tuple(sorted(found - {run.directory}))
 
 
 def _device_note(run: Run, ranks: Sequence[RankView]) -> str | None:
@@ -229,7 +274,7 @@ def _commands(run: Run) -> tuple[Command, ...]:
     commands = [Command("lightning-memprof show", f"{shlex.quote(shown_path(name))} --format json")]
     trace = next((one for one in run.artifacts if one.type == "trace" and one.state == "present"), None)
     if trace is not None:
-        commands.append(Command("tensorboard --logdir", shlex.quote(shown_path(trace.file.parent))))
+        commands.append(Command("tensorboard --logdir", shlex.quote(shown_path(trace_directory(run, trace.file)))))
     return tuple(commands)
 
 

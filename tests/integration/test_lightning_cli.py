@@ -125,6 +125,13 @@ def test_the_callback_by_class_path_with_schedule_and_collectors(tmp_path: Path,
     assert not (only_run(tmp_path) / "window000/rank00000.host.jsonl").exists()
 
 
+def test_a_fragment_leaves_the_users_own_callbacks(tmp_path: Path, cli: Run) -> None:
+    (tmp_path / "mine.yaml").write_text("trainer:\n  callbacks:\n    - class_path: lightning.pytorch.callbacks.LearningRateMonitor\n")
+    done = cli("--config=mine.yaml", f"--config={CONFIGS / 'overview'}.yaml", "--print_config")
+    assert "lightning.pytorch.callbacks.LearningRateMonitor" in done.stdout
+    assert "lightning_memprof.MemProfilerCallback" in done.stdout
+
+
 @pytest.mark.parametrize(("fragment", "steps"), [("overview", [[2, 3]]), ("trace", [[2, 3], [6, 7]])])
 def test_a_shipped_fragment(tmp_path: Path, cli: Run, fragment: str, steps: list[list[int]]) -> None:
     cli(f"--config={CONFIGS / fragment}.yaml")
@@ -178,11 +185,12 @@ def plain(tmp_path: Path, run_python: Run) -> Run:
 
 
 def test_the_environment_variable_attaches_to_a_program_that_knows_nothing_of_us(tmp_path: Path, plain: Run) -> None:
-    done = plain("1")
+    done = plain("1", "print('its own words')")
     assert done.returncode == 0, done.stderr[-3000:]
     assert recorded_steps(tmp_path) == [[2, 3]]
     assert list(tmp_path.rglob("*.pt.trace.json.gz"))
-    assert "verdict" in done.stdout
+    assert "verdict" in done.stderr
+    assert done.stdout == "its own words\n"
 
 
 @pytest.mark.parametrize("value", ["0", "", "off"])
@@ -199,7 +207,7 @@ def test_the_environment_variable_may_name_a_file_of_options(tmp_path: Path, pla
     done = plain(str(options))
     assert done.returncode == 0, done.stderr[-3000:]
     assert recorded_steps(tmp_path) == [[4]]
-    assert "verdict" not in done.stdout
+    assert "verdict" not in done.stderr
 
 
 def test_a_file_of_options_that_cannot_be_used_is_named(tmp_path: Path, plain: Run) -> None:

@@ -4,18 +4,42 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from lightning_memprof.analysis.findings.between_steps import between_steps
+from lightning_memprof.analysis.findings.callback_bound import callback_bound
 from lightning_memprof.analysis.findings.input_bound import input_bound
 from lightning_memprof.analysis.findings.memory_growth import memory_growth
-from lightning_memprof.analysis.findings.model import Evidence, Finding, Rule, Severity, Verdict, percent, shown_path
+from lightning_memprof.analysis.findings.model import (
+    Evidence,
+    Finding,
+    Rule,
+    Severity,
+    Verdict,
+    log_directory,
+    percent,
+    shown_path,
+    trace_directory,
+)
 from lightning_memprof.analysis.findings.nothing_found import nothing_found
 from lightning_memprof.analysis.findings.optimizer_bound import optimizer_bound
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.run import Run
 
-__all__ = ["Evidence", "Finding", "Severity", "Verdict", "conclude", "examine", "percent", "shown_path", "verdict"]
+__all__ = [
+    "Evidence",
+    "Finding",
+    "Severity",
+    "Verdict",
+    "conclude",
+    "examine",
+    "log_directory",
+    "percent",
+    "shown_path",
+    "trace_directory",
+    "verdict",
+]
 
-RULES: Final[tuple[Rule, ...]] = (memory_growth, input_bound, optimizer_bound)
+RULES: Final[tuple[Rule, ...]] = (memory_growth, input_bound, optimizer_bound, callback_bound, between_steps)
 
 
 def examine(evidence: Evidence) -> tuple[Finding, ...]:

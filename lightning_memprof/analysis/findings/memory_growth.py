@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from lightning_memprof.artifacts.series import PulseRow
 
-__all__ = ["Growth", "memory_growth", "steady_growth"]
+__all__ = ["Growth", "left_by_windows", "memory_growth", "steady_growth"]
 
 Point = tuple[int, int]
 
@@ -40,6 +40,12 @@ MAX_POINTS: Final = 200
 MAX_SEGMENTS: Final = 50
 # So many steps on each side of a window say where the memory stood, whatever a single one does.
 EDGE_STEPS: Final = 5
+# The first step makes what the training keeps: gradients and the optimizer's state.
+FIRST_STEPS: Final = 1
+# Fewer than these do not show where the memory stood.
+MIN_EDGE_STEPS: Final = 3
+# The C allocator's own jumps stay below this.
+MIN_LEFT_BYTES: Final = 8 * MIB
 COLUMNS: Final = (("rss_bytes", "Host memory", "resident size"), ("device_peak_bytes", "Device memory", "device peak"))
 
 
@@ -99,7 +105,7 @@ def steady_growth(rows: Sequence[PulseRow], column: str) -> Growth | None:
     training's. The slope is Theil and Sen's median over pairs of steps with no window between them; steady means that
     the medians of the four quarters rise one after the other.
     """
-    segments = _segments(rows, column)
+    segments = _segments(rows, column, max(WARMUP_STEPS, round(WARMUP_SHARE * len(rows))))
     if sum(map(len, segments)) < MIN_STEPS:
         return None
     slope = _median_slope(segments)
@@ -120,12 +126,31 @@ def steady_growth(rows: Sequence[PulseRow], column: str) -> Growth | None:
     return Growth(slope, added, start, steps)
 
 
-def _segments(rows: Sequence[PulseRow], column: str) -> list[list[Point]]:
-    """Return ``(step, bytes)`` after the warm-up, split where a window lies, without the steps that settle after it."""
+def left_by_windows(rows: Sequence[PulseRow], column: str) -> int | None:
+    """Return the bytes that windows added for good, or None where no window has steps enough on both sides of it.
+
+    Compared are the five steps before a window, or before several that are close together, and five after it has
+    settled, less what the training's own slope adds meanwhile. What is not clear of their spread counts as nothing.
+    """
+    segments = [one for one in _segments(rows, column, FIRST_STEPS) if len(one) >= MIN_EDGE_STEPS]
+    edges = [(before[-EDGE_STEPS:], after[:EDGE_STEPS]) for before, after in itertools.pairwise(segments)]
+    if not edges:
+        return None
+    slope = _median_slope(segments)
+    left = 0
+    for before, after in edges:
+        level = [value - slope * step for step, value in before], [value - slope * step for step, value in after]
+        if min(level[1]) > max(level[0]) or max(level[1]) < min(level[0]):
+            left += round(statistics.median(level[1]) - statistics.median(level[0]))
+    return left if left >= MIN_LEFT_BYTES else 0
+
+
+def _segments(rows: Sequence[PulseRow], column: str, skip: int) -> list[list[Point]]:
+    """Return ``(step, bytes)`` after ``skip`` rows, split where a window lies, without the steps that settle after."""
     segments: list[list[Point]] = []
     split = True
     settling = 0
-    for row in rows[max(WARMUP_STEPS, round(WARMUP_SHARE * len(rows))) :]:
+    for row in rows[skip:]:
         step, value = row["step"], row[column]
         if row["window"] is not None:
             split, settling = True, SETTLING_STEPS

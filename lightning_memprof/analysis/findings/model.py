@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from lightning_memprof.analysis.rows import text
 from lightning_memprof.analysis.steps import pulse_statistics
 
 if TYPE_CHECKING:
@@ -17,7 +18,24 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.run import Rank, Run
     from lightning_memprof.analysis.steps import PulseStatistics
 
-__all__ = ["Evidence", "Finding", "Rule", "Severity", "Verdict", "percent", "shown_path"]
+__all__ = [
+    "MIN_STEPS",
+    "SHORT_STEP_NS",
+    "Evidence",
+    "Finding",
+    "Rule",
+    "Severity",
+    "Verdict",
+    "log_directory",
+    "percent",
+    "shown_path",
+    "trace_directory",
+]
+
+# The first steps do what later ones do not (workers start, kernels are chosen): fewer than these say nothing of a run.
+MIN_STEPS: Final = 3
+# The Trainer itself takes 1 to 4 ms a step: in steps below this its share hides the model's.
+SHORT_STEP_NS: Final = 10_000_000
 
 
 class Severity(IntEnum):
@@ -73,8 +91,12 @@ class Evidence:
 
     def worst(self, phase: str) -> tuple[Rank, PulseStatistics] | None:
         """Return the rank that spends the largest share of its step in a phase."""
+        return self.worst_by(lambda statistics: statistics.share(phase))
+
+    def worst_by(self, cost: Callable[[PulseStatistics], float]) -> tuple[Rank, PulseStatistics] | None:
+        """Return the rank whose statistics cost the most."""
         candidates = [(rank, self.statistics[rank.rank]) for rank in self.run.ranks if rank.rank in self.statistics]
-        return max(candidates, key=lambda pair: pair[1].share(phase), default=None)
+        return max(candidates, key=lambda pair: cost(pair[1]), default=None)
 
     def on_rank(self, rank: Rank) -> str:
         """Return ``" on rank 3"`` where there are several ranks, else nothing."""
@@ -95,3 +117,15 @@ def shown_path(path: Path) -> str:
         return os.fspath(path.relative_to(Path.cwd()))
     except (ValueError, OSError):
         return os.fspath(path)
+
+
+def log_directory(run: Run) -> Path:
+    """Return the Trainer's log directory: a stage other than fit keeps its files one level below."""
+    stage = text(run.lead.facts, "stage") or "fit"
+    return run.root.parent if stage != "fit" and run.root.name == stage else run.root
+
+
+def trace_directory(run: Run, trace: Path) -> Path:
+    """Return what TensorBoard is to read for a trace: the log directory, or where the user sent the trace."""
+    home = log_directory(run)
+    return home if trace.is_relative_to(home) else trace.parent

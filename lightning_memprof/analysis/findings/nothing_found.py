@@ -5,17 +5,30 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.model import Evidence, Finding, Severity, percent, shown_path
+from lightning_memprof.analysis.findings.between_steps import NOTABLE_SHARE as NOTABLE_BETWEEN
+from lightning_memprof.analysis.findings.callback_bound import NOTABLE_SHARE as NOTABLE_CALLBACKS
+from lightning_memprof.analysis.findings.model import (
+    MIN_STEPS,
+    SHORT_STEP_NS,
+    Evidence,
+    Finding,
+    Severity,
+    percent,
+    shown_path,
+    trace_directory,
+)
 from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.run import Run
+    from lightning_memprof.analysis.steps import PulseStatistics
 
 __all__ = ["nothing_found"]
 
 # With fewer steps the first ones, which are never typical, are most of what was seen.
 FEW_STEPS: Final = 5
 MAX_MESSAGE: Final = 120
+LARGER: Final = "Give a step more work, such as a larger batch, before looking for a bottleneck in it."
 DOING: Final = {
     "data_wait": "waiting for data",
     "forward": "the forward pass",
@@ -30,36 +43,60 @@ def nothing_found(evidence: Evidence) -> Finding:
     """Say what dominates the step, and name the command that shows more."""
     run = evidence.run
     statistics = evidence.statistics.get(run.lead.rank) or next(iter(evidence.statistics.values()), None)
-    next_steps = (_look_further(run),)
+    failed = next((rank.exception for rank in run.ranks if rank.exception), None)
+    early = f"The run ended early with {failed[:MAX_MESSAGE]}. " if failed else ""
     if statistics is None:
         return Finding(
             rule="nothing_found",
             severity=Severity.NONE,
             sentence="No step was measured.",
-            evidence="The run has no pulse: it ended before its first step was over, or the pulse is switched off.",
+            evidence=early + "The run has no pulse: it ended before its first step was over, or the pulse is off.",
             next_steps=("Train for some steps with MemProfilerCallback() in Trainer(callbacks=[...]).",),
         )
     first, second = sorted(DOING, key=lambda phase: statistics.breakdown_ns[phase] or 0, reverse=True)[:2]
-    few = f" Only {statistics.steps} steps were seen: too few to judge." if statistics.steps < FEW_STEPS else ""
-    failed = next((rank.exception for rank in run.ranks if rank.exception), None)
+    numbers = {"dominant": first, "share": statistics.share(first), "duration_ns": statistics.mean_ns}
+    seen = f"{statistics.steps} step{' was' if statistics.steps == 1 else 's were'} seen"
+    if statistics.steps < MIN_STEPS:
+        return Finding(
+            rule="nothing_found",
+            severity=Severity.NOTICE,
+            sentence="Too few steps to judge.",
+            evidence=f"{early}{seen[0].upper()}{seen[1:]}, and the first one is never typical.",
+            next_steps=(f"Train for at least {FEW_STEPS} steps.", _look_further(run)),
+            numbers=numbers,
+        )
+    takes = f"{DOING[first]} takes {percent(statistics.share(first))} of a step"
+    few = f" Only {seen}." if statistics.steps < FEW_STEPS else ""
+    around = _around(statistics)
     return Finding(
         rule="nothing_found",
-        severity=Severity.NONE,
-        sentence=f"No bottleneck found: {DOING[first]} takes {percent(statistics.share(first))} of a step.",
+        severity=Severity.NONE if around is None else Severity.NOTICE,
+        sentence=f"No bottleneck found: {takes}." if around is None else around,
         evidence=(
-            (f"The run ended early with {failed[:MAX_MESSAGE]}. " if failed else "")
-            + f"A step takes {format_ns(statistics.median_ns)}; next comes {DOING[second]} with "
-            f"{percent(statistics.share(second))}.{few}"
+            f"{early}A step takes {format_ns(statistics.mean_ns)}"
+            + ("; next comes " if around is None else f": {takes}, ")
+            + f"{DOING[second]} {'with ' if around is None else ''}{percent(statistics.share(second))}.{few}"
         ),
-        next_steps=next_steps,
-        numbers={"dominant": first, "share": statistics.share(first), "duration_ns": statistics.mean_ns},
+        next_steps=(_look_further(run),) if around is None else (LARGER, _look_further(run)),
+        numbers=numbers,
     )
+
+
+def _around(statistics: PulseStatistics) -> str | None:
+    """Say that much of the step is not the model's, though too little of it to be a finding; None where it is not."""
+    callbacks = statistics.callbacks_ns / statistics.mean_ns if statistics.mean_ns else 0.0
+    between = statistics.between_ns / statistics.mean_ns if statistics.mean_ns else 0.0
+    if callbacks <= NOTABLE_CALLBACKS and between <= NOTABLE_BETWEEN:
+        return None
+    length = "very short" if statistics.mean_ns < SHORT_STEP_NS else "short"
+    around = percent(callbacks + between)
+    return f"The steps are {length}: callbacks and what lies between the phases take {around} of them."
 
 
 def _look_further(run: Run) -> str:
     """Name the command for the most telling artifact that is there."""
     traces = [one for one in run.artifacts if one.type == "trace" and one.state == "present"]
     if traces:
-        folder = shlex.quote(shown_path(traces[0].file.parent))
+        folder = shlex.quote(shown_path(trace_directory(run, traces[0].file)))
         return f"See every operator on a time line: tensorboard --logdir {folder}"
     return 'Record the operators of some steps too: Trainer(..., profiler="fts_extended")'

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -7,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from lightning_memprof.analysis.findings import Evidence, Finding, Severity, examine, verdict
-from lightning_memprof.analysis.findings.memory_growth import steady_growth
+from lightning_memprof.analysis.findings import Evidence, Finding, Severity, examine, percent, verdict
+from lightning_memprof.analysis.findings.memory_growth import left_by_windows, steady_growth
+from lightning_memprof.analysis.findings.rhythm import rhythm
 from lightning_memprof.analysis.run import load_run
 from lightning_memprof.testing import HEALTHY, FakeRun, make_run
-from lightning_memprof.units import GIB, MIB
+from lightning_memprof.units import GIB, MIB, format_ns
 
 
 def found(tmp_path: Path, fake: FakeRun) -> dict[str, Finding]:
@@ -30,6 +32,16 @@ def loader(**settings: Any) -> dict[str, Any]:
 def optimizer(**settings: Any) -> dict[str, Any]:
     usual = {"name": "AdamW", "foreach": None, "fused": None, "parameters": 1000, "device": "cpu"}
     return {"optimizers": [{**usual, **settings}]}
+
+
+def set_epochs(directory: Path, steps: int) -> None:
+    """Make each epoch of the pulse this many steps long."""
+    pulse = directory / "pulse.rank00000.csv"
+    header, *lines = pulse.read_text().splitlines()
+    rows = [line.split(",") for line in lines]
+    for row in rows:
+        row[2] = str(int(row[0]) // steps)
+    pulse.write_text("\n".join([header, *map(",".join, rows)]) + "\n")
 
 
 def test_a_healthy_run_has_no_findings_and_a_command_to_look_further(tmp_path: Path) -> None:
@@ -53,8 +65,21 @@ def test_a_run_without_steps_says_so(tmp_path: Path) -> None:
 
 def test_few_steps_are_too_few_to_judge(tmp_path: Path) -> None:
     said = verdict(load_run(make_run(tmp_path, FakeRun(steps=2, windows=(), phases=phases(data_wait=10**9)))))
-    assert said.rule == "nothing_found"
-    assert "Only 2 steps were seen: too few to judge." in said.why
+    assert (said.rule, said.severity) == ("nothing_found", Severity.NOTICE)
+    assert said.sentence == "Too few steps to judge."
+    assert said.why.startswith("2 steps were seen")
+
+
+def test_one_step_is_said_in_the_singular(tmp_path: Path) -> None:
+    said = verdict(load_run(make_run(tmp_path, FakeRun(steps=1, windows=()))))
+    assert said.why.startswith("1 step was seen")
+    assert said.severity is Severity.NOTICE
+
+
+def test_three_steps_are_judged_with_a_word_of_caution(tmp_path: Path) -> None:
+    said = verdict(load_run(make_run(tmp_path, FakeRun(steps=4, windows=()))))
+    assert (said.rule, said.severity) == ("nothing_found", Severity.NONE)
+    assert said.why.endswith("Only 4 steps were seen.")
 
 
 def test_an_early_end_is_said(tmp_path: Path) -> None:
@@ -78,11 +103,11 @@ def test_a_little_waiting_is_no_finding(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "device", "said", "unsaid"),
     [
-        ({"num_workers": 2, "prefetch_factor": 2}, "cpu", "num_workers=4); it is 2", "pin_memory=True"),
+        ({"num_workers": 2, "prefetch_factor": 2}, "cpu", "DataLoader(num_workers=4), or make", "pin_memory=True"),
         ({"num_workers": 2, "prefetch_factor": 2}, "cpu", "persistent_workers=True", "pin_memory=True"),
         ({"num_workers": 2, "prefetch_factor": 2}, "cuda", "pin_memory=True", "num_workers is 0"),
-        ({"num_workers": 8, "prefetch_factor": 4, "persistent_workers": True}, "cpu", "prefetch_factor=8", "persist"),
-        ({"num_workers": 8, "prefetch_factor": 4}, "cpu", "prefetch_factor=8", "num_workers="),
+        ({"num_workers": 8, "persistent_workers": True}, "cpu", "DataLoader(num_workers=16)", "persist"),
+        ({"num_workers": 32, "prefetch_factor": 4}, "cpu", "make __getitem__ faster", "num_workers="),
     ],
 )
 def test_next_steps_leave_out_what_is_already_set(
@@ -118,16 +143,233 @@ def test_waiting_at_the_start_of_epochs_asks_for_persistent_workers_first(tmp_pa
         training=loader(num_workers=2, prefetch_factor=2),
     )
     directory = make_run(tmp_path, fake)
-    pulse = directory / "pulse.rank00000.csv"
-    header, *lines = pulse.read_text().splitlines()
-    rows = [line.split(",") for line in lines]
-    for row in rows:
-        row[2] = str(int(row[0]) // 10)
-    pulse.write_text("\n".join([header, *map(",".join, rows)]) + "\n")
+    set_epochs(directory, 10)
     finding = examine(Evidence.of(load_run(directory)))[0]
     assert finding.rule == "input_bound"
     assert "at the start of epochs" in finding.evidence
     assert "persistent_workers=True" in finding.next_steps[0]
+
+
+@pytest.mark.parametrize("prefetch", [2, 4, 8])
+def test_workers_that_cannot_keep_up_are_not_told_to_prefetch(tmp_path: Path, prefetch: int) -> None:
+    # Two workers that began together: every second step waits for both.
+    fake = FakeRun(
+        steps=60,
+        phases=lambda _, step: {**HEALTHY, "data_wait": 100_000_000 if step % 2 else 400_000},
+        training=loader(num_workers=2, prefetch_factor=prefetch, persistent_workers=True),
+    )
+    finding = found(tmp_path, fake)["input_bound"]
+    assert "prefetch" not in " ".join(finding.next_steps)
+    assert "few steps" not in finding.evidence
+    assert "The 2 workers cannot keep up: use DataLoader(num_workers=4)" in finding.next_steps[0]
+
+
+def test_as_many_workers_as_cores_are_told_to_do_less_or_to_be_more(tmp_path: Path) -> None:
+    fake = FakeRun(phases=phases(data_wait=100_000_000), training=loader(num_workers=8, persistent_workers=True))
+    first = found(tmp_path, fake)["input_bound"].next_steps[0]
+    assert "make __getitem__ faster" in first
+    assert "more workers than the 8 cores help too: DataLoader(num_workers=16)" in first
+
+
+def test_waits_in_few_steps_are_told_to_prefetch(tmp_path: Path) -> None:
+    fake = FakeRun(
+        steps=60,
+        phases=lambda _, step: {**HEALTHY, "data_wait": 200_000_000 if step in (20, 37, 51) else 400_000},
+        training=loader(num_workers=2, prefetch_factor=2, persistent_workers=True),
+    )
+    finding = found(tmp_path, fake)["input_bound"]
+    assert "most of it in few steps" in finding.evidence
+    assert "DataLoader(prefetch_factor=4); it is 2" in finding.next_steps[0]
+
+
+TINY = {"forward": 300_000, "backward": 400_000, "callbacks": 100_000, "other": 200_000}
+
+
+@pytest.mark.parametrize(
+    ("costly", "rule"), [({"optimizer": 800_000}, "optimizer_bound"), ({"data_wait": 1_500_000}, "input_bound")]
+)
+def test_the_overhead_of_tiny_steps_is_no_finding(tmp_path: Path, costly: dict[str, int], rule: str) -> None:
+    training = {**optimizer(), **loader()}
+    tiny = {"data_wait": 100_000, "optimizer": 100_000, **TINY, **costly}
+    assert rule not in found(tmp_path / "tiny", FakeRun(phases=lambda *_: tiny, training=training))
+    scaled = {phase: 20 * ns for phase, ns in tiny.items()}
+    assert rule in found(tmp_path / "large", FakeRun(phases=lambda *_: scaled, training=training))
+
+
+def with_callback(directory: Path, key: str, share: float = 1.0) -> Path:
+    """Give the window's callback this key, and this part of the time."""
+    series = directory / "window000" / "rank00000.hooks.jsonl"
+    rows = [json.loads(line) for line in series.read_text().splitlines()]
+    for row in rows:
+        if row["action"].startswith("[Callback]"):
+            row["action"] = f"[Callback]{key}.on_train_batch_end"
+            row["duration_ns"] = round(row["duration_ns"] * share)
+    series.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+@pytest.mark.parametrize(
+    "key", ["SlowCallback", "main.<locals>.SlowCallback", "SlowCallback{'monitor': 'val.loss', 'mode': 'a}.b'}"]
+)
+def test_a_slow_callback_is_found_and_its_class_is_named(tmp_path: Path, key: str) -> None:
+    directory = with_callback(make_run(tmp_path, FakeRun(phases=phases(callbacks=65_000_000))), key)
+    finding = examine(Evidence.of(load_run(directory)))[0]
+    assert (finding.rule, finding.severity) == ("callback_bound", Severity.CRITICAL)
+    assert finding.sentence == "Callbacks take 78 % of a step, most of it SlowCallback.on_train_batch_end."
+    assert "SlowCallback.on_train_batch_end takes 65.0 ms of a recorded step" in finding.evidence
+    assert "every N batches" in finding.next_steps[0]
+
+
+def test_our_own_callback_is_not_named(tmp_path: Path) -> None:
+    directory = with_callback(make_run(tmp_path, FakeRun(phases=phases(callbacks=65_000_000))), "MemProfilerCallback")
+    finding = examine(Evidence.of(load_run(directory)))[0]
+    assert finding.sentence == "Callbacks take 78 % of a step."
+    assert "MemProfilerCallback." not in finding.evidence
+
+
+def test_a_checkpoint_every_few_steps_is_not_blamed_on_what_the_window_saw(tmp_path: Path) -> None:
+    fake = FakeRun(
+        steps=60, phases=lambda _, step: {**HEALTHY, "callbacks": 300_000_000 if step % 10 == 9 else 100_000}
+    )
+    finding = found(tmp_path, fake)["callback_bound"]
+    assert "every 10th step takes 300 ms in them" in finding.evidence
+    assert "TQDMProgressBar" not in finding.sentence + finding.evidence
+    assert "ModelCheckpoint(every_n_train_steps=...)" in finding.next_steps[0]
+    assert "Schedule(wait=7, active=3)" in finding.next_steps[1]
+
+
+def test_on_an_accelerator_callbacks_are_what_other_can_hold(tmp_path: Path) -> None:
+    busy = phases(callbacks=65_000_000)  # the device works meanwhile: its own clock has nothing to spare
+    assert "callback_bound" not in found(tmp_path / "busy", FakeRun(phases=busy, device_bytes=lambda _: MIB))
+    idle = phases(callbacks=65_000_000, other=65_000_000)
+    finding = found(tmp_path / "idle", FakeRun(phases=idle, device_bytes=lambda _: MIB))["callback_bound"]
+    assert "by the host's clock" in finding.evidence
+
+
+@pytest.mark.parametrize("callbacks", [100_000, 1_500_000])
+def test_cheap_callbacks_are_no_finding(tmp_path: Path, callbacks: int) -> None:
+    assert list(found(tmp_path, FakeRun(phases=phases(callbacks=callbacks)))) == ["nothing_found"]
+
+
+def test_what_takes_long_every_tenth_step_is_said_with_its_rhythm(tmp_path: Path) -> None:
+    fake = FakeRun(steps=80, phases=lambda _, step: {**HEALTHY, "other": 1_100_000_000 if step % 10 == 9 else 500_000})
+    finding = found(tmp_path, fake)["between_steps"]
+    assert finding.severity is Severity.CRITICAL
+    assert finding.evidence.startswith("Every 10th step takes 1.10 s between its phases: validation or a checkpoint")
+    assert "Trainer(val_check_interval=...)" in finding.next_steps[0]
+    assert finding.numbers["validation"] is None
+
+
+def test_a_validation_that_a_window_recorded_is_known(tmp_path: Path) -> None:
+    def every_tenth(_: int, step: int) -> Mapping[str, int]:
+        return {**HEALTHY, "other": 1_100_000_000 if step % 10 == 9 else 500_000}
+
+    directory = make_run(tmp_path, FakeRun(steps=80, windows=((19, 20),), phases=every_tenth))
+    series = directory / "window000" / "rank00000.hooks.jsonl"
+    rows = [json.loads(line) for line in series.read_text().splitlines()]
+    end = max(row["start_ns"] + row["duration_ns"] for row in rows if row["step"] == 19 and row["depth"] == 0)
+    row = {"step": 19, "global_step": 19, "recorded": True, "duration_ns": 500_000_000, "depth": 0}
+    rows += [
+        {**row, "action": "[_EvaluationLoop].val_next", "start_ns": end},
+        {**row, "action": "[Strategy]SingleDeviceStrategy.validation_step", "start_ns": end + 500_000_000},
+    ]
+    series.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    finding = examine(Evidence.of(load_run(directory)))[0]
+    assert finding.evidence == "Every 10th step takes 1.10 s between its phases: validation, 1.00 s of a recorded step."
+    assert finding.sentence.endswith("of the time, most of it validation.")
+    assert finding.numbers["validation"] is True
+
+
+def test_a_validation_at_the_end_of_epochs_is_told_by_its_place(tmp_path: Path) -> None:
+    fake = FakeRun(
+        steps=40,
+        windows=(),
+        phases=lambda _, step: {**HEALTHY, "other": 400_000_000 if step % 13 == 12 else 500_000},
+    )
+    directory = make_run(tmp_path, fake)
+    set_epochs(directory, 13)
+    finding = examine(Evidence.of(load_run(directory)))[0]
+    assert finding.evidence.startswith("The last step of each epoch takes 400 ms between its phases")
+
+
+def test_time_between_the_phases_of_every_step_names_the_hook_that_takes_it(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, FakeRun(phases=phases(other=30_000_000)))
+    finding = examine(Evidence.of(load_run(directory)))[0]
+    assert "are neither a phase nor a callback: logging, or code of the program" in finding.evidence
+    assert "log_every_n_steps" in finding.next_steps[0]
+    series = directory / "window000" / "rank00000.hooks.jsonl"
+    rows = [json.loads(line) for line in series.read_text().splitlines()]
+    rows += [
+        {
+            **row,
+            "action": "[LightningModule]LitGPT.on_train_batch_end",
+            "start_ns": row["start_ns"] + row["duration_ns"],
+            "duration_ns": 25_000_000,
+        }
+        for row in rows
+        if row["action"].startswith("[Callback]")
+    ]
+    series.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    finding = examine(Evidence.of(load_run(directory)))[0]
+    assert "LitGPT.on_train_batch_end takes 25.0 ms of a recorded step" in finding.evidence
+
+
+@pytest.mark.parametrize("other", [500_000, 3_000_000])
+def test_what_the_trainer_does_between_phases_is_no_finding(tmp_path: Path, other: int) -> None:
+    assert list(found(tmp_path, FakeRun(phases=phases(other=other)))) == ["nothing_found"]
+
+
+@pytest.mark.parametrize("around", [{"callbacks": 1_500_000}, {"other": 1_500_000}])
+def test_the_verdict_is_never_green_where_much_of_the_step_is_not_the_models(
+    tmp_path: Path, around: dict[str, int]
+) -> None:
+    tiny = {"data_wait": 100_000, "optimizer": 200_000, **TINY, **around}
+    said = verdict(load_run(make_run(tmp_path, FakeRun(phases=lambda *_: tiny))))
+    assert (said.rule, said.severity) == ("nothing_found", Severity.NOTICE)
+    assert said.sentence.startswith("The steps are very short: callbacks and what lies between the phases take")
+
+
+@pytest.mark.parametrize(
+    ("steps", "subject"),
+    [
+        ((9, 19, 29), "Every 10th step"),
+        ((2, 5, 8, 11), "Every 3rd step"),
+        ((1, 23, 45), "Every 22nd step"),
+        ((9, 12, 31), "3 of 59 steps"),
+        ((9, 19), "2 of 59 steps"),
+        ((30,), "1 of 59 steps (step 30)"),
+        ((59,), "The last step of the epoch"),
+    ],
+)
+def test_few_steps_are_named_by_their_rhythm(tmp_path: Path, steps: tuple[int, ...], subject: str) -> None:
+    slow = {**HEALTHY, "other": 9 * 10**9}
+    fake = FakeRun(steps=60, windows=(), phases=lambda _, step: slow if step in steps else HEALTHY)
+    few = rhythm(load_run(make_run(tmp_path, fake)).lead, "other")
+    assert few is not None
+    assert few.subject == subject
+    assert few.steps == steps
+
+
+def test_a_phase_that_is_slow_in_each_step_has_no_rhythm(tmp_path: Path) -> None:
+    assert rhythm(load_run(make_run(tmp_path, FakeRun(phases=phases(other=10**9)))).lead, "other") is None
+
+
+def test_sentence_and_table_agree_where_median_and_mean_differ(tmp_path: Path) -> None:
+    def uneven(_: int, step: int) -> Mapping[str, int]:
+        return {**HEALTHY, "optimizer": (6_000_000, 12_000_000)[step % 3 == 0]}
+
+    run = load_run(make_run(tmp_path, FakeRun(phases=uneven, training=optimizer())))
+    said, statistics = verdict(run), Evidence.of(run).statistics[0]
+    assert statistics.share("optimizer") > statistics.median_shares["optimizer"] + 0.02
+    assert said.sentence == f"The optimizer takes {percent(statistics.share('optimizer'))} of a step."
+    assert format_ns(statistics.mean_ns) in said.why
+
+
+def test_the_healthy_verdict_speaks_of_the_mean_step(tmp_path: Path) -> None:
+    run = load_run(make_run(tmp_path, FakeRun(phases=lambda _, step: {**HEALTHY, "backward": 10**5 * step**2})))
+    statistics = Evidence.of(run).statistics[0]
+    assert statistics.mean_ns != statistics.median_ns
+    assert f"A step takes {format_ns(statistics.mean_ns)};" in verdict(run).why
 
 
 def test_a_looping_optimizer_is_found_and_fused_is_named(tmp_path: Path) -> None:
@@ -245,6 +487,32 @@ def test_growth_is_seen_through_windows_and_noise(tmp_path: Path) -> None:
     fake = FakeRun(steps=120, windows=windows, trace=False, rss_bytes=lambda step: noisy(step) + step * 4 * MIB)
     slope = found(tmp_path, fake)["memory_growth"].numbers["bytes_per_step"]
     assert slope == pytest.approx(4 * MIB, rel=0.5)
+
+
+def left(tmp_path: Path, rss: Callable[[int], int], windows: tuple[tuple[int, ...], ...] = ((20, 21),)) -> int | None:
+    fake = FakeRun(steps=60, windows=windows, trace=False, rss_bytes=rss)
+    return left_by_windows(load_run(make_run(tmp_path, fake)).lead.pulse, "rss_bytes")
+
+
+@pytest.mark.parametrize("slope", [0, 9 * MIB])
+def test_memory_that_a_window_leaves_is_told_from_growth(tmp_path: Path, slope: int) -> None:
+    jump = left(tmp_path / "jump", lambda step: 500 * MIB + slope * step + (112 * MIB if step >= 20 else 0))
+    assert jump == pytest.approx(112 * MIB, rel=0.01)
+    assert left(tmp_path / "none", lambda step: 500 * MIB + slope * step) == 0
+
+
+def test_memory_that_windows_close_together_leave_is_compared_around_all_of_them(tmp_path: Path) -> None:
+    windows = tuple((start, start + 1) for start in range(6, 44, 8))
+    size = left(tmp_path, lambda step: (500 + min(max(step - 5, 0), 40)) * MIB, windows)
+    assert size == pytest.approx(40 * MIB, rel=0.1)
+
+
+def test_noise_around_a_window_is_not_what_it_left(tmp_path: Path) -> None:
+    assert left(tmp_path, noisy) == 0
+
+
+def test_a_window_at_the_start_cannot_say_what_it_left(tmp_path: Path) -> None:
+    assert left(tmp_path, lambda step: (500 + 100 * (step > 1)) * MIB, ((2, 3),)) is None
 
 
 def test_few_steps_cannot_show_growth(tmp_path: Path) -> None:

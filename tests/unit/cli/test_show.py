@@ -77,3 +77,15 @@ def test_show_needs_neither_torch_nor_lightning(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("verdict ")
+
+
+def test_show_has_what_the_program_named_on_the_page_and_in_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = make_run(tmp_path)
+    row = {"name": "load", "step": None, "global_step": None, "time_ns": 1, "peak_rss_bytes": None}
+    moments = [{**row, "point": "start", "rss_bytes": 2**20}, {**row, "point": "end", "rss_bytes": 3 * 2**20}]
+    (directory / "snapshots.rank00000.jsonl").write_text("".join(json.dumps(one) + "\n" for one in moments))
+    assert shown(capsys, tmp_path)["named"] == [{"rank": 0, **one} for one in moments]
+    assert show(str(tmp_path)) == 0
+    assert "named     load  once · rss +2.00 MiB" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from pathlib import Path
 
@@ -32,6 +33,13 @@ def append(directory: Path, kind: str, rank: int = 0, **facts: object) -> None:
     writer = ManifestWriter(directory / f"manifest.rank{rank:05d}.jsonl")
     writer.append(kind, **facts)
     writer.close()
+
+
+def section(text: str, label: str) -> list[str]:
+    """The lines from the one that opens with a label to the next empty one."""
+    lines = text.splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith(label))
+    return lines[start : lines.index("", start)]
 
 
 def lines_of(text: str, name: str) -> list[str]:
@@ -66,7 +74,25 @@ RUNS = {
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_no_line_is_wider_than_80_columns_or_the_terminal(name: str, width: int) -> None:
     text = page(make_run(Path("logs").absolute(), RUNS[name]), width)
-    assert max(cell_len(line) for line in text.splitlines()) <= min(width, 80)
+    files = set(section(text, "files"))
+    assert max(cell_len(line) for line in text.splitlines() if line not in files) <= min(width, 80)
+    assert max(map(cell_len, files)) <= min(width, 120)
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("colours", [False, True])
+def test_no_line_ends_in_blanks(name: str, colours: bool) -> None:
+    text = page(make_run(Path("logs").absolute(), RUNS[name]), colours=colours)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    assert [line for line in plain.split("\n") if line != line.rstrip()] == []
+
+
+def test_a_wide_terminal_shows_long_names_on_one_line() -> None:
+    directory = make_run(Path("logs").absolute())
+    name = f"{'n' * 80}.bin"
+    append(directory, "artifact", collector="x", type="blob", path=f"memprofiler/{name}", size_bytes=1, window=None)
+    assert name in page(directory, 200)
+    assert name not in page(directory, 80)
 
 
 def test_there_are_no_colours_where_there_is_no_terminal() -> None:
@@ -148,6 +174,70 @@ def test_an_older_run_is_named_by_its_own_directory() -> None:
     text = page(older.parent)
     assert "show logs --format" in text
     assert "this is memprofiler-2; beside it: logs/memprofiler" in text
+
+
+def test_a_run_that_is_named_itself_says_which_others_lie_beside_it() -> None:
+    older = make_run(Path("logs").absolute())
+    assert "beside it" not in page(older)
+    make_run(Path("logs").absolute())
+    make_run(Path("logs/validate").absolute(), FakeRun(stage="validate"))
+    others = " ".join(" ".join(section(page(older), "note")).split())
+    assert others.endswith("this is memprofiler; beside it: logs/memprofiler-2, logs/validate/memprofiler")
+
+
+def test_tensorboard_reads_the_log_directory_whatever_the_stage() -> None:
+    text = page(make_run(Path("logs/validate").absolute(), FakeRun(stage="validate")))
+    assert text.count("tensorboard --logdir logs\n") == 2
+    assert "show logs/validate --format" in text
+
+
+def test_steps_in_windows_are_marked_as_dearer() -> None:
+    note = "steps in windows include the cost of recording them"
+    assert note in page(make_run(Path("with").absolute()))
+    assert note not in page(make_run(Path("without").absolute(), FakeRun(windows=())))
+
+
+def test_memory_of_several_steps_says_when_it_was_read() -> None:
+    text = page(make_run(Path("logs").absolute()))
+    (line, _) = lines_of(text, "host rss")
+    assert line.split("MiB")[1].strip().startswith("at the end")
+    assert line.count("at the end") == 1
+    text = page(make_run(Path("many").absolute(), FakeRun(windows=((2, 3, 4, 5), (10, 11, 12)))))
+    assert lines_of(text, "host rss")[0].count("at the end") == 3
+    assert "at the end" not in lines_of(text, "host rss peak")[0]
+
+
+def test_memory_that_recording_added_is_part_of_our_cost() -> None:
+    fake = FakeRun(windows=((12, 13),), rss_bytes=lambda step: (500 + 112 * (step > 12)) * MIB)
+    cost = " ".join(" ".join(section(page(make_run(Path("more").absolute(), fake)), "our cost")).split())
+    assert "about 112 MiB of resident memory after its windows" in cost
+    fake = FakeRun(windows=((12, 13),))
+    assert "resident memory" not in page(make_run(Path("same").absolute(), fake))
+
+
+def test_a_run_that_left_only_its_setup_did_not_start() -> None:
+    directory = make_run(Path("logs").absolute(), FakeRun(steps=0, windows=(), endings={0: None}))
+    assert "0 steps · did not start" in " ".join(page(directory).split())
+    running = make_run(Path("run").absolute(), FakeRun(steps=1, windows=(), endings={0: None}))
+    assert "still running, or killed" in page(running)
+    ended = make_run(Path("end").absolute(), FakeRun(steps=0, windows=()))
+    assert "did not start" not in page(ended)
+
+
+def test_named_moments_have_a_line_each() -> None:
+    directory = make_run(Path("logs").absolute())
+    sizes = [("load", "start", 400), ("load", "end", 500), ("[red]x", "snapshot", 500), ("load", "start", 500),
+             ("load", "end", 480), ("odd", "start", 480)]  # fmt: skip
+    rows = [
+        {"name": name, "point": point, "step": None, "global_step": None, "time_ns": 1, "rss_bytes": size * MIB}
+        for name, point, size in sizes
+    ]
+    (directory / "snapshots.rank00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [line[10:] for line in section(page(directory), "named")] == [
+        "load    2 times · rss +40.0 MiB a time, at most +100 MiB",
+        "[red]x  once · rss 500 MiB",
+        "odd     once · did not end",
+    ]
 
 
 def test_failures_damage_and_gaps_are_shown_with_their_reasons() -> None:

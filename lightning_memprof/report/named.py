@@ -1,0 +1,99 @@
+"""Memory at the moments that the program named: snapshots and regions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lightning_memprof.analysis.rows import series_rows, text, whole
+from lightning_memprof.analysis.run import Problem
+from lightning_memprof.artifacts.naming import regions_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightning_memprof.analysis.run import Run
+
+__all__ = ["NamedMoment", "NamedSummary", "named_moments", "summarize"]
+
+START, END = "start", "end"
+
+
+@dataclass(frozen=True)
+class NamedMoment:
+    """One row: memory in bytes at a named point; ``point`` is ``snapshot``, or ``start`` or ``end`` of a region."""
+
+    rank: int
+    name: str
+    point: str
+    step: int | None
+    global_step: int | None
+    time_ns: int | None
+    rss_bytes: int | None
+    peak_rss_bytes: int | None
+
+
+@dataclass(frozen=True)
+class NamedSummary:
+    """All moments of one name on one rank.
+
+    ``rss_bytes`` are those of its snapshots in order; ``changes_bytes`` those from the start to the end of each time
+    that its region was run through, in the order of their ends. ``unfinished`` counts the regions that did not end.
+    """
+
+    rank: int
+    name: str
+    times: int
+    is_region: bool
+    rss_bytes: tuple[int, ...]
+    changes_bytes: tuple[int, ...]
+    unfinished: int
+
+
+def named_moments(run: Run) -> tuple[tuple[NamedMoment, ...], list[Problem]]:
+    """Return the named moments of every rank in order of rank and time, and which files could not be read."""
+    moments: list[NamedMoment] = []
+    problems: list[Problem] = []
+    for rank in run.ranks:
+        path = run.directory / regions_name(rank.rank)
+        if not path.exists():
+            continue
+        rows, damage = series_rows(path)
+        if damage:
+            problems.append(Problem(path.name, damage, rank.rank))
+        moments += [
+            NamedMoment(
+                rank.rank, name, text(row, "point") or "snapshot", whole(row, "step"), whole(row, "global_step"),
+                whole(row, "time_ns"), whole(row, "rss_bytes"), whole(row, "peak_rss_bytes"),
+            )
+            for row in rows
+            if (name := text(row, "name")) is not None
+        ]  # fmt: skip
+    return tuple(moments), problems
+
+
+def summarize(moments: Sequence[NamedMoment]) -> list[NamedSummary]:
+    """Return one summary for each rank and name, snapshots and regions apart, in order of first appearance."""
+    groups: dict[tuple[int, str, bool], list[NamedMoment]] = {}
+    for one in moments:
+        groups.setdefault((one.rank, one.name, one.point in (START, END)), []).append(one)
+    return [_summary(rank, name, group, is_region=region) for (rank, name, region), group in groups.items()]
+
+
+def _summary(rank: int, name: str, moments: Sequence[NamedMoment], *, is_region: bool) -> NamedSummary:
+    if not is_region:
+        sizes = tuple(one.rss_bytes for one in moments if one.rss_bytes is not None)
+        return NamedSummary(rank, name, len(moments), is_region, sizes, (), 0)
+    # A region inside of one with its own name ends first.
+    open_regions: list[NamedMoment] = []
+    changes: list[int] = []
+    times = 0
+    for one in moments:
+        if one.point == START:
+            times += 1
+            open_regions.append(one)
+        elif open_regions:
+            before = open_regions.pop().rss_bytes
+            if before is not None and one.rss_bytes is not None:
+                changes.append(one.rss_bytes - before)
+    return NamedSummary(rank, name, times, is_region, (), tuple(changes), len(open_regions))
