@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
+from rich.text import Text
 
 from lightning_memprof import load_run
 from lightning_memprof.report.terminal import render
@@ -19,8 +20,10 @@ TARGET = Path(__file__).parent / "images" / "summary.svg"
 
 def main(run: str) -> None:
     """Write the picture."""
-    console = Console(record=True, width=80, force_terminal=True, color_system="truecolor", file=io.StringIO())
-    render(run_view(load_run(run)), console)
+    page = Console(width=80, force_terminal=True, color_system="truecolor", file=io.StringIO())
+    render(run_view(load_run(run)), page)
+    console = Console(record=True, width=80, file=io.StringIO())
+    console.print(Text.from_ansi(page.file.getvalue().rstrip()))  # type: ignore[attr-defined]
     svg = console.export_svg(title="trainer.fit(model)", theme=MONOKAI, unique_id="memprof")
     # Rich names fonts of another host; a picture in a repository asks nobody.
     svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)

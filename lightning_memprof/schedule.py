@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Literal
@@ -132,7 +131,7 @@ class Window:
     Attributes:
         index: number of the window in its run, from 0.
         warmup: steps that warm up the collectors.
-        active: steps that are recorded.
+        active: steps that are recorded; empty, as ``warmup`` is, where a function of the user's is the schedule.
 
     """
 
@@ -141,7 +140,7 @@ class Window:
     active: tuple[int, ...]
 
 
-def plan_window(schedule: Callable[[int], Action], count: int, *, step: int, index: int) -> Window:
+def plan_window(schedule: Schedule, count: int, *, step: int, index: int) -> Window:
     """Look ahead from a window's first step to its end.
 
     The look-ahead is bounded: a schedule that never saves gives the steps up to that bound.

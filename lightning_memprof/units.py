@@ -11,11 +11,14 @@ MIB: Final = 1024**2
 GIB: Final = 1024**3
 
 _BYTE_STEPS: Final = ((1024**4, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
+# A damaged file may hold integers that no float can.
+_MOST: Final = 1e300
 _NS_STEPS: Final = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "us"))
 
 
 def format_bytes(n: float) -> str:
     """Write a number of bytes with a binary unit and three significant figures: ``"1.23 GiB"``."""
+    n = max(min(n, _MOST), -_MOST)
     for scale, unit in _BYTE_STEPS:
         if abs(n) >= scale:
             return f"{_three_figures(n / scale)} {unit}"
@@ -24,6 +27,7 @@ def format_bytes(n: float) -> str:
 
 def format_ns(ns: float) -> str:
     """Write a duration in nanoseconds with a decimal unit and three significant figures: ``"18.2 ms"``."""
+    ns = max(min(ns, _MOST), -_MOST)
     for scale, unit in _NS_STEPS:
         if abs(ns) >= scale:
             return f"{_three_figures(ns / scale)} {unit}"

@@ -262,12 +262,13 @@ def _parse(text: str) -> tuple[list[Path], Path, TableOptions]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the table that the one argument asks for: 0, or 1 with one line on stderr."""
+    """Write the table that the one argument, or with ``-`` standard input, asks for: 0, or 1 and a line on stderr."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         if len(arguments) != 1:
             raise ConfigError(f"one argument is wanted, a JSON object, not {len(arguments)}")
-        traces, out, options = _parse(arguments[0])
+        # One argument of a process has a limit; a run of many windows has more traces than fit into it.
+        traces, out, options = _parse(sys.stdin.read() if arguments[0] == "-" else arguments[0])
         write_operator_table(traces, out, options)
     except (MemprofError, OSError) as error:
         sys.stderr.write(f"operator table: {error}\n")

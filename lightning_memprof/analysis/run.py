@@ -334,7 +334,7 @@ def _checked(row: Row, path: str, file: Path, rank: int) -> Artifact:
     kind = text(row, "type") or "blob"
     try:
         size: int | None = file.stat().st_size
-    except OSError:
+    except (OSError, ValueError):
         size = None
     expected = whole(row, "size_bytes")
     differs = kind not in UNCHECKED_TYPES and expected is not None and size != expected

@@ -10,11 +10,19 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from lightning_memprof.artifacts.manifest import ManifestWriter
 
-__all__ = ["Faults", "OnError"]
+__all__ = ["Faults", "OnError", "describe"]
 
 log = logging.getLogger(__name__)
 
 OnError = Literal["warn", "raise"]
+
+
+def describe(error: BaseException) -> str:
+    """Write an exception as one line, also one whose own text cannot be had."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 the text of anybody's exception may fail
+        return type(error).__name__
 
 
 class Faults:
@@ -31,7 +39,7 @@ class Faults:
         self._on_error = on_error
         self.switched_off: set[str] = set()
 
-    def report(self, collector: str, where: str, window: int | None, error: Exception) -> None:
+    def report(self, collector: str, where: str, window: int | None, error: BaseException) -> None:
         """Write down that ``collector`` failed, and switch it off."""
         first = collector not in self.switched_off
         self.switched_off.add(collector)
@@ -41,7 +49,7 @@ class Faults:
                 collector=collector,
                 where=where,
                 window=window,
-                message=f"{type(error).__name__}: {error}",
+                message=describe(error),
                 traceback="".join(traceback.format_exception(error)),
             )
         if self._on_error == "raise":

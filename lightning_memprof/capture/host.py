@@ -77,7 +77,7 @@ class HostMemory(Collector):
         with run.sink.series(window, self.name) as write:
 
             def is_last(mark: Mark) -> bool:
-                return mark.point is Point.STEP_END and mark.step == window.active[-1]
+                return mark.point is Point.STEP_END and window.active[-1:] == (mark.step,)
 
             def sample(mark: Mark) -> None:
                 size = process.memory_info()

@@ -19,9 +19,14 @@ if TYPE_CHECKING:
 
     from lightning_memprof.capture.session import Position
 
-__all__ = ["NamedSnapshots"]
+__all__ = ["NamedSnapshots", "plain"]
 
 log = logging.getLogger(__name__)
+
+
+def plain(name: object) -> str:
+    """Turn what a program may give as a name into text that files and traces take."""
+    return str(name).encode("utf-8", "replace").decode()
 
 
 class NamedSnapshots:

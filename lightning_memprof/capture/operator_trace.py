@@ -124,11 +124,13 @@ class OperatorTrace(Collector):
         finally:
             _KINETO.release()
 
-    def _give_way(self, run: RunContext, window: Window, trace: _Trace) -> None:
-        if trace.finish():
+    def _give_way(self, run: RunContext, window: Window, trace: _Trace) -> bool:
+        had_it = trace.finish()
+        if had_it:
             reason = "the program started a torch profiler of its own; the trace ends there"
             run.sink.manifest.append("unavailable", collector=self.name, window=window.index, reason=reason)
             log.info("window %d: %s", window.index, reason)
+        return had_it
 
     def _release(self, profiler: profile) -> None:
         # The profile is part of a reference cycle: its events would stay until a garbage collection.
@@ -247,24 +249,32 @@ class _Trace:
 
 
 @contextmanager
-def _giving_way(owner: object, give_way: Callable[[], None]) -> Iterator[None]:
-    """Call ``give_way`` when anybody else is about to use Kineto.
+def _giving_way(owner: object, give_way: Callable[[], bool]) -> Iterator[None]:
+    """Call ``give_way`` when anybody else is about to use Kineto; it says whether we had it.
 
     A second profiler inside a first loses the first's data and can crash the process, and nothing of torch tells of
-    one that warms up. So for the time of a window we stand in front of the method that every profiler begins with.
+    one that warms up. So for the time of a window we stand in front of the two methods that every profiler begins with.
     """
-    original = autograd_profile._prepare_trace  # noqa: SLF001 see above
+    prepare, start = autograd_profile._prepare_trace, autograd_profile._start_trace  # noqa: SLF001 see above
 
-    def prepare_trace(profiler: autograd_profile) -> None:
+    def prepare_trace(profiler: Any) -> None:
         if profiler is not owner:
             give_way()
-        original(profiler)
+        prepare(profiler)  # type: ignore[no-untyped-call]
+
+    def start_trace(profiler: Any) -> None:
+        if profiler is not owner and give_way():
+            # Prepared before our window was: stopping ours has undone it.
+            prepare(profiler)  # type: ignore[no-untyped-call]
+        start(profiler)  # type: ignore[no-untyped-call]
 
     autograd_profile._prepare_trace = prepare_trace  # type: ignore[method-assign]  # noqa: SLF001 see above
+    autograd_profile._start_trace = start_trace  # type: ignore[method-assign]  # noqa: SLF001 see above
     try:
         yield
     finally:
-        autograd_profile._prepare_trace = original  # type: ignore[method-assign]  # noqa: SLF001 see above
+        autograd_profile._prepare_trace = prepare  # type: ignore[method-assign]  # noqa: SLF001 see above
+        autograd_profile._start_trace = start  # type: ignore[method-assign]  # noqa: SLF001 see above
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class PulseWriter:
     def __init__(self, path: Path, device: torch.device, timer: DeviceTimer | None) -> None:
         self._device = device if timer is not None else None
         self._timer = timer
-        self._file = path.open("xb", buffering=0)
+        self._file = path.open("xb")
         self._resident = ResidentSize()
         self._file.write((",".join(PULSE_COLUMNS) + "\n").encode())
         self._rows: list[tuple[int | None, ...]] = []
@@ -92,9 +92,11 @@ class PulseWriter:
 
     def flush(self) -> None:
         """Write the rows that are complete."""
-        if self._rows:
-            self._file.write(encode_pulse(self._rows).encode())
-            self._rows.clear()
+        rows, self._rows = self._rows, []
+        if rows:
+            # On a full disk these rows are lost; nothing may be written behind the half of one.
+            self._file.write(encode_pulse(rows).encode())
+            self._file.flush()
 
     def close(self) -> None:
         """Write all rows; what the device has not reached by now stays empty."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.capture.base import NotNowError
 from lightning_memprof.schedule import Point
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     from lightning_memprof.schedule import Mark, Window
 
 __all__ = ["Recording"]
+
+# A collector's sys.exit() is its failure; only Ctrl-C is the user's.
+_FAILURES: Final = (Exception, SystemExit, GeneratorExit)
 
 
 class Recording:
@@ -64,22 +69,24 @@ class Recording:
                 self._guard(name, "mark", lambda on_mark=on_mark: on_mark(mark))  # type: ignore[misc]
 
     def close(self) -> None:
-        """Leave the collectors; each saves what it has."""
-        for name, (context, _) in reversed(list(self._open.items())):
-            self._guard(name, "exit", lambda context=context: context.__exit__(None, None, None))  # type: ignore[misc]
-        self._open.clear()
+        """Leave the collectors; each saves what it has, also where Ctrl-C interrupts another."""
+        with ExitStack() as all_of_them:
+            for name, (context, _) in self._open.items():
+                leave = partial(context.__exit__, None, None, None)
+                all_of_them.callback(self._guard, name, "exit", leave)
+            self._open.clear()
 
     def _guard(self, name: str, where: str, call: Callable[[], object]) -> None:
         started = time.perf_counter_ns()
         try:
             call()
-        except Exception as error:  # noqa: BLE001 a collector of anybody's must not stop the training
+        except _FAILURES as error:
             self._leave(name, where, error)
             self._faults.report(name, where, self.window.index, error)
         finally:
             self._charge(name, started)
 
-    def _leave(self, name: str, where: str, error: Exception) -> None:
+    def _leave(self, name: str, where: str, error: BaseException) -> None:
         entry = self._open.pop(name, None)
         if entry is None or where == "exit":
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -12,7 +13,7 @@ from lightning_memprof.capture.base import OnStep, StepRecord
 from lightning_memprof.capture.clock import StepClock, unix_ns
 from lightning_memprof.capture.pulse import Pulse
 from lightning_memprof.capture.recording import Recording
-from lightning_memprof.schedule import Action, Mark, Point, Window, plan_window
+from lightning_memprof.schedule import Action, Mark, Point, Schedule, Window, plan_window
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -100,6 +101,8 @@ class Session:
     def open(self) -> None:
         """Begin to follow the run."""
         for collector in self._collectors:
+            if collector.name in self._faults.switched_off:
+                continue
             try:
                 follow = collector.follow(self._run)
                 self._followers[collector.name] = (follow, follow.__enter__())
@@ -151,16 +154,25 @@ class Session:
             reason: why the run ended early; None where it came to its end.
 
         """
-        began = self._end_step()
+        # Every part is done, also where Ctrl-C interrupts another.
+        with ExitStack() as parts:
+            for name, (follow, _) in self._followers.items():
+                parts.callback(self._leave, name, follow)
+            parts.callback(self._followers.clear)
+            parts.callback(self._close_last_window, reason or "the run ended")
+            parts.callback(self._end_step)
+
+    def _leave(self, name: str, follow: AbstractContextManager[OnStep | None]) -> None:
+        try:
+            follow.__exit__(None, None, None)
+        except Exception as error:  # noqa: BLE001 a collector of anybody's must not stop the training
+            self._faults.report(name, "exit", None, error)
+
+    def _close_last_window(self, reason: str) -> None:
         if self._recording is not None:
-            self._close_window(reason or "the run ended")
+            began = time.perf_counter_ns()
+            self._close_window(reason)
             self._overhead.windows_ns += time.perf_counter_ns() - began
-        for name, (follow, _) in reversed(list(self._followers.items())):
-            try:
-                follow.__exit__(None, None, None)
-            except Exception as error:  # noqa: BLE001 a collector of anybody's must not stop the training
-                self._faults.report(name, "exit", None, error)
-        self._followers.clear()
 
     def facts(self) -> dict[str, Any]:
         """Return the number of steps and what we cost, for the manifest's last row."""
@@ -199,8 +211,10 @@ class Session:
                         self._faults.report(name, "mark", None, error)
         ended = time.perf_counter_ns()
         self._overhead.pulse_ns += ended - now
-        self.mark(Point.STEP_END, at_ns=now)
-        self._position = None
+        try:
+            self.mark(Point.STEP_END, at_ns=now)
+        finally:
+            self._position = None
         return ended
 
     def _turn_windows(self, position: Position, action: Action) -> None:
@@ -215,11 +229,16 @@ class Session:
             self._open_window(position, action)
 
     def _open_window(self, position: Position, action: Action) -> None:
-        window = plan_window(self._schedule, position.schedule_step, step=position.step, index=self._windows)
+        window = Window(self._windows, (), ())
+        if isinstance(self._schedule, Schedule):
+            window = plan_window(self._schedule, position.schedule_step, step=position.step, index=self._windows)
+            if action is Action.WARMUP:
+                log.info("window %d warming up, steps %s", window.index, _span(window.warmup))
+            log.info("window %d recording steps %s", window.index, _span(window.active))
+        else:
+            # A function of the user's may count its calls: it is asked once a step and never ahead.
+            log.info("window %d opens at step %d", window.index, position.step)
         self._windows += 1
-        if action is Action.WARMUP:
-            log.info("window %d warming up, steps %s", window.index, _span(window.warmup))
-        log.info("window %d recording steps %s", window.index, _span(window.active))
         self._run.sink.manifest.append(
             "window", window=window.index, event="open", warmup_steps=window.warmup, active_steps=window.active
         )
@@ -230,16 +249,18 @@ class Session:
         recording, self._recording = self._recording, None
         if recording is None:
             return
-        recording.close()
-        truncated = tuple(recording.steps) != recording.window.active
-        self._run.sink.manifest.append(
-            "window",
-            window=recording.window.index,
-            event="close",
-            steps=recording.steps,
-            truncated=truncated,
-            reason=reason if truncated else None,
-        )
+        truncated = self._action is not Action.RECORD_AND_SAVE
+        try:
+            recording.close()
+        finally:
+            self._run.sink.manifest.append(
+                "window",
+                window=recording.window.index,
+                event="close",
+                steps=recording.steps,
+                truncated=truncated,
+                reason=reason if truncated else None,
+            )
         if reason is None:
             self._window_closed(self._windows)
 

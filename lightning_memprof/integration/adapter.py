@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_memprof.capture.faults import describe
+from lightning_memprof.errors import MemprofError
 from lightning_memprof.integration.attachment import Attachment, claim_place
+from lightning_memprof.integration.log_lines import LogLines
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from lightning_memprof.artifacts.sink import RunPlace
@@ -18,14 +22,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Adapter"]
 
+log = logging.getLogger(__name__)
+
 
 class Adapter(Callback):
     """Translates a Trainer's hooks into the life of an :class:`Attachment`; decides nothing."""
 
     def __init__(self) -> None:
-        self._attachment: Attachment | None = None
+        # By the Trainer's id: a fit may run inside a fit.
+        self._attachments: dict[int, Attachment] = {}
         self._place: RunPlace | None = None
-        self._handler: logging.Handler | None = None
+        self._log_lines = LogLines()
 
     @property
     def run_directory(self) -> Path | None:
@@ -59,48 +66,52 @@ class Adapter(Callback):
         chosen = settings.ranks is None or trainer.global_rank in settings.ranks
         if self._place is None or not chosen:
             return
-        self._show_log_lines(trainer.is_global_zero)
+        if trainer.is_global_zero:
+            self._log_lines.show()
         try:
-            self._attachment = Attachment(trainer, stage, settings, self._place, Adapter)
-        except OSError as error:
-            logging.getLogger(__name__).warning("%s: this rank is not recorded; training goes on", error)
-        except BaseException:
-            self._hide_log_lines()
+            self._attachments[id(trainer)] = Attachment(trainer, stage, settings, self._place, Adapter)
+        except MemprofError:
+            self._log_lines.hide()
             raise
+        except Exception as error:
+            self._log_lines.hide()
+            if settings.on_error == "raise":
+                raise
+            log.warning("this rank is not recorded (%s); training goes on", describe(error), exc_info=True)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to listen: loaders and optimizers are known."""
-        self._start()
+        self._start(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to listen, where validation is the stage and not a part of fit."""
         if trainer.state.fn == "validate":
-            self._start()
+            self._start(trainer)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to listen."""
-        self._start()
+        self._start(trainer)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to listen."""
-        self._start()
+        self._start(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the last step."""
-        self._stop()
+        self._stop(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the last step, where validation is the stage and not a part of fit."""
         if trainer.state.fn == "validate":
-            self._stop()
+            self._stop(trainer)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the last step."""
-        self._stop()
+        self._stop(trainer)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the last step."""
-        self._stop()
+        self._stop(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save what there is; Lightning calls neither ``on_train_end`` nor ``teardown`` after an exception."""
@@ -113,41 +124,40 @@ class Adapter(Callback):
     def ended(self, trainer: Trainer, attachment: Attachment, exception: BaseException | None) -> None:
         """Do what is left to do when every file is written; for overriding."""
 
+    @property
+    def attachment(self) -> Attachment | None:
+        """The run that was begun last and goes on."""
+        return next(reversed(self._attachments.values()), None)
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave what belongs to a running process behind."""
-        return {**vars(self), "_attachment": None, "_handler": None}
+        return {**vars(self), "_attachments": {}, "_log_lines": LogLines()}
 
-    def _start(self) -> None:
-        if self._attachment is not None:
-            self._attachment.start()
+    def _start(self, trainer: Trainer) -> None:
+        self._guarded(trainer, Attachment.start)
 
-    def _stop(self) -> None:
-        if self._attachment is not None:
-            self._attachment.stop()
+    def _stop(self, trainer: Trainer) -> None:
+        self._guarded(trainer, Attachment.stop)
+
+    def _guarded(self, trainer: Trainer, call: Callable[[Attachment], None]) -> None:
+        attachment = self._attachments.get(id(trainer))
+        if attachment is not None:
+            try:
+                call(attachment)
+            except Exception as error:  # noqa: BLE001 nothing of ours may stop the training
+                attachment.break_off(error)
 
     def _end(self, trainer: Trainer, exception: BaseException | None) -> None:
-        attachment, self._attachment = self._attachment, None
+        attachment = self._attachments.pop(id(trainer), None)
         if attachment is None:
             return
         try:
             attachment.end(exception)
             self.ended(trainer, attachment, exception)
+        except Exception as error:
+            if attachment.raises:
+                raise
+            log.warning("the run's last files cannot be written (%s)", describe(error), exc_info=True)
         finally:
-            self._hide_log_lines()
-
-    def _show_log_lines(self, is_global_zero: bool) -> None:
-        # As Lightning does for its own lines: shown where the program has not set up logging itself.
-        if is_global_zero and not logging.getLogger().handlers:
-            self._handler = logging.StreamHandler()
-            self._handler.setFormatter(logging.Formatter("memprof: %(message)s"))
-            logger = logging.getLogger("lightning_memprof")
-            logger.addHandler(self._handler)
-            if logger.level == logging.NOTSET:
-                logger.setLevel(logging.INFO)
-
-    def _hide_log_lines(self) -> None:
-        if self._handler is not None:
-            logger = logging.getLogger("lightning_memprof")
-            logger.removeHandler(self._handler)
-            self._handler = None
-            logger.setLevel(logging.NOTSET)
+            if not self._attachments:
+                self._log_lines.hide()

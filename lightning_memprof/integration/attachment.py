@@ -10,7 +10,7 @@ from lightning_memprof.artifacts.naming import regions_name
 from lightning_memprof.artifacts.sink import Artifact, RunPlace, Sink, claim_run_place
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.clock import device_timer
-from lightning_memprof.capture.faults import Faults
+from lightning_memprof.capture.faults import Faults, describe
 from lightning_memprof.capture.session import Session
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.driver import StepDriver, position_source
@@ -56,6 +56,7 @@ class Attachment:
         self._stage = stage
         self._settings = settings
         self._ended = False
+        self._batches_before = 0
         self._tap: ActionTap | None = None
         self._actions: StageActions = stage_actions(trainer, stage, ours)
         self._ours = ours
@@ -76,10 +77,15 @@ class Attachment:
         try:
             available = self._available()
         except BaseException as error:
-            sink.manifest.append("end", status="exception", exception=f"{type(error).__name__}: {error}", steps=0)
+            sink.manifest.append("end", status="exception", exception=describe(error), steps=0)
             sink.close()
             raise
         self.session = Session(self.run, settings.schedule, available, self._window_closed)
+
+    @property
+    def raises(self) -> bool:
+        """Whether our failures are raised into the training, for tests."""
+        return self._settings.on_error == "raise"
 
     def start(self) -> None:
         """The stage's loop is about to run: loaders and optimizers are known."""
@@ -95,16 +101,27 @@ class Attachment:
         driver = StepDriver(self.session, self._actions, position_source(trainer, self._stage, anchor))
         starts, stops = driver.handlers()
         profiler = trainer.profiler  # type: ignore[attr-defined]
-        self._tap = ActionTap(profiler, starts, stops, self._break_off)
+        self._tap = ActionTap(profiler, starts, stops, self.break_off)
+        self._batches_before = self._batches_seen()
         self.session.open()
         self._tap.install()
 
     def stop(self, reason: str | None = None) -> None:
         """The stage's loop has ended."""
-        if self._tap is not None:
-            self._tap.remove()
-            self.session.close(reason=reason)
-            self._tap = None
+        tap, self._tap = self._tap, None
+        if tap is None:
+            return
+        tap.remove()
+        self.session.close(reason=reason)
+        heard, seen = self.session.facts()["steps"], self._batches_seen() - self._batches_before
+        if self._stage == "fit" and heard < seen // 2:
+            profiler = type(self._trainer.profiler).__name__  # type: ignore[attr-defined]
+            message = f"{heard} of {seen} steps were heard: {profiler} does not call start and stop for every action"
+            self.run.sink.manifest.append("note", collector="session", message=message)
+            log.warning("%s", message)
+
+    def _batches_seen(self) -> int:
+        return self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
     def end(self, exception: BaseException | None = None) -> None:
         """Finish every file; nothing is written afterwards."""
@@ -112,7 +129,7 @@ class Attachment:
             return
         self._ended = True
         sink = self.run.sink
-        reason = None if exception is None else f"{type(exception).__name__}: {exception}"
+        reason = None if exception is None else describe(exception)
         try:
             self.stop(reason)
             sink.drain()
@@ -127,6 +144,17 @@ class Attachment:
             sink.manifest.append("end", status=status, exception=reason, **self.session.facts())
             sink.close()
 
+    def break_off(self, error: Exception) -> None:
+        """End the recording, not the training, because of a failure that is no single collector's."""
+        if self.raises:
+            raise error
+        log.warning("recording failed and is switched off; training goes on", exc_info=error)
+        self.run.faults.report("session", "mark", None, error)
+        try:
+            self.stop(f"recording failed: {describe(error)}")
+        except Exception as second:  # noqa: BLE001 the training must not stop
+            self.run.faults.report("session", "exit", None, second)
+
     def _window_closed(self, windows: int) -> None:
         # The last window of a schedule that ends: its table is made while the training goes on.
         schedule = self._settings.schedule
@@ -138,16 +166,6 @@ class Attachment:
             self.table = write_operator_table(self.run, self._settings.table)
         except Exception as error:  # noqa: BLE001 the table can be made later, the training must not stop
             self.run.faults.report("operator_table", "write", None, error)
-
-    def _break_off(self, error: Exception) -> None:
-        if self._settings.on_error == "raise":
-            raise error
-        tap, self._tap = self._tap, None
-        if tap is not None:
-            tap.remove()
-            log.warning("recording failed and is switched off; training goes on", exc_info=error)
-            self.run.faults.report("session", "mark", None, error)
-            self.session.close(reason=f"recording failed: {error}")
 
     def _available(self) -> list[Collector]:
         manifest = self.run.sink.manifest
@@ -168,7 +186,13 @@ class Attachment:
     def _why_not(self, collector: Collector) -> str | None:
         if collector.name == "operator_trace" and _is_lightnings_own(self._trainer.profiler):  # type: ignore[attr-defined]
             return "Lightning's PyTorchProfiler owns torch.profiler in this run"
-        return collector.unavailable(self.run)
+        try:
+            return collector.unavailable(self.run)
+        except Exception as error:
+            if self.raises:
+                raise
+            self.run.faults.report(collector.name, "enter", None, error)
+            return None
 
 
 def claim_place(trainer: Trainer, stage: str, dirpath: str | None) -> RunPlace | None:
@@ -189,8 +213,8 @@ def claim_place(trainer: Trainer, stage: str, dirpath: str | None) -> RunPlace |
     if trainer.is_global_zero:
         try:
             number = claim_run_place(root).number
-        except OSError as error:
-            log.warning("%s cannot be written (%s): this run is not recorded; training goes on", root, error.strerror)
+        except (OSError, ValueError) as error:
+            log.warning("%s cannot be written (%s): this run is not recorded; training goes on", root, error)
     agreed: tuple[str, int] | None = trainer.strategy.broadcast((str(root), number) if number is not None else None)
     return None if agreed is None else RunPlace(Path(agreed[0]), agreed[1])
 

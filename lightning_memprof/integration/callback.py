@@ -12,11 +12,11 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_memprof.capture.base import Collector
-from lightning_memprof.capture.named import NamedSnapshots
+from lightning_memprof.capture.named import NamedSnapshots, plain
 from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.integration.adapter import Adapter
 from lightning_memprof.integration.profiler import ExtendedPyTorchProfiler
-from lightning_memprof.integration.settings import Settings, as_schedule, check_ranks, joined
+from lightning_memprof.integration.settings import Settings, as_list, as_schedule, check_ranks, joined
 from lightning_memprof.report.summary import print_summary
 from lightning_memprof.schedule import Schedule
 
@@ -67,12 +67,12 @@ class MemProfilerCallback(Adapter):
         super().__init__()
         self._schedule = schedule
         as_schedule(schedule)
-        for collector in collectors or ():
+        for collector in as_list("collectors", collectors) or ():
             if not isinstance(collector, Collector):
                 msg = f"collectors holds {collector!r}: must be instances of lightning_memprof.Collector"
                 raise ConfigError(msg)
-        self._collectors = collectors
-        joined(collectors, ())
+        self._collectors = None if collectors is None else list(collectors)
+        joined(self._collectors, ())
         self._ranks = check_ranks(ranks)
         self._dirpath = None if dirpath is None else str(dirpath)
         self._summary = summary
@@ -101,12 +101,13 @@ class MemProfilerCallback(Adapter):
 
     def snapshot(self, name: str) -> None:
         """Write down the memory of this moment under ``name``, at any point of the program."""
-        self._named.take(name, "snapshot", self._position())
+        self._named.take(plain(name), "snapshot", self._position())
 
     @contextmanager
     def region(self, name: str) -> Iterator[None]:
         """Write down the memory at the start and the end of the body; in a window the trace shows it by name."""
-        in_window = self._attachment is not None and self._attachment.session.window is not None
+        name = plain(name)
+        in_window = self.attachment is not None and self.attachment.session.window is not None
         self._named.take(name, "start", self._position())
         try:
             with torch.profiler.record_function(name) if in_window else nullcontext():
@@ -117,8 +118,8 @@ class MemProfilerCallback(Adapter):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Claim a directory and prepare the run."""
         super().setup(trainer, pl_module, stage)
-        if self._attachment is not None:
-            self._named.place(self._attachment.place.directory, trainer.global_rank)
+        if self.attachment is not None:
+            self._named.place(self.attachment.place.directory, trainer.global_rank)
 
     def summary_file(self) -> TextIO | None:
         """Say where the summary is printed; None is standard output."""
@@ -140,4 +141,4 @@ class MemProfilerCallback(Adapter):
             log.warning("the summary cannot be shown: %s", error)
 
     def _position(self) -> Position | None:
-        return None if self._attachment is None else self._attachment.session.position
+        return None if self.attachment is None else self.attachment.session.position

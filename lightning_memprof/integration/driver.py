@@ -77,6 +77,7 @@ class StepDriver:
             actions.batch_start: partial(mark, Point.BATCH_START),
             actions.forward: forward_stop,
             actions.batch_end: self._batch_end,
+            "run_training_epoch": self._epoch_end,
         }
         if actions.before_backward is not None and actions.after_backward is not None:
             stops[actions.before_backward] = backward_start
@@ -95,6 +96,10 @@ class StepDriver:
         if self._between_steps:
             self._between_steps = False
             self._session.begin_step(self._position(1))
+
+    def _epoch_end(self) -> None:
+        # A batch that the program skipped has no end of its own.
+        self._between_steps = True
 
     def _batch_end(self) -> None:
         self._session.mark(Point.BATCH_END)

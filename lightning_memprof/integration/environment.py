@@ -61,7 +61,8 @@ def run_facts(
 def training_facts(trainer: Trainer) -> dict[str, Any]:
     """Return the manifest's ``training`` row: what of the Trainer's configuration the findings speak about."""
     module = trainer.lightning_module
-    parameters = list(module.parameters())
+    lazy = any(torch.nn.parameter.is_lazy(parameter) for parameter in module.parameters())
+    parameters = None if lazy else list(module.parameters())
     return {
         "num_batches": _finite(trainer.num_training_batches),
         "max_steps": trainer.max_steps,
@@ -69,8 +70,8 @@ def training_facts(trainer: Trainer) -> dict[str, Any]:
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "precision": str(trainer.precision),
         "model": type(module).__name__,
-        "parameters": sum(parameter.numel() for parameter in parameters),
-        "parameter_bytes": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        "parameters": None if parameters is None else sum(one.numel() for one in parameters),
+        "parameter_bytes": None if parameters is None else sum(one.numel() * one.element_size() for one in parameters),
         "optimizers": [_optimizer_facts(optimizer) for optimizer in trainer.optimizers],
         "dataloaders": [_loader_facts(loader) for loader in _loaders(trainer)],
     }

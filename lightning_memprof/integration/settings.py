@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -21,6 +22,10 @@ from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Action, Schedule
 
 __all__ = ["Settings", "as_schedule", "check_ranks", "default_collectors", "joined"]
+
+
+# Part of a file's name; what reads the run directory knows it by the same pattern.
+_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +70,11 @@ def joined(asked: Sequence[Collector] | None, lent: Sequence[Collector]) -> list
         no mark; and whether the user asked for each.
 
     """
+    for collector in asked or ():
+        name = getattr(collector, "name", None)
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            msg = f"{type(collector).__name__}.name = {name!r}: must be 1 to 64 of letters, digits, '_' and '-'"
+            raise ConfigError(msg)
     names = [collector.name for collector in asked or ()]
     if twice := {name for name in names if names.count(name) > 1}:
         msg = f"collectors holds {', '.join(sorted(twice))} more than once; leave one"
@@ -79,6 +89,19 @@ def joined(asked: Sequence[Collector] | None, lent: Sequence[Collector]) -> list
     return sorted(chosen.values(), key=lambda entry: entry[0].name == OperatorTrace.name)
 
 
+def as_list(option: str, value: Any) -> Sequence[Any] | None:
+    """Refuse what is no list.
+
+    Raises:
+        ConfigError: ``value`` is something else, and not None.
+
+    """
+    if value is not None and not isinstance(value, (list, tuple)):
+        msg = f"{option}={value!r}: must be a list, as in {option}=[...], or None"
+        raise ConfigError(msg)
+    return value
+
+
 def check_ranks(ranks: Sequence[int] | None) -> tuple[int, ...] | None:
     """Refuse ranks that are no ranks.
 
@@ -86,7 +109,7 @@ def check_ranks(ranks: Sequence[int] | None) -> tuple[int, ...] | None:
         ConfigError: one is negative or no integer.
 
     """
-    for rank in ranks or ():
+    for rank in as_list("ranks", ranks) or ():
         if type(rank) is not int or rank < 0:
             msg = f"ranks={ranks!r}: {rank!r} is no global rank; give integers from 0, or None for all"
             raise ConfigError(msg)
@@ -108,14 +131,19 @@ def as_schedule(value: Any) -> Callable[[int], Action]:
         return lambda _step: Action.RECORD
     if isinstance(value, Schedule):
         return value
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         try:
             return Schedule(**value)
         except TypeError as error:
             msg = f"schedule={value!r}: {error}; the fields are {', '.join(Schedule.__dataclass_fields__)}"
             raise ConfigError(msg) from error
-    if callable(value):
-        if not isinstance(first := value(0), (Action, torch.profiler.ProfilerAction)):
+    if callable(value) and not isinstance(value, type):
+        try:
+            first = value(0)
+        except Exception as error:
+            msg = f"schedule={value!r}: fails for step 0 ({type(error).__name__}: {error})"
+            raise ConfigError(msg) from error
+        if not isinstance(first, (Action, torch.profiler.ProfilerAction)):
             msg = f"schedule={value!r}: returns {first!r}, a torch.profiler.ProfilerAction is expected"
             raise ConfigError(msg)
         return lambda step: Action[value(step).name]

@@ -39,10 +39,10 @@ def write_operator_table(run: RunContext, options: TableOptions) -> Path | None:
     order = {"traces": [str(path) for path in traces], "out": str(table), "options": asdict(options)}
     try:
         subprocess.run(
-            [sys.executable, "-m", "lightning_memprof.analysis.operators", json.dumps(order)],
+            [sys.executable, "-m", "lightning_memprof.analysis.operators", "-"],
             check=True,
             capture_output=True,
-            stdin=subprocess.DEVNULL,
+            input=json.dumps(order),
             text=True,
             timeout=_SECONDS,
         )

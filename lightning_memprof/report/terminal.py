@@ -68,15 +68,16 @@ def render(view: View, console: Console) -> None:
     Text from outside (names of modules, paths, messages) is shown as it is: it is never read as markup, and its control
     characters are made visible.
     """
+    # Written by us: where the reader of a pipe has gone, rich would end the process.
+    with console.capture() as captured:
+        _print_page(view, console)
+    page = captured.get()
     if console.options.ascii_only:
         # Rich would raise on the first character that the terminal's encoding does not have.
-        with console.capture() as page:
-            _print_page(view, console)
-        plain = page.get().translate(ASCII)
         encoding = console.encoding
-        console.file.write(plain.encode(encoding, "backslashreplace").decode(encoding))
-    else:
-        _print_page(view, console)
+        page = page.translate(ASCII).encode(encoding, "backslashreplace").decode(encoding)
+    console.file.write(page)
+    console.file.flush()
 
 
 def _print_page(view: View, console: Console) -> None:

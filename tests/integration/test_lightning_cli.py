@@ -126,7 +126,9 @@ def test_the_callback_by_class_path_with_schedule_and_collectors(tmp_path: Path,
 
 
 def test_a_fragment_leaves_the_users_own_callbacks(tmp_path: Path, cli: Run) -> None:
-    (tmp_path / "mine.yaml").write_text("trainer:\n  callbacks:\n    - class_path: lightning.pytorch.callbacks.LearningRateMonitor\n")
+    (tmp_path / "mine.yaml").write_text(
+        "trainer:\n  callbacks:\n    - class_path: lightning.pytorch.callbacks.LearningRateMonitor\n"
+    )
     done = cli("--config=mine.yaml", f"--config={CONFIGS / 'overview'}.yaml", "--print_config")
     assert "lightning.pytorch.callbacks.LearningRateMonitor" in done.stdout
     assert "lightning_memprof.MemProfilerCallback" in done.stdout
