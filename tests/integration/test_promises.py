@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch.nn.modules import module as torch_modules
 
 from lightning_memprof import (
     Collector,
@@ -240,6 +241,7 @@ def test_nothing_is_held_outside_of_windows(tmp_path: Path) -> None:
     class Watching(Perceptron):
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
             hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in self.modules())
+            hooks += len(torch_modules._global_forward_hooks) + len(torch_modules._global_forward_pre_hooks)
             held[batch_idx] = (hooks, torch.autograd._profiler_enabled())
             return self.loss(batch)
 
