@@ -219,12 +219,14 @@ class Session:
 
     def _turn_windows(self, position: Position, action: Action) -> None:
         if self._recording is not None:
+            # A function of the user's may leave a window without saying that it saves.
+            left = action is Action.NONE or (action is Action.WARMUP and self._action is Action.RECORD)
             if self._action is Action.RECORD_AND_SAVE:
                 self._close_window(None)
             elif position.schedule_step <= self._last_count:
                 self._close_window("a new epoch began")
-            elif action is Action.NONE or (action is Action.WARMUP and self._action is Action.RECORD):
-                self._close_window("the schedule left the window before its end")
+            elif left:
+                self._close_window(None)
         if self._recording is None and action is not Action.NONE:
             self._open_window(position, action)
 
@@ -249,7 +251,7 @@ class Session:
         recording, self._recording = self._recording, None
         if recording is None:
             return
-        truncated = self._action is not Action.RECORD_AND_SAVE
+        truncated = reason is not None and self._action is not Action.RECORD_AND_SAVE
         try:
             recording.close()
         finally:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_modules
 
 from lightning_memprof.artifacts.manifest import read_rows
 from lightning_memprof.capture.annotations import module_ranges
@@ -23,7 +24,8 @@ def events(path: Path) -> list[dict[str, Any]]:
 
 
 def hooks(model: nn.Module) -> int:
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    on_modules = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    return on_modules + len(torch_modules._global_forward_hooks) + len(torch_modules._global_forward_pre_hooks)
 
 
 def test_a_window_gives_one_trace_with_its_active_steps_and_the_modules_names(tmp_path: Path) -> None:

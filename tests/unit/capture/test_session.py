@@ -113,14 +113,17 @@ def test_a_function_that_records_for_ever_gives_one_window_that_the_end_cuts(tmp
         assert outcome(run) == [([0, 1, 2, 3], True, "the run ended")]
 
 
-def test_a_function_that_changes_its_mind_cuts_the_window(tmp_path: Path) -> None:
-    mind = [RECORD]
-    with context(tmp_path) as run:
-        with session(run, lambda _: mind[0], []) as made:
-            drive(made, [0])
-            mind[0] = NONE
-            drive(made, [1])
-        assert outcome(run) == [([0], True, "the schedule left the window before its end")]
+def test_a_function_is_asked_once_a_step_so_that_it_may_count(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def counting(step: int) -> Action:
+        asked.append(step)
+        return Action.RECORD if len(asked) == 1 else Action.NONE
+
+    with context(tmp_path) as run, session(run, counting, [FakeCollector()]) as made:
+        drive(made, range(4))
+    assert asked == [0, 1, 2, 3]
+    assert outcome(run) == [([0], False, None)]
 
 
 def test_a_new_epoch_cuts_a_window_that_counts_by_epochs(tmp_path: Path) -> None:
