@@ -23,7 +23,8 @@ def main(run: str) -> None:
     page = Console(width=80, force_terminal=True, color_system="truecolor", file=io.StringIO())
     render(run_view(load_run(run)), page)
     console = Console(record=True, width=80, file=io.StringIO())
-    console.print(Text.from_ansi(page.file.getvalue().rstrip()))  # type: ignore[attr-defined]
+    # One empty line more: the picture's edge cuts what hangs below the last one.
+    console.print(Text.from_ansi(page.file.getvalue().rstrip() + "\n"))  # type: ignore[attr-defined]
     svg = console.export_svg(title="trainer.fit(model)", theme=MONOKAI, unique_id="memprof")
     # Rich names fonts of another host; a picture in a repository asks nobody.
     svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
