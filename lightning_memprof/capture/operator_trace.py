@@ -163,7 +163,10 @@ class OperatorTrace(Collector):
         raw = run.sink.place.directory / series_path(window.index, run.rank, self.name)
         saved = _SavedTrace(raw.with_name(temporary_name(raw.name)), trace)
         results = profiler.profiler.kineto_results if profiler.profiler is not None else None
-        if (self.export or self.on_trace_ready) and results is not None and results.trace_start_ns() != 0:
+        if self.export or self.on_trace_ready:
+            if results is None or results.trace_start_ns() == 0:
+                msg = "Kineto gave no trace of this window; another profiler may have stopped it"
+                raise RuntimeError(msg)
             saved.raw.parent.mkdir(parents=True, exist_ok=True)
             results.save(str(saved.raw))
         try:

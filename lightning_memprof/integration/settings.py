@@ -21,7 +21,7 @@ from lightning_memprof.capture.pulse import Pulse
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Action, Schedule
 
-__all__ = ["Settings", "as_schedule", "check_ranks", "default_collectors", "joined"]
+__all__ = ["Settings", "as_list", "as_schedule", "check_ranks", "default_collectors", "joined"]
 
 
 # Part of a file's name; what reads the run directory knows it by the same pattern.

@@ -449,3 +449,33 @@ def test_windows_do_not_keep_the_memory_of_their_events(tmp_path: Path, run_pyth
     assert len(sizes) > 10
     # Held until the next garbage collection, a window's events took 5 MB and more.
     assert sizes[-1] - sizes[len(sizes) // 4] < 20e6
+
+
+def test_the_table_of_a_schedule_that_has_ended_is_made_while_the_training_goes_on(tmp_path: Path) -> None:
+    table = tmp_path / "log/fit-fts_extended_pytorch_profiler-0.txt"
+    seen: list[bool] = []
+
+    class Patient(Perceptron):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            if batch_idx == 8:
+                deadline = time.monotonic() + 60
+                while not table.exists() and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                seen.append(table.exists())
+            return self.loss(batch)
+
+    trainer(tmp_path, recorder()).fit(Patient(), loader())
+    assert seen == [True]
+    assert len([row for row in rows_of(only_run(tmp_path), "artifact") if row["type"] == "table"]) == 1
+
+
+def test_a_run_that_is_refused_in_setup_says_so_in_its_manifest(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is CUDA")
+    from lightning_memprof import AllocatorHistory
+
+    with pytest.raises(ConfigError):
+        trainer(tmp_path, recorder(collectors=[AllocatorHistory()])).fit(Perceptron(), loader())
+    end = manifest(only_run(tmp_path))[-1]
+    assert (end["kind"], end["status"]) == ("end", "exception")
+    assert end["exception"].startswith("ConfigError: asked for and not available")

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from lightning_memprof.integration.log_lines import LogLines
+
+
+@contextmanager
+def bare_root() -> Iterator[None]:
+    """A program that has not set up logging: no handler of anybody's, pytest's included."""
+    root = logging.getLogger()
+    handlers, root.handlers = root.handlers, []
+    try:
+        yield
+    finally:
+        root.handlers = handlers
+
+
+@pytest.mark.parametrize("level", [logging.NOTSET, logging.ERROR])
+def test_lines_are_shown_and_the_logger_is_left_as_it_was(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr("sys.stderr", shown)
+    logger = logging.getLogger("lightning_memprof")
+    logger.setLevel(level)
+    lines = LogLines()
+    with bare_root():
+        lines.show()
+        logger.info("window 0")
+        lines.hide()
+    assert logger.handlers == []
+    assert logger.level == level
+    assert shown.getvalue() == ("memprof: window 0\n" if level == logging.NOTSET else "")
+    logger.setLevel(logging.NOTSET)
+
+
+def test_two_runs_at_a_time_show_each_line_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr("sys.stderr", shown)
+    first, second = LogLines(), LogLines()
+    with bare_root():
+        first.show()
+        second.show()
+        logging.getLogger("lightning_memprof").info("once")
+        second.hide()
+        first.hide()
+    assert shown.getvalue().count("once") == 1
+
+
+def test_a_program_with_its_own_logging_is_left_alone() -> None:
+    handler = logging.NullHandler()
+    logging.getLogger().addHandler(handler)
+    lines = LogLines()
+    lines.show()
+    assert logging.getLogger("lightning_memprof").handlers == []
+    lines.hide()
+    logging.getLogger().removeHandler(handler)
