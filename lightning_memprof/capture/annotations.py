@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch._C._profiler import _RecordFunctionFast
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from lightning_memprof.capture.module_calls import module_calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,54 +23,26 @@ __all__ = ["action_ranges", "module_ranges"]
 def module_ranges(model: nn.Module) -> Iterator[None]:
     """Name every sub-module's forward ``[pl][module]{type}: {path}`` in the trace.
 
-    The hooks are torch's global ones: a model that is copied, pickled or scripted meanwhile takes none along. Where a
-    part of the model is compiled there are no names at all: torch would compile it again for hooks that come or go.
+    Where a part of the model is compiled there are no names at all.
     """
-    if _is_compiled(model):
-        yield
-        return
     names = {
-        id(module): _quoteless(f"[pl][module]{type(module).__module__}.{type(module).__qualname__}: {path}")
+        path: _quoteless(f"[pl][module]{type(module).__module__}.{type(module).__qualname__}: {path}")
         for path, module in model.named_modules()
         if path
     }
-    ranges: list[tuple[int, Any]] = []
+    ranges: list[Any] = []
 
-    def before(module: nn.Module, args: Any) -> None:  # noqa: ARG001 torch's signature
-        if torch.compiler.is_compiling():
-            return
-        name = names.get(id(module))
-        if name is not None:
-            opened = _RecordFunctionFast(name)
-            opened.__enter__()
-            ranges.append((id(module), opened))
+    def before(path: str) -> None:
+        if path:
+            ranges.append(_RecordFunctionFast(names[path]))
+            ranges[-1].__enter__()
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 torch's signature
-        if torch.compiler.is_compiling():
-            return
-        if ranges and ranges[-1][0] == id(module):
-            ranges.pop()[1].__exit__(None, None, None)
+    def after(path: str) -> None:
+        if path:
+            ranges.pop().__exit__(None, None, None)
 
-    hooks = [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]
-    try:
+    with module_calls(model, before, after):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        while ranges:
-            ranges.pop()[1].__exit__(None, None, None)
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile has taken the model or a part of it."""
-    if getattr(model, "_compiler_ctx", None) is not None:
-        return True
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    optimized: type | tuple[()] = getattr(dynamo, "OptimizedModule", ())
-    return any(
-        isinstance(module, optimized) or getattr(module, "_compiled_call_impl", None) is not None
-        for module in model.modules()
-    )
 
 
 @contextmanager

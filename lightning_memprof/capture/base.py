@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -16,7 +16,17 @@ if TYPE_CHECKING:
     from lightning_memprof.capture.faults import Faults
     from lightning_memprof.schedule import Mark, Window
 
-__all__ = ["ActionFeed", "Collector", "DeviceTimer", "NotNowError", "OnMark", "OnStep", "RunContext", "StepRecord"]
+__all__ = [
+    "ActionFeed",
+    "Collector",
+    "DeviceTimer",
+    "NotNowError",
+    "OnMark",
+    "OnStep",
+    "RunContext",
+    "StepRecord",
+    "TrainingFeed",
+]
 
 OnMark = Callable[["Mark"], None]
 
@@ -30,6 +40,22 @@ class ActionFeed(Protocol):
 
     def listen(self, start: Callable[[str], None], stop: Callable[[str], None]) -> AbstractContextManager[None]:
         """Call ``start`` and ``stop`` with the name of every action while the context is open."""
+
+
+class TrainingFeed(Protocol):
+    """What a training step works on, as it comes by."""
+
+    def listen(
+        self, *, batch: Callable[[Any], None] | None = None, loss: Callable[[torch.Tensor], None] | None = None
+    ) -> AbstractContextManager[None]:
+        """Call ``batch`` with each batch before ``Point.BATCH_START``, and ``loss`` with what backward starts from.
+
+        The loss comes before ``Point.BEFORE_BACKWARD``, once for every backward that goes through Lightning, divided
+        and scaled as backward gets it. Only fit has either.
+        """
+
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """Return the Trainer's optimizers; empty where there are none yet."""
 
 
 class DeviceTimer(Protocol):
@@ -82,6 +108,7 @@ class RunContext:
         device: where the model runs.
         model: the LightningModule.
         actions: the Trainer's actions while they happen.
+        training: the batches, losses and optimizers of the training.
         sink: where artifacts go.
         faults: what happens when a collector fails.
         timer: the device's own clock, one for the run; None on a CPU, whose clock is the host's.
@@ -96,9 +123,27 @@ class RunContext:
     device: torch.device
     model: nn.Module
     actions: ActionFeed
+    training: TrainingFeed
     sink: Sink
     faults: Faults
     timer: DeviceTimer | None = None
+
+    def guarded(
+        self, call: Callable[..., None], *, collector: str, window: Window | None = None
+    ) -> Callable[..., None]:
+        """Return ``call`` as a hook that may stand in the user's code: its first failure is reported and its last."""
+        failed = False
+
+        def guarded(*values: Any) -> None:
+            nonlocal failed
+            if not failed:
+                try:
+                    call(*values)
+                except Exception as error:  # noqa: BLE001 nothing of ours may raise into the user's code
+                    failed = True
+                    self.faults.report(collector, "hook", None if window is None else window.index, error)
+
+        return guarded
 
     def in_background(self, job: Callable[[], None], *, collector: str, window: Window) -> None:
         """Do slow work after the window without the training waiting; a failure is the collector's."""

@@ -236,6 +236,19 @@ class _NoActions:
         return nullcontext()
 
 
+class _NoTensors:
+    """The batches, losses and optimizers of a run that has none."""
+
+    def listen(self, *, batch: Any = None, loss: Any = None) -> AbstractContextManager[None]:
+        """Call nothing."""
+        del batch, loss
+        return nullcontext()
+
+    def optimizers(self) -> tuple[()]:
+        """Return none."""
+        return ()
+
+
 def _imagined_run(stack: ExitStack, torch: Any) -> RunContext:
     """Make the context of a run on this machine's first device, with files that are gone when ``stack`` ends."""
     from lightning_memprof.artifacts.sink import Sink, claim_run_place
@@ -254,6 +267,7 @@ def _imagined_run(stack: ExitStack, torch: Any) -> RunContext:
         device=torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu"),
         model=torch.nn.Identity(),
         actions=_NoActions(),
+        training=_NoTensors(),
         sink=sink,
         faults=Faults(sink.manifest, "warn"),
     )

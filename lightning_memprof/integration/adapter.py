@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    import torch
+
     from lightning_memprof.artifacts.sink import RunPlace
     from lightning_memprof.integration.settings import Settings
 
@@ -82,6 +84,14 @@ class Adapter(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to listen: loaders and optimizers are known."""
         self._start(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Hand the batch on to collectors that listen."""
+        self._guarded(trainer, lambda attachment: attachment.tensors.batch_comes(batch))
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        """Hand the loss on to collectors that listen."""
+        self._guarded(trainer, lambda attachment: attachment.tensors.loss_comes(loss))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to listen, where validation is the stage and not a part of fit."""

@@ -15,6 +15,7 @@ from lightning_memprof.capture.session import Session
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.driver import StepDriver, position_source
 from lightning_memprof.integration.environment import run_facts, training_facts
+from lightning_memprof.integration.feeds import LateFeed, TensorFeed
 from lightning_memprof.integration.reach import unreachable
 from lightning_memprof.integration.stages import StageActions, stage_actions
 from lightning_memprof.integration.tables import write_operator_table
@@ -22,8 +23,6 @@ from lightning_memprof.integration.tap import ActionTap
 from lightning_memprof.schedule import Schedule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from lightning.pytorch import Callback, Trainer
 
     from lightning_memprof.capture.base import Collector
@@ -60,6 +59,7 @@ class Attachment:
         self._tap: ActionTap | None = None
         self._actions: StageActions = stage_actions(trainer, stage, ours)
         self._ours = ours
+        self.tensors = TensorFeed(trainer)
         sink = Sink(place, trainer.global_rank)
         self.run = RunContext(
             rank=trainer.global_rank,
@@ -69,7 +69,8 @@ class Attachment:
             strategy=type(trainer.strategy).__name__,
             device=trainer.strategy.root_device,
             model=trainer.lightning_module,
-            actions=_LateFeed(lambda: self._tap),
+            actions=LateFeed(lambda: self._tap),
+            training=self.tensors,
             sink=sink,
             faults=Faults(sink.manifest, settings.on_error),
             timer=device_timer(trainer.strategy.root_device),
@@ -217,20 +218,6 @@ def claim_place(trainer: Trainer, stage: str, dirpath: str | None) -> RunPlace |
             log.warning("%s cannot be written (%s): this run is not recorded; training goes on", root, error)
     agreed: tuple[str, int] | None = trainer.strategy.broadcast((str(root), number) if number is not None else None)
     return None if agreed is None else RunPlace(Path(agreed[0]), agreed[1])
-
-
-class _LateFeed:
-    """The tap of a run that has not begun when collectors are asked what they need."""
-
-    def __init__(self, tap: Callable[[], ActionTap | None]) -> None:
-        self._tap = tap
-
-    def listen(self, start: Callable[[str], None], stop: Callable[[str], None]) -> Any:
-        tap = self._tap()
-        if tap is None:
-            msg = "actions can be heard only while the stage runs"
-            raise RuntimeError(msg)
-        return tap.listen(start, stop)
 
 
 def _is_lightnings_own(profiler: Any) -> bool:

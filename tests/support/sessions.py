@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from lightning_memprof.capture.faults import Faults, OnError
 from lightning_memprof.capture.session import Position, Session
 from lightning_memprof.schedule import Action, Point
 
-__all__ = ["POINTS", "Feed", "context", "drive", "positions", "session"]
+__all__ = ["POINTS", "Feed", "Tensors", "context", "drive", "positions", "session"]
 
 POINTS = (
     Point.BATCH_START,
@@ -54,6 +55,33 @@ class Feed:
             stop(name)
 
 
+@dataclass
+class Tensors:
+    """Batches, losses and optimizers that the test gives."""
+
+    batch: list[Callable[[Any], None]] = field(default_factory=list)
+    loss: list[Callable[[torch.Tensor], None]] = field(default_factory=list)
+    given_optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+
+    @contextmanager
+    def listen(
+        self, *, batch: Callable[[Any], None] | None = None, loss: Callable[[torch.Tensor], None] | None = None
+    ) -> Iterator[None]:
+        pairs = [(self.batch, batch), (self.loss, loss)]
+        for listeners, listener in pairs:
+            if listener is not None:
+                listeners.append(listener)
+        try:
+            yield
+        finally:
+            for listeners, listener in pairs:
+                if listener is not None:
+                    listeners.remove(listener)
+
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return self.given_optimizers
+
+
 @contextmanager
 def context(directory: Path, device: str = "cpu", on_error: OnError = "warn") -> Iterator[RunContext]:
     """Give the context of a fit of a small model whose artifacts lie below ``directory``."""
@@ -68,6 +96,7 @@ def context(directory: Path, device: str = "cpu", on_error: OnError = "warn") ->
             device=torch.device(device),
             model=nn.Sequential(nn.Linear(4, 4), nn.ReLU()),
             actions=Feed(),
+            training=Tensors(),
             sink=sink,
             faults=Faults(sink.manifest, on_error),
             timer=device_timer(torch.device(device)),
