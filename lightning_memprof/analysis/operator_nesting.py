@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Final
 
-__all__ = ["Columns", "Memory", "OperatorRow", "nest"]
+__all__ = ["Columns", "Memory", "OperatorRow", "nest", "nesting_order"]
 
 _LATEST: Final = (1 << 62, 0, 0)
 _BEHIND_ALL: Final = 1 << 40  # places of memory events: torch appends them to its list of events
@@ -81,15 +81,19 @@ class Columns:
 
     def in_order(self) -> Sequence[int]:
         """Positions by start, longest first; equal ones stay in the file's order."""
-        start, end = self.start, self.end
-        for i in range(1, len(start)):
-            if start[i] < start[i - 1] or (start[i] == start[i - 1] and end[i] > end[i - 1]):
-                break
-        else:
-            return range(len(start))
-        order = sorted(range(len(start)), key=end.__getitem__, reverse=True)
-        order.sort(key=start.__getitem__)
-        return order
+        return nesting_order(self.start, self.end)
+
+
+def nesting_order(start: Sequence[int], end: Sequence[int]) -> Sequence[int]:
+    """Positions of ranges by start, longest first, so that each comes behind what holds it; equal ones stay."""
+    for i in range(1, len(start)):
+        if start[i] < start[i - 1] or (start[i] == start[i - 1] and end[i] > end[i - 1]):
+            break
+    else:
+        return range(len(start))
+    order = sorted(range(len(start)), key=end.__getitem__, reverse=True)
+    order.sort(key=start.__getitem__)
+    return order
 
 
 @dataclass(slots=True)

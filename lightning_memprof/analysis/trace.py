@@ -44,7 +44,10 @@ _EPOCH_TS_WITH_FRACTION: Final = re.compile(rb'"ts":\s*(\d{16})\.\d')
 
 
 class EventArgs(msgspec.Struct, gc=False, frozen=True):
-    """The arguments of an event that analyses read; 0 or empty where the event has none."""
+    """The arguments of an event that analyses read; 0 or empty where the event has none.
+
+    Torch numbers devices and autograd nodes from 0: there the event has none where it says -1.
+    """
 
     external_id: int = msgspec.field(default=0, name="External id")
     legacy_external_id: int = msgspec.field(default=0, name="external id")
@@ -52,6 +55,11 @@ class EventArgs(msgspec.Struct, gc=False, frozen=True):
     input_dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Dims")
     bytes: int = msgspec.field(default=0, name="Bytes")
     device_type: int = msgspec.field(default=0, name="Device Type")
+    device_id: int = msgspec.field(default=-1, name="Device Id")
+    address: int = msgspec.field(default=0, name="Addr")
+    total_allocated: int = msgspec.field(default=0, name="Total Allocated")
+    sequence_number: int = msgspec.field(default=-1, name="Sequence number")
+    forward_thread: int = msgspec.field(default=0, name="Fwd thread id")
 
     @property
     def link(self) -> int:
@@ -342,6 +350,11 @@ def _lenient_event(fields: Any) -> Event:
             input_dims=msgspec.Raw(msgspec.json.encode(args["Input Dims"]) if "Input Dims" in args else b""),
             bytes=int(_number(args.get("Bytes"))),
             device_type=int(_number(args.get("Device Type"))),
+            device_id=int(_number(args.get("Device Id", -1))),
+            address=int(_number(args.get("Addr"))),
+            total_allocated=int(_number(args.get("Total Allocated"))),
+            sequence_number=int(_number(args.get("Sequence number", -1))),
+            forward_thread=int(_number(args.get("Fwd thread id"))),
         ),
     )
 

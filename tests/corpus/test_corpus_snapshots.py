@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_memprof.analysis.allocations import window_allocations
+from lightning_memprof.analysis.replay import Replay, replay
+from lightning_memprof.analysis.snapshot import DeviceSnapshot, read_snapshot
+
+pytestmark = pytest.mark.corpus
+
+ROOT = Path(os.environ.get("MEMPROF_CORPUS") or Path(__file__).parents[2].parent / "shared" / "corpus")
+SNAPSHOTS: list[Path | None] = [*sorted((ROOT / "snapshots").glob("*/*.pickle.gz"))]
+TRACES: list[Path | None] = [*sorted((ROOT / "traces").glob("*/*.json.gz"))]
+
+
+@pytest.fixture(params=SNAPSHOTS or [None], ids=lambda path: path.name if path else "none")
+def path(request: pytest.FixtureRequest) -> Path:
+    if request.param is None:
+        pytest.skip(f"no recorded snapshots in {ROOT}; set MEMPROF_CORPUS to where they are")
+    found: Path = request.param
+    return found
+
+
+@pytest.fixture(params=TRACES or [None], ids=lambda path: path.parent.name if path else "none")
+def trace(request: pytest.FixtureRequest) -> Path:
+    if request.param is None:
+        pytest.skip(f"no recorded traces in {ROOT}; set MEMPROF_CORPUS to where they are")
+    found: Path = request.param
+    return found
+
+
+def figures(device: DeviceSnapshot, ring: Replay) -> dict[str, Any]:
+    """Everything that the references may say of a device."""
+    return {
+        "segments": len(device.segments),
+        "reserved": device.reserved_bytes,
+        "allocated": device.allocated_bytes,
+        "pending_free": device.pending_bytes,
+        "inactive": device.inactive_bytes,
+        "requested_live": device.requested_bytes,
+        "fully_free_bytes": device.free_segment_bytes,
+        "n_events": len(device.events),
+        "actions": Counter(event.action for event in device.events),
+        "requested_at_ring_start": ring.live_at(-1).requested_bytes,
+        "peak_requested_in_ring": ring.peak_requested_bytes,
+        "peak_reserved_in_ring": ring.peak_reserved_bytes,
+        "allocated_in_ring_still_live": sum(life.born >= 0 and life.died == ring.events for life in ring.lives),
+    }
+
+
+def test_every_recorded_snapshot_has_the_figures_of_the_references_to_the_byte(path):
+    references = json.loads((ROOT / "references" / "snapshots.json").read_text(encoding="utf-8"))
+    expected = references[f"{path.parent.name}/{path.name}"]
+    snapshot = read_snapshot(path)
+    assert snapshot.form == expected["form"]
+    assert [str(device) for device in snapshot.devices] == list(expected["devices"])
+    for number, wanted in expected["devices"].items():
+        device = snapshot.devices[int(number)]
+        found = figures(device, replay(snapshot, int(number)))
+        assert {name: found[name] for name in wanted} == wanted
+
+
+def test_the_holders_of_every_recorded_snapshot_add_up_at_every_moment(path):
+    snapshot = read_snapshot(path)
+    for device in snapshot.devices:
+        found = replay(snapshot, device)
+        assert sum(holder.bytes for holder in found.holders_at_peak) == found.peak_requested_bytes > 0
+        assert sum(1 for holder in found.holders_at_peak if not holder.site) <= 1
+        for event in range(-1, found.events, max(1, found.events // 7)):
+            live = found.live_at(event)
+            assert sum(holder.bytes for holder in found.holders_at(event)) == live.requested_bytes
+            assert live.requested_bytes <= live.reserved_bytes
+        parts = found.fragmentation
+        assert parts.reserved_bytes == (
+            parts.allocated_bytes + parts.pending_bytes + parts.inactive_split_bytes + parts.free_segment_bytes
+        )
+
+
+def test_every_recorded_trace_says_what_it_knows_of_memory(trace):
+    for device in window_allocations(trace):
+        held = sum(site.bytes for site in device.sites) + device.unattributed_bytes
+        assert held == device.peak_bytes + device.freed_outside_bytes > 0
+        assert 0 < len(device.curve) <= 400
+        assert max(live for _, live in device.curve) == device.peak_bytes
