@@ -10,10 +10,24 @@ __all__ = [
     "RUN_DIRECTORY",
     "SnapshotName",
     "TraceName",
+    "fsdp_log_name",
+    "fsdp_stats_name",
+    "functions_name",
     "manifest_name",
+    "memory_stats_name",
+    "module_log_name",
     "numbered",
+    "oom_name",
+    "oom_snapshot_name",
+    "parse_fsdp_log_name",
+    "parse_fsdp_stats_name",
+    "parse_functions_name",
     "parse_manifest_name",
+    "parse_memory_stats_name",
+    "parse_module_log_name",
     "parse_numbered",
+    "parse_oom_name",
+    "parse_oom_snapshot_name",
     "parse_pulse_name",
     "parse_series_path",
     "pulse_name",
@@ -26,12 +40,19 @@ __all__ = [
 RUN_DIRECTORY: Final = "memprofiler"
 
 Edge = Literal["start", "end"]
+StatsFormat = Literal["yaml", "pickle"]
 
 _MANIFEST: Final = re.compile(r"manifest\.rank([0-9]{5,})\.jsonl")
 _PULSE: Final = re.compile(r"pulse\.rank([0-9]{5,})\.csv")
 _SERIES: Final = re.compile(r"window([0-9]{3,})/rank([0-9]{5,})\.([^/.]+)\.jsonl")
 _NUMBERED: Final = re.compile(r"(.+?)(?:-([2-9]|[1-9][0-9]+))?")
 _SNAPSHOT: Final = re.compile(r"cuda_alloc_rank_([0-9]+)\.(.+)\.([0-9]+)\.(start|end)\.pickle")
+_OOM: Final = re.compile(r"oom\.rank([0-9]{5,})\.json")
+_OOM_SNAPSHOT: Final = re.compile(r"cuda_oom_rank_([0-9]+)\.pickle")
+_FUNCTIONS: Final = re.compile(r"functions\.rank([0-9]{5,})\.jsonl")
+_MEMORY_STATS: Final = re.compile(r"rank_([0-9]+)_memory_stats\.(yaml|pickle)")
+_MEMORY_LOG: Final = re.compile(r"(fsdp|module)_mem_rank_([0-9]+)_(.+)_([0-9]+)\.log")
+_FSDP_STATS: Final = re.compile(r"rank_([0-9]+)_fsdp_memory_stats\.yaml")
 _TRACE: Final = re.compile(
     r"(?P<stage>[a-z]+)-(?P<filename>.+)-(?P<rank>[0-9]+)\[Strategy\](?P<strategy>\w+)\.(?P<function>\w+)"
     r"\.(?P<time_ns>[0-9]+)\.pt\.trace\.json(?:\.gz)?"
@@ -63,6 +84,88 @@ def parse_pulse_name(name: str) -> int | None:
 def regions_name(rank: int) -> str:
     """Name of a rank's named snapshots and regions inside the run directory."""
     return f"snapshots.rank{rank:05d}.jsonl"
+
+
+def oom_name(rank: int) -> str:
+    """Name of the facts of a rank's out-of-memory events inside the run directory."""
+    return f"oom.rank{rank:05d}.json"
+
+
+def parse_oom_name(name: str) -> int | None:
+    """Return the rank of the name of such facts, or None where it is none."""
+    match = _OOM.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def oom_snapshot_name(rank: int) -> str:
+    """Name of the allocator snapshot of the moment at which a rank's device ran out of memory."""
+    return f"cuda_oom_rank_{rank}.pickle"
+
+
+def parse_oom_snapshot_name(name: str) -> int | None:
+    """Return the rank of such a snapshot's name, or None where it is none."""
+    match = _OOM_SNAPSHOT.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def functions_name(rank: int) -> str:
+    """Name of a rank's rows of functions that are counted by their calls, inside the run directory."""
+    return f"functions.rank{rank:05d}.jsonl"
+
+
+def parse_functions_name(name: str) -> int | None:
+    """Return the rank of the name of such rows, or None where it is none."""
+    match = _FUNCTIONS.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def memory_stats_name(rank: int, form: StatsFormat = "yaml") -> str:
+    """Name of a rank's memory at the start and end of functions, inside the run directory."""
+    return f"rank_{rank}_memory_stats.{form}"
+
+
+def parse_memory_stats_name(name: str) -> tuple[int, StatsFormat] | None:
+    """Return the rank and the format of the name of such a file, or None where it is none."""
+    match = _MEMORY_STATS.fullmatch(name)
+    if match is None:
+        return None
+    return int(match[1]), "yaml" if match[2] == "yaml" else "pickle"
+
+
+def fsdp_log_name(rank: int, function: str, number: int) -> str:
+    """Name of a rank's FSDP memory report of one step; ``number`` is the step + 1."""
+    return f"fsdp_mem_rank_{rank}_{function}_{number}.log"
+
+
+def parse_fsdp_log_name(name: str) -> tuple[int, str, int] | None:
+    """Return ``(rank, function, number)`` of such a report's name, or None where it is none."""
+    return _parse_log_name(name, "fsdp")
+
+
+def module_log_name(rank: int, function: str, number: int) -> str:
+    """Name of a rank's module memory report of one step; ``number`` is the step + 1."""
+    return f"module_mem_rank_{rank}_{function}_{number}.log"
+
+
+def parse_module_log_name(name: str) -> tuple[int, str, int] | None:
+    """Return ``(rank, function, number)`` of such a report's name, or None where it is none."""
+    return _parse_log_name(name, "module")
+
+
+def _parse_log_name(name: str, kind: str) -> tuple[int, str, int] | None:
+    match = _MEMORY_LOG.fullmatch(name)
+    return (int(match[2]), match[3], int(match[4])) if match and match[1] == kind else None
+
+
+def fsdp_stats_name(rank: int) -> str:
+    """Name of a rank's FSDP memory figures inside the run directory."""
+    return f"rank_{rank}_fsdp_memory_stats.yaml"
+
+
+def parse_fsdp_stats_name(name: str) -> int | None:
+    """Return the rank of the name of such figures, or None where it is none."""
+    match = _FSDP_STATS.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def series_path(window: int, rank: int, collector: str) -> str:

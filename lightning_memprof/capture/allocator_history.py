@@ -24,13 +24,16 @@ if TYPE_CHECKING:
     from lightning_memprof.capture.base import RunContext
     from lightning_memprof.schedule import Mark, Window
 
-__all__ = ["AllocatorHistory", "start_memory_history", "write_snapshot"]
+__all__ = ["AllocatorHistory", "memory_history", "start_memory_history", "write_snapshot"]
 
 log = logging.getLogger(__name__)
 
 _MAX_ENTRIES: Final = 100_000
 # pytorch.org/memory_viz shows pickles of protocol 5 as a blank page.
 _PROTOCOL: Final = 4
+
+# One entry for each context that wants the history on: torch's switch does not count.
+_wanted_by: Final[list[object]] = []
 
 Dumps = Literal["last_end", "every_end", "every_start_and_end"]
 
@@ -55,6 +58,34 @@ def start_memory_history(*, max_entries: int = _MAX_ENTRIES, stacks: Literal["py
     record = torch.cuda.memory._record_memory_history  # noqa: SLF001 torch documents it under this name
     known = inspect.signature(record).parameters
     record(**{key: value for key, value in wanted.items() if key in known})
+
+
+@contextmanager
+def memory_history(*, max_entries: int = _MAX_ENTRIES, stacks: Literal["python", "all"] = "python") -> Iterator[None]:
+    """Keep the CUDA allocator's history on while the context is open.
+
+    Contexts nest and overlap: the first one switches it on, with its own ``max_entries`` and ``stacks``, and the last
+    one off, which clears the ring. Dump inside of the context.
+
+    Args:
+        max_entries: length of the ring of events.
+        stacks: ``"python"``, or ``"all"`` for C++ frames too, whose symbols take minutes to resolve.
+
+    Raises:
+        ConfigError: there is no CUDA device.
+
+    """
+    if not _wanted_by:
+        start_memory_history(max_entries=max_entries, stacks=stacks)
+    me = object()
+    _wanted_by.append(me)
+    try:
+        yield
+    finally:
+        _wanted_by.remove(me)
+        if not _wanted_by:
+            with suppress(RuntimeError):
+                _stop_memory_history()
 
 
 def _stop_memory_history() -> None:
@@ -99,7 +130,6 @@ class AllocatorHistory(Collector):
     @contextmanager
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
         """Switch the history on, dump at the marks asked for, and at the end: dump, then off."""
-        start_memory_history(max_entries=self.max_entries, stacks=self.stacks)
         last: Mark | None = None
         dumped = True
 
@@ -117,12 +147,9 @@ class AllocatorHistory(Collector):
                 dump(mark, "end")
                 dumped = True
 
-        try:
-            yield on_mark
-        finally:
+        with memory_history(max_entries=self.max_entries, stacks=self.stacks):
             try:
+                yield on_mark
+            finally:
                 if last is not None and not dumped:
                     dump(last, "end")
-            finally:
-                with suppress(RuntimeError):
-                    _stop_memory_history()

@@ -38,6 +38,33 @@ def test_a_snapshot_name_gives_its_parts_back(**parts: object) -> None:
     assert naming.SnapshotName.parse(str(name)) == name
 
 
+@given(rank=ranks, form=st.sampled_from(["yaml", "pickle"]))
+def test_the_names_of_memory_at_functions_give_their_rank_back(rank: int, form: naming.StatsFormat) -> None:
+    assert naming.parse_memory_stats_name(naming.memory_stats_name(rank, form)) == (rank, form)
+    assert naming.parse_functions_name(naming.functions_name(rank)) == rank
+    assert naming.parse_fsdp_stats_name(naming.fsdp_stats_name(rank)) == rank
+
+
+@given(rank=ranks, function=words, number=st.integers(1, 10**9))
+def test_the_names_of_memory_reports_give_their_parts_back(rank: int, function: str, number: int) -> None:
+    parts = (rank, function, number)
+    assert naming.parse_fsdp_log_name(naming.fsdp_log_name(*parts)) == parts
+    assert naming.parse_module_log_name(naming.module_log_name(*parts)) == parts
+
+
+@given(rank=ranks, function=words, number=st.integers(1, 10**9))
+def test_no_name_is_taken_for_another_kinds(rank: int, function: str, number: int) -> None:
+    parsers = {
+        naming.memory_stats_name(rank): naming.parse_memory_stats_name,
+        naming.functions_name(rank): naming.parse_functions_name,
+        naming.fsdp_stats_name(rank): naming.parse_fsdp_stats_name,
+        naming.fsdp_log_name(rank, function, number): naming.parse_fsdp_log_name,
+        naming.module_log_name(rank, function, number): naming.parse_module_log_name,
+    }
+    for name, own in parsers.items():
+        assert [parse for parse in parsers.values() if parse(name) is not None] == [own]
+
+
 @given(name=words, run=st.integers(1, 500))
 def test_a_numbered_name_gives_its_parts_back(name: str, run: int) -> None:
     assert naming.parse_numbered(naming.numbered(name, run)) == (name, run)
@@ -49,3 +76,11 @@ def test_any_other_text_is_no_name_of_ours_or_is_built_again_unchanged(text: str
     assert rank is None or int(text.split("rank")[1].split(".", maxsplit=1)[0]) == rank
     trace = naming.TraceName.parse(text)
     assert trace is None or str(trace).removesuffix(".gz") == text.removesuffix(".gz")
+
+
+@given(rank=ranks)
+def test_the_names_of_an_out_of_memory_event_give_their_rank_back(rank: int) -> None:
+    assert naming.parse_oom_name(naming.oom_name(rank)) == rank
+    assert naming.parse_oom_snapshot_name(naming.oom_snapshot_name(rank)) == rank
+    assert naming.parse_oom_name(naming.oom_snapshot_name(rank)) is None
+    assert naming.SnapshotName.parse(naming.oom_snapshot_name(rank)) is None

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_memprof.artifacts.manifest import read_rows
-from lightning_memprof.capture.allocator_history import AllocatorHistory, start_memory_history
+from lightning_memprof.capture.allocator_history import AllocatorHistory, memory_history, start_memory_history
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Schedule
@@ -190,3 +190,29 @@ def test_with_cuda_it_is_available(run: RunContext) -> None:
 def test_starting_a_history_without_cuda_is_an_error_with_the_way_out() -> None:
     with pytest.raises(ConfigError, match="no CUDA device is available; leave the call out"):
         start_memory_history()
+
+
+def test_contexts_that_want_the_history_share_one_switch_and_the_last_puts_it_off(cuda: FakeCuda) -> None:
+    first, second = memory_history(max_entries=5), memory_history()
+    with first:
+        second.__enter__()
+    assert cuda.history == "on"
+    second.__exit__(None, None, None)
+    assert [call for call, _ in cuda.calls] == ["on", "off"]
+    assert cuda.calls[0][1]["max_entries"] == 5
+
+
+def test_a_window_inside_of_such_a_context_leaves_the_ring_as_it_is(cuda: FakeCuda, run: RunContext) -> None:
+    with memory_history():
+        cuda.allocate(7)
+        with session(run, SCHEDULE, [AllocatorHistory()]) as made:
+            drive(made, range(6), allocate(cuda))
+        assert [call for call, _ in cuda.calls] == ["on", "snapshot"]
+    assert sizes(run, "cuda_alloc_rank_0.training_step.4.end.pickle") == [7, 100, 101, 102, 103]
+    assert cuda.history == "off"
+
+
+def test_an_exception_inside_of_such_a_context_switches_the_history_off(cuda: FakeCuda) -> None:
+    with pytest.raises(ArithmeticError), memory_history():
+        raise ArithmeticError
+    assert [call for call, _ in cuda.calls] == ["on", "off"]

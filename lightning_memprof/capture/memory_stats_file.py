@@ -1,0 +1,59 @@
+"""The file of memory at the start and end of functions, as finetuning-scheduler's users know it."""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any, Final
+
+import yaml
+
+from lightning_memprof.artifacts.naming import Edge, StatsFormat, memory_stats_name
+from lightning_memprof.artifacts.sink import Artifact
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from lightning_memprof.artifacts.sink import Sink
+
+__all__ = ["stats_key", "write_memory_stats"]
+
+# The newest that every Python reads which torch supports.
+_PROTOCOL: Final = 4
+
+Stats = dict[str, dict[str, Any]]
+
+
+def stats_key(rank: int, function: str, number: int, edge: Edge) -> str:
+    """Key of one moment: ``{rank}.{function}.{number}.{start|end}``."""
+    return f"{rank}.{function}.{number}.{edge}"
+
+
+def write_memory_stats(
+    sink: Sink, collector: str, stats: Mapping[str, Mapping[str, Any]], forms: Sequence[StatsFormat]
+) -> None:
+    """Add moments to the rank's files in the run directory, each of which is written whole or not at all.
+
+    Args:
+        sink: of the run.
+        collector: in whose name the files are listed, as artifacts of type ``blob``.
+        stats: plain values by name, by :func:`stats_key`; later ones win over what the file has.
+        forms: ``"yaml"`` for plain mappings that ``yaml.safe_load`` reads, ``"pickle"`` for a dict of dicts.
+
+    """
+    for form in forms:
+        path = sink.place.directory / memory_stats_name(sink.rank, form)
+        new: Stats = {key: dict(values) for key, values in stats.items()}
+        before = path.read_bytes() if path.exists() else b""
+        with sink.file(Artifact(path, "blob", collector)) as temporary:
+            temporary.write_bytes(_yaml(before, new) if form == "yaml" else _pickle(before, new))
+
+
+def _yaml(before: bytes, new: Stats) -> bytes:
+    # Mappings in block style, one behind the other, are one mapping: what is there need not be read.
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    return before + yaml.dump(new, Dumper=dumper, sort_keys=False, allow_unicode=True, encoding="utf-8")
+
+
+def _pickle(before: bytes, new: Stats) -> bytes:
+    there: Stats = pickle.loads(before) if before else {}  # noqa: S301 the file is this run's own
+    return pickle.dumps(there | new, protocol=_PROTOCOL)
