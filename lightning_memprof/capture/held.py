@@ -1,0 +1,271 @@
+"""Bytes that a training holds from one step to the next: parameters, buffers, gradients, optimizer state, the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "PLAIN_TENSORS",
+    "Held",
+    "ModelTensors",
+    "batch_bytes",
+    "fold",
+    "local_bytes",
+    "optimizer_state_bytes",
+    "storage_sizes",
+    "storages",
+    "tensors_in",
+]
+
+# Tensors whose storage is their own, unless they are sparse.
+PLAIN_TENSORS: Final = (torch.Tensor, nn.Parameter)
+# What a state's entry is where its size cannot change while the number of entries does not.
+_COUNTED_BY_KEY: Final = (torch.Tensor, int, float, bool, type(None))
+_DEPTH: Final = 16
+_COMPRESSED_ROWS: Final = ("crow_indices", "col_indices", "values")
+_COMPRESSED_COLUMNS: Final = ("ccol_indices", "row_indices", "values")
+
+
+def storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """Give the storages behind a tensor: of a ``DTensor`` this rank's, of a sparse one those of its parts.
+
+    A tensor that has no storage, as a parameter that is not initialised yet, gives none.
+    """
+    parts = _parts(tensor)
+    for part in parts:
+        yield from storages(part)
+    if not parts:
+        with suppress(NotImplementedError, RuntimeError, ValueError), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 torch has no public one
+            yield tensor.untyped_storage()
+
+
+def storage_sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Give the bytes of all storages behind tensors by ``untyped_storage()._cdata``.
+
+    That is the storage's identity as long as it lives; the data pointer of an empty one is 0.
+    """
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        found: Iterable[torch.UntypedStorage] = ()
+        if type(tensor) in PLAIN_TENSORS:
+            try:
+                storage = tensor.untyped_storage()
+                sizes[storage._cdata] = storage.nbytes()  # noqa: SLF001 as in the docstring
+            except (NotImplementedError, RuntimeError):
+                found = storages(tensor)
+        else:
+            found = storages(tensor)
+        for storage in found:
+            sizes[storage._cdata] = storage.nbytes()  # noqa: SLF001 as in the docstring
+    return sizes
+
+
+def local_bytes(tensor: torch.Tensor) -> int:
+    """Give the bytes of a tensor's own elements on this rank, whatever else its storage holds."""
+    if type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided:
+        return tensor.nbytes
+    if parts := _parts(tensor):
+        return sum(map(local_bytes, parts))
+    with suppress(NotImplementedError, RuntimeError, ValueError):
+        return tensor.nbytes
+    return 0
+
+
+def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Give the tensors that a tensor is made of; none where it has its own storage."""
+    if type(tensor) not in PLAIN_TENSORS and is_traceable_wrapper_subclass(tensor):
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [part for part in inner if isinstance(part, torch.Tensor)]
+    if tensor.layout is torch.strided:
+        return ()
+    if tensor.layout is torch.sparse_coo:
+        return (tensor._indices(), tensor._values())  # noqa: SLF001 the public ones refuse what is not coalesced
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [getattr(tensor, name)() for name in _COMPRESSED_ROWS]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [getattr(tensor, name)() for name in _COMPRESSED_COLUMNS]
+    return ()
+
+
+def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
+    """Give the tensors in nested mappings, sequences, sets and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and not isinstance(value, (str, bytes)):
+        inner: Iterable[Any] = ()
+        if isinstance(value, Mapping):
+            inner = value.values()
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            inner = value
+        elif is_dataclass(value) and not isinstance(value, type):
+            inner = (getattr(value, one.name) for one in fields(value))
+        for one in inner:
+            yield from tensors_in(one, depth - 1)
+
+
+def batch_bytes(batch: Any) -> int:
+    """Give the bytes of a batch: of several views of one storage no more than the storage.
+
+    A batch that is a slice of a larger tensor counts as the slice: the rest is the data set's.
+    """
+    given: dict[int, tuple[int, int]] = {}
+    for tensor in tensors_in(batch):
+        key = size = 0
+        for storage in storages(tensor):
+            key, size = storage._cdata, size + storage.nbytes()  # noqa: SLF001 the data pointer of an empty one is 0
+        given[key] = (given.get(key, (0, 0))[0] + local_bytes(tensor), size)
+    return sum(min(used, size) for used, size in given.values())
+
+
+def optimizer_state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """Give the bytes of all tensors in the optimizers' state, step counters included, each storage once."""
+    tensors = (tensor for optimizer in optimizers for tensor in tensors_in(dict(optimizer.state)))
+    return sum(storage_sizes(tensors).values())
+
+
+def fold(paths: Sequence[str], own: dict[str, int]) -> dict[str, int]:
+    """Add up each module's bytes and those of all below it.
+
+    Args:
+        paths: of all modules, each after the one that holds it, the root ``""`` first.
+        own: bytes by path.
+
+    """
+    sums = dict.fromkeys(paths, 0)
+    sums.update(own)
+    for path in reversed(paths):
+        if path:
+            sums[path.rpartition(".")[0]] += sums[path]
+    return sums
+
+
+class ModelTensors:
+    """Where a model's parameters and buffers are; keeps the places, and no tensor.
+
+    Places are taken once: modules that are added later are not seen.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.paths: list[str] = []
+        self._buffers: list[tuple[dict[str, torch.Tensor | None], str]] = []
+        self._parameters: list[tuple[dict[str, nn.Parameter | None], str, str]] = []
+        # Those with several places, as tied weights have: each counts once in every module that holds a place.
+        self._tied: list[tuple[dict[str, nn.Parameter | None], str, set[str]]] = []
+        places: dict[int, tuple[dict[str, nn.Parameter | None], str, list[str]]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            self.paths.append(path)
+            for name, parameter in module._parameters.items():  # noqa: SLF001 the place, not the tensor
+                if parameter is not None:
+                    places.setdefault(id(parameter), (module._parameters, name, []))[2].append(path)  # noqa: SLF001
+            self._buffers += [(module._buffers, name) for name in module._buffers]  # noqa: SLF001
+        for values, name, held_by in places.values():
+            if len(held_by) == 1:
+                self._parameters.append((values, name, held_by[0]))
+            else:
+                self._tied.append((values, name, {above for path in held_by for above in _and_above(path)}))
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Give the parameters, each once."""
+        slots = (*((values, name) for values, name, _ in self._parameters), *((v, n) for v, n, _ in self._tied))
+        found = (values.get(name) for values, name in slots)
+        return [parameter for parameter in found if parameter is not None]
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Give the buffers."""
+        found = (values.get(name) for values, name in self._buffers)
+        return [buffer for buffer in found if buffer is not None]
+
+    def storage_keys(self) -> set[int]:
+        """Give the storages of parameters and buffers, by ``untyped_storage()._cdata``."""
+        tensors = (*self.parameters(), *self.buffers())
+        if {nn.Parameter, torch.Tensor}.issuperset(map(type, tensors)):
+            with suppress(NotImplementedError, RuntimeError):
+                return {tensor.untyped_storage()._cdata for tensor in tensors}  # noqa: SLF001 as in the docstring
+        return set(storage_sizes(tensors))
+
+    def by_module(self) -> dict[str, list[int]]:
+        """Give ``[parameter bytes, gradient bytes]`` of each module and all below it, each shared parameter once."""
+        own_bytes: dict[str, int] = {}
+        own_gradients: dict[str, int] = {}
+        for values, name, path in self._parameters:
+            parameter = values.get(name)
+            if parameter is not None:
+                own_bytes[path] = own_bytes.get(path, 0) + local_bytes(parameter)
+                if parameter.grad is not None:
+                    own_gradients[path] = own_gradients.get(path, 0) + local_bytes(parameter.grad)
+        all_bytes, all_gradients = fold(self.paths, own_bytes), fold(self.paths, own_gradients)
+        for values, name, paths in self._tied:
+            parameter = values.get(name)
+            if parameter is not None:
+                size = local_bytes(parameter)
+                gradient_size = 0 if parameter.grad is None else local_bytes(parameter.grad)
+                for path in paths:
+                    all_bytes[path] += size
+                    all_gradients[path] += gradient_size
+        return {path: [all_bytes[path], all_gradients[path]] for path in self.paths}
+
+
+class Held:
+    """What a model and its optimizers hold from one step to the next.
+
+    A step that changes neither which tensors there are nor their sizes costs a third of counting them again.
+    """
+
+    def __init__(self, model: ModelTensors) -> None:
+        self._model = model
+        self._known: tuple[object, dict[str, int], dict[str, list[int]]] | None = None
+
+    def count(self, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[dict[str, int], dict[str, list[int]]]:
+        """Give bytes by category, each storage once, and :meth:`ModelTensors.by_module`; under FSDP2 this rank's."""
+        parameters = self._model.parameters()
+        gradients = [parameter.grad for parameter in parameters]
+        signature = _signature(parameters, gradients, optimizers)
+        if self._known is None or signature is None or self._known[0] != signature:
+            held = {
+                "parameter_bytes": sum(storage_sizes(parameters).values()),
+                "buffer_bytes": sum(storage_sizes(self._model.buffers()).values()),
+                "gradient_bytes": sum(storage_sizes(one for one in gradients if one is not None).values()),
+                "optimizer_state_bytes": optimizer_state_bytes(optimizers),
+            }
+            self._known = signature, held, self._model.by_module()
+        return self._known[1], self._known[2]
+
+
+def _signature(
+    parameters: Sequence[nn.Parameter],
+    gradients: Sequence[torch.Tensor | None],
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> object:
+    """Give what changes with the sizes of parameters, gradients and state; None where nothing cheap does."""
+    given = [gradient for gradient in gradients if gradient is not None]
+    if not ({nn.Parameter}.issuperset(map(type, parameters)) and {torch.Tensor}.issuperset(map(type, given))):
+        return None
+    if not {torch.strided}.issuperset([gradient.layout for gradient in given]):
+        return None
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    if any(type(value) not in _COUNTED_BY_KEY for state in states[:1] for value in dict(state).values()):
+        return None
+    return (
+        list(map(torch.Tensor.data_ptr, parameters)),
+        [gradient is None for gradient in gradients],
+        [gradient.nbytes for gradient in given],
+        list(map(len, states)),
+    )
+
+
+def _and_above(path: str) -> Iterator[str]:
+    """Give a module's path and those of all that hold it."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""

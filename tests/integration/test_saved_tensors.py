@@ -1,0 +1,193 @@
+"""Saved tensors of real fits, against what saved-tensor hooks are handed in another fit of the same."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_memprof import MemProfilerCallback, Schedule
+from lightning_memprof.artifacts.series import read_series
+from lightning_memprof.capture.module_calls import COMPILED
+from lightning_memprof.capture.saved_tensors import NO_BACKWARD, SavedTensors
+from models import MODELS, TracedModel, fit
+from training import Perceptron, loader, only_run, rows_of, trainer
+
+SUPPORT = Path(__file__).parents[1] / "support"
+MANUAL = "manual optimization with two optimizers"
+
+
+def callback(**options: Any) -> MemProfilerCallback:
+    schedule = Schedule(wait=1, warmup=1, active=3)
+    return MemProfilerCallback(schedule, [SavedTensors()], summary=False, on_error="raise", **options)
+
+
+def rows(directory: Path, rank: int = 0) -> list[dict[str, Any]]:
+    found = read_series(only_run(directory) / f"window000/rank{rank:05d}.saved_tensors.jsonl")
+    return [row for row in found if row["recorded"]]
+
+
+def hooked(kind: type[TracedModel]) -> tuple[type[TracedModel], list[int]]:
+    """Give the model with hooks around its loss, and the bytes that they were handed in each."""
+    counts: list[int] = []
+
+    class Hooked(kind):  # type: ignore[misc, valid-type]
+        def loss(self, batch: torch.Tensor) -> torch.Tensor:
+            left_out = {one.untyped_storage().data_ptr() for one in (*self.parameters(), *self.buffers())}
+            kept: dict[int, torch.UntypedStorage] = {}
+
+            def pack(tensor: torch.Tensor) -> torch.Tensor:
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in left_out:
+                    kept[storage.data_ptr()] = storage
+                return tensor.detach()
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                loss = super().loss(batch)
+            counts.append(sum(storage.nbytes() for storage in kept.values()))
+            return loss
+
+    return Hooked, counts
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("compiled", MANUAL)])
+def test_the_bytes_of_every_backward_are_those_that_hooks_are_handed(tmp_path: Path, name: str) -> None:
+    reference, counts = hooked(MODELS[name])
+    fit(reference, tmp_path / "hooks")
+    fit(MODELS[name], tmp_path / "ours", callback())
+    found = [row for row in rows(tmp_path / "ours") if row["point"] == "before_backward"]
+    assert [row["step"] for row in found] == [2, 3, 4]
+    assert [row["activation_bytes"] for row in found] == counts[2:5]
+    for row in found:
+        assert (row["unattributed_bytes"], row["uncounted"], row["attribution"]) == (0, 0, None)
+        assert sum(values[0] for values in row["modules"].values()) == row["activation_bytes"]
+        assert row["modules"][""][1] == row["activation_bytes"]
+        assert sum(row["dtypes"].values()) == row["activation_bytes"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_step_has_the_bytes_that_it_holds(tmp_path: Path, name: str) -> None:
+    fit(MODELS[name], tmp_path, callback())
+    model = MODELS[name]()
+    parameters, buffers = (sum(one.nbytes for one in given) for given in (model.parameters(), model.buffers()))
+    found = [row for row in rows(tmp_path) if row["point"] == "step_end"]
+    assert [row["step"] for row in found] == [2, 3, 4]
+    for row in found:
+        assert row["held"]["parameter_bytes"] == row["held"]["gradient_bytes"] == parameters
+        assert row["held"]["buffer_bytes"] == buffers
+        assert row["held"]["input_bytes"] == 4 * 8 * 4
+        assert row["parameters"][""] == [parameters, parameters]
+        assert row["note"] is None
+        if name != MANUAL:
+            assert row["held"]["optimizer_state_bytes"] == 2 * parameters + 4 * len(list(model.parameters()))
+
+
+def test_a_compiled_part_leaves_totals_and_says_why_nothing_is_attributed(tmp_path: Path) -> None:
+    fit(MODELS["MLP"], tmp_path / "eager", callback())
+    fit(MODELS["compiled"], tmp_path / "compiled", callback())
+    eager, compiled = (
+        [row for row in rows(tmp_path / kind) if row["point"] == "before_backward"] for kind in ("eager", "compiled")
+    )
+    assert [row["activation_bytes"] for row in compiled] == [row["activation_bytes"] for row in eager]
+    assert {(row["attribution"], row["unattributed_bytes"] == row["activation_bytes"]) for row in compiled} == {
+        (COMPILED, True)
+    }
+
+
+def test_manual_optimization_has_a_row_for_each_backward_that_goes_through_lightning(tmp_path: Path) -> None:
+    fit(MODELS[MANUAL], tmp_path, callback())
+    points = [(row["step"], row["point"]) for row in rows(tmp_path)]
+    assert points[:3] == [(2, "before_backward"), (2, "before_backward"), (2, "step_end")]
+    first, second = rows(tmp_path)[:2]
+    assert "other" not in first["modules"]
+    assert second["modules"]["other"][2] == 1
+    assert "net.0" not in second["modules"]
+
+
+def test_a_backward_of_the_programs_own_is_named_as_not_seen(tmp_path: Path) -> None:
+    class Own(Perceptron):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            self.zero_grad()
+            self.loss(batch).backward()
+            self.optimizers().step()
+
+    trainer(tmp_path, callback()).fit(Own(), loader())
+    assert {(row["point"], row["note"]) for row in rows(tmp_path)} == {("step_end", NO_BACKWARD)}
+
+
+def test_functorch_disabled_hooks_and_deep_copies_go_on_working_in_a_window(tmp_path: Path) -> None:
+    class Odd(Perceptron):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            slope = torch.func.grad(lambda rows: self.net[0](rows).sum())(batch)
+            with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+                loss = self.loss(batch)
+            copy.deepcopy(self.net)
+            pickle.dumps(self.net)
+            return loss + slope.sum()
+
+    trainer(tmp_path, callback()).fit(Odd(), loader())
+    assert len(rows(tmp_path)) == 6
+    assert rows_of(only_run(tmp_path), "error") == []
+
+
+def test_validation_alone_runs_with_the_collector_and_records_nothing_of_it(tmp_path: Path) -> None:
+    trainer(tmp_path, callback()).validate(Perceptron(), loader())
+    run = only_run(tmp_path)
+    assert [row["reason"] for row in rows_of(run, "unavailable")] == ["validate has no backward"]
+    assert rows_of(run, "error") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_ranks_count_their_own_activations_and_their_share_of_the_parameters(
+    tmp_path: Path, environment: dict[str, str], kind: str
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = environment | {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "NODE_RANK": "0",
+        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SUPPORT),
+    }  # fmt: skip
+    (tmp_path / "run").mkdir()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(SUPPORT / "saved_ranks.py"), str(tmp_path / "run"), kind],
+            env=common | {"LOCAL_RANK": str(rank)},
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            stdout=(tmp_path / f"out{rank}").open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(2)
+    ]
+    try:
+        codes = [process.wait(timeout=200) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert codes == [0, 0], (tmp_path / "out0").read_text()[-3000:]
+    layer, numbers = 4 * 8 * 4, 3 * (64 + 8)
+    share = 1 if kind == "ddp" else 2
+    for rank in range(2):
+        found = rows(tmp_path / "run", rank)
+        backward = next(row for row in found if row["point"] == "before_backward")
+        # Each of three layers keeps its input, each GELU its own, and the loss what it squares.
+        assert backward["activation_bytes"] == 7 * layer
+        assert backward["modules"]["net.1"][:3] == [0, 2 * layer, 1]
+        end = next(row for row in found if row["point"] == "step_end")
+        assert end["held"]["parameter_bytes"] == 4 * numbers // share
+        assert end["parameters"]["net.1"] == [4 * 72 // share] * 2
+        assert end["held"]["gradient_bytes"] == 4 * numbers // share
+        assert end["held"]["optimizer_state_bytes"] == 2 * 4 * numbers // share + 6 * 4
