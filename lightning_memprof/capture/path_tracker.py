@@ -1,0 +1,164 @@
+"""Which modules of a model are in their forward or backward, told by hooks that raise nothing into the user's code."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed._tools.mod_tracker import ModTracker
+from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+__all__ = ["Guard", "PathTracker"]
+
+
+class Guard:
+    """Runs what is ours inside the user's code; the first failure is kept, and nothing is run after it."""
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+
+    def run(self, call: Callable[..., object], *values: Any) -> None:
+        """Call it, unless something failed before."""
+        if self.failure is None:
+            try:
+                call(*values)
+            except Exception as error:  # noqa: BLE001 nothing of ours may raise into the user's code
+                self.failure = error
+
+    def between(
+        self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], original: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Return ``wrap(original)`` that does what ``original`` does, once, also where ``wrap``'s own part fails."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.failure is not None:
+                return original(*args, **kwargs)
+            outcome: list[tuple[Any, BaseException | None]] = []
+
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    outcome.append((original(*args, **kwargs), None))
+                except BaseException as error:
+                    outcome.append((None, error))
+                    raise
+                return outcome[0][0]
+
+            try:
+                return wrap(watched)(*args, **kwargs)
+            except Exception as error:
+                if outcome and outcome[0][1] is not None:
+                    raise
+                self.failure = error
+                return outcome[0][0] if outcome else original(*args, **kwargs)
+
+        return call
+
+
+class PathTracker(ModTracker):
+    """Which modules of one model are in their forward or backward, by name; its hooks raise nothing.
+
+    Args:
+        root: the model; its modules are named by its class and their path, ``Net.layers.0``. Others do not count.
+        guard: runs the hooks.
+
+    """
+
+    def __init__(self, root: nn.Module, guard: Guard) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._guard = guard
+        self._handles: list[Any] = []
+        name = type(root).__name__
+        for path, module in root.named_modules():
+            self._known_modules[module] = f"{name}.{path}" if path else name
+
+    def _fw_pre_hook(self, mod: nn.Module, input: Any) -> None:  # noqa: A002 torch's name
+        if mod in self._known_modules:
+            self._guard.run(self._forward_begins, mod, input)
+
+    def _fw_post_hook(self, mod: nn.Module, input: Any, output: Any) -> None:  # noqa: A002 torch's name
+        if mod in self._known_modules:
+            self._guard.run(self._forward_ends, mod, input, output)
+
+    def __exit__(self, *args: object) -> None:
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._post_bw_callbacks_to_enqueue.clear()
+
+    def _forward_begins(self, module: nn.Module, args: Any) -> None:
+        self._push(self._known_modules[module])
+        if self._user_pre_fw_hook is not None:
+            self._user_pre_fw_hook(module, args)
+        if self.is_bw:
+            return
+        # The backward of a module is over when the gradients of all that it was given are there.
+        leave = self._leaver(weakref.ref(module), self._known_modules[module])
+        nodes = _nodes(args)
+        awaited = len(nodes)
+
+        def arrived() -> None:
+            nonlocal awaited
+            awaited -= 1
+            if awaited == 0:
+                leave()
+
+        for node in nodes:
+            self._before(node, arrived)
+        if not nodes:
+            self._post_bw_callbacks_to_enqueue.append(lambda: self._guard.run(leave))
+
+    def _forward_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._user_post_fw_hook is not None:
+            self._user_post_fw_hook(module, args, output)
+        self._pop(self._known_modules[module])
+        if self.is_bw:
+            return
+        begun = False
+        reference, name = weakref.ref(module), self._known_modules[module]
+
+        def begins() -> None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                self._maybe_set_engine_callback()  # type: ignore[no-untyped-call]
+                self._push(name)
+                if self._user_pre_bw_hook is not None and (owner := reference()) is not None:
+                    self._user_pre_bw_hook(owner, ())
+
+        for node in _nodes(output):
+            self._before(node, begins)
+
+    def _leaver(self, reference: weakref.ref[nn.Module], name: str) -> Callable[[], None]:
+        def leave() -> None:
+            if name in self.parents:
+                if self._user_post_bw_hook is not None and (owner := reference()) is not None:
+                    self._user_post_bw_hook(owner, ())
+                self._pop(name)
+
+        return leave
+
+    def _before(self, node: Any, call: Callable[[], None]) -> None:
+        self._handles.append(node.register_prehook(lambda _grads: self._guard.run(call)))
+
+    def _push(self, name: str) -> None:
+        self._active_module_cnt[name] = self._active_module_cnt.get(name, 0) + 1 if name in self.parents else 1
+        self.parents.add(name)
+
+    def _pop(self, name: str) -> None:
+        if name in self.parents:
+            self._active_module_cnt[name] -= 1
+            if self._active_module_cnt[name] == 0:
+                self.parents.remove(name)
+
+
+def _nodes(value: Any) -> list[Any]:
+    """Give the graph nodes that tensors come from; a leaf has none."""
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]

@@ -1,0 +1,238 @@
+"""What a memory tracker found in one step, as torch prints it, as a mapping, and as rows.
+
+The text is laid out as torch's ``MemTracker.display_snapshot("peak")`` and ``display_modulewise_snapshots`` print it,
+and tables as the package ``tabulate`` lays out its format ``rst``. What torch leaves out, a device whose bytes round to
+0.0 in the unit asked for, is there.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_memprof.errors import ConfigError
+from lightning_memprof.units import GIB, KIB, MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+__all__ = ["Figures", "Layout", "ModuleFigures", "TrackerReport"]
+
+_UNITS: Final = MappingProxyType({"B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB})
+# torch's words to this package's; of a sharded model the sharded bytes are the parameters and the gradients.
+_CATEGORIES: Final = MappingProxyType(
+    {
+        "Parameter": "parameter", "Sharded Param": "parameter", "Gradient": "gradient", "Sharded Grad": "gradient",
+        "Optstate": "optimizer_state", "OptState": "optimizer_state", "Activation": "activation", "Inputs": "input",
+        "Temp": "temporary", "Buffer": "buffer", "Other": "other", "Padding": "other",
+        "Unsharded Param": "unsharded_parameter", "Unsharded Grad": "unsharded_gradient",
+        "All Gather": "all_gather", "Reduce Scatter": "reduce_scatter",
+    }
+)  # fmt: skip
+_ALWAYS: Final = ("parameter", "gradient", "optimizer_state", "activation", "input", "temporary", "buffer", "other")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Bytes on one device at one moment: by torch's word for the category, and their sum."""
+
+    device: str
+    by_kind: Mapping[str, int]
+    total_bytes: int
+
+    def categories(self) -> dict[str, int]:
+        """Return the bytes by this package's words; categories that only sharded models have follow the others."""
+        named = dict.fromkeys(_ALWAYS, 0)
+        for kind, count in self.by_kind.items():
+            category = _CATEGORIES[kind]
+            named[category] = named.get(category, 0) + count
+        return named
+
+    def labelled(self) -> dict[str, int]:
+        """Return the bytes as torch lists them, the sum last."""
+        return {**self.by_kind, "Total": self.total_bytes}
+
+
+@dataclass(frozen=True)
+class ModuleFigures:
+    """One moment of one module.
+
+    Attributes:
+        name: as torch names it, from the root's class: ``Net.layers.0``.
+        path: in the LightningModule; the LightningModule itself has ``""``.
+        state: torch's word for the moment, ``Pre-Forward`` for instance.
+        call: number of the call, from 1.
+        figures: by device.
+
+    """
+
+    name: str
+    path: str
+    state: str
+    call: int
+    figures: tuple[Figures, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a report is written.
+
+    Args:
+        depth: levels of modules, the root being the first.
+        units: ``B``, ``KiB``, ``MiB`` or ``GiB``.
+        tabulate: as tables.
+
+    Raises:
+        ConfigError: ``depth`` or ``units`` is something else.
+
+    """
+
+    depth: int = 2
+    units: str = "MiB"
+    tabulate: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be written."""
+        if type(self.depth) is not int or self.depth < 1:
+            msg = f"depth={self.depth!r}: must be an integer of at least 1; 1 is the root alone"
+            raise ConfigError(msg)
+        if self.units not in _UNITS:
+            msg = f"units={self.units!r}: must be one of {', '.join(_UNITS)}"
+            raise ConfigError(msg)
+
+    def amount(self, count: int) -> str:
+        """Write a number of bytes."""
+        return f"{count if self.units == 'B' else round(count / _UNITS[self.units], 2)} {self.units}"
+
+
+@dataclass(frozen=True)
+class TrackerReport:
+    """One tracked step.
+
+    Attributes:
+        peak: the step's peak by device, each device at its own moment.
+        end: what is there at the end of the step.
+        modules: every moment of every module, in the order of their first calls.
+
+    """
+
+    peak: tuple[Figures, ...]
+    end: tuple[Figures, ...]
+    modules: tuple[ModuleFigures, ...]
+
+    def text(self, layout: Layout) -> str:
+        """Write the peak and the modules."""
+        write, write_states = (_table, _state_table) if layout.tabulate else (_list, _state_list)
+        lines = list(write(self.peak, layout))
+        for name, moments in self._by_module(layout.depth).items():
+            lines.append(f"Module:  {name}")
+            lines += write_states(moments, layout)
+        return "\n".join(lines) + "\n"
+
+    def mapping(self, layout: Layout) -> dict[str, Any]:
+        """Give the same figures, in bytes, as plain mappings and lists: modules, states, calls, devices, kinds."""
+        modules: dict[str, dict[str, list[Any]]] = {}
+        for name, moments in self._by_module(layout.depth).items():
+            states = modules.setdefault(name, {})
+            for moment in moments:
+                states.setdefault(moment.state, []).append(_by_device(moment.figures))
+        return {"peak": _by_device(self.peak), "end": _by_device(self.end), "modules": modules}
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Give a row for each device at the peak, at the end, and at every moment of every module."""
+        for kind, several in (("peak", self.peak), ("end", self.end)):
+            for figures in several:
+                yield {"kind": kind, **_row(figures)}
+        for moment in self.modules:
+            state = _identifier(moment.state)
+            for figures in moment.figures:
+                yield {
+                    "kind": "module", "module": moment.path, "state": state, "call": moment.call, **_row(figures),
+                }  # fmt: skip
+
+    def _by_module(self, depth: int) -> dict[str, list[ModuleFigures]]:
+        found: dict[str, list[ModuleFigures]] = {}
+        for moment in self.modules:
+            if moment.name.count(".") < depth:
+                found.setdefault(moment.name, []).append(moment)
+        return dict(sorted(found.items(), key=lambda entry: _natural(entry[0])))
+
+
+def _row(figures: Figures) -> dict[str, Any]:
+    return {"device": figures.device, "total_bytes": figures.total_bytes, "categories": figures.categories()}
+
+
+def _by_device(several: Iterable[Figures]) -> dict[str, dict[str, int]]:
+    return {figures.device: figures.labelled() for figures in several}
+
+
+def _identifier(state: str) -> str:
+    return state.lower().replace("-", "_").replace(" ", "_")
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    parts = re.split("([0-9]+)", name)
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part.lower()) for part in parts]
+
+
+def _list(several: Sequence[Figures], layout: Layout) -> Iterator[str]:
+    if not several:
+        yield "No memory tracked."
+    for figures in several:
+        if figures.total_bytes > 0:
+            yield f"Device: {figures.device}"
+            yield from (f"\t{kind}: {layout.amount(count)}" for kind, count in figures.labelled().items())
+
+
+def _state_list(moments: Sequence[ModuleFigures], layout: Layout) -> Iterator[str]:
+    state = None
+    for moment in moments:
+        if moment.state != state:
+            state = moment.state
+            yield state
+        yield f"# {moment.call}:"
+        yield from _list(moment.figures, layout)
+    yield ""
+
+
+def _table(several: Sequence[Figures], layout: Layout) -> Iterator[str]:
+    if not several:
+        yield "No memory tracked."
+        return
+    headers = ["Device", *several[0].labelled()]
+    shown = [figures for figures in several if figures.total_bytes > 0]
+    yield from _rst(headers, [[figures.device, *_amounts(figures, layout)] for figures in shown])
+
+
+def _state_table(moments: Sequence[ModuleFigures], layout: Layout) -> Iterator[str]:
+    headers: list[str] = []
+    rows: list[list[str]] = []
+    last = ""
+    for moment in moments:
+        for figures in moment.figures:
+            if figures.total_bytes > 0:
+                headers = ["State & Call", "Device", *figures.labelled()]
+                call = f"{moment.state} # {moment.call}"
+                rows.append(["" if call == last else call, figures.device, *_amounts(figures, layout)])
+                last = call
+    yield from _rst(headers, rows)
+
+
+def _amounts(figures: Figures, layout: Layout) -> list[str]:
+    return [layout.amount(count) for count in figures.labelled().values()]
+
+
+def _rst(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    # tabulate leaves room for two more than a header, and writes ".." for an empty first cell.
+    rows = [[row[0] or "..", *row[1:]] for row in rows]
+    widths = [max(len(header) + 2, *(len(row[column]) for row in rows), 0) for column, header in enumerate(headers)]
+    rule = "  ".join("=" * width for width in widths)
+
+    def line(cells: Sequence[str]) -> str:
+        return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+    if not headers:
+        return
+    yield from (rule, line(headers), rule, *(line(row) for row in rows), rule)

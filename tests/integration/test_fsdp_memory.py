@@ -1,0 +1,126 @@
+"""FSDPMemory under ModelParallelStrategy: one process, and two real ones on gloo."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_memprof import MemProfilerCallback
+from lightning_memprof.artifacts.series import read_series
+from lightning_memprof.capture.fsdp import FSDPMemory
+from lightning_memprof.errors import ConfigError
+from ranks import launch
+from training import Perceptron, loader, only_run, rows_of, trainer
+
+
+def train(directory: Path, *options: str, world: int = 2) -> list[dict[str, Any]]:
+    """Train with FSDPMemory in step 2; give what each rank says of itself."""
+    codes = launch("sharded_ranks.py", directory, *options, world=world)
+    assert codes == [0] * world, "".join((directory / f"out{rank}").read_text()[-3000:] for rank in range(world))
+    return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(world)]
+
+
+Ranks = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """What the ranks say of a fit without us."""
+    return train(tmp_path_factory.mktemp("bare") / "run", "bare")
+
+
+@pytest.fixture(scope="module", params=["", "group"])
+def ours(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ranks]:
+    """A run directory and what its ranks say; two modules are sharded each for itself, or as one group."""
+    directory = tmp_path_factory.mktemp("ours") / "run"
+    ranks = train(directory, *filter(None, [request.param]))
+    return only_run(directory), ranks
+
+
+def figures(run: Path, rank: int, kind: str, collector: str = "fsdp_memory") -> dict[str, int]:
+    rows = read_series(run / f"window000/rank{rank:05d}.{collector}.jsonl")
+    (row,) = [row for row in rows if row["kind"] == kind]
+    assert sum(row["categories"].values()) == row["total_bytes"]
+    return row["categories"]
+
+
+def test_the_ranks_sharded_parameters_add_up_to_the_model(ours: tuple[Path, Ranks]) -> None:
+    run, said = ours
+    whole, count = said[0]["parameter_bytes"], said[0]["parameters"]
+    for kind in ("peak", "end"):
+        ranks = [figures(run, rank, kind) for rank in (0, 1)]
+        assert sum(found["parameter"] for found in ranks) == whole
+        assert [found["optimizer_state"] for found in ranks] == [2 * found["parameter"] + 4 * count for found in ranks]
+
+
+def test_training_is_the_same_to_the_last_bit_and_fsdps_hooks_are_back(ours: tuple[Path, Ranks], bare: Ranks) -> None:
+    run, said = ours
+    for rank in (0, 1):
+        assert said[rank]["losses"] == bare[rank]["losses"]
+        assert said[rank]["weights"] == bare[rank]["weights"]
+        assert said[rank]["hooks_are_back"]
+        assert rows_of(run, "error", rank) == rows_of(run, "unavailable", rank) == []
+
+
+def test_each_rank_has_its_log_and_the_same_figures_as_yaml(ours: tuple[Path, Ranks]) -> None:
+    run, _ = ours
+    for rank in (0, 1):
+        text = (run / f"fsdp_mem_rank_{rank}_training_step_3.log").read_text()
+        assert "Module:  FSDPSequential" in text
+        assert "After Post-Backward" in text
+        stats = yaml.safe_load((run / f"rank_{rank}_fsdp_memory_stats.yaml").read_text())
+        (entry,) = stats.values()
+        assert list(stats) == [f"{rank}.training_step.3"]
+        assert entry["root_module"] == "model"
+        assert entry["peak"]["cpu"]["Sharded Param"] == figures(run, rank, "peak")["parameter"]
+        assert f"{entry['peak']['cpu']['Total']} B" in text
+
+
+def test_forward_and_backward_are_in_it_and_all_that_is_sharded_is_told_apart(ours: tuple[Path, Ranks]) -> None:
+    run, _ = ours
+    rows = [row for row in read_series(run / "window000/rank00000.fsdp_memory.jsonl") if row["kind"] == "module"]
+    states = {(row["module"], row["state"]): row["categories"] for row in rows}
+    assert {"model", "model.0"} <= {module for module, _ in states} <= {"model", "model.0", "model.2"}
+    # Weight and bias of the first layer at least, whole, on top of what the root holds in its forward.
+    first = 4 * (8 * 16 + 16)
+    before, after = states["model.0", "before_pre_forward"], states["model.0", "after_pre_forward"]
+    assert after["unsharded_parameter"] - before["unsharded_parameter"] >= first
+    assert states["model.0", "before_post_backward"]["unsharded_gradient"] >= first
+    assert figures(run, 0, "peak")["all_gather"] > 0
+    assert figures(run, 0, "end")["gradient"] >= figures(run, 0, "end")["parameter"]
+    assert figures(run, 0, "end")["unsharded_parameter"] == 0
+
+
+def test_module_memory_counts_this_ranks_shards(tmp_path: Path) -> None:
+    (facts, _) = train(tmp_path / "ours", "modules")
+    run = only_run(tmp_path / "ours")
+    assert sum(figures(run, rank, "end", "module_memory")["parameter"] for rank in (0, 1)) == facts["parameter_bytes"]
+
+
+def test_one_process_holds_the_whole_and_writes_tables_if_asked(tmp_path: Path) -> None:
+    (facts,) = train(tmp_path / "ours", "tabulate", world=1)
+    run = only_run(tmp_path / "ours")
+    found = figures(run, 0, "end")
+    assert found["parameter"] == found["gradient"] == facts["parameter_bytes"]
+    text = (run / "fsdp_mem_rank_0_training_step_3.log").read_text()
+    assert text.splitlines()[1].split()[:3] == ["Device", "Sharded", "Param"]
+    assert "After Pre-Backward # 1" in text
+
+
+def test_a_root_that_is_not_there_is_the_users_error_before_the_first_step(tmp_path: Path) -> None:
+    assert launch("sharded_ranks.py", tmp_path / "ours", "root=nope", world=1) == [1]
+    said = (tmp_path / "ours/out0").read_text()
+    assert "ConfigError: FSDPMemory(root_module='nope'): there is no such module" in said
+    assert "those that are: 'model', 'model.0'" in said
+    (end,) = rows_of(only_run(tmp_path / "ours"), "end")
+    assert (end["status"], end["steps"]) == ("exception", 0)
+
+
+def test_without_fully_shard_it_is_refused_with_the_reason(tmp_path: Path) -> None:
+    training = trainer(tmp_path, MemProfilerCallback(collectors=[FSDPMemory()]))
+    with pytest.raises(ConfigError, match="SingleDeviceStrategy does not shard by fully_shard"):
+        training.fit(Perceptron(), loader())

@@ -1,0 +1,235 @@
+"""ModuleMemory in real fits: the closed forms of what a step holds, and what becomes of the training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from lightning_memprof import MemProfilerCallback, Schedule
+from lightning_memprof.artifacts.series import read_series
+from lightning_memprof.capture.modules import ModuleMemory
+from models import Compiled, GradientPenalty, InPlaceCnn, Lstm, Mlp, SharedEmbeddings, fit
+from training import Perceptron, loader, only_run, rows_of, trainer
+
+SERIES = "window000/rank00000.module_memory.jsonl"
+
+
+class Sized(Perceptron):
+    """Layers of a given width; ``kind`` is the optimizer."""
+
+    def __init__(self, width: int, kind: Any = torch.optim.AdamW) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)
+        )
+        self.kind = kind
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.kind(self.parameters(), 1e-3)
+
+
+class Adversaries(pl.LightningModule):
+    """Two optimizers by hand: each with a network of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.one, self.other = nn.Linear(8, width), nn.Linear(8, width)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        for optimizer, network in zip(self.optimizers(), (self.one, self.other), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(network(batch).square().mean())
+            optimizer.step()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.AdamW(self.one.parameters()), torch.optim.AdamW(self.other.parameters())]
+
+
+def record(directory: Path, model: pl.LightningModule, **options: Any) -> Path:
+    """Fit with the tracker in step 2, where the optimizer's state is there; give the run directory."""
+    collector = options.pop("collector", ModuleMemory())
+    schedule = options.pop("schedule", Schedule(wait=1, warmup=1, active=1))
+    validation = options.pop("validation", None)
+    ours = MemProfilerCallback(schedule=schedule, collectors=[collector], on_error="raise", summary=False)
+    trainer(directory, ours, **options).fit(model, loader(), validation)
+    return only_run(directory)
+
+
+def categories(run: Path, kind: str) -> dict[str, int]:
+    (row,) = [row for row in read_series(run / SERIES) if row["kind"] == kind]
+    assert sum(row["categories"].values()) == row["total_bytes"]
+    return row["categories"]
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    return sum(4 * parameter.numel() for parameter in model.parameters())
+
+
+def scalars(model: nn.Module) -> int:
+    """Bytes of the step counters, one float32 a parameter."""
+    return 4 * len(list(model.parameters()))
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "32-bit": {},
+    "bf16-mixed": {"precision": "bf16-mixed"},
+    "accumulation": {"accumulate_grad_batches": 3},
+    "clipping": {"gradient_clip_val": 0.5},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("width", [16, 64, 160])
+def test_the_closed_forms_hold_under_lightnings_closure(tmp_path: Path, width: int, setting: str) -> None:
+    model = Sized(width)
+    active = 3 if setting == "accumulation" else 1
+    schedule = Schedule(wait=2, warmup=1, active=active)
+    run = record(tmp_path, model, schedule=schedule, collector=ModuleMemory(step=active - 1), **SETTINGS[setting])
+    whole = parameter_bytes(model)
+    for kind in ("peak", "end"):
+        found = categories(run, kind)
+        assert found["parameter"] == whole
+        assert found["optimizer_state"] == 2 * whole + scalars(model)
+        assert found["input"] == 12 * 4 * 8 * 4  # the batch is a view of the data set's storage
+    assert categories(run, "end")["gradient"] == whole
+    assert categories(run, "end")["temporary"] == 0
+
+
+@pytest.mark.parametrize("width", [16, 64, 160])
+def test_the_closed_forms_hold_for_two_optimizers_by_hand(tmp_path: Path, width: int) -> None:
+    model = Adversaries(width)
+    run = record(tmp_path, model)
+    found = categories(run, "end")
+    assert found["parameter"] == found["gradient"] == parameter_bytes(model)
+    assert found["optimizer_state"] == 2 * parameter_bytes(model) + scalars(model)
+    assert categories(run, "peak")["optimizer_state"] == found["optimizer_state"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "copies", "counters"), [(torch.optim.SGD, 0, 0), (torch.optim.Adam, 2, 1), (torch.optim.RMSprop, 1, 1)]
+)
+def test_each_optimizers_state_is_its_own(
+    tmp_path: Path, kind: type[torch.optim.Optimizer], copies: int, counters: int
+) -> None:
+    model = Sized(32, kind)
+    run = record(tmp_path, model)
+    state = copies * parameter_bytes(model) + counters * scalars(model)
+    assert categories(run, "end")["optimizer_state"] == categories(run, "peak")["optimizer_state"] == state
+
+
+def test_in_the_first_step_the_state_is_made_and_then_is_exact(tmp_path: Path) -> None:
+    model = Sized(32)
+    run = record(tmp_path, model, schedule=Schedule(wait=0, warmup=0, active=1))
+    whole = 2 * parameter_bytes(model) + scalars(model)
+    assert categories(run, "end")["optimizer_state"] == whole
+    # The peak lies in the optimizer: what it uses for a moment cannot be told from the state that it is making.
+    assert categories(run, "peak")["optimizer_state"] >= whole
+
+
+def test_activations_are_those_of_the_forward_and_temporaries_those_of_the_backward(tmp_path: Path) -> None:
+    run = record(tmp_path, Sized(160))
+    rows = {(row["module"], row["state"]): row for row in read_series(run / SERIES) if row["kind"] == "module"}
+    # Each ReLU keeps what it gives and not what it was given; the last layer gives one column.
+    assert rows["net", "post_forward"]["categories"]["activation"] == 4 * 4 * (160 + 160 + 1)
+    assert rows["net", "post_forward"]["categories"]["temporary"] == 0
+    assert rows["net", "post_backward"]["categories"]["activation"] <= 16
+    assert rows["net.2", "peak_backward"]["categories"]["temporary"] > 0
+    assert {"pre_forward", "post_forward", "peak_forward", "pre_backward", "post_backward", "peak_backward"} == {
+        state for _, state in rows
+    }
+
+
+def test_the_log_holds_the_peak_and_the_modules_to_the_depth_in_the_units(tmp_path: Path) -> None:
+    run = record(tmp_path, Sized(16), collector=ModuleMemory(depth=3, units="B"))
+    text = (run / "module_mem_rank_0_training_step_3.log").read_text()
+    lines = text.splitlines()
+    peak = categories(run, "peak")
+    assert lines[:2] == ["Device: cpu", f"\tParameter: {peak['parameter']} B"]
+    assert f"\tTotal: {sum(peak.values())} B" in lines
+    assert [line.split()[-1] for line in lines if line.startswith("Module:")] == [
+        "Sized.net", *(f"Sized.net.{index}" for index in range(5)),
+    ]  # fmt: skip
+    (listed,) = [row for row in rows_of(run, "artifact") if row["path"].endswith(".log")]
+    assert (listed["collector"], listed["type"], listed["window"]) == ("module_memory", "blob", 0)
+
+
+def test_each_window_has_its_own_step_and_its_own_peak(tmp_path: Path) -> None:
+    schedule = Schedule(wait=1, warmup=1, active=2, repeat=2)
+    run = record(tmp_path, Sized(16), schedule=schedule, collector=ModuleMemory(step=1))
+    for window, step in ((0, 3), (1, 7)):
+        rows = read_series(run / f"window{window:03d}/rank00000.module_memory.jsonl")
+        assert {(row["step"], row["point"], row["recorded"]) for row in rows} == {(step, "step_end", True)}
+        assert sum(row["kind"] == "peak" for row in rows) == 1
+        assert (run / f"module_mem_rank_0_training_step_{step + 1}.log").is_file()
+
+
+def test_a_validation_behind_the_batch_is_not_in_the_step(tmp_path: Path) -> None:
+    alone = record(tmp_path / "alone", Sized(16))
+    validated = record(tmp_path / "validated", Sized(16), val_check_interval=1, validation=loader(2))
+    assert rows_of(validated, "unavailable") == []
+    assert categories(validated, "peak") == categories(alone, "peak")
+
+
+class CalledTwice(Mlp):
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.net(batch).square().mean() + self.net(batch.flip(0)).abs().mean()
+
+
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+def test_a_module_that_is_called_twice_ends_the_collector_and_not_the_training(tmp_path: Path, on_error: Any) -> None:
+    bare = fit(CalledTwice, tmp_path / "bare")
+    schedule = Schedule(wait=1, warmup=0, active=1, repeat=2)
+    ours = MemProfilerCallback(schedule=schedule, collectors=[ModuleMemory()], on_error=on_error, summary=False)
+    recorded = fit(CalledTwice, tmp_path / "ours", ours)
+    assert all(torch.equal(one, other) for one, other in zip(bare, recorded, strict=True))
+    run = only_run(tmp_path / "ours")
+    (row,) = rows_of(run, "unavailable")
+    assert (row["collector"], row["window"]) == ("module_memory", 0)
+    assert "CalledTwice.net is called twice" in row["reason"]
+    assert rows_of(run, "error") == []
+    assert not list(run.rglob("*module_mem*"))
+    assert rows_of(run, "end")[0]["status"] == "finished"
+
+
+@pytest.mark.parametrize("kind", [Mlp, InPlaceCnn, SharedEmbeddings, Lstm, GradientPenalty])
+def test_training_is_the_same_to_the_last_bit(tmp_path: Path, kind: Any) -> None:
+    ours = MemProfilerCallback(
+        schedule=Schedule(wait=0, warmup=0, active=1, repeat=0), collectors=[ModuleMemory()], on_error="raise"
+    )
+    bare, recorded = fit(kind, tmp_path / "bare"), fit(kind, tmp_path / "ours", ours)
+    assert all(torch.equal(one, other) for one, other in zip(bare, recorded, strict=True))
+    assert rows_of(only_run(tmp_path / "ours"), "unavailable") == []
+
+
+def test_shared_parameters_count_once(tmp_path: Path) -> None:
+    model = SharedEmbeddings()
+    run = record(tmp_path, model)
+    assert categories(run, "end")["parameter"] == categories(run, "end")["gradient"] == parameter_bytes(model)
+
+
+def test_a_compiled_model_is_not_tracked_and_it_is_said(tmp_path: Path) -> None:
+    run = record(tmp_path, Compiled())
+    (row,) = rows_of(run, "unavailable")
+    assert "compiled" in row["reason"]
+
+
+class Fails(Perceptron):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2:
+            raise ArithmeticError
+        return loss
+
+
+def test_a_step_that_raises_is_saved_as_far_as_it_came(tmp_path: Path) -> None:
+    with pytest.raises(ArithmeticError):
+        record(tmp_path, Fails())
+    run = only_run(tmp_path)
+    assert categories(run, "peak")["activation"] > 0
+    assert (run / "module_mem_rank_0_training_step_3.log").is_file()
