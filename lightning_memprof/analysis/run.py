@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from lightning_memprof.analysis.locate import find_run
+from lightning_memprof.analysis.oom_events import OomEvent, oom_events
 from lightning_memprof.analysis.rows import (
     Row,
     first_row,
@@ -155,6 +156,7 @@ class Run:
     notes: tuple[Note, ...]
     problems: tuple[Problem, ...]
     others: tuple[Path, ...] = ()
+    ooms: tuple[OomEvent, ...] = ()
 
     @property
     def lead(self) -> Rank:
@@ -236,6 +238,7 @@ def load_run(path: str | Path, *, max_pulse_bytes: int | None = None) -> Run:
         ),
         problems=(*(one for report in reports for one in report.problems), *orphans),
         others=place.others,
+        ooms=tuple(one for report in reports for one in report.ooms),
     )
 
 
@@ -247,6 +250,7 @@ class _RankReport:
     unavailable: list[Unavailable]
     notes: list[Note]
     problems: list[Problem]
+    ooms: tuple[OomEvent, ...] = ()
 
 
 def _within(layout: _Layout, ranks: list[int], max_pulse_bytes: int | None) -> list[int]:
@@ -303,6 +307,7 @@ def _read_rank(layout: _Layout, rank: int) -> _RankReport:
         ],
         [Note(rank, text(row, "collector") or "?", text(row, "message") or "") for row in rows_of(rows, "note")],
         [*problems, *_damage(pulse_name(rank), pulse_damage, rank), *artifact_problems],
+        oom_events(layout.directory, rank, rows),
     )
 
 

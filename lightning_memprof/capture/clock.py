@@ -43,6 +43,11 @@ class StepClock:
         self.start_ns = 0
         self._moments: list[tuple[int, Any]] = []
 
+    @property
+    def phase(self) -> str:
+        """The innermost phase that goes on."""
+        return PHASES[self._current]
+
     def enter(self, phase: int) -> None:
         """Begin a phase, inside of the present one."""
         now = time.perf_counter_ns()
@@ -73,6 +78,11 @@ class StepClock:
         if self._timer is not None:
             self._moments = [(_OTHER, self._timer.record())]
         self.start_ns = self._last = time.perf_counter_ns()
+
+    def leave_out(self, ns: int) -> None:
+        """Take time that ended now out of the present step: it was not the training's."""
+        self._last += ns
+        self.start_ns += ns
 
     def stop(self) -> tuple[int, tuple[int, ...], list[tuple[int, Any]] | None]:
         """End the step now; return its end, nanoseconds by phase, and the moments on the device's clock."""

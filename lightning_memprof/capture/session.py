@@ -13,6 +13,7 @@ from lightning_memprof.capture.base import OnStep, StepRecord
 from lightning_memprof.capture.clock import StepClock, unix_ns
 from lightning_memprof.capture.pulse import Pulse
 from lightning_memprof.capture.recording import Recording
+from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Action, Mark, Point, Schedule, Window, plan_window
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class Session:
         self._recording: Recording | None = None
         self._windows = 0
         self._position: Position | None = None
+        self.point: Point | None = None
         self._action = Action.NONE
         self._last_count = -1
         self._steps = 0
@@ -99,13 +101,20 @@ class Session:
         return self._position
 
     def open(self) -> None:
-        """Begin to follow the run."""
+        """Begin to follow the run.
+
+        Raises:
+            ConfigError: a collector finds out, now that the model is whole, that its configuration does not fit.
+
+        """
         for collector in self._collectors:
             if collector.name in self._faults.switched_off:
                 continue
             try:
                 follow = collector.follow(self._run)
                 self._followers[collector.name] = (follow, follow.__enter__())
+            except ConfigError:
+                raise
             except Exception as error:  # noqa: BLE001 a collector of anybody's must not stop the training
                 self._faults.report(collector.name, "enter", None, error)
 
@@ -115,6 +124,7 @@ class Session:
         in_window = self._recording is not None
         action = self._schedule(position.schedule_step)
         self._turn_windows(position, action)
+        self.point = Point.STEP_START
         self._position, self._action, self._last_count = position, action, position.schedule_step
         if self._recording is not None:
             if action is not Action.WARMUP:
@@ -132,6 +142,7 @@ class Session:
             at_ns: reading of ``time.perf_counter_ns``; None is now.
 
         """
+        self.point = point
         if self._recording is None or self._position is None:
             return
         self.clock.enter(_OTHER)

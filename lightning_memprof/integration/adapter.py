@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_memprof.capture.faults import describe
-from lightning_memprof.errors import MemprofError
+from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.integration.attachment import Attachment, claim_place
 from lightning_memprof.integration.log_lines import LogLines
 
@@ -144,7 +144,17 @@ class Adapter(Callback):
         return {**vars(self), "_attachments": {}, "_log_lines": LogLines()}
 
     def _start(self, trainer: Trainer) -> None:
-        self._guarded(trainer, Attachment.start)
+        refused: list[ConfigError] = []
+
+        def start(attachment: Attachment) -> None:
+            try:
+                attachment.start()
+            except ConfigError as error:
+                refused.append(error)
+
+        self._guarded(trainer, start)
+        if refused:
+            raise refused[0]
 
     def _stop(self, trainer: Trainer) -> None:
         self._guarded(trainer, Attachment.stop)

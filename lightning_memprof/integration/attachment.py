@@ -16,6 +16,7 @@ from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.driver import StepDriver, position_source
 from lightning_memprof.integration.environment import run_facts, training_facts
 from lightning_memprof.integration.feeds import LateFeed, TensorFeed
+from lightning_memprof.integration.memory_watch import watch_memory
 from lightning_memprof.integration.reach import unreachable
 from lightning_memprof.integration.stages import StageActions, stage_actions
 from lightning_memprof.integration.tables import write_operator_table
@@ -82,6 +83,7 @@ class Attachment:
             sink.close()
             raise
         self.session = Session(self.run, settings.schedule, available, self._window_closed)
+        self._oom = watch_memory(self.run, self.session, available)
 
     @property
     def raises(self) -> bool:
@@ -132,6 +134,8 @@ class Attachment:
         sink = self.run.sink
         reason = None if exception is None else describe(exception)
         try:
+            # First, while the exception's frames still hold what filled the memory.
+            self._oom.end(exception)
             self.stop(reason)
             sink.drain()
             # After an exception the process should end soon; `show` makes the table where it is missing.

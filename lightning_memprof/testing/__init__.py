@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_memprof.testing.collectors import FakeCollector
 from lightning_memprof.testing.devices import FakeCuda, FakeTimer
+from lightning_memprof.testing.memory import FakeMemory
 from lightning_memprof.testing.runs import HEALTHY, FakeRun, make_run
 
-__all__ = ["HEALTHY", "FakeCollector", "FakeCuda", "FakeRun", "FakeTimer", "make_run"]
+__all__ = ["HEALTHY", "FakeCollector", "FakeCuda", "FakeMemory", "FakeRun", "FakeTimer", "make_run"]

@@ -14,6 +14,7 @@ from lightning_memprof.artifacts.naming import TraceName, pulse_name
 from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS, encode_pulse
 from lightning_memprof.artifacts.sink import Artifact, RunPlace, Sink, claim_run_place
 from lightning_memprof.schedule import Mark, Point, Window
+from lightning_memprof.testing.memory import START_NS, FakeMemory, allocation_events, write_memory
 from lightning_memprof.units import MIB
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ __all__ = ["FakeRun", "make_run"]
 
 Phases = Mapping[str, int]
 
-START_NS: Final = 1_700_000_000_000_000_000
 STRATEGY: Final = "SingleDeviceStrategy"
 HEALTHY: Final[Phases] = {
     "data_wait": 400_000,
@@ -67,6 +67,7 @@ class FakeRun:
         training: fields of the manifest's ``training`` row to replace.
         endings: how ranks end that do not finish: a message of an exception, or None where the rank was killed.
         trace: whether each window has an operator trace.
+        memory: what the memory collectors saw in each window; None is a run without them.
 
     """
 
@@ -80,6 +81,7 @@ class FakeRun:
     training: Mapping[str, Any] = field(default_factory=dict)
     endings: Mapping[int, str | None] = field(default_factory=dict)
     trace: bool = True
+    memory: FakeMemory | None = field(default_factory=FakeMemory)
 
     @property
     def device(self) -> str:
@@ -144,7 +146,7 @@ def _facts(place: RunPlace, rank: int, fake: FakeRun) -> dict[str, Any]:
         "device": fake.device,
         "root": str(place.root.absolute()),
         "schedule": {"wait": 1, "warmup": 1, "active": 2, "repeat": 1},
-        "collectors": ["pulse", "host", "allocator", "hooks", "operator_trace"],
+        "collectors": ["pulse", "host", "allocator", "hooks", "functions", "saved_tensors", "operator_trace"],
         "environment": {"python": "3.11.7", "torch": "2.13.0", "lightning": "2.6.6", "cpu_count": 8},
     }
 
@@ -220,12 +222,14 @@ def _write_window(sink: Sink, window: Window, fake: FakeRun) -> None:
     sink.write_rows(window, "hooks", hooks)
     if fake.device_bytes is not None:
         _write_allocator(sink, window, fake)
+    if fake.memory is not None:
+        write_memory(sink, Window(window.index, window.warmup, recorded), fake.memory, (fake.stage, fake.device))
     if fake.trace:
         name = TraceName(
             fake.stage, "fts_extended_pytorch_profiler", sink.rank, STRATEGY, "training_step", START_NS + window.index
         )
         with sink.file(Artifact(sink.place.root / str(name), "trace", "operator_trace", window.index)) as temporary:
-            temporary.write_bytes(gzip.compress(json.dumps(_trace(recorded)).encode(), mtime=0))
+            temporary.write_bytes(gzip.compress(json.dumps(_trace(recorded, fake.memory)).encode(), mtime=0))
     truncated = recorded != window.active
     sink.manifest.append(
         "window",
@@ -284,7 +288,7 @@ def _hook_rows(step: int, start: int, phases: Phases, *, recorded: bool) -> list
     ]
 
 
-def _trace(steps: tuple[int, ...]) -> dict[str, Any]:
+def _trace(steps: tuple[int, ...], memory: FakeMemory | None) -> dict[str, Any]:
     def event(name: str, category: str, ts: float, dur: float) -> dict[str, Any]:
         return {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": 1, "ts": ts, "dur": dur, "args": {}}
 
@@ -294,4 +298,6 @@ def _trace(steps: tuple[int, ...]) -> dict[str, Any]:
         events.append(event(f"ProfilerStep#{step}", "user_annotation", begin, 18_000.0))
         events.append(event("aten::linear", "cpu_op", begin + 500, 6_000.0))
         events.append(event("aten::addmm", "cpu_op", begin + 600, 5_000.0))
+        if memory is not None:
+            events += allocation_events(memory, begin + 700)
     return {"schemaVersion": 1, "baseTimeNanoseconds": START_NS, "traceEvents": events}

@@ -21,6 +21,7 @@ from lightning_memprof.analysis.findings.model import (
 )
 from lightning_memprof.analysis.findings.nothing_found import nothing_found
 from lightning_memprof.analysis.findings.optimizer_bound import optimizer_bound
+from lightning_memprof.analysis.findings.out_of_memory import out_of_memory
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.run import Run
@@ -39,7 +40,14 @@ __all__ = [
     "verdict",
 ]
 
-RULES: Final[tuple[Rule, ...]] = (memory_growth, input_bound, optimizer_bound, callback_bound, between_steps)
+RULES: Final[tuple[Rule, ...]] = (
+    out_of_memory,
+    memory_growth,
+    input_bound,
+    optimizer_bound,
+    callback_bound,
+    between_steps,
+)
 
 
 def examine(evidence: Evidence) -> tuple[Finding, ...]:

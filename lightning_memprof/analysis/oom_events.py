@@ -1,0 +1,60 @@
+"""The moments at which a rank's memory ran out, as they were written down."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lightning_memprof.analysis.rows import Row, rows_of, text, whole
+from lightning_memprof.artifacts.naming import oom_name
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+__all__ = ["OomEvent", "oom_events"]
+
+
+@dataclass(frozen=True)
+class OomEvent:
+    """One event. ``facts`` are those of its file, or of its manifest row where the file has none of it.
+
+    ``snapshot`` is the allocator snapshot of that moment, None where there is none.
+    """
+
+    rank: int
+    number: int
+    facts: Mapping[str, Any]
+    snapshot: Path | None
+
+
+def oom_events(directory: Path, rank: int, rows: list[Row]) -> tuple[OomEvent, ...]:
+    """Return a rank's events in their order.
+
+    Args:
+        directory: the run directory.
+        rank: the rank.
+        rows: its manifest.
+
+    """
+    listed = {number: row for row in rows_of(rows, "oom") if (number := whole(row, "number")) is not None}
+    if not listed:
+        return ()
+    full = _in_file(directory / oom_name(rank))
+    events = []
+    for number, row in sorted(listed.items()):
+        facts = {**row, **full.get(number, {})}
+        name = text(facts, "snapshot")
+        snapshot = directory / name if name and "/" not in name and (directory / name).is_file() else None
+        events.append(OomEvent(rank, number, facts, snapshot))
+    return tuple(events)
+
+
+def _in_file(path: Path) -> dict[int, Row]:
+    try:
+        events = json.loads(path.read_bytes())["events"]
+        return {number: one for one in events if (number := whole(one, "number")) is not None}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        # The manifest's rows are left; that the file is damaged is said with the other files.
+        return {}

@@ -1,0 +1,61 @@
+"""Watches one run of a Trainer for memory that runs out, and says on standard error what it was."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from lightning_memprof.capture.oom import OomWatch, OutOfMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightning_memprof.capture.base import Collector, RunContext
+    from lightning_memprof.capture.session import Session
+
+__all__ = ["MemoryWatch", "watch_memory"]
+
+log = logging.getLogger(__name__)
+
+
+class MemoryWatch:
+    """A run's :class:`~lightning_memprof.capture.oom.OomWatch` while it is open.
+
+    Args:
+        run: the run.
+        session: its session.
+        watch: None where nobody watches.
+        held: what ends the watch.
+
+    """
+
+    def __init__(self, run: RunContext, session: Session, watch: OomWatch | None, held: ExitStack) -> None:
+        self._run = run
+        self._session = session
+        self._watch = watch
+        self._held = held
+
+    def end(self, exception: BaseException | None) -> None:
+        """End the watch; where memory ran out, write it down and print the autopsy. Never raises."""
+        began = time.perf_counter_ns()
+        try:
+            with self._held:
+                event = None if self._watch is None or exception is None else self._watch.ended_by(exception)
+            if event is not None:
+                from lightning_memprof.report.oom import print_autopsy
+
+                print_autopsy(self._run.sink.place.directory, self._run.rank, sys.stderr)
+        except Exception as error:
+            log.warning("the out-of-memory report cannot be shown: %s", type(error).__name__, exc_info=True)
+        self._session.clock.leave_out(time.perf_counter_ns() - began)
+
+
+def watch_memory(run: RunContext, session: Session, collectors: Sequence[Collector]) -> MemoryWatch:
+    """Begin to watch, where one of the collectors is :class:`~lightning_memprof.capture.oom.OutOfMemory`."""
+    held = ExitStack()
+    collector = next((one for one in collectors if isinstance(one, OutOfMemory)), None)
+    watch = None if collector is None else held.enter_context(collector.watch(run, session))
+    return MemoryWatch(run, session, watch, held)

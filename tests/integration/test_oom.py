@@ -1,0 +1,345 @@
+"""Memory that runs out in a real training: the autopsy, and the exception that goes on."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memprof import MemProfilerCallback, Pulse, Schedule
+from lightning_memprof.analysis.restricted_pickle import read_pickle
+from lightning_memprof.analysis.run import load_run
+from lightning_memprof.capture.allocator_history import AllocatorHistory
+from lightning_memprof.capture.base import RunContext
+from lightning_memprof.capture.oom import OutOfMemory
+from lightning_memprof.integration import attachment
+from lightning_memprof.report.machine import to_json
+from lightning_memprof.report.view import run_view
+from lightning_memprof.testing import FakeCuda
+from lightning_memprof.units import GIB, MIB
+from training import Perceptron, loader, manifest, only_run, rows_of, trainer
+
+CORPUS = Path(os.environ.get("MEMPROF_CORPUS") or Path(__file__).parents[2].parent / "shared" / "corpus")
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space are Linux's")
+
+
+class Allocates(nn.Module):
+    """Keeps memory of the fake device for each forward, as activations are kept."""
+
+    def __init__(self, cuda: FakeCuda, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.device = [cuda]
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.device[0].allocate(self.size)
+        return values
+
+
+class AllocatesToo(Allocates):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return super().forward(values)
+
+
+class Fills(Perceptron):
+    """Fills the fake device with its forwards and then asks for more than is left, at one step and place."""
+
+    def __init__(self, cuda: FakeCuda, step: int, place: str = "training_step", asked: int = 78 * GIB) -> None:
+        super().__init__()
+        self.fake = [cuda]
+        self.at = step, place
+        self.asked = asked
+        self.net = nn.Sequential(
+            nn.Linear(8, 16), Allocates(cuda, 3 * GIB), nn.Linear(16, 1), AllocatesToo(cuda, 2 * GIB)
+        )  # fmt: skip
+
+    def run_out(self, place: str) -> None:
+        if self.at == (self.trainer.global_step, place):
+            self.fake[0].run_out(self.asked)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        loss.register_hook(lambda _: self.run_out("backward"))
+        self.run_out("training_step")
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.run_out("validation_step")
+
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        self.run_out("on_before_zero_grad")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    """The Trainer's model stays on the CPU, and collectors are told that it is on the fake device."""
+
+    def context(**facts: Any) -> RunContext:
+        return RunContext(**{**facts, "device": torch.device("cuda:0")})
+
+    monkeypatch.setattr(attachment, "RunContext", context)
+    with FakeCuda().installed() as fake:
+        yield fake
+
+
+def recorder(**options: Any) -> MemProfilerCallback:
+    collectors = [Pulse(), AllocatorHistory(), OutOfMemory(**options)]
+    return MemProfilerCallback(schedule=Schedule(wait=2), collectors=collectors, on_error="raise")
+
+
+def test_a_device_that_runs_out_of_memory_leaves_an_autopsy_and_the_very_exception(
+    cuda: FakeCuda, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = Fills(cuda, 7, asked=50 * GIB)
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 50\.00 GiB") as caught:
+        trainer(tmp_path, recorder(history="always")).fit(made, loader())
+    assert not hasattr(caught.value, "__notes__")
+    run = only_run(tmp_path)
+    first, last = rows_of(run, "oom")
+    assert (first["number"], first["ended_run"], last["number"], last["ended_run"]) == (0, False, 0, True)
+    assert (last["step"], last["phase"], last["function"], last["point"]) == (
+        7, "forward", "training_step", "batch_start",
+    )  # fmt: skip
+    assert (last["module"], last["module_class"], last["window"]) == ("", "Fills", None)
+    assert (last["asked_bytes"], last["limit_bytes"], last["seen"]) == (50 * GIB, 80 * GIB, "observer")
+    assert rows_of(run, "end")[0]["exception"].startswith("OutOfMemoryError: CUDA out of memory")
+    assert rows_of(run, "error") == []
+    printed = capsys.readouterr()
+    assert "out of memory on cuda:0 (rank 0), step 7, forward, in Fills, no window open" in " ".join(
+        printed.err.split()
+    )
+    assert "out of memory" not in printed.out
+
+
+def test_the_holders_are_named_by_line_and_module_and_add_up(cuda: FakeCuda, tmp_path: Path) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer(tmp_path, recorder(history="always")).fit(Fills(cuda, 7, asked=50 * GIB), loader())
+    document = to_json(run_view(load_run(tmp_path)))
+    (found,) = document["oom"]
+    assert (found["cause"], found["memory"]["allocated_bytes"]) == ("full", 8 * 5 * GIB)
+    assert [(one["name"], one["bytes"] // GIB, one["blocks"]) for one in found["by_module"]] == [
+        ("net.1", 24, 8),
+        ("net.3", 16, 8),
+    ]
+    (line,) = found["by_stack"]
+    assert line["name"].startswith(f"{__file__}(")
+    assert line["name"].endswith(": forward")
+    assert line["bytes"] == 8 * 5 * GIB
+    assert len(found["next_steps"]) == 3
+    assert "net.1 and net.3" in found["next_steps"][0]
+    assert document["verdict"]["rule"] == "out_of_memory"
+
+
+@pytest.mark.parametrize(("step", "window"), [(1, None), (4, 0)])
+def test_by_default_the_ring_is_there_in_a_window_and_else_the_page_says_how_to_have_it(
+    cuda: FakeCuda, tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int, window: int | None
+) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer(tmp_path, recorder()).fit(Fills(cuda, step), loader())
+    run = only_run(tmp_path)
+    assert rows_of(run, "oom")[-1]["window"] == window
+    snapshot = pickle.loads((run / "cuda_oom_rank_0.pickle").read_bytes())  # noqa: S301 our own
+    assert bool(snapshot["device_traces"][0]) == (window is not None)
+    said = " ".join(capsys.readouterr().err.split())
+    assert ('OutOfMemory(history="always")' in said) == (window is None)
+    assert cuda.history == "off"
+
+
+@pytest.mark.parametrize(
+    ("place", "phase", "function"),
+    [
+        ("training_step", "forward", "training_step"),
+        ("backward", "backward", None),
+        ("on_before_zero_grad", "optimizer", None),
+        ("validation_step", "forward", "validation_step"),
+    ],
+)
+def test_the_phase_is_that_of_the_failed_request(
+    cuda: FakeCuda, tmp_path: Path, place: str, phase: str, function: str | None
+) -> None:
+    made = Fills(cuda, 4, place)
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer(tmp_path, recorder(), val_check_interval=4, num_sanity_val_steps=0).fit(made, loader(), loader(1))
+    row = rows_of(only_run(tmp_path), "oom")[-1]
+    assert (row["phase"], row["function"]) == (phase, function)
+    assert row["module_class"] == "Fills"
+
+
+def test_before_the_first_step_is_watched_too(cuda: FakeCuda, tmp_path: Path) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer(tmp_path, recorder()).fit(Fills(cuda, 0, "validation_step"), loader(), loader(1))
+    row = rows_of(only_run(tmp_path), "oom")[-1]
+    assert (row["step"], row["seen"], row["function"]) == (None, "observer", "validation_step")
+
+
+def test_an_error_that_the_program_catches_changes_nothing_and_is_on_the_page(
+    cuda: FakeCuda, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Careful(Fills):
+        def run_out(self, place: str) -> None:
+            with suppress(torch.OutOfMemoryError):
+                super().run_out(place)
+
+    made = Careful(cuda, 5)
+    trainer(tmp_path, recorder()).fit(made, loader())
+    plain = Fills(cuda, 99)
+    trainer(tmp_path / "plain").fit(plain, loader())
+    for mine, theirs in zip(made.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    (row,) = rows_of(only_run(tmp_path, "memprofiler"), "oom")
+    assert row["ended_run"] is False
+    page = " ".join(capsys.readouterr().out.split())
+    assert "caught: the run went on" in page
+    assert "ran out of memory 1 time, last in step 5" in page
+
+
+def test_without_the_collector_nothing_is_watched(cuda: FakeCuda, tmp_path: Path) -> None:
+    callback = MemProfilerCallback(collectors=[Pulse()], on_error="raise")
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer(tmp_path, callback).fit(Fills(cuda, 2), loader())
+    assert cuda.observers == []
+    assert rows_of(only_run(tmp_path), "oom") == []
+
+
+def replayed() -> dict[str, Any]:
+    """A fragmented device: 60 blocks of a GiB, a quarter of a GiB unused behind each."""
+    blocks: list[dict[str, Any]] = []
+    address = 0x7F0000000000
+    stack = [{"filename": "/home/me/train.py", "line": 12, "name": "forward"}]
+    for _ in range(60):
+        for size, state in ((GIB, "active_allocated"), (GIB // 4, "inactive")):
+            blocks.append({"address": address, "size": size, "requested_size": size, "state": state, "frames": stack})
+            address += size
+    total = sum(block["size"] for block in blocks)
+    segment = {
+        "device": 0, "address": 0x7F0000000000, "total_size": total, "allocated_size": 60 * GIB,
+        "active_size": 60 * GIB, "requested_size": 60 * GIB, "stream": 0, "segment_type": "large",
+        "segment_pool_id": (0, 0), "is_expandable": False, "frames": [], "blocks": blocks,
+    }  # fmt: skip
+    ring = [
+        {"action": "alloc", "addr": block["address"], "size": GIB, "stream": 0, "time_us": n, "frames": stack}
+        for n, block in enumerate(blocks[::2])
+    ]
+    return {"segments": [segment], "device_traces": [ring], "allocator_settings": {}}
+
+
+def test_a_ring_that_is_replayed_by_the_device_is_understood(
+    cuda: FakeCuda, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cuda.snapshot = replayed()
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer(tmp_path, recorder()).fit(Fills(cuda, 5, asked=12 * GIB), loader())
+    (found,) = to_json(run_view(load_run(tmp_path)))["oom"]
+    assert (found["cause"], found["memory"]["unused_bytes"]) == ("fragmented", 15 * GIB)
+    assert found["memory"]["largest_free_bytes"] == GIB // 4
+    assert found["by_stack"] == [
+        {"name": "/home/me/train.py(12): forward", "detail": None, "bytes": 60 * GIB, "blocks": 60}
+    ]
+    assert "expandable_segments:True" in found["next_steps"][0]
+    assert "fragmented: 15.0 GiB are reserved and unused" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.corpus
+def test_a_real_ring_that_is_replayed_by_the_device_is_understood(cuda: FakeCuda, tmp_path: Path) -> None:
+    path = CORPUS / "snapshots/snap_cs336_wedson/medium_128_training.pickle.gz"
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    cuda.snapshot = read_pickle(gzip.decompress(path.read_bytes()), str(path))
+    cuda.total_bytes = 8 * GIB
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer(tmp_path, recorder()).fit(Fills(cuda, 5, asked=3 * GIB), loader())
+    known = json.loads((CORPUS / "references/snapshots.json").read_text())
+    device = known["snap_cs336_wedson/medium_128_training.pickle.gz"]["devices"]["0"]
+    (found,) = to_json(run_view(load_run(tmp_path)))["oom"]
+    assert (found["cause"], found["seen"], found["ended_run"]) == ("full", "observer", True)
+    memory = found["memory"]
+    assert (memory["allocated_bytes"], memory["reserved_bytes"]) == (device["allocated"], device["reserved"])
+    assert found["by_stack_note"] is None
+    for holders in (found["by_stack"], found["by_module"]):
+        assert sum(one["bytes"] for one in holders) == device["requested_live"]
+    names = [one["name"] for one in found["by_stack"]]
+    assert any(name.endswith("cs336_basics/optimizer.py(76): step") for name in names)
+    # Backward's threads have C++ frames in this ring: they name the node.
+    assert "AccumulateGrad" in names
+    assert len(found["next_steps"]) == 3
+
+
+PROGRAM = """
+    import resource, sys
+    sys.path.insert(0, {support!r})
+    from pathlib import Path
+    import torch
+    from lightning_memprof import MemProfilerCallback, Schedule
+    from training import Perceptron, loader, trainer
+
+    class Greedy(Perceptron):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 5:
+                self.kept = torch.ones({mib}, 1 << 18)
+                {ask}
+            return super().training_step(batch, batch_idx)
+
+    soft = {limit}
+    if soft:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    callbacks = [MemProfilerCallback()] if sys.argv[1] == "with" else []
+    try:
+        trainer(Path(sys.argv[1]), *callbacks).fit(Greedy(), loader())
+    finally:
+        error = sys.exc_info()[1]
+        print(type(error).__name__, getattr(error, "__notes__", None), error.__context__, str(error)[:60])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ask", "asked", "cause"),
+    [
+        ("torch.empty(7 << 30, dtype=torch.uint8)", 7 * GIB, "limited"),
+        ("bytearray(7 << 30)", None, "limited"),
+        ("torch.empty(1 << 55, dtype=torch.uint8)", 2**55, "too large"),
+    ],
+)
+def test_a_host_that_runs_out_of_memory_ends_with_the_same_exception_and_exit_code(
+    ask: str,
+    asked: int | None,
+    cause: str,
+    tmp_path: Path,
+    run_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    support = str(Path(__file__).parents[1] / "support")
+    # The address space of torch itself is some GiB large, resident or not.
+    program = dedent(PROGRAM).format(support=support, ask=ask, mib=100, limit=6 * GIB)
+    (tmp_path / "program.py").write_text(program)
+    bare, recorded = (run_python("program.py", how, OMP_NUM_THREADS="1") for how in ("without", "with"))
+    assert recorded.returncode == bare.returncode == 1, recorded.stderr[-3000:]
+    assert recorded.stdout.splitlines()[-1] == bare.stdout.splitlines()[-1]
+    assert recorded.stderr.splitlines()[-1] == bare.stderr.splitlines()[-1]
+    run = only_run(tmp_path / "with")
+    (row,) = rows_of(run, "oom")
+    assert (row["memory"], row["asked_bytes"], row["ended_run"], row["step"]) == ("host", asked, True, 5)
+    assert (row["phase"], row["module_class"]) == ("forward", "Greedy")
+    said = " ".join(recorded.stderr.split())
+    assert "out of memory on the host (rank 0), step 5, forward, in Greedy" in said
+    assert f"{cause}: " in said
+    assert "float32 [100, 262144]" in said
+    (found,) = to_json(run_view(load_run(run)))["oom"]
+    assert found["cause"] == cause
+    assert len(found["next_steps"]) == 3
+    tensors = {one["name"]: one["bytes"] for one in found["tensors"]}
+    assert tensors["float32 [100, 262144]"] == 100 * MIB
+    assert manifest(run)[-1]["kind"] == "end"
+    assert json.loads((run / "oom.rank00000.json").read_text())["events"][0]["host"]["rlimit_as_bytes"] == 6 * GIB

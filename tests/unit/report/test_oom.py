@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_memprof.analysis.run import load_run
+from lightning_memprof.artifacts.sink import RunPlace, Sink
+from lightning_memprof.report.machine import to_json
+from lightning_memprof.report.oom import print_autopsy
+from lightning_memprof.report.terminal import print_view
+from lightning_memprof.report.view import run_view
+from lightning_memprof.testing import FakeRun, make_run
+from lightning_memprof.units import GIB
+
+STACK = [{"filename": "/home/me/model.py", "line": 33, "name": "forward"}]
+
+
+def event(**changes: Any) -> dict[str, Any]:
+    known = {
+        "number": 0, "memory": "device", "device": "cuda:0", "rank": 0, "stage": "fit", "seen": "observer",
+        "ended_run": True, "exception": "OutOfMemoryError: CUDA out of memory.", "step": 412, "global_step": 412,
+        "epoch": 1, "phase": "backward", "function": None, "point": "before_backward", "window": 2,
+        "module": "blocks.3.mlp", "module_class": "MLP", "asked_bytes": 5 * GIB, "asked_source": "allocator",
+        "limit_bytes": 80 * GIB, "total_bytes": 80 * GIB, "free_bytes": GIB,
+        "statistics": {"allocated_bytes.all.current": 78 * GIB, "reserved_bytes.all.current": 79 * GIB},
+        "held": {"parameter_bytes": 4 * GIB, "gradient_bytes": 4 * GIB}, "snapshot": "cuda_oom_rank_0.pickle",
+        "stack": [["/home/me/model.py", 33, "forward"]], "unavailable": {},
+        "forwards": {"sources": [["/home/me/model.py", 30, 40]], "modules": {"": ["Net", None], "mlp": ["MLP", 0]}},
+        "tensors": [{"bytes": GIB, "category": "other", "name": None, "shape": [4, 4], "dtype": "float32"}],
+    }  # fmt: skip
+    return {**known, **changes}
+
+
+def recorded(root: Path, *events: dict[str, Any], stack: list[dict[str, Any]] | None = None) -> Path:
+    """A made-up run that ran out of memory, with a snapshot of one block."""
+    run = make_run(root, FakeRun(device_bytes=lambda _: GIB, endings={0: "OutOfMemoryError: CUDA out of memory."}))
+    sink = Sink(RunPlace(root, 1), 0)
+    for one in events:
+        sink.manifest.append("oom", **one)
+    sink.close()
+    (run / "oom.rank00000.json").write_text(json.dumps({"events": events}))
+    block = {"address": 1 << 40, "size": 70 * GIB, "requested_size": 70 * GIB, "state": "active_allocated"}
+    segment = {
+        "device": 0, "address": 1 << 40, "total_size": 70 * GIB, "allocated_size": 70 * GIB, "active_size": 70 * GIB,
+        "stream": 0, "segment_type": "large", "blocks": [{**block, "frames": STACK if stack is None else stack}],
+    }  # fmt: skip
+    snapshot = {"segments": [segment], "device_traces": [[]]}
+    (run / "cuda_oom_rank_0.pickle").write_bytes(pickle.dumps(snapshot, protocol=4))
+    return run
+
+
+def printed(run: Path) -> str:
+    file = io.StringIO()
+    print_autopsy(run, 0, file)
+    return file.getvalue()
+
+
+def shown(run: Path) -> str:
+    file = io.StringIO()
+    print_view(run_view(load_run(run)), file)
+    return file.getvalue()
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_the_autopsy_says_what_was_asked_why_where_who_held_the_rest_and_what_to_try(tmp_path: Path) -> None:
+    run = recorded(tmp_path, event())
+    said = words(printed(run))
+    for part in (
+        "memory out of memory on cuda:0 (rank 0), step 412, backward, in blocks.3.mlp (MLP), window 2 open",
+        "asked 5.00 GiB by /home/me/model.py(33): forward",
+        "why full: 78.0 GiB of 80.0 GiB are in live tensors",
+        "had allocated 78.0 GiB · reserved 79.0 GiB · unused 1.00 GiB",
+        "held by 4.00 GiB parameters 4.00 GiB gradients 70.0 GiB the rest",
+        "lines 70.0 GiB /home/me/model.py(33): forward",
+        "modules 70.0 GiB mlp",
+        "next 1. Checkpoint mlp",
+        f"file {run}/oom.rank00000.json {run}/cuda_oom_rank_0.pickle",
+    ):
+        assert part in said
+    assert all(f" {number}. " in said for number in (1, 2, 3))
+    assert "tensors 1.00 GiB" not in said
+
+
+def test_show_prints_the_autopsy_again_below_the_verdict(tmp_path: Path) -> None:
+    said = words(shown(recorded(tmp_path, event())))
+    assert said.startswith("verdict cuda:0 ran out of memory in step 412, in backward: full.")
+    assert "memory out of memory on cuda:0 (rank 0), step 412, backward" in said
+    assert "lines 70.0 GiB /home/me/model.py(33): forward" in said
+
+
+def test_json_has_every_event_in_bytes(tmp_path: Path) -> None:
+    document = to_json(run_view(load_run(recorded(tmp_path, event(ended_run=False), event(number=1)))))
+    first, second = json.loads(json.dumps(document["oom"], allow_nan=False))
+    assert [one["ended_run"] for one in (first, second)] == [False, True]
+    assert (second["asked_bytes"], second["memory"]["total_bytes"], second["cause"]) == (5 * GIB, 80 * GIB, "full")
+    assert second["place"]["module"] == "blocks.3.mlp"
+    assert second["by_stack"] == [
+        {"name": "/home/me/model.py(33): forward", "detail": None, "bytes": 70 * GIB, "blocks": 1}
+    ]
+    assert len(second["next_steps"]) == 3
+
+
+def test_a_run_that_had_enough_memory_says_nothing_of_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    assert to_json(run_view(load_run(run)))["oom"] == []
+    assert "out of memory" not in shown(run)
+    assert printed(run) == ""
+
+
+def test_of_many_events_the_page_shows_the_fatal_one_and_the_latest_and_counts_the_others(tmp_path: Path) -> None:
+    events = [event(number=number, step=number, ended_run=number == 1) for number in range(4)]
+    said = words(shown(recorded(tmp_path, *events)))
+    assert "(rank 0), step 1, backward" in said
+    assert "(rank 0), step 3, backward" in said
+    assert "(rank 0), step 2" not in said
+    assert "memory ran out 2 times more: --format json" in said
+    assert "caught: the run went on" in said
+
+
+@pytest.mark.parametrize("render", [printed, shown])
+def test_text_from_outside_cannot_steer_the_terminal_and_lines_stay_in_80_columns(tmp_path: Path, render: Any) -> None:
+    evil = event(module="a\x1b[31m[red]b", exception="\x07" + "x" * 5000, unavailable={"host": "\x1b]0;x\x07"})
+    text = render(recorded(tmp_path, evil))
+    assert "\x1b" not in text
+    assert "\x07" not in text
+    assert "[red]b" in text
+    long = [line for line in text.splitlines() if len(line) > 80 and "/" not in line]
+    assert long == []
+
+
+def test_a_terminal_that_knows_no_unicode_gets_what_it_can_print(tmp_path: Path) -> None:
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    print_autopsy(recorded(tmp_path, event()), 0, file)
+    file.seek(0)
+    assert "out of memory on cuda:0" in file.read()
+
+
+def test_the_hosts_memory_is_told_in_its_own_words(tmp_path: Path) -> None:
+    host = {
+        "rss_bytes": 5 * GIB, "vms_bytes": 9 * GIB, "total_bytes": 64 * GIB, "available_bytes": 50 * GIB,
+        "rlimit_as_bytes": 10 * GIB,
+    }  # fmt: skip
+    known = event(
+        memory="host", device="cpu", host=host, statistics=None, snapshot=None, asked_bytes=None, module="",
+        module_class="Net", window=None, function="validation_step", phase="forward",
+    )  # fmt: skip
+    said = words(printed(recorded(tmp_path, known)))
+    assert "out of memory on the host (rank 0), step 412, forward of validation_step, in Net, no window open" in said
+    assert "asked how much is not known by /home/me/model.py(33): forward" in said
+    assert "limited: RLIMIT_AS (ulimit -v) allows this process 10.0 GiB" in said
+    assert "rss 5.00 GiB · vms 9.00 GiB · available 50.0 GiB · limit 10.0 GiB · machine 64.0 GiB" in said
+    assert "lines not known: the host's allocator keeps no history" in said
+    assert "tensors 1.00 GiB float32 [4, 4]" in said
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("/home/me/" + "deep/" * 12 + "package/model.py", "70.0 GiB …/deep/package/model.py(7): forward"),
+        ("/m.py", "70.0 GiB /m.py(7): forward"),
+        ("x" * 90 + ".py", f"70.0 GiB {'x' * 90}.py(7): forward"),
+    ],
+)
+def test_the_end_of_a_long_path_is_shown(tmp_path: Path, path: str, line: str) -> None:
+    frame = {"filename": path, "line": 7, "name": "forward"}
+    assert line in words(printed(recorded(tmp_path, event(), stack=[frame])))
+
+
+def test_what_has_no_stack_is_named_in_full(tmp_path: Path) -> None:
+    run = recorded(tmp_path, event())
+    snapshot = pickle.loads((run / "cuda_oom_rank_0.pickle").read_bytes())  # noqa: S301 our own
+    other = dict(snapshot["segments"][0], address=1 << 41)
+    other["blocks"] = [{**other["blocks"][0], "address": 1 << 41, "frames": []}]
+    snapshot["segments"].append(other)
+    (run / "cuda_oom_rank_0.pickle").write_bytes(pickle.dumps(snapshot, protocol=4))
+    assert "70.0 GiB no Python stack: allocated by backward's own threads, or while" in words(printed(run))
