@@ -23,11 +23,13 @@ def show(run: str, format: Literal["terminal", "json"] = "terminal") -> int:  # 
         ArtifactError: there is no run, there are several, or it cannot be read.
 
     """
+    from lightning_memprof.analysis.allocations import run_allocations
     from lightning_memprof.analysis.run import load_run
     from lightning_memprof.analysis.tables import ensure_operator_tables
     from lightning_memprof.report.view import run_view
 
-    view = run_view(ensure_operator_tables(load_run(run)))
+    loaded = ensure_operator_tables(load_run(run))
+    view = run_view(loaded, run_allocations(loaded))
     if format == "json":
         from lightning_memprof.report.machine import to_json
 

@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from lightning_memprof.artifacts.series import PHASES
+from lightning_memprof.report.memory_document import memory_document
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,6 +42,8 @@ def to_json(view: View) -> dict[str, Any]:
         "errors": [dataclasses.asdict(one) for one in view.errors],
         "unavailable": [dataclasses.asdict(one) for one in view.unavailable],
         "overhead": _overhead(view.lead.overhead),
+        "memory": memory_document(view.memory),
+        "oom": [dataclasses.asdict(one) for one in view.ooms],
         "named": [dataclasses.asdict(one) for one in view.named],
         "notes": [dataclasses.asdict(one) for one in view.notes],
         "problems": [dataclasses.asdict(one) for one in view.problems],

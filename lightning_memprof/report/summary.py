@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 __all__ = ["print_summary"]
 
-# Training waits for the page: about two seconds of reading at most, whatever the number of ranks.
+# Training waits for the page: about two and a half seconds of reading at most, whatever the number of ranks.
 MAX_PULSE_BYTES: Final = 16 * MIB
+MAX_MEMORY_BYTES: Final = 8 * MIB
 
 
 def print_summary(run_dir: Path, file: TextIO | None = None) -> None:
@@ -28,7 +29,8 @@ def print_summary(run_dir: Path, file: TextIO | None = None) -> None:
         from lightning_memprof.report.terminal import print_view
         from lightning_memprof.report.view import run_view
 
-        print_view(run_view(load_run(run_dir, max_pulse_bytes=MAX_PULSE_BYTES)), file)
+        run = load_run(run_dir, max_pulse_bytes=MAX_PULSE_BYTES)
+        print_view(run_view(run, max_memory_bytes=MAX_MEMORY_BYTES), file)
     except Exception as error:
         msg = f"{run_dir}: the summary cannot be shown ({type(error).__name__}: {error}); the data is on disk"
         raise ReportError(msg) from error

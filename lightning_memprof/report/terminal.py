@@ -13,6 +13,8 @@ from rich.text import Text
 from lightning_memprof.analysis.findings import Severity, percent
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.columns import Column, step_columns
+from lightning_memprof.report.memory import memory_sections
+from lightning_memprof.report.oom import view_lines
 from lightning_memprof.report.words import about, clean, cost, ending, file_rows, named_lines, trouble
 from lightning_memprof.units import format_bytes, format_ns
 
@@ -82,9 +84,12 @@ def render(view: View, console: Console) -> None:
 
 def _print_page(view: View, console: Console) -> None:
     width = min(console.width, WIDTH)
-    parts: list[RenderableType] = [_verdict(view), Text(), _about(view), Text(), *_steps(view, console, width)]
+    parts: list[RenderableType] = [_verdict(view), Text(), _about(view), Text(), *_ooms(view)]
+    parts += _steps(view, console, width)
     if len(view.ranks) > 1:
         parts += [Text(), *_ranks(view)]
+    for lines in memory_sections(view, width, ascii_only=console.options.ascii_only):
+        parts += [Text(), *(Text.assemble(*line) for line in lines)]
     for part in (*parts, Text()):
         _print(part, console, width)
     _print(_files(view), console, min(console.width, FILES_WIDTH))
@@ -124,6 +129,15 @@ def _about(view: View) -> Text:
     if exception:
         known.append(f": {clean(exception)}", "red")
     return known
+
+
+def _ooms(view: View) -> Iterable[RenderableType]:
+    for lines in view_lines(view):
+        table = _labelled()
+        for label, line in lines:
+            table.add_row(Text(label, "bold"), Text(clean(line), "bold red" if label == "memory" else ""))
+        yield table
+        yield Text()
 
 
 def _steps(view: View, console: Console, width: int) -> Iterable[RenderableType]:

@@ -18,6 +18,8 @@ from lightning_memprof.analysis.findings import (
 )
 from lightning_memprof.analysis.findings.memory_growth import left_by_windows
 from lightning_memprof.analysis.locate import find_run, is_run_directory
+from lightning_memprof.analysis.memory import MemoryReport, memory_report
+from lightning_memprof.analysis.oom import Autopsy, autopsies
 from lightning_memprof.analysis.rows import mapping, text, whole
 from lightning_memprof.analysis.steps import DeviceMemory, HostMemory, PulseStatistics, StepReport, window_steps
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from lightning_memprof.analysis.allocations import WindowAllocations
     from lightning_memprof.analysis.run import (
         Artifact,
         CollectorError,
@@ -133,15 +136,25 @@ class View:
     problems: tuple[Problem, ...]
     others: tuple[Path, ...]
     named: tuple[NamedMoment, ...]
+    memory: MemoryReport
+    ooms: tuple[Autopsy, ...]
     commands: tuple[Command, ...]
 
 
-def run_view(run: Run) -> View:
-    """Compute what is shown of a run."""
+def run_view(run: Run, allocations: Sequence[WindowAllocations] = (), *, max_memory_bytes: int | None = None) -> View:
+    """Compute what is shown of a run.
+
+    Args:
+        run: the run.
+        allocations: its allocations over time; empty where they were not read, which takes as long as its traces are.
+        max_memory_bytes: as ``max_bytes`` of :func:`lightning_memprof.analysis.memory.memory_report`.
+
+    """
     evidence = Evidence.of(run)
     findings = examine(evidence)
     named, damaged = named_moments(run)
-    problems = [*run.problems, *damaged]
+    memory = memory_report(run, allocations, max_bytes=max_memory_bytes)
+    problems = [*run.problems, *damaged, *memory.problems]
     ranks = []
     for rank in run.ranks:
         windows = []
@@ -167,10 +180,12 @@ def run_view(run: Run) -> View:
         artifacts=run.artifacts,
         errors=run.errors,
         unavailable=run.unavailable,
-        notes=run.notes,
+        notes=(*run.notes, *memory.notes),
         problems=tuple(problems),
         others=_others(run),
         named=named,
+        memory=memory,
+        ooms=autopsies(run, max_bytes=max_memory_bytes),
         commands=_commands(run),
     )
 

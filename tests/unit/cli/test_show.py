@@ -89,3 +89,30 @@ def test_show_has_what_the_program_named_on_the_page_and_in_json(
     assert shown(capsys, tmp_path)["named"] == [{"rank": 0, **one} for one in moments]
     assert show(str(tmp_path)) == 0
     assert "named     load  once · rss +2.00 MiB" in capsys.readouterr().out
+
+
+def test_show_reads_the_traces_for_what_was_live_at_the_peak(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path)
+    assert show(str(tmp_path), "json") == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert [one["operator"] for one in memory["sites"]] == ["aten::addmm"] * 2
+    assert memory["allocations"][0]["curve"]
+    assert show(str(tmp_path)) == 0
+    page = capsys.readouterr().out
+    assert "sites     10.6 MiB on cpu at the peak of window 0, step 3" in page
+    assert "live      " in page
+
+
+def test_a_trace_that_is_torn_costs_the_sites_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path)
+    (trace,) = tmp_path.glob("*.pt.trace.json.gz")
+    trace.write_bytes(trace.read_bytes()[:80])
+    assert show(str(tmp_path), "json") == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert memory["sites"] == []
+    assert trace.name in memory["reasons"]["sites"]
+    assert memory["modules"]

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
+from lightning_memprof.analysis.allocations import run_allocations
 from lightning_memprof.analysis.run import load_run
 from lightning_memprof.artifacts.manifest import ManifestWriter
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.machine import to_json
 from lightning_memprof.report.view import run_view
-from lightning_memprof.testing import HEALTHY, FakeRun, make_run
+from lightning_memprof.testing import HEALTHY, FakeMemory, FakeRun, make_run
 from lightning_memprof.units import MIB
 
 
@@ -34,6 +35,7 @@ def test_the_document_has_the_promised_keys(tmp_path: Path) -> None:
         "errors",
         "unavailable",
         "overhead",
+        "memory",
     }
     assert promised <= shown.keys()
     assert shown["schema_version"] == 1
@@ -153,3 +155,65 @@ def test_sentence_figures_and_breakdown_are_of_one_step(tmp_path: Path) -> None:
 def test_overhead_has_the_memory_that_windows_left(tmp_path: Path, jump: int, left: int) -> None:
     fake = FakeRun(windows=((12, 13),), rss_bytes=lambda step: (500 + jump * (step > 12)) * MIB)
     assert document(tmp_path, fake)["overhead"]["windows_rss_bytes"] == left
+
+
+def memory_of(tmp_path: Path, fake: FakeRun | None = None, *, traces: bool = True) -> dict[str, Any]:
+    run = load_run(make_run(tmp_path, fake))
+    shown = to_json(run_view(run, run_allocations(run) if traces else ()))["memory"]
+    read: dict[str, Any] = json.loads(json.dumps(shown, allow_nan=False))
+    return read
+
+
+def test_memory_has_the_promised_keys(tmp_path: Path) -> None:
+    memory = memory_of(tmp_path, FakeRun(memory=FakeMemory(temporary_bytes=MIB)))
+    promised = {"peak_bytes", "modules", "sites", "functions", "unattributed_bytes"}
+    assert promised | {"source", "moment", "curve", "checkpointing"} <= memory.keys()
+    categories = {"parameter", "gradient", "optimizer_state", "activation", "input", "temporary"}
+    assert categories <= memory["peak_bytes"].keys()
+    assert {tuple(one) for one in memory["modules"]} == {
+        ("name", "own_activation_bytes", "inclusive_activation_bytes", "parameter_bytes", "gradient_bytes", "calls")
+    }
+    assert (memory["source"], memory["moment"]) == ("module_memory", "the peak of the step")
+
+
+@pytest.mark.parametrize("memory", [FakeMemory(), FakeMemory(temporary_bytes=MIB), FakeMemory(attribution="compiled")])
+def test_figures_of_memory_add_up(tmp_path: Path, memory: FakeMemory) -> None:
+    shown = memory_of(tmp_path, FakeRun(memory=memory))
+    assert sum(size for size in shown["peak_bytes"].values() if size is not None) == shown["total_bytes"]
+    own = sum(one["own_activation_bytes"] for one in shown["modules"])
+    assert own + shown["unattributed_bytes"] == shown["activations"]["total_bytes"] == memory.activation_bytes
+    (window,) = shown["allocations"]
+    sites = sum(one["bytes"] for one in shown["sites"]) + shown["more_sites"]["bytes"]
+    assert sites + window["unattributed_bytes"] == window["peak_bytes"] + window["freed_outside_bytes"]
+    (group,) = shown["checkpointing"] or [{"blocks": [], "freed_bytes": 0}]
+    assert sum(one["freed_bytes"] for one in group["blocks"]) == group["freed_bytes"]
+
+
+def test_memory_that_was_not_recorded_is_null_with_a_reason_and_never_zero(tmp_path: Path) -> None:
+    memory = memory_of(tmp_path, FakeRun(memory=None, trace=False))
+    assert set(memory["peak_bytes"].values()) == {None}
+    assert (memory["total_bytes"], memory["unattributed_bytes"], memory["activations"]) == (None, None, None)
+    assert (memory["modules"], memory["sites"], memory["functions"]) == ([], [], {})
+    assert memory["reasons"].keys() == {"peak", "modules", "functions", "sites"}
+    assert memory_of(tmp_path / "held")["unknown"] == {"temporary": "only ModuleMemory and FSDPMemory see it"}
+
+
+def test_sites_that_were_not_looked_for_say_where_they_are(tmp_path: Path) -> None:
+    memory = memory_of(tmp_path, traces=False)
+    assert memory["sites"] == memory["allocations"] == []
+    assert memory["reasons"]["sites"] == "the operator trace was not read: lightning-memprof show does"
+
+
+def test_functions_have_their_changes_and_each_call(tmp_path: Path) -> None:
+    (one,) = memory_of(tmp_path)["functions"].values()
+    assert (one["calls"], one["unfinished"], one["raised"]) == (2, 0, 0)
+    assert one["changes"]["rss_bytes"] == {"mean": 3 * MIB, "max": 3 * MIB}
+    assert one["each"][0]["start"]["rss_bytes"] == 500 * MIB
+    assert one["each"][0]["end"]["rss_bytes"] == 503 * MIB
+
+
+def test_every_rank_has_its_own_memory(tmp_path: Path) -> None:
+    memory = memory_of(tmp_path, FakeRun(world_size=2))
+    assert [one["rank"] for one in memory["ranks"]] == [0, 1]
+    assert memory["ranks"][1]["peak_bytes"] == memory["peak_bytes"]
+    assert memory["rank"] == 0

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from lightning_memprof.errors import ReportError
+from lightning_memprof.report import summary
 from lightning_memprof.report.summary import print_summary
-from lightning_memprof.testing import make_run
+from lightning_memprof.testing import FakeRun, make_run
 
 
 def test_the_summary_is_the_page_on_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,3 +27,25 @@ def test_whatever_goes_wrong_is_a_report_error(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("lightning_memprof.report.terminal.print_view", fail)
     with pytest.raises(ReportError, match="ZeroDivisionError"):
         print_summary(make_run(tmp_path))
+
+
+def test_the_summary_has_the_memory_and_does_not_read_the_traces(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = make_run(tmp_path)
+    for trace in tmp_path.glob("*.pt.trace.json.gz"):
+        trace.write_bytes(b"not a trace")
+    print_summary(directory)
+    lines = [line[:10].strip() for line in capsys.readouterr().out.splitlines()]
+    assert {"memory", "modules", "functions", "what if"} <= set(lines)
+    assert "sites" not in lines
+
+
+def test_a_run_of_many_windows_does_not_hold_up_the_end_of_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(summary, "MAX_MEMORY_BYTES", 10_000)
+    print_summary(make_run(tmp_path, FakeRun(windows=tuple((step, step + 1) for step in range(1, 29, 3)))))
+    page = " ".join(capsys.readouterr().out.split())
+    assert "windows are not in the memory shown here" in page
+    assert "recorded steps from 25 to 29" in page or "recorded steps from 28 to 29" in page

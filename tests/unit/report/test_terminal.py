@@ -13,7 +13,7 @@ from lightning_memprof.analysis.run import load_run
 from lightning_memprof.artifacts.manifest import ManifestWriter
 from lightning_memprof.report.terminal import render
 from lightning_memprof.report.view import run_view
-from lightning_memprof.testing import HEALTHY, FakeRun, make_run
+from lightning_memprof.testing import HEALTHY, FakeMemory, FakeRun, make_run
 from lightning_memprof.units import MIB
 
 
@@ -67,6 +67,9 @@ RUNS = {
     "no steps": FakeRun(steps=0, windows=()),
     "truncated": FakeRun(steps=3),
     "long names": FakeRun(training={"model": "M" * 300}),
+    "tracked": FakeRun(memory=FakeMemory(temporary_bytes=MIB), device_bytes=lambda _: 300 * MIB),
+    "compiled": FakeRun(memory=FakeMemory(attribution="a part of the model is compiled " * 5)),
+    "no memory": FakeRun(memory=None),
 }
 
 
@@ -279,3 +282,29 @@ def test_text_from_outside_cannot_steer_the_terminal(hostile: str) -> None:
 def test_a_terminal_that_knows_only_ascii_gets_ascii() -> None:
     text = page(make_run(Path("logs").absolute()), encoding="ascii")
     assert "#####" in text
+
+
+def test_the_page_says_where_the_memory_was() -> None:
+    text = page(make_run(Path("logs").absolute()))
+    assert section(text, "memory")[0] == "memory    18.6 MiB on cpu in step 2, by category"
+    assert [line.split()[0] for line in section(text, "modules")[2:4]] == ["net", "net.blocks"]
+    assert section(text, "what if")[2].split()[:3] == ["net.blocks.0-3,", "all", "4"]
+    assert "\x1b[33m█" in page(make_run(Path("colours").absolute()), colours=True)
+
+
+def test_a_run_without_memory_collectors_has_no_memory_on_its_page() -> None:
+    text = page(make_run(Path("logs").absolute(), FakeRun(memory=None)))
+    assert not [line for line in text.splitlines() if line.startswith(("memory", "modules", "functions ", "what if"))]
+
+
+def test_memory_is_drawn_in_ascii_where_the_terminal_knows_no_more() -> None:
+    text = page(make_run(Path("logs").absolute()), encoding="ascii")
+    assert "#" * 40 in section(text, "memory")[4]
+    assert section(text, "kept")[0] == "kept      ##"
+
+
+def test_damage_of_memory_files_is_named() -> None:
+    directory = make_run(Path("logs").absolute())
+    path = directory / "window000" / "rank00000.saved_tensors.jsonl"
+    path.write_text("{broken\n" + path.read_text())
+    assert "damaged   rank00000.saved_tensors.jsonl" in page(directory)
