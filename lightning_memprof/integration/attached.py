@@ -28,7 +28,9 @@ class AttachedCallback(MemProfilerCallback):
     def steps_aside(self, trainer: Trainer) -> bool:
         """Whether the program has a MemProfilerCallback itself."""
         return any(
-            isinstance(other, MemProfilerCallback) and not isinstance(other, AttachedCallback)
+            isinstance(other, MemProfilerCallback)
+            and not isinstance(other, AttachedCallback)
+            and not other.steps_aside(trainer)
             for other in trainer.callbacks  # type: ignore[attr-defined]
         )
 

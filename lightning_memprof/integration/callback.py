@@ -44,7 +44,8 @@ class MemProfilerCallback(Adapter):
         schedule: when windows open; a :class:`Schedule`, a mapping of its fields, or a function from step to
             ``torch.profiler.ProfilerAction``.
         collectors: what records; None is the default set: ``Pulse``, ``HostMemory``, ``AllocatorStats``,
-            ``HookTimings``, ``AllocatorHistory`` and ``OperatorTrace``, as far as they are available.
+            ``HookTimings``, ``AllocatorHistory``, ``FunctionMemory``, ``SavedTensors``, ``OutOfMemory`` and
+            ``OperatorTrace``, as far as they are available.
         ranks: global ranks that record; None is all.
         dirpath: directory that gets the ``memprofiler`` directory; None is the Trainer's ``log_dir``.
         summary: print the summary on rank 0 when the run has ended.

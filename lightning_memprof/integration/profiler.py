@@ -100,7 +100,8 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
             table_kwargs=table_kwargs,
             **profiler_kwargs,
         )
-        if schedule_cfg is not None and schedule is not _DEFAULT_SCHEDULE:
+        # YAML gives every default a value: one that equals it was not chosen.
+        if schedule_cfg is not None and schedule != _DEFAULT_SCHEDULE:
             msg = "schedule and schedule_cfg are two names of one value; give one"
             raise ConfigError(msg)
         self._chosen_schedule = as_schedule(schedule if schedule_cfg is None else schedule_cfg)

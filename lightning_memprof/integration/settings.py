@@ -14,10 +14,13 @@ from lightning_memprof.capture.allocator_history import AllocatorHistory
 from lightning_memprof.capture.allocator_stats import AllocatorStats
 from lightning_memprof.capture.base import Collector
 from lightning_memprof.capture.faults import OnError
+from lightning_memprof.capture.functions import FunctionMemory
 from lightning_memprof.capture.hook_timings import HookTimings
 from lightning_memprof.capture.host import HostMemory
+from lightning_memprof.capture.oom import OutOfMemory
 from lightning_memprof.capture.operator_trace import OperatorTrace
 from lightning_memprof.capture.pulse import Pulse
+from lightning_memprof.capture.saved_tensors import SavedTensors
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Action, Schedule
 
@@ -52,7 +55,17 @@ class Settings:
 
 def default_collectors() -> list[Collector]:
     """Return the default set; what is not available in a run is left out of it there."""
-    return [Pulse(), HostMemory(), AllocatorStats(), HookTimings(), AllocatorHistory(), OperatorTrace()]
+    return [
+        Pulse(),
+        HostMemory(),
+        AllocatorStats(),
+        HookTimings(),
+        AllocatorHistory(),
+        FunctionMemory(),
+        SavedTensors(),
+        OutOfMemory(),
+        OperatorTrace(),
+    ]
 
 
 def joined(asked: Sequence[Collector] | None, lent: Sequence[Collector]) -> list[tuple[Collector, bool]]:

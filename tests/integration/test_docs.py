@@ -44,17 +44,17 @@ def test_the_yaml_of_a_page_is_accepted(page: Path, tmp_path: Path, run_python: 
     for index, block in enumerate(blocks(page, "yaml")):
         content = yaml.safe_load(block)
         # Options for LIGHTNING_MEMPROF are those of the callback itself.
-        if "trainer" not in content:
+        if not {"trainer", "memprofiler_cfg"} & set(content):
             callback = {"class_path": "lightning_memprof.MemProfilerCallback", "init_args": content}
             content = {"trainer": {"callbacks": [callback]}}
         (tmp_path / f"{index}.yaml").write_text(yaml.safe_dump(content))
         files.append(f"{index}.yaml")
     (tmp_path / "accept.py").write_text(
         dedent(f"""
-        from lightning.pytorch.cli import LightningCLI
         from lightning.pytorch.demos.boring_classes import BoringModel
+        from lightning_memprof import MemProfilerCLI
         for name in {json.dumps(files)}:
-            LightningCLI(BoringModel, run=False, args=["--config", name])
+            MemProfilerCLI(BoringModel, run=False, args=["--config", name])
         """)
     )
     done = run_python("accept.py")

@@ -162,7 +162,9 @@ def test_the_snapshot_fragment_fails_clearly_without_cuda_and_dumps_with_it(
 
 
 def test_every_shipped_fragment_has_a_test() -> None:
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {"overview", "trace", "snapshot"}
+    here = {"overview", "trace", "snapshot"}
+    in_test_memprofiler_cli = {"memprofiler_demo", "pytorch_profiler"}
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == here | in_test_memprofiler_cli
 
 
 PLAIN = dedent(f"""
