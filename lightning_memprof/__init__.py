@@ -12,12 +12,27 @@ if TYPE_CHECKING:
     from lightning_memprof.capture.allocator_history import AllocatorHistory, start_memory_history
     from lightning_memprof.capture.allocator_stats import AllocatorStats
     from lightning_memprof.capture.base import Collector, NotNowError, RunContext
+    from lightning_memprof.capture.forward_hooks import UserHooks
+    from lightning_memprof.capture.fsdp import FSDPMemory
+    from lightning_memprof.capture.functions import CallRange, FunctionMemory
     from lightning_memprof.capture.hook_timings import HookTimings
     from lightning_memprof.capture.host import HostMemory
+    from lightning_memprof.capture.methods import memprofilable
+    from lightning_memprof.capture.module_rss import ModuleRss
+    from lightning_memprof.capture.modules import ModuleMemory
+    from lightning_memprof.capture.oom import OutOfMemory
     from lightning_memprof.capture.operator_trace import OperatorTrace
     from lightning_memprof.capture.pulse import Pulse
+    from lightning_memprof.capture.saved_tensors import SavedTensors
     from lightning_memprof.errors import ArtifactError, ConfigError, MemprofError, ReportError
     from lightning_memprof.integration.callback import MemProfilerCallback
+    from lightning_memprof.integration.memprofiler_cfg import (
+        MemProfilerCfg,
+        MemProfilerFuncs,
+        MemProfilerHooks,
+        MemProfilerSchedule,
+    )
+    from lightning_memprof.integration.memprofiler_cli import MemProfiler, MemProfilerCLI, add_memprofiler_arguments
     from lightning_memprof.integration.profiler import ExtendedPyTorchProfiler
     from lightning_memprof.schedule import Action, Mark, Point, Schedule, Window
 
@@ -28,23 +43,39 @@ __all__ = [
     "AllocatorHistory",
     "AllocatorStats",
     "ArtifactError",
+    "CallRange",
     "Collector",
     "ConfigError",
     "ExtendedPyTorchProfiler",
+    "FSDPMemory",
+    "FunctionMemory",
     "HookTimings",
     "HostMemory",
     "Mark",
+    "MemProfiler",
+    "MemProfilerCLI",
     "MemProfilerCallback",
+    "MemProfilerCfg",
+    "MemProfilerFuncs",
+    "MemProfilerHooks",
+    "MemProfilerSchedule",
     "MemprofError",
+    "ModuleMemory",
+    "ModuleRss",
     "NotNowError",
     "OperatorTrace",
+    "OutOfMemory",
     "Point",
     "Pulse",
     "ReportError",
     "RunContext",
+    "SavedTensors",
     "Schedule",
+    "UserHooks",
     "Window",
+    "add_memprofiler_arguments",
     "load_run",
+    "memprofilable",
     "start_memory_history",
 ]
 
@@ -69,22 +100,38 @@ def _home(name: str) -> str | None:
         "AllocatorHistory": "capture.allocator_history",
         "AllocatorStats": "capture.allocator_stats",
         "ArtifactError": "errors",
+        "CallRange": "capture.functions",
         "Collector": "capture.base",
         "ConfigError": "errors",
         "ExtendedPyTorchProfiler": "integration.profiler",
+        "FSDPMemory": "capture.fsdp",
+        "FunctionMemory": "capture.functions",
         "HookTimings": "capture.hook_timings",
         "HostMemory": "capture.host",
         "Mark": "schedule",
+        "MemProfiler": "integration.memprofiler_cli",
+        "MemProfilerCLI": "integration.memprofiler_cli",
         "MemProfilerCallback": "integration.callback",
+        "MemProfilerCfg": "integration.memprofiler_cfg",
+        "MemProfilerFuncs": "integration.memprofiler_cfg",
+        "MemProfilerHooks": "integration.memprofiler_cfg",
+        "MemProfilerSchedule": "integration.memprofiler_cfg",
         "MemprofError": "errors",
+        "ModuleMemory": "capture.modules",
+        "ModuleRss": "capture.module_rss",
         "NotNowError": "capture.base",
         "OperatorTrace": "capture.operator_trace",
+        "OutOfMemory": "capture.oom",
         "Point": "schedule",
         "Pulse": "capture.pulse",
         "ReportError": "errors",
         "RunContext": "capture.base",
+        "SavedTensors": "capture.saved_tensors",
         "Schedule": "schedule",
+        "UserHooks": "capture.forward_hooks",
         "Window": "schedule",
+        "add_memprofiler_arguments": "integration.memprofiler_cli",
         "load_run": "analysis.run",
+        "memprofilable": "capture.methods",
         "start_memory_history": "capture.allocator_history",
     }.get(name)

@@ -9,7 +9,17 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.profilers import PyTorchProfiler
 
-from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OperatorTrace, Pulse, Schedule
+from lightning_memprof import (
+    Collector,
+    ExtendedPyTorchProfiler,
+    FunctionMemory,
+    MemProfilerCallback,
+    ModuleRss,
+    OperatorTrace,
+    Pulse,
+    SavedTensors,
+    Schedule,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -69,6 +79,16 @@ def _trace_only(directory: Path, *, names: bool) -> dict[str, Any]:
     return {"callbacks": [MemProfilerCallback(ONE_WINDOW, [trace], dirpath=directory)]}
 
 
+def _memory(directory: Path, schedule: Schedule) -> dict[str, Any]:
+    collectors: list[Collector] = [FunctionMemory(), SavedTensors()]
+    return {"callbacks": [MemProfilerCallback(schedule, collectors, dirpath=directory)]}
+
+
+def _memory_with_rss(directory: Path, schedule: Schedule) -> dict[str, Any]:
+    collectors: list[Collector] = [FunctionMemory(), SavedTensors(), ModuleRss()]
+    return {"callbacks": [MemProfilerCallback(schedule, collectors, dirpath=directory)]}
+
+
 def _everything(directory: Path, schedule: Schedule) -> dict[str, Any]:
     return {
         "callbacks": [MemProfilerCallback(schedule, dirpath=directory)],
@@ -92,6 +112,13 @@ def configurations() -> Mapping[str, Configuration]:
             "callback and profiler, no window reached", lambda d: _everything(d, NEVER), has_window=False
         ),
         "window": Configuration("callback and profiler, one window", lambda d: _everything(d, ONE_WINDOW)),
+        "memory": Configuration("functions and saved tensors by module", lambda d: _memory(d, ONE_WINDOW)),
+        "memory-rss": Configuration(
+            "the same, and the resident size at every module's forward", lambda d: _memory_with_rss(d, ONE_WINDOW)
+        ),
+        "memory-idle": Configuration(
+            "the same, no window reached", lambda d: _memory_with_rss(d, NEVER), has_window=False
+        ),
         "trace": Configuration("our operator trace alone, no module names", lambda d: _trace_only(d, names=False)),
         "trace-names": Configuration("our operator trace alone, module names", lambda d: _trace_only(d, names=True)),
         "hand-json": Configuration(

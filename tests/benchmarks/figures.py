@@ -163,11 +163,13 @@ def verdicts(found: Mapping[str, Row], apart: Apart, *, steps: int, bare_step: f
     """
     loads = ", ".join(apart.import_loads) or "neither"
     return [
-        *(_outside(found, name) for name in ("pulse", "idle", "window")),
+        *(_outside(found, name) for name in ("pulse", "idle", "window", "memory-idle")),
         _pulse(apart, bare_step),
         _active(found, "trace", 1.05),
         _active(found, "trace-names", 1.12),
         _active(found, "window", 1.12),
+        _active_alone(found, "memory", 1.15),
+        _active_alone(found, "memory-rss", 1.25),
         *_whole_fit(found, steps),
         Verdict(
             "import lightning_memprof < 50 ms, neither torch nor lightning",
@@ -201,6 +203,14 @@ def _active(found: Mapping[str, Row], name: str, limit: float) -> Verdict:
     if name not in found or not hands:
         return Verdict(target, "not measured", None)
     ratios = [ours / mean(theirs) for ours, *theirs in zip(found[name].active, *hands, strict=True)]
+    return Verdict(target, f"{median(ratios):.3f} (+-{spread(ratios):.3f})", median(ratios) <= limit)
+
+
+def _active_alone(found: Mapping[str, Row], name: str, limit: float) -> Verdict:
+    target = f"active steps, {name}: <= {limit:.2f} x bare"
+    if name not in found:
+        return Verdict(target, "not measured", None)
+    ratios = found[name].active
     return Verdict(target, f"{median(ratios):.3f} (+-{spread(ratios):.3f})", median(ratios) <= limit)
 
 
