@@ -32,7 +32,7 @@ def module_ranges(model: nn.Module) -> Iterator[None]:
     }
     ranges: list[Any] = []
 
-    def before(path: str) -> None:
+    def before(path: str, args: tuple[Any, ...]) -> None:  # noqa: ARG001 a name is all that is needed
         if path:
             ranges.append(_RecordFunctionFast(names[path]))
             ranges[-1].__enter__()

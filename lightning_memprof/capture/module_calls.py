@@ -5,19 +5,19 @@ from __future__ import annotations
 import sys
 from contextlib import contextmanager
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torch import nn
-
 __all__ = ["COMPILED", "is_compiled", "module_calls", "module_hooks"]
 
-COMPILED = "a part of the model is compiled: torch would compile it again for hooks that come or go"
+COMPILED: Final = "a part of the model is compiled: torch would compile it again for hooks that come or go"
+_FOLLOWING: Final = "_memprof_following"
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -34,17 +34,17 @@ def is_compiled(model: nn.Module) -> bool:
 
 @contextmanager
 def module_calls(
-    model: nn.Module,
-    before: Callable[[str], None],
-    after: Callable[[str], None],
-    given: Callable[[tuple[Any, ...]], None] | None = None,
+    model: nn.Module, before: Callable[[str, tuple[Any, ...]], None], after: Callable[[str], None]
 ) -> Iterator[bool]:
-    """Call ``before`` and ``after`` with the path of every module of ``model`` whose forward begins and ends.
+    """Call ``before`` and ``after`` around the forward of every module of ``model``.
 
-    The model itself has the path ``""``. Each ``before`` has its ``after``, also where a forward raises and where the
-    context ends inside of one. The hooks are torch's global ones: a model that is copied, pickled or scripted meanwhile
-    takes none along. Forwards of other threads than the one that opens the context are not told. Just before
-    ``before``, ``given`` is called with the forward's positional arguments.
+    They are given the module's path, ``""`` for the model itself, and ``before`` also the positional arguments. Each
+    ``before`` has its ``after``, also where a forward raises and where the context ends inside of one. Forwards of
+    other threads than the one that opens the context are not told.
+
+    ``nn.Module.__call__`` is exchanged for the time of the context: torch's global hooks send every module of the
+    process through the slow half of its ``_call_impl``, 5 us a forward, twice of what this takes. A model that is
+    copied, pickled or scripted meanwhile takes nothing along.
 
     Yields:
         Whether forwards are told at all: where a part of the model is compiled they are not, for :data:`COMPILED`.
@@ -54,33 +54,57 @@ def module_calls(
         yield False
         return
     paths = {id(module): path for path, module in model.named_modules()}
-    inside: list[tuple[int, str]] = []
+    path_of = paths.get
+    inside: list[str] = []
+    is_compiling = torch.compiler.is_compiling
     thread = get_ident()
 
-    def begin(module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or get_ident() != thread:
-            return
-        path = paths.get(id(module))
-        if path is not None:
-            if given is not None:
-                given(args)
-            before(path)
-            inside.append((id(module), path))
+    def patched(following: list[Callable[..., Any]]) -> Callable[..., Any]:
+        def call(module: nn.Module, *args: Any, **keywords: Any) -> Any:
+            if is_compiling() or (path := path_of(id(module))) is None or get_ident() != thread:
+                return following[0](module, *args, **keywords)
+            before(path, args)
+            inside.append(path)
+            try:
+                return following[0](module, *args, **keywords)
+            finally:
+                if inside:
+                    after(inside.pop())
 
-    def end(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 torch's signature
-        if torch.compiler.is_compiling() or get_ident() != thread:
-            return
-        if inside and inside[-1][0] == id(module):
-            after(inside.pop()[1])
+        return call
 
-    hooks = [register_module_forward_pre_hook(begin), register_module_forward_hook(end, always_call=True)]
+    with _calls_patched(patched):
+        try:
+            yield True
+        finally:
+            # What still stands in a forward, or cannot be taken out, does nothing from now on.
+            paths.clear()
+            while inside:
+                after(inside.pop())
+
+
+@contextmanager
+def _calls_patched(patched: Callable[[list[Callable[..., Any]]], Callable[..., Any]]) -> Iterator[None]:
+    """Put a function in front of ``nn.Module.__call__``; contexts may end in any order.
+
+    ``patched`` is given a list whose one item is what comes next. Who ends takes itself out of the chain of those in
+    front of it; where somebody else's function hides the chain, it stays in it.
+    """
+    following = [nn.Module.__call__]
+    mine = patched(following)
+    mine.__dict__[_FOLLOWING] = following
+    nn.Module.__call__ = mine  # type: ignore[method-assign]
     try:
-        yield True
+        yield
     finally:
-        for hook in hooks:
-            hook.remove()
-        while inside:
-            after(inside.pop()[1])
+        if nn.Module.__call__ is mine:
+            nn.Module.__call__ = following[0]  # type: ignore[method-assign]
+        else:
+            link = vars(nn.Module.__call__).get(_FOLLOWING)
+            while link is not None and link[0] is not mine:
+                link = vars(link[0]).get(_FOLLOWING)
+            if link is not None:
+                link[0] = following[0]
 
 
 @contextmanager

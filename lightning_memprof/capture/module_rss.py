@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -63,7 +63,7 @@ class _Growth:
         self._read = resident.read
         self._started: list[int | None] = []
 
-    def before(self, path: str) -> None:  # noqa: ARG002 told where it ends
+    def before(self, path: str, args: tuple[Any, ...]) -> None:  # noqa: ARG002 told where it ends
         self._started.append(None if _graph_task() != -1 else self._read())
 
     def after(self, path: str) -> None:

@@ -70,7 +70,7 @@ class SavedTensors(Collector):
             try:
                 with (
                     run.training.listen(batch=guarded(recorder.batch), loss=guarded(recorder.loss)),
-                    module_calls(run.model, *log.hooks(), log.given) as is_told,
+                    module_calls(run.model, *log.hooks()) as is_told,
                 ):
                     recorder.attribution = None if is_told else COMPILED
                     yield recorder.mark
@@ -80,7 +80,6 @@ class SavedTensors(Collector):
 
 # [own bytes, inclusive bytes, calls, nanoseconds of forward or None, input bytes]
 _Row = list[Any]
-_OnCall = Callable[[str], None]
 _OWN, _INCLUSIVE, _CALLS, _FORWARD, _INPUT = range(5)
 
 
@@ -96,7 +95,6 @@ class _ForwardLog:
     def __init__(self, timer: DeviceTimer | None, failed: Callable[[Exception], None]) -> None:
         self._timer = timer
         self._failed = failed
-        self._input_bytes = 0
         # From sequences[i] on, nodes of the graph are made in the forward of the module owners[i].
         self.sequences: list[int] = []
         self.owners: list[str] = []
@@ -111,19 +109,7 @@ class _ForwardLog:
         self._rows.clear()
         self.read_timer()
 
-    def given(self, args: tuple[Any, ...]) -> None:
-        """Take what the next forward is given; called in front of ``before``."""
-        self._input_bytes = 0
-        try:
-            for value in args:
-                if isinstance(value, torch.Tensor):
-                    self._input_bytes += value.nbytes
-                elif value is not None:
-                    self._input_bytes += sum(tensor.nbytes for tensor in tensors_in(value))
-        except Exception as error:  # noqa: BLE001 nothing of ours may raise into the user's code
-            self._failed(error)
-
-    def hooks(self) -> tuple[_OnCall, _OnCall]:
+    def hooks(self) -> tuple[Callable[[str, tuple[Any, ...]], None], Callable[[str], None]]:
         """Give what to call before and after a module's forward.
 
         They are closures, which every module of the model calls in each step. A forward inside of a backward is a
@@ -135,17 +121,18 @@ class _ForwardLog:
         sequences, owners, rows, inside = self.sequences, self.owners, self._rows, self._inside
         recomputed = 0
 
-        def before(path: str) -> None:
+        def before(path: str, args: tuple[Any, ...]) -> None:
             nonlocal recomputed
             if _graph_task() != -1:
                 recomputed += 1
                 return
+            size = args[0].nbytes if len(args) == 1 and type(args[0]) is torch.Tensor else self._size(args)
             row = rows.get(path)
             if row is None:
-                row = rows[path] = [0, 0, 1, zero, self._input_bytes]
+                row = rows[path] = [0, 0, 1, zero, size]
             else:
                 row[_CALLS] += 1
-                row[_INPUT] += self._input_bytes
+                row[_INPUT] += size
             sequences.append(_sequence_number())
             owners.append(path)
             inside.append((path, now(), row))
@@ -164,6 +151,13 @@ class _ForwardLog:
                 owners.append(inside[-1][0] if inside else "")
 
         return before, after
+
+    def _size(self, args: tuple[Any, ...]) -> int:
+        try:
+            return sum(tensor.nbytes for tensor in tensors_in(args))
+        except Exception as error:  # noqa: BLE001 nothing of ours may raise into the user's code
+            self._failed(error)
+            return 0
 
     def take_rows(self) -> dict[str, _Row]:
         """Give the modules that were called since this was asked for last; times are added to the rows later."""

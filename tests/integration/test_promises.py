@@ -237,12 +237,14 @@ def test_a_run_directory_that_vanishes_does_not_stop_the_training(tmp_path: Path
 
 def test_nothing_is_held_outside_of_windows(tmp_path: Path) -> None:
     held: dict[int, tuple[int, bool]] = {}
+    unpatched = torch.nn.Module.__call__
 
     class Watching(Perceptron):
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
             hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in self.modules())
             hooks += len(torch_modules._global_forward_hooks) + len(torch_modules._global_forward_pre_hooks)
-            held[batch_idx] = (hooks, torch.autograd._profiler_enabled())
+            patched = torch.nn.Module.__call__ is not unpatched
+            held[batch_idx] = (hooks + patched, torch.autograd._profiler_enabled())
             return self.loss(batch)
 
     trainer(tmp_path, MemProfilerCallback(summary=False), profiler=ExtendedPyTorchProfiler()).fit(Watching(), loader())

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +15,9 @@ from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.module_calls import COMPILED
 from lightning_memprof.capture.saved_tensors import NO_BACKWARD, SavedTensors
 from models import MODELS, TracedModel, fit
+from ranks import launch
 from training import Perceptron, loader, only_run, rows_of, trainer
 
-SUPPORT = Path(__file__).parents[1] / "support"
 MANUAL = "manual optimization with two optimizers"
 
 
@@ -150,34 +147,9 @@ def test_validation_alone_runs_with_the_collector_and_records_nothing_of_it(tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_ranks_count_their_own_activations_and_their_share_of_the_parameters(
-    tmp_path: Path, environment: dict[str, str], kind: str
-) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = environment | {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "NODE_RANK": "0",
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SUPPORT),
-    }  # fmt: skip
-    (tmp_path / "run").mkdir()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SUPPORT / "saved_ranks.py"), str(tmp_path / "run"), kind],
-            env=common | {"LOCAL_RANK": str(rank)},
-            cwd=tmp_path,
-            stdin=subprocess.DEVNULL,
-            stdout=(tmp_path / f"out{rank}").open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]
-    try:
-        codes = [process.wait(timeout=200) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0, 0], (tmp_path / "out0").read_text()[-3000:]
+def test_two_ranks_count_their_own_activations_and_their_share_of_the_parameters(tmp_path: Path, kind: str) -> None:
+    codes = launch("saved_ranks.py", tmp_path / "run", kind, world=2)
+    assert codes == [0, 0], (tmp_path / "run/out0").read_text()[-3000:]
     layer, numbers = 4 * 8 * 4, 3 * (64 + 8)
     share = 1 if kind == "ddp" else 2
     for rank in range(2):

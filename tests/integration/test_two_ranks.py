@@ -3,65 +3,18 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import pytest
 
 from lightning_memprof import load_run
 from lightning_memprof.artifacts.series import read_pulse
+from ranks import launch
 from training import manifest, only_run, rows_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-SUPPORT = Path(__file__).parents[1] / "support"
-
-
-@pytest.fixture
-def two_ranks(tmp_path: Path, environment: dict[str, str]) -> Callable[..., list[int]]:
-    """Run both ranks below a directory; return their exit codes. A rank whose peer died is ended."""
-
-    def run(directory: Path, *options: str) -> list[int]:
-        directory.mkdir()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        common = environment | {
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "NODE_RANK": "0",
-            "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SUPPORT),
-        }  # fmt: skip
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, str(SUPPORT / "two_ranks.py"), str(directory), *options],
-                env=common | {"LOCAL_RANK": str(rank)},
-                cwd=tmp_path,
-                stdin=subprocess.DEVNULL,
-                stdout=(tmp_path / f"out{rank}").open("w"),
-                stderr=subprocess.STDOUT,
-            )
-            for rank in range(2)
-        ]
-        deadline = time.monotonic() + 120
-        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.kill()
-        return [rank.wait() for rank in ranks]
-
-    return run
-
-
-def test_both_ranks_write_into_one_directory_without_a_collective_after_setup(
-    tmp_path: Path, two_ranks: Callable[..., list[int]]
-) -> None:
-    assert two_ranks(tmp_path / "bare", "bare") == [0, 0]
-    assert two_ranks(tmp_path / "ours") == [0, 0], (tmp_path / "out0").read_text() + (tmp_path / "out1").read_text()
+def test_both_ranks_write_into_one_directory_without_a_collective_after_setup(tmp_path: Path) -> None:
+    assert launch("two_ranks.py", tmp_path / "bare", "bare", world=2) == [0, 0]
+    printed = [tmp_path / f"ours/out{rank}" for rank in range(2)]
+    assert launch("two_ranks.py", tmp_path / "ours", world=2) == [0, 0], "".join(map(Path.read_text, printed))
     for rank in (0, 1):
         bare = json.loads((tmp_path / f"bare/rank{rank}.json").read_text())
         ours = json.loads((tmp_path / f"ours/rank{rank}.json").read_text())
@@ -83,15 +36,13 @@ def test_both_ranks_write_into_one_directory_without_a_collective_after_setup(
             == 1
         )
         assert (run.parent / f"fit-fts_extended_pytorch_profiler-{rank}.txt").is_file()
-    assert "verdict" in (tmp_path / "out0").read_text()
-    assert "verdict" not in (tmp_path / "out1").read_text()
+    assert "verdict" in printed[0].read_text()
+    assert "verdict" not in printed[1].read_text()
     assert [rank.rank for rank in load_run(run).ranks] == [0, 1]
 
 
-def test_a_rank_that_is_killed_in_a_window_leaves_the_others_data_readable(
-    tmp_path: Path, two_ranks: Callable[..., list[int]]
-) -> None:
-    codes = two_ranks(tmp_path / "run", "die=3")
+def test_a_rank_that_is_killed_in_a_window_leaves_the_others_data_readable(tmp_path: Path) -> None:
+    codes = launch("two_ranks.py", tmp_path / "run", "die=3", world=2)
     assert codes[1] == -9
     run = only_run(tmp_path / "run")
     assert manifest(run, 0)[-1]["status"] == "exception"

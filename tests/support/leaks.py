@@ -44,6 +44,8 @@ ALLOWED_SIGNALS: Final[Mapping[int, str]] = MappingProxyType(
     {signal.SIGALRM: "pytest-timeout sets its own alarm for each test"}
 )
 OUR_TEMPORARY_NAMES: Final = ("lightning_memprof", "lightning-memprof")
+# Methods of torch that we stand in front of for the time of a window.
+PATCHED: Final = (("torch.nn.Module", "__call__"), ("torch.UntypedStorage", "resize_"))
 HOOK_MODULES: Final = ("torch.nn.modules.module", "torch.optim.optimizer")
 
 
@@ -187,8 +189,18 @@ def _hooks() -> Iterator[tuple[tuple[str, Any], str]]:
             if name.startswith("_global_") and isinstance(registry, dict):
                 for key, hook in registry.items():
                     yield (name, key), f"{name}[{key}]: {_describe(hook)}"
+    for owner, name in PATCHED:
+        method = getattr(_found(owner), name, None)
+        if str(getattr(method, "__module__", "")).startswith("lightning_memprof"):
+            yield (f"{owner}.{name}", id(method)), f"{owner}.{name}: {_describe(method)}"
     for what, value in _torch_stacks():
         yield (what, id(value)), f"{what}: {_describe(value)}"
+
+
+def _found(path: str) -> Any:
+    """Give an attribute of a module that is loaded, or None."""
+    module_name, _, name = path.rpartition(".")
+    return getattr(sys.modules.get(module_name), name, None)
 
 
 def _torch_stacks() -> Iterator[tuple[str, Any]]:

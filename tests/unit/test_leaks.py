@@ -106,6 +106,8 @@ def test_torch_profiler(before, tmp_path):
 def test_global_module_hook_and_saved_tensor_hooks(before, tmp_path):
     import torch
 
+    from lightning_memprof.capture.module_calls import module_calls
+
     def forgotten(*_):
         pass
 
@@ -116,6 +118,9 @@ def test_global_module_hook_and_saved_tensor_hooks(before, tmp_path):
         assert "forgotten" in line
     finally:
         handle.remove()
+    with module_calls(torch.nn.Identity(), forgotten, forgotten):
+        (line,) = found(before, tmp_path)
+        assert line.startswith("global hook still there: torch.nn.Module.__call__")
     with torch.autograd.graph.saved_tensors_hooks(forgotten, forgotten):
         (line,) = found(before, tmp_path)
         assert "saved-tensor hooks" in line

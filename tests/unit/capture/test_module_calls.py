@@ -8,8 +8,8 @@ from threading import Thread
 
 import pytest
 import torch
+import torch.fx
 from torch import nn
-from torch.nn.modules import module as torch_module
 
 from lightning_memprof.capture.module_calls import module_calls
 
@@ -36,7 +36,9 @@ class Fails(nn.Module):
 def test_each_forward_begins_and_ends_also_of_a_module_that_is_called_twice():
     told: list[str] = []
     model = Twice()
-    with module_calls(model, lambda path: told.append(f"+{path}"), lambda path: told.append(f"-{path}")) as told_at_all:
+    with module_calls(
+        model, lambda path, _: told.append(f"+{path}"), lambda path: told.append(f"-{path}")
+    ) as told_at_all:
         model(torch.ones(1, 2))
         nn.Linear(2, 2)(torch.ones(1, 2))  # no part of the model
     model(torch.ones(1, 2))
@@ -48,7 +50,7 @@ def test_a_forward_that_raises_has_its_end():
     told: list[str] = []
     model = Fails()
     with (
-        module_calls(model, lambda path: told.append(f"+{path}"), lambda path: told.append(f"-{path}")),
+        module_calls(model, lambda path, _: told.append(f"+{path}"), lambda path: told.append(f"-{path}")),
         pytest.raises(ArithmeticError),
     ):
         model(torch.ones(1, 2))
@@ -58,7 +60,7 @@ def test_a_forward_that_raises_has_its_end():
 def test_a_context_that_ends_inside_a_forward_ends_it():
     told: list[str] = []
     model = Twice()
-    context = module_calls(model, lambda path: told.append(f"+{path}"), lambda path: told.append(f"-{path}"))
+    context = module_calls(model, lambda path, _: told.append(f"+{path}"), lambda path: told.append(f"-{path}"))
     context.__enter__()
 
     def leave(*_: object) -> None:
@@ -74,7 +76,7 @@ def test_a_context_that_ends_inside_a_forward_ends_it():
 def test_other_threads_are_not_told():
     told: list[str] = []
     model = Twice()
-    with module_calls(model, told.append, told.append):
+    with module_calls(model, lambda path, _: told.append(path), told.append):
         thread = Thread(target=lambda: model(torch.ones(1, 2)))
         thread.start()
         thread.join()
@@ -85,18 +87,65 @@ def test_nothing_is_told_of_a_model_with_a_compiled_part():
     told: list[str] = []
     model = Twice()
     model.inner.compile(backend="eager")
-    with module_calls(model, told.append, told.append) as told_at_all:
+    with module_calls(model, lambda path, _: told.append(path), told.append) as told_at_all:
         model(torch.ones(1, 2))
     assert not told_at_all
     assert told == []
 
 
-def test_a_model_is_copied_and_pickled_without_the_hooks():
+def test_a_model_is_copied_and_pickled_without_anything_of_ours():
     model = Twice()
-    with module_calls(model, lambda _: None, lambda _: None):
+    original = nn.Module.__call__
+    with module_calls(model, lambda *_: None, lambda _: None):
         twin = copy.deepcopy(model)
         pickle.dumps(nn.Linear(2, 2))
-        assert not twin._forward_hooks
-        assert not twin._forward_pre_hooks
-    assert not torch_module._global_forward_hooks
-    assert not torch_module._global_forward_pre_hooks
+        assert vars(twin.inner).keys() == vars(model.inner).keys()
+    assert nn.Module.__call__ is original
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_contexts_end_in_any_order(first: int):
+    told: list[str] = []
+    model = Twice()
+    original = nn.Module.__call__
+    contexts = [module_calls(model, lambda path, _, name=name: told.append(name), lambda _: None) for name in "ab"]
+    for context in contexts:
+        context.__enter__()
+    model.inner(torch.ones(1, 2))
+    contexts[first].__exit__(None, None, None)
+    model.inner(torch.ones(1, 2))
+    contexts[1 - first].__exit__(None, None, None)
+    model.inner(torch.ones(1, 2))
+    assert told == ["b", "a", "ba"[first]]
+    assert nn.Module.__call__ is original
+
+
+def test_somebody_elses_function_in_front_of_ours_stays():
+    told: list[str] = []
+    model = Twice()
+    original = nn.Module.__call__
+    context = module_calls(model, lambda path, _: told.append(path), lambda _: None)
+    context.__enter__()
+    ours = nn.Module.__call__
+
+    def theirs(module: nn.Module, *args: object, **keywords: object) -> object:
+        return ours(module, *args, **keywords)
+
+    nn.Module.__call__ = theirs
+    try:
+        context.__exit__(None, None, None)
+        assert nn.Module.__call__ is theirs
+        model(torch.ones(1, 2))
+        assert told == []
+    finally:
+        nn.Module.__call__ = original
+
+
+def test_a_model_is_traced_and_scripted_meanwhile():
+    told: list[str] = []
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    value = torch.ones(1, 2)
+    with module_calls(model, lambda path, _: told.append(path), lambda _: None):
+        assert torch.equal(torch.fx.symbolic_trace(model)(value), model(value))
+        assert torch.equal(torch.jit.script(model)(value), model(value))
+    assert set(told) == {"", "0", "1"}
