@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ __all__ = [
     "Held",
     "ModelTensors",
     "batch_bytes",
+    "dense_parts",
     "fold",
     "local_bytes",
     "optimizer_state_bytes",
@@ -32,21 +33,35 @@ PLAIN_TENSORS: Final = (torch.Tensor, nn.Parameter)
 # What a state's entry is where its size cannot change while the number of entries does not.
 _COUNTED_BY_KEY: Final = (torch.Tensor, int, float, bool, type(None))
 _DEPTH: Final = 16
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 _COMPRESSED_ROWS: Final = ("crow_indices", "col_indices", "values")
 _COMPRESSED_COLUMNS: Final = ("ccol_indices", "row_indices", "values")
 
 
-def storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """Give the storages behind a tensor: of a ``DTensor`` this rank's, of a sparse one those of its parts.
+def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Give the tensors with a storage of their own behind a tensor: itself, or what it is made of.
 
-    A tensor that has no storage, as a parameter that is not initialised yet, gives none.
+    Of a ``DTensor`` that is this rank's part, of a sparse one its indices and values. No ``__torch_function__`` of the
+    program's is called. A tensor that has no storage, as a parameter that is not initialised yet, gives none.
     """
-    parts = _parts(tensor)
-    for part in parts:
-        yield from storages(part)
-    if not parts:
-        with suppress(NotImplementedError, RuntimeError, ValueError), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 torch has no public one
-            yield tensor.untyped_storage()
+    found: list[torch.Tensor] = []
+    pending = [tensor]
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 torch has no public one
+        while pending:
+            one = pending.pop()
+            if parts := _parts(one):
+                pending.extend(parts)
+                continue
+            with suppress(NotImplementedError, RuntimeError, ValueError):
+                one.untyped_storage()
+                found.append(one)
+    return found
+
+
+def storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """Give the storages behind a tensor, those of its :func:`dense_parts`."""
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 torch has no public one
+        return [part.untyped_storage() for part in dense_parts(tensor)]
 
 
 def storage_sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
@@ -74,10 +89,9 @@ def local_bytes(tensor: torch.Tensor) -> int:
     """Give the bytes of a tensor's own elements on this rank, whatever else its storage holds."""
     if type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided:
         return tensor.nbytes
-    if parts := _parts(tensor):
-        return sum(map(local_bytes, parts))
-    with suppress(NotImplementedError, RuntimeError, ValueError):
-        return tensor.nbytes
+    with suppress(NotImplementedError, RuntimeError, ValueError), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 torch has no public one
+        parts = _parts(tensor)
+        return sum(map(local_bytes, parts)) if parts else tensor.nbytes
     return 0
 
 
@@ -156,6 +170,7 @@ class ModelTensors:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._known_keys: tuple[list[int], set[int]] | None = None
         self.paths: list[str] = []
         self._buffers: list[tuple[dict[str, torch.Tensor | None], str]] = []
         self._parameters: list[tuple[dict[str, nn.Parameter | None], str, str]] = []
@@ -167,7 +182,7 @@ class ModelTensors:
             for name, parameter in module._parameters.items():  # noqa: SLF001 the place, not the tensor
                 if parameter is not None:
                     places.setdefault(id(parameter), (module._parameters, name, []))[2].append(path)  # noqa: SLF001
-            self._buffers += [(module._buffers, name) for name in module._buffers]  # noqa: SLF001
+            self._buffers += [(module._buffers, name) for name in module._buffers.keys()]  # noqa: SLF001, SIM118 a scripted module's have no other way
         for values, name, held_by in places.values():
             if len(held_by) == 1:
                 self._parameters.append((values, name, held_by[0]))
@@ -177,35 +192,41 @@ class ModelTensors:
     def parameters(self) -> list[nn.Parameter]:
         """Give the parameters, each once."""
         slots = (*((values, name) for values, name, _ in self._parameters), *((v, n) for v, n, _ in self._tied))
-        found = (values.get(name) for values, name in slots)
+        found = (_at(values, name) for values, name in slots)
         return [parameter for parameter in found if parameter is not None]
 
     def buffers(self) -> list[torch.Tensor]:
         """Give the buffers."""
-        found = (values.get(name) for values, name in self._buffers)
+        found = (_at(values, name) for values, name in self._buffers)
         return [buffer for buffer in found if buffer is not None]
 
     def storage_keys(self) -> set[int]:
         """Give the storages of parameters and buffers, by ``untyped_storage()._cdata``."""
         tensors = (*self.parameters(), *self.buffers())
-        if {nn.Parameter, torch.Tensor}.issuperset(map(type, tensors)):
-            with suppress(NotImplementedError, RuntimeError):
-                return {tensor.untyped_storage()._cdata for tensor in tensors}  # noqa: SLF001 as in the docstring
-        return set(storage_sizes(tensors))
+        if not {nn.Parameter, torch.Tensor}.issuperset(map(type, tensors)):
+            return set(storage_sizes(tensors))
+        try:
+            places = list(map(torch.Tensor.data_ptr, tensors))
+        except RuntimeError:
+            return set(storage_sizes(tensors))
+        # Asking where the data is costs a fifth of asking for the storage. An empty tensor has no place.
+        if self._known_keys is None or self._known_keys[0] != places or 0 in places:
+            self._known_keys = places, set(storage_sizes(tensors))
+        return self._known_keys[1]
 
     def by_module(self) -> dict[str, list[int]]:
         """Give ``[parameter bytes, gradient bytes]`` of each module and all below it, each shared parameter once."""
         own_bytes: dict[str, int] = {}
         own_gradients: dict[str, int] = {}
         for values, name, path in self._parameters:
-            parameter = values.get(name)
+            parameter = _at(values, name)
             if parameter is not None:
                 own_bytes[path] = own_bytes.get(path, 0) + local_bytes(parameter)
                 if parameter.grad is not None:
                     own_gradients[path] = own_gradients.get(path, 0) + local_bytes(parameter.grad)
         all_bytes, all_gradients = fold(self.paths, own_bytes), fold(self.paths, own_gradients)
         for values, name, paths in self._tied:
-            parameter = values.get(name)
+            parameter = _at(values, name)
             if parameter is not None:
                 size = local_bytes(parameter)
                 gradient_size = 0 if parameter.grad is None else local_bytes(parameter.grad)
@@ -213,6 +234,14 @@ class ModelTensors:
                     all_bytes[path] += size
                     all_gradients[path] += gradient_size
         return {path: [all_bytes[path], all_gradients[path]] for path in self.paths}
+
+
+def _at(values: Mapping[str, _Tensor | None], name: str) -> _Tensor | None:
+    # A scripted module's mapping has no `get`.
+    try:
+        return values[name]
+    except KeyError:
+        return None
 
 
 class Held:
@@ -227,13 +256,13 @@ class Held:
 
     def count(self, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[dict[str, int], dict[str, list[int]]]:
         """Give bytes by category, each storage once, and :meth:`ModelTensors.by_module`; under FSDP2 this rank's."""
-        parameters = self._model.parameters()
+        parameters, buffers = self._model.parameters(), self._model.buffers()
         gradients = [parameter.grad for parameter in parameters]
-        signature = _signature(parameters, gradients, optimizers)
+        signature = _signature(parameters, gradients, buffers, optimizers)
         if self._known is None or signature is None or self._known[0] != signature:
             held = {
                 "parameter_bytes": sum(storage_sizes(parameters).values()),
-                "buffer_bytes": sum(storage_sizes(self._model.buffers()).values()),
+                "buffer_bytes": sum(storage_sizes(buffers).values()),
                 "gradient_bytes": sum(storage_sizes(one for one in gradients if one is not None).values()),
                 "optimizer_state_bytes": optimizer_state_bytes(optimizers),
             }
@@ -244,13 +273,15 @@ class Held:
 def _signature(
     parameters: Sequence[nn.Parameter],
     gradients: Sequence[torch.Tensor | None],
+    buffers: Sequence[torch.Tensor],
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> object:
-    """Give what changes with the sizes of parameters, gradients and state; None where nothing cheap does."""
+    """Give what changes with the sizes of parameters, gradients, buffers and state; None where nothing cheap does."""
     given = [gradient for gradient in gradients if gradient is not None]
-    if not ({nn.Parameter}.issuperset(map(type, parameters)) and {torch.Tensor}.issuperset(map(type, given))):
+    changing = [*given, *buffers]
+    if not ({nn.Parameter}.issuperset(map(type, parameters)) and {torch.Tensor}.issuperset(map(type, changing))):
         return None
-    if not {torch.strided}.issuperset([gradient.layout for gradient in given]):
+    if not {torch.strided}.issuperset([tensor.layout for tensor in changing]):
         return None
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
     if any(type(value) not in _COUNTED_BY_KEY for state in states[:1] for value in dict(state).values()):
@@ -258,7 +289,7 @@ def _signature(
     return (
         list(map(torch.Tensor.data_ptr, parameters)),
         [gradient is None for gradient in gradients],
-        [gradient.nbytes for gradient in given],
+        [tensor.nbytes for tensor in changing],
         list(map(len, states)),
     )
 

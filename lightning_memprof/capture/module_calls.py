@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["COMPILED", "is_compiled", "module_calls", "module_hooks"]
 
 COMPILED: Final = "a part of the model is compiled: torch would compile it again for hooks that come or go"
+_CALL: Final = "_call_impl"
 _FOLLOWING: Final = "_memprof_following"
 
 
@@ -42,9 +43,10 @@ def module_calls(
     ``before`` has its ``after``, also where a forward raises and where the context ends inside of one. Forwards of
     other threads than the one that opens the context are not told.
 
-    ``nn.Module.__call__`` is exchanged for the time of the context: torch's global hooks send every module of the
-    process through the slow half of its ``_call_impl``, 5 us a forward, twice of what this takes. A model that is
-    copied, pickled or scripted meanwhile takes nothing along.
+    ``nn.Module._call_impl`` is exchanged for the time of the context: torch's global hooks send every module of the
+    process through its slow half, 5 us a forward, twice of what this takes. Not ``__call__``, whose code torch's
+    profiler looks for when it records stacks: it would take ``self`` out of the frame of ours, and crash. A model that
+    is copied, pickled or scripted meanwhile takes nothing along.
 
     Yields:
         Whether forwards are told at all: where a part of the model is compiled they are not, for :data:`COMPILED`.
@@ -85,22 +87,23 @@ def module_calls(
 
 @contextmanager
 def _calls_patched(patched: Callable[[list[Callable[..., Any]]], Callable[..., Any]]) -> Iterator[None]:
-    """Put a function in front of ``nn.Module.__call__``; contexts may end in any order.
+    """Put a function in front of ``nn.Module._call_impl``, which ``__call__`` calls; contexts may end in any order.
 
     ``patched`` is given a list whose one item is what comes next. Who ends takes itself out of the chain of those in
     front of it; where somebody else's function hides the chain, it stays in it.
     """
-    following = [nn.Module.__call__]
+    following = [getattr(nn.Module, _CALL)]
     mine = patched(following)
     mine.__dict__[_FOLLOWING] = following
-    nn.Module.__call__ = mine  # type: ignore[method-assign]
+    setattr(nn.Module, _CALL, mine)
     try:
         yield
     finally:
-        if nn.Module.__call__ is mine:
-            nn.Module.__call__ = following[0]  # type: ignore[method-assign]
+        front = getattr(nn.Module, _CALL)
+        if front is mine:
+            setattr(nn.Module, _CALL, following[0])
         else:
-            link = vars(nn.Module.__call__).get(_FOLLOWING)
+            link = vars(front).get(_FOLLOWING)
             while link is not None and link[0] is not mine:
                 link = vars(link[0]).get(_FOLLOWING)
             if link is not None:

@@ -143,10 +143,11 @@ class SavedBytes:
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Return what holds a tensor's bytes on this rank; None where it has no single storage, as a sparse one."""
+    """Return what holds a tensor's bytes on this rank; None where it has no single storage, as a
+    sparse one, or none yet, as a lazy module's parameter."""
     if type(tensor) is not torch.Tensor:
         tensor = getattr(tensor, "_local_tensor", tensor)
     try:
         return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError, ValueError):
         return None

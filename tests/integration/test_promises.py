@@ -237,13 +237,13 @@ def test_a_run_directory_that_vanishes_does_not_stop_the_training(tmp_path: Path
 
 def test_nothing_is_held_outside_of_windows(tmp_path: Path) -> None:
     held: dict[int, tuple[int, bool]] = {}
-    unpatched = torch.nn.Module.__call__
+    unpatched = torch.nn.Module._call_impl
 
     class Watching(Perceptron):
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
             hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in self.modules())
             hooks += len(torch_modules._global_forward_hooks) + len(torch_modules._global_forward_pre_hooks)
-            patched = torch.nn.Module.__call__ is not unpatched
+            patched = torch.nn.Module._call_impl is not unpatched
             held[batch_idx] = (hooks + patched, torch.autograd._profiler_enabled())
             return self.loss(batch)
 

@@ -45,7 +45,7 @@ ALLOWED_SIGNALS: Final[Mapping[int, str]] = MappingProxyType(
 )
 OUR_TEMPORARY_NAMES: Final = ("lightning_memprof", "lightning-memprof")
 # Methods of torch that we stand in front of for the time of a window.
-PATCHED: Final = (("torch.nn.Module", "__call__"), ("torch.UntypedStorage", "resize_"))
+PATCHED: Final = (("torch.nn.Module", "_call_impl"), ("torch.UntypedStorage", "resize_"))
 HOOK_MODULES: Final = ("torch.nn.modules.module", "torch.optim.optimizer")
 
 

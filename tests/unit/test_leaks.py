@@ -120,7 +120,7 @@ def test_global_module_hook_and_saved_tensor_hooks(before, tmp_path):
         handle.remove()
     with module_calls(torch.nn.Identity(), forgotten, forgotten):
         (line,) = found(before, tmp_path)
-        assert line.startswith("global hook still there: torch.nn.Module.__call__")
+        assert line.startswith("global hook still there: torch.nn.Module._call_impl")
     with torch.autograd.graph.saved_tensors_hooks(forgotten, forgotten):
         (line,) = found(before, tmp_path)
         assert "saved-tensor hooks" in line

@@ -22,11 +22,11 @@ def events(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-ORIGINAL_CALL = nn.Module.__call__
+ORIGINAL_CALL = nn.Module._call_impl
 
 
 def is_hooked() -> bool:
-    return nn.Module.__call__ is not ORIGINAL_CALL
+    return nn.Module._call_impl is not ORIGINAL_CALL
 
 
 def test_a_window_gives_one_trace_with_its_active_steps_and_the_modules_names(tmp_path: Path) -> None:
