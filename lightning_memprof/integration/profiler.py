@@ -16,6 +16,7 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from lightning_memprof.analysis.operators import AVAILABLE_SORT_KEYS, TableOptions
 from lightning_memprof.capture.allocator_history import AllocatorHistory
 from lightning_memprof.capture.hook_timings import HookTimings
+from lightning_memprof.capture.oom import OutOfMemory
 from lightning_memprof.capture.operator_trace import DEFAULT_FILENAME, NvtxRanges, OperatorTrace
 from lightning_memprof.capture.pulse import Pulse
 from lightning_memprof.errors import ConfigError
@@ -143,7 +144,7 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
         """Return what this profiler wants of a run when it records alone."""
         return Settings(
             schedule=self._chosen_schedule,
-            collectors=[(collector, False) for collector in (Pulse(), *self.lend())],
+            collectors=[(collector, False) for collector in (Pulse(), OutOfMemory(), *self.lend())],
             ranks=self._ranks,
             dirpath=None if self.dirpath is None else str(self.dirpath),
             table=self._table,

@@ -65,7 +65,8 @@ def _profiler_for(profiler: Any) -> Any:
     if named or (profiler is None and _asked() is not None):
         from lightning_memprof.integration.profiler import ExtendedPyTorchProfiler
 
-        return ExtendedPyTorchProfiler()
+        # The name promises the whole page; the class has the defaults of torch's profiler.
+        return ExtendedPyTorchProfiler(profile_memory=True)
     return profiler
 
 

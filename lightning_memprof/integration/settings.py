@@ -64,7 +64,7 @@ def default_collectors() -> list[Collector]:
         FunctionMemory(),
         SavedTensors(),
         OutOfMemory(),
-        OperatorTrace(),
+        OperatorTrace(profile_memory=True),
     ]
 
 

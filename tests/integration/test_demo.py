@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from lightning_memprof.analysis.allocations import run_allocations
+from lightning_memprof.analysis.run import load_run
 from lightning_memprof.artifacts.manifest import read_manifest
 from lightning_memprof.artifacts.naming import manifest_name, pulse_name, series_path
 from lightning_memprof.artifacts.series import read_pulse, read_series
@@ -160,3 +162,10 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path, run_python):
     assert ended.returncode == 1
     assert ended.stderr.startswith("lightning-memprof: error: demo: --out 'file/below'")
     assert ended.stderr.count("\n") == 1
+
+
+def test_nearly_all_that_is_live_at_the_peak_has_its_operator(demo):
+    windows = run_allocations(load_run(demo[0] / "version_0"))
+    devices = [device for window in windows for device in window.devices]
+    assert len(devices) >= 2
+    assert all(device.unattributed_bytes < 0.05 * device.peak_bytes for device in devices)

@@ -23,7 +23,8 @@ def names(entries: list[Any]) -> list[str]:
 def test_by_default_every_collector_of_the_default_set_is_there_and_nobody_asked_for_it() -> None:
     entries = joined(None, [])
     assert names(entries) == [
-        "pulse", "host", "allocator", "hooks", "allocator_history", "functions", "saved_tensors", "oom", "operator_trace",
+        "pulse", "host", "allocator", "hooks", "allocator_history",
+        "functions", "saved_tensors", "oom", "operator_trace",
     ]  # fmt: skip
     assert not any(asked for _, asked in entries)
     assert names(entries) == [collector.name for collector in default_collectors()]

@@ -1,0 +1,68 @@
+"""The two lines of the README, and what the memory page says of the run."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from lightning_memprof import MemProfilerCallback, ModuleMemory, Pulse, SavedTensors, Schedule
+from lightning_memprof.cli.main import main
+from training import Perceptron, loader, trainer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import lightning.pytorch as pl
+
+# Two layers, 8 x 16 and 16 x 1, with biases, of 4 bytes a number.
+PARAMETER_BYTES = 4 * (8 * 16 + 16 + 16 * 1 + 1)
+# AdamW's two moments, and one step counter for each of the four tensors.
+STATE_BYTES = 2 * PARAMETER_BYTES + 4 * 4
+
+
+def memory_of(directory: Path, capsys: pytest.CaptureFixture[str], *callbacks: pl.Callback, **options: Any) -> Any:
+    trainer(directory, *callbacks, **options).fit(Perceptron(), loader(8))
+    capsys.readouterr()
+    assert main(["show", str(directory / "log"), "--format", "json"]) == 0
+    return json.loads(capsys.readouterr().out)["memory"]
+
+
+def test_the_two_lines_of_the_readme_fill_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    memory = memory_of(tmp_path, capsys, MemProfilerCallback(), profiler="fts_extended")
+    peak = memory["peak_bytes"]
+    assert (peak["parameter"], peak["gradient"], peak["optimizer_state"]) == (
+        PARAMETER_BYTES, PARAMETER_BYTES, STATE_BYTES,
+    )  # fmt: skip
+    assert peak["temporary"] is None
+    assert "ModuleMemory" in memory["unknown"]["temporary"]
+    by_name = {module["name"]: module for module in memory["modules"]}
+    assert by_name["net.0"]["parameter_bytes"] == by_name["net.0"]["gradient_bytes"] == 4 * (8 * 16 + 16)
+    own = sum(module["own_activation_bytes"] for module in memory["modules"])
+    assert own + memory["unattributed_bytes"] == by_name[""]["inclusive_activation_bytes"] == peak["activation"]
+    (allocations,) = memory["allocations"]
+    assert (
+        sum(site["bytes"] for site in memory["sites"]) + allocations["unattributed_bytes"] == allocations["peak_bytes"]
+    )
+    # The peak of so small a model is in its optimizer; the gradient of the first weight is there.
+    found = {(site["operator"], site["module"], site["phase"], site["bytes"]) for site in memory["sites"]}
+    assert ("aten::mm", "net.0", "backward", 4 * 8 * 16) in found
+    assert memory["functions"]["training_step"]["calls"] == 2
+
+
+def test_a_tracked_step_gives_every_category_of_its_peak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    callback = MemProfilerCallback(Schedule(wait=3), [Pulse(), SavedTensors(), ModuleMemory()], summary=False)
+    memory = memory_of(tmp_path, capsys, callback)
+    assert memory["source"] == "module_memory"
+    assert memory["peak_bytes"]["parameter"] == PARAMETER_BYTES
+    assert memory["peak_bytes"]["optimizer_state"] == STATE_BYTES
+    assert sum(memory["peak_bytes"].values()) == memory["total_bytes"]
+
+
+def test_the_page_on_the_terminal_has_its_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    memory_of(tmp_path, capsys, MemProfilerCallback(), profiler="fts_extended")
+    assert main(["show", str(tmp_path / "log")]) == 0
+    page = capsys.readouterr().out
+    starts = {line.split(maxsplit=1)[0] for line in page.splitlines() if line and not line.startswith(" ")}
+    assert {"memory", "modules", "sites", "live", "kept", "functions"} <= starts
