@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from lightning_memprof.analysis.rows import mapping, series_rows, text, whole
+from lightning_memprof.analysis.rows import integer, mapping, series_rows, text, whole
 from lightning_memprof.analysis.run import Problem
 
 if TYPE_CHECKING:
@@ -107,11 +107,9 @@ def _backward(window: Window, row: Mapping[str, Any]) -> Backward | None:
         return None
     modules = {}
     for name, cells in (mapping(row, "modules") or {}).items():
-        match cells:
+        match _integers(cells):
             case [int() as own, int() as inclusive, int() as calls, forward_ns, input_bytes]:
-                modules[name] = ModuleActivations(
-                    name, own, inclusive, calls, _whole_or_none(forward_ns), _whole_or_none(input_bytes)
-                )
+                modules[name] = ModuleActivations(name, own, inclusive, calls, forward_ns, input_bytes)
     return Backward(
         window.index,
         step,
@@ -129,12 +127,12 @@ def _end(window: Window, row: Mapping[str, Any]) -> StepEnd | None:
         return None
     modules = {}
     for name, cells in (mapping(row, "parameters") or {}).items():
-        match cells:
+        match _integers(cells):
             case [int() as parameters, int() as gradients]:
                 modules[name] = (parameters, gradients)
     by_category = {name: whole(held, f"{name}_bytes") for name in HELD}
     return StepEnd(window.index, step, by_category, modules, text(row, "note"))
 
 
-def _whole_or_none(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+def _integers(cells: object) -> list[int | None]:
+    return [integer(one) for one in cells] if isinstance(cells, list) else []

@@ -29,6 +29,7 @@ _MODULE: Final = "[pl][module]"
 _ACTION: Final = "[pl][profile]"
 _NODE: Final = "autograd::engine::evaluate_function: "
 _STEP: Final = "ProfilerStep#"
+_STEP_DIGITS: Final = 18
 # What torch itself names in a trace that Lightning's actions are not in.
 _PHASES: Final = {
     "Optimizer.step#": "optimizer",
@@ -177,7 +178,8 @@ def _label(name: str, category: str, stage: str) -> Label:  # noqa: PLR0911 one 
         return Label(frame=parse_frame(name))
     if name.startswith(_STEP):
         number = name[len(_STEP) :]
-        return Label(step=int(number) if number.isascii() and number.isdigit() else None)
+        is_step = number.isascii() and number.isdigit() and len(number) <= _STEP_DIGITS
+        return Label(step=int(number) if is_step else None)
     if name.startswith(_MODULE):
         return Label(module=name.rpartition(": ")[2])
     if name.startswith(_ACTION):

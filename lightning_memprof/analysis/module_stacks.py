@@ -11,6 +11,8 @@ from collections import defaultdict
 from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
+from lightning_memprof.analysis.rows import mapping
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -25,18 +27,24 @@ class ModuleStacks:
     """Names modules from stacks.
 
     Args:
-        forwards: ``{"sources": [[file, first line, last line], ...], "modules": {path: [class, index of source]}}``.
+        forwards: ``{"sources": [[file, first line, last line], ...], "modules": {path: [class, index of source]}}``;
+            what in it has another form is left out.
 
     """
 
     def __init__(self, forwards: Mapping[str, Any]) -> None:
         self._classes: dict[str, str] = {}
         self._sources: dict[str, int | None] = {}
-        for path, (name, source) in (forwards.get("modules") or {}).items():
-            self._classes[path], self._sources[path] = name, source
+        for path, written in (mapping(forwards, "modules") or {}).items():
+            match written:
+                case [str() as name, (int() | None) as source]:
+                    self._classes[path], self._sources[path] = name, source
         self._lines: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
-        for index, (file, first, last) in enumerate(forwards.get("sources") or ()):
-            self._lines[file].append((first, last, index))
+        sources = forwards.get("sources")
+        for index, place in enumerate(sources if isinstance(sources, list) else ()):
+            match place:
+                case [str() as file, int() as first, int() as last]:
+                    self._lines[file].append((first, last, index))
         self._paths: dict[int | None, list[str]] = defaultdict(list)
         for path, source in self._sources.items():
             self._paths[source].append(path)

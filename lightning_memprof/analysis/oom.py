@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.analysis.module_stacks import ModuleStacks
-from lightning_memprof.analysis.oom_advice import UNHELD, Situation, next_steps
+from lightning_memprof.analysis.oom_advice import HOST_REST, SETUP, UNHELD, Situation, next_steps
 from lightning_memprof.analysis.oom_causes import Cause, Memory, device_cause, device_memory, host_cause, host_memory
 from lightning_memprof.analysis.oom_snapshot import SnapshotMemory, snapshot_memory
 from lightning_memprof.analysis.rows import mapping, text, whole
@@ -15,7 +15,7 @@ from lightning_memprof.analysis.stacks import Frame, parse_frame, user_frame
 from lightning_memprof.errors import ArtifactError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from lightning_memprof.analysis.oom_events import OomEvent
     from lightning_memprof.analysis.run import Run
@@ -117,7 +117,7 @@ def autopsy(event: OomEvent, training: Mapping[str, Any] | None = None, *, max_b
     situation = Situation(
         cause=cause,
         is_host=is_host,
-        phase=text(facts, "phase"),
+        phase=text(facts, "phase") or (SETUP if whole(facts, "step") is None else None),
         function=text(facts, "function"),
         modules=tuple(one.name for one in by_module[:2] if one.name not in (OUTSIDE, NO_STACK)),
         largest=max(held, key=lambda one: one.bytes).name if held else None,
@@ -219,8 +219,8 @@ def _held(facts: Mapping[str, Any], memory: Memory, *, is_host: bool) -> tuple[H
         return ()
     found = [Holder(words, None, size, 0) for key, words in HELD if (size := whole(held, f"{key}_bytes"))]
     rest = (memory.allocated_bytes or 0) - sum(one.bytes for one in found)
-    if rest > 0 and not is_host:
-        found.append(Holder(UNHELD, None, rest, 0))
+    if rest > 0:
+        found.append(Holder(HOST_REST if is_host else UNHELD, None, rest, 0))
     return tuple(found)
 
 
@@ -237,8 +237,9 @@ def _tensors(facts: Mapping[str, Any]) -> tuple[Holder, ...]:
 
 def _frames(facts: Mapping[str, Any]) -> list[Frame]:
     rows = facts.get("stack")
-    return [Frame(*row) for row in _lists(rows) if len(row) == 3] if isinstance(rows, list) else []
-
-
-def _lists(rows: Iterable[Any]) -> Iterable[list[Any]]:
-    return (row for row in rows if isinstance(row, list))
+    found = []
+    for row in rows if isinstance(rows, list) else ():
+        match row:
+            case [str() as file, int() as line, str() as name]:
+                found.append(Frame(file, line, name))
+    return found

@@ -10,11 +10,15 @@ from lightning_memprof.analysis.rows import text, whole
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["UNHELD", "Situation", "next_steps"]
+__all__ = ["HOST_REST", "SETUP", "UNHELD", "Situation", "next_steps"]
 
 STEPS: Final = 3
+SETUP: Final = "setup"
+WITHOUT_GRADIENTS: Final = ("validation_step", "test_step", "predict_step")
 # What the model, its optimizers and Python's own tensors leave of the allocated bytes.
 UNHELD: Final = "the rest: what autograd keeps for backward, and temporaries"
+
+HOST_REST: Final = "the rest: Python's objects, libraries, and what only autograd holds"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +28,7 @@ class Situation:
     Attributes:
         cause: why it did not fit.
         is_host: whether it was the host's memory.
-        phase: of the step.
+        phase: of the step; :data:`SETUP` before the first one.
         function: the module's step function.
         modules: those that hold most, largest first.
         largest: what holds most, in words; None where it is not known.
@@ -51,6 +55,8 @@ def next_steps(situation: Situation) -> tuple[str, ...]:
         steps = _fragmented(situation)
     elif situation.cause == "other process":
         steps = _other_process(situation)
+    elif situation.phase == SETUP:
+        steps = _setup(situation)
     elif situation.cause == "too large":
         steps = _too_large(situation)
     else:
@@ -93,12 +99,24 @@ def _other_process(situation: Situation) -> Iterator[str]:
     yield _smaller_batch(situation)
 
 
+def _setup(situation: Situation) -> Iterator[str]:
+    """Before the first step there is neither a batch nor an activation: it is the model, and what is loaded."""
+    if situation.cause == "limited":
+        yield "Raise what torch.cuda.set_per_process_memory_fraction allows this process, or leave the call out."
+    yield (
+        "Shard the model over devices: Trainer(strategy=ModelParallelStrategy()) and fully_shard in configure_model, "
+        "or Trainer(strategy='fsdp')."
+    )
+    if _has_full_precision(situation):
+        yield 'Halve the model itself with Trainer(precision="bf16-true").'
+    yield (
+        "Load weights with torch.load(..., map_location='cpu', mmap=True): loaded to the device they lie there twice "
+        "until load_state_dict is done."
+    )
+    yield "Keep what need not be there on the host: large tables and buffers, and models that only evaluate."
+
+
 def _too_large(situation: Situation) -> Iterator[str]:
-    if situation.phase == "setup":
-        yield (
-            "The model does not fit on one device: shard it with Trainer(strategy=ModelParallelStrategy()) and "
-            "fully_shard in configure_model, or Trainer(strategy='fsdp')."
-        )
     yield _smaller_batch(situation)
     if precision := _precision(situation):
         yield precision
@@ -112,15 +130,13 @@ def _too_large(situation: Situation) -> Iterator[str]:
 def _full(situation: Situation) -> Iterator[str]:
     if situation.cause == "limited":
         yield "Raise what torch.cuda.set_per_process_memory_fraction allows this process, or leave the call out."
-    if situation.function in ("validation_step", "test_step", "predict_step"):
+    if situation.function in WITHOUT_GRADIENTS:
         yield (
             "This step needs no gradients: leave Trainer(inference_mode=True), keep no outputs on the device between "
             "batches, and give its DataLoader a smaller batch_size."
         )
     if situation.phase == "optimizer":
         yield _optimizer(situation)
-    elif situation.phase == "setup":
-        yield "Shard the model: Trainer(strategy='fsdp'), or fully_shard under ModelParallelStrategy."
     if situation.largest in (None, UNHELD):
         where = (
             f" {' and '.join(situation.modules)}" if situation.modules else " the modules that keep most for backward"
@@ -139,20 +155,37 @@ def _host(situation: Situation) -> Iterator[str]:
             "Raise the limit: ulimit -v unlimited in the shell that starts the program, or more memory for its "
             "container or job (docker run --memory, sbatch --mem)."
         )
-    if situation.phase == "data_wait" or _workers(situation) > 1:
+    workers, waits = _workers(situation), situation.phase in ("data_wait", SETUP)
+    if workers > 1 or (workers and waits):
+        fewer = f"num_workers={workers // 2}" + (", prefetch_factor=1" if workers > 1 else "")
         yield (
-            f"Let fewer processes load data: DataLoader(num_workers={max(1, _workers(situation) // 2)}, "
-            "prefetch_factor=1), and map large arrays from disk with numpy.load(mmap_mode='r')."
+            f"Let fewer processes load data: DataLoader({fewer}), and map large arrays from disk with "
+            "numpy.load(mmap_mode='r')."
         )
+    elif waits:
+        yield "Map large files instead of reading them: numpy.load(mmap_mode='r'), torch.load(mmap=True)."
+    if situation.phase == SETUP:
+        yield (
+            "Make large modules in configure_model under fully_shard, where each process holds its part, or on "
+            "torch.device('meta') until their weights are loaded."
+        )
+        if _has_full_precision(situation):
+            yield 'Halve the model itself with Trainer(precision="bf16-true").'
     if situation.phase == "optimizer":
         yield _optimizer(situation)
+    if situation.largest == HOST_REST:
+        yield (
+            "Look for what grows: lists that keep a step's outputs (keep loss.item(), or .detach().cpu()), caches in "
+            "a Dataset; lightning-memprof show has the resident size of every step."
+        )
     yield _smaller_batch(situation)
     if precision := _precision(situation):
         yield precision
-    yield (
-        "Checkpoint the modules that keep most for backward: wrap their forward in "
-        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
-    )
+    if situation.function not in WITHOUT_GRADIENTS:
+        yield (
+            "Checkpoint the modules that keep most for backward: wrap their forward in "
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+        )
     yield _optimizer(situation)
 
 
@@ -160,16 +193,17 @@ def _smaller_batch(situation: Situation) -> str:
     times = 2 * (whole(situation.training, "accumulate_grad_batches") or 1)
     size = _batch_size(situation)
     half = f"DataLoader(batch_size={size // 2})" if size and size > 1 else "half the batch size"
-    if situation.function in ("validation_step", "test_step", "predict_step"):
+    if situation.function in WITHOUT_GRADIENTS:
         return f"Take {half}: nothing else is changed by it outside of training."
     return f"Take {half} and Trainer(accumulate_grad_batches={times}): the same gradients from smaller pieces."
 
 
 def _precision(situation: Situation) -> str | None:
-    precision = text(situation.training, "precision") or "32-true"
-    if not precision.startswith(("32", "64")):
-        return None
-    return 'Halve the activations with Trainer(precision="bf16-mixed").'
+    return 'Halve the activations with Trainer(precision="bf16-mixed").' if _has_full_precision(situation) else None
+
+
+def _has_full_precision(situation: Situation) -> bool:
+    return (text(situation.training, "precision") or "32-true").startswith(("32", "64"))
 
 
 def _optimizer(situation: Situation) -> str:

@@ -146,10 +146,13 @@ def device_cause(
 def host_cause(asked: int | None, facts: Mapping[str, Any], memory: Memory) -> tuple[Cause, str]:
     """Say why the host gave nothing: a limit counts where the machine itself would still have had more."""
     host = mapping(facts, "host") or {}
-    named = "what was asked for" if asked is None else _bytes(asked)
+    named = "what was asked for" if asked is None else f"the {_bytes(asked)}"
     space, data, group = (whole(host, name) for name in ("rlimit_as_bytes", "rlimit_data_bytes", "cgroup_limit_bytes"))
     if asked is not None and memory.total_bytes is not None and asked > memory.total_bytes:
-        return "too large", f"{named} were asked for in one piece, and the machine has {_bytes(memory.total_bytes)}."
+        return (
+            "too large",
+            f"{_bytes(asked)} were asked for in one piece, and the machine has {_bytes(memory.total_bytes)}.",
+        )
     used, room = memory.reserved_bytes or 0, whole(host, "available_bytes")
     for limit, name, taken in (
         (space, "RLIMIT_AS (ulimit -v)", used),
@@ -161,8 +164,8 @@ def host_cause(asked: int | None, facts: Mapping[str, Any], memory: Memory) -> t
         # Python itself does not say how much it asked for.
         if asked is None or taken + asked > limit:
             return "limited", (
-                f"{name} allows this process {_bytes(limit)}; {_bytes(taken)} were taken, and {named} more do not fit, "
-                f"although the machine had {_bytes(room)} available."
+                f"{name} allows this process {_bytes(limit)}; {_bytes(taken)} were taken, and there was no room in the "
+                f"rest for {named}, although the machine had {_bytes(room)} available."
             )
     return "full", (
         f"the process held {_bytes(memory.allocated_bytes)} of the machine's {_bytes(memory.total_bytes)}, "

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION, read_manifest
-from lightning_memprof.artifacts.series import PULSE_COLUMNS, PulseRow, read_pulse, read_series
+from lightning_memprof.artifacts.series import PULSE_COLUMNS, PulseRow, parse_pulse_row, read_pulse, read_series
 from lightning_memprof.errors import ArtifactError
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Row",
     "first_row",
+    "integer",
     "last_row",
     "manifest_rows",
     "mapping",
@@ -28,6 +29,9 @@ __all__ = [
 ]
 
 Row = dict[str, Any]
+
+# No count of bytes, nanoseconds or steps is larger; what is, is damage, and too much for a float or a column.
+_MOST: Final = 1 << 63
 
 
 def manifest_rows(path: Path) -> tuple[list[Row], str | None]:
@@ -83,15 +87,19 @@ def text(row: Mapping[str, Any] | None, key: str) -> str | None:
 
 
 def whole(row: Mapping[str, Any] | None, key: str) -> int | None:
-    """Return a field where it is a whole number."""
-    value = row.get(key) if row else None
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    """Return a field where it is a whole number of 64 bits."""
+    return integer(row.get(key)) if row else None
+
+
+def integer(value: object) -> int | None:
+    """Return a value where it is a whole number of 64 bits."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and -_MOST <= value < _MOST else None
 
 
 def whole_numbers(row: Mapping[str, Any] | None, key: str) -> tuple[int, ...]:
     """Return the whole numbers of a field that is a list."""
     value = row.get(key) if row else None
-    return tuple(one for one in value if isinstance(one, int)) if isinstance(value, list) else ()
+    return tuple(one for one in value if integer(one) is not None) if isinstance(value, list) else ()
 
 
 def mapping(row: Mapping[str, Any] | None, key: str) -> Mapping[str, Any] | None:
@@ -126,8 +134,7 @@ def _salvage_pulse(path: Path) -> list[PulseRow]:
         return rows
     for line in lines[1:-1]:
         try:
-            values = [int(field) if field else None for field in line.split(",")]
-            rows.append(dict(zip(PULSE_COLUMNS, values, strict=True)))
+            rows.append(parse_pulse_row(line))
         except ValueError:
             continue
     return rows

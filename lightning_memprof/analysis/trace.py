@@ -8,11 +8,10 @@ is known in full once the events were read, because the format allows metadata b
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple
+from typing import IO, Annotated, Any, Final, NamedTuple
 
 import msgspec
 from isal import igzip, isal_zlib
@@ -41,6 +40,12 @@ _NON_FINITE: Final = re.compile(_STRING + rb"|([-+]?\b(?:nan|inf(?:inity)?)\b)",
 # 16 digits of microseconds since 1970 and a fraction: more than a double holds.
 _EPOCH_TS: Final = re.compile(rb'("ts":\s*)(\d{16})(?=[.,\s}])')
 _EPOCH_TS_WITH_FRACTION: Final = re.compile(rb'"ts":\s*(\d{16})\.\d')
+
+
+# Sums of two are still 64 bits in ns; what is beyond (127 years) is damage.
+_LONGEST_US: Final = 4e15
+_LARGEST: Final = 1 << 64
+_Microseconds = Annotated[float, msgspec.Meta(ge=-_LONGEST_US, le=_LONGEST_US)]
 
 
 class EventArgs(msgspec.Struct, gc=False, frozen=True):
@@ -81,8 +86,8 @@ class Event(msgspec.Struct, gc=False, frozen=True):
     name: str = ""
     pid: int | str = 0
     tid: int | str = 0
-    ts: float = 0.0
-    dur: float = 0.0
+    ts: _Microseconds = 0.0
+    dur: _Microseconds = 0.0
     args: EventArgs = _NO_ARGS
 
     @property
@@ -341,8 +346,8 @@ def _lenient_event(fields: Any) -> Event:
         name=str(fields.get("name") or ""),
         pid=pid if isinstance(pid, int) else str(pid),
         tid=tid if isinstance(tid, int) else str(tid),
-        ts=_number(fields.get("ts")),
-        dur=_number(fields.get("dur")),
+        ts=_microseconds(fields.get("ts")),
+        dur=_microseconds(fields.get("dur")),
         args=EventArgs(
             external_id=int(_number(args.get("External id"))),
             legacy_external_id=int(_number(args.get("external id"))),
@@ -359,18 +364,22 @@ def _lenient_event(fields: Any) -> Event:
     )
 
 
+def _microseconds(value: Any) -> float:
+    time = _number(value)
+    return time if -_LONGEST_US <= time <= _LONGEST_US else 0
+
+
 def _number(value: Any) -> float:
     """A number, also one that was written as a string; 0 for anything else. Integers keep all their digits."""
     if isinstance(value, str):
         try:
-            return int(value)
+            value = int(value)
         except ValueError:
-            pass
-        try:
-            value = float(value)
-        except ValueError:
-            return 0
-    return value if isinstance(value, (int, float)) and math.isfinite(value) else 0
+            try:
+                value = float(value)
+            except ValueError:
+                return 0
+    return value if isinstance(value, (int, float)) and -_LARGEST < value < _LARGEST else 0
 
 
 def _metadata(path: Path, head: bytes, tail: bytes) -> dict[str, Any]:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-__all__ = ["PHASES", "PULSE_COLUMNS", "PulseRow", "encode_pulse", "read_pulse", "read_series"]
+__all__ = ["PHASES", "PULSE_COLUMNS", "PulseRow", "encode_pulse", "parse_pulse_row", "read_pulse", "read_series"]
 
 PHASES: Final = ("data_wait", "forward", "backward", "optimizer", "callbacks", "other")
 PULSE_COLUMNS: Final = (
@@ -27,6 +27,9 @@ PULSE_COLUMNS: Final = (
     "device_duration_ns",
     *(f"device_{phase}_ns" for phase in PHASES),
 )
+
+# Those of Unix time in nanoseconds until the year 2286: what is longer is damage, and at last too much for a float.
+MAX_DIGITS: Final = 19
 
 PulseRow = dict[str, int | None]
 
@@ -73,11 +76,22 @@ def read_pulse(path: Path) -> list[PulseRow]:
         raise ArtifactError(msg)
     rows: list[PulseRow] = []
     for number, line in enumerate(lines[1:], start=2):
-        fields = line.split(",")
         try:
-            values = [int(field) if field else None for field in fields]
-            rows.append(dict(zip(PULSE_COLUMNS, values, strict=True)))
+            rows.append(parse_pulse_row(line))
         except ValueError as error:
             msg = f"{path}:{number}: damaged; remove the line to read the rest"
             raise ArtifactError(msg) from error
     return rows
+
+
+def parse_pulse_row(line: str) -> PulseRow:
+    """Read one line of a pulse.
+
+    Raises:
+        ValueError: it is damaged.
+
+    """
+    fields = line.split(",")
+    if len(max(fields, key=len)) > MAX_DIGITS:
+        raise ValueError(line)
+    return dict(zip(PULSE_COLUMNS, [int(field) if field else None for field in fields], strict=True))

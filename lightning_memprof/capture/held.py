@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -33,7 +33,6 @@ PLAIN_TENSORS: Final = (torch.Tensor, nn.Parameter)
 # What a state's entry is where its size cannot change while the number of entries does not.
 _COUNTED_BY_KEY: Final = (torch.Tensor, int, float, bool, type(None))
 _DEPTH: Final = 16
-_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 _COMPRESSED_ROWS: Final = ("crow_indices", "col_indices", "values")
 _COMPRESSED_COLUMNS: Final = ("ccol_indices", "row_indices", "values")
 
@@ -67,7 +66,8 @@ def storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
 def storage_sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Give the bytes of all storages behind tensors by ``untyped_storage()._cdata``.
 
-    That is the storage's identity as long as it lives; the data pointer of an empty one is 0.
+    That is the storage's identity as long as it lives; the data pointer of an empty one is 0. Those on the meta device
+    take none.
     """
     sizes: dict[int, int] = {}
     for tensor in tensors:
@@ -75,7 +75,7 @@ def storage_sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
         if type(tensor) in PLAIN_TENSORS:
             try:
                 storage = tensor.untyped_storage()
-                sizes[storage._cdata] = storage.nbytes()  # noqa: SLF001 as in the docstring
+                sizes[storage._cdata] = 0 if tensor.is_meta else storage.nbytes()  # noqa: SLF001 as in the docstring
             except (NotImplementedError, RuntimeError):
                 found = storages(tensor)
         else:
@@ -88,7 +88,7 @@ def storage_sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 def local_bytes(tensor: torch.Tensor) -> int:
     """Give the bytes of a tensor's own elements on this rank, whatever else its storage holds."""
     if type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided:
-        return tensor.nbytes
+        return 0 if tensor.is_meta else tensor.nbytes
     with suppress(NotImplementedError, RuntimeError, ValueError), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 torch has no public one
         parts = _parts(tensor)
         return sum(map(local_bytes, parts)) if parts else tensor.nbytes
@@ -181,8 +181,8 @@ class ModelTensors:
             self.paths.append(path)
             for name, parameter in module._parameters.items():  # noqa: SLF001 the place, not the tensor
                 if parameter is not None:
-                    places.setdefault(id(parameter), (module._parameters, name, []))[2].append(path)  # noqa: SLF001
-            self._buffers += [(module._buffers, name) for name in module._buffers.keys()]  # noqa: SLF001, SIM118 a scripted module's have no other way
+                    places.setdefault(id(parameter), (_places(module._parameters), name, []))[2].append(path)  # noqa: SLF001
+            self._buffers += [(_places(module._buffers), name) for name in module._buffers.keys()]  # noqa: SLF001, SIM118 a scripted module's have no other way
         for values, name, held_by in places.values():
             if len(held_by) == 1:
                 self._parameters.append((values, name, held_by[0]))
@@ -192,12 +192,12 @@ class ModelTensors:
     def parameters(self) -> list[nn.Parameter]:
         """Give the parameters, each once."""
         slots = (*((values, name) for values, name, _ in self._parameters), *((v, n) for v, n, _ in self._tied))
-        found = (_at(values, name) for values, name in slots)
+        found = (values.get(name) for values, name in slots)
         return [parameter for parameter in found if parameter is not None]
 
     def buffers(self) -> list[torch.Tensor]:
         """Give the buffers."""
-        found = (_at(values, name) for values, name in self._buffers)
+        found = (values.get(name) for values, name in self._buffers)
         return [buffer for buffer in found if buffer is not None]
 
     def storage_keys(self) -> set[int]:
@@ -219,14 +219,14 @@ class ModelTensors:
         own_bytes: dict[str, int] = {}
         own_gradients: dict[str, int] = {}
         for values, name, path in self._parameters:
-            parameter = _at(values, name)
+            parameter = values.get(name)
             if parameter is not None:
                 own_bytes[path] = own_bytes.get(path, 0) + local_bytes(parameter)
                 if parameter.grad is not None:
                     own_gradients[path] = own_gradients.get(path, 0) + local_bytes(parameter.grad)
         all_bytes, all_gradients = fold(self.paths, own_bytes), fold(self.paths, own_gradients)
         for values, name, paths in self._tied:
-            parameter = _at(values, name)
+            parameter = values.get(name)
             if parameter is not None:
                 size = local_bytes(parameter)
                 gradient_size = 0 if parameter.grad is None else local_bytes(parameter.grad)
@@ -236,12 +236,18 @@ class ModelTensors:
         return {path: [all_bytes[path], all_gradients[path]] for path in self.paths}
 
 
-def _at(values: Mapping[str, _Tensor | None], name: str) -> _Tensor | None:
-    # A scripted module's mapping has no `get`.
-    try:
-        return values[name]
-    except KeyError:
-        return None
+class _Scripted:
+    """A scripted module's parameters or buffers, whose own mapping has no ``get``."""
+
+    def __init__(self, values: Any) -> None:
+        self._values = values
+
+    def get(self, name: str) -> Any:
+        return self._values[name] if name in self._values else None  # noqa: SIM401 see above
+
+
+def _places(values: Any) -> Any:
+    return values if isinstance(values, dict) else _Scripted(values)
 
 
 class Held:
@@ -281,7 +287,7 @@ def _signature(
     changing = [*given, *buffers]
     if not ({nn.Parameter}.issuperset(map(type, parameters)) and {torch.Tensor}.issuperset(map(type, changing))):
         return None
-    if not {torch.strided}.issuperset([tensor.layout for tensor in changing]):
+    if not {torch.strided}.issuperset([gradient.layout for gradient in given]):
         return None
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
     if any(type(value) not in _COUNTED_BY_KEY for state in states[:1] for value in dict(state).values()):

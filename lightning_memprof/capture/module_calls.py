@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from lightning_memprof.capture.patches import in_front_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -18,7 +20,6 @@ __all__ = ["COMPILED", "is_compiled", "module_calls", "module_hooks"]
 
 COMPILED: Final = "a part of the model is compiled: torch would compile it again for hooks that come or go"
 _CALL: Final = "_call_impl"
-_FOLLOWING: Final = "_memprof_following"
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -75,7 +76,7 @@ def module_calls(
 
         return call
 
-    with _calls_patched(patched):
+    with in_front_of(nn.Module, "_call_impl", patched):
         try:
             yield True
         finally:
@@ -83,31 +84,6 @@ def module_calls(
             paths.clear()
             while inside:
                 after(inside.pop())
-
-
-@contextmanager
-def _calls_patched(patched: Callable[[list[Callable[..., Any]]], Callable[..., Any]]) -> Iterator[None]:
-    """Put a function in front of ``nn.Module._call_impl``, which ``__call__`` calls; contexts may end in any order.
-
-    ``patched`` is given a list whose one item is what comes next. Who ends takes itself out of the chain of those in
-    front of it; where somebody else's function hides the chain, it stays in it.
-    """
-    following = [getattr(nn.Module, _CALL)]
-    mine = patched(following)
-    mine.__dict__[_FOLLOWING] = following
-    setattr(nn.Module, _CALL, mine)
-    try:
-        yield
-    finally:
-        front = getattr(nn.Module, _CALL)
-        if front is mine:
-            setattr(nn.Module, _CALL, following[0])
-        else:
-            link = vars(front).get(_FOLLOWING)
-            while link is not None and link[0] is not mine:
-                link = vars(link[0]).get(_FOLLOWING)
-            if link is not None:
-                link[0] = following[0]
 
 
 @contextmanager
@@ -129,11 +105,11 @@ def module_hooks(
     members = {id(module) for module in root.modules()}
 
     def begin(module: nn.Module, args: Any) -> None:
-        if id(module) in members and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and id(module) in members:
             before(module, args)
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
-        if id(module) in members and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and id(module) in members:
             after(module, args, output)
 
     hooks = [register_module_forward_pre_hook(begin), register_module_forward_hook(end)]

@@ -24,10 +24,11 @@ class Guard:
         self.failure: Exception | None = None
 
     def run(self, call: Callable[..., object], *values: Any) -> None:
-        """Call it, unless something failed before."""
+        """Call it, unless something failed before; no ``__torch_function__`` of the program's is called in it."""
         if self.failure is None:
             try:
-                call(*values)
+                with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 torch has no public one
+                    call(*values)
             except Exception as error:  # noqa: BLE001 nothing of ours may raise into the user's code
                 self.failure = error
 
@@ -78,11 +79,11 @@ class PathTracker(ModTracker):
             self._known_modules[module] = f"{name}.{path}" if path else name
 
     def _fw_pre_hook(self, mod: nn.Module, input: Any) -> None:  # noqa: A002 torch's name
-        if mod in self._known_modules:
+        if not torch.compiler.is_compiling() and mod in self._known_modules:
             self._guard.run(self._forward_begins, mod, input)
 
     def _fw_post_hook(self, mod: nn.Module, input: Any, output: Any) -> None:  # noqa: A002 torch's name
-        if mod in self._known_modules:
+        if not torch.compiler.is_compiling() and mod in self._known_modules:
             self._guard.run(self._forward_ends, mod, input, output)
 
     def __exit__(self, *args: object) -> None:

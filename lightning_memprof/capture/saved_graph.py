@@ -24,6 +24,8 @@ _LEAF: Final = "variable"
 # What torch.compile keeps beside the tensors that it saves for backward: those that need no version check.
 _COMPILED: Final = "_tensors_no_vc_check"
 _WRAPPED_NUMBER_BYTES: Final = 16
+# How torch shows a node of C++ that has no class in Python, as that of a scripted module.
+_OPAQUE: Final = "CppFunction"
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +33,10 @@ class Checkpoint:
     """A region under non-reentrant checkpointing; ``function`` is what it runs, or None where torch does not say."""
 
     function: Any
+
+
+class _Opaque:
+    """What a node keeps that does not show it."""
 
 
 # (sequence number of the node that saved it first, bytes, dtype, whose input it is where that is a checkpoint).
@@ -43,7 +49,8 @@ class SavedStorages:
 
     Attributes:
         storages: each storage once, by the node that saved it first, in order of time.
-        uncounted: saved values whose bytes are not known: packed by somebody's hooks into something else.
+        uncounted: saved values whose bytes are not known: packed by somebody's hooks into something else, or kept by
+            a node that does not show them, as that of a scripted module or of a function written in C++.
 
     """
 
@@ -179,6 +186,8 @@ class _Collected:
                 self._add(number, one, checkpoint)
         elif isinstance(value, torch.Tensor):
             self._tensor(number, value, checkpoint)
+        elif isinstance(value, _Opaque):
+            self.result.uncounted += 1
 
     def _tensor(self, number: int, data: torch.Tensor, checkpoint: Checkpoint | None) -> None:
         found = tuple(storages(data))
@@ -206,6 +215,8 @@ class _Collected:
 
 def _reader(kind: type) -> tuple[bool, Callable[[Any], Any] | None]:
     """Give whether a type of node is a leaf, and the function that reads a leaf's variable or a node's values."""
+    if kind.__name__ == _OPAQUE:
+        return False, lambda _: _Opaque()
     names = [name for name in dir(kind) if name.startswith(_SAVED)]
     if not names:
         return (True, attrgetter(_LEAF)) if hasattr(kind, _LEAF) else (False, None)

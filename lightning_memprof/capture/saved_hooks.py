@@ -6,10 +6,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from lightning_memprof.capture.held import local_bytes
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
+
+_stack: Any = torch._C._autograd  # noqa: SLF001 what torch.autograd.graph.saved_tensors_hooks calls
 
 __all__ = ["SavedBytes", "checked_pack", "checked_unpack"]
 
@@ -94,15 +98,15 @@ class SavedBytes:
             for tensor in table.values()
             if tensor is not None and (storage := _storage(tensor)) is not None
         }
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack())
-        hooks.__enter__()
-        self._hooks = hooks
+        pack, unpack = self._pack, self._unpack()
+        _stack._push_saved_tensors_default_hooks(pack, unpack)  # noqa: SLF001 see _leave
+        self._hooks = pack
 
     def stop(self) -> None:
         """Count no longer; :attr:`total` stays."""
-        hooks, self._hooks = self._hooks, None
-        if hooks is not None:
-            hooks.__exit__()
+        pack, self._hooks = self._hooks, None
+        if pack is not None:
+            _leave(pack)
         for weak in self._seen.values():
             torch.UntypedStorage._free_weak_ref(weak)  # type: ignore[no-untyped-call] # noqa: SLF001 its only way
         self._seen, self._own = {}, set()
@@ -129,7 +133,7 @@ class SavedBytes:
     def _count(self, tensor: torch.Tensor) -> None:
         storage = _storage(tensor)
         if storage is None:
-            self.total += tensor.numel() * tensor.element_size()
+            self.total += local_bytes(tensor)
             return
         identity = storage._cdata  # noqa: SLF001 a storage's identity, which its views share
         if identity in self._own or identity in self._seen:
@@ -137,14 +141,34 @@ class SavedBytes:
         # Parameters of other models, and those that FSDP puts in for a forward.
         if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):  # noqa: SLF001
             return
+        # A fake tensor, of a program that is being exported or compiled, takes no memory.
+        if storage.device.type == "meta":
+            return
         weak: Any = storage._weak_ref()  # noqa: SLF001 its only way
         self._seen[identity] = weak
         self.total += storage.nbytes()
 
 
+def _leave(pack: Callable[..., Any]) -> None:
+    """Take hooks off torch's stack, wherever in it: the program's own need not begin and end inside of ours.
+
+    torch's context manager takes off whatever is on top.
+    """
+    above: list[tuple[Any, Any]] = []
+    while (top := _stack._top_saved_tensors_default_hooks(True)) is not None:  # noqa: SLF001, FBT003 torch has no public one
+        _stack._pop_saved_tensors_default_hooks()  # noqa: SLF001 torch has no public one
+        if top[0] is pack:
+            break
+        above.append(top)
+    # Those that began before ours and ended before them have taken ours off, and are themselves the last left.
+    if top is None and above:
+        above.pop(0)
+    for one in reversed(above):
+        _stack._push_saved_tensors_default_hooks(*one)  # noqa: SLF001 torch has no public one
+
+
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Return what holds a tensor's bytes on this rank; None where it has no single storage, as a
-    sparse one, or none yet, as a lazy module's parameter."""
+    """Return what holds a tensor's bytes on this rank; None where it has no single one, or none yet."""
     if type(tensor) is not torch.Tensor:
         tensor = getattr(tensor, "_local_tensor", tensor)
     try:

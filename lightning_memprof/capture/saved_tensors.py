@@ -28,6 +28,8 @@ __all__ = ["NO_BACKWARD", "SavedTensors"]
 NO_BACKWARD: Final = "no backward of this step went through Lightning: what autograd kept for others is not seen"
 
 _sequence_number = torch._C._autograd._get_sequence_nr  # noqa: SLF001 torch has no public one
+# Tensors of the program's own classes are read without their `__torch_function__`.
+_plainly = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001 torch has no public one
 _graph_task = torch._C._current_graph_task_id  # noqa: SLF001 torch has no public one
 
 
@@ -154,7 +156,8 @@ class _ForwardLog:
 
     def _size(self, args: tuple[Any, ...]) -> int:
         try:
-            return sum(tensor.nbytes for tensor in tensors_in(args))
+            with _plainly():
+                return sum(tensor.nbytes for tensor in tensors_in(args))
         except Exception as error:  # noqa: BLE001 nothing of ours may raise into the user's code
             self._failed(error)
             return 0
@@ -207,12 +210,14 @@ class _Recorder:
 
     def batch(self, batch: Any) -> None:
         """Take the size of a batch."""
-        self._input_bytes = batch_bytes(batch)
+        with _plainly():
+            self._input_bytes = batch_bytes(batch)
 
     def loss(self, loss: torch.Tensor) -> None:
         """Read the graph of a loss; its row is written at the mark that follows."""
         self._backwards += 1
-        saved = self._graph.read(loss, self._model.storage_keys())
+        with _plainly():
+            saved = self._graph.read(loss, self._model.storage_keys())
         total = unattributed = 0
         dtypes: dict[torch.dtype, int] = {}
         own: dict[str, int] = {}
@@ -242,7 +247,8 @@ class _Recorder:
             self._write(mark, **self._row)
             self._row = None
         elif mark.point is Point.STEP_END:
-            held, parameters = self._held.count(self._run.training.optimizers())
+            with _plainly():
+                held, parameters = self._held.count(self._run.training.optimizers())
             self._write(
                 mark,
                 parameters=parameters,

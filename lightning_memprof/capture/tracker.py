@@ -19,16 +19,24 @@ import torch
 from torch._guards import active_fake_mode
 from torch.distributed._tools.mem_tracker import MemTracker, _ModState, _RefType, _State, _UpdateType
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils._pytree import tree_leaves
 
 from lightning_memprof.capture.base import NotNowError
+from lightning_memprof.capture.held import dense_parts
+from lightning_memprof.capture.patches import in_front_of
 from lightning_memprof.capture.path_tracker import Guard, PathTracker
 from lightning_memprof.capture.tracker_report import Figures, ModuleFigures, TrackerReport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
@@ -109,9 +117,14 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
             self._peak_mem = {device: figures[_TOTAL] for device, figures in self._peak_mem_snap.items()}
             self._mod_tracker.__enter__()
             undo.callback(self._mod_tracker.__exit__)
-            TorchDispatchMode.__enter__(self)  # type: ignore[no-untyped-call]
-            undo.callback(TorchDispatchMode.__exit__, self, None, None, None)
+            _push_mode(self)
+            undo.callback(_leave_mode, self)
             yield
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled regions be compiled: torch runs them as they are written under any other mode."""
+        return True
 
     def before_optimizer_step(self) -> None:
         """Say that a closure has done its forward and backward: what follows is the optimizer's."""
@@ -154,6 +167,21 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
             self.guard.run(self._see, func, args, result)
         return result
 
+    def _update_and_maybe_create_winfos(
+        self,
+        t: torch.Tensor,
+        reftype: _RefType,
+        update_existing: bool = False,  # noqa: FBT001, FBT002 torch's signature
+    ) -> set[Any]:
+        # torch's own knows no sparse tensors, and none that has no storage yet.
+        known = super()._update_and_maybe_create_winfos
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 torch has no public one
+            return {info for part in dense_parts(t) for info in known(part, reftype, update_existing)}
+
+    def _track(self, reftype: _RefType, t: torch.Tensor) -> None:
+        for part in dense_parts(t):
+            super()._track(reftype, part)
+
     def _file_model(self, model: nn.Module) -> None:
         for parameter in model.parameters():
             self._update_and_maybe_create_winfos(parameter, self.kinds.parameter)
@@ -179,8 +207,6 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
 
     def _watch_resize(self, undo: ExitStack) -> None:
         # No dispatch mode hears of a storage that changes its size.
-        original, own = torch.UntypedStorage.resize_, "resize_" in vars(torch.UntypedStorage)
-
         def resized(storage: torch.UntypedStorage) -> None:
             known, _ = self._WINFO.get(storage, (None, None))  # type: ignore[no-untyped-call]
             if known is not None and known.size != storage.size():
@@ -188,19 +214,15 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
                 known.update_mem_consumed(storage)
                 self._update_snap(_UpdateType.SIZE, known, old_mem_consumed=before)
 
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            result = original(storage, size)
-            self.guard.run(resized, storage)
-            return result
+        def wrap(following: list[Callable[..., Any]]) -> Callable[..., Any]:
+            def resize(storage: torch.UntypedStorage, size: int) -> Any:
+                result = following[0](storage, size)
+                self.guard.run(resized, storage)
+                return result
 
-        def restore() -> None:
-            if own:
-                torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
-            else:
-                del torch.UntypedStorage.resize_
+            return resize
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
-        undo.callback(restore)
+        undo.enter_context(in_front_of(torch.UntypedStorage, "resize_", wrap))
 
     def _see(self, func: Any, args: Any, result: Any) -> None:  # noqa: ARG002 for overriding
         kinds = self.kinds
@@ -270,7 +292,7 @@ class ModuleTracker(CategoryTracker):  # type: ignore[no-untyped-call]
     def _hook(self, model: nn.Module, undo: ExitStack) -> None:
         super()._hook(model, undo)
         for parameter in model.parameters():
-            if parameter.requires_grad and parameter.is_leaf:
+            if not isinstance(parameter, UninitializedParameter) and parameter.requires_grad and parameter.is_leaf:
                 self._hook_gradient(parameter, undo)
         modules = self._mod_tracker
         modules.register_user_hooks(self._pre_fw_hook, self._post_fw_hook, self._pre_bw_hook, self._post_bw_hook)
@@ -312,6 +334,18 @@ class ModuleTracker(CategoryTracker):  # type: ignore[no-untyped-call]
     ) -> tuple[int, int]:
         # The whole model's are filed when the step begins.
         return 0, 0
+
+
+def _leave_mode(mode: TorchDispatchMode) -> None:
+    """Take a mode off the stack, wherever in it: the program's own need not begin and end inside of ours."""
+    above: list[Any] = []
+    while (count := len(_get_current_dispatch_mode_stack())) and (top := _pop_mode()) is not mode:
+        above.append(top)
+    # One that began before ours and ended before it has taken ours off, and is itself the last that is left.
+    if not count and above:
+        above.pop(0)
+    for one in reversed(above):
+        _push_mode(one)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

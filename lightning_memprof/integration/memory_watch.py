@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import sys
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.capture.oom import OomWatch, OutOfMemory
+from lightning_memprof.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +21,19 @@ if TYPE_CHECKING:
 __all__ = ["MemoryWatch", "watch_memory"]
 
 log = logging.getLogger(__name__)
+
+# Where many small objects took the last byte, nothing could be said of it. Never touched, it is only address space.
+_RESERVE_BYTES: Final = 32 * MIB
+
+
+def _reserve() -> mmap.mmap | None:
+    """Take address space that can be given back when memory ran out; None where the system does not give it."""
+    if sys.platform == "win32":
+        return None
+    try:
+        return mmap.mmap(-1, _RESERVE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, MemoryError):
+        return None
 
 
 class MemoryWatch:
@@ -37,10 +52,13 @@ class MemoryWatch:
         self._session = session
         self._watch = watch
         self._held = held
+        self._reserve = None if watch is None else _reserve()
 
     def end(self, exception: BaseException | None) -> None:
         """End the watch; where memory ran out, write it down and print the autopsy. Never raises."""
         began = time.perf_counter_ns()
+        if self._reserve is not None:
+            self._reserve.close()
         try:
             with self._held:
                 event = None if self._watch is None or exception is None else self._watch.ended_by(exception)

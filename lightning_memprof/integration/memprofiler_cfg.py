@@ -273,9 +273,13 @@ def _fsdp_memory(cfg: MemProfilerCfg) -> FSDPMemory | None:
         )
     if not _tracks_fsdp(cfg):
         return None
-    return FSDPMemory(
-        depth=cfg.fsdp_mem_track_module_depth,
-        tabulate=cfg.fsdp_mem_tracker_tabulate,
-        units=cfg.fsdp_mem_tracker_units,
-        root_module=cfg.fsdp_mem_tracker_root_module,
-    )
+    try:
+        return FSDPMemory(
+            depth=cfg.fsdp_mem_track_module_depth,
+            tabulate=cfg.fsdp_mem_tracker_tabulate,
+            units=cfg.fsdp_mem_tracker_units,
+            root_module=cfg.fsdp_mem_tracker_root_module,
+        )
+    except ConfigError as error:
+        msg = f"memprofiler_cfg, fsdp_mem_track_module_depth or fsdp_mem_tracker_units: {error}"
+        raise ConfigError(msg) from error

@@ -57,8 +57,9 @@ class MemProfiler(MemProfilerCallback):
     def settings(self, trainer: Trainer) -> Settings:
         """Say what is wanted of this run; what it cannot have is left out, as finetuning-scheduler leaves it out."""
         settings = super().settings(trainer)
-        fitting = [(_fitting(collector, trainer), asked) for collector, asked in settings.collectors]
-        return replace(settings, collectors=[(one, asked) for one, asked in fitting if one is not None])
+        fitting = [_fitting(collector, trainer) for collector, _ in settings.collectors]
+        # None is asked for: what turns out to be unavailable is said, and the rest is recorded.
+        return replace(settings, collectors=[(one, False) for one in fitting if one is not None])
 
     def leads(self, trainer: Trainer) -> bool:
         """Only where it is enabled."""

@@ -41,6 +41,8 @@ MAX_GROUPS: Final = 3
 MAX_FUNCTIONS: Final = 8
 # Below this the gradients' column would leave no room for names.
 NARROW: Final = 72
+# Narrower lines than these are broken by whoever draws them.
+NARROWEST: Final = 40
 # From here on the times of recorded steps mislead.
 SLOWER: Final = 1.2
 STYLES: Final = {
@@ -54,11 +56,11 @@ STYLES: Final = {
 
 
 def memory_sections(view: View, width: int, *, ascii_only: bool) -> Iterator[list[Line]]:
-    """Yield the sections of the lead rank's memory, each in lines of at most ``width`` characters.
+    """Yield the sections of the lead rank's memory, each in lines of at most ``width`` characters (at least 40).
 
     What was not recorded has no section; why it was not is in the document of ``--format json``.
     """
-    memory = view.memory.lead
+    memory, width = view.memory.lead, max(width, NARROWEST)
     sections = (
         _peak(memory.peak, view, width, ascii_only=ascii_only),
         _modules(memory, width),

@@ -47,6 +47,7 @@ GAP: Final = 2
 NUMBER_AND_UNIT: Final = re.compile(r"(\d) (?=(?:[KMGT]i)?B\b|[num]?s\b)")
 ROOT: Final = "(the model)"
 LINE_WIDTH: Final = 20
+TEXT_WIDTH: Final = 8
 
 
 @dataclass(frozen=True)
@@ -117,14 +118,16 @@ def table(
     Args:
         names: the heads of the columns.
         rows: as many cells each.
-        width: of a line.
+        width: of a line; columns that would leave no room for the text are left out, the last ones first.
         dim: how many rows at the end are drawn dimly.
         tail: whether the last column is text too: it then takes what is left, and the first at most a quarter.
 
     """
-    middle = range(1, len(names) - tail)
+    least = TEXT_WIDTH * (1 + tail) + GAP * tail
+    middle = list(range(1, len(names) - tail))
     widths = {place: max(len(names[place]), *(len(row[place]) for row in rows)) for place in middle}
-    room = width - 2 - sum(widths.values()) - GAP * len(widths)
+    while (room := width - 2 - sum(widths[place] + GAP for place in middle)) < least and len(middle) > 1:
+        middle.pop()
     longest = max(len(names[0]), *(len(clean(row[0])) for row in rows))
     first = min(longest, max(width // 4, 8) if tail else room)
     last = room - first - GAP

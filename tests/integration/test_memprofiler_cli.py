@@ -154,6 +154,15 @@ def test_its_yaml_runs_unchanged_through_a_cli_of_ones_own(tmp_path: Path, progr
     assert (run / "fsdp_mem_rank_0_training_step_2.log").is_file()
 
 
+def test_its_yaml_records_all_but_shards_where_nothing_is_sharded(tmp_path: Path, program: Run) -> None:
+    done = program("--config=its.yaml", "--trainer.strategy=auto")
+    run = only_run(tmp_path)
+    assert "0.training_step.2.end" in stats_of(run)
+    reasons = {row["collector"]: row["reason"] for row in rows_of(run, "unavailable")}
+    assert "does not shard by fully_shard" in reasons["fsdp_memory"]
+    assert "does not shard by fully_shard" in " ".join(done.stdout.split())
+
+
 def test_every_recorded_call_has_its_keys_and_its_fsdp_report_and_the_profiler_its_trace(
     tmp_path: Path, program: Run
 ) -> None:

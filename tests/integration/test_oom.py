@@ -214,6 +214,20 @@ def test_without_the_collector_nothing_is_watched(cuda: FakeCuda, tmp_path: Path
     assert rows_of(only_run(tmp_path), "oom") == []
 
 
+def test_the_profiler_alone_explains_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Ends(Perceptron):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            if batch_idx == 5:
+                raise MemoryError
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(MemoryError):
+        trainer(tmp_path, profiler="fts_extended").fit(Ends(), loader())
+    (row,) = rows_of(only_run(tmp_path), "oom")
+    assert (row["step"], row["ended_run"]) == (5, True)
+    assert "out of memory on the host (rank 0), step 5" in " ".join(capsys.readouterr().err.split())
+
+
 def replayed() -> dict[str, Any]:
     """A fragmented device: 60 blocks of a GiB, a quarter of a GiB unused behind each."""
     blocks: list[dict[str, Any]] = []
@@ -343,3 +357,39 @@ def test_a_host_that_runs_out_of_memory_ends_with_the_same_exception_and_exit_co
     assert tensors["float32 [100, 262144]"] == 100 * MIB
     assert manifest(run)[-1]["kind"] == "end"
     assert json.loads((run / "oom.rank00000.json").read_text())["events"][0]["host"]["rlimit_as_bytes"] == 6 * GIB
+
+
+SMALL_OBJECTS = """
+    import resource, sys
+    sys.path.insert(0, {support!r})
+    from pathlib import Path
+    import psutil
+    from lightning_memprof import MemProfilerCallback, OutOfMemory, Pulse
+    from training import Perceptron, loader, trainer
+
+    class Hoards(Perceptron):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 3:
+                limit = psutil.Process().memory_info().vms + (200 << 20)
+                resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+                self.kept = []
+                while True:
+                    self.kept.append(bytearray(200))
+            return super().training_step(batch, batch_idx)
+
+    callback = MemProfilerCallback(collectors=[Pulse(), OutOfMemory()])
+    trainer(Path("run"), callback).fit(Hoards(), loader())
+"""
+
+
+@pytest.mark.slow
+def test_where_small_objects_took_the_last_byte_there_is_room_to_say_so(
+    tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    support = str(Path(__file__).parents[1] / "support")
+    (tmp_path / "program.py").write_text(dedent(SMALL_OBJECTS).format(support=support))
+    done = run_python("program.py", OMP_NUM_THREADS="1")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "MemoryError"), done.stderr[-3000:]
+    (row,) = rows_of(only_run(tmp_path / "run"), "oom")
+    assert (row["memory"], row["step"], row["ended_run"]) == ("host", 3, True)
+    assert "the rest: Python's objects" in " ".join(done.stderr.split())

@@ -347,6 +347,17 @@ def test_numbers_that_no_memory_has_are_no_crash(tmp_path):
     assert device.peak_bytes == 5
 
 
+@pytest.mark.parametrize("number", [1e308, 10**30, -(10**400), 10**400, "1e999", "NaN"])
+@pytest.mark.parametrize("key", ["ts", "dur"])
+def test_times_that_no_trace_has_are_no_crash(tmp_path, key, number):
+    path = write_trace(
+        tmp_path / "t.json",
+        [{**span("a", 0, 3), key: number}, span(f"ProfilerStep#{'9' * 5000}", 0, 9), memory(1, 5, 8)],
+    )
+    (device,) = window_allocations(path)
+    assert device.peak_bytes == 5
+
+
 def test_a_trace_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ArtifactError, match="no such file"):
         window_allocations(tmp_path / "t.json")

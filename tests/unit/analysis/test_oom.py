@@ -273,6 +273,7 @@ def test_the_hosts_cause_is_told_by_its_limits(known: dict[str, Any], cause: str
         ({"phase": "optimizer"}, {"optimizers": [{"name": "Adam", "fused": None}]}, "Adam(..., fused=True)"),
         ({"phase": "optimizer"}, {"optimizers": [{"name": "Adam", "fused": True}]}, "an 8-bit Adam"),
         ({"phase": "setup", "step": None}, {}, "Trainer(strategy='fsdp')"),
+        ({"phase": None, "step": None, "asked_bytes": 90 * GIB}, {}, 'Trainer(precision="bf16-true")'),
         ({"function": "validation_step"}, {}, "inference_mode=True"),
         ({}, {"dataloaders": [{"batch_size": 64}]}, "DataLoader(batch_size=32) and Trainer(accumulate_grad_batches=2)"),
         ({}, {"accumulate_grad_batches": 4}, "Trainer(accumulate_grad_batches=8)"),
@@ -290,10 +291,34 @@ def test_half_precision_is_not_advised_to_those_who_have_it() -> None:
         assert not any("precision" in step for step in steps)
 
 
-def test_waiting_for_data_on_a_full_host_asks_for_fewer_workers() -> None:
+@pytest.mark.parametrize(
+    ("workers", "words"),
+    [
+        (8, "DataLoader(num_workers=4, prefetch_factor=1)"),
+        (1, "DataLoader(num_workers=0)"),
+        (0, "Map large files instead of reading them"),
+    ],
+)
+def test_waiting_for_data_on_a_full_host_asks_for_fewer_workers_where_there_are_any(workers: int, words: str) -> None:
     known = {**host(available_bytes=GIB), "phase": "data_wait"}
-    steps = understood(known, training={"dataloaders": [{"num_workers": 8}]}).next_steps
-    assert "num_workers=4" in steps[0]
+    steps = understood(known, training={"dataloaders": [{"num_workers": workers}]}).next_steps
+    assert words in steps[0]
+
+
+@pytest.mark.parametrize("known", [facts(), facts(asked_bytes=90 * GIB), host(available_bytes=GIB)])
+def test_before_the_first_step_no_batch_and_no_activation_is_blamed(known: dict[str, Any]) -> None:
+    found = understood({**known, "phase": None, "step": None, "function": None})
+    assert len(found.next_steps) == 3
+    assert not any("batch" in step or "activations" in step or "checkpoint(" in step for step in found.next_steps)
+
+
+def test_what_no_tensor_of_a_full_host_holds_is_shown_and_looked_for() -> None:
+    known = host(available_bytes=GIB)
+    known["host"]["rss_bytes"] = 50 * GIB
+    found = understood(known)
+    assert found.held[-1].name.startswith("the rest: Python's objects")
+    assert sum(one.bytes for one in found.held) == 50 * GIB
+    assert "Look for what grows" in found.next_steps[0]
 
 
 def test_modules_that_hold_most_are_named_where_checkpointing_helps(tmp_path: Path) -> None:
@@ -373,6 +398,8 @@ def test_any_field_may_be_anything_in_a_file_from_outside(value: Any) -> None:
     for key in (*facts(), "host", "module"):
         understood({**facts(), key: value})
         understood({**host(), key: value})
+    for inside in ({"sources": value}, {"modules": value}, {"sources": [value, [value] * 3], "modules": {"a": value}}):
+        understood({**facts(), "forwards": inside, "stack": [value, [value] * 3]})
 
 
 def test_the_verdict_of_a_run_that_ran_out_of_memory_is_that_it_did(tmp_path: Path) -> None:

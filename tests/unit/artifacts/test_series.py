@@ -12,7 +12,7 @@ from lightning_memprof.errors import ArtifactError
 HEADER = ",".join(PULSE_COLUMNS) + "\n"
 ROW = tuple(range(len(PULSE_COLUMNS)))
 
-rows = st.lists(st.tuples(*[st.none() | st.integers()] * len(PULSE_COLUMNS)), max_size=5)
+rows = st.lists(st.tuples(*[st.none() | st.integers(1 - 10**18, 10**19 - 1)] * len(PULSE_COLUMNS)), max_size=5)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,17 @@ def test_a_pulse_of_other_columns_is_refused(pulse: Path) -> None:
         read_pulse(pulse)
 
 
-@pytest.mark.parametrize("line", ["", "1,2", ",".join("x" * len(ROW)), ",".join(map(str, (*ROW, 1))), "1.5" + "," * 18])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "1,2",
+        ",".join("x" * len(ROW)),
+        ",".join(map(str, (*ROW, 1))),
+        "1.5" + "," * 18,
+        "9" * 400 + "," * (len(ROW) - 1),
+    ],
+)
 def test_damage_before_the_last_line_names_the_line(pulse: Path, line: str) -> None:
     pulse.write_text(HEADER + encode_pulse([ROW]) + line + "\n" + encode_pulse([ROW]))
     with pytest.raises(ArtifactError, match=r"pulse\.csv:3: damaged"):

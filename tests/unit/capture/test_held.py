@@ -218,3 +218,33 @@ def test_optimizer_state_counts_what_two_entries_share_once() -> None:
 
 def test_sums_go_up_the_tree() -> None:
     assert fold(["", "a", "a.b", "c"], {"a.b": 3, "c": 4, "": 1}) == {"": 8, "a": 3, "a.b": 3, "c": 4}
+
+
+def test_a_buffer_that_grows_is_counted_anew() -> None:
+    model = nn.BatchNorm1d(4)
+    held = Held(ModelTensors(model))
+    before = held.count([])[0]["buffer_bytes"]
+    model.running_mean = torch.zeros(1004)
+    assert held.count([])[0]["buffer_bytes"] == before + 4000
+
+
+def test_what_is_on_the_meta_device_takes_no_bytes() -> None:
+    model = nn.Sequential(nn.Linear(8, 4, device="meta"), nn.Linear(4, 2))
+    held, modules = counted(model)
+    assert held["parameter_bytes"] == modules[""][0] == modules["1"][0] == 4 * (4 * 2 + 2)
+
+
+def test_parameters_and_buffers_of_a_scripted_module_count_as_any() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+    assert counted(nn.Sequential(torch.jit.script(model)))[0] == counted(model)[0]
+
+
+def test_no_torch_function_of_the_programs_is_called() -> None:
+    class Noisy(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+            raise AssertionError
+
+    noisy = torch.ones(6).as_subclass(Noisy)
+    assert [storage.nbytes() for storage in storages(noisy)] == [24]
+    assert local_bytes(noisy) == 24

@@ -300,3 +300,12 @@ def test_a_graph_of_twenty_thousand_nodes_is_read_without_recursion() -> None:
     for _ in range(20_000):
         value = value.sin()
     assert SavedGraph().read(value.sum()).bytes == 20_000 * 12
+
+
+def test_what_a_scripted_module_keeps_is_not_shown_and_is_said_to_be_uncounted() -> None:
+    model = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+    value = torch.randn(4, 8)
+    # The first calls are torch's to learn by.
+    losses = [model(value).sum() for _ in range(3)]
+    assert SavedGraph().read(losses[-1]).uncounted == 1
+    assert SavedGraph().read(nn.Linear(8, 8)(value).sum()).uncounted == 0

@@ -210,3 +210,51 @@ def test_where_the_program_forbids_hooks_starting_raises_and_stopping_is_harmles
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"), pytest.raises(RuntimeError, match="not here"):
         saved.start()
     saved.stop()
+
+
+def programs_own_hooks() -> tuple[list[torch.Tensor], Any]:
+    packed: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.clone())
+        return packed[-1]
+
+    return packed, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+def test_hooks_of_the_programs_that_begin_inside_and_end_outside_stay_its_own() -> None:
+    packed, theirs = programs_own_hooks()
+    value = torch.ones(3, requires_grad=True)
+    with counted(nn.Identity()):
+        theirs.__enter__()
+        value.exp()
+    value.exp()
+    assert len(packed) == 2
+    theirs.__exit__()
+    value.exp()
+    assert len(packed) == 2
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_hooks_of_the_programs_that_begin_outside_and_end_inside_are_gone_with_ours() -> None:
+    packed, theirs = programs_own_hooks()
+    theirs.__enter__()
+    with counted(nn.Identity()):
+        theirs.__exit__()
+    torch.ones(3, requires_grad=True).exp()
+    assert packed == []
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_what_is_on_the_meta_device_takes_no_bytes() -> None:
+    value = torch.ones(1000, device="meta", requires_grad=True)
+    with counted(nn.Identity()) as saved:
+        value.exp()
+    assert saved.total == 0
+
+
+def test_a_model_that_is_not_initialised_yet_is_counted() -> None:
+    value = torch.ones(8, requires_grad=True)
+    with counted(nn.LazyLinear(4)) as saved:
+        value.exp()
+    assert saved.total == 8 * FLOAT

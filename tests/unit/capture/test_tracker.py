@@ -217,3 +217,29 @@ class TestGuardBetween:
             guard.between(lambda inner: inner, original)()
         assert raised.value is error
         assert guard.failure is None
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_trackers_end_in_any_order_and_leave_nothing(first: int) -> None:
+    model, optimizer, batch = network()
+    trackers = [ModuleTracker(model), ModuleTracker(model)]
+    contexts = [tracker.tracking(model, [optimizer], batch) for tracker in trackers]
+    for context in contexts:
+        context.__enter__()
+    contexts[first].__exit__(None, None, None)
+    assert _get_current_dispatch_mode() is trackers[1 - first]
+    step(model, optimizer, batch)
+    contexts[1 - first].__exit__(None, None, None)
+    assert _get_current_dispatch_mode() is None
+    assert "resize_" not in vars(torch.UntypedStorage)
+
+
+def test_a_sparse_gradient_is_its_indices_and_values() -> None:
+    model = nn.Embedding(32, 8, sparse=True)
+    tracker = ModuleTracker(model)
+    with tracker.tracking(model, [], None):
+        model(torch.tensor([1, 2, 3])).sum().backward()
+        tracker.file_gradients(model)
+        (now,) = tracker.report().end
+    assert tracker.guard.failure is None
+    assert now.by_kind["Gradient"] == 3 * 8 + 3 * 8 * 4

@@ -344,3 +344,9 @@ def test_a_parser_that_is_not_lightnings_makes_the_callback() -> None:
     assert made.memprofiler.memprofiler_cfg == made.memprofiler_cfg
     assert made.memprofiler_cfg.collect_funcs.cpu == {"encode"}
     assert "memprofiler" not in parser.dump(parser.parse_args(arguments)).split()
+
+
+@pytest.mark.parametrize(("field", "value"), [("fsdp_mem_tracker_units", "XB"), ("fsdp_mem_track_module_depth", 0)])
+def test_a_value_of_the_fsdp_report_that_means_nothing_is_named_with_its_field(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"memprofiler_cfg.*{field}.*{value}.*must be"):
+        collectors_for(MemProfilerCfg(enabled=True, track_fsdp_mem=True, **{field: value}))

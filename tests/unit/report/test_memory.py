@@ -191,7 +191,7 @@ def test_times_that_recording_stretched_say_so(tmp_path: Path) -> None:
     assert words.endswith("a forward takes 30.0 ms in recorded steps and 10.0 ms in others")
 
 
-@pytest.mark.parametrize("width", [50, 60, 80])
+@pytest.mark.parametrize("width", [40, 50, 60, 80])
 @pytest.mark.parametrize("ascii_only", [False, True])
 def test_no_line_is_wider_than_the_page(tmp_path: Path, width: int, ascii_only: bool) -> None:
     directory = make_run(tmp_path, FakeRun(memory=FakeMemory(temporary_bytes=1)))
@@ -206,6 +206,11 @@ def test_no_line_is_wider_than_the_page(tmp_path: Path, width: int, ascii_only: 
             assert not set("".join(lines)) & set("▏▎▍▌▋▊▉█▁▂▃▄▅▆▇")
 
 
+def test_a_narrow_table_keeps_its_names_and_leaves_out_its_last_columns() -> None:
+    lines = table(["module", "own", "inclusive", "calls"], [["net.head", "1.00 MiB", "1.00 MiB", "1"]], 30)
+    assert [line[0][0].split() for line in lines] == [["module", "own"], ["net.head", "1.00", "MiB"]]
+
+
 def test_names_cannot_steer_the_terminal(tmp_path: Path) -> None:
     directory = make_run(tmp_path, FakeRun())
     hostile = "\x1b[31m\n\u202e"
@@ -213,6 +218,24 @@ def test_names_cannot_steer_the_terminal(tmp_path: Path) -> None:
     text = "".join("".join(lines) for lines in sections(shown))
     assert not set(text) & set("\x1b\n\u202e")
     assert "\\x1b[31m" in text
+
+
+def test_numbers_that_no_memory_has_are_left_out_and_what_is_left_adds_up(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, FakeRun())
+
+    def change(row: dict[str, Any]) -> dict[str, Any]:
+        if "modules" in row:
+            return {**row, "modules": {**row["modules"], "net": [0, 10**400, True, 0, 0]}}
+        return {**row, "held": {**row["held"], "buffer_bytes": 10**400, "input_bytes": float("nan")}}
+
+    shown = rewrite(directory, change)
+    peak = shown.memory.lead.peak
+    assert peak is not None
+    assert "buffer" not in peak.categories
+    assert peak.categories["input"] is None
+    assert sum(size or 0 for size in peak.categories.values()) == peak.total_bytes
+    assert "net" not in [one.name for one in shown.memory.lead.activations.modules]
+    assert sections(shown)
 
 
 def test_a_bar_is_never_longer_than_its_place_nor_empty_for_something() -> None:

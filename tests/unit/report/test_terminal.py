@@ -74,12 +74,17 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-@pytest.mark.parametrize("width", [60, 80, 200])
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
 def test_no_line_is_wider_than_80_columns_or_the_terminal(name: str, width: int) -> None:
     text = page(make_run(Path("logs").absolute(), RUNS[name]), width)
     files = set(section(text, "files"))
     assert max(cell_len(line) for line in text.splitlines() if line not in files) <= min(width, 80)
     assert max(map(cell_len, files)) <= min(width, 120)
+
+
+@pytest.mark.parametrize("width", [1, 10, 11, 25])
+def test_a_terminal_of_hardly_any_width_gets_its_page(width: int) -> None:
+    assert page(make_run(Path("logs").absolute(), RUNS["tracked"]), width)
 
 
 @pytest.mark.parametrize("name", RUNS)
