@@ -211,6 +211,11 @@ def _why(run: Run, rank: Rank, collectors: Sequence[str]) -> str:
         for error in run.errors:
             if error.rank == rank.rank and error.collector == collector:
                 return f"{collector} failed: {error.message}"
+    configured = rank.facts.get("collectors")
+    if isinstance(configured, list) and any(one in configured for one in collectors):
+        for window in rank.windows:
+            if not window.closed:
+                return f"window {window.index} is not closed: the run is still in it, or was killed there"
     return "not recorded"
 
 

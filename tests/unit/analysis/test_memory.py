@@ -203,6 +203,16 @@ def test_the_reason_of_an_empty_page_is_the_collectors_own(tmp_path: Path) -> No
     assert reasons["functions"] == "functions failed: OSError: x"
 
 
+def test_a_run_that_was_killed_in_a_window_says_why_its_memory_is_not_there(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, FakeRun(windows=(), memory=None, endings={0: None}))
+    writer = ManifestWriter(directory / "manifest.rank00000.jsonl")
+    writer.append("window", window=0, event="open", warmup_steps=[1], active_steps=[2])
+    writer.close()
+    reasons = memory_report(load_run(directory)).lead.reasons
+    assert reasons["peak"].startswith("window 0 is not closed")
+    assert reasons["functions"].startswith("window 0 is not closed")
+
+
 def test_damaged_lines_hide_only_themselves(tmp_path: Path) -> None:
     directory = make_run(tmp_path, FakeRun())
     path = directory / "window000" / "rank00000.saved_tensors.jsonl"
