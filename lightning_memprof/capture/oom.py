@@ -249,15 +249,15 @@ class OomWatch:
         """
         try:
             found = memory_error(exception)
-            return None if found is None else self._ended(*found)
+            return None if found is None else self._ended(*found, exception)
         except Exception as error:  # noqa: BLE001 the exception that goes on must be the user's
             self._failed(error)
             return None
 
-    def _ended(self, error: BaseException, kind: Literal["device", "host"]) -> dict[str, Any]:
+    def _ended(self, error: BaseException, kind: Literal["device", "host"], arrived: BaseException) -> dict[str, Any]:
         event = self._last if kind == "device" else None
         if event is None:
-            event = self._from_exception(error, kind)
+            event = self._from_exception(error, kind, frames_of(error, arrived))
         if not any(one is event for one in self._events):
             # What lies between the first few and the last was only counted.
             self._look_around(event, torch.device(event["device"]))
@@ -269,10 +269,12 @@ class OomWatch:
         self._write(event)
         return event
 
-    def _from_exception(self, error: BaseException, kind: Literal["device", "host"]) -> dict[str, Any]:
+    def _from_exception(
+        self, error: BaseException, kind: Literal["device", "host"], frames: list[Frame]
+    ) -> dict[str, Any]:
         self._count += 1
         device = str(self._run.device) if kind == "device" else "cpu"
-        event = self._event(kind, frames_of(error), device)
+        event = self._event(kind, frames, device)
         event["point"] = _POINTS[event["phase"]].value if event["phase"] in _POINTS else None
         event["asked_bytes"], event["asked_source"] = _asked(error)
         free = _DEVICE_FREE.search(str(error))

@@ -10,7 +10,7 @@ import inspect
 import os
 import sys
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from types import CellType, CodeType, FrameType, FunctionType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import psutil
@@ -64,25 +64,44 @@ def running_frames() -> list[Frame]:
     return found
 
 
-def frames_of(error: BaseException) -> list[Frame]:
-    """Return the frames that an exception came through, innermost first."""
-    return [_text(one.tb_frame, one.tb_lineno) for one in reversed(list(_tracebacks(error)))][:_MAX_FRAMES]
+def frames_of(error: BaseException, ended_as: BaseException | None = None) -> list[Frame]:
+    """Return the frames that an exception came through, innermost first.
+
+    Args:
+        error: where it began.
+        ended_as: what arrived in the end, raised from it; None where that is the same.
+
+    """
+    chain = [error] if ended_as is None or ended_as is error else [error, ended_as]
+    # What caught the first and raised the last is in both.
+    through = {id(one.tb_frame): one for part in chain for one in reversed(list(_tracebacks(part)))}
+    return [_text(one.tb_frame, one.tb_lineno) for one in through.values()][:_MAX_FRAMES]
 
 
 def module_of(error: BaseException, model: nn.Module) -> tuple[str, str] | None:
     """Return path and class of the innermost module of ``model`` in whose method an exception was raised, or None.
 
-    ``self`` is looked up among what the ended frame refers to, where the locals are listed in their order.
+    ``self`` is the first of the locals among what the ended frame refers to, where they are listed in their order.
     """
     paths = {id(module): path for path, module in model.named_modules()}
     for one in reversed(list(_tracebacks(error))):
         code = one.tb_frame.f_code
         if not (code.co_flags & _OPTIMIZED and code.co_argcount and code.co_varnames[0] == "self"):
             continue
-        for value in gc.get_referents(one.tb_frame):
-            path = paths.get(id(value))
-            if path is not None and issubclass(type(value), torch.nn.Module):
-                return path, type(value).__name__
+        itself = _first_local(one.tb_frame)
+        path = paths.get(id(itself))
+        if path is not None and issubclass(type(itself), torch.nn.Module):
+            return path, type(itself).__name__
+    return None
+
+
+def _first_local(frame: FrameType) -> Any:
+    """Return an ended frame's first local; ``f_locals`` would make a dictionary that keeps all of them alive."""
+    for value in gc.get_referents(frame):
+        if type(value) is CellType:
+            return value.cell_contents
+        if type(value) not in (FrameType, FunctionType, CodeType, dict):
+            return value
     return None
 
 

@@ -22,7 +22,15 @@ from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.capture.allocator_history import AllocatorHistory
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.oom import OomWatch, OutOfMemory, memory_error, where_is
-from lightning_memprof.capture.oom_facts import Frame, forwards, host_facts, live_tensors, module_of, phase_of
+from lightning_memprof.capture.oom_facts import (
+    Frame,
+    forwards,
+    frames_of,
+    host_facts,
+    live_tensors,
+    module_of,
+    phase_of,
+)
 from lightning_memprof.capture.session import Session
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Action, Point, Schedule
@@ -452,6 +460,43 @@ def test_a_module_is_found_through_recomputation_and_not_among_others_arguments(
     error = caught(lambda: out.sum().backward())
     assert module_of(error, model) == ("deep.0", "Fails")
     assert module_of(caught(lambda: bytearray(2**60)), model) is None
+
+
+def test_a_module_that_was_only_an_argument_did_not_ask() -> None:
+    class Hook:
+        def run(self, module: nn.Module) -> None:
+            raise MemoryError
+
+    class Closes(nn.Module):
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            def fail() -> torch.Tensor:
+                raise MemoryError(self)
+
+            return fail()
+
+    model = nn.Sequential(Closes())
+    assert module_of(caught(lambda: Hook().run(model)), model) is None
+    assert module_of(caught(lambda: model[0].forward(torch.ones(1))), model) == ("0", "Closes")
+
+
+def test_what_was_raised_from_it_shows_where_the_code_was() -> None:
+    def asks() -> None:
+        raise MemoryError
+
+    def translates() -> None:
+        try:
+            asks()
+        except MemoryError as error:
+            raise ValueError from error
+
+    def training_step() -> None:
+        translates()
+
+    arrived = caught(training_step)
+    assert arrived.__cause__ is not None
+    names = [frame.name for frame in frames_of(arrived.__cause__, arrived)]
+    assert names[:3] == ["asks", "translates", "training_step"]
+    assert names.count("translates") == 1
 
 
 def test_the_hosts_figures_are_this_process(tmp_path: Path) -> None:
