@@ -38,7 +38,8 @@ class Backward:
     """The start of one backward.
 
     ``activation_bytes`` counts each storage once, without those of parameters and buffers; what of it no module owns is
-    unattributed. ``attribution`` is why nothing is attributed, None where it is.
+    unattributed. ``attribution`` is why nothing is attributed, None where it is. ``uncounted`` values are kept in a
+    form whose bytes are not known.
     """
 
     window: int
@@ -48,6 +49,7 @@ class Backward:
     dtypes: Mapping[str, int]
     attribution: str | None
     modules: Mapping[str, ModuleActivations]
+    uncounted: int = 0
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ def _backward(window: Window, row: Mapping[str, Any]) -> Backward | None:
         {name: size for name in mapping(row, "dtypes") or {} if (size := whole(row["dtypes"], name)) is not None},
         text(row, "attribution"),
         modules,
+        whole(row, "uncounted") or 0,
     )
 
 

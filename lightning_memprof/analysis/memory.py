@@ -81,7 +81,8 @@ class Activations:
     """What autograd kept at the start of one backward, the largest of the recorded ones.
 
     The own bytes of ``modules`` (largest inclusive ones first) and ``unattributed_bytes`` sum to ``total_bytes``.
-    ``parameters`` has the bytes of every module's parameters, also of those that were not called.
+    ``parameters`` has the bytes of every module's parameters, also of those that were not called. ``uncounted`` values
+    are kept beside these bytes, in a form whose size is not known.
     """
 
     window: int
@@ -92,6 +93,7 @@ class Activations:
     attribution: str | None
     modules: tuple[ModuleBytes, ...]
     parameters: Mapping[str, int]
+    uncounted: int = 0
 
 
 @dataclass(frozen=True)
@@ -327,6 +329,7 @@ def _activations(saved: SavedSteps, largest: Backward) -> Activations:
         largest.attribution,
         tuple(modules),
         {name: sizes[0] for name, sizes in held.items()},
+        largest.uncounted,
     )
 
 

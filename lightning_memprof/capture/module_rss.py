@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -14,7 +13,7 @@ from lightning_memprof.capture.module_calls import COMPILED, is_compiled, module
 from lightning_memprof.schedule import Point
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from lightning_memprof.capture.base import RunContext
     from lightning_memprof.schedule import Mark, Window
@@ -41,34 +40,52 @@ class ModuleRss(Collector):
     @contextmanager
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
         """Read at every forward, and write at the end of each step."""
-        guard = partial(run.guarded, collector=self.name, window=window)
+        failed = run.guarded(_raise, collector=self.name, window=window)
         with closing(ResidentSize()) as resident, run.sink.series(window, self.name) as write:
-            growth = _Growth(resident)
+            modules: dict[str, list[int]] = {}
 
             def at_mark(mark: Mark) -> None:
                 if mark.point is Point.STEP_START:
-                    growth.modules = {}
+                    modules.clear()
                 elif mark.point is Point.STEP_END:
-                    write(mark, modules=growth.modules)
+                    write(mark, modules=dict(modules))
 
-            with module_calls(run.model, guard(growth.before), guard(growth.after)):
+            with module_calls(run.model, *_hooks(modules, resident.read, failed)):
                 yield at_mark
 
 
-class _Growth:
-    """The present step's ``[rss_diff_bytes, calls]`` by module."""
+def _hooks(
+    modules: dict[str, list[int]], read: Callable[[], int], failed: Callable[[Exception], None]
+) -> tuple[Callable[[str, tuple[Any, ...]], None], Callable[[str], None]]:
+    """Give what to call before and after a forward: closures, because every module calls them in each step."""
+    started: list[int | None] = []
 
-    def __init__(self, resident: ResidentSize) -> None:
-        self.modules: dict[str, list[int]] = {}
-        self._read = resident.read
-        self._started: list[int | None] = []
+    def before(path: str, args: tuple[Any, ...]) -> None:  # noqa: ARG001 told where it ends
+        size = None
+        try:
+            if _graph_task() == -1:
+                size = read()
+        except OSError as error:
+            failed(error)
+        started.append(size)
 
-    def before(self, path: str, args: tuple[Any, ...]) -> None:  # noqa: ARG002 told where it ends
-        self._started.append(None if _graph_task() != -1 else self._read())
+    def after(path: str) -> None:
+        start = started.pop()
+        if start is not None:
+            try:
+                grown = read() - start
+            except OSError as error:
+                failed(error)
+                return
+            if path in modules:
+                row = modules[path]
+                row[0] += grown
+                row[1] += 1
+            else:
+                modules[path] = [grown, 1]
 
-    def after(self, path: str) -> None:
-        started = self._started.pop()
-        if started is not None:
-            found = self.modules.setdefault(path, [0, 0])
-            found[0] += self._read() - started
-            found[1] += 1
+    return before, after
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -147,6 +147,9 @@ def _modules(memory: RankMemory, width: int) -> list[Line]:
         lines += table(names, cells, width, dim=len(cells) - min(len(rows), TOP))
     if kept.attribution:
         lines += notes(f"{format_bytes(kept.unattributed_bytes)} unattributed: {kept.attribution}", width)
+    if kept.uncounted:
+        words = "more are kept in a form whose size is not known: by a scripted module, or by hooks of the program's"
+        lines += notes(f"{kept.uncounted} {words}", width)
     return lines
 
 

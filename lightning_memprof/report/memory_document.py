@@ -61,6 +61,7 @@ def _rank(memory: RankMemory) -> dict[str, Any]:
             "total_bytes": activations.total_bytes,
             "dtypes": dict(activations.dtypes),
             "attribution": activations.attribution,
+            "uncounted": activations.uncounted,
         },
         "modules": [dataclasses.asdict(one) for one in activations.modules] if activations else [],
         "unattributed_bytes": activations.unattributed_bytes if activations else None,

@@ -127,6 +127,14 @@ def test_where_nothing_is_attributed_the_reason_is_shown(tmp_path: Path) -> None
     assert lines[1:] == ["  8.52 MiB unattributed: it is compiled"]
 
 
+def test_values_whose_size_is_not_known_are_said(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, FakeRun())
+    shown = rewrite(directory, lambda row: {**row, "uncounted": 3} if "modules" in row else row)
+    assert " ".join(" ".join(section(shown, "modules")).split()).endswith(
+        "3 more are kept in a form whose size is not known: by a scripted module, or by hooks of the program's"
+    )
+
+
 def test_sites_sum_to_the_peak(tmp_path: Path) -> None:
     lines = section(view(tmp_path), "sites")
     assert lines[0] == "sites     10.6 MiB on cpu at the peak of window 0, step 3, by allocation"
