@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.analysis.module_stacks import ModuleStacks
-from lightning_memprof.analysis.oom_advice import HOST_REST, SETUP, UNHELD, Situation, next_steps
+from lightning_memprof.analysis.oom_advice import HOST_REST, OTHER_TENSORS, SETUP, UNHELD, Situation, next_steps
 from lightning_memprof.analysis.oom_causes import Cause, Memory, device_cause, device_memory, host_cause, host_memory
 from lightning_memprof.analysis.oom_snapshot import SnapshotMemory, snapshot_memory
 from lightning_memprof.analysis.rows import mapping, text, whole
@@ -30,7 +30,7 @@ HELD: Final = (
     ("gradient", "gradients"),
     ("optimizer_state", "optimizer state"),
     ("buffer", "buffers"),
-    ("other", "other tensors that Python holds"),
+    ("other", OTHER_TENSORS),
 )
 
 

@@ -10,14 +10,19 @@ from lightning_memprof.analysis.rows import text, whole
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["HOST_REST", "SETUP", "UNHELD", "Situation", "next_steps"]
+__all__ = ["HOST_REST", "OTHER_TENSORS", "SETUP", "UNHELD", "Situation", "next_steps"]
 
 STEPS: Final = 3
+_KEPT: Final = (
+    "Look who keeps the tensors that are listed above: many of one size that outlive their step are a list's or an "
+    "attribute's (keep loss.item(), or .detach().cpu())."
+)
 SETUP: Final = "setup"
 WITHOUT_GRADIENTS: Final = ("validation_step", "test_step", "predict_step")
 # What the model, its optimizers and Python's own tensors leave of the allocated bytes.
 UNHELD: Final = "the rest: what autograd keeps for backward, and temporaries"
 
+OTHER_TENSORS: Final = "other tensors that Python holds"
 HOST_REST: Final = "the rest: Python's objects, libraries, and what only autograd holds"
 
 
@@ -137,6 +142,8 @@ def _full(situation: Situation) -> Iterator[str]:
         )
     if situation.phase == "optimizer":
         yield _optimizer(situation)
+    if situation.largest == OTHER_TENSORS:
+        yield _KEPT
     if situation.largest in (None, UNHELD):
         where = (
             f" {' and '.join(situation.modules)}" if situation.modules else " the modules that keep most for backward"
@@ -178,6 +185,8 @@ def _host(situation: Situation) -> Iterator[str]:
             "Look for what grows: lists that keep a step's outputs (keep loss.item(), or .detach().cpu()), caches in "
             "a Dataset; lightning-memprof show has the resident size of every step."
         )
+    if situation.largest == OTHER_TENSORS:
+        yield _KEPT
     yield _smaller_batch(situation)
     if precision := _precision(situation):
         yield precision

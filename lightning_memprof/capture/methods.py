@@ -267,7 +267,10 @@ def why_not(model: nn.Module, name: str) -> str | None:
         method: Any = vars(model)[name]
     elif (method := inspect.getattr_static(type(model), name, None)) is None:
         what = "is no method" if hasattr(model, name) else "does not exist"
-        return f"functions holds {name!r}: {owner}.{name} {what}; name methods of the LightningModule"
+        return (
+            f"functions holds {name!r}: {owner}.{name} {what}; name methods of the LightningModule, and leave out "
+            "those of other objects: marked with @memprofilable they are recorded without a name here"
+        )
     if isinstance(method, (staticmethod, classmethod, property)) or not callable(method):
         if not isinstance(method, functools.partialmethod):
             kind = type(method).__name__

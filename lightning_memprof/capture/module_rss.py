@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from lightning_memprof.capture.base import Collector, OnMark
+from lightning_memprof.capture.base import Collector, NotNowError, OnMark
 from lightning_memprof.capture.host import ResidentSize
 from lightning_memprof.capture.module_calls import COMPILED, is_compiled, module_calls
 from lightning_memprof.schedule import Point
@@ -33,13 +33,16 @@ class ModuleRss(Collector):
 
     name: ClassVar[str] = "module_rss"
 
-    def unavailable(self, run: RunContext) -> str | None:
-        """Forwards are not told of a compiled model."""
-        return COMPILED if is_compiled(run.model) else None
-
     @contextmanager
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
-        """Read at every forward, and write at the end of each step."""
+        """Read at every forward, and write at the end of each step.
+
+        Raises:
+            NotNowError: a part of the model is compiled.
+
+        """
+        if is_compiled(run.model):
+            raise NotNowError(COMPILED)
         failed = run.guarded(_raise, collector=self.name, window=window)
         with closing(ResidentSize()) as resident, run.sink.series(window, self.name) as write:
             modules: dict[str, list[int]] = {}

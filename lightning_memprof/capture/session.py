@@ -120,18 +120,19 @@ class Session:
 
     def begin_step(self, position: Position) -> None:
         """End the present step, if there is one, and begin the next."""
-        began = self._end_step()
+        self._end_step()
         in_window = self._recording is not None
         action = self._schedule(position.schedule_step)
+        began = time.perf_counter_ns()
         self._turn_windows(position, action)
+        if in_window or self._recording is not None:
+            self._overhead.windows_ns += time.perf_counter_ns() - began
         self.point = Point.STEP_START
         self._position, self._action, self._last_count = position, action, position.schedule_step
         if self._recording is not None:
             if action is not Action.WARMUP:
                 self._recording.steps.append(position.step)
             self.mark(Point.STEP_START)
-        if in_window or self._recording is not None:
-            self._overhead.windows_ns += time.perf_counter_ns() - began
         self.clock.start()
 
     def mark(self, point: Point, *, at_ns: int | None = None) -> None:
@@ -145,8 +146,9 @@ class Session:
         self.point = point
         if self._recording is None or self._position is None:
             return
+        began = time.perf_counter_ns()
         self.clock.enter(_OTHER)
-        now = time.perf_counter_ns() if at_ns is None else at_ns
+        now = began if at_ns is None else at_ns
         self._recording.mark(
             Mark(
                 self._position.step,
@@ -157,6 +159,7 @@ class Session:
             )
         )
         self.clock.leave()
+        self._overhead.windows_ns += time.perf_counter_ns() - began
 
     def close(self, *, reason: str | None = None) -> None:
         """End the run: the present step, the open window, and all that was followed.
@@ -196,10 +199,10 @@ class Session:
             },
         }
 
-    def _end_step(self) -> int:
+    def _end_step(self) -> None:
         position = self._position
         if position is None:
-            return time.perf_counter_ns()
+            return
         start = self.clock.start_ns
         now, phases, moments = self.clock.stop()
         self._steps += 1
@@ -220,13 +223,11 @@ class Session:
                         on_step(record)
                     except Exception as error:  # noqa: BLE001 a collector of anybody's must not stop the training
                         self._faults.report(name, "mark", None, error)
-        ended = time.perf_counter_ns()
-        self._overhead.pulse_ns += ended - now
+        self._overhead.pulse_ns += time.perf_counter_ns() - now
         try:
             self.mark(Point.STEP_END, at_ns=now)
         finally:
             self._position = None
-        return ended
 
     def _turn_windows(self, position: Position, action: Action) -> None:
         if self._recording is not None:

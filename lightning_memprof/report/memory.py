@@ -133,7 +133,7 @@ def _modules(memory: RankMemory, width: int) -> list[Line]:
             format_bytes(row.own_bytes),
             format_bytes(row.inclusive_bytes),
             *(NONE if size is None else format_bytes(size) for size in (row.parameter_bytes, row.gradient_bytes)),
-            str(row.calls),
+            str(row.calls) if row.calls else NONE,
         ]
         for row in rows[:TOP]
     ]
@@ -162,7 +162,7 @@ def _sites(memory: RankMemory, width: int) -> list[Line]:
     window, device = found
     step = "" if device.peak_step is None else f", step {device.peak_step}"
     words = (
-        f"{format_bytes(device.peak_bytes)} on {device.device} at the peak of {_window(window)}{step}, by allocation"
+        f"{format_bytes(device.peak_bytes)} on {device.device} above the start of {_window(window)} at its peak{step}"
     )
     lines = _heading("sites", words, width)
     rows = site_rows(device.sites, memory.activations.parameters if memory.activations else {})
@@ -231,7 +231,11 @@ def _functions(functions: Sequence[FunctionReport], width: int) -> list[Line]:
     if len(functions) > MAX_FUNCTIONS:
         cells.append([f"{len(functions) - MAX_FUNCTIONS} more", *[""] * (1 + len(known))])
     heading = _heading("functions", "what a call changes from its start to its end, on average", width)
-    return [*heading, *table(["function", "calls", *(name for name, _ in known)], cells, width)]
+    lines = [*heading, *table(["function", "calls", *(name for name, _ in known)], cells, width)]
+    return [
+        *lines,
+        *notes("rss grows only where memory is touched for the first time: what is used again shows 0", width),
+    ]
 
 
 def _what_if(groups: Sequence[CheckpointedGroup], view: View, width: int) -> list[Line]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from lightning_memprof import ModuleRss, Schedule
 from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.units import MIB
 from sessions import context, drive, session
+from training import rows_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,10 +29,12 @@ class Keeps(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept: list[torch.Tensor] = []
+        self.kept: list[mmap.mmap] = []
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        self.kept.append(torch.ones(32 * MIB, dtype=torch.uint8))
+        # Not from the heap, which may have room.
+        self.kept.append(mmap.mmap(-1, 32 * MIB))
+        self.kept[-1].write(bytes(32 * MIB))
         return value
 
 
@@ -67,5 +71,7 @@ def test_what_a_checkpoint_runs_again_does_not_count(tmp_path: Path) -> None:
 def test_a_compiled_model_gives_the_reason(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model.compile(backend="eager")
-    with context(tmp_path) as run:
-        assert "compiled" in (ModuleRss().unavailable(replace(run, model=model)) or "")
+    with context(tmp_path) as run, session(replace(run, model=model), EVERY_STEP, [ModuleRss()]) as made:
+        drive(made, range(2), lambda _: model(torch.ones(1, 2)))
+    (row,) = rows_of(tmp_path / "memprofiler", "unavailable")
+    assert "compiled" in row["reason"]

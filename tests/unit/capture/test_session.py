@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -11,9 +12,9 @@ from hypothesis import strategies as st
 
 from lightning_memprof.artifacts.manifest import read_rows
 from lightning_memprof.artifacts.series import PHASES
-from lightning_memprof.capture.base import RunContext
+from lightning_memprof.capture.base import Collector, OnMark, RunContext
 from lightning_memprof.capture.session import Position, Session
-from lightning_memprof.schedule import Action, Point, Schedule
+from lightning_memprof.schedule import Action, Point, Schedule, Window
 from lightning_memprof.testing import FakeCollector
 from sessions import POINTS, context, drive, session
 
@@ -249,3 +250,18 @@ def test_marks_between_steps_are_heard_by_nobody(tmp_path: Path) -> None:
         made.close()
         made.mark(Point.BATCH_END)
     assert {mark.step for mark in fake.marks} == {1, 2, 3}
+
+
+def test_the_time_of_windows_holds_that_of_their_collectors(tmp_path: Path) -> None:
+    class Slow(Collector):
+        name: ClassVar[str] = "slow"
+
+        @contextmanager
+        def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
+            yield lambda _: time.sleep(0.002)
+
+    # Cut short by the end of the run, whose last mark counts too.
+    with context(tmp_path) as run, session(run, Schedule(wait=0, warmup=0, active=9), [Slow()]) as made:
+        drive(made, range(2))
+    overhead = made.facts()["overhead"]
+    assert overhead["windows_ns"] >= sum(overhead["collectors_ns"].values()) > 2 * len(POINTS) * 2_000_000

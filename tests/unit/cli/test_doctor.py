@@ -54,7 +54,19 @@ def test_doctor_says_of_every_default_collector_whether_it_records_here(run_pyth
     assert ended.returncode == 0, ended.stdout + ended.stderr
     states = [line.split()[:2] for line in ended.stdout.splitlines() if line.startswith(("ok ", "no ", "broken "))]
     lines = {name: state for state, name in states}
-    for name in ("pulse", "host", "hooks", "operator_trace", "torch", "lightning", "kineto", 'profiler="fts_extended"'):
+    for name in (
+        "pulse",
+        "host",
+        "hooks",
+        "functions",
+        "saved_tensors",
+        "oom",
+        "operator_trace",
+        "torch",
+        "lightning",
+        "kineto",
+        'profiler="fts_extended"',
+    ):
         assert lines[name] == "ok"
     assert {lines["allocator"], lines["allocator_history"]} <= {"ok", "no"}
     assert max(map(len, ended.stdout.splitlines())) <= 80

@@ -101,7 +101,7 @@ def test_show_reads_the_traces_for_what_was_live_at_the_peak(
     assert memory["allocations"][0]["curve"]
     assert show(str(tmp_path)) == 0
     page = capsys.readouterr().out
-    assert "sites     10.6 MiB on cpu at the peak of window 0, step 3" in page
+    assert "sites     10.6 MiB on cpu above the start of window 0 at its peak, step 3" in page
     assert "live      " in page
 
 

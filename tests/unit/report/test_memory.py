@@ -137,7 +137,7 @@ def test_values_whose_size_is_not_known_are_said(tmp_path: Path) -> None:
 
 def test_sites_sum_to_the_peak(tmp_path: Path) -> None:
     lines = section(view(tmp_path), "sites")
-    assert lines[0] == "sites     10.6 MiB on cpu at the peak of window 0, step 3, by allocation"
+    assert lines[0] == "sites     10.6 MiB on cpu above the start of window 0 at its peak, step 3"
     assert lines[2].split() == ["addmm", "10.6", "MiB", "5", "-"]
     assert lines[-1].split() == ["unattributed", "0", "B"]
 
