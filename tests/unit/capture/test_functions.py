@@ -343,7 +343,10 @@ def test_what_a_compiled_region_may_call_is_unavailable_and_the_rest_is_recorded
 def test_a_name_that_the_model_does_not_have_is_said(tmp_path: Path) -> None:
     with context(tmp_path) as run:
         reason = FunctionMemory(functions=["training_step", "nothing"]).unavailable(replace(run, model=Model()))
-    assert reason == "functions holds 'nothing': Model.nothing does not exist; name methods of the LightningModule"
+    assert reason == (
+        "functions holds 'nothing': Model.nothing does not exist; name methods of the LightningModule, and leave out "
+        "those of other objects: marked with @memprofilable they are recorded without a name here"
+    )
 
 
 @pytest.mark.parametrize(
