@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.run import load_run
     from lightning_memprof.capture.allocator_history import AllocatorHistory, start_memory_history
     from lightning_memprof.capture.allocator_stats import AllocatorStats
+    from lightning_memprof.capture.anomalies import Anomaly
     from lightning_memprof.capture.base import Collector, NotNowError, RunContext
+    from lightning_memprof.capture.budget import Budget
     from lightning_memprof.capture.forward_hooks import UserHooks
     from lightning_memprof.capture.fsdp import FSDPMemory
     from lightning_memprof.capture.functions import CallRange, FunctionMemory
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from lightning_memprof.capture.operator_trace import OperatorTrace
     from lightning_memprof.capture.pulse import Pulse
     from lightning_memprof.capture.saved_tensors import SavedTensors
+    from lightning_memprof.capture.triggers import Triggers
     from lightning_memprof.errors import ArtifactError, ConfigError, MemprofError, ReportError
     from lightning_memprof.integration.callback import MemProfilerCallback
     from lightning_memprof.integration.memprofiler_cfg import (
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
         MemProfilerSchedule,
     )
     from lightning_memprof.integration.memprofiler_cli import MemProfiler, MemProfilerCLI, add_memprofiler_arguments
+    from lightning_memprof.integration.output import Output
     from lightning_memprof.integration.profiler import ExtendedPyTorchProfiler
     from lightning_memprof.schedule import Action, Mark, Point, Schedule, Window
 
@@ -42,7 +46,9 @@ __all__ = [
     "Action",
     "AllocatorHistory",
     "AllocatorStats",
+    "Anomaly",
     "ArtifactError",
+    "Budget",
     "CallRange",
     "Collector",
     "ConfigError",
@@ -65,12 +71,14 @@ __all__ = [
     "NotNowError",
     "OperatorTrace",
     "OutOfMemory",
+    "Output",
     "Point",
     "Pulse",
     "ReportError",
     "RunContext",
     "SavedTensors",
     "Schedule",
+    "Triggers",
     "UserHooks",
     "Window",
     "add_memprofiler_arguments",
@@ -99,7 +107,9 @@ def _home(name: str) -> str | None:
         "Action": "schedule",
         "AllocatorHistory": "capture.allocator_history",
         "AllocatorStats": "capture.allocator_stats",
+        "Anomaly": "capture.anomalies",
         "ArtifactError": "errors",
+        "Budget": "capture.budget",
         "CallRange": "capture.functions",
         "Collector": "capture.base",
         "ConfigError": "errors",
@@ -122,12 +132,14 @@ def _home(name: str) -> str | None:
         "NotNowError": "capture.base",
         "OperatorTrace": "capture.operator_trace",
         "OutOfMemory": "capture.oom",
+        "Output": "integration.output",
         "Point": "schedule",
         "Pulse": "capture.pulse",
         "ReportError": "errors",
         "RunContext": "capture.base",
         "SavedTensors": "capture.saved_tensors",
         "Schedule": "schedule",
+        "Triggers": "capture.triggers",
         "UserHooks": "capture.forward_hooks",
         "Window": "schedule",
         "add_memprofiler_arguments": "integration.memprofiler_cli",

@@ -10,8 +10,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_memprof.capture.faults import describe
 from lightning_memprof.errors import ConfigError, MemprofError
-from lightning_memprof.integration.attachment import Attachment, claim_place
+from lightning_memprof.integration.attachment import Attachment
 from lightning_memprof.integration.log_lines import LogLines
+from lightning_memprof.integration.place import claim_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +65,7 @@ class Adapter(Callback):
             return
         stage = getattr(stage, "value", stage)
         settings = self.settings(trainer)
-        self._place = claim_place(trainer, stage, settings.dirpath)
+        self._place = claim_place(trainer, stage, settings.output.dirpath)
         chosen = settings.ranks is None or trainer.global_rank in settings.ranks
         if self._place is None or not chosen:
             return
@@ -77,7 +78,7 @@ class Adapter(Callback):
             raise
         except Exception as error:
             self._log_lines.hide()
-            if settings.on_error == "raise":
+            if settings.output.on_error == "raise":
                 raise
             log.warning("this rank is not recorded (%s); training goes on", describe(error), exc_info=True)
 

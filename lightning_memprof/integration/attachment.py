@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_memprof.artifacts.naming import regions_name
-from lightning_memprof.artifacts.sink import Artifact, RunPlace, Sink, claim_run_place
+from lightning_memprof.artifacts.sink import Artifact, RunPlace, Sink
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.clock import device_timer
 from lightning_memprof.capture.faults import Faults, describe
@@ -17,6 +17,7 @@ from lightning_memprof.integration.driver import StepDriver, position_source
 from lightning_memprof.integration.environment import run_facts, training_facts
 from lightning_memprof.integration.feeds import LateFeed, TensorFeed
 from lightning_memprof.integration.memory_watch import watch_memory
+from lightning_memprof.integration.parts import untold_parts
 from lightning_memprof.integration.reach import unreachable
 from lightning_memprof.integration.stages import StageActions, stage_actions
 from lightning_memprof.integration.tables import write_operator_table
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from lightning_memprof.capture.base import Collector
     from lightning_memprof.integration.settings import Settings
 
-__all__ = ["Attachment", "claim_place"]
+__all__ = ["Attachment"]
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +74,9 @@ class Attachment:
             actions=LateFeed(lambda: self._tap),
             training=self.tensors,
             sink=sink,
-            faults=Faults(sink.manifest, settings.on_error),
+            faults=Faults(sink.manifest, settings.output.on_error),
             timer=device_timer(trainer.strategy.root_device),
+            parts=lambda: untold_parts(trainer, stage),
         )
         try:
             available = self._available()
@@ -88,7 +90,7 @@ class Attachment:
     @property
     def raises(self) -> bool:
         """Whether our failures are raised into the training, for tests."""
-        return self._settings.on_error == "raise"
+        return self._settings.output.on_error == "raise"
 
     def start(self) -> None:
         """The stage's loop is about to run: loaders and optimizers are known."""
@@ -198,30 +200,6 @@ class Attachment:
                 raise
             self.run.faults.report(collector.name, "enter", None, error)
             return None
-
-
-def claim_place(trainer: Trainer, stage: str, dirpath: str | None) -> RunPlace | None:
-    """Agree on the run directory with all ranks; a collective, to be called once, in ``setup``, on every rank.
-
-    Returns:
-        The place, or None where rank 0 could not write there; training goes on without us.
-
-    """
-    wanted = dirpath or trainer.log_dir or trainer.default_root_dir
-    if "://" in wanted:
-        log.warning("%s is not a local directory; recording into %s", wanted, Path.cwd())
-        wanted = str(Path.cwd())
-    root = Path(wanted)
-    if stage != "fit":
-        root = root / stage
-    number: int | None = None
-    if trainer.is_global_zero:
-        try:
-            number = claim_run_place(root).number
-        except (OSError, ValueError) as error:
-            log.warning("%s cannot be written (%s): this run is not recorded; training goes on", root, error)
-    agreed: tuple[str, int] | None = trainer.strategy.broadcast((str(root), number) if number is not None else None)
-    return None if agreed is None else RunPlace(Path(agreed[0]), agreed[1])
 
 
 def _is_lightnings_own(profiler: Any) -> bool:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_memprof.capture.base import Collector
+from lightning_memprof.capture.budget import Budget
 from lightning_memprof.capture.named import NamedSnapshots, plain
+from lightning_memprof.capture.triggers import Triggers
 from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.integration.adapter import Adapter
+from lightning_memprof.integration.output import Output
 from lightning_memprof.integration.profiler import ExtendedPyTorchProfiler
 from lightning_memprof.integration.settings import Settings, as_list, as_schedule, check_ranks, joined
 from lightning_memprof.report.summary import print_summary
@@ -31,6 +33,9 @@ __all__ = ["MemProfilerCallback"]
 log = logging.getLogger(__name__)
 
 _DEFAULT_SCHEDULE: Final = Schedule()
+_DEFAULT_TRIGGERS: Final = Triggers()
+_DEFAULT_BUDGET: Final = Budget()
+_DEFAULT_OUTPUT: Final = Output()
 
 
 class MemProfilerCallback(Adapter):
@@ -47,9 +52,9 @@ class MemProfilerCallback(Adapter):
             ``HookTimings``, ``AllocatorHistory``, ``FunctionMemory``, ``SavedTensors``, ``OutOfMemory`` and
             ``OperatorTrace``, as far as they are available.
         ranks: global ranks that record; None is all.
-        dirpath: directory that gets the ``memprofiler`` directory; None is the Trainer's ``log_dir``.
-        summary: print the summary on rank 0 when the run has ended.
-        on_error: ``"warn"`` switches a failing collector off and lets training go on; ``"raise"`` is for tests.
+        triggers: what opens a window besides the schedule; :class:`Triggers`.
+        budget: what traces may cost the run; :class:`Budget`.
+        output: where results go, and what becomes of a collector that fails; :class:`Output`.
 
     Raises:
         ConfigError: a value is not usable.
@@ -61,9 +66,9 @@ class MemProfilerCallback(Adapter):
         schedule: Schedule | Callable[[int], Any] = _DEFAULT_SCHEDULE,
         collectors: list[Collector] | None = None,
         ranks: list[int] | None = None,
-        dirpath: str | Path | None = None,
-        summary: bool = True,
-        on_error: Literal["warn", "raise"] = "warn",
+        triggers: Triggers = _DEFAULT_TRIGGERS,
+        budget: Budget = _DEFAULT_BUDGET,
+        output: Output = _DEFAULT_OUTPUT,
     ) -> None:
         super().__init__()
         self._schedule = schedule
@@ -75,12 +80,9 @@ class MemProfilerCallback(Adapter):
         self._collectors = None if collectors is None else list(collectors)
         joined(self._collectors, ())
         self._ranks = check_ranks(ranks)
-        self._dirpath = None if dirpath is None else str(dirpath)
-        self._summary = summary
-        if on_error not in ("warn", "raise"):
-            msg = f"on_error={on_error!r}: must be 'warn' or 'raise'"
-            raise ConfigError(msg)
-        self._on_error: Literal["warn", "raise"] = on_error
+        self._triggers = triggers
+        self._budget = budget
+        self._output = output
         self._named = NamedSnapshots()
 
     def settings(self, trainer: Trainer) -> Settings:
@@ -95,8 +97,9 @@ class MemProfilerCallback(Adapter):
             schedule=as_schedule(self._schedule),
             collectors=joined(self._collectors, () if extended is None else extended.lend()),
             ranks=self._ranks,
-            dirpath=self._dirpath,
-            on_error=self._on_error,
+            triggers=self._triggers,
+            budget=self._budget,
+            output=self._output,
         )
         return settings if extended is None else extended.with_table(settings)
 
@@ -133,7 +136,7 @@ class MemProfilerCallback(Adapter):
         if not trainer.is_global_zero:
             return
         directory = attachment.place.directory
-        if exception is not None or not self._summary:
+        if exception is not None or not self._output.summary:
             log.info("recorded in %s; look at it with: lightning-memprof show %s", directory, directory)
             return
         try:

@@ -15,6 +15,7 @@ from lightning_memprof.capture.methods import memprofilable
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.callback import MemProfilerCallback
 from lightning_memprof.integration.memprofiler_cfg import MemProfilerCfg, collectors_for, dirpath_for, schedule_for
+from lightning_memprof.integration.output import Output
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -49,7 +50,9 @@ class MemProfiler(MemProfilerCallback):
         self.memprofiler_cfg = memprofiler_cfg
         if memprofiler_cfg.enabled:
             super().__init__(
-                schedule_for(memprofiler_cfg), collectors_for(memprofiler_cfg), dirpath=dirpath_for(memprofiler_cfg)
+                schedule_for(memprofiler_cfg),
+                collectors_for(memprofiler_cfg),
+                output=Output(dirpath=dirpath_for(memprofiler_cfg)),
             )
         else:
             super().__init__(collectors=[])

@@ -21,6 +21,7 @@ from lightning_memprof.capture.operator_trace import DEFAULT_FILENAME, NvtxRange
 from lightning_memprof.capture.pulse import Pulse
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.adapter import Adapter
+from lightning_memprof.integration.output import Output
 from lightning_memprof.integration.settings import Settings, as_schedule, check_ranks
 from lightning_memprof.schedule import Schedule
 
@@ -146,7 +147,7 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
             schedule=self._chosen_schedule,
             collectors=[(collector, False) for collector in (Pulse(), OutOfMemory(), *self.lend())],
             ranks=self._ranks,
-            dirpath=None if self.dirpath is None else str(self.dirpath),
+            output=Output(dirpath=self.dirpath),
             table=self._table,
         )
 

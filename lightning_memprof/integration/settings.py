@@ -13,7 +13,7 @@ from lightning_memprof.analysis.operators import TableOptions
 from lightning_memprof.capture.allocator_history import AllocatorHistory
 from lightning_memprof.capture.allocator_stats import AllocatorStats
 from lightning_memprof.capture.base import Collector
-from lightning_memprof.capture.faults import OnError
+from lightning_memprof.capture.budget import Budget
 from lightning_memprof.capture.functions import FunctionMemory
 from lightning_memprof.capture.hook_timings import HookTimings
 from lightning_memprof.capture.host import HostMemory
@@ -21,7 +21,9 @@ from lightning_memprof.capture.oom import OutOfMemory
 from lightning_memprof.capture.operator_trace import OperatorTrace
 from lightning_memprof.capture.pulse import Pulse
 from lightning_memprof.capture.saved_tensors import SavedTensors
+from lightning_memprof.capture.triggers import Triggers
 from lightning_memprof.errors import ConfigError
+from lightning_memprof.integration.output import Output
 from lightning_memprof.schedule import Action, Schedule
 
 __all__ = ["Settings", "as_list", "as_schedule", "check_ranks", "default_collectors", "joined"]
@@ -39,8 +41,9 @@ class Settings:
         schedule: decides by the count of steps.
         collectors: in the order in which they are told; by name, whether the user asked for them.
         ranks: global ranks that record; None is all.
-        dirpath: root of the run; None is the Trainer's log_dir.
-        on_error: the policy for failing collectors.
+        triggers: what opens windows besides the schedule.
+        budget: what traces may cost.
+        output: where results go, and the policy for failing collectors.
         table: how the operator table is made.
 
     """
@@ -48,8 +51,9 @@ class Settings:
     schedule: Callable[[int], Action]
     collectors: Sequence[tuple[Collector, bool]]
     ranks: Sequence[int] | None = None
-    dirpath: str | None = None
-    on_error: OnError = "warn"
+    triggers: Triggers = field(default_factory=Triggers)
+    budget: Budget = field(default_factory=Budget)
+    output: Output = field(default_factory=Output)
     table: TableOptions = field(default_factory=TableOptions)
 
 

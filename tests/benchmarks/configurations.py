@@ -16,6 +16,7 @@ from lightning_memprof import (
     MemProfilerCallback,
     ModuleRss,
     OperatorTrace,
+    Output,
     Pulse,
     SavedTensors,
     Schedule,
@@ -76,22 +77,22 @@ def _torch_schedule() -> Callable[..., Any]:
 
 def _trace_only(directory: Path, *, names: bool) -> dict[str, Any]:
     trace = OperatorTrace(record_module_names=names)
-    return {"callbacks": [MemProfilerCallback(ONE_WINDOW, [trace], dirpath=directory)]}
+    return {"callbacks": [MemProfilerCallback(ONE_WINDOW, [trace], output=Output(dirpath=directory))]}
 
 
 def _memory(directory: Path, schedule: Schedule) -> dict[str, Any]:
     collectors: list[Collector] = [FunctionMemory(), SavedTensors()]
-    return {"callbacks": [MemProfilerCallback(schedule, collectors, dirpath=directory)]}
+    return {"callbacks": [MemProfilerCallback(schedule, collectors, output=Output(dirpath=directory))]}
 
 
 def _memory_with_rss(directory: Path, schedule: Schedule) -> dict[str, Any]:
     collectors: list[Collector] = [FunctionMemory(), SavedTensors(), ModuleRss()]
-    return {"callbacks": [MemProfilerCallback(schedule, collectors, dirpath=directory)]}
+    return {"callbacks": [MemProfilerCallback(schedule, collectors, output=Output(dirpath=directory))]}
 
 
 def _everything(directory: Path, schedule: Schedule) -> dict[str, Any]:
     return {
-        "callbacks": [MemProfilerCallback(schedule, dirpath=directory)],
+        "callbacks": [MemProfilerCallback(schedule, output=Output(dirpath=directory))],
         "profiler": ExtendedPyTorchProfiler(dirpath=directory),
     }
 
@@ -105,7 +106,7 @@ def configurations() -> Mapping[str, Configuration]:
         ),
         "pulse": Configuration(
             "MemProfilerCallback, the pulse alone",
-            lambda d: {"callbacks": [MemProfilerCallback(NEVER, [Pulse()], dirpath=d)]},
+            lambda d: {"callbacks": [MemProfilerCallback(NEVER, [Pulse()], output=Output(dirpath=d))]},
             has_window=False,
         ),
         "idle": Configuration(

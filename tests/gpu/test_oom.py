@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memprof import MemProfilerCallback, Pulse
+from lightning_memprof import MemProfilerCallback, Output, Pulse
 from lightning_memprof.analysis.oom import Autopsy, autopsies
 from lightning_memprof.analysis.run import load_run
 from lightning_memprof.capture.base import RunContext
@@ -168,7 +168,7 @@ class Grows(Perceptron):
 
 def fit(tmp_path: Path, model: pl.LightningModule) -> BaseException:
     collectors = [Pulse(), OutOfMemory(history="always")]
-    callback = MemProfilerCallback(collectors=collectors, on_error="raise")
+    callback = MemProfilerCallback(collectors=collectors, output=Output(on_error="raise"))
     return runs_out(lambda: trainer(tmp_path, callback, accelerator="gpu").fit(model, loader(40)))
 
 

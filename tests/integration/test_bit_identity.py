@@ -18,6 +18,7 @@ from lightning_memprof import (
     ModuleRss,
     OperatorTrace,
     OutOfMemory,
+    Output,
     Pulse,
     SavedTensors,
     Schedule,
@@ -57,7 +58,7 @@ def all_of_them() -> list[Collector]:
 
 
 def callback(*collectors: Collector) -> MemProfilerCallback:
-    return MemProfilerCallback(schedule=WINDOWS, collectors=list(collectors), summary=False)
+    return MemProfilerCallback(schedule=WINDOWS, collectors=list(collectors), output=Output(summary=False))
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from lightning_memprof import (
     HostMemory,
     MemProfilerCallback,
     OperatorTrace,
+    Output,
     Pulse,
     Schedule,
 )
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def recorder(**options: Any) -> MemProfilerCallback:
-    return MemProfilerCallback(**{"summary": False, "on_error": "raise", **options})
+    return MemProfilerCallback(**{"output": Output(summary=False, on_error="raise"), **options})
 
 
 def windows(run: Path) -> list[dict[str, Any]]:
@@ -137,8 +138,8 @@ def test_windows_across_epochs_leave_a_process_that_ends_well(tmp_path: Path, ru
         sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
         from pathlib import Path
         from training import Perceptron, loader, trainer
-        from lightning_memprof import MemProfilerCallback, Schedule
-        callback = MemProfilerCallback(schedule=Schedule(wait=0, active=3, repeat=0), summary=False)
+        from lightning_memprof import MemProfilerCallback, Output, Schedule
+        callback = MemProfilerCallback(schedule=Schedule(wait=0, active=3, repeat=0), output=Output(summary=False))
         trainer(Path("."), callback, max_epochs=16).fit(Perceptron(), loader(5))
         """)
     )
@@ -430,7 +431,7 @@ def test_windows_do_not_keep_the_memory_of_their_events(tmp_path: Path, run_pyth
         from pathlib import Path
         from torch import nn
         from training import Perceptron, loader, trainer
-        from lightning_memprof import MemProfilerCallback, OperatorTrace, Pulse, Schedule
+        from lightning_memprof import MemProfilerCallback, OperatorTrace, Output, Pulse, Schedule
 
         class Deep(Perceptron):
             def __init__(self):
@@ -438,7 +439,8 @@ def test_windows_do_not_keep_the_memory_of_their_events(tmp_path: Path, run_pyth
                 self.net = nn.Sequential(nn.Linear(8, 16), *[nn.Linear(16, 16) for _ in range(40)], nn.Linear(16, 1))
 
         schedule = Schedule(wait=1, active=2, repeat=0)
-        callback = MemProfilerCallback(schedule=schedule, collectors=[Pulse(), OperatorTrace()], summary=False)
+        quiet = Output(summary=False)
+        callback = MemProfilerCallback(schedule=schedule, collectors=[Pulse(), OperatorTrace()], output=quiet)
         trainer(Path("."), callback).fit(Deep(), loader(160))
         """)
     )

@@ -206,7 +206,9 @@ def test_the_environment_variable_can_say_no(tmp_path: Path, plain: Run, value: 
 def test_the_environment_variable_may_name_a_file_of_options(tmp_path: Path, plain: Run) -> None:
     options = tmp_path / "memprof.yaml"
     options.write_text(
-        "schedule: {wait: 3, active: 1}\ncollectors:\n  - class_path: lightning_memprof.HostMemory\nsummary: false\n"
+        "schedule: {wait: 3, active: 1}\n"
+        "collectors:\n  - class_path: lightning_memprof.HostMemory\n"
+        "output: {summary: false}\n"
     )
     done = plain(str(options))
     assert done.returncode == 0, done.stderr[-3000:]

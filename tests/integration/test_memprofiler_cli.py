@@ -25,6 +25,7 @@ from lightning_memprof.integration.memprofiler_cfg import (
     MemProfilerSchedule,
 )
 from lightning_memprof.integration.memprofiler_cli import MemProfiler, MemProfilerCLI
+from lightning_memprof.integration.output import Output
 from training import Perceptron, loader, only_run, rows_of, trainer
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -373,7 +374,7 @@ def test_a_marked_method_of_any_object_is_recorded(tmp_path: Path) -> None:
 
 def test_a_disabled_one_leaves_the_trainer_to_others(tmp_path: Path) -> None:
     idle = MemProfilerCfg()
-    run = fit(tmp_path / "callback", idle, None, MemProfilerCallback(summary=False))
+    run = fit(tmp_path / "callback", idle, None, MemProfilerCallback(output=Output(summary=False)))
     assert [row["steps"] for row in rows_of(run, "window") if row["event"] == "close"] == [[2, 3]]
     assert fit(tmp_path / "profiler", idle, None, profiler="fts_extended").is_dir()
 

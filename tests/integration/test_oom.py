@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memprof import MemProfilerCallback, Pulse, Schedule
+from lightning_memprof import MemProfilerCallback, Output, Pulse, Schedule
 from lightning_memprof.analysis.restricted_pickle import read_pickle
 from lightning_memprof.analysis.run import load_run
 from lightning_memprof.capture.allocator_history import AllocatorHistory
@@ -97,7 +97,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 
 def recorder(**options: Any) -> MemProfilerCallback:
     collectors = [Pulse(), AllocatorHistory(), OutOfMemory(**options)]
-    return MemProfilerCallback(schedule=Schedule(wait=2), collectors=collectors, on_error="raise")
+    return MemProfilerCallback(schedule=Schedule(wait=2), collectors=collectors, output=Output(on_error="raise"))
 
 
 def test_a_device_that_runs_out_of_memory_leaves_an_autopsy_and_the_very_exception(
@@ -207,7 +207,7 @@ def test_an_error_that_the_program_catches_changes_nothing_and_is_on_the_page(
 
 
 def test_without_the_collector_nothing_is_watched(cuda: FakeCuda, tmp_path: Path) -> None:
-    callback = MemProfilerCallback(collectors=[Pulse()], on_error="raise")
+    callback = MemProfilerCallback(collectors=[Pulse()], output=Output(on_error="raise"))
     with pytest.raises(torch.OutOfMemoryError):
         trainer(tmp_path, callback).fit(Fills(cuda, 2), loader())
     assert cuda.observers == []

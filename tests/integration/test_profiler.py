@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_memprof import ConfigError, ExtendedPyTorchProfiler, MemProfilerCallback, OperatorTrace, Schedule
+from lightning_memprof import ConfigError, ExtendedPyTorchProfiler, MemProfilerCallback, OperatorTrace, Output, Schedule
 from training import Perceptron, loader, only_run, rows_of, trainer
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def test_with_the_callback_there_is_one_run_with_the_callbacks_schedule_and_the_
     tmp_path: Path,
 ) -> None:
     profiler = ExtendedPyTorchProfiler(schedule=Schedule(wait=5), record_shapes=True, filename="both", row_limit=3)
-    callback = MemProfilerCallback(schedule=Schedule(wait=2, active=1), summary=False, on_error="raise")
+    callback = MemProfilerCallback(schedule=Schedule(wait=2, active=1), output=Output(summary=False, on_error="raise"))
     trainer(tmp_path, callback, profiler=profiler).fit(Perceptron(), loader())
     run = only_run(tmp_path)
     (closed,) = [row for row in rows_of(run, "window") if row["event"] == "close"]
@@ -137,7 +137,9 @@ def test_with_the_callback_there_is_one_run_with_the_callbacks_schedule_and_the_
 
 
 def test_a_collector_named_by_the_callback_wins_over_the_profilers(tmp_path: Path) -> None:
-    callback = MemProfilerCallback(collectors=[OperatorTrace(filename="named")], summary=False, on_error="raise")
+    callback = MemProfilerCallback(
+        collectors=[OperatorTrace(filename="named")], output=Output(summary=False, on_error="raise")
+    )
     trainer(tmp_path, callback, profiler="fts_extended").fit(Perceptron(), loader())
     (trace,) = traces(tmp_path / "log")
     assert trace.name.startswith("fit-named-0")

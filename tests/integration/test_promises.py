@@ -25,6 +25,7 @@ from lightning_memprof import (
     HostMemory,
     MemProfilerCallback,
     OperatorTrace,
+    Output,
     Pulse,
     Schedule,
 )
@@ -191,7 +192,9 @@ def test_a_failing_collector_is_switched_off_and_nothing_else_notices(
 ) -> None:
     faulty = Faulty(where)
     callback = MemProfilerCallback(
-        schedule=Schedule(repeat=2), collectors=[Pulse(), faulty, HostMemory(), OperatorTrace()], summary=False
+        schedule=Schedule(repeat=2),
+        collectors=[Pulse(), faulty, HostMemory(), OperatorTrace()],
+        output=Output(summary=False),
     )
     with caplog.at_level(logging.WARNING, logger="lightning_memprof"):
         trainer(tmp_path, callback).fit(Perceptron(), loader())
@@ -213,7 +216,7 @@ def test_a_log_dir_that_cannot_be_written_does_not_stop_the_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("not a directory")
-    callback = MemProfilerCallback(dirpath=tmp_path / "file", summary=False)
+    callback = MemProfilerCallback(output=Output(dirpath=tmp_path / "file", summary=False))
     training = trainer(tmp_path, callback)
     with caplog.at_level(logging.WARNING, logger="lightning_memprof"):
         training.fit(Perceptron(), loader())
@@ -230,7 +233,7 @@ def test_a_run_directory_that_vanishes_does_not_stop_the_training(tmp_path: Path
                 shutil.rmtree(tmp_path / "log")
             return self.loss(batch)
 
-    training = trainer(tmp_path, MemProfilerCallback(summary=True), profiler=ExtendedPyTorchProfiler())
+    training = trainer(tmp_path, MemProfilerCallback(output=Output(summary=True)), profiler=ExtendedPyTorchProfiler())
     training.fit(Vanishing(), loader())
     assert training.global_step == 12
 
@@ -247,7 +250,9 @@ def test_nothing_is_held_outside_of_windows(tmp_path: Path) -> None:
             held[batch_idx] = (hooks + patched, torch.autograd._profiler_enabled())
             return self.loss(batch)
 
-    trainer(tmp_path, MemProfilerCallback(summary=False), profiler=ExtendedPyTorchProfiler()).fit(Watching(), loader())
+    trainer(tmp_path, MemProfilerCallback(output=Output(summary=False)), profiler=ExtendedPyTorchProfiler()).fit(
+        Watching(), loader()
+    )
     assert {step for step, (hooks, _) in held.items() if hooks} == {1, 2, 3}
     assert {step for step, (_, running) in held.items() if running} == {2, 3}
 

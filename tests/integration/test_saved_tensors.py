@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memprof import MemProfilerCallback, Schedule
+from lightning_memprof import MemProfilerCallback, Output, Schedule
 from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.module_calls import COMPILED
 from lightning_memprof.capture.saved_tensors import NO_BACKWARD, SavedTensors
@@ -23,7 +23,7 @@ MANUAL = "manual optimization with two optimizers"
 
 def callback(**options: Any) -> MemProfilerCallback:
     schedule = Schedule(wait=1, warmup=1, active=3)
-    return MemProfilerCallback(schedule, [SavedTensors()], summary=False, on_error="raise", **options)
+    return MemProfilerCallback(schedule, [SavedTensors()], output=Output(summary=False, on_error="raise"), **options)
 
 
 def rows(directory: Path, rank: int = 0) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, Schedule
+from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, Output, Schedule
 from lightning_memprof.artifacts.naming import TraceName
 from lightning_memprof.artifacts.series import read_pulse
 from training import Perceptron, loader, trainer
@@ -31,7 +31,7 @@ WORKER = "fit-fts_extended_pytorch_profiler-0[Strategy]SingleDeviceStrategy.trai
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tensorboard")
     profiler = ExtendedPyTorchProfiler(record_shapes=True, profile_memory=True)
-    callback = MemProfilerCallback(schedule=Schedule(repeat=2), summary=False)
+    callback = MemProfilerCallback(schedule=Schedule(repeat=2), output=Output(summary=False))
     training = trainer(directory, callback, profiler=profiler)
     training.fit(Perceptron(), loader(), loader(4))
     training.validate(Perceptron(), loader(6), verbose=False)
