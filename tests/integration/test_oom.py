@@ -373,8 +373,13 @@ SMALL_OBJECTS = """
                 limit = psutil.Process().memory_info().vms + (200 << 20)
                 resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
                 self.kept = []
-                while True:
-                    self.kept.append(bytearray(200))
+                try:
+                    while True:
+                        self.kept.append(bytearray(200))
+                except MemoryError:
+                    # With not a byte left the interpreter cannot even raise; this is not enough to say anything.
+                    del self.kept[-2000:]
+                    raise
             return super().training_step(batch, batch_idx)
 
     callback = MemProfilerCallback(collectors=[Pulse(), OutOfMemory()])
