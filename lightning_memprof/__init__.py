@@ -11,12 +11,13 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.run import load_run
     from lightning_memprof.capture.allocator_history import AllocatorHistory, start_memory_history
     from lightning_memprof.capture.allocator_stats import AllocatorStats
-    from lightning_memprof.capture.anomalies import Anomaly
+    from lightning_memprof.capture.anomalies import AllocatorRetries, Anomaly, MemoryGrowth, NearOOM, SlowStep
     from lightning_memprof.capture.base import Collector, NotNowError, RunContext
     from lightning_memprof.capture.budget import Budget
     from lightning_memprof.capture.forward_hooks import UserHooks
     from lightning_memprof.capture.fsdp import FSDPMemory
     from lightning_memprof.capture.functions import CallRange, FunctionMemory
+    from lightning_memprof.capture.garbage import Garbage
     from lightning_memprof.capture.hook_timings import HookTimings
     from lightning_memprof.capture.host import HostMemory
     from lightning_memprof.capture.methods import memprofilable
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from lightning_memprof.capture.operator_trace import OperatorTrace
     from lightning_memprof.capture.pulse import Pulse
     from lightning_memprof.capture.saved_tensors import SavedTensors
+    from lightning_memprof.capture.system import System
+    from lightning_memprof.capture.throughput import Throughput
     from lightning_memprof.capture.triggers import Triggers
     from lightning_memprof.errors import ArtifactError, ConfigError, MemprofError, ReportError
     from lightning_memprof.integration.callback import MemProfilerCallback
@@ -38,13 +41,14 @@ if TYPE_CHECKING:
     from lightning_memprof.integration.memprofiler_cli import MemProfiler, MemProfilerCLI, add_memprofiler_arguments
     from lightning_memprof.integration.output import Output
     from lightning_memprof.integration.profiler import ExtendedPyTorchProfiler
-    from lightning_memprof.schedule import Action, Mark, Point, Schedule, Window
+    from lightning_memprof.schedule import Action, Mark, Point, Schedule, Stages, Window
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Action",
     "AllocatorHistory",
+    "AllocatorRetries",
     "AllocatorStats",
     "Anomaly",
     "ArtifactError",
@@ -55,6 +59,7 @@ __all__ = [
     "ExtendedPyTorchProfiler",
     "FSDPMemory",
     "FunctionMemory",
+    "Garbage",
     "HookTimings",
     "HostMemory",
     "Mark",
@@ -65,9 +70,11 @@ __all__ = [
     "MemProfilerFuncs",
     "MemProfilerHooks",
     "MemProfilerSchedule",
+    "MemoryGrowth",
     "MemprofError",
     "ModuleMemory",
     "ModuleRss",
+    "NearOOM",
     "NotNowError",
     "OperatorTrace",
     "OutOfMemory",
@@ -78,6 +85,10 @@ __all__ = [
     "RunContext",
     "SavedTensors",
     "Schedule",
+    "SlowStep",
+    "Stages",
+    "System",
+    "Throughput",
     "Triggers",
     "UserHooks",
     "Window",
@@ -106,6 +117,7 @@ def _home(name: str) -> str | None:
     return {
         "Action": "schedule",
         "AllocatorHistory": "capture.allocator_history",
+        "AllocatorRetries": "capture.anomalies",
         "AllocatorStats": "capture.allocator_stats",
         "Anomaly": "capture.anomalies",
         "ArtifactError": "errors",
@@ -116,6 +128,7 @@ def _home(name: str) -> str | None:
         "ExtendedPyTorchProfiler": "integration.profiler",
         "FSDPMemory": "capture.fsdp",
         "FunctionMemory": "capture.functions",
+        "Garbage": "capture.garbage",
         "HookTimings": "capture.hook_timings",
         "HostMemory": "capture.host",
         "Mark": "schedule",
@@ -126,9 +139,11 @@ def _home(name: str) -> str | None:
         "MemProfilerFuncs": "integration.memprofiler_cfg",
         "MemProfilerHooks": "integration.memprofiler_cfg",
         "MemProfilerSchedule": "integration.memprofiler_cfg",
+        "MemoryGrowth": "capture.anomalies",
         "MemprofError": "errors",
         "ModuleMemory": "capture.modules",
         "ModuleRss": "capture.module_rss",
+        "NearOOM": "capture.anomalies",
         "NotNowError": "capture.base",
         "OperatorTrace": "capture.operator_trace",
         "OutOfMemory": "capture.oom",
@@ -139,6 +154,10 @@ def _home(name: str) -> str | None:
         "RunContext": "capture.base",
         "SavedTensors": "capture.saved_tensors",
         "Schedule": "schedule",
+        "SlowStep": "capture.anomalies",
+        "Stages": "schedule",
+        "System": "capture.system",
+        "Throughput": "capture.throughput",
         "Triggers": "capture.triggers",
         "UserHooks": "capture.forward_hooks",
         "Window": "schedule",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from lightning_memprof.errors import ConfigError
 
-__all__ = ["Action", "Mark", "Point", "Schedule", "Window", "plan_window"]
+__all__ = ["Action", "Mark", "Point", "Schedule", "Stages", "Window", "no_window", "plan_window"]
 
 
 class Action(Enum):
@@ -21,13 +23,21 @@ class Action(Enum):
 
 
 _LOOKAHEAD: Final = 100_000
+_CYCLE: Final = {"skip_first": 0, "wait": 1, "repeat": 1, "skip_first_wait": 0}
+
+
+def no_window(step: int) -> Action:  # noqa: ARG001 a schedule as any other
+    """Decide never to record; the schedule of a stage that has none."""
+    return Action.NONE
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The cycle ``skip_first, wait, warmup, active, repeat``, counted in steps of this process from 0.
+    """The cycle ``skip_first, wait, warmup, active, repeat``, counted in steps of this process from 0; or listed steps.
 
-    Equal to ``torch.profiler.schedule`` with the same parameters for every step.
+    The cycle is equal to ``torch.profiler.schedule`` with the same parameters for every step. With ``steps`` a window
+    of ``active`` steps begins at each of them, its ``warmup`` steps before that; a listed step that an earlier one's
+    window records begins none.
 
     Args:
         skip_first: steps to ignore once, before the first cycle.
@@ -37,9 +47,11 @@ class Schedule:
         repeat: number of cycles; 0 repeats until the end of the run.
         skip_first_wait: 1 leaves out ``wait`` in the first cycle.
         anchor: ``"fit"`` counts across epochs, ``"epoch"`` starts the cycle again in each epoch.
+        steps: the steps at which windows begin, in place of the cycle; counted over the whole run, resumed parts
+            included, or with ``anchor="epoch"`` from the start of each epoch.
 
     Raises:
-        ConfigError: a number is negative, or ``active`` is 0.
+        ConfigError: a number is negative, ``active`` is 0, or ``steps`` comes with a part of the cycle.
 
     """
 
@@ -50,6 +62,7 @@ class Schedule:
     repeat: int = 1
     skip_first_wait: int = 0
     anchor: Literal["fit", "epoch"] = "fit"
+    steps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse what could never record."""
@@ -63,9 +76,28 @@ class Schedule:
         if self.anchor not in ("fit", "epoch"):
             msg = f"Schedule(anchor={self.anchor!r}): must be 'fit' or 'epoch'"
             raise ConfigError(msg)
+        self._check_steps()
+
+    def _check_steps(self) -> None:
+        given: Any = self.steps
+        if not isinstance(given, (list, tuple)) or any(type(step) is not int or step < 0 for step in given):
+            msg = f"Schedule(steps={self.steps!r}): must be a list of step numbers from 0, as in steps=[100, 2000]"
+            raise ConfigError(msg)
+        cycle = [name for name, default in _CYCLE.items() if getattr(self, name) != default]
+        if self.steps and cycle:
+            msg = f"Schedule(steps={self.steps!r}) says when windows begin: leave out {', '.join(cycle)}"
+            raise ConfigError(msg)
+        begins: list[int] = []
+        for step in sorted(set(self.steps)):
+            if not begins or step >= begins[-1] + self.active:
+                begins.append(step)
+        # Of the same value for a list and a tuple, and hashable.
+        object.__setattr__(self, "steps", tuple(begins))
 
     def __call__(self, step: int) -> Action:
         """Decide what happens at ``step`` (0-based; since the start of the fit, or of the epoch: see ``anchor``)."""
+        if self.steps:
+            return self._listed(step)
         if step < self.skip_first:
             return Action.NONE
         step -= self.skip_first
@@ -81,10 +113,59 @@ class Schedule:
             return Action.WARMUP
         return Action.RECORD if position < length - 1 else Action.RECORD_AND_SAVE
 
+    def _listed(self, step: int) -> Action:
+        behind = bisect_right(self.steps, step)
+        if behind and step < self.steps[behind - 1] + self.active:
+            last = step == self.steps[behind - 1] + self.active - 1
+            return Action.RECORD_AND_SAVE if last else Action.RECORD
+        warms_up = behind < len(self.steps) and step >= self.steps[behind] - self.warmup
+        return Action.WARMUP if warms_up else Action.NONE
+
+    @property
+    def windows(self) -> int:
+        """Number of windows of a run, or with ``anchor="epoch"`` of an epoch, that is long enough; 0 is no end."""
+        return len(self.steps) or self.repeat
+
     @property
     def first_active(self) -> int:
         """The first step that is recorded."""
+        if self.steps:
+            return self.steps[0]
         return self.skip_first + (0 if self.skip_first_wait else self.wait) + self.warmup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """A schedule for each stage; None is no window in that stage.
+
+    Args:
+        fit: of training.
+        validate: of ``Trainer.validate``; validation inside fit belongs to fit.
+        test: of ``Trainer.test``.
+        predict: of ``Trainer.predict``.
+
+    Raises:
+        ConfigError: one of them is no :class:`Schedule`.
+
+    """
+
+    fit: Schedule | None = Schedule()
+    validate: Schedule | None = Schedule()
+    test: Schedule | None = Schedule()
+    predict: Schedule | None = Schedule()
+
+    def __post_init__(self) -> None:
+        """Refuse what is no schedule."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not isinstance(value, Schedule):
+                msg = f"Stages({field.name}={value!r}): must be a Schedule, or None for no window in that stage"
+                raise ConfigError(msg)
+
+    def of(self, stage: str) -> Callable[[int], Action]:
+        """Return the schedule of ``fit``, ``validate``, ``test`` or ``predict``."""
+        chosen: Schedule | None = getattr(self, stage)
+        return no_window if chosen is None else chosen
 
 
 class Point(str, Enum):

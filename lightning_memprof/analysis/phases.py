@@ -28,6 +28,8 @@ OPTIMIZER: Final = frozenset(
     {"optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "clip_gradients", "toggle_optimizer"}
 )
 EVALUATION_STEPS: Final = frozenset({"validation_step", "test_step", "predict_step"})
+# Actions of our own at the marks of a step.
+OWN_WORK: Final = "[MemProfiler]"
 
 
 def classify(action: str, stage: str) -> str | None:
@@ -42,11 +44,11 @@ def classify(action: str, stage: str) -> str | None:
         return "forward"
     if hook in FETCH.get(stage, ()):
         return "data_wait"
-    if hook == "backward" and action.startswith("[Strategy]"):
+    if hook == "backward" and action.startswith(("[Strategy]", "[Precision]")):
         return "backward"
-    if hook in OPTIMIZER:
+    if hook in OPTIMIZER or action.startswith("[Optimizer]"):
         return "optimizer"
-    return "other" if hook in EVALUATION_STEPS else None
+    return "other" if hook in EVALUATION_STEPS or action.startswith(OWN_WORK) else None
 
 
 def exclusive_times(rows: Iterable[Mapping[str, Any]], start_ns: int, end_ns: int, stage: str) -> dict[str, int]:

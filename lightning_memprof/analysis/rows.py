@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION, read_manifest
@@ -17,9 +18,11 @@ __all__ = [
     "Row",
     "first_row",
     "integer",
+    "kept_artifacts",
     "last_row",
     "manifest_rows",
     "mapping",
+    "noted",
     "pulse_rows",
     "rows_of",
     "series_rows",
@@ -32,6 +35,7 @@ Row = dict[str, Any]
 
 # No count of bytes, nanoseconds or steps is larger; what is, is damage, and too much for a float or a column.
 _MOST: Final = 1 << 63
+_LESS: Final = MappingProxyType({"no_stack": "no Python stacks", "no_shapes": "no input shapes"})
 
 
 def manifest_rows(path: Path) -> tuple[list[Row], str | None]:
@@ -106,6 +110,36 @@ def mapping(row: Mapping[str, Any] | None, key: str) -> Mapping[str, Any] | None
     """Return a field where it is a JSON object."""
     value = row.get(key) if row else None
     return value if isinstance(value, dict) else None
+
+
+def kept_artifacts(rows: list[Row]) -> list[Row]:
+    """Return the rows of all files but those that the run itself has removed, with their whole window."""
+    kept: dict[int, Row] = {}
+    numbers: dict[str, list[int]] = {}
+    for number, row in enumerate(rows):
+        if row.get("kind") == "artifact":
+            kept[number] = row
+            numbers.setdefault(text(row, "path") or "", []).append(number)
+        elif row.get("kind") == "removed" and isinstance(row.get("paths"), list):
+            for path in row["paths"]:
+                # What was written again afterwards is there.
+                for earlier in numbers.pop(path, ()) if isinstance(path, str) else ():
+                    del kept[earlier]
+    return list(kept.values())
+
+
+def noted(rows: list[Row]) -> list[tuple[str, str]]:
+    """Return the collector and the text of every warning: those written out, and what a budget has left out."""
+    found = [(text(row, "collector") or "?", text(row, "message") or "") for row in rows_of(rows, "note")]
+    for row in rows_of(rows, "budget"):
+        level, steps = text(row, "level"), whole(row, "active_steps")
+        less = _LESS.get(level or "", f"at most {steps} active step{'' if steps == 1 else 's'}")
+        found.append(("budget", f"from window {whole(row, 'window')} on traces have {less}: {text(row, 'reason')}"))
+    if removed := [window for row in rows_of(rows, "removed") if (window := whole(row, "window")) is not None]:
+        count = f"{len(removed)} windows (the last one {removed[-1]})" if len(removed) > 1 else f"window {removed[0]}"
+        reason = text(last_row(rows, "removed"), "reason") or "no reason given"
+        found.append(("budget", f"the files of {count} were removed: {reason}"))
+    return found
 
 
 def _salvage(path: Path) -> list[Row]:

@@ -8,13 +8,16 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from lightning_memprof.analysis.locate import find_run
+from lightning_memprof.analysis.many_ranks import in_full, light_rows, missing_ranks, within
 from lightning_memprof.analysis.oom_events import OomEvent, oom_events
 from lightning_memprof.analysis.rows import (
     Row,
     first_row,
+    kept_artifacts,
     last_row,
     manifest_rows,
     mapping,
+    noted,
     pulse_rows,
     rows_of,
     text,
@@ -130,7 +133,10 @@ class Window:
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank wrote. ``facts`` is the manifest's ``run`` row, ``training`` its ``training`` row."""
+    """What one rank wrote. ``facts`` is the manifest's ``run`` row, ``training`` its ``training`` row.
+
+    Of thousands of ranks most are not read ``in_full``: they have no pulse and no artifacts here.
+    """
 
     rank: int
     facts: Mapping[str, Any]
@@ -141,6 +147,7 @@ class Rank:
     exception: str | None
     steps: int
     overhead: Mapping[str, Any] | None
+    in_full: bool = True
 
 
 @dataclass(frozen=True)
@@ -157,6 +164,7 @@ class Run:
     problems: tuple[Problem, ...]
     others: tuple[Path, ...] = ()
     ooms: tuple[OomEvent, ...] = ()
+    url: str | None = None
 
     @property
     def lead(self) -> Rank:
@@ -170,6 +178,11 @@ class Run:
         if "exception" in found:
             return "exception"
         return "running or killed" if "running or killed" in found else "finished"
+
+    @property
+    def in_full(self) -> Run:
+        """The same run with only the ranks that were read in full."""
+        return replace(self, ranks=tuple(rank for rank in self.ranks if rank.in_full))
 
     def with_problems(self, problems: Iterable[Problem]) -> Run:
         """Return the same run with more problems."""
@@ -215,8 +228,9 @@ def load_run(path: str | Path, *, max_pulse_bytes: int | None = None) -> Run:
     layout = _Layout(place.directory)
     names = sorted(entry.name for entry in os.scandir(place.directory))
     found = [rank for name in names if (rank := parse_manifest_name(name)) is not None]
-    chosen = _within(layout, found, max_pulse_bytes)
-    reports = [_read_rank(layout, rank) for rank in chosen]
+    chosen = within(layout.directory, found, max_pulse_bytes)
+    whole_ranks = in_full(chosen)
+    reports = [_read_rank(layout, rank, in_full=rank in whole_ranks) for rank in chosen]
     orphans = [
         Problem(name, "its rank left no manifest", rank)
         for name in names
@@ -253,27 +267,14 @@ class _RankReport:
     ooms: tuple[OomEvent, ...] = ()
 
 
-def _within(layout: _Layout, ranks: list[int], max_pulse_bytes: int | None) -> list[int]:
-    """Return the first ranks whose pulses together are not too large, at least one."""
-    if max_pulse_bytes is None:
-        return ranks
-    total = 0
-    for count, rank in enumerate(ranks):
-        pulse = layout.directory / pulse_name(rank)
-        total += pulse.stat().st_size if pulse.exists() else 0
-        if count and total > max_pulse_bytes:
-            return ranks[:count]
-    return ranks
-
-
-def _read_rank(layout: _Layout, rank: int) -> _RankReport:
+def _read_rank(layout: _Layout, rank: int, *, in_full: bool) -> _RankReport:
     name = manifest_name(rank)
-    rows, damage = manifest_rows(layout.directory / name)
+    rows, damage = (manifest_rows if in_full else light_rows)(layout.directory / name)
     problems = _damage(name, damage, rank)
     facts = first_row(rows, "run")
     if facts is None:
         return _RankReport(None, [], [], [], [], problems)
-    pulse, pulse_damage = pulse_rows(layout.directory / pulse_name(rank))
+    pulse, pulse_damage = pulse_rows(layout.directory / pulse_name(rank)) if in_full else ([], None)
     artifacts, artifact_problems = _artifacts(layout, rows, rank)
     end = last_row(rows, "end")
     read = Rank(
@@ -286,6 +287,7 @@ def _read_rank(layout: _Layout, rank: int) -> _RankReport:
         exception=text(end, "exception") if end else None,
         steps=max(len(pulse), whole(end, "steps") or 0),
         overhead=mapping(end, "overhead"),
+        in_full=in_full,
     )
     return _RankReport(
         read,
@@ -305,7 +307,7 @@ def _read_rank(layout: _Layout, rank: int) -> _RankReport:
             Unavailable(rank, text(row, "collector") or "?", text(row, "reason") or "no reason given")
             for row in rows_of(rows, "unavailable")
         ],
-        [Note(rank, text(row, "collector") or "?", text(row, "message") or "") for row in rows_of(rows, "note")],
+        [Note(rank, collector, message) for collector, message in noted(rows)],
         [*problems, *_damage(pulse_name(rank), pulse_damage, rank), *artifact_problems],
         oom_events(layout.directory, rank, rows),
     )
@@ -317,7 +319,7 @@ def _damage(piece: str, message: str | None, rank: int) -> list[Problem]:
 
 def _artifacts(layout: _Layout, rows: list[Row], rank: int) -> tuple[list[Artifact], list[Problem]]:
     """Return every listed file once, as its last row has it, checked against the disk."""
-    listed: dict[str, Row] = {path: row for row in rows_of(rows, "artifact") if (path := text(row, "path"))}
+    listed: dict[str, Row] = {path: row for row in kept_artifacts(rows) if (path := text(row, "path"))}
     artifacts: list[Artifact] = []
     problems: list[Problem] = []
     for path, row in listed.items():
@@ -345,9 +347,7 @@ def _checked(row: Row, path: str, file: Path, rank: int) -> Artifact:
     differs = kind not in UNCHECKED_TYPES and expected is not None and size != expected
     state: Literal["present", "missing", "torn"] = "missing" if size is None else "torn" if differs else "present"
     collector = text(row, "collector") or "?"
-    return Artifact(
-        rank, collector, kind, path, file, whole(row, "window"), size, text(row, "sha256"), state
-    )  # fmt: skip
+    return Artifact(rank, collector, kind, path, file, whole(row, "window"), size, text(row, "sha256"), state)
 
 
 def _windows(rows: list[Row], artifacts: list[Artifact], rank: int) -> tuple[Window, ...]:
@@ -383,10 +383,8 @@ def _rank_notes(ranks: tuple[Rank, ...], *, left_out: int) -> list[Note]:
         message = f"{left_out} more ranks are not on this page, it would take long: lightning-memprof show has them"
         return [Note(ranks[0].rank, "run", message)]
     world_size = max((whole(rank.facts, "world_size") or 1 for rank in ranks), default=1)
-    if len(ranks) >= world_size:
-        return []
-    here = ", ".join(str(rank.rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
-    return [Note(ranks[0].rank, "run", f"{len(ranks)} of {world_size} ranks are here: {here}")]
+    missing = missing_ranks([rank.rank for rank in ranks], world_size)
+    return [Note(ranks[0].rank, "run", missing)] if missing else []
 
 
 def _status(end: Row | None) -> Status:

@@ -8,6 +8,8 @@ from typing import Final, Literal
 
 __all__ = [
     "RUN_DIRECTORY",
+    "TRIGGER_PLAN",
+    "TRIGGER_REQUEST",
     "SnapshotName",
     "TraceName",
     "fsdp_log_name",
@@ -30,14 +32,20 @@ __all__ = [
     "parse_oom_snapshot_name",
     "parse_pulse_name",
     "parse_series_path",
+    "parse_summary_path",
+    "parse_system_name",
     "pulse_name",
     "regions_name",
     "series_path",
+    "summary_path",
+    "system_name",
     "table_name",
     "temporary_name",
 ]
 
 RUN_DIRECTORY: Final = "memprofiler"
+TRIGGER_REQUEST: Final = "trigger.request.json"
+TRIGGER_PLAN: Final = "trigger.plan.json"
 
 Edge = Literal["start", "end"]
 StatsFormat = Literal["yaml", "pickle"]
@@ -45,7 +53,9 @@ StatsFormat = Literal["yaml", "pickle"]
 _MANIFEST: Final = re.compile(r"manifest\.rank([0-9]{5,})\.jsonl")
 _PULSE: Final = re.compile(r"pulse\.rank([0-9]{5,})\.csv")
 _SERIES: Final = re.compile(r"window([0-9]{3,})/rank([0-9]{5,})\.([^/.]+)\.jsonl")
+_SUMMARY: Final = re.compile(r"window([0-9]{3,})/rank([0-9]{5,})\.summary\.json")
 _NUMBERED: Final = re.compile(r"(.+?)(?:-([2-9]|[1-9][0-9]+))?")
+_SYSTEM: Final = re.compile(r"system\.rank([0-9]{5,})\.jsonl")
 _SNAPSHOT: Final = re.compile(r"cuda_alloc_rank_([0-9]+)\.(.+)\.([0-9]+)\.(start|end)\.pickle")
 _OOM: Final = re.compile(r"oom\.rank([0-9]{5,})\.json")
 _OOM_SNAPSHOT: Final = re.compile(r"cuda_oom_rank_([0-9]+)\.pickle")
@@ -84,6 +94,17 @@ def parse_pulse_name(name: str) -> int | None:
 def regions_name(rank: int) -> str:
     """Name of a rank's named snapshots and regions inside the run directory."""
     return f"snapshots.rank{rank:05d}.jsonl"
+
+
+def system_name(rank: int) -> str:
+    """Name of a rank's samples of the machine over the whole run, inside the run directory."""
+    return f"system.rank{rank:05d}.jsonl"
+
+
+def parse_system_name(name: str) -> int | None:
+    """Return the rank of the name of such samples, or None where it is none."""
+    match = _SYSTEM.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def oom_name(rank: int) -> str:
@@ -177,6 +198,17 @@ def parse_series_path(path: str) -> tuple[int, int, str] | None:
     """Return ``(window, rank, collector)`` of a series' path, or None where it is none."""
     match = _SERIES.fullmatch(path)
     return (int(match[1]), int(match[2]), match[3]) if match else None
+
+
+def summary_path(window: int, rank: int) -> str:
+    """Path of what one rank's window comes to, relative to the run directory, with ``/``."""
+    return f"window{window:03d}/rank{rank:05d}.summary.json"
+
+
+def parse_summary_path(path: str) -> tuple[int, int] | None:
+    """Return the window and the rank of a summary's path, or None where it is none."""
+    match = _SUMMARY.fullmatch(path)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def numbered(name: str, run: int) -> str:

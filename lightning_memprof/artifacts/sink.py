@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from lightning_memprof.artifacts.manifest import ManifestWriter
-from lightning_memprof.artifacts.naming import RUN_DIRECTORY, manifest_name, numbered, series_path, temporary_name
+from lightning_memprof.artifacts.naming import (
+    RUN_DIRECTORY,
+    manifest_name,
+    numbered,
+    pulse_name,
+    series_path,
+    temporary_name,
+)
+from lightning_memprof.artifacts.upload import Uploads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,19 +33,32 @@ __all__ = ["Artifact", "ArtifactType", "RunPlace", "SeriesWriter", "Sink", "clai
 ArtifactType = Literal["series", "trace", "table", "snapshot", "blob", "pulse"]
 
 _DIGEST_CHUNK: Final = 1 << 20
+# Windows whose files are still being written; with one more the disk would fill faster than it is written.
+_MOST_WAITING: Final = 2
 
 
 @dataclass(frozen=True)
 class RunPlace:
-    """A run's directory below its root; ``number`` counts the runs of one root from 1."""
+    """A run's directory below its root; ``number`` counts the runs of one root from 1.
+
+    ``url`` is what the root is a working copy of; None where the root itself is where the files go.
+    """
 
     root: Path
     number: int
+    url: str | None = None
 
     @property
     def directory(self) -> Path:
         """The run directory."""
         return self.root / numbered(RUN_DIRECTORY, self.number)
+
+    @property
+    def location(self) -> str:
+        """What to give to ``lightning-memprof show``: the run directory, or its URL."""
+        if self.url is None:
+            return str(self.directory)
+        return f"{self.url}/{numbered(RUN_DIRECTORY, self.number)}"
 
 
 def claim_run_place(root: Path) -> RunPlace:
@@ -92,7 +115,14 @@ class Sink:
         self.artifacts: list[Artifact] = []
         place.directory.mkdir(parents=True, exist_ok=True)
         self.manifest = ManifestWriter(place.directory / manifest_name(rank))
+        self.uploads: Uploads | None = None
+        if place.url is not None:
+            live = (place.directory / manifest_name(rank), place.directory / pulse_name(rank))
+            self.uploads = Uploads(place.root, place.url, live)
         self._background: ThreadPoolExecutor | None = None
+        # By window, the number of its jobs that are not done.
+        self._waiting: Counter[int] = Counter()
+        self._waiting_lock = threading.Lock()
 
     @contextmanager
     def file(self, artifact: Artifact) -> Iterator[Path]:
@@ -124,6 +154,8 @@ class Sink:
             window=artifact.window,
             columns=columns,
         )
+        if self.uploads is not None:
+            self.uploads.add(artifact.path)
 
     @contextmanager
     def series(self, window: Window, collector: str) -> Iterator[SeriesWriter]:
@@ -154,14 +186,55 @@ class Sink:
         with self.file(Artifact(path, "series", collector, window.index)) as temporary:
             temporary.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8")
 
-    def in_background(self, job: Callable[[], None]) -> None:
+    def in_background(self, job: Callable[[], None], *, window: int | None = None) -> None:
         """Run ``job`` after all jobs before it, without the training waiting; :meth:`drain` waits for it.
 
         What the job raises is lost: it has to deal with its own failures.
+
+        Args:
+            job: the work.
+            window: the window that it finishes; see :meth:`behind`.
+
         """
         if self._background is None:
             self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="memprof-writer")
-        self._background.submit(job)
+        if window is not None:
+            with self._waiting_lock:
+                self._waiting[window] += 1
+        self._background.submit(self._work, job, window)
+
+    def behind(self) -> str | None:
+        """Return why the next window should not be recorded whole: too many before it are still being written.
+
+        Each of them has its uncompressed trace on the disk. Nothing that was handed over is refused, and nobody waits.
+        """
+        with self._waiting_lock:
+            waiting = sorted(window for window, jobs in self._waiting.items() if jobs)
+        if len(waiting) < _MOST_WAITING:
+            return None
+        return f"the writer is behind: windows {', '.join(map(str, waiting))} are still being written"
+
+    def remove_window(self, window: int, reason: str) -> None:
+        """Remove every listed file of one window, and say so in the manifest first.
+
+        A file that another window has listed since, because it holds several, stays. What cannot be removed stays too,
+        listed as removed.
+        """
+        others = {artifact.path for artifact in self.artifacts if artifact.window != window}
+        mine = [artifact for artifact in self.artifacts if artifact.window == window]
+        gone = [artifact.path for artifact in mine if artifact.path not in others]
+        paths = [self._manifest_path(path) for path in gone]
+        self.manifest.append("removed", window=window, paths=paths, reason=reason)
+        for artifact in mine:
+            self.artifacts.remove(artifact)
+        for path in gone:
+            with suppress(OSError):
+                path.unlink()
+            if self.uploads is not None:
+                self.uploads.remove(path)
+        # Empty once the last rank's files are gone.
+        with suppress(OSError):
+            (self.place.directory / series_path(window, self.rank, "any")).parent.rmdir()
 
     def drain(self) -> None:
         """Wait until all background work is done and end its thread."""
@@ -172,7 +245,19 @@ class Sink:
     def close(self) -> None:
         """Wait for the background work and release the manifest."""
         self.drain()
+        if self.uploads is not None and (left := self.uploads.settle()):
+            place, error = self.place, self.uploads.error
+            message = f"{len(left)} files are not at {place.url}: {error}; they are in {place.root}"
+            self.manifest.append("error", collector="upload", where="write", window=None, message=message, traceback="")
         self.manifest.close()
+
+    def _work(self, job: Callable[[], None], window: int | None) -> None:
+        try:
+            job()
+        finally:
+            if window is not None:
+                with self._waiting_lock:
+                    self._waiting[window] -= 1
 
     def _manifest_path(self, path: Path) -> str:
         if path.is_relative_to(self.place.root):

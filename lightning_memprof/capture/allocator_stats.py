@@ -45,6 +45,7 @@ class AllocatorStats(Collector):
     """Every statistic of the device's caching allocator at each mark. Peaks are read, never reset."""
 
     name: ClassVar[str] = "allocator"
+    every_rank: ClassVar[bool] = True
 
     def unavailable(self, run: RunContext) -> str | None:
         """Say so where the model runs on the CPU, whose allocator counts nothing."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+from lightning_memprof.capture.budget import Ledger
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +27,7 @@ __all__ = [
     "OnStep",
     "RunContext",
     "StepRecord",
+    "TimedPart",
     "TrainingFeed",
 ]
 
@@ -51,7 +54,8 @@ class TrainingFeed(Protocol):
         """Call ``batch`` with each batch before ``Point.BATCH_START``, and ``loss`` with what backward starts from.
 
         The loss comes before ``Point.BEFORE_BACKWARD``, once for every backward that goes through Lightning, divided
-        and scaled as backward gets it. Only fit has either.
+        and scaled as backward gets it. Every stage has batches, those of a validation inside fit left out; only fit
+        has losses.
         """
 
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
@@ -79,7 +83,7 @@ class StepRecord(NamedTuple):
 
     ``phases_ns`` holds the exclusive host time of each of ``artifacts.series.PHASES`` and sums to ``duration_ns``.
     ``moments`` holds ``(index of the phase that begins, device moment)`` in order, and a last one that ends the step;
-    None without a device clock.
+    None without a device clock. ``usual`` is False where a validation, a checkpoint or the end of an epoch is in it.
     """
 
     step: int
@@ -90,9 +94,18 @@ class StepRecord(NamedTuple):
     duration_ns: int
     phases_ns: tuple[int, ...]
     moments: list[tuple[int, Any]] | None
+    usual: bool = True
 
 
 OnStep = Callable[[StepRecord], None]
+
+
+class TimedPart(NamedTuple):
+    """A method of one object of a training that is no action of the Trainer's profiler, and the name of its calls."""
+
+    owner: Any
+    method: str
+    action: str
 
 
 @dataclass(frozen=True)
@@ -112,6 +125,10 @@ class RunContext:
         sink: where artifacts go.
         faults: what happens when a collector fails.
         timer: the device's own clock, one for the run; None on a CPU, whose clock is the host's.
+        peak_flops: floating-point operations per second that the device could do at best in this run's precision; None
+            where nobody knows.
+        parts: gives the methods that the Trainer's profiler does not tell of, as they are now.
+        ledger: what traces have cost so far, and may cost.
 
     """
 
@@ -127,6 +144,9 @@ class RunContext:
     sink: Sink
     faults: Faults
     timer: DeviceTimer | None = None
+    peak_flops: float | None = None
+    parts: Callable[[], Sequence[TimedPart]] = tuple
+    ledger: Ledger = field(default_factory=Ledger)
 
     def guarded(
         self, call: Callable[..., None], *, collector: str, window: Window | None = None
@@ -154,13 +174,18 @@ class RunContext:
             except Exception as error:  # noqa: BLE001 nobody hears what a background thread raises
                 self.faults.report(collector, "write", window.index, error)
 
-        self.sink.in_background(guarded)
+        self.sink.in_background(guarded, window=window.index)
 
 
 class Collector(ABC):
-    """Records one kind of fact. Its constructor is its configuration; state of a window is local to ``record``."""
+    """Records one kind of fact. Its constructor is its configuration; state of a window is local to ``record``.
+
+    One that is light enough for every rank of a large run says so in ``every_rank``; the others record on the ranks
+    that are chosen, see ``MemProfilerCallback(ranks=...)``.
+    """
 
     name: ClassVar[str]
+    every_rank: ClassVar[bool] = False
 
     def unavailable(self, run: RunContext) -> str | None:  # noqa: ARG002 for overriding
         """Return why this collector cannot work in this run, or None where it can."""

@@ -1,4 +1,4 @@
-"""When every action of the Trainer began and how long it took."""
+"""When every event of the Trainer began and how long it took."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from lightning_memprof.capture.base import Collector, OnMark
 from lightning_memprof.capture.clock import unix_ns
+from lightning_memprof.capture.hook_events import timed_fetches, timed_parts
 from lightning_memprof.schedule import Point
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ __all__ = ["ActionLog", "HookTimings"]
 
 _CAPACITY: Final = 4096
 _STEP: Final = "step"
+# The action of our own work at a mark.
+_MARK: Final = "[MemProfiler]"
 
 
 class ActionLog:
@@ -33,7 +36,7 @@ class ActionLog:
         self._names: list[str] = [""] * _CAPACITY
         self._times = array("q", bytes(8 * _CAPACITY))
         self._used = 0
-        self._steps: dict[int, Mark] = {}
+        self._marks: dict[int, Mark] = {}
         self._offset_ns = unix_ns(now := time.perf_counter_ns()) - now
 
     def start(self, name: str) -> None:
@@ -54,43 +57,43 @@ class ActionLog:
         self._times[used] = -time.perf_counter_ns()
         self._used = used + 1
 
-    def step(self, mark: Mark) -> None:
-        """Take the start or the end of a step, at the mark's own time: others were told of it before us."""
+    def mark(self, mark: Mark) -> None:
+        """Take a mark at its own time: others were told of it before us."""
         used = self._used
-        self._steps[used] = mark
+        self._marks[used] = mark
         if mark.point is Point.STEP_START:
             self.start(_STEP)
-        else:
+            return
+        if mark.point is Point.STEP_END:
             self.stop(_STEP)
-            self._times[used] = self._offset_ns - mark.time_ns
+        else:
+            self.stop(_MARK + mark.point.value)
+        self._times[used] = self._offset_ns - mark.time_ns
 
     def rows(self) -> list[dict[str, Any]]:
         """Give one row an action in order of start: its step, name, start, duration and depth.
 
-        The row of a step itself has depth -1 and begins with its first action. Actions that began before the log or
-        did not end in it are left out.
+        The row of a step itself has depth -1 and begins with its first action. A mark inside of a step is an action
+        too, ``[MemProfiler]`` and its point: all collectors' work at it, until the next event. Actions that began
+        before the log or did not end in it are left out.
         """
         offset = self._offset_ns
         rows: list[dict[str, Any]] = []
         open_rows: list[dict[str, Any]] = []
         mark: Mark | None = None
         for index in range(self._used):
-            mark = self._steps.get(index, mark)
+            here = self._marks.get(index)
+            mark = here or mark
             name, moment = self._names[index], self._times[index]
-            if moment < 0:
+            following = abs(self._times[index + 1]) if index + 1 < self._used else None
+            if here is not None and name.startswith(_MARK):
+                if following is not None:
+                    rows.append(_row(here, name, (offset - moment, following + offset), len(open_rows) - 1))
+            elif moment < 0:
                 _close(open_rows, name, offset - moment)
             elif mark is not None:
-                is_step = index in self._steps
-                first_action = abs(self._times[index + 1]) if is_step and index + 1 < self._used else moment
-                row = {
-                    "step": mark.step,
-                    "global_step": mark.global_step,
-                    "recorded": mark.recorded,
-                    "action": name,
-                    "start_ns": first_action + offset,
-                    "duration_ns": None,
-                    "depth": len(open_rows) - 1,
-                }
+                first_action = moment if here is None or following is None else following
+                row = _row(mark, name, (first_action + offset, None), len(open_rows) - 1)
                 rows.append(row)
                 open_rows.append(row)
         return [row for row in rows if row["duration_ns"] is not None]
@@ -98,6 +101,19 @@ class ActionLog:
     def _grow(self) -> None:
         self._names.extend([""] * len(self._names))
         self._times.extend(self._times)
+
+
+def _row(mark: Mark, action: str, span_ns: tuple[int, int | None], depth: int) -> dict[str, Any]:
+    start, end = span_ns
+    return {
+        "step": mark.step,
+        "global_step": mark.global_step,
+        "recorded": mark.recorded,
+        "action": action,
+        "start_ns": start,
+        "duration_ns": None if end is None else end - start,
+        "depth": depth,
+    }
 
 
 def _close(open_rows: list[dict[str, Any]], name: str, end_ns: int) -> None:
@@ -109,22 +125,23 @@ def _close(open_rows: list[dict[str, Any]], name: str, end_ns: int) -> None:
 
 
 class HookTimings(Collector):
-    """Every action of the Trainer in the window's steps: hooks of each callback, fetches, strategy, optimizer."""
+    """Every event of the Trainer in the window's steps.
+
+    That is each hook of each callback and of the module, fetches and their parts, transfers, strategy, precision,
+    optimizers, loggers, checkpoints, a validation inside fit, and our own work at the marks.
+    """
 
     name: ClassVar[str] = "hooks"
+    every_rank: ClassVar[bool] = True
 
     @contextmanager
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
-        """Listen to the actions."""
+        """Listen to the actions, and stand in front of what is no action."""
         actions = ActionLog()
-
-        def on_mark(mark: Mark) -> None:
-            if mark.point in (Point.STEP_START, Point.STEP_END):
-                actions.step(mark)
-
+        told = actions.start, actions.stop
         try:
-            with run.actions.listen(actions.start, actions.stop):
-                yield on_mark
+            with timed_parts(run.parts(), *told), timed_fetches(*told), run.actions.listen(*told):
+                yield actions.mark
         finally:
             if rows := actions.rows():
                 run.sink.write_rows(window, self.name, rows)

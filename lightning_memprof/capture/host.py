@@ -69,6 +69,7 @@ class HostMemory(Collector):
     """
 
     name: ClassVar[str] = "host"
+    every_rank: ClassVar[bool] = True
 
     @contextmanager
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:

@@ -160,6 +160,7 @@ class OutOfMemory(Collector):
     """
 
     name: ClassVar[str] = "oom"
+    every_rank: ClassVar[bool] = True
 
     history: Literal["windows", "always"] = "windows"
     max_entries: int = 100_000

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import gzip
 import logging
-import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
-from isal import igzip
 from torch.autograd.profiler import profile as autograd_profile
 from torch.profiler import ProfilerActivity, profile
 
@@ -22,6 +19,8 @@ from lightning_memprof.artifacts.naming import TraceName, numbered, series_path,
 from lightning_memprof.artifacts.sink import Artifact
 from lightning_memprof.capture.annotations import action_ranges, module_ranges
 from lightning_memprof.capture.base import Collector, NotNowError, OnMark, OnStep
+from lightning_memprof.capture.budget import Export, plan_trace, settle
+from lightning_memprof.capture.trace_file import TraceFile
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Point
 from lightning_memprof.units import format_bytes
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from lightning_memprof.capture.base import RunContext
+    from lightning_memprof.capture.budget import TraceLevel
     from lightning_memprof.schedule import Mark, Window
 
 __all__ = ["DEFAULT_FILENAME", "NvtxRanges", "OperatorTrace"]
@@ -37,7 +37,6 @@ __all__ = ["DEFAULT_FILENAME", "NvtxRanges", "OperatorTrace"]
 log = logging.getLogger(__name__)
 
 DEFAULT_FILENAME: Final = "fts_extended_pytorch_profiler"
-_FAST_LEVEL: Final = 1
 # Kineto is one for the process, whatever thread trains.
 _KINETO = threading.Lock()
 
@@ -105,11 +104,19 @@ class OperatorTrace(Collector):
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # noqa: SLF001 no public way to ask
             msg = "another torch profiler is running"
             raise NotNowError(msg)
+        if (spent := run.ledger.refusal()) is not None:
+            raise NotNowError(spent)
         if not _KINETO.acquire(blocking=False):
             msg = "another training of this process is recording"
             raise NotNowError(msg)
         try:
-            trace = _Trace(self._profiler(), lambda profiler: self._save(run, window, profiler))
+            level = plan_trace(run, window)
+            within = self._within(level)
+            trace = _Trace(
+                within._profiler(),  # noqa: SLF001 of this class
+                lambda finished: within._save(run, window, finished),  # noqa: SLF001 of this class
+                level.active_steps,
+            )
             with ExitStack() as names:
                 if self.record_module_names:
                     names.enter_context(module_ranges(run.model))
@@ -149,7 +156,16 @@ class OperatorTrace(Collector):
             **self.options,
         )
 
-    def _save(self, run: RunContext, window: Window, profiler: profile) -> None:
+    def _within(self, level: TraceLevel) -> OperatorTrace:
+        return replace(
+            self,
+            with_stack=self.with_stack and level.stack,
+            stacks_metric=self.stacks_metric if level.stack else None,
+            record_shapes=self.record_shapes and level.shapes,
+        )
+
+    def _save(self, run: RunContext, window: Window, trace: _Trace) -> None:
+        profiler = trace.profiler
         directory = Path(self.dirpath) if self.dirpath else run.sink.place.root
         name = TraceName(
             run.stage,
@@ -159,21 +175,18 @@ class OperatorTrace(Collector):
             run.function,
             time.time_ns(),
         )
-        trace = directory / str(name)
         raw = run.sink.place.directory / series_path(window.index, run.rank, self.name)
-        saved = _SavedTrace(raw.with_name(temporary_name(raw.name)), trace)
-        results = profiler.profiler.kineto_results if profiler.profiler is not None else None
-        if self.export or self.on_trace_ready:
-            if results is None or results.trace_start_ns() == 0:
-                msg = "Kineto gave no trace of this window; another profiler may have stopped it"
-                raise RuntimeError(msg)
-            saved.raw.parent.mkdir(parents=True, exist_ok=True)
-            results.save(str(saved.raw))
+        saved = TraceFile(raw.with_name(temporary_name(raw.name)), directory / str(name))
+        size = saved.take(profiler) if self.export or self.on_trace_ready else None
         try:
             if self.stacks_metric is not None:
                 stacks = directory / str(name).replace(".pt.trace.json.gz", ".stacks")
                 with run.sink.file(Artifact(stacks, "blob", self.name, window.index)) as temporary:
                     profiler.export_stacks(str(temporary), self.stacks_metric)
+            # Letting go of millions of events takes seconds too.
+            self._release(profiler)
+            if size is not None:
+                settle(run, self._cost(window, trace, size))
             if self.on_trace_ready is not None:
                 # Kineto saves a trace once; what the user exports is a copy of ours.
                 profiler.export_chrome_trace = saved.export  # type: ignore[method-assign]
@@ -181,15 +194,28 @@ class OperatorTrace(Collector):
         finally:
             run.in_background(lambda: self._compress(run, window, saved), collector=self.name, window=window)
 
-    def _compress(self, run: RunContext, window: Window, saved: _SavedTrace) -> None:
+    def _compress(self, run: RunContext, window: Window, saved: TraceFile) -> None:
+        size = 0
         try:
             if self.export:
                 with run.sink.file(Artifact(saved.trace, "trace", self.name, window.index)) as temporary:
                     saved.compress(temporary)
-                log.info("saved %s (%s)", saved.trace.name, format_bytes(saved.trace.stat().st_size))
+                size = saved.trace.stat().st_size
+                log.info("saved %s (%s)", saved.trace.name, format_bytes(size))
         finally:
+            run.ledger.wrote(window.index, size)
             with suppress(FileNotFoundError):
                 saved.raw.unlink()
+
+    def _cost(self, window: Window, trace: _Trace, size: int) -> Export:
+        return Export(
+            window=window.index,
+            seconds=(time.perf_counter_ns() - trace.stopping_ns) / 1e9,
+            bytes=size,
+            steps=trace.steps,
+            stack=self.with_stack or self.stacks_metric is not None,
+            shapes=self.record_shapes,
+        )
 
 
 class _Trace:
@@ -197,13 +223,17 @@ class _Trace:
 
     Args:
         profiler: torch's profiler, not prepared yet.
-        save: called with it when a started trace was stopped.
+        save: called with this when a started trace was stopped.
+        most_steps: recorded steps after which it is finished; None is when the window ends.
 
     """
 
-    def __init__(self, profiler: profile, save: Callable[[profile], None]) -> None:
+    def __init__(self, profiler: profile, save: Callable[[_Trace], None], most_steps: int | None = None) -> None:
         self.profiler = profiler
+        self.steps = 0
+        self.stopping_ns = 0
         self._save = save
+        self._most_steps = most_steps
         self._step = ExitStack()
         self._names: ExitStack | None = None
         self._cut_actions: Callable[[], None] = lambda: None
@@ -228,15 +258,19 @@ class _Trace:
                 self.profiler.start_trace()
                 self._started = True
             self._step.enter_context(torch.profiler.record_function(f"ProfilerStep#{mark.step}"))
+            self.steps += 1
         elif mark.point is Point.STEP_END:
             self._cut_actions()
             self._step.close()
+            if self.steps == self._most_steps:
+                self.finish()
 
     def finish(self) -> bool:
         """Stop the trace and save it; return whether there was one to stop."""
         names, self._names = self._names, None
         if names is None:
             return False
+        self.stopping_ns = time.perf_counter_ns()
         try:
             self._cut_actions()
             self._step.close()
@@ -247,7 +281,7 @@ class _Trace:
                 self.profiler.start_trace()
             self.profiler.stop_trace()
         if self._started:
-            self._save(self.profiler)
+            self._save(self)
         return True
 
 
@@ -278,32 +312,6 @@ def _giving_way(owner: object, give_way: Callable[[], bool]) -> Iterator[None]:
     finally:
         autograd_profile._prepare_trace = prepare  # type: ignore[method-assign]  # noqa: SLF001 see above
         autograd_profile._start_trace = start  # type: ignore[method-assign]  # noqa: SLF001 see above
-
-
-@dataclass(frozen=True)
-class _SavedTrace:
-    """A trace that Kineto has written: as JSON until it is compressed, then only as ``trace``."""
-
-    raw: Path
-    trace: Path
-
-    def compress(self, target: Path) -> None:
-        """Write the trace to ``target`` as gzip; isal releases the GIL."""
-        with self.raw.open("rb") as source, igzip.open(target, "wb", compresslevel=_FAST_LEVEL) as gz:  # type: ignore[no-untyped-call]
-            shutil.copyfileobj(source, gz, 1 << 20)
-
-    def export(self, path: str, use_python_export: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 torch's
-        """Stand in for ``torch.profiler.profile.export_chrome_trace``."""
-        if self.raw.exists():
-            if str(path).endswith(".gz"):
-                self.compress(Path(path))
-            else:
-                shutil.copyfile(self.raw, path)
-        elif str(path).endswith(".gz"):
-            shutil.copyfile(self.trace, path)
-        else:
-            with gzip.open(self.trace, "rb") as source, Path(path).open("wb") as target:
-                shutil.copyfileobj(source, target)
 
 
 def _activities(names: Sequence[str | ProfilerActivity] | None) -> list[ProfilerActivity] | None:

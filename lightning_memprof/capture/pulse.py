@@ -135,6 +135,7 @@ class Pulse(Collector):
     """
 
     name: ClassVar[str] = "pulse"
+    every_rank: ClassVar[bool] = True
 
     def record(self, run: RunContext, window: Window) -> AbstractContextManager[OnMark | None]:  # noqa: ARG002
         """Windows add nothing: the pulse has their steps anyway."""

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.capture.base import NotNowError
+from lightning_memprof.capture.budget import remove_old_windows
 from lightning_memprof.schedule import Point
 
 if TYPE_CHECKING:
@@ -45,12 +46,15 @@ class Recording:
         self._open: dict[str, tuple[AbstractContextManager[OnMark | None], OnMark | None]] = {}
 
     def open(self, collectors: Sequence[Collector]) -> None:
-        """Enter the collectors that have not been switched off."""
+        """Enter the collectors that have not been switched off; only the light ones where the writer is behind."""
+        behind = self._run.sink.behind()
         for collector in collectors:
             if collector.name in self._faults.switched_off:
                 continue
             started = time.perf_counter_ns()
             try:
+                if behind is not None and not collector.every_rank:
+                    raise NotNowError(behind)  # noqa: TRY301 told as its own refusal would be
                 context = collector.record(self._run, self.window)
                 self._open[collector.name] = (context, context.__enter__())
             except NotNowError as reason:
@@ -75,6 +79,10 @@ class Recording:
                 leave = partial(context.__exit__, None, None, None)
                 all_of_them.callback(self._guard, name, "exit", leave)
             self._open.clear()
+        if self._run.ledger.budget.keep_windows is not None:
+            # Behind the work that the collectors have left for the background.
+            remove = partial(remove_old_windows, self._run, self.window.index)
+            self._run.sink.in_background(remove, window=self.window.index)
 
     def _guard(self, name: str, where: str, call: Callable[[], object]) -> None:
         started = time.perf_counter_ns()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.capture.base import OnStep, StepRecord
 from lightning_memprof.capture.clock import StepClock, unix_ns
+from lightning_memprof.capture.demands import Demands, NoWishes
 from lightning_memprof.capture.pulse import Pulse
 from lightning_memprof.capture.recording import Recording
 from lightning_memprof.errors import ConfigError
@@ -21,12 +22,15 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from lightning_memprof.capture.base import Collector, RunContext
+    from lightning_memprof.capture.demands import Demand, Wishes
 
 __all__ = ["Position", "Session"]
 
 log = logging.getLogger(__name__)
 
 _OTHER: Final = PHASES.index("other")
+_NO_WISHES: Final = NoWishes()
+_RECORDING: Final = (Action.RECORD, Action.RECORD_AND_SAVE)
 
 
 class Position(NamedTuple):
@@ -62,6 +66,7 @@ class Session:
         schedule: decides by ``Position.schedule_step``.
         collectors: those that are available in this run.
         window_closed: called with the number of windows so far when one has come to its end.
+        wishes: asks for windows that were not planned; looked at once a step.
 
     """
 
@@ -71,6 +76,7 @@ class Session:
         schedule: Callable[[int], Action],
         collectors: Sequence[Collector],
         window_closed: Callable[[int], None] = lambda _: None,
+        wishes: Wishes = _NO_WISHES,
     ) -> None:
         self._run = run
         self._window_closed = window_closed
@@ -87,6 +93,10 @@ class Session:
         self._action = Action.NONE
         self._last_count = -1
         self._steps = 0
+        self._wishes = wishes
+        self._demands = Demands()
+        self._unusual = False
+        self._resumed_inside = False
         self._overhead = _Overhead()
         self._unix_offset_ns = unix_ns(now := time.perf_counter_ns()) - now
 
@@ -94,6 +104,11 @@ class Session:
     def window(self) -> Window | None:
         """The window that is open."""
         return self._recording.window if self._recording is not None else None
+
+    @property
+    def windows(self) -> int:
+        """Number of windows so far, an open one included."""
+        return self._windows
 
     @property
     def position(self) -> Position | None:
@@ -122,9 +137,13 @@ class Session:
         """End the present step, if there is one, and begin the next."""
         self._end_step()
         in_window = self._recording is not None
-        action = self._schedule(position.schedule_step)
+        scheduled = self._scheduled(position.schedule_step)
         began = time.perf_counter_ns()
-        self._turn_windows(position, action)
+        self._listen(position.step)
+        self._overhead.pulse_ns += time.perf_counter_ns() - began
+        began = time.perf_counter_ns()
+        action, demand = self._demands.turn(position.step, scheduled)
+        self._turn_windows(position, action, demand)
         if in_window or self._recording is not None:
             self._overhead.windows_ns += time.perf_counter_ns() - began
         self.point = Point.STEP_START
@@ -134,6 +153,10 @@ class Session:
                 self._recording.steps.append(position.step)
             self.mark(Point.STEP_START)
         self.clock.start()
+
+    def unusual(self) -> None:
+        """Say that the present step holds what is no part of a step, a validation for instance."""
+        self._unusual = True
 
     def mark(self, point: Point, *, at_ns: int | None = None) -> None:
         """Tell the open window's collectors that the present step has come to ``point``.
@@ -164,6 +187,8 @@ class Session:
     def close(self, *, reason: str | None = None) -> None:
         """End the run: the present step, the open window, and all that was followed.
 
+        What was wanted and could not be opened is written down.
+
         Args:
             reason: why the run ended early; None where it came to its end.
 
@@ -173,6 +198,7 @@ class Session:
             for name, (follow, _) in self._followers.items():
                 parts.callback(self._leave, name, follow)
             parts.callback(self._followers.clear)
+            parts.callback(self._say_unmet)
             parts.callback(self._close_last_window, reason or "the run ended")
             parts.callback(self._end_step)
 
@@ -187,6 +213,12 @@ class Session:
             began = time.perf_counter_ns()
             self._close_window(reason)
             self._overhead.windows_ns += time.perf_counter_ns() - began
+
+    def _say_unmet(self) -> None:
+        for demand in self._demands.unmet:
+            self._run.sink.manifest.append(
+                "note", collector="triggers", message=f"the run ended before a window could open: {demand.cause}"
+            )
 
     def facts(self) -> dict[str, Any]:
         """Return the number of steps and what we cost, for the manifest's last row."""
@@ -206,7 +238,8 @@ class Session:
         start = self.clock.start_ns
         now, phases, moments = self.clock.stop()
         self._steps += 1
-        if self._followers:
+        unusual, self._unusual = self._unusual, False
+        if self._followers or self._wishes is not _NO_WISHES:
             record = StepRecord(
                 position.step,
                 position.global_step,
@@ -216,6 +249,7 @@ class Session:
                 now - start,
                 phases,
                 moments,
+                not unusual,
             )
             for name, (_, on_step) in self._followers.items():
                 if on_step is not None and name not in self._faults.switched_off:
@@ -223,28 +257,49 @@ class Session:
                         on_step(record)
                     except Exception as error:  # noqa: BLE001 a collector of anybody's must not stop the training
                         self._faults.report(name, "mark", None, error)
+            self._wishes.after_step(record)
         self._overhead.pulse_ns += time.perf_counter_ns() - now
         try:
             self.mark(Point.STEP_END, at_ns=now)
         finally:
             self._position = None
 
-    def _turn_windows(self, position: Position, action: Action) -> None:
+    def _scheduled(self, count: int) -> Action:
+        action = self._schedule(count)
+        if not isinstance(self._schedule, Schedule) or count == 0:
+            return action
+        # A window that was open at the checkpoint from which this run goes on is not resumed.
+        if self._steps == 0 and self._position is None and self._last_count < 0:
+            self._resumed_inside = action in _RECORDING and self._schedule(count - 1) is Action.RECORD
+        elif self._resumed_inside:
+            self._resumed_inside = action in _RECORDING and self._schedule(count - 1) is not Action.RECORD_AND_SAVE
+        return Action.NONE if self._resumed_inside else action
+
+    def _listen(self, step: int) -> None:
+        for demand in self._wishes.before_step(step):
+            self._demands.add(demand)
+
+    def _turn_windows(self, position: Position, action: Action, demand: Demand | None) -> None:
         if self._recording is not None:
             # A function of the user's may leave a window without saying that it saves.
             left = action is Action.NONE or (action is Action.WARMUP and self._action is Action.RECORD)
             if self._action is Action.RECORD_AND_SAVE:
                 self._close_window(None)
-            elif position.schedule_step <= self._last_count:
+            elif demand is None and self._demands.open is None and position.schedule_step <= self._last_count:
                 self._close_window("a new epoch began")
-            elif left:
+            elif demand is not None or (self._demands.open is None and left):
                 self._close_window(None)
         if self._recording is None and action is not Action.NONE:
-            self._open_window(position, action)
+            self._open_window(position, action, demand)
 
-    def _open_window(self, position: Position, action: Action) -> None:
+    def _open_window(self, position: Position, action: Action, demand: Demand | None) -> None:
         window = Window(self._windows, (), ())
-        if isinstance(self._schedule, Schedule):
+        if demand is not None:
+            window = demand.window(self._windows, position.step)
+            said = f"window {window.index} was not planned and records steps {_span(window.active)}: {demand.cause}"
+            log.info("%s", said)
+            self._run.sink.manifest.append("note", collector="triggers", message=said)
+        elif isinstance(self._schedule, Schedule):
             window = plan_window(self._schedule, position.schedule_step, step=position.step, index=self._windows)
             if action is Action.WARMUP:
                 log.info("window %d warming up, steps %s", window.index, _span(window.warmup))

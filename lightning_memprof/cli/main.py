@@ -109,6 +109,12 @@ def _dispatch(command: str, options: Namespace, program: list[str]) -> int:
         from lightning_memprof.cli.show import show
 
         return show(options.RUN, options.format)
+    if command == "trigger":
+        from lightning_memprof.cli.trigger import trigger
+
+        return trigger(options.RUN, active=options.active, warmup=options.warmup, timeout=options.timeout)
+    if command in {"merge", "view"}:
+        return _dispatch_timeline(command, options)
     if command == "doctor":
         from lightning_memprof.cli.doctor import doctor
 
@@ -116,6 +122,16 @@ def _dispatch(command: str, options: Namespace, program: list[str]) -> int:
     from lightning_memprof.cli.run import run
 
     return run(program, None if options.config is None else Path(options.config))
+
+
+def _dispatch_timeline(command: str, options: Namespace) -> int:
+    if command == "merge":
+        from lightning_memprof.cli.merge import MergeOptions, merge
+
+        return merge(options.RUN, MergeOptions.of(options))
+    from lightning_memprof.cli.view import ViewOptions, view
+
+    return view(options.RUN, ViewOptions.of(options))
 
 
 def _parser() -> ArgumentParser:
@@ -135,15 +151,54 @@ def _parser() -> ArgumentParser:
     )
     commands.add_subcommand("show", show, help="show a recorded run")
 
+    trigger = _new_parser("Let a training that is running record a window, on all its ranks at the same step.")
+    _trigger_options(trigger)
+    commands.add_subcommand("trigger", trigger, help="let a running training record a window now")
+
+    merge = _new_parser("Merge all that a run recorded in its windows, or trace files, into one timeline in one file.")
+    _merge_options(merge)
+    commands.add_subcommand("merge", merge, help="merge a run, or traces, into one file")
+
+    view = _new_parser("Open a run's timeline, or a trace, in the Perfetto UI on this machine; no network is needed.")
+    _view_options(view)
+    commands.add_subcommand("view", view, help="open a run's timeline, or a trace, in a browser")
+
     doctor = _new_parser("Say what is installed, and what can be recorded here and what not, and why.")
     commands.add_subcommand("doctor", doctor, help="say what can be recorded on this machine")
 
     run = _new_parser(_RUN_DESCRIPTION, usage=f"{PROGRAM} run [--config FILE] SCRIPT ARGS...")
     run.add_argument("--config", metavar="FILE", default=None, help="a YAML file that says what to record")
     commands.add_subcommand("run", run, help="run a training program as it is, and record it")
-    for name, command in (("demo", demo), ("show", show), ("doctor", doctor), ("run", run)):
+    named = {"demo": demo, "show": show, "trigger": trigger, "merge": merge, "view": view, "doctor": doctor, "run": run}
+    for name, command in named.items():
         command.prog = f"{PROGRAM} {name}"
     return parser
+
+
+def _trigger_options(trigger: ArgumentParser) -> None:
+    trigger.add_argument("RUN", help="a log_dir, its memprofiler directory, or a folder with one run in it")
+    trigger.add_argument("--active", type=int, default=None, metavar="N", help="steps to record (default: the run's)")
+    trigger.add_argument("--warmup", type=int, default=None, metavar="N", help="steps before that (default: the run's)")
+    trigger.add_argument(
+        "--timeout", type=float, default=60.0, metavar="S", help="seconds to wait for rank 0 (default: %(default)s)"
+    )
+
+
+def _merge_options(merge: ArgumentParser) -> None:
+    merge.add_argument("RUN", nargs="+", help="a run as for show, or trace files, plain or .gz")
+    merge.add_argument("-o", "--output", metavar="FILE", required=True, help="the result; compressed if it ends in .gz")
+    merge.add_argument("--window", type=int, default=None, metavar="N", help="only this window of the run")
+    merge.add_argument("--ranks", metavar="LIST", default=None, help="only these global ranks of the run, as in 0,3-5")
+
+
+def _view_options(view: ArgumentParser) -> None:
+    view.add_argument("RUN", help="a log_dir, its memprofiler directory, a folder with one run in it, or a trace file")
+    view.add_argument("--steps", metavar="A-B", default=None, help="open only these steps, as in 2-3 or 2,5-7")
+    view.add_argument(
+        "--trace-processor", metavar="PATH", default=None, help="start this trace_processor_shell, for large traces"
+    )
+    view.add_argument("--port", type=int, metavar="N", default=0, help="port of the page (default: a free one)")
+    view.add_argument("--no-browser", action="store_true", help="only serve the page, and say where")
 
 
 def _new_parser(description: str, *, usage: str | None = None) -> ArgumentParser:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from lightning_memprof.analysis.fetch import LocalRun
 
 __all__ = ["show"]
 
@@ -13,7 +17,7 @@ def show(run: str, format: Literal["terminal", "json"] = "terminal") -> int:  # 
     """Show where the time and the memory of a recorded run went.
 
     Args:
-        run: a log directory, its memprofiler directory, or a parent directory with one run in it.
+        run: a log directory, its memprofiler directory, or a parent directory with one run in it; also by URL.
         format: a page for the terminal, or JSON with bytes and nanoseconds.
 
     Returns:
@@ -21,16 +25,24 @@ def show(run: str, format: Literal["terminal", "json"] = "terminal") -> int:  # 
 
     Raises:
         ArtifactError: there is no run, there are several, or it cannot be read.
+        ConfigError: the protocol of the URL is not known here.
 
     """
+    from lightning_memprof.analysis.fetch import local_run
+
+    with local_run(run) as found:
+        return _show(found, format)
+
+
+def _show(found: LocalRun, form: Literal["terminal", "json"]) -> int:
     from lightning_memprof.analysis.allocations import run_allocations
     from lightning_memprof.analysis.run import load_run
     from lightning_memprof.analysis.tables import ensure_operator_tables
     from lightning_memprof.report.view import run_view
 
-    loaded = ensure_operator_tables(load_run(run))
+    loaded = ensure_operator_tables(replace(load_run(found.path), url=found.url))
     view = run_view(loaded, run_allocations(loaded))
-    if format == "json":
+    if form == "json":
         from lightning_memprof.report.machine import to_json
 
         sys.stdout.write(json.dumps(to_json(view), indent=2, allow_nan=False) + "\n")

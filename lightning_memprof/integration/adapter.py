@@ -13,6 +13,7 @@ from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.integration.attachment import Attachment
 from lightning_memprof.integration.log_lines import LogLines
 from lightning_memprof.integration.place import claim_place
+from lightning_memprof.integration.ranks import for_this_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,8 +40,16 @@ class Adapter(Callback):
 
     @property
     def run_directory(self) -> Path | None:
-        """Directory of the present or last run, the same on all ranks; None before the first ``setup``."""
+        """Directory of the present or last run, the same on all ranks; None before the first ``setup``.
+
+        Where results go to a URL it is the working copy, which is gone when the run has ended well.
+        """
         return None if self._place is None else self._place.directory
+
+    @property
+    def run_location(self) -> str | None:
+        """What to give to ``lightning-memprof show``: :attr:`run_directory`, or the run's URL."""
+        return None if self._place is None else self._place.location
 
     @abstractmethod
     def settings(self, trainer: Trainer) -> Settings:
@@ -64,10 +73,9 @@ class Adapter(Callback):
         if self.steps_aside(trainer):
             return
         stage = getattr(stage, "value", stage)
-        settings = self.settings(trainer)
+        settings = for_this_rank(self.settings(trainer), trainer)
         self._place = claim_place(trainer, stage, settings.output.dirpath)
-        chosen = settings.ranks is None or trainer.global_rank in settings.ranks
-        if self._place is None or not chosen:
+        if self._place is None:
             return
         if trainer.is_global_zero:
             self._log_lines.show()
@@ -93,6 +101,25 @@ class Adapter(Callback):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Hand the loss on to collectors that listen."""
         self._guarded(trainer, lambda attachment: attachment.tensors.loss_comes(loss))
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Hand the batch on, where validation is the stage and not a part of fit."""
+        if trainer.state.fn == "validate":
+            self._guarded(trainer, lambda attachment: attachment.tensors.batch_comes(batch))
+
+    def on_test_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Hand the batch on to collectors that listen."""
+        self._guarded(trainer, lambda attachment: attachment.tensors.batch_comes(batch))
+
+    def on_predict_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Hand the batch on to collectors that listen."""
+        self._guarded(trainer, lambda attachment: attachment.tensors.batch_comes(batch))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to listen, where validation is the stage and not a part of fit."""
@@ -180,5 +207,6 @@ class Adapter(Callback):
                 raise
             log.warning("the run's last files cannot be written (%s)", describe(error), exc_info=True)
         finally:
+            attachment.release()
             if not self._attachments:
                 self._log_lines.hide()

@@ -9,15 +9,21 @@ from typing import TYPE_CHECKING, Any
 from lightning_memprof.artifacts.naming import regions_name
 from lightning_memprof.artifacts.sink import Artifact, RunPlace, Sink
 from lightning_memprof.capture.base import RunContext
+from lightning_memprof.capture.budget import Ledger
 from lightning_memprof.capture.clock import device_timer
 from lightning_memprof.capture.faults import Faults, describe
 from lightning_memprof.capture.session import Session
+from lightning_memprof.capture.triggers import TriggerWatch
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.driver import StepDriver, position_source
 from lightning_memprof.integration.environment import run_facts, training_facts
 from lightning_memprof.integration.feeds import LateFeed, TensorFeed
 from lightning_memprof.integration.memory_watch import watch_memory
 from lightning_memprof.integration.parts import untold_parts
+from lightning_memprof.integration.peak_flops import peak_flops
+from lightning_memprof.integration.place import release_place
+from lightning_memprof.integration.rank_summary import RankSummaries
+from lightning_memprof.integration.ranks import choice_note, group_timeout_seconds
 from lightning_memprof.integration.reach import unreachable
 from lightning_memprof.integration.stages import StageActions, stage_actions
 from lightning_memprof.integration.tables import write_operator_table
@@ -58,6 +64,7 @@ class Attachment:
         self._settings = settings
         self._ended = False
         self._batches_before = 0
+        self._tabled = 0
         self._tap: ActionTap | None = None
         self._actions: StageActions = stage_actions(trainer, stage, ours)
         self._ours = ours
@@ -76,15 +83,20 @@ class Attachment:
             sink=sink,
             faults=Faults(sink.manifest, settings.output.on_error),
             timer=device_timer(trainer.strategy.root_device),
+            peak_flops=peak_flops(trainer),
+            ledger=Ledger(settings.budget, group_timeout_seconds(trainer)),
             parts=lambda: untold_parts(trainer, stage),
         )
         try:
             available = self._available()
+            self.triggers = TriggerWatch(settings.triggers, self.run)
         except BaseException as error:
             sink.manifest.append("end", status="exception", exception=describe(error), steps=0)
             sink.close()
+            release_place(sink)
             raise
-        self.session = Session(self.run, settings.schedule, available, self._window_closed)
+        across = [RankSummaries()] if trainer.world_size > 1 else []
+        self.session = Session(self.run, settings.schedule, [*across, *available], self._window_closed, self.triggers)
         self._oom = watch_memory(self.run, self.session, available)
 
     @property
@@ -102,13 +114,14 @@ class Attachment:
             if trainer.is_global_zero:
                 log.warning("%s", message)
         self._actions = stage_actions(trainer, self._stage, self._ours)
-        anchor = getattr(self._settings.schedule, "anchor", "fit")
-        driver = StepDriver(self.session, self._actions, position_source(trainer, self._stage, anchor))
+        position = position_source(trainer, self._stage, self._settings.schedule)
+        driver = StepDriver(self.session, self._actions, position)
         starts, stops = driver.handlers()
         profiler = trainer.profiler  # type: ignore[attr-defined]
         self._tap = ActionTap(profiler, starts, stops, self.break_off)
         self._batches_before = self._batches_seen()
         self.session.open()
+        self.triggers.start()
         self._tap.install()
 
     def stop(self, reason: str | None = None) -> None:
@@ -117,6 +130,7 @@ class Attachment:
         if tap is None:
             return
         tap.remove()
+        self.triggers.stop()
         self.session.close(reason=reason)
         heard, seen = self.session.facts()["steps"], self._batches_seen() - self._batches_before
         if self._stage == "fit" and heard < seen // 2:
@@ -141,7 +155,7 @@ class Attachment:
             self.stop(reason)
             sink.drain()
             # After an exception the process should end soon; `show` makes the table where it is missing.
-            if exception is None and self.table is None:
+            if exception is None and (self.table is None or self.session.windows > self._tabled):
                 self._write_table()
             named = self.place.directory / regions_name(self.run.rank)
             if named.exists():
@@ -150,6 +164,10 @@ class Attachment:
             status = "finished" if exception is None else "exception"
             sink.manifest.append("end", status=status, exception=reason, **self.session.facts())
             sink.close()
+
+    def release(self) -> None:
+        """Wait until the last files are at their URL, where the run has one; nothing may be read here afterwards."""
+        release_place(self.run.sink)
 
     def break_off(self, error: Exception) -> None:
         """End the recording, not the training, because of a failure that is no single collector's."""
@@ -165,7 +183,8 @@ class Attachment:
     def _window_closed(self, windows: int) -> None:
         # The last window of a schedule that ends: its table is made while the training goes on.
         schedule = self._settings.schedule
-        if isinstance(schedule, Schedule) and schedule.anchor == "fit" and windows == schedule.repeat:
+        if isinstance(schedule, Schedule) and schedule.anchor == "fit" and windows == schedule.windows:
+            self._tabled = windows
             self.run.sink.in_background(self._write_table)
 
     def _write_table(self) -> None:
@@ -178,8 +197,15 @@ class Attachment:
         manifest = self.run.sink.manifest
         reasons = [(collector, asked, self._why_not(collector)) for collector, asked in self._settings.collectors]
         available = [collector for collector, _, reason in reasons if reason is None]
-        root = str(self.place.root)
-        manifest.append("run", **run_facts(self._trainer, self._stage, root, self._settings.schedule, available))
+        root = self.place.url or str(self.place.root)
+        manifest.append(
+            "run",
+            **run_facts(self._trainer, self._stage, root, self._settings.schedule, available),
+            every_collector=self._settings.every_collector,
+            triggers=self._settings.triggers.file,
+        )
+        if self._trainer.is_global_zero and (note := choice_note(self._settings.ranks, self._trainer.world_size)):
+            manifest.append("note", collector="ranks", message=note)
         missing = [(collector, asked, reason) for collector, asked, reason in reasons if reason is not None]
         if refused := [f"{type(collector).__name__} ({reason})" for collector, asked, reason in missing if asked]:
             msg = f"asked for and not available in this run: {', '.join(refused)}; take it out of `collectors`"

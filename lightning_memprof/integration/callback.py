@@ -13,14 +13,16 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_memprof.capture.base import Collector
 from lightning_memprof.capture.budget import Budget
 from lightning_memprof.capture.named import NamedSnapshots, plain
-from lightning_memprof.capture.triggers import Triggers
+from lightning_memprof.capture.triggers import Triggers, check_steps
 from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.integration.adapter import Adapter
+from lightning_memprof.integration.logger_files import hand_over
 from lightning_memprof.integration.output import Output
 from lightning_memprof.integration.profiler import ExtendedPyTorchProfiler
-from lightning_memprof.integration.settings import Settings, as_list, as_schedule, check_ranks, joined
+from lightning_memprof.integration.ranks import Ranks, check_ranks
+from lightning_memprof.integration.settings import Settings, as_list, as_schedule, joined
 from lightning_memprof.report.summary import print_summary
-from lightning_memprof.schedule import Schedule
+from lightning_memprof.schedule import Schedule, Stages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,12 +48,13 @@ class MemProfilerCallback(Adapter):
     profiler's options hold for the operator trace.
 
     Args:
-        schedule: when windows open; a :class:`Schedule`, a mapping of its fields, or a function from step to
-            ``torch.profiler.ProfilerAction``.
+        schedule: when windows open; a :class:`Schedule`, a mapping of its fields, a function from step to
+            ``torch.profiler.ProfilerAction``, or :class:`Stages` with a schedule for each stage.
         collectors: what records; None is the default set: ``Pulse``, ``HostMemory``, ``AllocatorStats``,
             ``HookTimings``, ``AllocatorHistory``, ``FunctionMemory``, ``SavedTensors``, ``OutOfMemory`` and
             ``OperatorTrace``, as far as they are available.
-        ranks: global ranks that record; None is all.
+        ranks: global ranks whose windows have every collector: ``"all"``, ``"none"``, a list, a count (the first N),
+            ``{"every": N}``; None is all of up to 8, else the first of each node. The others record what is light.
         triggers: what opens a window besides the schedule; :class:`Triggers`.
         budget: what traces may cost the run; :class:`Budget`.
         output: where results go, and what becomes of a collector that fails; :class:`Output`.
@@ -63,9 +66,9 @@ class MemProfilerCallback(Adapter):
 
     def __init__(
         self,
-        schedule: Schedule | Callable[[int], Any] = _DEFAULT_SCHEDULE,
+        schedule: Schedule | Stages | Callable[[int], Any] = _DEFAULT_SCHEDULE,
         collectors: list[Collector] | None = None,
-        ranks: list[int] | None = None,
+        ranks: Ranks = None,
         triggers: Triggers = _DEFAULT_TRIGGERS,
         budget: Budget = _DEFAULT_BUDGET,
         output: Output = _DEFAULT_OUTPUT,
@@ -94,7 +97,7 @@ class MemProfilerCallback(Adapter):
         profiler = trainer.profiler  # type: ignore[attr-defined]
         extended = profiler if isinstance(profiler, ExtendedPyTorchProfiler) else None
         settings = Settings(
-            schedule=as_schedule(self._schedule),
+            schedule=as_schedule(self._schedule, str(getattr(trainer.state.fn, "value", "fit"))),
             collectors=joined(self._collectors, () if extended is None else extended.lend()),
             ranks=self._ranks,
             triggers=self._triggers,
@@ -119,6 +122,26 @@ class MemProfilerCallback(Adapter):
         finally:
             self._named.take(name, "end", self._position())
 
+    def trigger(self, active: int | None = None) -> None:
+        """Record a window now, at any point of a program that trains; may be called on one rank or on all of them.
+
+        With several ranks all of them open it at one step, about 20 steps from now; alone it opens at the next step.
+        Where no run goes on, or this rank records nothing, nothing happens.
+
+        Args:
+            active: steps to record; None is what :class:`Triggers` says.
+
+        Raises:
+            ConfigError: ``active`` is no number of steps.
+
+        """
+        if active is not None:
+            check_steps("trigger", "active", active, 1)
+        if self.attachment is None:
+            log.warning("trigger() was called while no run is recorded: no window opens")
+            return
+        self.attachment.triggers.call(active)
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Claim a directory and prepare the run."""
         super().setup(trainer, pl_module, stage)
@@ -135,12 +158,14 @@ class MemProfilerCallback(Adapter):
             profiler.table_path = attachment.table
         if not trainer.is_global_zero:
             return
-        directory = attachment.place.directory
+        place = attachment.place
+        if self._output.loggers:
+            hand_over(trainer, attachment.run.sink)
         if exception is not None or not self._output.summary:
-            log.info("recorded in %s; look at it with: lightning-memprof show %s", directory, directory)
+            log.info("recorded in %s; look at it with: lightning-memprof show %s", place.location, place.location)
             return
         try:
-            print_summary(directory, self.summary_file())
+            print_summary(place.directory, self.summary_file(), url=place.url)
         except (MemprofError, OSError) as error:
             log.warning("the summary cannot be shown: %s", error)
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_memprof.integration.stages import StageActions
+    from lightning_memprof.schedule import Action
 
 __all__ = ["StepDriver", "position_source"]
 
@@ -82,6 +83,7 @@ class StepDriver:
         if actions.before_backward is not None and actions.after_backward is not None:
             stops[actions.before_backward] = backward_start
             starts[actions.after_backward] = backward_stop
+        starts |= dict.fromkeys(actions.unusual, session.unusual)
         if actions.before_optimizer_step is not None:
             starts[actions.before_optimizer_step] = partial(mark, Point.BEFORE_OPTIMIZER_STEP)
         return starts, stops
@@ -106,15 +108,18 @@ class StepDriver:
         self._between_steps = True
 
 
-def position_source(trainer: Trainer, stage: str, anchor: str) -> Callable[[int], Position]:
+def position_source(trainer: Trainer, stage: str, schedule: Callable[[int], Action]) -> Callable[[int], Position]:
     """Give a function that says, when a step is about to begin, where the run is.
 
     Args:
         trainer: of the run.
         stage: ``fit`` counts the batches of the whole run, resumed ones included; other stages count their own.
-        anchor: ``"epoch"`` starts the schedule's count again in every epoch.
+        schedule: with ``anchor="epoch"`` its count starts again in every epoch; one that lists its steps counts those
+            of the whole run; any other those of this process.
 
     """
+    anchor = getattr(schedule, "anchor", "fit")
+    listed = bool(getattr(schedule, "steps", ())) and anchor == "fit"
     seen = 0
     count = -1
     last_epoch: int | None = None
@@ -128,6 +133,6 @@ def position_source(trainer: Trainer, stage: str, anchor: str) -> Callable[[int]
         last_epoch = epoch
         step = seen if total is None else total.ready - counted
         seen += 1
-        return Position(step, trainer.global_step, epoch, count)
+        return Position(step, trainer.global_step, epoch, step if listed else count)
 
     return position

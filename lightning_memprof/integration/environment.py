@@ -13,7 +13,7 @@ import torch
 
 import lightning_memprof
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION
-from lightning_memprof.schedule import Schedule
+from lightning_memprof.schedule import Schedule, no_window
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +43,7 @@ def run_facts(
         "accelerator": type(trainer.accelerator).__name__,
         "device": str(device),
         "root": root,
-        "schedule": asdict(schedule) if isinstance(schedule, Schedule) else {"callable": repr(schedule)},
+        "schedule": _schedule_facts(schedule),
         "collectors": [collector.name for collector in collectors],
         "environment": {
             "python": platform.python_version(),
@@ -56,6 +56,12 @@ def run_facts(
             "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         },
     }
+
+
+def _schedule_facts(schedule: Any) -> dict[str, Any] | None:
+    if schedule is no_window:
+        return None
+    return asdict(schedule) if isinstance(schedule, Schedule) else {"callable": repr(schedule)}
 
 
 def training_facts(trainer: Trainer) -> dict[str, Any]:

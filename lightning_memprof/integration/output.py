@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
+from lightning_memprof.artifacts.upload import check_url, is_url
 from lightning_memprof.errors import ConfigError
 
 __all__ = ["Output"]
+
+_MANGLED: Final = re.compile(r"[a-z][a-z0-9+.:-]+:/[^/]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,9 +20,11 @@ class Output:
     """Where a run's results go.
 
     Args:
-        dirpath: directory that gets the ``memprofiler`` directory; None is the Trainer's ``log_dir``.
+        dirpath: directory that gets the ``memprofiler`` directory; None is the Trainer's ``log_dir``. Also an fsspec
+            URL (``s3://``, ``gs://``, ``memory://``): files are written locally and copied there in the background.
         summary: print the summary on rank 0 when the run has ended.
-        loggers: hand the report's files to those of the Trainer's loggers that take files.
+        loggers: hand the report's files to those of the Trainer's loggers that take files: TensorBoard (as text),
+            MLflow, W&B.
         on_error: ``"warn"`` switches a failing collector off and lets training go on; ``"raise"`` is for tests.
 
     Raises:
@@ -36,3 +42,8 @@ class Output:
         if self.on_error not in ("warn", "raise"):
             msg = f"Output(on_error={self.on_error!r}): must be 'warn' or 'raise'"
             raise ConfigError(msg)
+        if isinstance(self.dirpath, Path) and _MANGLED.match(str(self.dirpath)):
+            msg = f"Output(dirpath={self.dirpath!r}): a Path drops one '/' of a URL; give the URL as a string"
+            raise ConfigError(msg)
+        if isinstance(self.dirpath, str) and is_url(self.dirpath):
+            check_url(self.dirpath)

@@ -16,8 +16,9 @@ __all__ = ["untold_parts"]
 _PRECISION: Final = ("convert_input", "pre_backward", "backward", "post_backward", "optimizer_step", "clip_gradients")
 _LOGGER: Final = ("log_metrics", "save")
 _STRATEGY: Final = ("save_checkpoint",)
-# What waits for other ranks.
-_COLLECTIVES: Final = ("barrier", "broadcast", "reduce", "all_gather")
+# What waits for other ranks. Not `reduce`: `self.log` compares the bound method of one call with the next one's and
+# raises where they differ, so that a step in a window could not log what a step before it did.
+_COLLECTIVES: Final = ("barrier", "broadcast", "all_gather")
 # Metrics are computed here, and handed to every logger.
 _LOGGING: Final = (
     "update_train_step_metrics", "update_train_epoch_metrics", "update_eval_step_metrics", "log_eval_end_metrics",
@@ -38,7 +39,7 @@ def untold_parts(trainer: Trainer, stage: str) -> list[TimedPart]:
         *_of("Strategy", strategy, (*_STRATEGY, *shared)),
         *_of("CheckpointIO", strategy.checkpoint_io, ("save_checkpoint", "remove_checkpoint")),
         *(part for logger in trainer.loggers for part in _of("Logger", logger, _LOGGER)),
-        *(TimedPart(trainer._logger_connector, method, "logging") for method in _LOGGING),  # noqa: SLF001 it has no public name
+        *(TimedPart(trainer._logger_connector, method, "logging") for method in _LOGGING),
     ]
     if stage == "fit":
         loop = trainer.fit_loop.epoch_loop

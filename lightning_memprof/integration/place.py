@@ -1,19 +1,34 @@
-"""Where a run's files go: agreed on by all ranks, once."""
+"""Where a run's files go: agreed on by all ranks, once, and given back at the end."""
 
 from __future__ import annotations
 
+import json
 import logging
+import re
+import shutil
+import tempfile
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from lightning_memprof.artifacts.manifest import ManifestWriter
+from lightning_memprof.artifacts.naming import manifest_name, parse_manifest_name
 from lightning_memprof.artifacts.sink import RunPlace, claim_run_place
+from lightning_memprof.artifacts.upload import Remote, claim_remote, is_url, url_path
+from lightning_memprof.errors import MemprofError
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["claim_place"]
+    from lightning_memprof.artifacts.sink import Sink
+
+__all__ = ["WORKING_COPIES", "claim_place", "release_place"]
 
 log = logging.getLogger(__name__)
+
+WORKING_COPIES: Final = "memprofiler-uploads"
+# The last row of a manifest is some hundred bytes long.
+_TAIL: Final = 4096
 
 
 def claim_place(trainer: Trainer, stage: str, dirpath: str | Path | None) -> RunPlace | None:
@@ -24,17 +39,91 @@ def claim_place(trainer: Trainer, stage: str, dirpath: str | Path | None) -> Run
 
     """
     wanted = str(dirpath or trainer.log_dir or trainer.default_root_dir)
-    if "://" in wanted:
-        log.warning("%s is not a local directory; recording into %s", wanted, Path.cwd())
-        wanted = str(Path.cwd())
+    if is_url(wanted) and (path := url_path(wanted)) is not None:
+        wanted = path
+    place: RunPlace | None = None
+    if trainer.is_global_zero:
+        place = _claim_url(trainer, stage, wanted) if is_url(wanted) else _claim_directory(stage, wanted)
+    found = None if place is None else (str(place.root), place.number, place.url)
+    agreed: tuple[str, int, str | None] | None = trainer.strategy.broadcast(found)
+    return None if agreed is None else RunPlace(Path(agreed[0]), agreed[1], agreed[2])
+
+
+def release_place(sink: Sink) -> None:
+    """Wait until the last files are at their URL, and remove the working copy when every rank's files are.
+
+    The ranks of one machine share the working copy: the last of them removes it.
+    """
+    if sink.uploads is None:
+        return
+    place = sink.place
+    left = sink.uploads.finish()
+    if left:
+        names = ", ".join(path.name for path in left[:3]) + (", ..." if len(left) > 3 else "")
+        log.warning(
+            "%d files are not at %s (%s: %s); they are kept in %s",
+            len(left), place.url, names, sink.uploads.error or "no answer", place.root,
+        )  # fmt: skip
+        return
+    manifest = ManifestWriter(place.directory / manifest_name(sink.rank))
+    manifest.append("uploaded", url=place.url)
+    manifest.close()
+    others = [path for path in place.directory.iterdir() if parse_manifest_name(path.name) is not None]
+    if all(_is_uploaded(path) for path in others):
+        shutil.rmtree(place.root, ignore_errors=True)
+        for parent in place.root.parents:
+            with suppress(OSError):  # another run is in it
+                parent.rmdir()
+            if parent.name == WORKING_COPIES or WORKING_COPIES not in parent.parts:
+                break
+
+
+def _claim_directory(stage: str, wanted: str) -> RunPlace | None:
     root = Path(wanted)
     if stage != "fit":
         root = root / stage
-    number: int | None = None
-    if trainer.is_global_zero:
-        try:
-            number = claim_run_place(root).number
-        except (OSError, ValueError) as error:
-            log.warning("%s cannot be written (%s): this run is not recorded; training goes on", root, error)
-    agreed: tuple[str, int] | None = trainer.strategy.broadcast((str(root), number) if number is not None else None)
-    return None if agreed is None else RunPlace(Path(agreed[0]), agreed[1])
+    try:
+        return claim_run_place(root)
+    except (OSError, ValueError) as error:
+        log.warning("%s cannot be written (%s): this run is not recorded; training goes on", root, error)
+        return None
+
+
+def _claim_url(trainer: Trainer, stage: str, url: str) -> RunPlace | None:
+    url = url.rstrip("/")
+    if stage != "fit":
+        url = f"{url}/{stage}"
+    try:
+        root = _working_copy(trainer, url)
+    except OSError as error:
+        log.warning("no working copy of %s can be made (%s): this run is not recorded; training goes on", url, error)
+        return None
+    try:
+        number = claim_remote(Remote(url))
+    except MemprofError as error:
+        log.warning("%s; recording into %s instead", error, root)
+        return _claim_directory("fit", str(root))
+    return RunPlace(root, number, url)
+
+
+def _working_copy(trainer: Trainer, url: str) -> Path:
+    """Make a directory of this run's own: beside the Trainer's other files, or among the temporary ones."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", url.partition("://")[2]).strip("-.")[-60:]
+    base = trainer.default_root_dir
+    home = Path.cwd() if is_url(str(base)) else Path(base)
+    try:
+        (home / WORKING_COPIES).mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=home / WORKING_COPIES)).absolute()
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix=f"memprofiler-{name}-"))
+
+
+def _is_uploaded(manifest: Path) -> bool:
+    """Say whether the last row of a rank's manifest is that everything is at the URL."""
+    try:
+        with manifest.open("rb") as file:
+            file.seek(max(0, manifest.stat().st_size - _TAIL))
+            last = file.read().splitlines()[-1]
+        return bool(json.loads(last).get("kind") == "uploaded")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return False

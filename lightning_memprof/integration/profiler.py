@@ -22,8 +22,9 @@ from lightning_memprof.capture.pulse import Pulse
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.adapter import Adapter
 from lightning_memprof.integration.output import Output
-from lightning_memprof.integration.settings import Settings, as_schedule, check_ranks
-from lightning_memprof.schedule import Schedule
+from lightning_memprof.integration.ranks import Ranks, check_ranks
+from lightning_memprof.integration.settings import Settings, as_schedule
+from lightning_memprof.schedule import Schedule, Stages
 
 if TYPE_CHECKING:
     from lightning_memprof.capture.base import Collector
@@ -57,10 +58,11 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
         record_module_names: name modules' forwards in the trace.
         table_kwargs: further arguments of torch's table: ``max_src_column_width``, ``max_name_column_width``,
             ``max_shapes_column_width``, ``header``, ``top_level_events_only``.
-        schedule: when windows open; a :class:`Schedule`, a mapping of its fields, or a function from step to
-            ``torch.profiler.ProfilerAction``. From Python also None, which records every step.
+        schedule: when windows open; a :class:`Schedule`, a mapping of its fields, a function from step to
+            ``torch.profiler.ProfilerAction``, or :class:`Stages` with a schedule for each stage. From Python
+            also None, which records every step.
         schedule_cfg: another name of ``schedule``.
-        ranks: global ranks that record; None is all.
+        ranks: global ranks whose windows have every collector, as in :class:`MemProfilerCallback`.
         max_name_column_width: width of the operator table's first column.
         profiler_kwargs: arguments of ``torch.profiler.profile``; ``export_to_flame_graph`` and ``metric`` as in
             Lightning.
@@ -84,9 +86,9 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
         sort_by_key: str | None = None,
         record_module_names: bool = True,
         table_kwargs: dict[str, Any] | None = None,
-        schedule: Schedule | Callable[[int], Any] = _DEFAULT_SCHEDULE,
+        schedule: Schedule | Stages | Callable[[int], Any] = _DEFAULT_SCHEDULE,
         schedule_cfg: Schedule | dict[str, Any] | None = None,
-        ranks: list[int] | None = None,
+        ranks: Ranks = None,
         max_name_column_width: int = 55,
         **profiler_kwargs: Any,
     ) -> None:
@@ -106,7 +108,8 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
         if schedule_cfg is not None and schedule != _DEFAULT_SCHEDULE:
             msg = "schedule and schedule_cfg are two names of one value; give one"
             raise ConfigError(msg)
-        self._chosen_schedule = as_schedule(schedule if schedule_cfg is None else schedule_cfg)
+        self._chosen_schedule: Any = schedule if schedule_cfg is None else schedule_cfg
+        as_schedule(self._chosen_schedule)
         self._ranks = check_ranks(ranks)
         self._trace = self._operator_trace(profiler_kwargs)
         self._table = TableOptions(
@@ -144,7 +147,7 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
     def own_settings(self) -> Settings:
         """Return what this profiler wants of a run when it records alone."""
         return Settings(
-            schedule=self._chosen_schedule,
+            schedule=as_schedule(self._chosen_schedule, self._stage or "fit"),
             collectors=[(collector, False) for collector in (Pulse(), OutOfMemory(), *self.lend())],
             ranks=self._ranks,
             output=Output(dirpath=self.dirpath),
@@ -199,7 +202,7 @@ class _ProfilerHost(Adapter):
     def ended(self, trainer: Trainer, attachment: Any, exception: BaseException | None) -> None:
         """Leave the Trainer; a new list, because Lightning is walking through the old one."""
         self._profiler.table_path = attachment.table
-        log.info("recorded in %s; look at it with: lightning-memprof show %s", *[attachment.place.directory] * 2)
+        log.info("recorded in %s; look at it with: lightning-memprof show %s", *[attachment.place.location] * 2)
         trainer.callbacks = [other for other in trainer.callbacks if other is not self]  # type: ignore[attr-defined]
 
 

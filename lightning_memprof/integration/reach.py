@@ -40,12 +40,20 @@ def unreachable(trainer: Trainer, stage: str, schedule: Callable[[int], Action])
     # A function of the user's may count its calls: it is not asked ahead.
     if ahead is None or not isinstance(schedule, Schedule):
         return None
+    if schedule.steps and schedule.anchor == "fit" and stage == "fit":
+        done = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        if any(done <= step < done + ahead for step in schedule.steps):
+            return None
+        listed = ", ".join(map(str, schedule.steps))
+        return f"nothing will be recorded: fit has {ahead} steps from step {done} on, none of them in steps=[{listed}]"
     counted, whole = ahead, f"{stage} has {ahead} steps"
     if schedule.anchor == "epoch" and stage == "fit" and trainer.num_training_batches != float("inf"):
         counted = min(ahead, int(trainer.num_training_batches))
         whole = f"an epoch has {counted} steps"
     if schedule.first_active < counted:
         return None
+    if schedule.steps:
+        return f"nothing will be recorded: {whole}, and the schedule records from step {schedule.first_active} on"
     return (
         f"nothing will be recorded: {whole}, and the schedule records from step {schedule.first_active} on "
         f"(skip_first={schedule.skip_first}, wait={schedule.wait}, warmup={schedule.warmup}); "

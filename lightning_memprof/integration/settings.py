@@ -15,18 +15,22 @@ from lightning_memprof.capture.allocator_stats import AllocatorStats
 from lightning_memprof.capture.base import Collector
 from lightning_memprof.capture.budget import Budget
 from lightning_memprof.capture.functions import FunctionMemory
+from lightning_memprof.capture.garbage import Garbage
 from lightning_memprof.capture.hook_timings import HookTimings
 from lightning_memprof.capture.host import HostMemory
 from lightning_memprof.capture.oom import OutOfMemory
 from lightning_memprof.capture.operator_trace import OperatorTrace
 from lightning_memprof.capture.pulse import Pulse
 from lightning_memprof.capture.saved_tensors import SavedTensors
+from lightning_memprof.capture.system import System
+from lightning_memprof.capture.throughput import Throughput
 from lightning_memprof.capture.triggers import Triggers
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.output import Output
-from lightning_memprof.schedule import Action, Schedule
+from lightning_memprof.integration.ranks import Ranks
+from lightning_memprof.schedule import Action, Schedule, Stages
 
-__all__ = ["Settings", "as_list", "as_schedule", "check_ranks", "default_collectors", "joined"]
+__all__ = ["Settings", "as_list", "as_schedule", "default_collectors", "joined"]
 
 
 # Part of a file's name; what reads the run directory knows it by the same pattern.
@@ -40,7 +44,8 @@ class Settings:
     Attributes:
         schedule: decides by the count of steps.
         collectors: in the order in which they are told; by name, whether the user asked for them.
-        ranks: global ranks that record; None is all.
+        ranks: which ranks record windows with every collector.
+        every_collector: whether this rank is one of them.
         triggers: what opens windows besides the schedule.
         budget: what traces may cost.
         output: where results go, and the policy for failing collectors.
@@ -50,7 +55,8 @@ class Settings:
 
     schedule: Callable[[int], Action]
     collectors: Sequence[tuple[Collector, bool]]
-    ranks: Sequence[int] | None = None
+    ranks: Ranks = None
+    every_collector: bool = True
     triggers: Triggers = field(default_factory=Triggers)
     budget: Budget = field(default_factory=Budget)
     output: Output = field(default_factory=Output)
@@ -64,6 +70,9 @@ def default_collectors() -> list[Collector]:
         HostMemory(),
         AllocatorStats(),
         HookTimings(),
+        Garbage(),
+        System(),
+        Throughput(),
         AllocatorHistory(),
         FunctionMemory(),
         SavedTensors(),
@@ -119,26 +128,13 @@ def as_list(option: str, value: Any) -> Sequence[Any] | None:
     return value
 
 
-def check_ranks(ranks: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Refuse ranks that are no ranks.
-
-    Raises:
-        ConfigError: one is negative or no integer.
-
-    """
-    for rank in as_list("ranks", ranks) or ():
-        if type(rank) is not int or rank < 0:
-            msg = f"ranks={ranks!r}: {rank!r} is no global rank; give integers from 0, or None for all"
-            raise ConfigError(msg)
-    return None if ranks is None else tuple(ranks)
-
-
-def as_schedule(value: Any) -> Callable[[int], Action]:
-    """Turn what users may give into a schedule.
+def as_schedule(value: Any, stage: str = "fit") -> Callable[[int], Action]:
+    """Turn what users may give into the schedule of one stage.
 
     Args:
         value: a :class:`Schedule`, a mapping of its fields, a function from step to ``torch.profiler.ProfilerAction``
-            or :class:`Action`, or None, which records every step.
+            or :class:`Action`, :class:`Stages`, or None, which records every step.
+        stage: ``fit``, ``validate``, ``test`` or ``predict``.
 
     Raises:
         ConfigError: it is something else.
@@ -148,6 +144,8 @@ def as_schedule(value: Any) -> Callable[[int], Action]:
         return lambda _step: Action.RECORD
     if isinstance(value, Schedule):
         return value
+    if isinstance(value, Stages):
+        return value.of(stage)
     if isinstance(value, Mapping):
         try:
             return Schedule(**value)
@@ -164,5 +162,5 @@ def as_schedule(value: Any) -> Callable[[int], Action]:
             msg = f"schedule={value!r}: returns {first!r}, a torch.profiler.ProfilerAction is expected"
             raise ConfigError(msg)
         return lambda step: Action[value(step).name]
-    msg = f"schedule={value!r}: must be a Schedule, a mapping of its fields, or a function of the step"
+    msg = f"schedule={value!r}: must be a Schedule, a mapping of its fields, Stages, or a function of the step"
     raise ConfigError(msg)

@@ -37,6 +37,7 @@ class StageActions:
         before_optimizer_step: the module's hook; None outside fit.
         optimizer: all actions that are the optimizer's, in which forward and backward may be nested.
         callbacks: hooks that a callback really has.
+        unusual: what is not in every step, and takes its time.
 
     """
 
@@ -50,6 +51,7 @@ class StageActions:
     before_optimizer_step: str | None
     optimizer: tuple[str, ...]
     callbacks: tuple[str, ...]
+    unusual: tuple[str, ...] = ()
 
 
 def stage_actions(trainer: Trainer, stage: str, ours: type[Callback]) -> StageActions:
@@ -69,6 +71,7 @@ def stage_actions(trainer: Trainer, stage: str, ours: type[Callback]) -> StageAc
             before_optimizer_step=f"{module}.on_before_optimizer_step",
             optimizer=(f"{module}.optimizer_step", "optimizer_step", f"{module}.optimizer_zero_grad"),
             callbacks=tuple(_overridden(users, _FIT_HOOKS)),
+            unusual=(f"{module}.on_validation_start", f"{module}.on_train_epoch_end", "save_checkpoint"),
         )
     prefix = _PREFIX[stage]
     loop = {

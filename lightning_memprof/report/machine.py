@@ -6,11 +6,17 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
+from lightning_memprof.analysis.findings import shown_place
 from lightning_memprof.artifacts.series import PHASES
+from lightning_memprof.report.events import events_document
 from lightning_memprof.report.memory_document import memory_document
+from lightning_memprof.report.ranks import ranks_document
+from lightning_memprof.report.system import system_document
+from lightning_memprof.report.throughput import throughput_document
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from lightning_memprof.analysis.findings import Finding
     from lightning_memprof.analysis.steps import StepReport
@@ -38,11 +44,15 @@ def to_json(view: View) -> dict[str, Any]:
         "pulse": _pulse(view.lead),
         "ranks": [_rank(one) for one in view.ranks],
         "windows": [_window(one) for one in view.lead.windows],
-        "artifacts": [{**dataclasses.asdict(one), "file": str(one.file)} for one in view.artifacts],
+        "artifacts": [{**dataclasses.asdict(one), "file": _where(view, one.file)} for one in view.artifacts],
         "errors": [dataclasses.asdict(one) for one in view.errors],
         "unavailable": [dataclasses.asdict(one) for one in view.unavailable],
         "overhead": _overhead(view.lead.overhead),
         "memory": memory_document(view.memory),
+        "across_ranks": ranks_document(view),
+        "events": events_document(view),
+        "throughput": throughput_document(view),
+        "system": system_document(view),
         "oom": [dataclasses.asdict(one) for one in view.ooms],
         "named": [dataclasses.asdict(one) for one in view.named],
         "notes": [dataclasses.asdict(one) for one in view.notes],
@@ -50,6 +60,10 @@ def to_json(view: View) -> dict[str, Any]:
         "commands": [str(one) for one in view.commands],
     }
     return {key: _plain(value) for key, value in document.items()}
+
+
+def _where(view: View, path: Path) -> str:
+    return str(path) if view.url is None else shown_place(path, view.root, view.url)
 
 
 def _run(view: View) -> dict[str, Any]:
@@ -62,8 +76,9 @@ def _run(view: View) -> dict[str, Any]:
         "accumulate_grad_batches", "optimizers", "dataloaders",
     )  # fmt: skip
     return {
-        "directory": str(view.directory),
-        "root": str(view.root),
+        "directory": _where(view, view.directory),
+        "root": _where(view, view.root),
+        "url": view.url,
         "status": view.status,
         "exception": view.exception,
         "started_ns": facts.get("time_ns"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TextIO
 
 from lightning_memprof.errors import ReportError
@@ -17,8 +18,13 @@ MAX_PULSE_BYTES: Final = 16 * MIB
 MAX_MEMORY_BYTES: Final = 8 * MIB
 
 
-def print_summary(run_dir: Path, file: TextIO | None = None) -> None:
+def print_summary(run_dir: Path, file: TextIO | None = None, *, url: str | None = None) -> None:
     """Print the view of a run directory to ``file``, standard output where it is None.
+
+    Args:
+        run_dir: the run directory.
+        file: where to.
+        url: what the directory above ``run_dir`` is a working copy of.
 
     Raises:
         ReportError: it cannot be produced; whatever the cause, nothing else is raised into the training.
@@ -29,7 +35,7 @@ def print_summary(run_dir: Path, file: TextIO | None = None) -> None:
         from lightning_memprof.report.terminal import print_view
         from lightning_memprof.report.view import run_view
 
-        run = load_run(run_dir, max_pulse_bytes=MAX_PULSE_BYTES)
+        run = replace(load_run(run_dir, max_pulse_bytes=MAX_PULSE_BYTES), url=url)
         print_view(run_view(run, max_memory_bytes=MAX_MEMORY_BYTES), file)
     except Exception as error:
         msg = f"{run_dir}: the summary cannot be shown ({type(error).__name__}: {error}); the data is on disk"

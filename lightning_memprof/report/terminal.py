@@ -13,8 +13,12 @@ from rich.text import Text
 from lightning_memprof.analysis.findings import Severity, percent
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.columns import Column, step_columns
+from lightning_memprof.report.events import events_lines
 from lightning_memprof.report.memory import memory_sections
 from lightning_memprof.report.oom import view_lines
+from lightning_memprof.report.ranks import ranks_lines
+from lightning_memprof.report.system import system_lines
+from lightning_memprof.report.throughput import throughput_lines
 from lightning_memprof.report.words import about, clean, cost, ending, file_rows, named_lines, trouble
 from lightning_memprof.units import format_bytes, format_ns
 
@@ -87,8 +91,10 @@ def _print_page(view: View, console: Console) -> None:
     parts: list[RenderableType] = [_verdict(view), Text(), _about(view), Text(), *_ooms(view)]
     parts += _steps(view, console, width)
     if len(view.ranks) > 1:
-        parts += [Text(), *_ranks(view)]
+        parts += [Text(), *_ranks(view), *(Text.assemble(*line) for line in ranks_lines(view, width))]
     for lines in memory_sections(view, width, ascii_only=console.options.ascii_only):
+        parts += [Text(), *(Text.assemble(*line) for line in lines)]
+    for lines in filter(None, (events_lines(view, width), throughput_lines(view, width), system_lines(view, width))):
         parts += [Text(), *(Text.assemble(*line) for line in lines)]
     for part in (*parts, Text()):
         _print(part, console, width)

@@ -13,15 +13,19 @@ from lightning_memprof.analysis.findings import (
     conclude,
     examine,
     log_directory,
-    shown_path,
+    shown_place,
     trace_directory,
 )
 from lightning_memprof.analysis.findings.memory_growth import left_by_windows
 from lightning_memprof.analysis.locate import find_run, is_run_directory
 from lightning_memprof.analysis.memory import MemoryReport, memory_report
 from lightning_memprof.analysis.oom import Autopsy, autopsies
+from lightning_memprof.analysis.pauses import Pauses, pauses
 from lightning_memprof.analysis.rows import mapping, text, whole
+from lightning_memprof.analysis.step_events import StepEvents, rank_events
 from lightning_memprof.analysis.steps import DeviceMemory, HostMemory, PulseStatistics, StepReport, window_steps
+from lightning_memprof.analysis.system import RankSystem, systems
+from lightning_memprof.analysis.throughput import RankThroughput, throughputs
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, parse_numbered
 from lightning_memprof.errors import ArtifactError
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from lightning_memprof.analysis.allocations import WindowAllocations
+    from lightning_memprof.analysis.ranks import RankReport
     from lightning_memprof.analysis.run import (
         Artifact,
         CollectorError,
@@ -114,7 +119,8 @@ class View:
     """A run as it is shown.
 
     ``device_note`` says why there are no figures of a device, or is None where there are. ``commands`` are what to
-    type next. ``facts`` and ``training`` are the lead rank's rows of the manifest.
+    type next. ``facts`` and ``training`` are the lead rank's rows of the manifest. ``url`` is what ``root`` is a copy
+    of.
     """
 
     schema_version: int
@@ -139,6 +145,12 @@ class View:
     memory: MemoryReport
     ooms: tuple[Autopsy, ...]
     commands: tuple[Command, ...]
+    url: str | None = None
+    across: RankReport | None = None
+    events: tuple[StepEvents, ...] = ()
+    pauses: Pauses | None = None
+    throughput: tuple[RankThroughput, ...] = ()
+    system: tuple[RankSystem, ...] = ()
 
 
 def run_view(run: Run, allocations: Sequence[WindowAllocations] = (), *, max_memory_bytes: int | None = None) -> View:
@@ -153,12 +165,15 @@ def run_view(run: Run, allocations: Sequence[WindowAllocations] = (), *, max_mem
     evidence = Evidence.of(run)
     findings = examine(evidence)
     named, damaged = named_moments(run)
-    memory = memory_report(run, allocations, max_bytes=max_memory_bytes)
-    problems = [*run.problems, *damaged, *memory.problems]
+    memory = memory_report(run.in_full, allocations, max_bytes=max_memory_bytes)
+    throughput, unread = throughputs(run)
+    garbage, torn = pauses(run.lead)
+    problems = [*run.problems, *damaged, *memory.problems, *unread, *torn]
+    problems += evidence.ranks.problems if evidence.ranks else ()
     ranks = []
     for rank in run.ranks:
         windows = []
-        for window in rank.windows:
+        for window in rank.windows if rank.in_full else ():
             steps, damage = window_steps(rank, window)
             problems += damage
             windows.append(_window_view(window, steps))
@@ -187,6 +202,12 @@ def run_view(run: Run, allocations: Sequence[WindowAllocations] = (), *, max_mem
         memory=memory,
         ooms=autopsies(run, max_bytes=max_memory_bytes),
         commands=_commands(run),
+        url=run.url,
+        across=evidence.ranks,
+        events=tuple(rank_events(run.lead)[0]),
+        pauses=garbage,
+        throughput=throughput,
+        system=systems(run),
     )
 
 
@@ -286,10 +307,11 @@ def _device_note(run: Run, ranks: Sequence[RankView]) -> str | None:
 
 def _commands(run: Run) -> tuple[Command, ...]:
     name = run.root if _is_newest(run) else run.directory
-    commands = [Command("lightning-memprof show", f"{shlex.quote(shown_path(name))} --format json")]
+    commands = [Command("lightning-memprof show", f"{shlex.quote(shown_place(name, run.root, run.url))} --format json")]
     trace = next((one for one in run.artifacts if one.type == "trace" and one.state == "present"), None)
     if trace is not None:
-        commands.append(Command("tensorboard --logdir", shlex.quote(shown_path(trace_directory(run, trace.file)))))
+        logs = shown_place(trace_directory(run, trace.file), run.root, run.url)
+        commands.append(Command("tensorboard --logdir", shlex.quote(logs)))
     return tuple(commands)
 
 

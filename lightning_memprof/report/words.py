@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings import percent, shown_path
+from lightning_memprof.analysis.findings import percent, shown_place
 from lightning_memprof.analysis.rows import text, whole
 from lightning_memprof.report.named import NamedSummary, summarize
 from lightning_memprof.units import format_bytes, format_ns
@@ -57,7 +57,7 @@ def ending(view: View) -> tuple[str, str | None]:
 
 def file_rows(view: View) -> Iterator[tuple[str, str, str]]:
     """Yield ``(type, size or state, name)``, first the directory that the names are in."""
-    yield "files", "in", shown_path(view.root)
+    yield "files", "in", shown_place(view.root, view.root, view.url)
     by_type: dict[str, list[Artifact]] = defaultdict(list)
     for one in view.artifacts:
         by_type[one.type].append(one)
@@ -111,7 +111,7 @@ def trouble(view: View) -> list[tuple[str, str]]:
         if len(chosen) > MAX_LINES:
             said.append((label, f"{len(chosen) - MAX_LINES} more: --format json"))
     if view.others:
-        others = ", ".join(shown_path(path) for path in view.others[-MAX_FILES:])
+        others = ", ".join(shown_place(path, view.root, view.url) for path in view.others[-MAX_FILES:])
         more = f" and {len(view.others) - MAX_FILES} more" if len(view.others) > MAX_FILES else ""
         said.append(("note", f"this is {view.directory.name}; beside it: {others}{more}"))
     return said

@@ -291,11 +291,20 @@ def test_without_the_pulse_the_windows_still_record(tmp_path: Path) -> None:
     assert windows(run)[0]["steps"] == [2, 3]
 
 
-def test_only_the_ranks_asked_for_record(tmp_path: Path) -> None:
+def test_a_rank_that_is_not_chosen_records_what_is_light(tmp_path: Path) -> None:
     callback = recorder(ranks=[1])
     trainer(tmp_path, callback).fit(Perceptron(), loader())
-    assert callback.run_directory is not None
-    assert list(callback.run_directory.iterdir()) == []
+    run = only_run(tmp_path)
+    (facts,) = rows_of(run, "run")
+    assert facts["every_collector"] is False
+    assert [row["message"] for row in rows_of(run, "note") if row["collector"] == "ranks"] == [
+        "windows have every collector on these ranks only: ranks=[1]"
+    ]
+    assert {"pulse", "host", "hooks", "oom"} <= set(facts["collectors"])
+    assert {"functions", "saved_tensors", "operator_trace"}.isdisjoint(facts["collectors"])
+    assert {"rank00000.host.jsonl", "rank00000.hooks.jsonl"} <= {path.name for path in (run / "window000").iterdir()}
+    assert list(tmp_path.rglob("*.pt.trace.json.gz")) == []
+    assert rows_of(run, "error") == []
 
 
 def test_snapshots_and_regions_work_at_any_point_of_the_program(tmp_path: Path) -> None:

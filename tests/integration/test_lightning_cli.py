@@ -134,7 +134,9 @@ def test_a_fragment_leaves_the_users_own_callbacks(tmp_path: Path, cli: Run) -> 
     assert "lightning_memprof.MemProfilerCallback" in done.stdout
 
 
-@pytest.mark.parametrize(("fragment", "steps"), [("overview", [[2, 3]]), ("trace", [[2, 3], [6, 7]])])
+@pytest.mark.parametrize(
+    ("fragment", "steps"), [("overview", [[2, 3]]), ("trace", [[2, 3], [6, 7]]), ("large_runs", [[3, 4, 5]])]
+)
 def test_a_shipped_fragment(tmp_path: Path, cli: Run, fragment: str, steps: list[list[int]]) -> None:
     cli(f"--config={CONFIGS / fragment}.yaml")
     assert recorded_steps(tmp_path) == steps
@@ -162,7 +164,7 @@ def test_the_snapshot_fragment_fails_clearly_without_cuda_and_dumps_with_it(
 
 
 def test_every_shipped_fragment_has_a_test() -> None:
-    here = {"overview", "trace", "snapshot"}
+    here = {"overview", "trace", "snapshot", "large_runs"}
     in_test_memprofiler_cli = {"memprofiler_demo", "pytorch_profiler"}
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == here | in_test_memprofiler_cli
 

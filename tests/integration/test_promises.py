@@ -43,7 +43,12 @@ def everything(**options: Any) -> MemProfilerCallback:
     collectors = [Pulse(), HostMemory(), HookTimings(), trace]
     schedule = Schedule(wait=1, warmup=1, active=2, repeat=0)
     return MemProfilerCallback(
-        **{"schedule": schedule, "collectors": collectors, "summary": False, "on_error": "raise", **options}
+        **{
+            "schedule": schedule,
+            "collectors": collectors,
+            "output": Output(summary=False, on_error="raise"),
+            **options,
+        }
     )
 
 
@@ -304,13 +309,3 @@ def test_sigterm_saves_what_there_is_and_ends_as_without_us(tmp_path: Path, envi
     closed = [row for row in rows_of(run, "window") if row["event"] == "close"]
     assert len(closed) >= 2
     assert all((run / f"window{row['window']:03d}/rank00000.host.jsonl").is_file() for row in closed)
-
-
-def test_a_root_that_is_not_a_local_directory_is_said_and_recorded_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with caplog.at_level(logging.WARNING, logger="lightning_memprof"):
-        trainer(tmp_path / "logs", everything(dirpath="memory://bucket/run")).fit(Perceptron(), loader())
-    assert "memory://bucket/run is not a local directory" in caplog.text
-    assert (tmp_path / "memprofiler/manifest.rank00000.jsonl").is_file()

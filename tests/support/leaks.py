@@ -24,6 +24,8 @@ import psutil
 ALLOWED_THREADS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "TMonitor": "tqdm starts one monitor for the process with its first bar and never ends it",
+        "fsspecIO": "fsspec starts one event loop for the process and never ends it",
+        "asyncio_0": "that event loop looks up names in a thread of its own",
         "_DummyThread": "a native thread of torch that called Python once; `threading` keeps its name for ever",
     }
 )
@@ -31,6 +33,7 @@ ALLOWED_COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "multiprocessing.resource_tracker": "Python starts one tracker for the process and ends it at exit",
         "multiprocessing.forkserver": "Python starts one fork server for the process and ends it at exit",
+        "chromium --type=": "a module's browser starts its helpers when it needs them; the browser itself is looked for",
     }
 )
 ALLOWED_VARIABLES: Final[Mapping[str, str]] = MappingProxyType(
@@ -124,7 +127,7 @@ def restore(before: State) -> None:
 def _new_threads(before: State, after: State) -> Iterator[str]:
     for thread in after.threads - before.threads:
         kind = type(thread).__name__
-        if kind not in ALLOWED_THREADS:
+        if kind not in ALLOWED_THREADS and thread.name not in ALLOWED_THREADS:
             target = getattr(thread, "_target", None)
             yield f"thread still running: {thread.name} ({kind}{', ' + _describe(target) if target else ''})"
 

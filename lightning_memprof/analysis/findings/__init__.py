@@ -17,11 +17,13 @@ from lightning_memprof.analysis.findings.model import (
     log_directory,
     percent,
     shown_path,
+    shown_place,
     trace_directory,
 )
 from lightning_memprof.analysis.findings.nothing_found import nothing_found
 from lightning_memprof.analysis.findings.optimizer_bound import optimizer_bound
 from lightning_memprof.analysis.findings.out_of_memory import out_of_memory
+from lightning_memprof.analysis.findings.straggler import straggler
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.run import Run
@@ -36,6 +38,7 @@ __all__ = [
     "log_directory",
     "percent",
     "shown_path",
+    "shown_place",
     "trace_directory",
     "verdict",
 ]
@@ -43,6 +46,7 @@ __all__ = [
 RULES: Final[tuple[Rule, ...]] = (
     out_of_memory,
     memory_growth,
+    straggler,
     input_bound,
     optimizer_bound,
     callback_bound,

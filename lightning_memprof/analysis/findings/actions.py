@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.analysis.phases import classify
+from lightning_memprof.analysis.phases import OWN_WORK, classify
 from lightning_memprof.analysis.rows import text, whole
 from lightning_memprof.analysis.steps import recorded_actions
 
@@ -19,8 +19,8 @@ __all__ = ["action_name", "between_phases", "is_validation", "slowest_callback"]
 CALLBACK: Final = "[Callback]"
 # Its hooks open and close the windows: what they take is our cost and not the program's.
 OWN: Final = "MemProfilerCallback"
-# It holds the phases of a step; what lies in it besides is looked at one by one.
-CONTAINER: Final = "run_training_batch"
+# They hold phases of a step, or callbacks; what lies in them besides is looked at one by one.
+CONTAINERS: Final = frozenset({"run_training_batch", "run_validation"})
 VALIDATION: Final = ("val_next", "validation_step")
 
 
@@ -32,7 +32,9 @@ def action_name(action: str) -> str:
     owner, _, hook = action.rpartition(".")
     if not owner:
         return action
-    return f"{_class_name(owner) if owner.startswith(CALLBACK) else owner.rpartition(']')[2]}.{hook}"
+    if owner.startswith(CALLBACK):
+        return f"{_class_name(owner)}.{hook}"
+    return f"{owner.rpartition(']')[2] or owner.strip('[]')}.{hook}"
 
 
 def slowest_callback(rank: Rank) -> tuple[str, int] | None:
@@ -71,7 +73,7 @@ def _outermost(rows: Iterable[Mapping[str, Any]], stage: str) -> dict[str, int]:
     totals: dict[str, int] = defaultdict(int)
     covered = 0
     for begin, negative_duration, action in sorted(_timed(rows)):
-        if begin < covered or action == CONTAINER:
+        if begin < covered or action in CONTAINERS or action.startswith(OWN_WORK):
             continue
         covered = begin - negative_duration
         if classify(action, stage) in (None, "other"):

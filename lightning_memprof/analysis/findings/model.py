@@ -9,12 +9,14 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from lightning_memprof.analysis.ranks import rank_report
 from lightning_memprof.analysis.rows import text
 from lightning_memprof.analysis.steps import pulse_statistics
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from lightning_memprof.analysis.ranks import RankReport
     from lightning_memprof.analysis.run import Rank, Run
     from lightning_memprof.analysis.steps import PulseStatistics
 
@@ -29,6 +31,7 @@ __all__ = [
     "log_directory",
     "percent",
     "shown_path",
+    "shown_place",
     "trace_directory",
 ]
 
@@ -78,16 +81,18 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Evidence:
-    """A run, and the pulse statistics of those of its ranks that have a pulse."""
+    """A run, the pulse statistics of those of its ranks that have a pulse, and its ranks beside each other."""
 
     run: Run
     statistics: Mapping[int, PulseStatistics]
+    ranks: RankReport | None = None
 
     @classmethod
     def of(cls, run: Run) -> Evidence:
         """Gather the statistics of a run."""
         found = {rank.rank: pulse_statistics(rank) for rank in run.ranks}
-        return cls(run, {rank: statistics for rank, statistics in found.items() if statistics is not None})
+        pulses = {rank: statistics for rank, statistics in found.items() if statistics is not None}
+        return cls(run, pulses, rank_report(run, pulses))
 
     def worst(self, phase: str) -> tuple[Rank, PulseStatistics] | None:
         """Return the rank that spends the largest share of its step in a phase."""
@@ -117,6 +122,22 @@ def shown_path(path: Path) -> str:
         return os.fspath(path.relative_to(Path.cwd()))
     except (ValueError, OSError):
         return os.fspath(path)
+
+
+def shown_place(path: Path, root: Path, url: str | None) -> str:
+    """Return a path of a run as a person would type it here.
+
+    Args:
+        path: a file or a directory.
+        root: directory that holds the run's.
+        url: what ``root`` is a copy of; None where it is none.
+
+    """
+    if url is not None and path == root.parent:
+        return url.rpartition("/")[0]
+    if url is None or not path.is_relative_to(root):
+        return shown_path(path)
+    return f"{url}/{path.relative_to(root).as_posix()}".removesuffix("/.")
 
 
 def log_directory(run: Run) -> Path:

@@ -14,7 +14,7 @@ from lightning_memprof.analysis.findings.model import (
     Finding,
     Severity,
     percent,
-    shown_path,
+    shown_place,
     trace_directory,
 )
 from lightning_memprof.units import format_ns
@@ -97,6 +97,6 @@ def _look_further(run: Run) -> str:
     """Name the command for the most telling artifact that is there."""
     traces = [one for one in run.artifacts if one.type == "trace" and one.state == "present"]
     if traces:
-        folder = shlex.quote(shown_path(trace_directory(run, traces[0].file)))
+        folder = shlex.quote(shown_place(trace_directory(run, traces[0].file), run.root, run.url))
         return f"See every operator on a time line: tensorboard --logdir {folder}"
     return 'Record the operators of some steps too: Trainer(..., profiler="fts_extended")'

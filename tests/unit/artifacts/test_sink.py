@@ -220,3 +220,57 @@ def test_ranks_share_a_directory_and_have_their_own_manifests(tmp_path: Path) ->
         "manifest.rank00000.jsonl": 0,
         "manifest.rank00001.jsonl": 1,
     }
+
+
+def test_the_writer_is_behind_when_two_windows_wait_for_it_whatever_the_number_of_their_jobs(sink: Sink) -> None:
+    go = threading.Event()
+    waited: list[bool] = []
+    sink.in_background(lambda: waited.append(go.wait(10)))
+    for _ in range(5):
+        sink.in_background(lambda: None, window=0)
+    assert sink.behind() is None
+    sink.in_background(lambda: 1 // 0, window=1)  # type: ignore[arg-type]
+    assert sink.behind() == "the writer is behind: windows 0, 1 are still being written"
+    go.set()
+    sink.drain()
+    assert sink.behind() is None
+
+
+def listed(sink: Sink, name: str, window: int | None) -> Path:
+    path = sink.place.directory / name
+    with sink.file(Artifact(path, "blob", "fake", window)) as temporary:
+        temporary.write_bytes(b"x")
+    return path
+
+
+def test_a_window_that_is_removed_takes_its_files_and_its_directory_with_it_and_nothing_else(sink: Sink) -> None:
+    listed(sink, "window000/rank00003.a.jsonl", 0)
+    listed(sink, "b.bin", 0)
+    kept = [listed(sink, "window001/rank00003.a.jsonl", 1), listed(sink, "c.bin", None)]
+    sink.remove_window(0, "why")
+    assert files(sink) - {"memprofiler/manifest.rank00003.jsonl"} == {
+        "memprofiler/window001/rank00003.a.jsonl", "memprofiler/c.bin",
+    }  # fmt: skip
+    assert not (sink.place.directory / "window000").exists()
+    assert [artifact.path for artifact in sink.artifacts] == kept
+    row = read_rows(sink.manifest.path)[0][-1]
+    assert (row["kind"], row["window"], row["reason"]) == ("removed", 0, "why")
+    assert row["paths"] == ["memprofiler/window000/rank00003.a.jsonl", "memprofiler/b.bin"]
+
+
+def test_a_window_whose_directory_another_rank_uses_keeps_the_directory(sink: Sink) -> None:
+    listed(sink, "window000/rank00003.a.jsonl", 0)
+    other = sink.place.directory / "window000/rank00004.a.jsonl"
+    other.write_text("")
+    sink.remove_window(0, "why")
+    assert files(sink) - {"memprofiler/manifest.rank00003.jsonl"} == {"memprofiler/window000/rank00004.a.jsonl"}
+
+
+def test_a_file_that_a_later_window_has_written_too_stays(sink: Sink) -> None:
+    both = listed(sink, "all.yaml", 0)
+    assert listed(sink, "all.yaml", 1) == both
+    sink.remove_window(0, "why")
+    assert both.exists()
+    assert read_rows(sink.manifest.path)[0][-1]["paths"] == []
+    sink.remove_window(1, "why")
+    assert not both.exists()

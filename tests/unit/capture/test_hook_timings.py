@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.hook_timings import ActionLog, HookTimings
 from lightning_memprof.schedule import Mark, Point, Schedule
-from sessions import context, drive, session
+from sessions import POINTS, context, drive, session
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Script:
         self.log.stop(node.name)
 
     def mark(self, step: int, point: Point) -> None:
-        self.log.step(Mark(step, step, point, recorded=step > 0, time_ns=self.now + self.offset))
+        self.log.mark(Mark(step, step, point, recorded=step > 0, time_ns=self.now + self.offset))
 
     def row(self, name: str, step: int, depth: int) -> dict[str, Any]:
         row = {
@@ -108,39 +108,39 @@ def actions(log: ActionLog) -> list[tuple[str, int]]:
 def test_the_end_of_an_action_that_began_before_the_log_is_left_out() -> None:
     log = ActionLog()
     log.stop("earlier")
-    log.step(mark(Point.STEP_START))
+    log.mark(mark(Point.STEP_START))
     log.stop("earlier")
     log.start("a")
     log.stop("a")
-    log.step(mark(Point.STEP_END))
+    log.mark(mark(Point.STEP_END))
     assert actions(log) == [("step", -1), ("a", 0)]
     assert all(row["duration_ns"] >= 0 for row in log.rows())
 
 
 def test_an_action_that_did_not_end_is_left_out_and_its_inner_ones_stay() -> None:
     log = ActionLog()
-    log.step(mark(Point.STEP_START))
+    log.mark(mark(Point.STEP_START))
     log.start("interrupted")
     log.start("a")
     log.stop("a")
-    log.step(mark(Point.STEP_END))
-    log.step(mark(Point.STEP_START, 3))
+    log.mark(mark(Point.STEP_END))
+    log.mark(mark(Point.STEP_START, 3))
     log.start("b")
     log.stop("b")
-    log.step(mark(Point.STEP_END, 3))
+    log.mark(mark(Point.STEP_END, 3))
     assert actions(log) == [("step", -1), ("a", 1), ("step", -1), ("b", 0)]
 
 
 def test_actions_between_two_steps_do_not_belong_to_the_next_one() -> None:
     log = ActionLog()
-    log.step(mark(Point.STEP_START, 2))
+    log.mark(mark(Point.STEP_START, 2))
     log.start("a")
     log.stop("a")
-    log.step(mark(Point.STEP_END, 2))
-    log.step(mark(Point.STEP_START, 3))
+    log.mark(mark(Point.STEP_END, 2))
+    log.mark(mark(Point.STEP_START, 3))
     log.start("b")
     log.stop("b")
-    log.step(mark(Point.STEP_END, 3))
+    log.mark(mark(Point.STEP_END, 3))
     assert [(row["step"], row["action"]) for row in log.rows()] == [(2, "step"), (2, "a"), (3, "step"), (3, "b")]
 
 
@@ -151,8 +151,8 @@ def test_an_empty_log_has_no_rows() -> None:
 def test_a_step_without_actions_has_its_own_row() -> None:
     log = ActionLog()
     start, end = mark(Point.STEP_START), mark(Point.STEP_END)
-    log.step(start)
-    log.step(end)
+    log.mark(start)
+    log.mark(end)
     (row,) = log.rows()
     assert (row["action"], row["depth"]) == ("step", -1)
     assert row["duration_ns"] >= 0
@@ -176,8 +176,16 @@ def test_the_collector_listens_in_its_window_only_and_writes_its_rows(tmp_path: 
     assert [(row["step"], row["recorded"], row["action"], row["depth"]) for row in rows] == [
         (step, step > 1, action, depth)
         for step in (1, 2, 3)
-        for action, depth in (("step", -1), ("outer", 0), ("inner", 1))
+        for action, depth in (
+            ("step", -1),
+            ("[MemProfiler]batch_start", 0),
+            ("[MemProfiler]after_forward", 0),
+            ("outer", 0),
+            ("inner", 1),
+            *((f"[MemProfiler]{point.value}", 0) for point in POINTS[2:]),
+        )
     ]
+    assert all(row["duration_ns"] >= 0 for row in rows)
 
 
 def test_a_window_that_breaks_off_keeps_the_actions_so_far(tmp_path: Path) -> None:
@@ -187,4 +195,4 @@ def test_a_window_that_breaks_off_keeps_the_actions_so_far(tmp_path: Path) -> No
             drive(made, [0], lambda _: feed.listeners[0][0]("training_step"))
             made.close(reason="ValueError: no")
     rows = read_series(tmp_path / "memprofiler/window000/rank00000.hooks.jsonl")
-    assert [row["action"] for row in rows] == ["step"]
+    assert [row["action"] for row in rows if not row["action"].startswith("[MemProfiler]")] == ["step"]

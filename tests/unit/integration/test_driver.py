@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.capture.session import Position, Session
 from lightning_memprof.integration.driver import StepDriver, position_source
 from lightning_memprof.integration.stages import StageActions
-from lightning_memprof.schedule import Action, Point
+from lightning_memprof.schedule import Action, Point, Schedule
 from lightning_memprof.testing import FakeCollector
 from sessions import POINTS, context, session
 
@@ -158,7 +159,7 @@ def lightning(ready: int = 0, epoch: int = 0, global_step: int = 0) -> Any:
 
 def test_a_resumed_fit_counts_its_steps_from_the_run_and_the_schedule_from_this_process() -> None:
     trainer = lightning(ready=40, epoch=2, global_step=20)
-    position = position_source(trainer, "fit", "fit")
+    position = position_source(trainer, "fit", Schedule())
     assert position(0) == Position(40, 20, 2, 0)
     trainer.fit_loop.epoch_loop.batch_progress.total.ready = 42
     trainer.global_step = 21
@@ -167,7 +168,7 @@ def test_a_resumed_fit_counts_its_steps_from_the_run_and_the_schedule_from_this_
 
 def test_with_the_anchor_in_the_epoch_the_count_begins_again_in_each() -> None:
     trainer = lightning()
-    position = position_source(trainer, "fit", "epoch")
+    position = position_source(trainer, "fit", Schedule(anchor="epoch"))
     counts = []
     for epoch in (0, 0, 0, 1, 1):
         trainer.fit_loop.epoch_progress.current.completed = epoch
@@ -176,5 +177,21 @@ def test_with_the_anchor_in_the_epoch_the_count_begins_again_in_each() -> None:
 
 
 def test_other_stages_count_their_own_steps() -> None:
-    position = position_source(lightning(ready=40), "test", "fit")
+    position = position_source(lightning(ready=40), "test", Schedule())
     assert [position(0).step for _ in range(3)] == [0, 1, 2]
+
+
+def test_listed_steps_are_those_of_the_run_and_with_the_anchor_in_the_epoch_those_of_the_epoch() -> None:
+    assert position_source(lightning(ready=40), "fit", Schedule(steps=(50,)))(0) == Position(40, 0, 0, 40)
+    in_epoch = Schedule(steps=(50,), anchor="epoch")
+    assert position_source(lightning(ready=40), "fit", in_epoch)(0) == Position(40, 0, 0, 0)
+
+
+def test_a_validation_and_a_checkpoint_make_a_step_unusual(made: Session, fake: FakeCollector) -> None:
+    trainer = Trainer(made, replace(FIT, unusual=("on_validation_start", "save_checkpoint")))
+    trainer.batch()
+    trainer.batch("on_validation_start")
+    trainer.batch("save_checkpoint")
+    trainer.batch()
+    made.close()
+    assert [record.usual for record in fake.steps] == [True, False, False, True]

@@ -94,3 +94,16 @@ def test_a_function_is_not_asked_ahead() -> None:
 
 def test_where_the_length_is_unknown_nothing_is_claimed() -> None:
     assert unreachable(trainer(INF), "fit", Schedule(wait=10**6)) is None
+
+
+def test_listed_steps_are_held_against_the_steps_of_the_run_resumed_ones_included() -> None:
+    schedule = Schedule(steps=(3, 12))
+    assert unreachable(trainer(10), "fit", schedule) is None
+    assert unreachable(trainer(10, max_epochs=2, current_epoch=1, ready=10), "fit", schedule) is None
+    message = unreachable(trainer(10, max_epochs=3, current_epoch=2, ready=20), "fit", schedule)
+    assert message == "nothing will be recorded: fit has 10 steps from step 20 on, none of them in steps=[3, 12]"
+
+
+def test_listed_steps_of_an_epoch_are_held_against_the_epoch() -> None:
+    message = unreachable(trainer(5, max_epochs=4), "fit", Schedule(steps=(7,), anchor="epoch"))
+    assert message == "nothing will be recorded: an epoch has 5 steps, and the schedule records from step 7 on"

@@ -11,7 +11,7 @@ from lightning_memprof.capture.host import HostMemory
 from lightning_memprof.capture.operator_trace import OperatorTrace
 from lightning_memprof.capture.pulse import Pulse
 from lightning_memprof.errors import ConfigError
-from lightning_memprof.integration.settings import as_schedule, check_ranks, default_collectors, joined
+from lightning_memprof.integration.settings import as_schedule, default_collectors, joined
 from lightning_memprof.schedule import Action, Schedule
 from lightning_memprof.testing import FakeCollector
 
@@ -23,7 +23,7 @@ def names(entries: list[Any]) -> list[str]:
 def test_by_default_every_collector_of_the_default_set_is_there_and_nobody_asked_for_it() -> None:
     entries = joined(None, [])
     assert names(entries) == [
-        "pulse", "host", "allocator", "hooks", "allocator_history",
+        "pulse", "host", "allocator", "hooks", "garbage", "system", "throughput", "allocator_history",
         "functions", "saved_tensors", "oom", "operator_trace",
     ]  # fmt: skip
     assert not any(asked for _, asked in entries)
@@ -60,17 +60,6 @@ def test_two_of_one_name_are_refused_by_name() -> None:
         joined([HostMemory(), Pulse(), HostMemory()], [])
 
 
-@pytest.mark.parametrize("ranks", [[-1], [0, 1.0], [True], ["0"]])
-def test_what_is_no_rank_is_refused(ranks: Any) -> None:
-    with pytest.raises(ConfigError, match=r"is no global rank; give integers from 0, or None for all"):
-        check_ranks(ranks)
-
-
-@pytest.mark.parametrize(("ranks", "checked"), [(None, None), ([], ()), ([2, 0], (2, 0))])
-def test_ranks_come_back_as_they_were(ranks: Any, checked: Any) -> None:
-    assert check_ranks(ranks) == checked
-
-
 def test_a_schedule_stays_what_it_is_and_a_mapping_becomes_one() -> None:
     schedule = Schedule(wait=3)
     assert as_schedule(schedule) is schedule
@@ -98,7 +87,7 @@ def test_none_records_every_step() -> None:
         ({"wiat": 1}, "unexpected keyword argument 'wiat'; the fields are skip_first, wait"),
         ({"active": 0}, "active=0"),
         (lambda _: True, "returns True, a torch.profiler.ProfilerAction is expected"),
-        (3, "must be a Schedule, a mapping of its fields, or a function of the step"),
+        (3, "must be a Schedule, a mapping of its fields, Stages, or a function of the step"),
         ("fit", "must be a Schedule"),
     ],
 )

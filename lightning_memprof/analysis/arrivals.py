@@ -1,0 +1,251 @@
+"""Who waits for whom: the same collective in every rank's summary, on one clock."""
+
+from __future__ import annotations
+
+import statistics
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import compress, islice
+from operator import add, sub
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from lightning_memprof.analysis.rank_summary import Arrivals, RankSummary
+
+__all__ = ["CollectiveWait", "Keys", "Meeting", "RankTrack", "Signature", "WindowWaits", "track", "window_waits"]
+
+# These end on every rank when the last one has come, so their ends tell what the clocks differ by.
+TOGETHER: Final = frozenset({"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "barrier"})
+# The ends of one collective lie within this on one clock; where they do not, the traces begin at different ones.
+_SAME_NS: Final = 1_000_000
+# So many ends tell what two clocks differ by.
+_ENDS: Final = 64
+_SHIFTS: Final = (1, -1, 2, -2)
+
+Kind = tuple[str, str, "int | None"]
+Key = tuple[Kind, int]
+Keys = tuple[Key, ...]
+# What a summary says of its keys, in numbers: thousands of ranks have the same, and share one tuple of keys.
+Signature = tuple[tuple[Kind, ...], tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class RankTrack:
+    """One rank's collectives of a window as columns, in ns of its own clock."""
+
+    rank: int
+    host: str
+    keys: Keys
+    start_ns: array[int]
+    end_ns: array[int]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One collective that several ranks came to: when the middle one and the last one came, and which was last."""
+
+    kind: Kind
+    ranks: int
+    middle_ns: int
+    last_ns: int
+    last_rank: int
+
+
+@dataclass(frozen=True)
+class CollectiveWait:
+    """All collectives of one kind. ``wait_ns`` is the middle rank's wait for the last one, in the mean of them.
+
+    ``last_rank`` was last in ``last_count`` of ``count``.
+    """
+
+    name: str
+    group: str
+    bytes: int | None
+    count: int
+    ranks: int
+    wait_ns: int
+    last_rank: int
+    last_count: int
+
+
+@dataclass
+class WindowWaits:
+    """The waiting of one window.
+
+    ``waited_ns`` is how long the middle rank waited in all of it, and ``caused_ns`` that time by the rank that was
+    last. ``own_wait_ns`` is how long each rank waited itself. ``clock_error_ns`` is how far the ends of one collective
+    still lie apart on the aligned clocks, in the median.
+    """
+
+    meetings: list[Meeting] = field(default_factory=list)
+    waited_ns: int = 0
+    caused_ns: Counter[int] = field(default_factory=Counter)
+    own_wait_ns: Counter[int] = field(default_factory=Counter)
+    clock_offsets_ns: dict[str, int] = field(default_factory=dict)
+    clock_error_ns: int = 0
+
+    def by_kind(self) -> list[CollectiveWait]:
+        """Return the waiting by kind of collective, the longest together first."""
+        groups: dict[Kind, list[Meeting]] = defaultdict(list)
+        for one in self.meetings:
+            groups[one.kind].append(one)
+        waits = []
+        for (name, group, size), found in groups.items():
+            last, count = Counter(one.last_rank for one in found).most_common(1)[0]
+            waits.append(
+                CollectiveWait(
+                    name, group, size, len(found), max(one.ranks for one in found),
+                    sum(one.last_ns - one.middle_ns for one in found) // len(found), last, count,
+                )
+            )  # fmt: skip
+        return sorted(waits, key=lambda one: one.wait_ns * one.count, reverse=True)
+
+
+def track(summary: RankSummary, shared: dict[Signature, Keys]) -> RankTrack | None:
+    """Return a summary's collectives, or None where it has none.
+
+    Args:
+        summary: one rank's.
+        shared: the keys of the tracks so far.
+
+    """
+    arrivals: Arrivals = summary.arrivals
+    if not arrivals.kind:
+        return None
+    signature = (tuple(arrivals.kinds), tuple(arrivals.kind), tuple(arrivals.sequence))
+    keys = shared.get(signature)
+    if keys is None:
+        keys = tuple((arrivals.kinds[kind], number) for kind, number in zip(*signature[1:], strict=True))
+        shared[signature] = keys
+    start = array("q", map(arrivals.base_ns.__add__, arrivals.start_ns))
+    return RankTrack(summary.rank, summary.host, keys, start, array("q", map(add, start, arrivals.duration_ns)))
+
+
+def window_waits(tracks: Sequence[RankTrack]) -> WindowWaits:
+    """Match the collectives of one window and measure who waited for whom.
+
+    Hosts' clocks are aligned by the ends of the collectives; the ranks of one host share its clock. A trace that begins
+    some collectives later than the others is shifted to where the ends agree.
+    """
+    waits = WindowWaits()
+    if len(tracks) < 2:
+        return waits
+    lead = tracks[0]
+    ends = dict(zip(lead.keys, lead.end_ns, strict=True))
+    differences: dict[str, list[int]] = defaultdict(list)
+    errors: list[int] = []
+    placed = [lead]
+    for one in tracks[1:]:
+        shift, found = _agreement(one, lead, ends)
+        placed.append(replace(one, keys=tuple((kind, number + shift) for kind, number in one.keys)) if shift else one)
+        if found:
+            middle = sorted(found)[(len(found) - 1) // 2]
+            differences[one.host].append(middle)
+            errors.append(_spread(found))
+    waits.clock_offsets_ns = {
+        host: 0 if host == lead.host else statistics.median_low(found) for host, found in differences.items()
+    }
+    waits.clock_error_ns = statistics.median_low(errors) if errors else 0
+    _meet(waits, placed)
+    return waits
+
+
+def _agreement(one: RankTrack, lead: RankTrack, ends: Mapping[Key, int]) -> tuple[int, list[int]]:
+    """Return by how many collectives a track begins later than the lead's, and the differences of the ends then."""
+    if one.keys is lead.keys:
+        together = (kind[0] in TOGETHER for kind, _ in one.keys)
+        found = list(islice(compress(map(sub, one.end_ns, lead.end_ns), together), _ENDS))
+    else:
+        found = _differences(one, ends, 0)
+    best, spread = (0, found), _spread(found)
+    if spread > _SAME_NS:
+        for shift in _SHIFTS:
+            found = _differences(one, ends, shift)
+            # With few left, anything agrees.
+            if 2 * len(found) >= len(best[1]) and len(found) > 2 and 4 * _spread(found) < spread:
+                best, spread = (shift, found), _spread(found)
+    return best
+
+
+def _differences(one: RankTrack, ends: Mapping[Key, int], shift: int) -> list[int]:
+    found = (
+        end - other
+        for (kind, number), end in zip(one.keys, one.end_ns, strict=True)
+        if kind[0] in TOGETHER and (other := ends.get((kind, number + shift))) is not None
+    )
+    return list(islice(found, _ENDS))
+
+
+def _spread(differences: Sequence[int]) -> int:
+    if not differences:
+        return 0
+    middle = sorted(differences)[(len(differences) - 1) // 2]
+    return sorted(abs(one - middle) for one in differences)[(len(differences) - 1) // 2]
+
+
+@dataclass
+class _Group:
+    """Ranks that have the same collectives; ``waited_ns`` is by rank, ``until_ns`` the end of their last wait."""
+
+    ranks: list[int]
+    waited_ns: list[int]
+    until_ns: int = 0
+
+
+def _meet(waits: WindowWaits, tracks: Sequence[RankTrack]) -> None:
+    """Gather who came when to each collective, then the waiting.
+
+    Ranks with the same keys are taken together: their columns are turned into rows in one go.
+    """
+    alike: dict[Keys, list[RankTrack]] = defaultdict(list)
+    for one in tracks:
+        alike[one.keys].append(one)
+    groups: list[_Group] = []
+    came: dict[Key, list[tuple[_Group, tuple[int, ...]]]] = defaultdict(list)
+    for keys, members in alike.items():
+        group = _Group([one.rank for one in members], [0] * len(members))
+        groups.append(group)
+        columns = [_aligned(one, waits.clock_offsets_ns.get(one.host, 0)) for one in members]
+        for key, times in zip(keys, zip(*columns, strict=True), strict=True):
+            came[key].append((group, times))
+    last_ns = {key: max(max(times) for _, times in parts) for key, parts in came.items()}
+    for key in sorted(came, key=last_ns.__getitem__):
+        _wait(waits, key[0], came[key], last_ns[key])
+    for group in groups:
+        waits.own_wait_ns.update(dict(zip(group.ranks, group.waited_ns, strict=True)))
+    _share(waits)
+
+
+def _aligned(one: RankTrack, offset: int) -> Sequence[int]:
+    return [start - offset for start in one.start_ns] if offset else one.start_ns
+
+
+def _wait(waits: WindowWaits, kind: Kind, parts: list[tuple[_Group, tuple[int, ...]]], last: int) -> None:
+    """Add what one collective, at which the last rank came at ``last``, made the others wait."""
+    everyone = sorted(time for _, times in parts for time in times) if len(parts) > 1 else sorted(parts[0][1])
+    if len(everyone) < 2:
+        return
+    rank = next(group.ranks[times.index(last)] for group, times in parts if last in times)
+    waits.meetings.append(Meeting(kind, len(everyone), everyone[(len(everyone) - 1) // 2], last, rank))
+    for group, times in parts:
+        until = group.until_ns
+        # A rank cannot wait for two at once: collectives that overlap are one wait.
+        if last > until:
+            group.waited_ns = [
+                waited + last - (time if time > until else until)  # noqa: FURB136 a call costs three times as much
+                for waited, time in zip(group.waited_ns, times, strict=True)
+            ]
+            group.until_ns = last
+
+
+def _share(waits: WindowWaits) -> None:
+    """Give the middle rank's waiting, each moment of it once, to those who came last."""
+    until = 0
+    for one in sorted(waits.meetings, key=lambda meeting: meeting.middle_ns):
+        begin = max(one.middle_ns, until)
+        if one.last_ns > begin:
+            waits.waited_ns += one.last_ns - begin
+            waits.caused_ns[one.last_rank] += one.last_ns - begin
+            until = one.last_ns

@@ -1,0 +1,106 @@
+"""What the machine did while the run was looked at: the mean and the extremes of each figure that was sampled."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_memprof.artifacts.naming import system_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from lightning_memprof.analysis.run import Rank, Run
+
+__all__ = ["Figure", "RankSystem", "systems"]
+
+# No figures of the machine: where and when.
+_PLACE: Final = frozenset({"step", "global_step", "point", "recorded", "time_ns"})
+# No count of bytes is larger: what is, is damage, and too much for a float.
+_MOST: Final = 1e30
+MAX_RANKS: Final = 64
+# Two days of a sample each half second and rank; of longer runs the last part is read.
+MAX_BYTES: Final = 128 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure over all samples, in its own unit."""
+
+    mean: float
+    least: float
+    most: float
+
+
+@dataclass(frozen=True)
+class RankSystem:
+    """What one rank's samples say of its machine; a figure that no sample has is not there."""
+
+    rank: int
+    samples: int
+    figures: Mapping[str, Figure]
+
+
+@dataclass
+class _Sum:
+    count: int = 0
+    total: float = 0.0
+    least: float = math.inf
+    most: float = -math.inf
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.total += value
+        self.least = min(self.least, value)
+        self.most = max(self.most, value)
+
+
+@dataclass
+class _Sums:
+    samples: int = 0
+    figures: dict[str, _Sum] = field(default_factory=dict)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        self.samples += 1
+        for name, value in row.items():
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if number and name not in _PLACE and -_MOST < value < _MOST:
+                self.figures.setdefault(name, _Sum()).add(float(value))
+
+
+def systems(run: Run) -> tuple[RankSystem, ...]:
+    """Return what the first ranks that sampled their machine saw, in their windows and, where asked, all the time."""
+    found = (one for rank in run.ranks if (one := _of_rank(rank, run.directory)) is not None)
+    return tuple(islice(found, MAX_RANKS))
+
+
+def _of_rank(rank: Rank, directory: Path) -> RankSystem | None:
+    sums = _Sums()
+    for path in (*(window.series.get("system") for window in rank.windows), directory / system_name(rank.rank)):
+        for row in _lines(path):
+            sums.add(row)
+    if not sums.samples:
+        return None
+    figures = {name: Figure(one.total / one.count, one.least, one.most) for name, one in sums.figures.items()}
+    return RankSystem(rank.rank, sums.samples, figures)
+
+
+def _lines(path: Path | None) -> Iterator[dict[str, Any]]:
+    """Yield a file's readable rows one at a time; a line that a dying process tore is left out."""
+    if path is None or not path.exists():
+        return
+    with path.open("rb") as file:
+        if (too_long := path.stat().st_size - MAX_BYTES) > 0:
+            file.seek(too_long)
+            file.readline()
+        for line in file:
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(row, dict):
+                yield row

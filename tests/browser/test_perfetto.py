@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from lightning_memprof import load_run
+from lightning_memprof.analysis.timeline.merge import merge_traces
+from lightning_memprof.analysis.timeline.model import Source
+from lightning_memprof.analysis.timeline.sources import run_sources
+from lightning_memprof.testing import FakeRun, make_run
+from ranks import launch
+
+pytestmark = pytest.mark.browser
+
+ERRORS = "select name, value from stats where severity != 'info' and value > 0"
+GROUPS = "window.app.trace.workspace.children.filter(one => one.uri.startsWith('/process_')).map(one => one.name)"
+CORPUS = Path(os.environ.get("MEMPROF_CORPUS") or Path(__file__).parents[2].parent / "shared" / "corpus")
+TRACES: list[Path | None] = [*sorted((CORPUS / "traces").glob("*/*.json.gz"))]
+
+
+def test_a_trace_opens_from_its_address_with_the_network_blocked(perfetto, asked_outside):
+    assert "my_run_1.json" in perfetto.evaluate("window.memprofOpened")
+    assert asked_outside == []
+
+
+def test_the_ranks_of_a_merged_run_are_in_order(tmp_path, perfetto, open_trace):
+    merged = tmp_path / "three ranks.json.gz"
+    merge_traces(run_sources(load_run(make_run(tmp_path / "run", FakeRun(world_size=3)))), merged)
+    query = open_trace(merged)
+    assert query(ERRORS) == []
+    perfetto.wait_for_function("() => window.memprofOrdered.includes('three ranks')", timeout=60_000)
+    groups = [name.rsplit(" ", 1)[0] for name in perfetto.evaluate(GROUPS)]
+    assert groups[0] == "findings"
+    ranks = [name.split(" · ")[0] for name in groups[1:]]
+    assert ranks == sorted(ranks)
+    assert {"rank 0", "rank 1", "rank 2"} == set(ranks)
+
+
+def test_the_errors_of_an_import_are_seen(tmp_path, open_trace):
+    trace = tmp_path / "bad.json"
+    events = [
+        {"ph": "X", "name": name, "pid": 1, "tid": 1, "ts": start, "dur": 10} for name, start in (("a", 0), ("b", 5))
+    ]
+    trace.write_text(json.dumps({"traceEvents": events}))
+    assert open_trace(trace)(ERRORS)
+
+
+def test_two_ranks_of_one_training_line_up_without_an_import_error(tmp_path, open_trace):
+    codes = launch("two_ranks.py", tmp_path / "run", world=2)
+    assert codes == [0, 0], (tmp_path / "run/out0").read_text()
+    merged = tmp_path / "merged.json.gz"
+    run = load_run(tmp_path / "run")
+    merge_traces(run_sources(run), merged)
+    query = open_trace(merged)
+    assert query(ERRORS) == []
+    steps = query(
+        "select s.name, s.ts, s.dur, process.name as rank from slice s join thread_track t on s.track_id = t.id "
+        "join thread using (utid) join process using (upid) where s.category = 'step' order by s.ts"
+    )
+    names = sorted({row["rank"] for row in steps})
+    host = run.lead.facts["host"]
+    assert names == [f"rank 0 · {host}", f"rank 1 · {host}"]
+    first, second = ([row for row in steps if row["rank"] == name] for name in names)
+    assert [row["name"] for row in first] == [row["name"] for row in second]
+    for one, other in zip(first, second, strict=True):
+        # DDP lets no rank go on before both have their gradients: the same steps overlap.
+        assert max(one["ts"], other["ts"]) < min(one["ts"] + one["dur"], other["ts"] + other["dur"])
+    tracks = {row["name"] for row in query("select name from thread")}
+    assert {"steps", "data fetches", "hooks", "marks"} <= tracks
+    counters = {row["name"].removesuffix(" value") for row in query("select name from counter_track")}
+    assert "rss_bytes" in counters
+
+
+@pytest.mark.corpus
+@pytest.mark.parametrize("trace", TRACES or [None], ids=lambda path: path.parent.name if path else "none")
+def test_a_recorded_trace_is_merged_without_an_import_error(tmp_path, trace, open_trace):
+    if trace is None:
+        pytest.skip(f"no recorded traces in {CORPUS}; set MEMPROF_CORPUS to where they are")
+    merged = tmp_path / f"{trace.parent.name}.json"
+    result = merge_traces([Source(label="", trace=trace)], merged)
+    query = open_trace(merged)
+    assert query(ERRORS) == []
+    assert result.events
+    assert query("select count(1) as slices from slice")[0]["slices"]

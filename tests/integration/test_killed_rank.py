@@ -1,0 +1,69 @@
+"""A rank is killed at random moments; nothing that was closed is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_memprof import load_run
+from lightning_memprof.analysis.communication import collectives
+from lightning_memprof.analysis.rank_summary import read_summary
+from lightning_memprof.analysis.rows import series_rows
+from lightning_memprof.analysis.trace import read_events
+from lightning_memprof.report.view import run_view
+from training import only_run
+
+SUPPORT = Path(__file__).parents[1] / "support"
+MOMENTS = 20
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    seed = int(os.environ.get("MEMPROF_SEED", random.SystemRandom().randrange(1 << 32)))
+    # Pytest shows it where a test fails: MEMPROF_SEED=... repeats the moments.
+    print(f"seed {seed}")
+    directory = tmp_path_factory.mktemp("killed") / "runs"
+    done = subprocess.run(
+        [sys.executable, str(SUPPORT / "mortal_ranks.py"), str(directory), str(seed), str(MOMENTS)],
+        env=os.environ | {"PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=150, check=True,
+    )  # fmt: skip
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"directory"')]
+
+
+def test_killing_either_rank_at_any_moment_leaves_every_closed_window_readable(killed: list[dict[str, Any]]) -> None:
+    assert len(killed) == MOMENTS
+    assert {one["victim"] for one in killed} == {0, 1}
+    windows = 0
+    for one in killed:
+        assert one["killed"] == -9, one
+        assert one["other"] is not None, f"the other rank hung: {one}"
+        run = load_run(only_run(Path(one["directory"])))
+        expected = ("torn", "died at once")
+        assert not [one for one in run.problems if not any(word in one.message for word in expected)], one
+        for rank in run.ranks:
+            for window in rank.windows:
+                if window.closed:
+                    windows += 1
+                    assert "hooks" in window.series, (one, window)
+                for path in window.series.values():
+                    rows, damage = series_rows(path)
+                    assert rows, (one, path)
+                    assert damage is None, (one, path)
+        for artifact in run.artifacts:
+            assert artifact.state == "present", (one, artifact)
+            if artifact.type == "trace":
+                assert sum(1 for _ in read_events(artifact.file)) > 10
+                collectives(artifact.file)
+            if artifact.collector == "rank_summary":
+                assert read_summary(artifact.file).rank == artifact.rank
+        run_view(run)
+    # The moments are spread: some kills come before the first window, most after it.
+    assert windows > MOMENTS

@@ -1,0 +1,228 @@
+"""Runs whose files go to a URL: fsspec's memory and file systems here, a real S3 server on loopback."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from lightning_memprof import ConfigError, MemProfilerCallback, Output
+from lightning_memprof.analysis.fetch import local_run
+from lightning_memprof.analysis.run import load_run
+from lightning_memprof.artifacts import upload
+from lightning_memprof.cli.show import show
+from lightning_memprof.errors import ArtifactError
+from ranks import launch
+from s3 import BUCKET, S3Server, s3_server
+from training import Perceptron, loader, only_run, rows_of, trainer
+
+URL = "memory://bucket/exp"
+
+
+@pytest.fixture(autouse=True)
+def empty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    # botocore's own attempts, each with a longer wait.
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
+    with s3_server(monkeypatch.setenv) as running:
+        yield running
+
+
+def fit(directory: Path, url: str, **output: Any) -> MemProfilerCallback:
+    callback = MemProfilerCallback(output=Output(dirpath=url, summary=False, on_error="raise", **output))
+    trainer(directory, callback, default_root_dir=str(directory)).fit(Perceptron(), loader(6))
+    return callback
+
+
+def stored() -> list[str]:
+    return [name.removeprefix("/bucket/") for name in fsspec.filesystem("memory").find("/bucket")]
+
+
+def working_copies(directory: Path) -> list[Path]:
+    return list((directory / "memprofiler-uploads").rglob("*"))
+
+
+def test_a_run_goes_to_its_url_whole_and_leaves_nothing_here(tmp_path: Path) -> None:
+    callback = fit(tmp_path, URL)
+    assert callback.run_location == f"{URL}/memprofiler"
+    assert working_copies(tmp_path) == []
+    with local_run(URL) as found:
+        run = load_run(found.path)
+        assert run.status == "finished"
+        assert run.problems == ()
+        assert {one.type for one in run.artifacts} >= {"trace", "pulse", "series", "table"}
+        assert all(one.state == "present" for one in run.artifacts)
+        assert found.url == URL
+        assert run.lead.facts["root"] == URL
+
+
+def test_a_second_run_of_one_place_has_a_directory_of_its_own(tmp_path: Path) -> None:
+    fit(tmp_path, URL)
+    before = set(stored())
+    callback = fit(tmp_path, URL)
+    assert callback.run_location == f"{URL}/memprofiler-2"
+    assert before < set(stored())
+    with local_run(f"{URL}/memprofiler") as first, local_run(URL) as newest:
+        assert (first.path.name, newest.path.name) == ("memprofiler", "memprofiler-2")
+        assert load_run(newest.path).problems == ()
+
+
+def test_a_stage_other_than_fit_has_its_own_place(tmp_path: Path) -> None:
+    callback = MemProfilerCallback(output=Output(dirpath=URL, summary=False, on_error="raise"))
+    trainer(tmp_path, callback, default_root_dir=str(tmp_path)).test(Perceptron(), loader(6), verbose=False)
+    assert callback.run_location == f"{URL}/test/memprofiler"
+    with local_run(URL) as found:
+        assert found.url == f"{URL}/test"
+        assert load_run(found.path).problems == ()
+
+
+def test_a_run_that_fails_is_at_its_url_too(tmp_path: Path) -> None:
+    class Failing(Perceptron):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 5:
+                raise RuntimeError("on purpose")
+            return self.loss(batch)
+
+    callback = MemProfilerCallback(output=Output(dirpath=URL, summary=False))
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer(tmp_path, callback, default_root_dir=str(tmp_path)).fit(Failing(), loader(8))
+    with local_run(URL) as found:
+        assert load_run(found.path).lead.exception == "RuntimeError: on purpose"
+    assert working_copies(tmp_path) == []
+
+
+def test_a_file_url_is_a_directory_of_this_machine(tmp_path: Path) -> None:
+    callback = fit(tmp_path, f"file://{tmp_path}/there")
+    assert callback.run_directory == tmp_path / "there/memprofiler"
+    assert callback.run_location == str(tmp_path / "there/memprofiler")
+    assert load_run(tmp_path / "there").problems == ()
+    with local_run(f"file://{tmp_path}/there") as found:
+        assert found.path == tmp_path / "there"
+
+
+def test_the_summary_and_show_name_the_url_and_no_path_of_a_copy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    callback = MemProfilerCallback(output=Output(dirpath=URL, on_error="raise"))
+    trainer(tmp_path, callback, default_root_dir=str(tmp_path)).fit(Perceptron(), loader(6))
+    pages = [capsys.readouterr().out]
+    assert show(URL) == 0
+    pages.append(capsys.readouterr().out)
+    for page in pages:
+        assert f"lightning-memprof show {URL} --format json" in page
+        assert f"tensorboard --logdir {URL}" in page
+        assert "uploads" not in page
+        assert "/tmp/" not in page
+    assert show(URL, "json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["run"]["directory"] == f"{URL}/memprofiler"
+    assert {one["file"].startswith(URL) for one in document["artifacts"]} == {True}
+
+
+def test_a_place_without_a_run_is_said_with_its_url(tmp_path: Path) -> None:
+    fsspec.filesystem("memory").pipe_file("/bucket/exp/other.txt", b"")
+    with pytest.raises(ArtifactError, match=f"{URL}: no run is in it"), local_run(URL):
+        pass
+    for name in ("a", "b"):
+        fsspec.filesystem("memory").pipe_file(f"/bucket/exp/{name}/memprofiler/manifest.rank00000.jsonl", b"")
+    with (
+        pytest.raises(ArtifactError, match=f"{URL}: 2 runs are in it, name one of them: {URL}/a, {URL}/b"),
+        local_run(URL),
+    ):
+        pass
+
+
+def test_a_place_that_cannot_be_written_is_recorded_here_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
+    monkeypatch.setattr(upload.time, "sleep", lambda _: None)
+    with caplog.at_level(logging.WARNING):
+        callback = fit(tmp_path, URL)
+    assert callback.run_directory is not None
+    assert load_run(callback.run_directory).status == "finished"
+    assert "memory://bucket/exp: cannot be written (PermissionError: Access Denied)" in caplog.text
+    assert str(callback.run_directory.parent) in caplog.text
+
+
+def test_files_that_cannot_be_copied_are_kept_and_the_run_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("quota exceeded")
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", refuse)
+    monkeypatch.setattr(upload.Retries, "waits", lambda _: iter([0.01]))
+    with caplog.at_level(logging.WARNING):
+        fit(tmp_path, URL)
+    run = only_run(tmp_path)
+    assert load_run(run).problems == ()
+    (row,) = rows_of(run, "error")
+    assert row["collector"] == "upload"
+    assert f"files are not at {URL}: quota exceeded; they are in {run.parent}" in row["message"]
+    assert f"kept in {run.parent}" in caplog.text
+
+
+def test_a_refused_setup_leaves_no_working_copy(tmp_path: Path) -> None:
+    from lightning_memprof import AllocatorHistory
+
+    callback = MemProfilerCallback(collectors=[AllocatorHistory()], output=Output(dirpath=URL))
+    with pytest.raises(ConfigError, match="AllocatorHistory"):
+        trainer(tmp_path, callback, default_root_dir=str(tmp_path)).fit(Perceptron(), loader(6))
+    assert working_copies(tmp_path) == []
+
+
+def test_two_ranks_write_to_s3_through_errors_and_cut_connections(
+    server: S3Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faults = ["cut", "500", "cut", "500"]
+    server.fault = lambda method, path: faults.pop() if faults and method == "PUT" and "window" in path else None
+    url = f"s3://{BUCKET}/exp"
+    assert launch("remote_ranks.py", tmp_path / "ranks", url, world=2) == [0, 0]
+    assert {wanted for wanted, _, _ in server.failed} == {"500", "cut"}
+    assert faults == []
+    assert working_copies(tmp_path / "ranks") == []
+    with local_run(url) as found:
+        run = load_run(found.path)
+        assert [(rank.rank, rank.status, len(rank.windows)) for rank in run.ranks] == [
+            (0, "finished", 2), (1, "finished", 2),
+        ]  # fmt: skip
+        assert run.problems == ()
+        assert run.errors == ()
+    assert show(url) == 0
+    assert f"lightning-memprof show {url} --format json" in capsys.readouterr().out
+
+
+def test_an_s3_server_that_dies_in_the_run_costs_neither_the_training_nor_the_files(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    server.fault = lambda method, path: "500" if method == "PUT" and "claim" not in path else None
+    assert launch("remote_ranks.py", tmp_path / "ranks", f"s3://{BUCKET}/exp", world=1) == [0]
+    run = only_run(tmp_path / "ranks")
+    assert load_run(run).status == "finished"
+    (row,) = rows_of(run, "error")
+    assert "files are not at s3://runs/exp" in row["message"]
+    assert f"kept in {run.parent}" in (tmp_path / "ranks/out0").read_text()
+
+
+def test_runs_on_s3_are_numbered_also_where_two_claim_at_once(server: S3Server) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(3) as pool:
+        numbers = pool.map(lambda _: upload.claim_remote(upload.Remote(f"s3://{BUCKET}/exp")), range(3))
+        assert sorted(numbers) == [1, 2, 3]

@@ -1,0 +1,72 @@
+"""The demo's model on two real ranks, one of them late with its data."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from lightning_memprof.analysis.rank_summary import read_summary
+from lightning_memprof.artifacts.naming import summary_path
+from lightning_memprof.cli.main import main
+from ranks import launch
+from training import only_run, rows_of
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("straggler") / "run"
+    printed = [directory / f"out{rank}" for rank in range(2)]
+    assert launch("straggling_ranks.py", directory, "slow=1", world=2) == [0, 0], "".join(map(Path.read_text, printed))
+    return only_run(directory)
+
+
+def test_show_names_the_slow_rank_as_the_straggler_and_its_data_fetch_as_the_cause(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", str(run)]) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"verdict Rank 1 is the straggler: its data fetch takes [\d.]+ ms a step, ", page)
+    assert main(["show", str(run), "--format", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["verdict"]["rule"] == "straggler"
+    straggler = document["across_ranks"]["straggler"]
+    assert (straggler["rank"], straggler["cause"]) == (1, "data_wait")
+    assert straggler["own_ns"] >= 50_000_000 > 10 * straggler["others_ns"]
+    # The other rank waits for the data of this one, once a step.
+    assert straggler["caused_ns"] > 30_000_000
+    waiting = document["across_ranks"]["waiting"]
+    assert waiting["collectives"] >= 3
+    assert max(waiting["last"], key=waiting["last"].get) == "1"
+
+
+def test_each_rank_leaves_a_summary_of_some_kilobytes_for_each_window(run: Path) -> None:
+    for rank in (0, 1):
+        path = run / summary_path(0, rank)
+        assert path.stat().st_size < 10_000
+        summary = read_summary(path)
+        assert (summary.rank, summary.world_size, summary.window, summary.steps) == (rank, 2, 0, [3, 4, 5])
+        assert summary.recorded is not None
+        assert summary.usual is not None
+        assert summary.recorded.steps == 3
+        assert sum(summary.recorded.phases_ns.values()) == pytest.approx(summary.recorded.mean_ns, rel=0.01)
+        assert summary.memory["peak_rss_bytes"] > 0
+        assert summary.arrivals.count >= 3
+        assert {kind[0] for kind in summary.arrivals.kinds} >= {"all_reduce"}
+        listed = [row["path"] for row in rows_of(run, "artifact", rank)]
+        assert f"{run.name}/{summary_path(0, rank)}" in listed
+        assert not rows_of(run, "error", rank)
+
+
+def test_the_gradients_all_reduce_is_in_both_traces_under_the_same_name(run: Path) -> None:
+    first, second = (read_summary(run / summary_path(0, rank)).arrivals for rank in (0, 1))
+    assert (first.kinds, first.kind, first.sequence) == (second.kinds, second.kind, second.sequence)
+    ends = [
+        [one.base_ns + start + ns for start, ns in zip(one.start_ns, one.duration_ns, strict=True)]
+        for one in (first, second)
+    ]
+    # One clock: an all-reduce ends on both ranks nearly at once.
+    apart = sorted(abs(a - b) for a, b in zip(*ends, strict=True))
+    assert apart[len(apart) // 2] < 20_000_000

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kineto import write_trace
+from lightning_memprof.analysis.timeline.merge import merge_traces
+from lightning_memprof.analysis.timeline.model import Source
+
+BASE = 1_750_000_000_000_000_000
+PROFILE = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+PIDS = st.sampled_from([7, 0, -3, "7", "Spans", ""])
+TIDS = st.sampled_from([8, "stream 7", 0])
+TIMES = st.integers(0, 60).map(lambda tick: tick * 0.125)
+CATS = st.sampled_from(["python_function", "cpu_op"])
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> list[dict[str, object]]:
+    slices = st.builds(
+        lambda number, cat, where, ts, dur: {
+            "ph": "X", "cat": cat, "name": f"s{number}", "pid": where[0], "tid": where[1], "ts": ts, "dur": dur
+        },
+        st.integers(0, 99), CATS, st.tuples(PIDS, TIDS), TIMES, TIMES,
+    )  # fmt: skip
+    arrows = st.builds(
+        lambda ph, number, where, ts: {
+            "ph": ph, "cat": "ac2g", "name": "a", "id": number, "pid": where[0], "tid": where[1], "ts": ts, "bp": "e"
+        },
+        st.sampled_from("sf"), st.sampled_from([1, 2, -1, "x", 2**63]), st.tuples(PIDS, TIDS), TIMES,
+    )  # fmt: skip
+    return draw(st.lists(st.one_of(slices, slices, arrows), max_size=25))
+
+
+@PROFILE
+@given(given=st.lists(traces(), min_size=1, max_size=3), one_label=st.booleans())
+def test_merged_slices_nest_none_is_lost_and_an_arrow_begins_once(given, one_label):
+    with TemporaryDirectory() as directory:
+        here = Path(directory)
+        sources = [
+            Source(
+                label="r" if one_label else f"r{at}", sort=at,
+                trace=write_trace(here / f"{at}.json", events, baseTimeNanoseconds=BASE),
+            )
+            for at, events in enumerate(given)
+        ]  # fmt: skip
+        merge_traces(sources, here / "out.json", workers=0)
+        found = json.loads((here / "out.json").read_text())["traceEvents"]
+    slices = [one for one in found if one["ph"] == "X"]
+    assert Counter(one["name"] for one in slices) == Counter(
+        one["name"] for events in given for one in events if one["ph"] == "X"
+    )
+    tracks = defaultdict(list)
+    for one in slices:
+        start = round(one["ts"] * 1000)
+        tracks[one["pid"], one["tid"]].append((start, -start - round(one["dur"] * 1000)))
+    for track in tracks.values():
+        open_ends: list[int] = []
+        for start, negative_end in sorted(track):
+            while open_ends and open_ends[-1] <= start:
+                open_ends.pop()
+            assert not open_ends or -negative_end <= open_ends[-1]
+            open_ends.append(-negative_end)
+    begun = [(one["cat"], one["name"], one["id"]) for one in found if one["ph"] == "s"]
+    assert len(set(begun)) == len(begun)
+    for one in found:
+        assert one["pid"] > 0
+        assert one.get("ts", 0) >= 0
+        if one["ph"] in "sf":
+            at = round(one["ts"] * 1000)
+            assert any(start <= at <= -end for start, end in tracks[one["pid"], one["tid"]])
+    cut_short = [one for one in slices if one["cat"] != "python_function"]
+    told = Counter((one["name"], one["dur"]) for one in cut_short)
+    assert told == Counter(
+        (one["name"], one["dur"]) for events in given for one in events if one["ph"] == "X" and one["cat"] == "cpu_op"
+    )

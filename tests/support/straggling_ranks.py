@@ -1,0 +1,57 @@
+"""One rank of the demo's model under DDP on gloo: ``python straggling_ranks.py DIRECTORY [slow=R] [steps=N]``.
+
+Every sample of the slow rank takes 50 ms more.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, Schedule
+from lightning_memprof.demo.model import GPTConfig
+from lightning_memprof.demo.train import LitGPT
+from training import trainer
+
+SLEEP_SECONDS = 0.05
+
+
+class Bytes(Dataset[Any]):
+    """Batches of random bytes, late on the slow rank; short ones, so that ranks that share cores do not hide it."""
+
+    def __init__(self, batches: int, context: int, *, slow: bool) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self._batches = torch.randint(0, 256, (batches, 2, context + 1), generator=generator)
+        self._slow = slow
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._slow:
+            time.sleep(SLEEP_SECONDS)
+        return self._batches[index, :, :-1], self._batches[index, :, 1:]
+
+
+def main(directory: Path, options: dict[str, str]) -> None:
+    rank, steps = int(os.environ["LOCAL_RANK"]), int(options.get("steps", "8"))
+    config = GPTConfig()
+    data = Bytes(2 * steps, min(config.context, 16), slow=rank == int(options.get("slow", "-1")))
+    trainer(
+        directory,
+        MemProfilerCallback(schedule=Schedule(wait=2, warmup=1, active=3, repeat=1)),
+        devices=2,
+        strategy=DDPStrategy(process_group_backend="gloo"),
+        profiler=ExtendedPyTorchProfiler(),
+    ).fit(LitGPT(config), DataLoader(data, batch_size=None))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), dict((argument + "=").split("=")[:2] for argument in sys.argv[2:]))

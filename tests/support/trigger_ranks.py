@@ -1,0 +1,50 @@
+"""One rank of a two-rank DDP fit that is long enough to be asked for a window: ``python trigger_ranks.py DIRECTORY``.
+
+Rank 0 writes ``going`` when its training is under way. Late in it both ranks ask for a window themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_memprof import HostMemory, MemProfilerCallback, Output, Pulse, Stages
+from training import Perceptron, loader, trainer
+
+STEPS = 160
+CALL = 100
+
+
+class Slow(pl.Callback):
+    """Takes its time in every step, and says when the training is under way."""
+
+    def __init__(self, directory: Path, memprof: MemProfilerCallback) -> None:
+        self.directory = directory
+        self.memprof = memprof
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        time.sleep(0.01)
+        if batch_idx == 5 and trainer.is_global_zero:
+            (self.directory / "going").touch()
+        if batch_idx == CALL:
+            self.memprof.trigger(active=4)
+
+
+def main(directory: Path) -> None:
+    memprof = MemProfilerCallback(
+        Stages(fit=None), collectors=[Pulse(), HostMemory()], output=Output(summary=False, on_error="raise")
+    )
+    trainer(
+        directory, memprof, Slow(directory, memprof), devices=2, strategy=DDPStrategy(process_group_backend="gloo")
+    ).fit(Perceptron(), loader(2 * STEPS))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("LOCAL_RANK", "0")
+    main(Path(sys.argv[1]))

