@@ -42,7 +42,7 @@ def batch_samples(batch: Any, depth: int = _DEPTH) -> int | None:
         return int(batch.shape[0]) if batch.ndim else None
     if depth == 0 or isinstance(batch, (str, bytes)):
         return None
-    if isinstance(batch, Sequence) and batch and isinstance(batch[0], (str, bytes)):
+    if isinstance(batch, Sequence) and batch and all(isinstance(part, (str, bytes)) for part in batch):
         return len(batch)
     return next((samples for part in _parts(batch) if (samples := batch_samples(part, depth - 1)) is not None), None)
 
