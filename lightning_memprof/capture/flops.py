@@ -18,7 +18,7 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 def other_modes() -> bool:
     """Whether torch's operators go through somebody's dispatch mode now."""
-    return bool(_get_current_dispatch_mode_stack())  # type: ignore[no-untyped-call]
+    return bool(_get_current_dispatch_mode_stack())
 
 
 def _formulas() -> dict[Any, Callable[..., int]]:

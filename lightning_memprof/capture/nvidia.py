@@ -56,7 +56,9 @@ def gpu_of(device: torch.device) -> tuple[int, str | None] | None:
     """Return torch's index and the UUID of the GPU that ``device`` is, or None where it is none of NVIDIA's."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
-    index = torch.cuda.current_device() if device.index is None else device.index
+    # None without a number, which torch's types do not know.
+    number: Any = device.index
+    index = torch.cuda.current_device() if number is None else int(number)
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
     return index, None if uuid is None else str(uuid)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import threading
 import time
@@ -62,8 +61,9 @@ def _counts() -> _Counts:
     machine = psutil.cpu_times()._asdict()
     all_of_it = sum(seconds for name, seconds in machine.items() if name not in _COUNTED_TWICE)
     # psutil's own care for counters that wrap holds a lock, which a fork of the training may copy while it is held.
-    disk = psutil.disk_io_counters(nowrap=False)
-    network = psutil.net_io_counters(nowrap=False)
+    # Both are None on a machine that has none, which psutil's types do not know.
+    disk: Any = psutil.disk_io_counters(nowrap=False)
+    network: Any = psutil.net_io_counters(nowrap=False)
     return _Counts(
         *process,
         busy_s=all_of_it - sum(machine.get(name, 0.0) for name in _IDLE),
@@ -209,8 +209,8 @@ class System(Collector):
     name: ClassVar[str] = "system"
 
     def __init__(self, interval: float = 0.5, always: bool = False) -> None:  # noqa: FBT001, FBT002 read from YAML
-        number = isinstance(interval, (int, float)) and not isinstance(interval, bool) and math.isfinite(interval)
-        if not number or not _LEAST_S <= interval <= _MOST_S:
+        number: Any = interval
+        if type(number) not in {int, float} or not _LEAST_S <= number <= _MOST_S:
             msg = f"System(interval={interval!r}): must be a number of seconds from {_LEAST_S} to {_MOST_S:.0f}"
             raise ConfigError(msg)
         if not isinstance(always, bool):

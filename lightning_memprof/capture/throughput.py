@@ -202,7 +202,7 @@ class _Counting:
             else:
                 self.reason, self._wanted = None, False
                 self._mode = FlopCount()
-                self._mode.__enter__()
+                self._mode.__enter__()  # type: ignore[no-untyped-call]
         elif mark.point is Point.BATCH_END and self._mode is not None:
             self._mode.counting = False
             self._flops = self._mode.flops or None
@@ -223,6 +223,6 @@ class _Counting:
     def _leave_mode(self) -> None:
         mode, self._mode = self._mode, None
         if mode is not None:
-            mode.__exit__(None, None, None)
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             if mode.failure is not None:
                 raise mode.failure

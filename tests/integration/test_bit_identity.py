@@ -22,6 +22,8 @@ from lightning_memprof import (
     Pulse,
     SavedTensors,
     Schedule,
+    System,
+    Throughput,
 )
 from models import MODELS, Mlp, Outcome, fit
 from training import only_run, rows_of
@@ -39,6 +41,8 @@ EACH: dict[str, Callable[[], Collector]] = {
     "SavedTensors": SavedTensors,
     "ModuleMemory": ModuleMemory,
     "ModuleRss": ModuleRss,
+    "System": lambda: System(interval=0.1, always=True),
+    "Throughput": lambda: Throughput(flops=True),
 }
 
 
@@ -52,6 +56,8 @@ def all_of_them() -> list[Collector]:
         SavedTensors(),
         ModuleMemory(),
         ModuleRss(),
+        System(),
+        Throughput(flops=True),
         OutOfMemory(),
         trace,
     ]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import namedtuple
+from itertools import chain, pairwise, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,26 +96,30 @@ def test_samples_come_at_the_interval_in_order_of_time(tmp_path: Path) -> None:
         record(run, System(interval=0.1), step_s=0.12)
     times = [row["time_ns"] for row in rows(tmp_path)]
     assert 2 <= len(times) <= 6
-    assert all(later - earlier > 0 for earlier, later in zip(times, times[1:], strict=False))
+    assert all(later - earlier > 0 for earlier, later in pairwise(times))
 
 
 def test_the_processor_time_of_this_process_is_its_share_of_one(tmp_path: Path) -> None:
+    moments = []
+
     def burn(_: int) -> None:
+        moments.append((time.perf_counter(), time.process_time()))
         end = time.thread_time() + 0.05
         while time.thread_time() < end:
             pass
+        moments.append((time.perf_counter(), time.process_time()))
 
     with context(tmp_path) as run, session(run, WINDOW, [System(interval=60)]) as made:
-        began, used = time.perf_counter(), time.process_time()
         drive(made, range(6), burn)
-        most = 100 * (time.process_time() - used) / (time.perf_counter() - began)
+    # The window has the steps 1 to 3.
+    (began, used_before), (ended, used_after) = moments[2], moments[7]
     (row,) = rows(tmp_path)
-    assert row["process_cpu_percent"] == pytest.approx(most, rel=0.5)
+    assert row["process_cpu_percent"] == pytest.approx(100 * (used_after - used_before) / (ended - began), rel=0.3)
 
 
 def test_a_counter_that_falls_is_no_negative_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Disk = namedtuple("Disk", "read_bytes write_bytes")
-    readings = iter([Disk(10_000, 500)] + [Disk(100, 5_000_000)] * 100)
+    first = SimpleNamespace(read_bytes=10_000, write_bytes=500)
+    readings = chain([first], repeat(SimpleNamespace(read_bytes=100, write_bytes=5_000_000)))
     monkeypatch.setattr(psutil, "disk_io_counters", lambda **_: next(readings))
     monkeypatch.setattr(psutil, "net_io_counters", lambda **_: None)
     with context(tmp_path) as run:

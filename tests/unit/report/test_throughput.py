@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from lightning_memprof.analysis.run import load_run
+from lightning_memprof.artifacts.naming import system_name
+from lightning_memprof.artifacts.sink import RunPlace, Sink
+from lightning_memprof.report.machine import to_json
+from lightning_memprof.report.terminal import render
+from lightning_memprof.report.throughput import amount
+from lightning_memprof.report.view import View, run_view
+from lightning_memprof.schedule import Window
+from lightning_memprof.testing import FakeRun, make_run
+from lightning_memprof.units import GIB, MIB
+
+WINDOW = Window(0, (1,), (2, 3))
+# A step of each rank takes 20 ms.
+STEADY = FakeRun(phases=lambda *_: {"data_wait": 0, "forward": 20_000_000, "backward": 0, "optimizer": 0,
+                                    "callbacks": 0, "other": 0})  # fmt: skip
+
+
+def batches(**values: Any) -> list[dict[str, Any]]:
+    place = {"global_step": 2, "point": "step_end", "recorded": True, "time_ns": 1, "duration_ns": 40_000_000}
+    row = {"samples": 8, "tokens": None, "flops": None, "peak_flops": None, **values}
+    return [{"step": step, **place, **row} for step in (2, 3)]
+
+
+def sample(**values: Any) -> dict[str, Any]:
+    figures = {
+        "process_cpu_percent": 40.0, "machine_cpu_percent": 10.0, "load_1m": 1.5, "memory_used_bytes": 3 * GIB,
+        "memory_available_bytes": 5 * GIB, "swap_used_bytes": 0, "memory_limit_bytes": None,
+    }  # fmt: skip
+    return {"step": 2, "global_step": 2, "recorded": True, "time_ns": 1, **figures, **values}
+
+
+def view(directory: Path, fake: FakeRun = STEADY, **series: list[dict[str, Any]]) -> View:
+    run = make_run(directory, fake)
+    with closing(Sink(RunPlace(directory, 1), 0)) as sink:
+        for name, rows in series.items():
+            sink.write_rows(WINDOW, name, rows)
+    return run_view(load_run(run))
+
+
+def document(shown: View) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads(json.dumps(to_json(shown), allow_nan=False))
+    return read
+
+
+def page(shown: View, width: int = 80) -> str:
+    console = Console(file=StringIO(), width=width)
+    render(shown, console)
+    text: str = console.file.getvalue()
+    return text
+
+
+def test_the_rate_is_the_batch_over_the_steps_outside_of_windows(tmp_path: Path) -> None:
+    shown = view(tmp_path, throughput=batches(tokens=4096))
+    (one,) = document(shown)["throughput"]
+    assert one["samples_per_s"] == {"mean": 400.0, "p10": 400.0, "p90": 400.0}
+    assert one["tokens_per_s"]["mean"] == 4096 * 50
+    assert one["batches_per_s"]["mean"] == 50
+    assert "without the first and those in windows" in one["basis"]
+    text = page(shown)
+    assert "throughput  400 samples/s" in text
+    assert "205 k tokens/s" in text
+    assert "50.0 batches/s" in text
+
+
+def test_the_spread_is_that_of_the_steps(tmp_path: Path) -> None:
+    def phases(_: int, step: int) -> dict[str, int]:
+        other = dict.fromkeys(("data_wait", "backward", "optimizer", "callbacks", "other"), 0)
+        return {"forward": 10_000_000 if step % 2 else 40_000_000, **other}
+
+    (one,) = document(view(tmp_path, FakeRun(phases=phases), throughput=batches()))["throughput"]
+    assert one["samples_per_s"]["p10"] == 8 / 0.04
+    assert one["samples_per_s"]["p90"] == 8 / 0.01
+    assert one["samples_per_s"]["p10"] < one["samples_per_s"]["mean"] < one["samples_per_s"]["p90"]
+
+
+def test_the_devices_utilization_is_the_operations_over_its_peak(tmp_path: Path) -> None:
+    shown = view(tmp_path, throughput=batches(flops=2 * 10**12, peak_flops=1e15))
+    (one,) = document(shown)["throughput"]
+    assert one["flops_per_s"] == pytest.approx(1e14)
+    assert one["utilization"] == pytest.approx(0.1)
+    assert "2.00 TFLOP a step, 100 TFLOP/s: 10 % of the device's 1.00 PFLOP/s" in page(shown)
+
+
+def test_operations_that_a_later_window_did_not_count_again_hold(tmp_path: Path) -> None:
+    rows = batches(flops=None)
+    rows[1]["flops"] = 500
+    (one,) = document(view(tmp_path, throughput=rows))["throughput"]
+    assert one["flops"] == 500
+    assert one["utilization"] is None
+
+
+def test_what_is_not_known_is_null_and_never_zero(tmp_path: Path) -> None:
+    shown = view(tmp_path, throughput=batches(samples=None))
+    (one,) = document(shown)["throughput"]
+    unknown = ("samples", "samples_per_s", "tokens", "tokens_per_s", "flops", "flops_per_s", "peak_flops")
+    assert {one[name] for name in unknown} == {None}
+    assert "throughput  50.0 batches/s" in page(shown)
+    assert "samples/s" not in page(shown)
+
+
+def test_without_a_pulse_the_windows_steps_are_the_basis(tmp_path: Path) -> None:
+    run = make_run(tmp_path, STEADY)
+    with closing(Sink(RunPlace(tmp_path, 1), 0)) as sink:
+        sink.write_rows(WINDOW, "throughput", batches())
+    (run / "pulse.rank00000.csv").unlink()
+    (one,) = to_json(run_view(load_run(run)))["throughput"]
+    assert one["samples_per_s"]["mean"] == 200
+    assert "cost of recording" in one["basis"]
+
+
+@pytest.mark.parametrize("wrong", ["8", -1, 1e400, True, 10**400, [8]])
+def test_damaged_counts_are_not_counted(wrong: Any, tmp_path: Path) -> None:
+    values = {"samples": wrong, "tokens": wrong, "flops": wrong, "peak_flops": wrong if wrong is not True else None}
+    shown = view(tmp_path, throughput=batches(**values), system=[sample(load_1m=wrong)])
+    assert document(shown)["throughput"][0]["samples"] is None
+    assert "throughput" in page(shown)
+
+
+def test_a_run_without_the_collectors_has_neither_section(tmp_path: Path) -> None:
+    shown = view(tmp_path)
+    assert document(shown)["throughput"] == document(shown)["system"] == []
+    assert "throughput" not in page(shown)
+    assert "\nsystem" not in page(shown)
+
+
+def test_the_machines_extremes_are_shown(tmp_path: Path) -> None:
+    busy = sample(process_cpu_percent=380.0, machine_cpu_percent=90.0, memory_available_bytes=GIB, load_1m=7.0)
+    shown = view(tmp_path, system=[sample(), busy])
+    (one,) = document(shown)["system"]
+    assert one["samples"] == 2
+    assert one["figures"]["process_cpu_percent"] == {"mean": 210.0, "least": 40.0, "most": 380.0}
+    assert one["figures"]["memory_available_bytes"]["least"] == GIB
+    assert "memory_limit_bytes" not in one["figures"]
+    text = page(shown)
+    assert "this process 210 % (most 380 %) · all 50 % (most 90 %)" in text
+    assert "most used 3.00 GiB · least available 1.00 GiB" in text
+    assert "load at most 7.0" in text
+
+
+def test_a_gpu_has_a_line_of_its_own(tmp_path: Path) -> None:
+    gpu = {"gpu3_utilization_percent": 87, "gpu3_memory_used_bytes": 40 * GIB, "gpu3_power_w": 310.5}
+    text = page(view(tmp_path, system=[sample(**gpu, gpu3_temperature_c=None)]))
+    assert "GPU 3" in text
+    assert "busy 87 % · most used 40.0 GiB" in text
+
+
+def test_samples_of_the_whole_run_count_also_where_it_was_killed(tmp_path: Path) -> None:
+    run = make_run(tmp_path, STEADY)
+    lines = [json.dumps(sample(load_1m=value)) for value in (1.0, 9.0)]
+    (run / system_name(0)).write_text("\n".join([*lines, '{"load_1m": 99']))
+    (one,) = to_json(run_view(load_run(run)))["system"]
+    assert (one["samples"], one["figures"]["load_1m"]["most"]) == (2, 9.0)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_no_line_is_wider_than_the_page(width: int, tmp_path: Path) -> None:
+    gpu = {"gpu0_utilization_percent": 87, "gpu0_memory_used_bytes": 40 * GIB, "gpu0_power_w": 310.5}
+    rates = dict.fromkeys(("disk_read_bytes_per_s", "disk_write_bytes_per_s", "page_faults_per_s"), 3.0 * MIB)
+    shown = view(tmp_path, throughput=batches(flops=10**12), system=[sample(), sample(**gpu, **rates)])
+    lines = page(shown, width).splitlines()
+    first = next(index for index, line in enumerate(lines) if line.startswith("throughput"))
+    last = next(index for index, line in enumerate(lines) if line.startswith("files"))
+    assert max(map(len, lines[first:last])) <= width
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(0, "0.00"), (4, "4.00"), (45.61, "45.6"), (999, "999"), (1234, "1.23 k"), (2.5e9, "2.50 G"), (1e15, "1.00 P")],
+)
+def test_numbers_have_three_figures_and_a_prefix(value: float, words: str) -> None:
+    assert amount(value) == words
