@@ -35,9 +35,10 @@ help:
 demo: $(VENV)/run.stamp
 	$(BIN)/lightning-memprof demo $(ARGS)
 
-# The script and not `python -m pytest`, which would put the working tree first on the path.
+# The script and not `python -m pytest`, which would put the working tree first on the path. A file's tests stay in one
+# process: they share what is slow to make.
 test: $(VENV)/test.stamp
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest --numprocesses auto --dist loadfile $(ARGS)
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ import torch
 from lightning_memprof import (
     Collector,
     FunctionMemory,
+    Garbage,
     HookTimings,
     HostMemory,
     MemProfilerCallback,
@@ -43,6 +44,8 @@ EACH: dict[str, Callable[[], Collector]] = {
     "ModuleRss": ModuleRss,
     "System": lambda: System(interval=0.1, always=True),
     "Throughput": lambda: Throughput(flops=True),
+    "Garbage": lambda: Garbage(cycles=True),
+    "HookTimings": HookTimings,
 }
 
 
@@ -52,6 +55,7 @@ def all_of_them() -> list[Collector]:
         Pulse(),
         HostMemory(),
         HookTimings(),
+        Garbage(cycles=True),
         FunctionMemory(functions=FUNCTIONS, saved_tensors_hooks=True),
         SavedTensors(),
         ModuleMemory(),

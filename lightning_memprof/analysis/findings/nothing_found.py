@@ -15,7 +15,6 @@ from lightning_memprof.analysis.findings.model import (
     Severity,
     percent,
     shown_place,
-    trace_directory,
 )
 from lightning_memprof.units import format_ns
 
@@ -95,8 +94,7 @@ def _around(statistics: PulseStatistics) -> str | None:
 
 def _look_further(run: Run) -> str:
     """Name the command for the most telling artifact that is there."""
-    traces = [one for one in run.artifacts if one.type == "trace" and one.state == "present"]
-    if traces:
-        folder = shlex.quote(shown_place(trace_directory(run, traces[0].file), run.root, run.url))
-        return f"See every operator on a time line: tensorboard --logdir {folder}"
+    if any(one.type == "trace" and one.state == "present" for one in run.artifacts):
+        place = shlex.quote(shown_place(run.directory, run.root, run.url))
+        return f"See every operator on a time line: lightning-memprof view {place}"
     return 'Record the operators of some steps too: Trainer(..., profiler="fts_extended")'

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_memprof.analysis.findings import Evidence, Finding, Severity, examine, percent, verdict
+from lightning_memprof.analysis.findings import Evidence, Finding, Severity, examine, percent, shown_path, verdict
 from lightning_memprof.analysis.findings.memory_growth import left_by_windows, steady_growth
 from lightning_memprof.analysis.findings.rhythm import rhythm
 from lightning_memprof.analysis.run import load_run
@@ -49,7 +49,7 @@ def test_a_healthy_run_has_no_findings_and_a_command_to_look_further(tmp_path: P
     said = verdict(run)
     assert said.rule == "nothing_found"
     assert said.sentence == "No bottleneck found: the backward pass takes 55 % of a step."
-    assert "tensorboard --logdir" in said.next
+    assert f"lightning-memprof view {shown_path(run.directory)}" in said.next
 
 
 def test_without_a_trace_the_next_step_is_to_record_one(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def test_a_run_that_is_named_itself_says_which_others_lie_beside_it() -> None:
 
 def test_tensorboard_reads_the_log_directory_whatever_the_stage() -> None:
     text = page(make_run(Path("logs/validate").absolute(), FakeRun(stage="validate")))
-    assert text.count("tensorboard --logdir logs\n") == 2
+    assert text.count("tensorboard --logdir logs\n") == 1
     assert "show logs/validate --format" in text
 
 
