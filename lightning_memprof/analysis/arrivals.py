@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from array import array
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress, islice
-from operator import add, sub
+from itertools import chain, islice
+from operator import add
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -21,8 +20,9 @@ TOGETHER: Final = frozenset({"all_reduce", "reduce_scatter", "all_gather", "all_
 # The ends of one collective lie within this on one clock; where they do not, the traces begin at different ones.
 _SAME_NS: Final = 1_000_000
 # So many ends tell what two clocks differ by.
-_ENDS: Final = 64
+_ENDS: Final = 32
 _SHIFTS: Final = (1, -1, 2, -2)
+_BEFORE: Final = -(1 << 62)
 
 Kind = tuple[str, str, "int | None"]
 Key = tuple[Kind, int]
@@ -33,13 +33,18 @@ Signature = tuple[tuple[Kind, ...], tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class RankTrack:
-    """One rank's collectives of a window as columns, in ns of its own clock."""
+    """One rank's collectives of a window as columns: starts in ns after ``base_ns`` of its own clock."""
 
     rank: int
     host: str
     keys: Keys
-    start_ns: array[int]
-    end_ns: array[int]
+    base_ns: int
+    start_ns: Sequence[int]
+    duration_ns: Sequence[int]
+
+    def end_ns(self, at: int) -> int:
+        """Return the end of one collective by this rank's clock."""
+        return self.base_ns + self.start_ns[at] + self.duration_ns[at]
 
 
 @dataclass(frozen=True)
@@ -119,8 +124,9 @@ def track(summary: RankSummary, shared: dict[Signature, Keys]) -> RankTrack | No
     if keys is None:
         keys = tuple((arrivals.kinds[kind], number) for kind, number in zip(*signature[1:], strict=True))
         shared[signature] = keys
-    start = array("q", map(arrivals.base_ns.__add__, arrivals.start_ns))
-    return RankTrack(summary.rank, summary.host, keys, start, array("q", map(add, start, arrivals.duration_ns)))
+    return RankTrack(
+        summary.rank, summary.host, keys, arrivals.base_ns, arrivals.start_ns, arrivals.duration_ns
+    )  # fmt: skip
 
 
 def window_waits(tracks: Sequence[RankTrack]) -> WindowWaits:
@@ -132,37 +138,46 @@ def window_waits(tracks: Sequence[RankTrack]) -> WindowWaits:
     waits = WindowWaits()
     if len(tracks) < 2:
         return waits
-    lead = tracks[0]
-    ends = dict(zip(lead.keys, lead.end_ns, strict=True))
+    lead = _Lead(tracks[0])
     differences: dict[str, list[int]] = defaultdict(list)
     errors: list[int] = []
-    placed = [lead]
+    placed = [lead.track]
     for one in tracks[1:]:
-        shift, found = _agreement(one, lead, ends)
+        shift, found = _agreement(one, lead)
         placed.append(replace(one, keys=tuple((kind, number + shift) for kind, number in one.keys)) if shift else one)
         if found:
             middle = sorted(found)[(len(found) - 1) // 2]
             differences[one.host].append(middle)
             errors.append(_spread(found))
     waits.clock_offsets_ns = {
-        host: 0 if host == lead.host else statistics.median_low(found) for host, found in differences.items()
+        host: 0 if host == lead.track.host else statistics.median_low(found) for host, found in differences.items()
     }
     waits.clock_error_ns = statistics.median_low(errors) if errors else 0
     _meet(waits, placed)
     return waits
 
 
-def _agreement(one: RankTrack, lead: RankTrack, ends: Mapping[Key, int]) -> tuple[int, list[int]]:
+class _Lead:
+    """The rank whose clock is taken: the ends of its collectives, and of those that end together the first."""
+
+    def __init__(self, track: RankTrack) -> None:
+        self.track = track
+        self.ends = {key: track.end_ns(at) for at, key in enumerate(track.keys)}
+        together = (at for at, (kind, _) in enumerate(track.keys) if kind[0] in TOGETHER)
+        self.first = [(at, track.end_ns(at)) for at in islice(together, _ENDS)]
+
+
+def _agreement(one: RankTrack, lead: _Lead) -> tuple[int, list[int]]:
     """Return by how many collectives a track begins later than the lead's, and the differences of the ends then."""
-    if one.keys is lead.keys:
-        together = (kind[0] in TOGETHER for kind, _ in one.keys)
-        found = list(islice(compress(map(sub, one.end_ns, lead.end_ns), together), _ENDS))
+    if one.keys is lead.track.keys:
+        base, starts, durations = one.base_ns, one.start_ns, one.duration_ns
+        found = [base + starts[at] + durations[at] - end for at, end in lead.first]
     else:
-        found = _differences(one, ends, 0)
+        found = _differences(one, lead.ends, 0)
     best, spread = (0, found), _spread(found)
     if spread > _SAME_NS:
         for shift in _SHIFTS:
-            found = _differences(one, ends, shift)
+            found = _differences(one, lead.ends, shift)
             # With few left, anything agrees.
             if 2 * len(found) >= len(best[1]) and len(found) > 2 and 4 * _spread(found) < spread:
                 best, spread = (shift, found), _spread(found)
@@ -171,8 +186,8 @@ def _agreement(one: RankTrack, lead: RankTrack, ends: Mapping[Key, int]) -> tupl
 
 def _differences(one: RankTrack, ends: Mapping[Key, int], shift: int) -> list[int]:
     found = (
-        end - other
-        for (kind, number), end in zip(one.keys, one.end_ns, strict=True)
+        one.end_ns(at) - other
+        for at, (kind, number) in enumerate(one.keys)
         if kind[0] in TOGETHER and (other := ends.get((kind, number + shift))) is not None
     )
     return list(islice(found, _ENDS))
@@ -191,7 +206,7 @@ class _Group:
 
     ranks: list[int]
     waited_ns: list[int]
-    until_ns: int = 0
+    until_ns: int = _BEFORE
 
 
 def _meet(waits: WindowWaits, tracks: Sequence[RankTrack]) -> None:
@@ -203,41 +218,47 @@ def _meet(waits: WindowWaits, tracks: Sequence[RankTrack]) -> None:
     for one in tracks:
         alike[one.keys].append(one)
     groups: list[_Group] = []
+    # Small numbers are added and compared in a third of the time.
+    zero = tracks[0].base_ns
     came: dict[Key, list[tuple[_Group, tuple[int, ...]]]] = defaultdict(list)
     for keys, members in alike.items():
         group = _Group([one.rank for one in members], [0] * len(members))
         groups.append(group)
-        columns = [_aligned(one, waits.clock_offsets_ns.get(one.host, 0)) for one in members]
+        columns = [_after(one, zero + waits.clock_offsets_ns.get(one.host, 0)) for one in members]
         for key, times in zip(keys, zip(*columns, strict=True), strict=True):
             came[key].append((group, times))
     last_ns = {key: max(max(times) for _, times in parts) for key, parts in came.items()}
     for key in sorted(came, key=last_ns.__getitem__):
-        _wait(waits, key[0], came[key], last_ns[key])
+        if (found := _wait(key[0], came[key], last_ns[key])) is not None:
+            waits.meetings.append(replace(found, middle_ns=zero + found.middle_ns, last_ns=zero + found.last_ns))
     for group in groups:
         waits.own_wait_ns.update(dict(zip(group.ranks, group.waited_ns, strict=True)))
     _share(waits)
 
 
-def _aligned(one: RankTrack, offset: int) -> Sequence[int]:
-    return [start - offset for start in one.start_ns] if offset else one.start_ns
+def _after(one: RankTrack, zero: int) -> Sequence[int]:
+    """Return the starts of a track in ns after ``zero`` of its clock."""
+    later = one.base_ns - zero
+    return [start + later for start in one.start_ns] if later else one.start_ns
 
 
-def _wait(waits: WindowWaits, kind: Kind, parts: list[tuple[_Group, tuple[int, ...]]], last: int) -> None:
-    """Add what one collective, at which the last rank came at ``last``, made the others wait."""
-    everyone = sorted(time for _, times in parts for time in times) if len(parts) > 1 else sorted(parts[0][1])
+def _wait(kind: Kind, parts: list[tuple[_Group, tuple[int, ...]]], last: int) -> Meeting | None:
+    """Add what one collective, at which the last rank came at ``last``, made each rank wait; None where one rank came.
+
+    A rank cannot wait for two at once: collectives that overlap are one wait.
+    """
+    waits = [[last - time for time in times] for _, times in parts]
+    everyone = sorted(chain.from_iterable(waits))
     if len(everyone) < 2:
-        return
+        return None
     rank = next(group.ranks[times.index(last)] for group, times in parts if last in times)
-    waits.meetings.append(Meeting(kind, len(everyone), everyone[(len(everyone) - 1) // 2], last, rank))
-    for group, times in parts:
-        until = group.until_ns
-        # A rank cannot wait for two at once: collectives that overlap are one wait.
-        if last > until:
-            group.waited_ns = [
-                waited + last - (time if time > until else until)  # noqa: FURB136 a call costs three times as much
-                for waited, time in zip(group.waited_ns, times, strict=True)
-            ]
+    for (group, _), waited in zip(parts, waits, strict=True):
+        most = last - group.until_ns
+        if most > 0:
+            added = waited if everyone[-1] <= most else [one if one < most else most for one in waited]  # noqa: FURB136
+            group.waited_ns = list(map(add, group.waited_ns, added))
             group.until_ns = last
+    return Meeting(kind, len(everyone), last - everyone[len(everyone) // 2], last, rank)
 
 
 def _share(waits: WindowWaits) -> None:

@@ -20,7 +20,8 @@ FIRST_RANKS: Final = 8
 SHOWN: Final = 8
 
 _decode: Final = msgspec.json.Decoder(dict).decode
-_ARTIFACTS: Final = (b'"kind":"artifact"', b'"kind": "artifact"')
+_ARTIFACT: Final = b'"kind":"artifact"'
+_SPACED: Final = b'"kind": "artifact"'
 
 
 def in_full(ranks: Sequence[int]) -> frozenset[int]:
@@ -50,7 +51,7 @@ def light_rows(path: Path) -> tuple[list[Row], str | None]:
         *lines, last = path.read_bytes().split(b"\n")
         if last:
             return manifest_rows(path)
-        return [_decode(line) for line in lines if not any(words in line for words in _ARTIFACTS)], None
+        return [_decode(line) for line in lines if _ARTIFACT not in line and _SPACED not in line], None
     except (OSError, ValueError, msgspec.DecodeError):
         return manifest_rows(path)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -18,6 +20,7 @@ __all__ = ["MOST_STEPS", "Plan", "Request", "read_plan", "read_request", "write_
 
 MOST_STEPS: Final = 10_000
 """Of warmup or recording in one window that is asked for: more is a slip of the hand."""
+_MOST_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,9 @@ def read_request(directory: Path) -> Request | None:
     numbers = (active is None or _count(active, 1)) and (warmup is None or _count(warmup, 0))
     if not numbers or not isinstance(row.get("id"), str) or not isinstance(row.get("cause"), str):
         raise _damaged(path)
-    return Request(row["id"], row["cause"], active, warmup)
+    # A lone surrogate can be neither logged nor shown.
+    cause = row["cause"].encode("utf-8", "replace").decode()
+    return Request(row["id"], cause, active, warmup)
 
 
 def write_plan(directory: Path, plan: Plan) -> None:
@@ -140,7 +145,7 @@ def _write(path: Path, row: dict[str, Any]) -> None:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        row = json.loads(path.read_bytes())
+        row = json.loads(_content(path))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -151,6 +156,16 @@ def _read(path: Path) -> dict[str, Any] | None:
     if not isinstance(row, dict):
         raise _damaged(path)
     return row
+
+
+def _content(path: Path) -> bytes:
+    # Opening somebody's pipe, or reading without an end, would stop the training.
+    status = path.stat()
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
+        raise _damaged(path)
+    return path.read_bytes()
 
 
 def _damaged(path: Path) -> ArtifactError:

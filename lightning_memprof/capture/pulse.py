@@ -107,8 +107,9 @@ class PulseWriter:
             self._waiting.clear()
             self.flush()
         finally:
-            self._file.close()
             self._resident.close()
+            # On a full disk closing fails as well.
+            self._file.close()
 
     def _memory(self, record: StepRecord) -> tuple[int | None, int | None]:
         """Return resident size and device peak, or None where they were read just before."""

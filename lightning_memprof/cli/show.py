@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.fetch import LocalRun
 
 __all__ = ["show"]
+
+# New containers, of some hundred bytes each, until the next look.
+_COLLECT_AFTER: Final = 200_000
 
 
 def show(run: str, format: Literal["terminal", "json"] = "terminal") -> int:  # noqa: A002 the option's name
@@ -30,8 +36,19 @@ def show(run: str, format: Literal["terminal", "json"] = "terminal") -> int:  # 
     """
     from lightning_memprof.analysis.fetch import local_run
 
-    with local_run(run) as found:
+    with local_run(run) as found, _rare_collections():
         return _show(found, format)
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Let Python look for cycles rarely: of thousands of ranks it would look at millions of numbers, for nothing."""
+    before = gc.get_threshold()
+    gc.set_threshold(_COLLECT_AFTER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _show(found: LocalRun, form: Literal["terminal", "json"]) -> int:

@@ -166,7 +166,8 @@ def test_the_snapshot_fragment_fails_clearly_without_cuda_and_dumps_with_it(
 def test_every_shipped_fragment_has_a_test() -> None:
     here = {"overview", "trace", "snapshot", "large_runs"}
     in_test_memprofiler_cli = {"memprofiler_demo", "pytorch_profiler"}
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == here | in_test_memprofiler_cli
+    in_test_triggers = {"triggers"}
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == here | in_test_memprofiler_cli | in_test_triggers
 
 
 PLAIN = dedent(f"""

@@ -284,7 +284,10 @@ def test_sigterm_saves_what_there_is_and_ends_as_without_us(tmp_path: Path, envi
         sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
         from pathlib import Path
         from training import Perceptron, loader, trainer
-        callbacks = []
+        from lightning.pytorch.callbacks import LambdaCallback
+
+        started = Path(sys.argv[1] + ".started")
+        callbacks = [LambdaCallback(on_train_batch_end=lambda *_: started.touch())]
         if sys.argv[1] == "ours":
             from lightning_memprof import MemProfilerCallback, Schedule
             callbacks = [MemProfilerCallback(schedule=Schedule(wait=0, active=3, repeat=0))]
@@ -297,7 +300,7 @@ def test_sigterm_saves_what_there_is_and_ends_as_without_us(tmp_path: Path, envi
             [sys.executable, str(program), kind], cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        started = tmp_path / kind / ("log/memprofiler/window001" if kind == "ours" else "log/hparams.yaml")
+        started = tmp_path / ("ours/log/memprofiler/window001" if kind == "ours" else "bare.started")
         deadline = time.monotonic() + 60
         while not started.exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
