@@ -1,14 +1,29 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import leaks
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_temporary_files() -> Iterator[None]:
+    """Give this process and its children a directory for temporary files in which no other test process writes."""
+    variable, directory = os.environ.get("TMPDIR"), tempfile.mkdtemp(prefix="tests-")
+    os.environ["TMPDIR"] = tempfile.tempdir = directory
+    yield
+    tempfile.tempdir = None
+    os.environ.pop("TMPDIR")
+    if variable is not None:
+        os.environ["TMPDIR"] = variable
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -311,7 +311,7 @@ def _event_around(text: bytes, at: int) -> dict[str, Any] | None:
             return None
         try:
             event = _DECODE(text[opening : at + _LONGEST].decode(errors="replace"))[0]
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(event, dict) and "ph" in event:
             return event

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import os
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -38,18 +39,21 @@ NOTABLE_SHARE: Final = 0.05
 MIN_WAIT_NS: Final = 1_000_000
 # One rank is the straggler where it causes this part of all waiting; else they take turns.
 MAIN_SHARE: Final = 0.5
+# Of fewer steps the first ones, which differ for other reasons, are most.
+FEW_STEPS: Final = 5
 # What explains this part of the lateness is what the rank was doing.
 EXPLAINS_SHARE: Final = 0.3
 # The phases of Lightning in which a rank does not wait for others; forward and backward hold collectives.
-OWN_PHASES: Final = ("data_wait", "callbacks", "optimizer", "other")
-
 Cause = Literal["data_wait", "callbacks", "optimizer", "other", "compute"]
+OWN_PHASES: Final[tuple[Cause, ...]] = ("data_wait", "callbacks", "optimizer", "other")
+_ALONE: Final[tuple[Cause, ...]] = ("data_wait", "callbacks")
 
 
 @dataclass(frozen=True)
 class RankTimes:
     """One rank's mean step in ns, on the host's clock, and its peaks of memory in bytes; None where not measured.
 
+    ``steps`` is how many it has come to, as far as is known.
     ``source`` says what the times are of: the steps of the whole run (``pulse``), the steps before the last window
     (``summary``), or those of the last window, which pay for being recorded (``window``). ``wait_ns`` is how long it
     waits for other ranks in a recorded step, ``compute_ns`` its forward and backward there without that waiting.
@@ -57,6 +61,7 @@ class RankTimes:
 
     rank: int
     host: str | None
+    steps: int
     step_ns: int
     phases_ns: Mapping[str, int]
     source: Literal["pulse", "summary", "window"]
@@ -167,7 +172,8 @@ class _Gathered:
     latest: dict[int, RankSummary] = field(default_factory=dict)
     peaks: dict[int, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
     windows: list[WindowWaits] = field(default_factory=list)
-    steps: float = 0.0
+    steps: list[float] = field(default_factory=list)
+    """Of each of the windows the steps that its collectives are of."""
     count: int = 0
     problems: list[Problem] = field(default_factory=list)
     shared: dict[Signature, Keys] = field(default_factory=dict)
@@ -196,12 +202,13 @@ class _Gathered:
             )  # fmt: skip
         if len(tracks) > 1:
             self.windows.append(window_waits(tracks))
-            self.steps += steps
+            self.steps.append(steps)
 
     def waiting(self) -> Waiting | None:
         """Return the waiting of all windows together, a step; None where no two ranks have the same collective."""
         meetings: list[Meeting] = [one for window in self.windows for one in window.meetings]
-        if not meetings or not self.steps:
+        total = sum(self.steps)
+        if not meetings or not total:
             return None
         caused: Counter[int] = Counter()
         offsets: dict[str, int] = {}
@@ -210,9 +217,9 @@ class _Gathered:
             offsets.update(window.clock_offsets_ns)
         return Waiting(
             collectives=len(meetings),
-            steps=round(self.steps),
-            waited_ns=round(sum(one.waited_ns for one in self.windows) / self.steps),
-            caused_ns={rank: round(ns / self.steps) for rank, ns in caused.most_common()},
+            steps=round(total),
+            waited_ns=round(sum(one.waited_ns for one in self.windows) / total),
+            caused_ns={rank: round(ns / total) for rank, ns in caused.most_common()},
             last=dict(Counter(one.last_rank for one in meetings).most_common()),
             kinds=tuple(WindowWaits(meetings).by_kind()),
             clock_offsets_ns=offsets,
@@ -220,10 +227,11 @@ class _Gathered:
         )
 
     def own_wait_ns(self, rank: int) -> int | None:
-        """Return how long a rank waits for others in a recorded step."""
-        if not self.steps:
-            return None
-        return round(sum(one.own_wait_ns[rank] for one in self.windows) / self.steps)
+        """Return how long a rank waits for others in a recorded step; None where it recorded no collective."""
+        both = zip(self.windows, self.steps, strict=True)
+        found = [(one.own_wait_ns[rank], steps) for one, steps in both if rank in one.own_wait_ns]
+        steps = sum(one for _, one in found)
+        return round(sum(ns for ns, _ in found) / steps) if steps else None
 
 
 def _windows(directory: Path) -> Iterator[list[tuple[int, Path]]]:
@@ -257,6 +265,7 @@ def _times(rank: Rank, pulse: PulseStatistics | None, gathered: _Gathered) -> Ra
     return RankTimes(
         rank=rank.rank,
         host=summary.host if summary else None,
+        steps=max(rank.steps, max(summary.steps, default=0) if summary else 0),
         step_ns=step_ns,
         phases_ns=phases,
         source=source,
@@ -298,25 +307,29 @@ def _straggler(ranks: tuple[RankTimes, ...], waiting: Waiting | None) -> Straggl
     if len(ranks) < 2:
         return None
     by_rank = {one.rank: one for one in ranks}
+    # Where some ranks alone record their collectives, one of the others may be the last in all of them.
+    unseen = [one for one in ranks if one.wait_ns is None and one.steps >= FEW_STEPS]
     if waiting is None:
-        return _without_collectives(ranks)
+        return _without_collectives(unseen, ranks)
     rank, caused = max(waiting.caused_ns.items(), key=lambda pair: pair[1], default=(-1, 0))
     mine = by_rank.get(rank)
     if mine is None or caused < MAIN_SHARE * waiting.waited_ns or caused <= waiting.clock_error_ns:
-        return None
+        return _without_collectives(unseen, ranks)
     if caused < max(MIN_WAIT_NS, NOTABLE_SHARE * mine.step_ns):
-        return None
+        return _without_collectives(unseen, ranks)
     cause = _cause(mine, [one for one in ranks if one is not mine], EXPLAINS_SHARE * caused)
     return _found(mine, cause, caused, waiting)
 
 
-def _without_collectives(ranks: tuple[RankTimes, ...]) -> Straggler | None:
+def _without_collectives(unseen: Sequence[RankTimes], ranks: Sequence[RankTimes]) -> Straggler | None:
     """Tell the straggler by the phases in which no rank waits for another; only where one rank stands out."""
     found: list[tuple[int, RankTimes, _Excess]] = []
-    for one in ranks:
+    middles = {phase: _middle(ranks, phase) for phase in _ALONE}
+    # Each is compared with all others, which for thousands takes long: two that stand out say enough.
+    for one in heapq.nlargest(4, unseen, lambda one: max(one.phases_ns.get(key, 0) - middles[key] for key in _ALONE)):
         others = [other for other in ranks if other is not one]
         least = max(MIN_WAIT_NS, round(NOTABLE_SHARE * one.step_ns))
-        cause = _cause(one, others, least, phases=("data_wait", "callbacks"))
+        cause = _cause(one, others, least, phases=_ALONE)
         if cause is not None:
             found.append((cause.own_ns - cause.others_ns, one, cause))
     if not found:
@@ -343,10 +356,10 @@ def _cause(
     share the cores of a machine.
     """
     found = [_Excess(phase, mine.phases_ns.get(phase, 0), _middle(others, phase)) for phase in phases]
-    if mine.compute_ns is not None and "other" in phases:
-        compute = _Excess("compute", mine.compute_ns, statistics.median_low([one.compute_ns or 0 for one in others]))
-    else:
-        compute = None
+    computes = [one.compute_ns for one in others if one.compute_ns is not None]
+    compute = None
+    if mine.compute_ns is not None and computes and "other" in phases:
+        compute = _Excess("compute", mine.compute_ns, statistics.median_low(computes))
     best = max(found, key=lambda one: one.own_ns - one.others_ns)
     if best.own_ns - best.others_ns >= least_ns:
         if best.cause != "callbacks":
@@ -355,7 +368,7 @@ def _cause(
     return compute if compute is not None and compute.own_ns - compute.others_ns >= least_ns else None
 
 
-def _middle(others: list[RankTimes], phase: str) -> int:
+def _middle(others: Sequence[RankTimes], phase: str) -> int:
     return statistics.median_low([one.phases_ns.get(phase, 0) for one in others])
 
 

@@ -244,12 +244,16 @@ class Sink:
 
     def close(self) -> None:
         """Wait for the background work and release the manifest."""
-        self.drain()
-        if self.uploads is not None and (left := self.uploads.settle()):
-            place, error = self.place, self.uploads.error
-            message = f"{len(left)} files are not at {place.url}: {error}; they are in {place.root}"
-            self.manifest.append("error", collector="upload", where="write", window=None, message=message, traceback="")
-        self.manifest.close()
+        try:
+            self.drain()
+            if self.uploads is not None and (left := self.uploads.settle()):
+                place, error = self.place, self.uploads.error or "no answer"
+                text = f"{len(left)} files are not at {place.url}: {error}; they are in {place.root}"
+                self.manifest.append(
+                    "error", collector="upload", where="write", window=None, message=text, traceback=""
+                )
+        finally:
+            self.manifest.close()
 
     def _work(self, job: Callable[[], None], window: int | None) -> None:
         try:

@@ -38,6 +38,9 @@ CLAIM_NAME: Final = "claim.json"
 MAX_RUNS: Final = 10_000
 # A pulse grows by 100 bytes a step, and goes up whole each time.
 LIVE_PAUSE_S: Final = 30.0
+# Behind Ctrl-C or SIGTERM: the first is ignored by then, and the second is followed by SIGKILL.
+HURRY_S: Final = 10.0
+LAST_LOOK_S: Final = 1.0
 # At the end of a run: after so many files in a row that could not be copied, the rest is not tried.
 MAX_FAILURES: Final = 2
 
@@ -229,6 +232,8 @@ class Uploads:
         self._live_again = 0.0
         self._bearable = MAX_FAILURES
         self._progress = time.monotonic()
+        self._patience_s = self._retries.patience_s
+        self._given_up = False
         self.error: Exception | None = None
 
     def add(self, path: Path) -> None:
@@ -251,6 +256,10 @@ class Uploads:
         """Return the files that are not at the URL yet."""
         with self._lock:
             return list(self._pending)
+
+    def hurry(self) -> None:
+        """Have no patience any more with a place that does not answer: the program was told to end."""
+        self._patience_s = min(self._patience_s, HURRY_S)
 
     def settle(self) -> list[Path]:
         """Wait until every file is at the URL or was tried in vain; return those that are not there."""
@@ -282,13 +291,18 @@ class Uploads:
             self._thread.start()
 
     def _wait(self, ready: Callable[[], bool]) -> None:
+        """Wait; only for a moment more where that was in vain before, or where Ctrl-C has ended it."""
+        given_up, self._given_up = self._given_up, True
         self._progress = time.monotonic()
         while not ready():
             time.sleep(0.01)
             largest = max((_size(path) for path in self.left()), default=0)
-            if time.monotonic() - self._progress > self._retries.patience_s + largest / MIB:
-                log.warning("%s does not answer: files that are not there are kept in %s", self.url, self._root)
+            bound = LAST_LOOK_S if given_up else self._patience_s + largest / MIB
+            if time.monotonic() - self._progress > bound:
+                if not given_up:
+                    log.warning("%s does not answer: files that are not there are kept in %s", self.url, self._root)
                 return
+        self._given_up = given_up
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:

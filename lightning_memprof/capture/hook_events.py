@@ -76,7 +76,8 @@ def timed_fetches(start: Told, stop: Told) -> Iterator[None]:
         # A worker that was forked from this thread has its number.
         if not here or here[0] != (os.getpid(), get_ident()):
             return None
-        dataset = getattr(iterator, "dataset", None) or getattr(iterator, "_dataset", None)
+        # A data set may be a tensor, or anything else that has no truth value.
+        dataset = getattr(iterator, "dataset", getattr(iterator, "_dataset", None))
         return f"[DataLoader]{type(dataset).__name__}.{what}"
 
     with ExitStack() as undo:

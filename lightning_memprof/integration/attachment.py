@@ -149,6 +149,8 @@ class Attachment:
         self._ended = True
         sink = self.run.sink
         reason = None if exception is None else describe(exception)
+        if sink.uploads is not None and exception is not None and not isinstance(exception, Exception):
+            sink.uploads.hurry()
         try:
             # First, while the exception's frames still hold what filled the memory.
             self._oom.end(exception)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Final
 from lightning_memprof.artifacts.manifest import ManifestWriter
 from lightning_memprof.artifacts.naming import manifest_name, parse_manifest_name
 from lightning_memprof.artifacts.sink import RunPlace, claim_run_place
-from lightning_memprof.artifacts.upload import Remote, claim_remote, is_url, url_path
+from lightning_memprof.artifacts.upload import is_url, url_path
+from lightning_memprof.artifacts.upload_worker import claim_url
 from lightning_memprof.errors import MemprofError
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def _claim_url(trainer: Trainer, stage: str, url: str) -> RunPlace | None:
         log.warning("no working copy of %s can be made (%s): this run is not recorded; training goes on", url, error)
         return None
     try:
-        number = claim_remote(Remote(url))
+        number = claim_url(url)
     except MemprofError as error:
         log.warning("%s; recording into %s instead", error, root)
         return _claim_directory("fit", str(root))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_memprof import ConfigError, MemProfilerCallback, Output
+from lightning_memprof import ConfigError, HostMemory, MemProfilerCallback, Output
 from lightning_memprof.analysis.fetch import local_run
 from lightning_memprof.analysis.run import load_run
 from lightning_memprof.artifacts import upload
@@ -175,6 +177,27 @@ def test_files_that_cannot_be_copied_are_kept_and_the_run_says_so(
     assert row["collector"] == "upload"
     assert f"files are not at {URL}: quota exceeded; they are in {run.parent}" in row["message"]
     assert f"kept in {run.parent}" in caplog.text
+
+
+def test_ctrl_c_ends_a_program_whose_place_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(Perceptron):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 5:
+                raise KeyboardInterrupt
+            return self.loss(batch)
+
+    gate = threading.Event()
+    monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *_, **__: gate.wait(60))
+    monkeypatch.setattr(upload, "HURRY_S", 0.2)
+    callback = MemProfilerCallback(output=Output(dirpath=URL, summary=False), collectors=[HostMemory()])
+    started = time.monotonic()
+    # Lightning ends the program, and ignores any further Ctrl-C before that.
+    with pytest.raises(SystemExit):
+        trainer(tmp_path, callback, default_root_dir=str(tmp_path)).fit(Interrupted(), loader(8))
+    gate.set()
+    assert time.monotonic() - started < 20
+    (row,) = rows_of(only_run(tmp_path), "error")
+    assert f"files are not at {URL}: no answer" in row["message"]
 
 
 def test_a_refused_setup_leaves_no_working_copy(tmp_path: Path) -> None:

@@ -44,7 +44,10 @@ ALLOWED_VARIABLES: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 ALLOWED_SIGNALS: Final[Mapping[int, str]] = MappingProxyType(
-    {signal.SIGALRM: "pytest-timeout sets its own alarm for each test"}
+    {
+        signal.SIGALRM: "pytest-timeout sets its own alarm for each test",
+        signal.SIGCHLD: "torch's data loader keeps the handler that it sets with its first worker",
+    }
 )
 OUR_TEMPORARY_NAMES: Final = ("lightning_memprof", "lightning-memprof")
 # Methods of torch that we stand in front of for the time of a window.

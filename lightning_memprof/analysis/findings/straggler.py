@@ -66,7 +66,7 @@ def _sentence(found: Straggler) -> str:
 def _evidence(found: Straggler, share: float) -> str:
     if found.caused_ns is None:
         return (
-            f"No collective was recorded: what its step of {format_ns(found.step_ns)} has more than the others' tells; "
+            f"It recorded no collective: what its step of {format_ns(found.step_ns)} has more than the others' tells; "
             "a window with the operator trace shows who waits for whom."
         )
     host = f" on {found.host}" if found.host else ""

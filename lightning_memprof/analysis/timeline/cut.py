@@ -18,6 +18,9 @@ from lightning_memprof.errors import ArtifactError, ConfigError
 __all__ = ["cut", "step_spans"]
 
 _STEP: Final = re.compile(r"ProfilerStep#?\s*([0-9]+)")
+# What is larger is damage.
+_DIGITS: Final = 19
+_MOST_US: Final = 4e15
 
 
 class _Named(msgspec.Struct, gc=False):
@@ -85,7 +88,7 @@ def _steps(text: bytes) -> list[tuple[int, int, int]]:
     found = []
     for event in events:
         step = _STEP.fullmatch(event.name) if event.name.startswith("ProfilerStep") else None
-        if step:
+        if step and len(step[1]) < _DIGITS and abs(event.ts) < _MOST_US and abs(event.dur) < _MOST_US:
             start = nanoseconds(event.ts)
             found.append((int(step[1]), start, start + nanoseconds(event.dur)))
     return found

@@ -22,6 +22,9 @@ Key = tuple[int | str, int | str]
 
 _PYTHON: Final = msgspec.Raw(b'"python_function"')
 _FOREVER: Final = (-(1 << 62), 1 << 62)
+# 146 years: what is farther away is damage, and too much for a column.
+_MOST_NS: Final = 1 << 62
+_TOO_FAR: Final = "events with times that no clock has"
 _COUNTED: Final = frozenset("XBEiIRCstfbn")
 
 
@@ -104,9 +107,16 @@ class _Scan:
             index += 1
             ts = row.ts
             if row.ph == "X" and ts is not None:
-                start = round(ts * 1000)
                 dur = row.dur
-                end = start + round(dur * 1000) if dur and dur > 0 else start
+                try:
+                    start = round(ts * 1000)
+                    end = start + round(dur * 1000) if dur and dur > 0 else start
+                except OverflowError:
+                    start = end = _MOST_NS
+                if not (-_MOST_NS < start and end < _MOST_NS):
+                    self.edits[index] = LEFT_OUT
+                    self.plan.left_out[_TOO_FAR] += 1
+                    continue
                 if not whole:
                     if end < low or start > high:
                         self.edits[index] = LEFT_OUT
@@ -142,7 +152,9 @@ class _Scan:
         reason = _undrawable(row)
         if reason or row.ts is None:
             return reason
-        at = nanoseconds(row.ts)
+        at = nanoseconds(row.ts) if -_MOST_NS < row.ts * 1000 < _MOST_NS else None
+        if at is None:
+            return _TOO_FAR
         if not span[0] <= at <= span[1]:
             return ""
         track = self.by_number.get((row.pid, row.tid)) or self.track(row)

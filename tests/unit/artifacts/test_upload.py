@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_memprof.artifacts import upload
 from lightning_memprof.artifacts.upload import Remote, Retries, Uploads, check_url, claim_remote, is_url, url_path
-from lightning_memprof.artifacts.upload_worker import UploadWorker
+from lightning_memprof.artifacts.upload_worker import UploadWorker, claim_url
 from lightning_memprof.errors import ArtifactError, ConfigError
 
 URL = "memory://bucket/exp"
@@ -200,6 +201,53 @@ def test_the_end_of_a_run_waits_for_a_mute_place_only_so_long(
     assert uploads.finish() == []
 
 
+def test_a_place_that_was_waited_for_in_vain_is_not_waited_for_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *_, **__: gate.wait(30))
+    uploads = Uploads(root, URL, retries=Retries(patience_s=0.1))
+    uploads.add(written(root / "a"))
+    uploads.settle()
+    uploads._patience_s = 20
+    started = time.monotonic()
+    assert uploads.finish() == [root / "a"]
+    gate.set()
+    assert time.monotonic() - started < 5
+
+
+def test_ctrl_c_ends_the_wait_for_a_mute_place_for_good(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *_, **__: gate.wait(30))
+    uploads = Uploads(root, URL)
+    uploads.add(written(root / "a"))
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        uploads.settle()
+    assert uploads.finish() == [root / "a"]
+    gate.set()
+    timer.join()
+    assert time.monotonic() - started < 5
+
+
+def test_a_host_that_does_not_answer_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{mute.getsockname()[1]}")
+        started = time.monotonic()
+        with pytest.raises(ArtifactError, match=r"s3://runs/exp: cannot be written \(no answer in 0.5 s\)"):
+            claim_url("s3://runs/exp", 0.5)
+        assert time.monotonic() - started < 10
+
+
+def test_a_place_is_claimed_by_another_process_which_says_why_not(tmp_path: Path) -> None:
+    assert claim_url(f"file://{tmp_path}/there") == 1
+    assert claim_url(f"file://{tmp_path}/there") == 2
+    with pytest.raises(ArtifactError, match=r"nowhere://x.*install"):
+        claim_url("nowhere://x")
+
+
 def test_runs_of_one_place_are_numbered_also_where_two_claim_at_once() -> None:
     fsspec.filesystem("memory").pipe_file("/bucket/exp/memprofiler/manifest.rank00000.jsonl", b"")
     assert claim_remote(Remote(URL)) == 2
@@ -273,6 +321,25 @@ def test_a_process_that_was_killed_is_started_again(root: Path, tmp_path: Path) 
     uploads.add(written(root / "b"))
     assert uploads.finish() == []
     assert sorted(path.name for path in (tmp_path / "there").iterdir()) == ["a", "b"]
+
+
+def test_a_process_that_was_ended_is_not_started_again(root: Path, tmp_path: Path) -> None:
+    process = UploadWorker(f"file://{tmp_path}/there")
+    process.put(written(root / "a"), "a")
+    process.close(kill=True)
+    with pytest.raises(OSError, match="was ended"):
+        process.put(root / "a", "b")
+    assert process._process is None
+
+
+def test_a_process_ends_though_a_fork_of_this_one_holds_its_pipe(root: Path, tmp_path: Path) -> None:
+    process = UploadWorker(f"file://{tmp_path}/there")
+    process.put(written(root / "a"), "a")
+    held = os.dup(process._process.stdin.fileno())
+    started = time.monotonic()
+    process.close()
+    os.close(held)
+    assert time.monotonic() - started < 5
 
 
 def test_what_the_other_process_cannot_copy_is_told_with_the_reason(root: Path, tmp_path: Path) -> None:

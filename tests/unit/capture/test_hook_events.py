@@ -173,6 +173,12 @@ def child_handler() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("child_handler")
+def test_a_data_set_may_be_a_tensor_which_has_no_truth_value() -> None:
+    batches, events = fetched(DataLoader(torch.arange(4), batch_size=2))
+    assert batches == [[0, 1], [2, 3]]
+    assert "+[DataLoader]Tensor.fetch" in events
+
+
 def test_the_wait_for_workers_is_told_and_their_own_fetches_are_not() -> None:
     batches, events = fetched(DataLoader(Numbers(), batch_size=2, num_workers=1, multiprocessing_context="fork"))
     assert batches == [[0, 1], [2, 3]]

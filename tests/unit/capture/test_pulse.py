@@ -174,3 +174,15 @@ def test_a_disk_that_refuses_the_rows_leaves_no_file_open(tmp_path: Path) -> Non
     with pytest.raises(FileExistsError):
         PulseWriter(tmp_path / "p.csv", torch.device("cpu"), None)
     assert open_files() == before
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no disk that is always full")
+def test_a_full_disk_leaves_no_file_open(tmp_path: Path) -> None:
+    before = open_files()
+    writer = PulseWriter(tmp_path / "p.csv", torch.device("cpu"), None)
+    writer._file.close()
+    writer._file = Path("/dev/full").open("wb")  # noqa: SIM115 the writer closes it
+    writer.add(record(0, None))
+    with pytest.raises(OSError, match="No space"):
+        writer.close()
+    assert open_files() == before
