@@ -80,13 +80,14 @@ class WindowWaits:
     """The waiting of one window.
 
     ``waited_ns`` is how long the middle rank waited in all of it, and ``caused_ns`` that time by the rank that was
-    last. ``own_wait_ns`` is how long each rank waited itself. ``clock_error_ns`` is how far the ends of one collective
-    still lie apart on the aligned clocks, in the median.
+    last, ``largest_ns`` the most of it within one step. ``own_wait_ns`` is how long each rank waited itself.
+    ``clock_error_ns`` is how far the ends of one collective still lie apart on the aligned clocks, in the median.
     """
 
     meetings: list[Meeting] = field(default_factory=list)
     waited_ns: int = 0
     caused_ns: Counter[int] = field(default_factory=Counter)
+    largest_ns: dict[int, int] = field(default_factory=dict)
     own_wait_ns: Counter[int] = field(default_factory=Counter)
     clock_offsets_ns: dict[str, int] = field(default_factory=dict)
     clock_error_ns: int = 0
@@ -129,11 +130,12 @@ def track(summary: RankSummary, shared: dict[Signature, Keys]) -> RankTrack | No
     )  # fmt: skip
 
 
-def window_waits(tracks: Sequence[RankTrack]) -> WindowWaits:
+def window_waits(tracks: Sequence[RankTrack], steps: float = 1.0) -> WindowWaits:
     """Match the collectives of one window and measure who waited for whom.
 
     Hosts' clocks are aligned by the ends of the collectives; the ranks of one host share its clock. A trace that begins
-    some collectives later than the others is shifted to where the ends agree.
+    some collectives later than the others is shifted to where the ends agree. ``steps`` is how many the collectives
+    are of.
     """
     waits = WindowWaits()
     if len(tracks) < 2:
@@ -154,6 +156,7 @@ def window_waits(tracks: Sequence[RankTrack]) -> WindowWaits:
     }
     waits.clock_error_ns = statistics.median_low(errors) if errors else 0
     _meet(waits, placed)
+    _share(waits, steps)
     return waits
 
 
@@ -233,7 +236,6 @@ def _meet(waits: WindowWaits, tracks: Sequence[RankTrack]) -> None:
             waits.meetings.append(replace(found, middle_ns=zero + found.middle_ns, last_ns=zero + found.last_ns))
     for group in groups:
         waits.own_wait_ns.update(dict(zip(group.ranks, group.waited_ns, strict=True)))
-    _share(waits)
 
 
 def _after(one: RankTrack, zero: int) -> Sequence[int]:
@@ -261,12 +263,30 @@ def _wait(kind: Kind, parts: list[tuple[_Group, tuple[int, ...]]], last: int) ->
     return Meeting(kind, len(everyone), last - everyone[len(everyone) // 2], last, rank)
 
 
-def _share(waits: WindowWaits) -> None:
+def _share(waits: WindowWaits, steps: float) -> None:
     """Give the middle rank's waiting, each moment of it once, to those who came last."""
     until = 0
+    parts: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for one in sorted(waits.meetings, key=lambda meeting: meeting.middle_ns):
         begin = max(one.middle_ns, until)
         if one.last_ns > begin:
             waits.waited_ns += one.last_ns - begin
             waits.caused_ns[one.last_rank] += one.last_ns - begin
+            parts[one.last_rank].append((begin, one.last_ns - begin))
             until = one.last_ns
+    if waits.meetings:
+        times = [one.middle_ns for one in waits.meetings]
+        step_ns = (max(until, *times) - min(times)) / max(steps, 1)
+        waits.largest_ns = {rank: _most_within(found, step_ns) for rank, found in parts.items()}
+
+
+def _most_within(parts: Sequence[tuple[int, int]], span_ns: float) -> int:
+    """Return the largest sum of the parts that begin within one span."""
+    first, total, most = 0, 0, 0
+    for begin, ns in parts:
+        total += ns
+        while begin - parts[first][0] > span_ns:
+            total -= parts[first][1]
+            first += 1
+        most = max(most, total)
+    return most

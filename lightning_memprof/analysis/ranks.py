@@ -87,14 +87,15 @@ class Spread:
 class Waiting:
     """Waiting in collectives, in ns a recorded step: the middle rank's, and how much of it each last rank caused.
 
-    ``collectives`` were matched over the ranks, ``steps`` recorded. ``clock_error_ns`` is what the clocks of different
-    hosts may still differ by after they were aligned by the ends of the collectives.
+    ``collectives`` were matched over the ranks, ``steps`` recorded. ``largest_ns`` is the most in one step.
+    ``clock_error_ns`` is what the hosts' clocks may differ by when the ends of the collectives have aligned them.
     """
 
     collectives: int
     steps: int
     waited_ns: int
     caused_ns: Mapping[int, int]
+    largest_ns: Mapping[int, int]
     last: Mapping[int, int]
     kinds: tuple[CollectiveWait, ...]
     clock_offsets_ns: Mapping[str, int]
@@ -201,7 +202,7 @@ class _Gathered:
                 recorded=summary.recorded, usual=summary.usual, callbacks_ns=summary.callbacks_ns,
             )  # fmt: skip
         if len(tracks) > 1:
-            self.windows.append(window_waits(tracks))
+            self.windows.append(window_waits(tracks, steps))
             self.steps.append(steps)
 
     def waiting(self) -> Waiting | None:
@@ -211,15 +212,18 @@ class _Gathered:
         if not meetings or not total:
             return None
         caused: Counter[int] = Counter()
+        largest: Counter[int] = Counter()
         offsets: dict[str, int] = {}
         for window in self.windows:
             caused.update(window.caused_ns)
+            largest |= Counter(window.largest_ns)
             offsets.update(window.clock_offsets_ns)
         return Waiting(
             collectives=len(meetings),
             steps=round(total),
             waited_ns=round(sum(one.waited_ns for one in self.windows) / total),
             caused_ns={rank: round(ns / total) for rank, ns in caused.most_common()},
+            largest_ns=dict(largest.most_common()),
             last=dict(Counter(one.last_rank for one in meetings).most_common()),
             kinds=tuple(WindowWaits(meetings).by_kind()),
             clock_offsets_ns=offsets,
@@ -311,11 +315,12 @@ def _straggler(ranks: tuple[RankTimes, ...], waiting: Waiting | None) -> Straggl
     unseen = [one for one in ranks if one.wait_ns is None and one.steps >= FEW_STEPS]
     if waiting is None:
         return _without_collectives(unseen, ranks)
-    rank, caused = max(waiting.caused_ns.items(), key=lambda pair: pair[1], default=(-1, 0))
+    (rank, caused), (_, next_ns), *_ = (*waiting.caused_ns.items(), (-1, 0), (-1, 0))
     mine = by_rank.get(rank)
-    if mine is None or caused < MAIN_SHARE * waiting.waited_ns or caused <= waiting.clock_error_ns:
-        return _without_collectives(unseen, ranks)
-    if caused < max(MIN_WAIT_NS, NOTABLE_SHARE * mine.step_ns):
+    # Equal ranks take turns, and one hiccup in a few steps is chance: what counts is what is left without both.
+    steady = caused - waiting.largest_ns.get(rank, 0) / max(waiting.steps, 1) - next_ns
+    least = max(MIN_WAIT_NS, waiting.clock_error_ns, NOTABLE_SHARE * mine.step_ns if mine else 0)
+    if mine is None or caused < MAIN_SHARE * waiting.waited_ns or steady < least:
         return _without_collectives(unseen, ranks)
     cause = _cause(mine, [one for one in ranks if one is not mine], EXPLAINS_SHARE * caused)
     return _found(mine, cause, caused, waiting)

@@ -74,7 +74,7 @@ class TraceText:
         except EOFError as error:
             raise _truncated(self.path) from error
         except RecursionError as error:
-            raise ArtifactError(f"{self.path}: is damaged, its events are nested too deeply; record it again") from error
+            raise ArtifactError(f"{self.path}: is damaged, an event is nested too deeply; record it again") from error
         except _UNREADABLE as error:
             raise ArtifactError(
                 f"{self.path}: cannot be read ({error}); a trace is Kineto JSON, plain or gzip: copy it again"

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import torch
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_memprof.capture.base import Collector, OnMark
@@ -87,6 +88,8 @@ class _Pauses:
         That happens wherever an object is made, also while the manifest is being written: a failure is told later.
         """
         now = time.perf_counter_ns()
+        # Inside of a compiled call torch would compile what looks at tensors here.
+        compiling = set_eval_frame(None)
         try:
             if phase == "start":
                 self._tensors = _tensors_up_to(info["generation"]) if self._watches_tensors and self._mark else []
@@ -96,6 +99,8 @@ class _Pauses:
                 self._ended(now, info)
         except Exception as error:  # noqa: BLE001 it would be printed, and nothing else
             self._error = error
+        finally:
+            set_eval_frame(compiling)
 
     def _ended(self, now: int, info: dict[str, int]) -> None:
         began, mark, self._began = self._began, self._mark, None

@@ -69,7 +69,7 @@ class Triggers:
             raise ConfigError(msg)
         for anomaly in self.anomalies:
             if not isinstance(anomaly, Anomaly):
-                msg = f"Triggers(anomalies=...) holds {anomaly!r}: must be instances of lightning_memprof.Anomaly"
+                msg = f"Triggers(anomalies=...) holds {anomaly!r}: must be instances of Anomaly, as in [SlowStep()]"
                 raise ConfigError(msg)
 
 

@@ -186,7 +186,7 @@ def _trigger_options(trigger: ArgumentParser) -> None:
 
 def _merge_options(merge: ArgumentParser) -> None:
     merge.add_argument("RUN", nargs="+", help="a run as for show, or trace files, plain or .gz")
-    merge.add_argument("-o", "--output", metavar="FILE", required=True, help="the result; compressed if it ends in .gz")
+    merge.add_argument("-o", "--output", metavar="FILE", help="the result; compressed if it ends in .gz")
     merge.add_argument("--window", type=int, default=None, metavar="N", help="only this window of the run")
     merge.add_argument("--ranks", metavar="LIST", default=None, help="only these global ranks of the run, as in 0,3-5")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentError
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,10 +12,13 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import Namespace
 
+from lightning_memprof.artifacts.naming import parse_manifest_name, parse_pulse_name
 from lightning_memprof.cli.numbers import numbers
+from lightning_memprof.cli.signals import ended_by_sigterm
 from lightning_memprof.errors import ConfigError
 
 if TYPE_CHECKING:
+    from lightning_memprof.analysis.run import Run
     from lightning_memprof.analysis.timeline.merge import Merged, Progress
     from lightning_memprof.analysis.timeline.model import Source
 
@@ -34,9 +38,12 @@ class MergeOptions:
         """Take them from the command line.
 
         Raises:
+            ArgumentError: no result is named.
             ConfigError: the ranks are no numbers.
 
         """
+        if options.output is None:
+            raise ArgumentError(None, "merge: name the result, as in: lightning-memprof merge RUN -o merged.json.gz")
         return cls(
             out=Path(options.output),
             window=options.window,
@@ -66,7 +73,7 @@ def merge(what: Sequence[str], options: MergeOptions) -> int:
     if len(files) > 1 or files[0].is_file():
         if options.window is not None or options.ranks is not None:
             raise ConfigError("--window, --ranks: choose within a run; trace files are merged whole")
-        with _progress() as progress:
+        with ended_by_sigterm(), _progress() as progress:
             merged = merge_traces(_file_sources(files), options.out, progress)
     else:
         merged = _merge_run(what[0], options)
@@ -84,12 +91,16 @@ def _merge_run(what: str, options: MergeOptions) -> Merged:
     from lightning_memprof.analysis.timeline.sources import run_sources
     from lightning_memprof.units import format_ns
 
-    with local_run(what) as local:
+    with ended_by_sigterm(), local_run(what) as local:
         run = load_run(local.path)
+        _spare(run, options.out)
         clocks = align_clocks(run, options.window, options.ranks)
         sources = run_sources(run, options.window, options.ranks, clocks=clocks)
         with _progress() as progress:
             merged = merge_traces(sources, options.out, progress)
+    for problem in run.problems:
+        if options.ranks is None or problem.rank in options.ranks:
+            print(f"{problem.piece}: {problem.message}; what of it can be read is on the timeline")
     if clocks.residual_ns is not None:
         print(
             f"The clocks of {len(clocks.offsets_ns)} hosts were aligned by {clocks.matched} collectives; "
@@ -98,6 +109,19 @@ def _merge_run(what: str, options: MergeOptions) -> Merged:
     if clocks.unaligned:
         print(f"No collective aligns the clock of {', '.join(clocks.unaligned)}: it was taken as it is.")
     return merged
+
+
+def _spare(run: Run, out: Path) -> None:
+    """Refuse to write over a file of the run.
+
+    Raises:
+        ConfigError: the result would be one.
+
+    """
+    place = out.resolve()
+    own = parse_manifest_name(out.name) is not None or parse_pulse_name(out.name) is not None
+    if (own and place.parent == run.directory.resolve()) or any(one.file.resolve() == place for one in run.artifacts):
+        raise ConfigError(f"{out}: is a file of this run; give the result another name")
 
 
 def _file_sources(files: Sequence[Path]) -> list[Source]:

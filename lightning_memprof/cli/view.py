@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import tempfile
 import time
@@ -17,6 +16,7 @@ from typing import Final
 from jsonargparse import Namespace
 
 from lightning_memprof.cli.numbers import numbers
+from lightning_memprof.cli.signals import ended_by_sigterm
 from lightning_memprof.errors import ConfigError, ReportError
 from lightning_memprof.report.perfetto import TRACE_PROCESSOR_PAGE_PORT, TRACE_PROCESSOR_PORT, Served, serve_trace
 
@@ -75,7 +75,7 @@ def view(what: str, options: ViewOptions = ViewOptions()) -> int:
         ReportError: there is nothing to view.
 
     """
-    with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="lightning-memprof-") as folder:
+    with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="lightning-memprof-") as folder:
         trace = _prepare(what, options, Path(folder))
         with contextlib.suppress(KeyboardInterrupt), _served(trace, options) as served:
             print(f"{trace.name} is open at {served.url}", flush=True)
@@ -85,20 +85,6 @@ def view(what: str, options: ViewOptions = ViewOptions()) -> int:
             while True:
                 time.sleep(3600)
     return 0
-
-
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Leave on SIGTERM as on Ctrl-C, so that neither the copy nor the trace processor stays behind."""
-
-    def leave(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _prepare(what: str, options: ViewOptions, folder: Path) -> Path:
@@ -135,6 +121,8 @@ def _merged(what: str, options: ViewOptions, folder: Path) -> Path:
         clocks = align_clocks(run)
         out = folder / f"{run.root.name or 'run'}.json"
         merge_traces(run_sources(run, steps=options.steps, clocks=clocks), out)
+    for problem in run.problems:
+        print(f"{problem.piece}: {problem.message}; what of it can be read is on the timeline", flush=True)
     return out
 
 

@@ -78,7 +78,7 @@ class MemProfilerCallback(Adapter):
         as_schedule(schedule)
         for collector in as_list("collectors", collectors) or ():
             if not isinstance(collector, Collector):
-                msg = f"collectors holds {collector!r}: must be instances of lightning_memprof.Collector"
+                msg = f"collectors holds {collector!r}: must be instances of Collector, as in [HostMemory()]"
                 raise ConfigError(msg)
         self._collectors = None if collectors is None else list(collectors)
         joined(self._collectors, ())

@@ -147,11 +147,7 @@ def as_schedule(value: Any, stage: str = "fit") -> Callable[[int], Action]:
     if isinstance(value, Stages):
         return value.of(stage)
     if isinstance(value, Mapping):
-        try:
-            return Schedule(**value)
-        except TypeError as error:
-            msg = f"schedule={value!r}: {error}; the fields are {', '.join(Schedule.__dataclass_fields__)}"
-            raise ConfigError(msg) from error
+        return _from_mapping(value, stage)
     if callable(value) and not isinstance(value, type):
         try:
             first = value(0)
@@ -164,3 +160,15 @@ def as_schedule(value: Any, stage: str = "fit") -> Callable[[int], Action]:
         return lambda step: Action[value(step).name]
     msg = f"schedule={value!r}: must be a Schedule, a mapping of its fields, Stages, or a function of the step"
     raise ConfigError(msg)
+
+
+def _from_mapping(value: Mapping[str, Any], stage: str) -> Callable[[int], Action]:
+    try:
+        if value and set(value) <= set(Stages.__dataclass_fields__):
+            by_stage = {name: Schedule(**one) if isinstance(one, Mapping) else one for name, one in value.items()}
+            return Stages(**by_stage).of(stage)
+        return Schedule(**value)
+    except TypeError as error:
+        fields, stages = ", ".join(Schedule.__dataclass_fields__), ", ".join(Stages.__dataclass_fields__)
+        msg = f"schedule={value!r}: {error}; its fields are {fields}, or each stage has its own under {stages}"
+        raise ConfigError(msg) from error

@@ -54,6 +54,11 @@ def events_lines(view: View, width: int) -> list[Line]:
     words = f"mean of {count} recorded steps" if count > 1 else "the recorded step"
     lines: list[Line] = [(("events   ", "bold"), (f" {words}", "bright_black"))]
     lines += table(("part", "a step", "share"), rows, width)
+    lines += notes(
+        "each instant counts for the innermost event; in the table on top validation, checkpoints and logging are in "
+        "other or in the callback around them, and this package's own hooks are no callbacks",
+        width,
+    )
     lines.append(())
     lines += table(
         ("longest events", "a step", "share", "times", "longest"), list(_longest(steps, mean)), width

@@ -33,7 +33,7 @@ ALLOWED_COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "multiprocessing.resource_tracker": "Python starts one tracker for the process and ends it at exit",
         "multiprocessing.forkserver": "Python starts one fork server for the process and ends it at exit",
-        "chromium --type=": "a module's browser starts its helpers when it needs them; the browser itself is looked for",
+        "chromium --type=": "a module's browser starts helpers when it needs them; the browser itself is looked for",
     }
 )
 ALLOWED_VARIABLES: Final[Mapping[str, str]] = MappingProxyType(

@@ -55,8 +55,8 @@ def straggler(evidence: Evidence) -> Finding | None:
 def _sentence(found: Straggler) -> str:
     if found.cause is None or found.own_ns is None or found.others_ns is None:
         return f"Rank {found.rank} is the straggler: the others wait for it."
-    words = f"callback {found.callback} takes" if found.cause == "callbacks" and found.callback else WORDS[found.cause]
-    words = words if words.startswith("its") else f"its {words}"
+    named = found.cause == "callbacks" and found.callback
+    words = f"its callback {found.callback} takes" if named else WORDS[found.cause]
     return (
         f"Rank {found.rank} is the straggler: {words} {format_ns(found.own_ns)} a step, "
         f"{format_ns(found.others_ns)} on the others."

@@ -72,10 +72,13 @@ def merge_traces(
 
     Raises:
         ArtifactError: a trace is missing, cut off, or no trace.
-        ConfigError: there is no source, or one of them is the result.
+        ConfigError: there is no source, one of them is the result, or that is a directory or a device.
     """
     if not sources:
         raise ConfigError("merge: there is no trace to merge; name one or more")
+    if out.exists() and not out.is_file():
+        # The result takes the place of what has its name, and of a device too where the user may do that.
+        raise ConfigError(f"{out}: is a directory or a device; name a file for the result")
     for source in sources:
         if source.trace is not None and source.trace.resolve() == out.resolve():
             raise ConfigError(f"{out}: is one of the traces to merge; give the result another name")

@@ -113,7 +113,7 @@ class _Scan:
                     end = start + round(dur * 1000) if dur and dur > 0 else start
                 except OverflowError:
                     start = end = _MOST_NS
-                if not (-_MOST_NS < start and end < _MOST_NS):
+                if start <= -_MOST_NS or end >= _MOST_NS:
                     self.edits[index] = LEFT_OUT
                     self.plan.left_out[_TOO_FAR] += 1
                     continue

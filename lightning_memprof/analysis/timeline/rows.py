@@ -17,6 +17,7 @@ __all__ = ["Number", "Reader", "Row", "canonical", "nanoseconds"]
 Number = int | str | float | None
 _RAW: Final = msgspec.Raw()
 _BATCH: Final = 4096
+_NO_DATE_NS: Final = 1 << 62
 
 
 class Row(msgspec.Struct, gc=False, omit_defaults=True):
@@ -116,8 +117,9 @@ class Reader:
         left = iter(events())
         while batch := list(islice(left, _BATCH)):
             if self._first_ns is None:
-                self._first_ns = batch[0].start_ns
-            base = self._first_ns
+                # A damaged row may come first: what counts from its time would be lost with it.
+                self._first_ns = next((one.start_ns for one in batch if 0 < one.start_ns < _NO_DATE_NS), None)
+            base = self._first_ns or 0
             yield [_row(event, base) for event in batch]
 
 

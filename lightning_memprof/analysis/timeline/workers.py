@@ -182,5 +182,7 @@ def serve(jobs: IO[bytes], answers: IO[bytes]) -> None:
             return
         try:
             answer("done", job.run(lambda at: answer("seen", at)))
+        except BrokenPipeError:
+            return  # who wanted it is gone
         except Exception as error:  # noqa: BLE001 it is raised where the job came from
             answer("failed", error)

@@ -184,6 +184,44 @@ def test_without_collectives_a_rank_whose_fetch_stands_out_is_named_by_its_phase
     assert "It recorded no collective" in found.why
 
 
+def test_a_late_rank_that_recorded_no_collectives_is_named_and_its_waiting_is_not_zero(tmp_path: Path) -> None:
+    directory = make_many_ranks(tmp_path, 16, windows=1, straggler=5)
+    for rank in range(1, 16):
+        if rank != 8:
+            path = directory / summary_path(0, rank)
+            path.write_bytes(encode_summary(msgspec.structs.replace(read_summary(path), arrivals=Arrivals())))
+    # Their pulses say nothing of the data: the summaries are all there is.
+    for pulse in directory.glob("pulse.*"):
+        pulse.unlink()
+    report = Evidence.of(load_run(directory)).ranks
+    assert report is not None
+    assert report.straggler is not None
+    assert (report.straggler.rank, report.straggler.cause) == (5, "data_wait")
+    waits = {one.rank: one.wait_ns for one in report.ranks}
+    assert waits[5] is None
+    assert waits[8] is not None
+
+
+def test_one_hiccup_and_taking_turns_are_no_straggler(tmp_path: Path) -> None:
+    def straggler(late_ms: dict[int, list[int]]) -> int | None:
+        directory = make_many_ranks(tmp_path / str(len(list(tmp_path.iterdir()))), 2, windows=1, straggler=-1)
+        for rank in (0, 1):
+            path = directory / summary_path(0, rank)
+            starts = [100 * step + late_ms[rank][step] for step in range(4)]
+            ends = [100 * step + max(late_ms[0][step], late_ms[1][step]) + 1 for step in range(4)]
+            found = msgspec.structs.replace(
+                read_summary(path), steps=[2, 3, 4, 5], arrivals=summary(rank, [*starts], [*ends]).arrivals
+            )
+            path.write_bytes(encode_summary(found))
+        report = Evidence.of(load_run(directory)).ranks
+        assert report is not None
+        return None if report.straggler is None else report.straggler.rank
+
+    assert straggler({0: [0, 0, 0, 0], 1: [20, 20, 20, 20]}) == 1
+    assert straggler({0: [0, 0, 0, 0], 1: [0, 0, 80, 0]}) is None
+    assert straggler({0: [0, 30, 0, 30], 1: [40, 0, 40, 0]}) is None
+
+
 def test_one_rank_and_equal_ranks_have_no_straggler(tmp_path: Path) -> None:
     alone = load_run(make_run(tmp_path / "one", FakeRun()))
     assert Evidence.of(alone).ranks is None

@@ -41,7 +41,7 @@ def test_every_rank_is_a_group_in_order_and_findings_stand_above(tmp_path):
     (finding,) = events(sources[:1])
     assert finding.name.startswith("No bottleneck found")
     assert finding.args
-    assert "tensorboard" in finding.args["next"]
+    assert "lightning-memprof view" in finding.args["next"]
 
 
 def test_steps_hooks_fetches_marks_and_memory_stand_on_tracks_of_their_own(tmp_path):

@@ -126,3 +126,30 @@ def test_tensors_that_a_compiler_traces_with_are_left_alone(tmp_path: Path) -> N
     rows = record(tmp_path, Garbage(cycles=True), inside)
     assert [row["tensors"] for row in rows] == [[], [], []]
     assert all(row["collected"] >= 1 for row in rows)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin `gc.collect:UserWarning")
+def test_a_collection_inside_a_compiled_call_has_nothing_of_ours_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo import convert_frame, reset
+
+    files: list[str] = []
+    original = convert_frame._compile
+
+    def compiled(code: Any, *rest: Any, **more: Any) -> Any:
+        files.append(code.co_filename)
+        return original(code, *rest, **more)
+
+    monkeypatch.setattr(convert_frame, "_compile", compiled)
+    reset()
+
+    @torch.compile(backend="eager")
+    def call(value: torch.Tensor) -> torch.Tensor:
+        gc.collect()
+        return value + 1
+
+    rows = record(tmp_path, Garbage(cycles=True), lambda _: call(torch.ones(2)))
+    reset()
+    assert len(rows) >= 3
+    assert set(files) == {__file__}

@@ -174,7 +174,7 @@ def child_handler() -> Iterator[None]:
 
 @pytest.mark.usefixtures("child_handler")
 def test_a_data_set_may_be_a_tensor_which_has_no_truth_value() -> None:
-    batches, events = fetched(DataLoader(torch.arange(4), batch_size=2))
+    batches, events = fetched(DataLoader(torch.arange(4), batch_size=2))  # type: ignore[arg-type]
     assert batches == [[0, 1], [2, 3]]
     assert "+[DataLoader]Tensor.fetch" in events
 

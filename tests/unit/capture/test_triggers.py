@@ -172,7 +172,7 @@ def test_an_anomaly_that_fails_is_reported_once_and_the_others_go_on(tmp_path: P
         ({"active": 0}, r"Triggers\(active=0\): must be an integer from 1 to 10000"),
         ({"warmup": -1}, r"Triggers\(warmup=-1\)"),
         ({"anomalies": "slow"}, r"must be a list, as in anomalies=\[SlowStep\(\)\]"),
-        ({"anomalies": ["SlowStep"]}, "must be instances of lightning_memprof.Anomaly"),
+        ({"anomalies": ["SlowStep"]}, "must be instances of Anomaly"),
     ],
 )
 def test_values_that_mean_nothing_are_refused(fields: Any, message: str) -> None:

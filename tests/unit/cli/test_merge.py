@@ -4,8 +4,10 @@ import gzip
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -83,3 +85,40 @@ def test_a_person_sees_a_bar_on_stderr(tmp_path: Path) -> None:
     os.close(ours)
     assert "merging" in shown
     assert b"merging" not in done.stdout
+
+
+def test_a_file_of_the_run_is_never_the_result_and_what_is_damaged_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path, FakeRun(world_size=2))
+    manifest = run / "manifest.rank00001.jsonl"
+    before = manifest.read_bytes()
+    assert main(["merge", str(run), "-o", str(manifest)]) == 1
+    assert "is a file of this run" in capsys.readouterr().err
+    assert manifest.read_bytes() == before
+    series = next(run.glob("window000/rank00001.host.jsonl"))
+    series.unlink()
+    assert main(["merge", str(run), "-o", str(tmp_path / "out.json.gz")]) == 0
+    assert "rank00001.host.jsonl: is listed but missing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_merge_that_is_ended_leaves_nothing_behind_and_says_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    event = {"ph": "X", "name": "a" * 2000, "pid": 7, "tid": 8, "dur": 2}
+    traces = [
+        write_trace(tmp_path / name, [{**event, "ts": at} for at in range(4000)]) for name in ("a.json", "b.json")
+    ]
+    command = [sys.executable, "-m", "lightning_memprof", "merge", *map(str, traces), "-o", str(tmp_path / "out.json")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "out.json.partial").exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.send_signal(number)
+    assert process.communicate(timeout=20)[1] == b""
+    assert process.returncode in {0, 130}
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_without_a_result_the_option_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["merge", *two(tmp_path)]) == 2
+    assert "merge: name the result, as in: lightning-memprof merge RUN -o merged.json.gz" in capsys.readouterr().err

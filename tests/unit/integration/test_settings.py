@@ -66,6 +66,12 @@ def test_a_schedule_stays_what_it_is_and_a_mapping_becomes_one() -> None:
     assert as_schedule({"wait": 3}) == schedule
 
 
+def test_a_mapping_may_have_a_schedule_for_each_stage() -> None:
+    by_stage = {"fit": {"wait": 3}, "test": None}
+    assert as_schedule(by_stage) == Schedule(wait=3)
+    assert {as_schedule(by_stage, "test")(step) for step in range(9)} == {Action.NONE}
+
+
 @given(st.integers(0, 4), st.integers(0, 4), st.integers(1, 4), st.integers(0, 3), st.integers(0, 60))
 def test_torchs_own_schedule_may_be_given(wait: int, warmup: int, active: int, repeat: int, step: int) -> None:
     theirs = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=repeat)
@@ -84,7 +90,8 @@ def test_none_records_every_step() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"wiat": 1}, "unexpected keyword argument 'wiat'; the fields are skip_first, wait"),
+        ({"wiat": 1}, "unexpected keyword argument 'wiat'; its fields are skip_first, wait"),
+        ({"train": {"wait": 1}}, "or each stage has its own under fit, validate, test, predict"),
         ({"active": 0}, "active=0"),
         (lambda _: True, "returns True, a torch.profiler.ProfilerAction is expected"),
         (3, "must be a Schedule, a mapping of its fields, Stages, or a function of the step"),

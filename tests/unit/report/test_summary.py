@@ -49,3 +49,15 @@ def test_a_run_of_many_windows_does_not_hold_up_the_end_of_training(
     page = " ".join(capsys.readouterr().out.split())
     assert "windows are not in the memory shown here" in page
     assert "recorded steps from 25 to 29" in page or "recorded steps from 28 to 29" in page
+
+
+def test_a_rank_that_is_still_writing_is_left_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(make_run(tmp_path, FakeRun(world_size=3, endings={1: None})))
+    page = " ".join(capsys.readouterr().out.split())
+    assert "rank 1 was still writing when this page was made and left out" in page
+    assert "killed" not in page
+
+
+def test_where_no_rank_has_ended_the_page_has_them_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(make_run(tmp_path, FakeRun(world_size=2, endings={0: None, 1: None})))
+    assert "killed" in " ".join(capsys.readouterr().out.split())

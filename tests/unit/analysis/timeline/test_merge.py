@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import stat
 
 import pytest
 
@@ -221,3 +223,41 @@ def test_a_merged_trace_can_be_cut_and_merged_again(tmp_path):
     again = json.loads(out.read_text())
     assert names(again) == names(first)
     assert [(one["name"], one["ts"]) for one in events(again)] == [(one["name"], one["ts"]) for one in events(first)]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [op("far", 1e300, 1), op("long", 1, 1e300), op("most", 9.9e307, 1), {**op("mark", 1e300, 0), "ph": "i"}],
+)
+def test_an_event_at_a_time_that_no_clock_has_is_left_out_and_told(tmp_path, odd):
+    trace = write_trace(tmp_path / "a.json", [op("good", 1, 2), odd], baseTimeNanoseconds=BASE)
+    found = merge_traces([Source(label="a", trace=trace)], tmp_path / "out.json")
+    assert found.events == 1
+    assert found.notes == ("1 events with times that no clock has cannot be drawn and were left out",)
+
+
+def test_a_step_at_a_time_that_no_clock_has_is_no_step(tmp_path):
+    events = [op("ProfilerStep#2", 1, 2), op("ProfilerStep#3", 9.9e307, 1), op("ProfilerStep#" + "9" * 5000, 1, 1)]
+    assert list(step_spans(write_trace(tmp_path / "a.json", events))) == [2]
+
+
+def test_an_event_nested_too_deeply_is_a_damaged_trace(tmp_path):
+    trace = tmp_path / "a.json"
+    trace.write_text('{"traceEvents":[{"ph":"X","ts":1,"args":' + '{"a":' * 5000 + "1" + "}" * 5000 + "}]}")
+    with pytest.raises(ArtifactError, match="nested too deeply"):
+        merge_traces([Source(label="a", trace=trace)], tmp_path / "out.json")
+
+
+def test_a_damaged_first_row_takes_no_other_event_with_it(tmp_path):
+    events = [TimelineEvent(name="odd", start_ns=(1 << 63) - 1), TimelineEvent(name="good", start_ns=BASE)]
+    found = merge_traces([Source(label="a", events=lambda: events)], tmp_path / "out.json")
+    assert (found.events, found.start_ns) == (1, BASE)
+
+
+def test_a_directory_or_a_device_is_no_place_for_the_result(tmp_path):
+    trace = write_trace(tmp_path / "a.json", [op("a", 1, 2)])
+    os.mkfifo(tmp_path / "pipe")
+    for out in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(ConfigError, match="is a directory or a device"):
+            merge_traces([Source(label="a", trace=trace)], out)
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
