@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,16 +13,13 @@ import leaks
 
 
 @pytest.fixture(autouse=True, scope="session")
-def own_temporary_files() -> Iterator[None]:
+def own_temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Give this process and its children a directory for temporary files in which no other test process writes."""
-    variable, directory = os.environ.get("TMPDIR"), tempfile.mkdtemp(prefix="tests-")
-    os.environ["TMPDIR"] = tempfile.tempdir = directory
-    yield
-    tempfile.tempdir = None
-    os.environ.pop("TMPDIR")
-    if variable is not None:
-        os.environ["TMPDIR"] = variable
-    shutil.rmtree(directory, ignore_errors=True)
+    directory = str(tmp_path_factory.mktemp("tmp", numbered=False))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", directory)
+        patch.setattr(tempfile, "tempdir", directory)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

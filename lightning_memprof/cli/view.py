@@ -91,7 +91,11 @@ def _prepare(what: str, options: ViewOptions, folder: Path) -> Path:
     """Return one file that can be opened, in ``folder`` where it has to be made."""
     given = Path(what)
     if given.is_file():
+        from lightning_memprof.analysis.trace import read_trace
+
         trace = given.absolute()
+        # Refuses at once what is no trace, where the browser would only say that it cannot open it.
+        next(iter(read_trace(trace).batches()), None)
         if options.steps is not None:
             from lightning_memprof.analysis.timeline.cut import cut
 

@@ -16,6 +16,9 @@ from lightning_memprof.analysis.timeline.rows import Row
 __all__ = ["Rewrite"]
 
 _LARGEST_ID: Final = 1 << 52
+# An instant of one source that would stand across all of them gets a track without a name from the importer.
+_EVERYWHERE: Final = msgspec.Raw(b'"g"')
+_ON_ITS_TRACK: Final = msgspec.Raw(b'"t"')
 
 
 class Rewrite:
@@ -75,6 +78,8 @@ class Rewrite:
                     _clip(row, clip)
             elif ph not in "iI":
                 where = self._other(row, where)
+            elif row.s == _EVERYWHERE:
+                row.s = _ON_ITS_TRACK
             row.pid, row.tid = where
         self._index, self._edit_at = index, edit_at
         return [row for row in rows if row.ph] if left_out else rows

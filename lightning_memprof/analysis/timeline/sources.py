@@ -351,24 +351,29 @@ def _change(start: Row, end: Row) -> dict[str, Any]:
 def _finding_sources(
     run: Run, chosen: list[tuple[Rank, list[Window]]], clocks: Clocks, choice: Choice
 ) -> Iterator[Source]:
-    starts = [
-        span[0] + clocks.offset_ns(rank)
+    spans = [
+        (span[0] + clocks.offset_ns(rank), span[1] + clocks.offset_ns(rank))
         for rank, windows in chosen
         for window in windows
         if (span := _span(window, rank, choice.steps)) is not None
     ]
-    if starts:
-        start = min(starts)
+    if spans:
+        whole = min(start for start, _ in spans), max(end for _, end in spans)
         found = examine(Evidence.of(run))
-        yield Source(label="findings", sort=-1, events=lambda: [_finding(one, start) for one in found])
+        yield Source(label="findings", sort=-1, events=lambda: [_finding(one, *whole) for one in found])
 
 
-def _finding(finding: Finding, start: int) -> TimelineEvent:
+def _finding(finding: Finding, start: int, end: int) -> TimelineEvent:
     args = {
         "severity": finding.severity.name.lower(),
         "evidence": finding.evidence,
         "next": "\n".join(finding.next_steps),
     }
     return TimelineEvent(
-        ph="i", name=finding.sentence, start_ns=start, thread=finding.rule, cat="finding", args=args
-    )  # fmt: skip
+        name=finding.sentence,
+        start_ns=start,
+        duration_ns=end - start,
+        thread=finding.rule,
+        cat="finding",
+        args=args,
+    )

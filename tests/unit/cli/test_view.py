@@ -107,6 +107,13 @@ def test_a_wrong_option_is_named(tmp_path, capsys, arguments):
     assert arguments[0] in capsys.readouterr().err
 
 
+def test_a_file_that_is_no_trace_is_refused_before_a_page_opens(tmp_path, capsys):
+    table = tmp_path / "fit-fts_extended_pytorch_profiler-0.txt"
+    table.write_text("Name  Self CPU %\n")
+    assert main(["view", str(table), "--no-browser"]) == 1
+    assert "is not a trace" in capsys.readouterr().err
+
+
 def test_a_trace_that_a_browser_would_fail_on_is_told(tmp_path, monkeypatch, capsys):
     from lightning_memprof.cli import view
 

@@ -113,6 +113,12 @@ def test_numbers_are_small_and_positive_and_ids_belong_to_one_rank(tmp_path):
     assert names(found) == {1: "rank 0 · host · -1", 2: "rank 1 · host · -1"}
 
 
+def test_an_instant_of_a_rank_stands_on_its_own_track_and_not_across_all(tmp_path):
+    mark = {"ph": "i", "name": "Record Window End", "pid": "", "tid": 8, "ts": 3, "s": "g"}
+    found = merged(tmp_path, [op("a", 1, 1), mark, {**mark, "s": "p"}])
+    assert [one["s"] for one in events(found, "i")] == ["t", "p"]
+
+
 def test_what_cannot_be_drawn_is_left_out_and_told(tmp_path):
     bare = {"pid": 7, "tid": 8, "name": "x", "ts": 3}
     path = write_trace(
