@@ -55,8 +55,8 @@ def events_lines(view: View, width: int) -> list[Line]:
     lines: list[Line] = [(("events   ", "bold"), (f" {words}", "bright_black"))]
     lines += table(("part", "a step", "share"), rows, width)
     lines += notes(
-        "each instant counts for the innermost event; in the table on top validation, checkpoints and logging are in "
-        "other or in the callback around them, and this package's own hooks are no callbacks",
+        "each instant counts for the innermost event, and this package's own hooks are callbacks; the table on top has "
+        "six phases only, and what is none of them in other or in the callback around it",
         width,
     )
     lines.append(())

@@ -24,7 +24,7 @@ from lightning_memprof.analysis.timeline.numbering import Numbering
 from lightning_memprof.analysis.timeline.plan import Plan, make_plan
 from lightning_memprof.analysis.timeline.rows import Reader
 from lightning_memprof.analysis.timeline.workers import PlanJob, Pool, RewriteJob, Worker
-from lightning_memprof.analysis.timeline.writer import TraceWriter
+from lightning_memprof.analysis.timeline.writer import Parts, TraceWriter
 from lightning_memprof.errors import ConfigError
 
 __all__ = ["Merged", "merge_traces"]
@@ -83,7 +83,8 @@ def merge_traces(
         if source.trace is not None and source.trace.resolve() == out.resolve():
             raise ConfigError(f"{out}: is one of the traces to merge; give the result another name")
     told = _Told(sources, progress)
-    with Pool(_workers(sources, workers)) as pool:
+    # The workers end before their parts are removed: none comes back.
+    with Parts(out) as parts, Pool(_workers(sources, workers)) as pool:
         plans = list(pool.map(partial(_plan, told), [Reader(source) for source in sources]))
         times = _Times(plans)
         numbering = Numbering(plans, times.shifts)
@@ -95,7 +96,7 @@ def merge_traces(
                     places=numbering.places(at),
                     ids=(at, len(plans)),
                     shift=times.shifts[at],
-                    part=writer.part(at),
+                    part=parts.place(at),
                     compressed=out.suffix == ".gz",
                 )
                 for at, plan in enumerate(plans)

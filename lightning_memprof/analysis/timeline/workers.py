@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import IO, Any, Protocol, TypeVar
 
 from lightning_memprof.analysis.timeline.numbering import Places
 from lightning_memprof.analysis.timeline.plan import Plan, make_plan
@@ -25,9 +25,6 @@ from lightning_memprof.analysis.timeline.rewrite import Rewrite
 from lightning_memprof.analysis.timeline.rows import Reader
 from lightning_memprof.analysis.timeline.writer import PartWriter
 from lightning_memprof.errors import ArtifactError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["PlanJob", "Pool", "RewriteJob", "Worker", "serve"]
 
@@ -158,7 +155,7 @@ class Pool:
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Pool:  # noqa: PYI034 Self needs Python 3.11, or a package more
         return self
 
     def __exit__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import IO, Any, Final
 
 import msgspec
 from isal import igzip
@@ -14,10 +14,7 @@ from lightning_memprof.analysis.timeline.rows import Row
 from lightning_memprof.artifacts.naming import temporary_name
 from lightning_memprof.errors import ArtifactError
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-__all__ = ["PartWriter", "TraceWriter"]
+__all__ = ["PartWriter", "Parts", "TraceWriter"]
 
 _LEVEL: Final = 1
 _COPY: Final = 1 << 20
@@ -40,7 +37,6 @@ class TraceWriter:
         self._origin_ns = origin_ns
         self._encode = msgspec.json.Encoder().encode
         self._streams: list[IO[bytes]] = []
-        self._parts: list[Path] = []
         self.events = 0
 
     def write(self, rows: list[Row]) -> None:
@@ -50,11 +46,6 @@ class TraceWriter:
             self._put(b",\n" if self.events else b"")
             self._put(text)
             self.events += len(rows)
-
-    def part(self, number: int) -> Path:
-        """Place of a part, beside the result; what is left of parts goes when the writing ends."""
-        self._parts.append(self._out.with_name(temporary_name(f"{self._out.name}.{number}")))
-        return self._parts[-1]
 
     def append(self, part: Path, events: int) -> None:
         """Append a part that was written beside, by :class:`PartWriter`, and remove it.
@@ -89,14 +80,17 @@ class TraceWriter:
     def _unwritable(self, error: OSError) -> ArtifactError:
         return ArtifactError(f"{self._out}: cannot be written ({error}); give another place, or make room")
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> TraceWriter:  # noqa: PYI034 Self needs Python 3.11, or a package more
+        head = b'{"schemaVersion":1,"displayTimeUnit":"ms","baseTimeNanoseconds":%d,"traceEvents":[\n'
         try:
             self._streams.append(self._temporary.open("wb"))
+            self._put(head % self._origin_ns)
         except OSError as error:
             raise self._unwritable(error) from error
-        self._put(
-            b'{"schemaVersion":1,"displayTimeUnit":"ms","baseTimeNanoseconds":%d,"traceEvents":[\n' % self._origin_ns
-        )
+        except BaseException:
+            # Ctrl-C may come as soon as the file is there.
+            self._temporary.unlink(missing_ok=True)
+            raise
         return self
 
     def __exit__(
@@ -114,8 +108,32 @@ class TraceWriter:
         finally:
             self._streams[0].close()
             self._temporary.unlink(missing_ok=True)
-            for part in self._parts:
-                part.unlink(missing_ok=True)
+
+
+class Parts:
+    """Places of parts, beside the result; what is left of them goes at the end, when nobody writes them any more.
+
+    Args:
+        out: the result's place.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._places: list[Path] = []
+
+    def place(self, number: int) -> Path:
+        """Place of a part."""
+        self._places.append(self._out.with_name(temporary_name(f"{self._out.name}.{number}")))
+        return self._places[-1]
+
+    def __enter__(self) -> Parts:  # noqa: PYI034 Self needs Python 3.11, or a package more
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for place in self._places:
+            place.unlink(missing_ok=True)
 
 
 class PartWriter:
