@@ -13,7 +13,7 @@ from lightning_memprof.analysis.restricted_pickle import read_pickle
 from lightning_memprof.analysis.snapshot import parse_snapshot
 from lightning_memprof.errors import ArtifactError
 
-PROFILE = settings(max_examples=60, deadline=None)
+PROFILE = settings(max_examples=60)
 STACKS = [[], *([{"filename": f"/home/a/{name}.py", "line": 1, "name": "f"}] for name in "abc")]
 
 

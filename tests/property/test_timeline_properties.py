@@ -13,7 +13,7 @@ from lightning_memprof.analysis.timeline.merge import merge_traces
 from lightning_memprof.analysis.timeline.model import Source
 
 BASE = 1_750_000_000_000_000_000
-PROFILE = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+PROFILE = settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 
 PIDS = st.sampled_from([7, 0, -3, "7", "Spans", ""])
 TIDS = st.sampled_from([8, "stream 7", 0])

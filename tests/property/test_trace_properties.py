@@ -33,7 +33,7 @@ HOSTILE = [
     "nan",
     "",
 ]
-PROFILE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+PROFILE = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 names = st.one_of(st.sampled_from(HOSTILE), st.text(st.characters(codec="utf-8"), max_size=20))
 json_values = st.recursive(
