@@ -95,9 +95,10 @@ def _finding(finding: Finding) -> dict[str, Any]:
         "rule": finding.rule,
         "severity": finding.severity.name.lower(),
         "sentence": finding.sentence,
-        "evidence": finding.evidence,
-        "next_steps": list(finding.next_steps),
+        "why": finding.why,
         "numbers": finding.numbers,
+        "evidence": [dataclasses.asdict(one) for one in finding.evidence],
+        "next_steps": list(finding.next_steps),
     }
 
 

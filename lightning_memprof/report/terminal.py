@@ -44,7 +44,7 @@ NONE: Final = "-"
 
 VERDICT_STYLES: Final = {
     Severity.NONE: "bold green",
-    Severity.NOTICE: "bold cyan",
+    Severity.INFO: "bold cyan",
     Severity.WARNING: "bold yellow",
     Severity.CRITICAL: "bold red",
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_memprof.analysis.findings import (
-    Evidence,
+    Facts,
     Finding,
     Verdict,
     conclude,
@@ -162,14 +162,14 @@ def run_view(run: Run, allocations: Sequence[WindowAllocations] = (), *, max_mem
         max_memory_bytes: as ``max_bytes`` of :func:`lightning_memprof.analysis.memory.memory_report`.
 
     """
-    evidence = Evidence.of(run)
-    findings = examine(evidence)
+    facts = Facts.of(run)
+    findings = examine(facts)
     named, damaged = named_moments(run)
     memory = memory_report(run.in_full, allocations, max_bytes=max_memory_bytes)
     throughput, unread = throughputs(run)
     garbage, torn = pauses(run.lead)
     problems = [*run.problems, *damaged, *memory.problems, *unread, *torn]
-    problems += evidence.ranks.problems if evidence.ranks else ()
+    problems += facts.ranks.problems if facts.ranks else ()
     ranks = []
     for rank in run.ranks:
         windows = []
@@ -177,7 +177,7 @@ def run_view(run: Run, allocations: Sequence[WindowAllocations] = (), *, max_mem
             steps, damage = window_steps(rank, window)
             problems += damage
             windows.append(_window_view(window, steps))
-        ranks.append(_rank_view(rank, evidence.statistics.get(rank.rank), tuple(windows)))
+        ranks.append(_rank_view(rank, facts.statistics.get(rank.rank), tuple(windows)))
     lead = next(one for one in ranks if one.rank == run.lead.rank)
     return View(
         schema_version=whole(run.lead.facts, "schema_version") or SCHEMA_VERSION,
@@ -203,7 +203,7 @@ def run_view(run: Run, allocations: Sequence[WindowAllocations] = (), *, max_mem
         ooms=autopsies(run, max_bytes=max_memory_bytes),
         commands=_commands(run),
         url=run.url,
-        across=evidence.ranks,
+        across=facts.ranks,
         events=tuple(rank_events(run.lead)[0]),
         pauses=garbage,
         throughput=throughput,

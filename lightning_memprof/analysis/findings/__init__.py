@@ -10,6 +10,7 @@ from lightning_memprof.analysis.findings.input_bound import input_bound
 from lightning_memprof.analysis.findings.memory_growth import memory_growth
 from lightning_memprof.analysis.findings.model import (
     Evidence,
+    Facts,
     Finding,
     Rule,
     Severity,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Evidence",
+    "Facts",
     "Finding",
     "Severity",
     "Verdict",
@@ -54,19 +56,19 @@ RULES: Final[tuple[Rule, ...]] = (
 )
 
 
-def examine(evidence: Evidence) -> tuple[Finding, ...]:
+def examine(facts: Facts) -> tuple[Finding, ...]:
     """Return every finding, the most severe first; where no rule applies, the one that says so."""
-    found = [finding for rule in RULES if (finding := rule(evidence)) is not None]
+    found = [finding for rule in RULES for finding in rule(facts)]
     found.sort(key=lambda finding: (finding.severity, finding.weight), reverse=True)
-    return tuple(found) or (nothing_found(evidence),)
+    return tuple(found) or (nothing_found(facts),)
 
 
 def conclude(findings: tuple[Finding, ...]) -> Verdict:
     """Make the verdict of the first finding."""
     first = findings[0]
-    return Verdict(first.sentence, first.evidence, first.next_steps[0], first.rule, first.severity)
+    return Verdict(first.sentence, first.why, first.next_steps[0], first.rule, first.severity)
 
 
 def verdict(run: Run) -> Verdict:
     """Return what is most wrong with a run, why, and what to do next."""
-    return conclude(examine(Evidence.of(run)))
+    return conclude(examine(Facts.of(run)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.actions import action_name, between_phases, is_validation
-from lightning_memprof.analysis.findings.model import MIN_STEPS, Evidence, Finding, Severity, percent
+from lightning_memprof.analysis.findings.model import MIN_STEPS, Facts, Finding, Severity, percent
 from lightning_memprof.analysis.findings.rhythm import rhythm
 from lightning_memprof.units import format_ns
 
@@ -38,41 +38,44 @@ class _Cause:
     mean_ns: int
 
 
-def between_steps(evidence: Evidence) -> Finding | None:
+def between_steps(facts: Facts) -> list[Finding]:
     """Say that much of the time lies between the phases, in which steps, and what is known of it."""
-    worst = evidence.worst_by(_share)
+    worst = facts.worst_by(_share)
     if worst is None:
-        return None
+        return []
     rank, statistics = worst
     share = _share(statistics)
     if share <= NOTABLE_SHARE or statistics.used < MIN_STEPS:
-        return None
+        return []
     few = rhythm(rank, "other")
     if statistics.between_ns < MIN_COST_NS and (few is None or few.mean_ns < MIN_STANDING_OUT_NS):
-        return None
+        return []
     cause = _cause(rank, statistics, few)
     other_ns = statistics.breakdown_ns["other"] or 0
-    return Finding(
-        rule="between_steps",
-        severity=Severity.CRITICAL if share >= SEVERE_SHARE else Severity.WARNING,
-        sentence=(
-            f"What lies between the phases takes {percent(statistics.share('other'))} of the time"
-            f"{evidence.on_rank(rank)}" + (f", most of it {_named(cause)}." if cause is not None else ".")
-        ),
-        evidence=_evidence(statistics, few, cause),
-        next_steps=_next_steps(few, cause),
-        numbers={
-            "rank": rank.rank,
-            "other_share": statistics.share("other"),
-            "other_ns": other_ns,
-            "duration_ns": statistics.mean_ns,
-            "steps": list(few.steps) if few else None,
-            "period": few.period if few else None,
-            "validation": None if cause is None else cause.name is None,
-            "action": cause.name if cause else None,
-        },
-        weight=share,
-    )
+    return [
+        Finding(
+            rule="between_steps",
+            severity=Severity.CRITICAL if share >= SEVERE_SHARE else Severity.WARNING,
+            sentence=(
+                f"What lies between the phases takes {percent(statistics.share('other'))} of the time"
+                f"{facts.on_rank(rank)}" + (f", most of it {_named(cause)}." if cause is not None else ".")
+            ),
+            why=_why(statistics, few, cause),
+            next_steps=_next_steps(few, cause),
+            evidence=(facts.pulse(rank),),
+            numbers={
+                "rank": rank.rank,
+                "other_share": statistics.share("other"),
+                "other_ns": other_ns,
+                "duration_ns": statistics.mean_ns,
+                "steps": list(few.steps) if few else None,
+                "period": few.period if few else None,
+                "validation": None if cause is None else cause.name is None,
+                "action": cause.name if cause else None,
+            },
+            weight=share,
+        )
+    ]
 
 
 def _share(statistics: PulseStatistics) -> float:
@@ -102,7 +105,7 @@ def _named(cause: _Cause) -> str:
     return cause.name or "validation"
 
 
-def _evidence(statistics: PulseStatistics, few: Rhythm | None, cause: _Cause | None) -> str:
+def _why(statistics: PulseStatistics, few: Rhythm | None, cause: _Cause | None) -> str:
     if few is None:
         said = (
             f"{format_ns(statistics.breakdown_ns['other'] or 0)} of a {format_ns(statistics.mean_ns)} step "

@@ -8,7 +8,7 @@ from lightning_memprof.analysis.findings.actions import slowest_callback
 from lightning_memprof.analysis.findings.model import (
     MIN_STEPS,
     SHORT_STEP_NS,
-    Evidence,
+    Facts,
     Finding,
     Severity,
     percent,
@@ -36,48 +36,51 @@ ADVICE: Final = {
 }
 
 
-def callback_bound(evidence: Evidence) -> Finding | None:
+def callback_bound(facts: Facts) -> list[Finding]:
     """Say that callbacks take much of the step, and which one."""
-    worst = evidence.worst_by(_share)
+    worst = facts.worst_by(_share)
     if worst is None:
-        return None
+        return []
     rank, statistics = worst
     share, cost_ns = _share(statistics), statistics.callbacks_ns
     if share <= NOTABLE_SHARE or statistics.used < MIN_STEPS:
-        return None
+        return []
     if statistics.mean_ns < SHORT_STEP_NS and cost_ns < MIN_COST_NS:
-        return None
+        return []
     few = rhythm(rank, "callbacks")
     slowest = slowest_callback(rank)
     # A window that recorded none of the few slow steps says nothing about them.
     main = slowest if slowest is not None and slowest[1] >= MAIN_PART * cost_ns else None
-    return Finding(
-        rule="callback_bound",
-        severity=Severity.CRITICAL if share >= SEVERE_SHARE else Severity.WARNING,
-        sentence=(
-            f"Callbacks take {percent(share)} of a step{evidence.on_rank(rank)}"
-            + (f", most of it {main[0]}." if main is not None else ".")
-        ),
-        evidence=_evidence(statistics, main, few),
-        next_steps=_next_steps(main, few),
-        numbers={
-            "rank": rank.rank,
-            "callbacks_share": share,
-            "callbacks_ns": cost_ns,
-            "duration_ns": statistics.mean_ns,
-            "slowest_hook": main[0] if main else None,
-            "slowest_hook_ns": main[1] if main else None,
-            "steps": list(few.steps) if few else None,
-        },
-        weight=share,
-    )
+    return [
+        Finding(
+            rule="callback_bound",
+            severity=Severity.CRITICAL if share >= SEVERE_SHARE else Severity.WARNING,
+            sentence=(
+                f"Callbacks take {percent(share)} of a step{facts.on_rank(rank)}"
+                + (f", most of it {main[0]}." if main is not None else ".")
+            ),
+            why=_why(statistics, main, few),
+            next_steps=_next_steps(main, few),
+            evidence=(facts.pulse(rank),),
+            numbers={
+                "rank": rank.rank,
+                "callbacks_share": share,
+                "callbacks_ns": cost_ns,
+                "duration_ns": statistics.mean_ns,
+                "slowest_hook": main[0] if main else None,
+                "slowest_hook_ns": main[1] if main else None,
+                "steps": list(few.steps) if few else None,
+            },
+            weight=share,
+        )
+    ]
 
 
 def _share(statistics: PulseStatistics) -> float:
     return statistics.callbacks_ns / statistics.mean_ns if statistics.mean_ns else 0.0
 
 
-def _evidence(statistics: PulseStatistics, main: tuple[str, int] | None, few: Rhythm | None) -> str:
+def _why(statistics: PulseStatistics, main: tuple[str, int] | None, few: Rhythm | None) -> str:
     parts = [f"{format_ns(statistics.callbacks_ns)} of a {format_ns(statistics.mean_ns)} step go to callbacks"]
     if statistics.breakdown_ns["callbacks"] is None:
         parts[0] += " (by the host's clock; the device's counts them to other)"

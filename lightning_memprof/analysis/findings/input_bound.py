@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics as stats
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.analysis.findings.model import MIN_STEPS, SHORT_STEP_NS, Evidence, Finding, Severity, percent
+from lightning_memprof.analysis.findings.model import MIN_STEPS, SHORT_STEP_NS, Facts, Finding, Severity, percent
 from lightning_memprof.analysis.rows import mapping, text, whole
 from lightning_memprof.analysis.steps import typical_steps
 from lightning_memprof.units import format_ns
@@ -33,48 +33,51 @@ MANY_WORKERS_PER_CORE: Final = 4
 DEFAULT_PREFETCH: Final = 2
 
 
-def input_bound(evidence: Evidence) -> Finding | None:
+def input_bound(facts: Facts) -> list[Finding]:
     """Say that the step waits for its batch, and which settings of the DataLoader to change."""
-    worst = evidence.worst("data_wait")
+    worst = facts.worst("data_wait")
     if worst is None:
-        return None
+        return []
     rank, statistics = worst
     share = statistics.share("data_wait")
     if share <= NOTABLE_SHARE or statistics.used < MIN_STEPS:
-        return None
+        return []
     wait_ns = statistics.breakdown_ns["data_wait"] or 0
     if statistics.mean_ns < SHORT_STEP_NS and wait_ns < MIN_COST_NS:
-        return None
+        return []
     loaders = _dataloaders(rank)
     in_few_steps = _in_few_steps(rank, share, loaders)
     at_epoch_starts = _share_at_epoch_starts(rank)
-    return Finding(
-        rule="input_bound",
-        severity=Severity.CRITICAL if share >= SEVERE_SHARE else Severity.WARNING,
-        sentence=f"Training waits for data {percent(share)} of the time{evidence.on_rank(rank)}.",
-        evidence=(
-            f"{format_ns(wait_ns)} of a {format_ns(statistics.mean_ns)} step go by before the batch is there"
-            + (", most of it in few steps" if in_few_steps else "")
-            + (
-                f", {percent(at_epoch_starts)} of it at the start of epochs"
-                if at_epoch_starts >= EPOCH_STARTS_SHARE
-                else ""
-            )
-            + (f"; {_settings(loaders[0])}" if loaders else "")
-            + "."
-        ),
-        next_steps=_next_steps(rank, loaders, at_epoch_starts, in_few_steps=in_few_steps),
-        numbers={
-            "rank": rank.rank,
-            "data_wait_share": share,
-            "data_wait_ns": wait_ns,
-            "duration_ns": statistics.mean_ns,
-            "epoch_starts_share": at_epoch_starts,
-            "in_few_steps": in_few_steps,
-            "dataloaders": loaders,
-        },
-        weight=share,
-    )
+    return [
+        Finding(
+            rule="input_bound",
+            severity=Severity.CRITICAL if share >= SEVERE_SHARE else Severity.WARNING,
+            sentence=f"Training waits for data {percent(share)} of the time{facts.on_rank(rank)}.",
+            why=(
+                f"{format_ns(wait_ns)} of a {format_ns(statistics.mean_ns)} step go by before the batch is there"
+                + (", most of it in few steps" if in_few_steps else "")
+                + (
+                    f", {percent(at_epoch_starts)} of it at the start of epochs"
+                    if at_epoch_starts >= EPOCH_STARTS_SHARE
+                    else ""
+                )
+                + (f"; {_settings(loaders[0])}" if loaders else "")
+                + "."
+            ),
+            next_steps=_next_steps(rank, loaders, at_epoch_starts, in_few_steps=in_few_steps),
+            evidence=(facts.pulse(rank),),
+            numbers={
+                "rank": rank.rank,
+                "data_wait_share": share,
+                "data_wait_ns": wait_ns,
+                "duration_ns": statistics.mean_ns,
+                "epoch_starts_share": at_epoch_starts,
+                "in_few_steps": in_few_steps,
+                "dataloaders": loaders,
+            },
+            weight=share,
+        )
+    ]
 
 
 def _dataloaders(rank: Rank) -> list[Mapping[str, Any]]:

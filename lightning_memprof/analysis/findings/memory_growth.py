@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.model import Evidence, Finding, Severity, percent
+from lightning_memprof.analysis.findings.model import Facts, Finding, Severity, percent
 from lightning_memprof.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -47,6 +47,13 @@ MIN_EDGE_STEPS: Final = 3
 # The C allocator's own jumps stay below this.
 MIN_LEFT_BYTES: Final = 8 * MIB
 COLUMNS: Final = (("rss_bytes", "Host memory", "resident size"), ("device_peak_bytes", "Device memory", "device peak"))
+NEXT: Final = (
+    (
+        "Look in training_step for what outlives its step: keep loss.item() or loss.detach() instead of the loss, and "
+        "empty lists of outputs in on_train_epoch_end."
+    ),
+    "Look for callbacks and metrics that append to a list in each batch.",
+)
 
 
 @dataclass(frozen=True)
@@ -59,43 +66,40 @@ class Growth:
     steps: int
 
 
-def memory_growth(evidence: Evidence) -> Finding | None:
+def memory_growth(facts: Facts) -> list[Finding]:
     """Say that a rank holds more memory with every step, how much, and what to look for."""
     found = [
         (growth, rank, title, source)
-        for rank in evidence.run.ranks
+        for rank in facts.run.ranks
         for column, title, source in COLUMNS
         if (growth := steady_growth(rank.pulse, column)) is not None
     ]
     if not found:
-        return None
+        return []
     growth, rank, title, source = max(found, key=lambda one: one[0].added_bytes)
     share = growth.added_bytes / growth.start_bytes if growth.start_bytes else 1.0
-    return Finding(
-        rule="memory_growth",
-        severity=Severity.CRITICAL if share >= SEVERE_SHARE else Severity.WARNING,
-        sentence=f"{title} grows by {format_bytes(growth.bytes_per_step)} with every step{evidence.on_rank(rank)}.",
-        evidence=(
-            f"The {source} rose steadily by {format_bytes(growth.added_bytes)} ({percent(share)}) "
-            f"in {growth.steps} steps: another GiB every {GIB / growth.bytes_per_step:,.0f} steps."
-        ),
-        next_steps=(
-            (
-                "Look in training_step for what outlives its step: keep loss.item() or loss.detach() instead of the "
-                "loss, and empty lists of outputs in on_train_epoch_end."
+    return [
+        Finding(
+            rule="memory_growth",
+            severity=Severity.CRITICAL if share >= SEVERE_SHARE else Severity.WARNING,
+            sentence=f"{title} grows by {format_bytes(growth.bytes_per_step)} with every step{facts.on_rank(rank)}.",
+            why=(
+                f"The {source} rose steadily by {format_bytes(growth.added_bytes)} ({percent(share)}) "
+                f"in {growth.steps} steps: another GiB every {GIB / growth.bytes_per_step:,.0f} steps."
             ),
-            "Look for callbacks and metrics that append to a list in each batch.",
-        ),
-        numbers={
-            "rank": rank.rank,
-            "column": source,
-            "bytes_per_step": round(growth.bytes_per_step),
-            "added_bytes": growth.added_bytes,
-            "start_bytes": growth.start_bytes,
-            "steps": growth.steps,
-        },
-        weight=share,
-    )
+            next_steps=NEXT,
+            evidence=(facts.pulse(rank),),
+            numbers={
+                "rank": rank.rank,
+                "column": source,
+                "bytes_per_step": round(growth.bytes_per_step),
+                "added_bytes": growth.added_bytes,
+                "start_bytes": growth.start_bytes,
+                "steps": growth.steps,
+            },
+            weight=share,
+        )
+    ]
 
 
 def steady_growth(rows: Sequence[PulseRow], column: str) -> Growth | None:

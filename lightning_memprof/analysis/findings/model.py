@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_memprof.analysis.ranks import rank_report
 from lightning_memprof.analysis.rows import text
 from lightning_memprof.analysis.steps import pulse_statistics
+from lightning_memprof.artifacts.naming import pulse_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,6 +25,7 @@ __all__ = [
     "MIN_STEPS",
     "SHORT_STEP_NS",
     "Evidence",
+    "Facts",
     "Finding",
     "Rule",
     "Severity",
@@ -45,27 +47,44 @@ class Severity(IntEnum):
     """How much a finding matters; the greatest one makes the verdict."""
 
     NONE = 0
-    NOTICE = 1
+    INFO = 1
     WARNING = 2
     CRITICAL = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """Where a finding can be seen: a file of the run or of the user, and the stretch of it that counts.
+
+    ``artifact`` is the file's path as the manifest has it, or the path that was given. ``steps`` are the first and the
+    last one; ``start_ns`` and ``end_ns`` Unix epoch times in ns. What is None does not narrow it.
+    """
+
+    artifact: str
+    rank: int | None = None
+    window: int | None = None
+    steps: tuple[int, int] | None = None
+    start_ns: int | None = None
+    end_ns: int | None = None
 
 
 @dataclass(frozen=True)
 class Finding:
     """What a rule found.
 
-    ``sentence`` says what is wrong, ``evidence`` with which figures, ``next_steps`` what to do, the best first.
-    ``numbers`` are in base units: bytes, nanoseconds, shares of 1. ``weight`` orders findings of one severity: the
-    share of the step, or of the memory, that is at stake.
+    ``sentence`` says what is wrong, ``why`` with which figures, ``next_steps`` what to do, the best first, ``evidence``
+    where to look. ``numbers`` are in base units: bytes, nanoseconds, shares of 1. ``weight`` orders findings of one
+    severity: the share of the step, or of the memory, that is at stake.
     """
 
     rule: str
     severity: Severity
     sentence: str
-    evidence: str
+    why: str
     next_steps: tuple[str, ...]
     numbers: Mapping[str, Any] = field(default_factory=dict)
     weight: float = 0.0
+    evidence: tuple[Evidence, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,7 +99,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Facts:
     """A run, the pulse statistics of those of its ranks that have a pulse, and its ranks beside each other."""
 
     run: Run
@@ -88,7 +107,7 @@ class Evidence:
     ranks: RankReport | None = None
 
     @classmethod
-    def of(cls, run: Run) -> Evidence:
+    def of(cls, run: Run) -> Facts:
         """Gather the statistics of a run."""
         found = {rank.rank: pulse_statistics(rank) for rank in run.ranks}
         pulses = {rank: statistics for rank, statistics in found.items() if statistics is not None}
@@ -103,12 +122,21 @@ class Evidence:
         candidates = [(rank, self.statistics[rank.rank]) for rank in self.run.ranks if rank.rank in self.statistics]
         return max(candidates, key=lambda pair: cost(pair[1]), default=None)
 
+    def pulse(self, rank: Rank) -> Evidence:
+        """Return a rank's pulse as evidence."""
+        rows = rank.pulse
+        return Evidence(
+            artifact=f"{self.run.directory.name}/{pulse_name(rank.rank)}",
+            rank=rank.rank,
+            steps=(rows[0]["step"], rows[-1]["step"]) if rows else None,
+        )
+
     def on_rank(self, rank: Rank) -> str:
         """Return ``" on rank 3"`` where there are several ranks, else nothing."""
         return f" on rank {rank.rank}" if len(self.run.ranks) > 1 else ""
 
 
-Rule = Callable[["Evidence"], "Finding | None"]
+Rule = Callable[["Facts"], "list[Finding]"]
 
 
 def percent(share: float) -> str:

@@ -10,7 +10,7 @@ from lightning_memprof.analysis.findings.callback_bound import NOTABLE_SHARE as 
 from lightning_memprof.analysis.findings.model import (
     MIN_STEPS,
     SHORT_STEP_NS,
-    Evidence,
+    Facts,
     Finding,
     Severity,
     percent,
@@ -38,10 +38,10 @@ DOING: Final = {
 }
 
 
-def nothing_found(evidence: Evidence) -> Finding:
+def nothing_found(facts: Facts) -> Finding:
     """Say what dominates the step, and name the command that shows more."""
-    run = evidence.run
-    statistics = evidence.statistics.get(run.lead.rank) or next(iter(evidence.statistics.values()), None)
+    run = facts.run
+    statistics = facts.statistics.get(run.lead.rank) or next(iter(facts.statistics.values()), None)
     failed = next((rank.exception for rank in run.ranks if rank.exception), None)
     early = f"The run ended early with {failed[:MAX_MESSAGE]}. " if failed else ""
     if statistics is None:
@@ -49,7 +49,7 @@ def nothing_found(evidence: Evidence) -> Finding:
             rule="nothing_found",
             severity=Severity.NONE,
             sentence="No step was measured.",
-            evidence=early + "The run has no pulse: it ended before its first step was over, or the pulse is off.",
+            why=early + "The run has no pulse: it ended before its first step was over, or the pulse is off.",
             next_steps=("Train for some steps with MemProfilerCallback() in Trainer(callbacks=[...]).",),
         )
     first, second = sorted(DOING, key=lambda phase: statistics.breakdown_ns[phase] or 0, reverse=True)[:2]
@@ -58,9 +58,9 @@ def nothing_found(evidence: Evidence) -> Finding:
     if statistics.steps < MIN_STEPS:
         return Finding(
             rule="nothing_found",
-            severity=Severity.NOTICE,
+            severity=Severity.INFO,
             sentence="Too few steps to judge.",
-            evidence=f"{early}{seen[0].upper()}{seen[1:]}, and the first one is never typical.",
+            why=f"{early}{seen[0].upper()}{seen[1:]}, and the first one is never typical.",
             next_steps=(f"Train for at least {FEW_STEPS} steps.", _look_further(run)),
             numbers=numbers,
         )
@@ -69,9 +69,9 @@ def nothing_found(evidence: Evidence) -> Finding:
     around = _around(statistics)
     return Finding(
         rule="nothing_found",
-        severity=Severity.NONE if around is None else Severity.NOTICE,
+        severity=Severity.NONE if around is None else Severity.INFO,
         sentence=f"No bottleneck found: {takes}." if around is None else around,
-        evidence=(
+        why=(
             f"{early}A step takes {format_ns(statistics.mean_ns)}"
             + ("; next comes " if around is None else f": {takes}, ")
             + f"{DOING[second]} {'with ' if around is None else ''}{percent(statistics.share(second))}.{few}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.analysis.findings.model import MIN_STEPS, SHORT_STEP_NS, Evidence, Finding, Severity, percent
+from lightning_memprof.analysis.findings.model import MIN_STEPS, SHORT_STEP_NS, Facts, Finding, Severity, percent
 from lightning_memprof.analysis.rows import text, whole
 from lightning_memprof.units import format_ns
 
@@ -28,43 +28,46 @@ FOREACH: Final = FUSED | {
 FOREACH_BY_DEFAULT: Final = ("cuda", "xpu", "mtia")
 
 
-def optimizer_bound(evidence: Evidence) -> Finding | None:
+def optimizer_bound(facts: Facts) -> list[Finding]:
     """Say that the optimizer takes much of the step while neither of torch's faster implementations is in effect."""
-    worst = evidence.worst("optimizer")
+    worst = facts.worst("optimizer")
     if worst is None:
-        return None
+        return []
     rank, statistics = worst
     # An optimizer takes about as long in each of its steps: a mean above the median comes from a few odd steps.
     mean_share = statistics.share("optimizer")
     share = min(mean_share, statistics.median_shares["optimizer"])
     slow = [one for one in _optimizers(rank) if _loops(one)]
     if share <= NOTABLE_SHARE or statistics.used < MIN_STEPS or not slow:
-        return None
+        return []
     optimizer_ns = statistics.breakdown_ns["optimizer"] or 0
     if statistics.mean_ns < SHORT_STEP_NS and optimizer_ns < MIN_COST_NS:
-        return None
+        return []
     optimizer = slow[0]
     name = text(optimizer, "name") or "the optimizer"
-    return Finding(
-        rule="optimizer_bound",
-        severity=Severity.CRITICAL if share >= SEVERE_SHARE else Severity.WARNING,
-        sentence=f"The optimizer takes {percent(mean_share)} of a step{evidence.on_rank(rank)}.",
-        evidence=(
-            f"{format_ns(optimizer_ns)} of a {format_ns(statistics.mean_ns)} step go to {name}, which updates its "
-            f"{_count(optimizer)}parameter tensors in a Python loop: foreach={optimizer.get('foreach')}, "
-            f"fused={optimizer.get('fused')} on {_device(optimizer)}."
-        ),
-        next_steps=_next_steps(name),
-        numbers={
-            "rank": rank.rank,
-            "optimizer_share": mean_share,
-            "median_optimizer_share": statistics.median_shares["optimizer"],
-            "optimizer_ns": optimizer_ns,
-            "duration_ns": statistics.mean_ns,
-            "optimizers": slow,
-        },
-        weight=share,
-    )
+    return [
+        Finding(
+            rule="optimizer_bound",
+            severity=Severity.CRITICAL if share >= SEVERE_SHARE else Severity.WARNING,
+            sentence=f"The optimizer takes {percent(mean_share)} of a step{facts.on_rank(rank)}.",
+            why=(
+                f"{format_ns(optimizer_ns)} of a {format_ns(statistics.mean_ns)} step go to {name}, which updates its "
+                f"{_count(optimizer)}parameter tensors in a Python loop: foreach={optimizer.get('foreach')}, "
+                f"fused={optimizer.get('fused')} on {_device(optimizer)}."
+            ),
+            next_steps=_next_steps(name),
+            evidence=(facts.pulse(rank),),
+            numbers={
+                "rank": rank.rank,
+                "optimizer_share": mean_share,
+                "median_optimizer_share": statistics.median_shares["optimizer"],
+                "optimizer_ns": optimizer_ns,
+                "duration_ns": statistics.mean_ns,
+                "optimizers": slow,
+            },
+            weight=share,
+        )
+    ]
 
 
 def _optimizers(rank: Rank) -> list[Mapping[str, Any]]:

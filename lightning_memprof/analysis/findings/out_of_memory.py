@@ -8,7 +8,7 @@ from lightning_memprof.analysis.findings.model import Finding, Severity
 from lightning_memprof.analysis.oom import autopsies
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.findings.model import Evidence
+    from lightning_memprof.analysis.findings.model import Facts
 
 __all__ = ["out_of_memory"]
 
@@ -16,24 +16,31 @@ __all__ = ["out_of_memory"]
 NO_SNAPSHOT: Final = 0
 
 
-def out_of_memory(evidence: Evidence) -> Finding | None:
+def out_of_memory(facts: Facts) -> list[Finding]:
     """Say where memory ran out; where it was caught and the run went on, how often."""
-    found = autopsies(evidence.run, max_bytes=NO_SNAPSHOT)
+    found = autopsies(facts.run, max_bytes=NO_SNAPSHOT)
     if not found:
-        return None
+        return []
     fatal = [one for one in found if one.ended_run]
     one = (fatal or found)[-1 if not fatal else 0]
     what = "The host" if one.is_host else one.device
-    rank = f" of rank {one.rank}" if len(evidence.run.ranks) > 1 else ""
+    rank = f" of rank {one.rank}" if len(facts.run.ranks) > 1 else ""
     where = "before the first step" if one.place["step"] is None else f"in step {one.place['step']}"
     phase = f", in {str(one.place['phase']).replace('_', ' ')}" if one.place["phase"] else ""
     times = "" if fatal else f" {len(found)} time{'s' * (len(found) > 1)}, last"
-    return Finding(
-        rule="out_of_memory",
-        severity=Severity.CRITICAL if fatal else Severity.WARNING,
-        sentence=f"{what}{rank} ran out of memory{times} {where}{phase}: {one.cause}.",
-        evidence=one.why,
-        next_steps=one.next_steps,
-        numbers={"asked_bytes": one.asked_bytes, "cause": one.cause, "step": one.place["step"], "events": len(found)},
-        weight=1.0,
-    )
+    return [
+        Finding(
+            rule="out_of_memory",
+            severity=Severity.CRITICAL if fatal else Severity.WARNING,
+            sentence=f"{what}{rank} ran out of memory{times} {where}{phase}: {one.cause}.",
+            why=one.why,
+            next_steps=one.next_steps,
+            numbers={
+                "asked_bytes": one.asked_bytes,
+                "cause": one.cause,
+                "step": one.place["step"],
+                "events": len(found),
+            },
+            weight=1.0,
+        )
+    ]

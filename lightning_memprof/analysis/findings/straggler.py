@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.model import Evidence, Finding, Severity, percent
+from lightning_memprof.analysis.findings.model import Facts, Finding, Severity, percent
 from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
@@ -33,23 +33,25 @@ NEXT: Final = {
 UNKNOWN: Final = "Open the timeline of rank {rank} beside another's before a collective{host}."
 
 
-def straggler(evidence: Evidence) -> Finding | None:
+def straggler(facts: Facts) -> list[Finding]:
     """Say which rank the others wait for, and what it does meanwhile."""
-    found = evidence.ranks.straggler if evidence.ranks else None
+    found = facts.ranks.straggler if facts.ranks else None
     if found is None:
-        return None
+        return []
     at_stake = found.caused_ns if found.caused_ns is not None else (found.own_ns or 0) - (found.others_ns or 0)
     share = min(1.0, at_stake / found.step_ns) if found.step_ns else 0.0
-    return Finding(
-        rule="straggler",
-        severity=Severity.CRITICAL if share >= SEVERE_SHARE else Severity.WARNING,
-        sentence=_sentence(found),
-        evidence=_evidence(found, share),
-        next_steps=(_next(found),),
-        numbers={**dataclasses.asdict(found), "share": share},
-        # Its slow phase is found too, as if all ranks had it: who waits for one rank mends that rank first.
-        weight=1.0 + share,
-    )
+    return [
+        Finding(
+            rule="straggler",
+            severity=Severity.CRITICAL if share >= SEVERE_SHARE else Severity.WARNING,
+            sentence=_sentence(found),
+            why=_why(found, share),
+            next_steps=(_next(found),),
+            numbers={**dataclasses.asdict(found), "share": share},
+            # Its slow phase is found too, as if all ranks had it: who waits for one rank mends that rank first.
+            weight=1.0 + share,
+        )
+    ]
 
 
 def _sentence(found: Straggler) -> str:
@@ -63,7 +65,7 @@ def _sentence(found: Straggler) -> str:
     )
 
 
-def _evidence(found: Straggler, share: float) -> str:
+def _why(found: Straggler, share: float) -> str:
     if found.caused_ns is None:
         return (
             f"It recorded no collective: what its step of {format_ns(found.step_ns)} has more than the others' tells; "

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 from isal import igzip, isal_zlib
 
-from lightning_memprof.analysis.findings import Evidence, Finding, examine
+from lightning_memprof.analysis.findings import Facts, Finding, examine
 from lightning_memprof.analysis.rows import integer, text
 from lightning_memprof.analysis.run import Rank, Run, Window
 from lightning_memprof.analysis.timeline.clocks import Clocks
@@ -359,14 +359,14 @@ def _finding_sources(
     ]
     if spans:
         whole = min(start for start, _ in spans), max(end for _, end in spans)
-        found = examine(Evidence.of(run))
+        found = examine(Facts.of(run))
         yield Source(label="findings", sort=-1, events=lambda: [_finding(one, *whole) for one in found])
 
 
 def _finding(finding: Finding, start: int, end: int) -> TimelineEvent:
     args = {
         "severity": finding.severity.name.lower(),
-        "evidence": finding.evidence,
+        "why": finding.why,
         "next": "\n".join(finding.next_steps),
     }
     return TimelineEvent(

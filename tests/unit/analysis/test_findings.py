@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_memprof.analysis.findings import Evidence, Finding, Severity, examine, percent, shown_path, verdict
+from lightning_memprof.analysis.findings import Facts, Finding, Severity, examine, percent, shown_path, verdict
 from lightning_memprof.analysis.findings.memory_growth import left_by_windows, steady_growth
 from lightning_memprof.analysis.findings.rhythm import rhythm
 from lightning_memprof.analysis.run import load_run
@@ -17,7 +17,7 @@ from lightning_memprof.units import GIB, MIB, format_ns
 
 
 def found(tmp_path: Path, fake: FakeRun) -> dict[str, Finding]:
-    return {one.rule: one for one in examine(Evidence.of(load_run(make_run(tmp_path, fake))))}
+    return {one.rule: one for one in examine(Facts.of(load_run(make_run(tmp_path, fake))))}
 
 
 def phases(**changes: int) -> Callable[[int, int], Mapping[str, int]]:
@@ -65,7 +65,7 @@ def test_a_run_without_steps_says_so(tmp_path: Path) -> None:
 
 def test_few_steps_are_too_few_to_judge(tmp_path: Path) -> None:
     said = verdict(load_run(make_run(tmp_path, FakeRun(steps=2, windows=(), phases=phases(data_wait=10**9)))))
-    assert (said.rule, said.severity) == ("nothing_found", Severity.NOTICE)
+    assert (said.rule, said.severity) == ("nothing_found", Severity.INFO)
     assert said.sentence == "Too few steps to judge."
     assert said.why.startswith("2 steps were seen")
 
@@ -73,7 +73,7 @@ def test_few_steps_are_too_few_to_judge(tmp_path: Path) -> None:
 def test_one_step_is_said_in_the_singular(tmp_path: Path) -> None:
     said = verdict(load_run(make_run(tmp_path, FakeRun(steps=1, windows=()))))
     assert said.why.startswith("1 step was seen")
-    assert said.severity is Severity.NOTICE
+    assert said.severity is Severity.INFO
 
 
 def test_three_steps_are_judged_with_a_word_of_caution(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_waiting_for_data_is_found_with_the_present_settings(tmp_path: Path) -> 
     fake = FakeRun(phases=phases(data_wait=20_000_000), training=loader())
     finding = found(tmp_path, fake)["input_bound"]
     assert finding.severity is Severity.CRITICAL
-    assert "num_workers=0, persistent_workers=False, pin_memory=False, prefetch_factor=None" in finding.evidence
+    assert "num_workers=0, persistent_workers=False, pin_memory=False, prefetch_factor=None" in finding.why
     assert "DataLoader(num_workers=4, persistent_workers=True)" in finding.next_steps[0]
     assert finding.numbers["data_wait_share"] == pytest.approx(20 / 37.8)
 
@@ -144,9 +144,9 @@ def test_waiting_at_the_start_of_epochs_asks_for_persistent_workers_first(tmp_pa
     )
     directory = make_run(tmp_path, fake)
     set_epochs(directory, 10)
-    finding = examine(Evidence.of(load_run(directory)))[0]
+    finding = examine(Facts.of(load_run(directory)))[0]
     assert finding.rule == "input_bound"
-    assert "at the start of epochs" in finding.evidence
+    assert "at the start of epochs" in finding.why
     assert "persistent_workers=True" in finding.next_steps[0]
 
 
@@ -160,7 +160,7 @@ def test_workers_that_cannot_keep_up_are_not_told_to_prefetch(tmp_path: Path, pr
     )
     finding = found(tmp_path, fake)["input_bound"]
     assert "prefetch" not in " ".join(finding.next_steps)
-    assert "few steps" not in finding.evidence
+    assert "few steps" not in finding.why
     assert "The 2 workers cannot keep up: use DataLoader(num_workers=4)" in finding.next_steps[0]
 
 
@@ -178,7 +178,7 @@ def test_waits_in_few_steps_are_told_to_prefetch(tmp_path: Path) -> None:
         training=loader(num_workers=2, prefetch_factor=2, persistent_workers=True),
     )
     finding = found(tmp_path, fake)["input_bound"]
-    assert "most of it in few steps" in finding.evidence
+    assert "most of it in few steps" in finding.why
     assert "DataLoader(prefetch_factor=4); it is 2" in finding.next_steps[0]
 
 
@@ -213,18 +213,18 @@ def with_callback(directory: Path, key: str, share: float = 1.0) -> Path:
 )
 def test_a_slow_callback_is_found_and_its_class_is_named(tmp_path: Path, key: str) -> None:
     directory = with_callback(make_run(tmp_path, FakeRun(phases=phases(callbacks=65_000_000))), key)
-    finding = examine(Evidence.of(load_run(directory)))[0]
+    finding = examine(Facts.of(load_run(directory)))[0]
     assert (finding.rule, finding.severity) == ("callback_bound", Severity.CRITICAL)
     assert finding.sentence == "Callbacks take 78 % of a step, most of it SlowCallback.on_train_batch_end."
-    assert "SlowCallback.on_train_batch_end takes 65.0 ms of a recorded step" in finding.evidence
+    assert "SlowCallback.on_train_batch_end takes 65.0 ms of a recorded step" in finding.why
     assert "every N batches" in finding.next_steps[0]
 
 
 def test_our_own_callback_is_not_named(tmp_path: Path) -> None:
     directory = with_callback(make_run(tmp_path, FakeRun(phases=phases(callbacks=65_000_000))), "MemProfilerCallback")
-    finding = examine(Evidence.of(load_run(directory)))[0]
+    finding = examine(Facts.of(load_run(directory)))[0]
     assert finding.sentence == "Callbacks take 78 % of a step."
-    assert "MemProfilerCallback." not in finding.evidence
+    assert "MemProfilerCallback." not in finding.why
 
 
 def test_a_checkpoint_every_few_steps_is_not_blamed_on_what_the_window_saw(tmp_path: Path) -> None:
@@ -232,8 +232,8 @@ def test_a_checkpoint_every_few_steps_is_not_blamed_on_what_the_window_saw(tmp_p
         steps=60, phases=lambda _, step: {**HEALTHY, "callbacks": 300_000_000 if step % 10 == 9 else 100_000}
     )
     finding = found(tmp_path, fake)["callback_bound"]
-    assert "every 10th step takes 300 ms in them" in finding.evidence
-    assert "TQDMProgressBar" not in finding.sentence + finding.evidence
+    assert "every 10th step takes 300 ms in them" in finding.why
+    assert "TQDMProgressBar" not in finding.sentence + finding.why
     assert "ModelCheckpoint(every_n_train_steps=...)" in finding.next_steps[0]
     assert "Schedule(wait=7, active=3)" in finding.next_steps[1]
 
@@ -243,7 +243,7 @@ def test_on_an_accelerator_callbacks_are_what_other_can_hold(tmp_path: Path) -> 
     assert "callback_bound" not in found(tmp_path / "busy", FakeRun(phases=busy, device_bytes=lambda _: MIB))
     idle = phases(callbacks=65_000_000, other=65_000_000)
     finding = found(tmp_path / "idle", FakeRun(phases=idle, device_bytes=lambda _: MIB))["callback_bound"]
-    assert "by the host's clock" in finding.evidence
+    assert "by the host's clock" in finding.why
 
 
 @pytest.mark.parametrize("callbacks", [100_000, 1_500_000])
@@ -255,7 +255,7 @@ def test_what_takes_long_every_tenth_step_is_said_with_its_rhythm(tmp_path: Path
     fake = FakeRun(steps=80, phases=lambda _, step: {**HEALTHY, "other": 1_100_000_000 if step % 10 == 9 else 500_000})
     finding = found(tmp_path, fake)["between_steps"]
     assert finding.severity is Severity.CRITICAL
-    assert finding.evidence.startswith("Every 10th step takes 1.10 s between its phases: validation or a checkpoint")
+    assert finding.why.startswith("Every 10th step takes 1.10 s between its phases: validation or a checkpoint")
     assert "Trainer(val_check_interval=...)" in finding.next_steps[0]
     assert finding.numbers["validation"] is None
 
@@ -274,8 +274,8 @@ def test_a_validation_that_a_window_recorded_is_known(tmp_path: Path) -> None:
         {**row, "action": "[Strategy]SingleDeviceStrategy.validation_step", "start_ns": end + 500_000_000},
     ]
     series.write_text("".join(json.dumps(one) + "\n" for one in rows))
-    finding = examine(Evidence.of(load_run(directory)))[0]
-    assert finding.evidence == "Every 10th step takes 1.10 s between its phases: validation, 1.00 s of a recorded step."
+    finding = examine(Facts.of(load_run(directory)))[0]
+    assert finding.why == "Every 10th step takes 1.10 s between its phases: validation, 1.00 s of a recorded step."
     assert finding.sentence.endswith("of the time, most of it validation.")
     assert finding.numbers["validation"] is True
 
@@ -288,14 +288,14 @@ def test_a_validation_at_the_end_of_epochs_is_told_by_its_place(tmp_path: Path) 
     )
     directory = make_run(tmp_path, fake)
     set_epochs(directory, 13)
-    finding = examine(Evidence.of(load_run(directory)))[0]
-    assert finding.evidence.startswith("The last step of each epoch takes 400 ms between its phases")
+    finding = examine(Facts.of(load_run(directory)))[0]
+    assert finding.why.startswith("The last step of each epoch takes 400 ms between its phases")
 
 
 def test_time_between_the_phases_of_every_step_names_the_hook_that_takes_it(tmp_path: Path) -> None:
     directory = make_run(tmp_path, FakeRun(phases=phases(other=30_000_000)))
-    finding = examine(Evidence.of(load_run(directory)))[0]
-    assert "are neither a phase nor a callback: logging, or code of the program" in finding.evidence
+    finding = examine(Facts.of(load_run(directory)))[0]
+    assert "are neither a phase nor a callback: logging, or code of the program" in finding.why
     assert "log_every_n_steps" in finding.next_steps[0]
     series = directory / "window000" / "rank00000.hooks.jsonl"
     rows = [json.loads(line) for line in series.read_text().splitlines()]
@@ -310,8 +310,8 @@ def test_time_between_the_phases_of_every_step_names_the_hook_that_takes_it(tmp_
         if row["action"].startswith("[Callback]")
     ]
     series.write_text("".join(json.dumps(one) + "\n" for one in rows))
-    finding = examine(Evidence.of(load_run(directory)))[0]
-    assert "LitGPT.on_train_batch_end takes 25.0 ms of a recorded step" in finding.evidence
+    finding = examine(Facts.of(load_run(directory)))[0]
+    assert "LitGPT.on_train_batch_end takes 25.0 ms of a recorded step" in finding.why
 
 
 @pytest.mark.parametrize("other", [500_000, 3_000_000])
@@ -325,7 +325,7 @@ def test_the_verdict_is_never_green_where_much_of_the_step_is_not_the_models(
 ) -> None:
     tiny = {"data_wait": 100_000, "optimizer": 200_000, **TINY, **around}
     said = verdict(load_run(make_run(tmp_path, FakeRun(phases=lambda *_: tiny))))
-    assert (said.rule, said.severity) == ("nothing_found", Severity.NOTICE)
+    assert (said.rule, said.severity) == ("nothing_found", Severity.INFO)
     assert said.sentence.startswith("The steps are very short: callbacks and what lies between the phases take")
 
 
@@ -359,7 +359,7 @@ def test_sentence_and_table_agree_where_median_and_mean_differ(tmp_path: Path) -
         return {**HEALTHY, "optimizer": (6_000_000, 12_000_000)[step % 3 == 0]}
 
     run = load_run(make_run(tmp_path, FakeRun(phases=uneven, training=optimizer())))
-    said, statistics = verdict(run), Evidence.of(run).statistics[0]
+    said, statistics = verdict(run), Facts.of(run).statistics[0]
     assert statistics.share("optimizer") > statistics.median_shares["optimizer"] + 0.02
     assert said.sentence == f"The optimizer takes {percent(statistics.share('optimizer'))} of a step."
     assert format_ns(statistics.mean_ns) in said.why
@@ -367,7 +367,7 @@ def test_sentence_and_table_agree_where_median_and_mean_differ(tmp_path: Path) -
 
 def test_the_healthy_verdict_speaks_of_the_mean_step(tmp_path: Path) -> None:
     run = load_run(make_run(tmp_path, FakeRun(phases=lambda _, step: {**HEALTHY, "backward": 10**5 * step**2})))
-    statistics = Evidence.of(run).statistics[0]
+    statistics = Facts.of(run).statistics[0]
     assert statistics.mean_ns != statistics.median_ns
     assert f"A step takes {format_ns(statistics.mean_ns)};" in verdict(run).why
 
@@ -375,7 +375,7 @@ def test_the_healthy_verdict_speaks_of_the_mean_step(tmp_path: Path) -> None:
 def test_a_looping_optimizer_is_found_and_fused_is_named(tmp_path: Path) -> None:
     finding = found(tmp_path, FakeRun(phases=phases(optimizer=6_000_000), training=optimizer()))["optimizer_bound"]
     assert "torch.optim.AdamW(..., fused=True)" in finding.next_steps[0]
-    assert "foreach=None, fused=None on cpu" in finding.evidence
+    assert "foreach=None, fused=None on cpu" in finding.why
 
 
 @pytest.mark.parametrize(
@@ -413,9 +413,9 @@ def test_an_optimizer_that_steps_every_fourth_batch_counts_with_its_share_of_all
 def test_waiting_in_few_steps_is_told_from_waiting_in_each(tmp_path: Path) -> None:
     slow = {**HEALTHY, "data_wait": 500_000_000}
     fake = FakeRun(phases=lambda _, step: slow if step == 20 else HEALTHY)
-    assert "most of it in few steps" in found(tmp_path / "few", fake)["input_bound"].evidence
+    assert "most of it in few steps" in found(tmp_path / "few", fake)["input_bound"].why
     fake = FakeRun(phases=phases(data_wait=20_000_000))
-    assert "few steps" not in found(tmp_path / "each", fake)["input_bound"].evidence
+    assert "few steps" not in found(tmp_path / "each", fake)["input_bound"].why
 
 
 def test_foreach_switched_off_on_cuda_is_found(tmp_path: Path) -> None:
@@ -528,5 +528,5 @@ def test_the_most_severe_finding_makes_the_verdict_and_the_others_stay(tmp_path:
         rss_bytes=lambda step: 500 * MIB + step * 2 * MIB,
     )
     run = load_run(make_run(tmp_path, fake))
-    assert [one.rule for one in examine(Evidence.of(run))] == ["input_bound", "memory_growth"]
+    assert [one.rule for one in examine(Facts.of(run))] == ["input_bound", "memory_growth"]
     assert verdict(run).rule == "input_bound"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_memprof.analysis.findings import examine
-from lightning_memprof.analysis.findings.model import Evidence, Severity
+from lightning_memprof.analysis.findings.model import Facts, Severity
 from lightning_memprof.analysis.module_stacks import ModuleStacks
 from lightning_memprof.analysis.oom import Autopsy, autopsies, autopsy
 from lightning_memprof.analysis.oom_events import OomEvent, oom_events
@@ -410,7 +410,7 @@ def test_any_field_may_be_anything_in_a_file_from_outside(value: Any) -> None:
 
 def test_the_verdict_of_a_run_that_ran_out_of_memory_is_that_it_did(tmp_path: Path) -> None:
     recorded(tmp_path, facts())
-    first = examine(Evidence.of(load_run(tmp_path)))[0]
+    first = examine(Facts.of(load_run(tmp_path)))[0]
     assert (first.rule, first.severity) == ("out_of_memory", Severity.CRITICAL)
     assert first.sentence == "cuda:0 ran out of memory in step 4, in forward: full."
 
@@ -418,7 +418,7 @@ def test_the_verdict_of_a_run_that_ran_out_of_memory_is_that_it_did(tmp_path: Pa
 def test_events_that_the_program_caught_are_a_warning(tmp_path: Path) -> None:
     caught = facts(ended_run=False)
     recorded(tmp_path, caught, {**caught, "number": 1}, file=json.dumps({"events": [caught]}))
-    (first,) = [one for one in examine(Evidence.of(load_run(tmp_path))) if one.rule == "out_of_memory"]
+    (first,) = [one for one in examine(Facts.of(load_run(tmp_path))) if one.rule == "out_of_memory"]
     assert first.severity is Severity.WARNING
     assert "2 times" in first.sentence
 

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from lightning_memprof.analysis.arrivals import RankTrack, track, window_waits
-from lightning_memprof.analysis.findings import Evidence, verdict
+from lightning_memprof.analysis.findings import Facts, verdict
 from lightning_memprof.analysis.rank_summary import (
     Arrivals,
     RankSummary,
@@ -193,7 +193,7 @@ def test_a_late_rank_that_recorded_no_collectives_is_named_and_its_waiting_is_no
     # Their pulses say nothing of the data: the summaries are all there is.
     for pulse in directory.glob("pulse.*"):
         pulse.unlink()
-    report = Evidence.of(load_run(directory)).ranks
+    report = Facts.of(load_run(directory)).ranks
     assert report is not None
     assert report.straggler is not None
     assert (report.straggler.rank, report.straggler.cause) == (5, "data_wait")
@@ -213,7 +213,7 @@ def test_one_hiccup_and_taking_turns_are_no_straggler(tmp_path: Path) -> None:
                 read_summary(path), steps=[2, 3, 4, 5], arrivals=summary(rank, [*starts], [*ends]).arrivals
             )
             path.write_bytes(encode_summary(found))
-        report = Evidence.of(load_run(directory)).ranks
+        report = Facts.of(load_run(directory)).ranks
         assert report is not None
         return None if report.straggler is None else report.straggler.rank
 
@@ -224,8 +224,8 @@ def test_one_hiccup_and_taking_turns_are_no_straggler(tmp_path: Path) -> None:
 
 def test_one_rank_and_equal_ranks_have_no_straggler(tmp_path: Path) -> None:
     alone = load_run(make_run(tmp_path / "one", FakeRun()))
-    assert Evidence.of(alone).ranks is None
-    several = Evidence.of(load_run(make_run(tmp_path / "two", FakeRun(world_size=3))))
+    assert Facts.of(alone).ranks is None
+    several = Facts.of(load_run(make_run(tmp_path / "two", FakeRun(world_size=3))))
     assert several.ranks is not None
     assert several.ranks.straggler is None
     assert "over ranks" in page(tmp_path / "two")
