@@ -22,12 +22,18 @@ from lightning_memprof.analysis.findings.model import (
     trace_directory,
 )
 from lightning_memprof.analysis.findings.nothing_found import nothing_found
+from lightning_memprof.analysis.findings.of_snapshots import SNAPSHOT_RULES
+from lightning_memprof.analysis.findings.of_traces import TRACE_RULES
 from lightning_memprof.analysis.findings.optimizer_bound import optimizer_bound
 from lightning_memprof.analysis.findings.out_of_memory import out_of_memory
 from lightning_memprof.analysis.findings.straggler import straggler
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from lightning_memprof.analysis.run import Run
+    from lightning_memprof.analysis.snapshot_model import SnapshotReport
+    from lightning_memprof.analysis.trace_model import TraceReport
 
 __all__ = [
     "Evidence",
@@ -37,6 +43,7 @@ __all__ = [
     "Verdict",
     "conclude",
     "examine",
+    "examine_files",
     "log_directory",
     "percent",
     "shown_path",
@@ -59,8 +66,21 @@ RULES: Final[tuple[Rule, ...]] = (
 def examine(facts: Facts) -> tuple[Finding, ...]:
     """Return every finding, the most severe first; where no rule applies, the one that says so."""
     found = [finding for rule in RULES for finding in rule(facts)]
-    found.sort(key=lambda finding: (finding.severity, finding.weight), reverse=True)
-    return tuple(found) or (nothing_found(facts),)
+    return _by_severity([*found, *examine_files(facts.traces, facts.snapshots)]) or (nothing_found(facts),)
+
+
+def examine_files(traces: Iterable[TraceReport], snapshots: Iterable[SnapshotReport]) -> tuple[Finding, ...]:
+    """Return what traces and snapshots show by themselves, the most severe first; empty where no rule applies."""
+    return _by_severity(
+        [
+            *(finding for trace in traces for rule in TRACE_RULES for finding in rule(trace)),
+            *(finding for snapshot in snapshots for rule in SNAPSHOT_RULES for finding in rule(snapshot)),
+        ]
+    )
+
+
+def _by_severity(found: list[Finding]) -> tuple[Finding, ...]:
+    return tuple(sorted(found, key=lambda finding: (finding.severity, finding.weight), reverse=True))
 
 
 def conclude(findings: tuple[Finding, ...]) -> Verdict:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
     from lightning_memprof.analysis.ranks import RankReport
     from lightning_memprof.analysis.run import Rank, Run
+    from lightning_memprof.analysis.snapshot_model import SnapshotReport
     from lightning_memprof.analysis.steps import PulseStatistics
+    from lightning_memprof.analysis.trace_model import TraceReport
 
 __all__ = [
     "MIN_STEPS",
@@ -100,18 +102,23 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Facts:
-    """A run, the pulse statistics of those of its ranks that have a pulse, and its ranks beside each other."""
+    """A run, the pulse statistics of those of its ranks that have a pulse, and its ranks beside each other.
+
+    ``traces`` and ``snapshots`` are those of its files that were analysed, which takes as long as they are large.
+    """
 
     run: Run
     statistics: Mapping[int, PulseStatistics]
     ranks: RankReport | None = None
+    traces: tuple[TraceReport, ...] = ()
+    snapshots: tuple[SnapshotReport, ...] = ()
 
     @classmethod
-    def of(cls, run: Run) -> Facts:
+    def of(cls, run: Run, traces: tuple[TraceReport, ...] = (), snapshots: tuple[SnapshotReport, ...] = ()) -> Facts:
         """Gather the statistics of a run."""
         found = {rank.rank: pulse_statistics(rank) for rank in run.ranks}
         pulses = {rank: statistics for rank, statistics in found.items() if statistics is not None}
-        return cls(run, pulses, rank_report(run, pulses))
+        return cls(run, pulses, rank_report(run, pulses), traces, snapshots)
 
     def worst(self, phase: str) -> tuple[Rank, PulseStatistics] | None:
         """Return the rank that spends the largest share of its step in a phase."""

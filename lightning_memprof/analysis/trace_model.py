@@ -1,0 +1,158 @@
+"""What an analysis says of one operator trace; times are nanoseconds, and absolute ones Unix epoch time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+__all__ = [
+    "Collective",
+    "Copies",
+    "GpuTimes",
+    "IdleCause",
+    "Kernel",
+    "RuntimeCall",
+    "StepTimes",
+    "TraceReport",
+    "TraceStep",
+]
+
+KernelKind = Literal["compute", "communication", "memory_copy"]
+Cause = Literal["data_loading", "synchronization", "allocator", "garbage", "python", "operators", "launch", "tail"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuTimes:
+    """What the devices did in a stretch of time: unions over all streams, so that what overlaps counts once.
+
+    ``busy_ns`` and ``idle_ns`` add up to ``window_ns``; communication is exposed where nothing is computed meanwhile.
+    """
+
+    window_ns: int
+    busy_ns: int
+    idle_ns: int
+    compute_ns: int
+    communication_ns: int
+    memory_copy_ns: int
+    communication_overlapped_ns: int
+    communication_exposed_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes(GpuTimes):
+    """The same within the steps (``ProfilerStep#N`` on the host), with the time in which batches were loaded."""
+
+    data_loading_ns: int
+    mean_step_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceStep:
+    """One step; ``busy_ns`` is None where the trace has no device."""
+
+    number: int
+    start_ns: int
+    duration_ns: int
+    busy_ns: int | None
+    data_loading_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """All launches of one kernel, or all copies of one kind, by name; ``total_ns`` is their sum, streams not united."""
+
+    name: str
+    kind: KernelKind
+    count: int
+    total_ns: int
+    max_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdleCause:
+    """Idle time of the device within the GPU window, by what the launching thread did meanwhile.
+
+    ``example`` names the operator, call or range that took the most of it. The causes add up to ``idle_ns``.
+    """
+
+    cause: Cause
+    total_ns: int
+    count: int
+    longest_ns: int
+    example: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeCall:
+    """All calls of one function of the driver or its runtime, such as ``cudaMalloc``."""
+
+    name: str
+    count: int
+    total_ns: int
+    max_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """All collectives of one kind and size in one process group; ``bytes_each`` is None where the trace has no size."""
+
+    name: str
+    group: str
+    bytes_each: int | None
+    count: int
+    total_ns: int
+    median_ns: int
+    max_ns: int
+    exposed_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copies:
+    """All copies of one kind (``HtoD``, ``DtoH``, ``DtoD``); ``is_pageable`` is None where the trace does not say."""
+
+    kind: str
+    is_pageable: bool | None
+    count: int
+    total_ns: int
+    bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceReport:
+    """One trace.
+
+    Attributes:
+        file: the trace.
+        rank: global rank, None where the trace has none; ``world_size`` likewise.
+        devices: names of the devices on which something ran.
+        start_ns: Unix time of the first event, from the trace's base; 0 at the base where it has none.
+        end_ns: the same of the last event's end.
+        events: how many events the file has.
+        gpu_window: from the first device event's start to the last one's end; None without a device event.
+        step_window: the union of the steps; None without steps or without a device event.
+        steps: each step once, by number.
+        kernels: by total time, longest first.
+        idle: by total time, longest first.
+        runtime_calls: by total time, longest first.
+        collectives: by total time, longest first.
+        copies: by total time, longest first.
+        missing: what the trace lacks, a sentence each.
+    """
+
+    file: Path
+    rank: int | None
+    world_size: int | None
+    devices: tuple[str, ...]
+    start_ns: int
+    end_ns: int
+    events: int
+    gpu_window: GpuTimes | None
+    step_window: StepTimes | None
+    steps: tuple[TraceStep, ...]
+    kernels: tuple[Kernel, ...]
+    idle: tuple[IdleCause, ...]
+    runtime_calls: tuple[RuntimeCall, ...]
+    collectives: tuple[Collective, ...]
+    copies: tuple[Copies, ...]
+    missing: tuple[str, ...]
