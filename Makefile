@@ -5,7 +5,7 @@
 #   make test     the tests               (make test ARGS="-k schedule")
 #   make lint     ruff, mypy, import rules, documentation
 #   make docs     the documentation, as HTML in build/docs
-#   make bench    what recording costs    (minutes; wants a quiet machine)
+#   make bench    what recording costs, and how fast traces are analysed    (minutes; wants a quiet machine)
 #   make clean    remove what was built, the environment included
 
 PYTHON ?= python3
@@ -13,6 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WHEELS := build/wheel
 ARGS ?=
+TRACES ?=
 
 # Every pip below, those that build dependencies in isolation included, keeps to the versions that the tests ran with. Without
 # this an unconstrained step could fetch another PyTorch, which is gigabytes.
@@ -53,6 +54,7 @@ docs: $(VENV)/dev.stamp
 
 bench: $(VENV)/test.stamp
 	$(BIN)/python tests/benchmarks/bench.py $(ARGS)
+	$(BIN)/python tests/benchmarks/traces.py $(TRACES)
 
 clean:
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -27,6 +27,14 @@ def own_temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_pages() -> Iterator[None]:
+    """Have no page made at the end of each training: it is a process of some seconds, which would slow the others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LIGHTNING_MEMPROF_REPORT", "0")
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
 def clean_module(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail, naming the culprit, if what a module's shared fixtures took is not given back."""

@@ -38,9 +38,12 @@ from lightning_memprof.errors import ArtifactError
 __all__ = [
     "DeviceAllocations",
     "MarkBytes",
+    "Origin",
+    "Origins",
     "Site",
     "StepBytes",
     "WindowAllocations",
+    "counted_bytes",
     "run_allocations",
     "window_allocations",
 ]
@@ -95,12 +98,12 @@ def window_allocations(trace: Path) -> tuple[DeviceAllocations, ...]:
     """
     name = TraceName.parse(trace.name)
     columns = read_memory(trace, name.stage if name else "fit")
-    origins = _Origins(columns)
+    origins = Origins(columns)
     return tuple(_device(columns, device, memory, origins) for device, memory in sorted(columns.devices.items()))
 
 
-def _device(trace: MemoryTrace, device: DeviceMemory, memory: MemoryColumns, origins: _Origins) -> DeviceAllocations:
-    deltas = _counted(device, memory)
+def _device(trace: MemoryTrace, device: DeviceMemory, memory: MemoryColumns, origins: Origins) -> DeviceAllocations:
+    deltas = counted_bytes(device, memory)
     live = tuple(accumulate(deltas))
     peak = max(range(len(live)), key=live.__getitem__)
     # Where all is freed and nothing allocated, the most there was is what there was before.
@@ -126,7 +129,7 @@ def _device(trace: MemoryTrace, device: DeviceMemory, memory: MemoryColumns, ori
     )
 
 
-def _counted(device: DeviceMemory, memory: MemoryColumns) -> array[int]:
+def counted_bytes(device: DeviceMemory, memory: MemoryColumns) -> array[int]:
     """The bytes by which each event changes what is live; 0 for a free that means nothing (see above)."""
     deltas = array("q", memory.bytes)
     if not any(memory.address):  # traces before torch 1.11: there is nothing to tell blocks by
@@ -142,9 +145,7 @@ def _counted(device: DeviceMemory, memory: MemoryColumns) -> array[int]:
     return deltas
 
 
-def _held(
-    memory: MemoryColumns, deltas: array[int], count: int, origins: _Origins
-) -> tuple[tuple[Site, ...], int, int]:
+def _held(memory: MemoryColumns, deltas: array[int], count: int, origins: Origins) -> tuple[tuple[Site, ...], int, int]:
     """Who holds what is live after the first `count` events; the bytes of no known operator; those freed of before."""
     live: dict[int, int] = {}
     freed_outside = unattributed = 0
@@ -155,8 +156,8 @@ def _held(
             live[memory.address[i]] = i
         elif live.pop(memory.address[i], None) is None:
             freed_outside -= deltas[i]
-    held: Counter[_Origin] = Counter()
-    blocks: Counter[_Origin] = Counter()
+    held: Counter[Origin] = Counter()
+    blocks: Counter[Origin] = Counter()
     for i in live.values():
         origin = origins.of(memory, i)
         if origin.operator is None:
@@ -168,7 +169,9 @@ def _held(
     return tuple(sorted(sites, key=lambda site: -site.bytes)), unattributed, freed_outside
 
 
-class _Origin(NamedTuple):
+class Origin(NamedTuple):
+    """Who allocated: operator, module, phase and step as in :class:`Site`, Python frames innermost first."""
+
     operator: str | None
     module: str | None
     phase: str | None
@@ -176,7 +179,7 @@ class _Origin(NamedTuple):
     step: int | None = None
 
 
-def _site(origin: _Origin, count: int, blocks: int) -> Site:
+def _site(origin: Origin, count: int, blocks: int) -> Site:
     line = user_frame(origin.stack)
     return Site(
         operator=origin.operator or "",
@@ -190,30 +193,31 @@ def _site(origin: _Origin, count: int, blocks: int) -> Site:
     )
 
 
-class _Origins:
+class Origins:
     """Who allocated, found once for each range that did."""
 
     def __init__(self, trace: MemoryTrace) -> None:
+        """Take a trace whose ranges are nested."""
         self._trace = trace
         self._ranges: HostRanges = trace.ranges
         self._forward_threads = self._ranges.forward_threads()
-        self._found: dict[tuple[int, int], _Origin] = {}
+        self._found: dict[tuple[int, int], Origin] = {}
 
-    def of(self, memory: MemoryColumns, i: int) -> _Origin:
+    def of(self, memory: MemoryColumns, i: int) -> Origin:
         """Say who made allocation `i`."""
         step = self._trace.step_at(self._trace.origin_ns + memory.time[i])
         return self._around(memory.thread[i], memory.inner[i])._replace(step=step)
 
-    def _around(self, thread: int, position: int) -> _Origin:
+    def _around(self, thread: int, position: int) -> Origin:
         found = self._found.get((thread, position))
         if found is None:
             found = self._found[thread, position] = self._look(thread, position)
         return found
 
-    def _look(self, thread: int, position: int) -> _Origin:
+    def _look(self, thread: int, position: int) -> Origin:
         operator = module = phase = None
         stack: list[Frame] = []
-        forward: _Origin | None = None
+        forward: Origin | None = None
         nodes = self._ranges.threads[thread].nodes
         for at, label in self._ranges.chain(thread, position):
             if label.operator and (operator is None or operator in _ALLOCATING):
@@ -225,10 +229,10 @@ class _Origins:
             if forward is None and module is None and at in nodes:
                 forward = self._forward_of(*nodes[at])
         if forward is not None:
-            return _Origin(operator, forward.module, phase, forward.stack or tuple(stack))
-        return _Origin(operator, module, phase, tuple(stack))
+            return Origin(operator, forward.module, phase, forward.stack or tuple(stack))
+        return Origin(operator, module, phase, tuple(stack))
 
-    def _forward_of(self, forward_thread: int, sequence: int) -> _Origin | None:
+    def _forward_of(self, forward_thread: int, sequence: int) -> Origin | None:
         """Who ran the forward operator of an autograd node; None where the trace does not hold it."""
         thread = self._forward_threads.get(forward_thread)
         if thread is None:

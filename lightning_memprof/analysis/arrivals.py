@@ -6,11 +6,14 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
-from operator import add
-from typing import TYPE_CHECKING, Final
+from itertools import islice
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from lightning_memprof.analysis.rank_summary import Arrivals, RankSummary
 
 __all__ = ["CollectiveWait", "Keys", "Meeting", "RankTrack", "Signature", "WindowWaits", "track", "window_waits"]
@@ -23,6 +26,8 @@ _SAME_NS: Final = 1_000_000
 _ENDS: Final = 32
 _SHIFTS: Final = (1, -1, 2, -2)
 _BEFORE: Final = -(1 << 62)
+# Clocks that differ by more (73 years) are damage, and their sums would be more than 64 bits.
+_FURTHEST: Final = 1 << 61
 
 Kind = tuple[str, str, "int | None"]
 Key = tuple[Kind, int]
@@ -144,13 +149,16 @@ def window_waits(tracks: Sequence[RankTrack], steps: float = 1.0) -> WindowWaits
     differences: dict[str, list[int]] = defaultdict(list)
     errors: list[int] = []
     placed = [lead.track]
+    alike = _alike(tracks[1:], lead)
     for one in tracks[1:]:
-        shift, found = _agreement(one, lead)
+        agreed = alike.get(one.rank)
+        if agreed is None or agreed.spread_ns > _SAME_NS:
+            agreed = _agreement(one, lead)
+        shift = agreed.shift
         placed.append(replace(one, keys=tuple((kind, number + shift) for kind, number in one.keys)) if shift else one)
-        if found:
-            middle = sorted(found)[(len(found) - 1) // 2]
-            differences[one.host].append(middle)
-            errors.append(_spread(found))
+        if agreed.middle_ns is not None:
+            differences[one.host].append(agreed.middle_ns)
+            errors.append(agreed.spread_ns)
     waits.clock_offsets_ns = {
         host: 0 if host == lead.track.host else statistics.median_low(found) for host, found in differences.items()
     }
@@ -167,100 +175,121 @@ class _Lead:
         self.track = track
         self.ends = {key: track.end_ns(at) for at, key in enumerate(track.keys)}
         together = (at for at, (kind, _) in enumerate(track.keys) if kind[0] in TOGETHER)
-        self.first = [(at, track.end_ns(at)) for at in islice(together, _ENDS)]
+        self.first = list(islice(together, _ENDS))
 
 
-def _agreement(one: RankTrack, lead: _Lead) -> tuple[int, list[int]]:
-    """Return by how many collectives a track begins later than the lead's, and the differences of the ends then."""
-    if one.keys is lead.track.keys:
-        base, starts, durations = one.base_ns, one.start_ns, one.duration_ns
-        found = [base + starts[at] + durations[at] - end for at, end in lead.first]
-    else:
-        found = _differences(one, lead.ends, 0)
-    best, spread = (0, found), _spread(found)
-    if spread > _SAME_NS:
+class _Agreement(NamedTuple):
+    """By how many collectives a track begins later than the lead's, and how its clock then differs from the lead's.
+
+    ``middle_ns`` is None where they have none in common that tells it.
+    """
+
+    shift: int
+    middle_ns: int | None
+    spread_ns: int
+    common: int
+
+
+def _alike(tracks: Sequence[RankTrack], lead: _Lead) -> dict[int, _Agreement]:
+    """Return by rank how tracks with the lead's own keys agree with it, unshifted: thousands of them in one go."""
+    same = [one for one in tracks if one.keys is lead.track.keys]
+    if not same or not lead.first:
+        return {}
+    first, others, base = lead.first, len(lead.first), lead.track.base_ns
+    ends = np.array([[one.start_ns[at] + one.duration_ns[at] for at in first] for one in (lead.track, *same)])
+    found = ends[1:] - ends[0] + np.array([[one.base_ns - base] for one in same])
+    middle = np.sort(found, axis=1)[:, (others - 1) // 2]
+    spread = np.sort(np.abs(found - middle[:, None]), axis=1)[:, (others - 1) // 2]
+    both = zip(same, middle.tolist(), spread.tolist(), strict=True)
+    return {one.rank: _Agreement(0, middle_ns, spread_ns, others) for one, middle_ns, spread_ns in both}
+
+
+def _agreement(one: RankTrack, lead: _Lead) -> _Agreement:
+    best = _differences(one, lead.ends, 0)
+    if best.spread_ns > _SAME_NS:
         for shift in _SHIFTS:
             found = _differences(one, lead.ends, shift)
             # With few left, anything agrees.
-            if 2 * len(found) >= len(best[1]) and len(found) > 2 and 4 * _spread(found) < spread:
-                best, spread = (shift, found), _spread(found)
+            if 2 * found.common >= best.common and found.common > 2 and 4 * found.spread_ns < best.spread_ns:
+                best = found
     return best
 
 
-def _differences(one: RankTrack, ends: Mapping[Key, int], shift: int) -> list[int]:
-    found = (
+def _differences(one: RankTrack, ends: Mapping[Key, int], shift: int) -> _Agreement:
+    every = (
         one.end_ns(at) - other
         for at, (kind, number) in enumerate(one.keys)
         if kind[0] in TOGETHER and (other := ends.get((kind, number + shift))) is not None
     )
-    return list(islice(found, _ENDS))
-
-
-def _spread(differences: Sequence[int]) -> int:
-    if not differences:
-        return 0
-    middle = sorted(differences)[(len(differences) - 1) // 2]
-    return sorted(abs(one - middle) for one in differences)[(len(differences) - 1) // 2]
+    found = sorted(islice(every, _ENDS))
+    if not found:
+        return _Agreement(shift, None, 0, 0)
+    half = (len(found) - 1) // 2
+    middle = found[half]
+    return _Agreement(shift, middle, sorted(abs(one - middle) for one in found)[half], len(found))
 
 
 @dataclass
 class _Group:
-    """Ranks that have the same collectives; ``waited_ns`` is by rank, ``until_ns`` the end of their last wait."""
+    """Ranks that have the same collectives.
+
+    ``came_ns`` has a row for each rank and a column for each collective; ``waited_ns`` is by rank, ``until_ns`` the end
+    of their last wait.
+    """
 
     ranks: list[int]
-    waited_ns: list[int]
+    came_ns: NDArray[np.int64]
+    waited_ns: NDArray[np.int64]
     until_ns: int = _BEFORE
 
 
 def _meet(waits: WindowWaits, tracks: Sequence[RankTrack]) -> None:
-    """Gather who came when to each collective, then the waiting.
-
-    Ranks with the same keys are taken together: their columns are turned into rows in one go.
-    """
+    """Gather who came when to each collective, then the waiting; ranks with the same keys are taken together."""
     alike: dict[Keys, list[RankTrack]] = defaultdict(list)
     for one in tracks:
         alike[one.keys].append(one)
     groups: list[_Group] = []
-    # Small numbers are added and compared in a third of the time.
     zero = tracks[0].base_ns
-    came: dict[Key, list[tuple[_Group, tuple[int, ...]]]] = defaultdict(list)
+    came: dict[Key, list[tuple[_Group, int]]] = defaultdict(list)
+    last_ns: dict[Key, int] = {}
     for keys, members in alike.items():
-        group = _Group([one.rank for one in members], [0] * len(members))
+        later = [
+            max(-_FURTHEST, min(_FURTHEST, one.base_ns - zero - waits.clock_offsets_ns.get(one.host, 0)))
+            for one in members
+        ]
+        times = np.array([one.start_ns for one in members], dtype=np.int64) + np.array(later, dtype=np.int64)[:, None]
+        group = _Group([one.rank for one in members], np.asfortranarray(times), np.zeros(len(members), dtype=np.int64))
         groups.append(group)
-        columns = [_after(one, zero + waits.clock_offsets_ns.get(one.host, 0)) for one in members]
-        for key, times in zip(keys, zip(*columns, strict=True), strict=True):
-            came[key].append((group, times))
-    last_ns = {key: max(max(times) for _, times in parts) for key, parts in came.items()}
+        for at, (key, last) in enumerate(zip(keys, times.max(axis=0).tolist(), strict=True)):
+            came[key].append((group, at))
+            last_ns[key] = max(last, last_ns.get(key, _BEFORE))
     for key in sorted(came, key=last_ns.__getitem__):
         if (found := _wait(key[0], came[key], last_ns[key])) is not None:
             waits.meetings.append(replace(found, middle_ns=zero + found.middle_ns, last_ns=zero + found.last_ns))
     for group in groups:
-        waits.own_wait_ns.update(dict(zip(group.ranks, group.waited_ns, strict=True)))
+        waits.own_wait_ns.update(dict(zip(group.ranks, group.waited_ns.tolist(), strict=True)))
 
 
-def _after(one: RankTrack, zero: int) -> Sequence[int]:
-    """Return the starts of a track in ns after ``zero`` of its clock."""
-    later = one.base_ns - zero
-    return [start + later for start in one.start_ns] if later else one.start_ns
-
-
-def _wait(kind: Kind, parts: list[tuple[_Group, tuple[int, ...]]], last: int) -> Meeting | None:
+def _wait(kind: Kind, parts: list[tuple[_Group, int]], last: int) -> Meeting | None:
     """Add what one collective, at which the last rank came at ``last``, made each rank wait; None where one rank came.
 
     A rank cannot wait for two at once: collectives that overlap are one wait.
     """
-    waits = [[last - time for time in times] for _, times in parts]
-    everyone = sorted(chain.from_iterable(waits))
+    waits = [last - group.came_ns[:, at] for group, at in parts]
+    everyone = waits[0] if len(waits) == 1 else np.concatenate(waits)
     if len(everyone) < 2:
         return None
-    rank = next(group.ranks[times.index(last)] for group, times in parts if last in times)
+    half = len(everyone) // 2
+    middle = int(np.partition(everyone, half)[half])
+    rank = next(
+        group.ranks[int(waited.argmin())] for (group, _), waited in zip(parts, waits, strict=True) if not waited.min()
+    )
     for (group, _), waited in zip(parts, waits, strict=True):
         most = last - group.until_ns
         if most > 0:
-            added = waited if everyone[-1] <= most else [one if one < most else most for one in waited]  # noqa: FURB136
-            group.waited_ns = list(map(add, group.waited_ns, added))
+            group.waited_ns += np.minimum(waited, most)
             group.until_ns = last
-    return Meeting(kind, len(everyone), last - everyone[len(everyone) // 2], last, rank)
+    return Meeting(kind, len(everyone), last - middle, last, rank)
 
 
 def _share(waits: WindowWaits, steps: float) -> None:

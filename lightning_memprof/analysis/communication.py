@@ -11,17 +11,17 @@ import json
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
-from typing import IO, Any, Final, Literal
+from typing import IO, Any, Final, Literal, TypeAlias
 
 from isal import igzip, isal_zlib
 
 from lightning_memprof.errors import ArtifactError
 
-__all__ = ["Collective", "collectives"]
+__all__ = ["Collective", "Lane", "Span", "collectives", "collectives_among", "described"]
 
 _UNREADABLE: Final[tuple[type[Exception], ...]] = (OSError, EOFError, isal_zlib.error)  # type: ignore[assignment]
 
@@ -99,6 +99,30 @@ def collectives(trace: Path) -> list[Collective]:
     found = _Found()
     for event in _events(trace, found):
         found.take(event)
+    return _in_order(found)
+
+
+def collectives_among(spans: Iterable[tuple[str, Lane, Span]]) -> list[Collective]:
+    """Return the collectives among events that were read already, as `collectives` does of a trace.
+
+    Args:
+        spans: category, lane and event of each that is a collective's; times in ns, as those of the result.
+    """
+    found = _Found()
+    for category, lane, span in spans:
+        found.place(category, lane, span)
+    return _in_order(found)
+
+
+def described(annotation: Span, call: Span | None) -> tuple[str, str, int | None]:
+    """Return name, group and bytes that an ``nccl:NAME`` annotation and ``record_param_comms`` give a collective."""
+    args = call.args if call else {}
+    size = _message_bytes(args)
+    name = _common(annotation.name.partition(":")[2])
+    return name, str(args.get("Process Group Name", "")), _input_bytes(annotation.args) if size is None else size
+
+
+def _in_order(found: _Found) -> list[Collective]:
     rows = sorted((*found.on_host, *_on_device(found)), key=lambda one: (one.start_ns, one.end_ns))
     counts: Counter[tuple[str, str, int | None]] = Counter()
     result = []
@@ -123,14 +147,16 @@ class _Row:
 
 
 @dataclass(frozen=True)
-class _Span:
+class Span:
+    """An event of a collective, with its arguments."""
+
     start_ns: int
     end_ns: int
     name: str
     args: dict[str, Any]
 
 
-_Lane = tuple[Any, Any]
+Lane: TypeAlias = tuple[Any, Any]
 
 
 @dataclass
@@ -139,10 +165,10 @@ class _Found:
 
     base_ns: int = 0
     on_host: list[_Row] = field(default_factory=list)
-    kernels: list[tuple[_Lane, _Span]] = field(default_factory=list)
-    on_streams: dict[_Lane, list[_Span]] = field(default_factory=dict)
-    launches: dict[int, tuple[_Lane, _Span]] = field(default_factory=dict)
-    calls: dict[_Lane, list[_Span]] = field(default_factory=dict)
+    kernels: list[tuple[Lane, Span]] = field(default_factory=list)
+    on_streams: dict[Lane, list[Span]] = field(default_factory=dict)
+    launches: dict[int, tuple[Lane, Span]] = field(default_factory=dict)
+    calls: dict[Lane, list[Span]] = field(default_factory=dict)
 
     def take(self, event: dict[str, Any]) -> None:
         """Keep what belongs to a collective."""
@@ -152,7 +178,11 @@ class _Found:
         start, duration = _nanoseconds(event.get("ts")), _nanoseconds(event.get("dur"))
         if start is None or duration is None or event.get("ph") != "X":
             return
-        span = _Span(start, start + duration, name, args if isinstance(args, dict) else {})
+        self.place(str(category), lane, Span(start, start + duration, name, args if isinstance(args, dict) else {}))
+
+    def place(self, category: str, lane: Lane, span: Span) -> None:
+        """Keep an event under what it tells of a collective."""
+        name = span.name
         if category == "kernel" and name.startswith("nccl"):
             self.kernels.append((lane, span))
         elif category == "gpu_user_annotation" and _ON_DEVICE.match(name):
@@ -162,7 +192,7 @@ class _Found:
         elif name == "record_param_comms":
             self.calls.setdefault(lane, []).append(span)
         elif (host := _ON_HOST.match(name)) and category == "user_annotation" and host[2] not in _POINT_TO_POINT:
-            self.on_host.append(_Row(_common(host[2]), "", _input_bytes(span.args), start, span.end_ns, "host"))
+            self.on_host.append(_Row(_common(host[2]), "", _input_bytes(span.args), span.start_ns, span.end_ns, "host"))
 
 
 def _on_device(found: _Found) -> list[_Row]:
@@ -185,7 +215,7 @@ def _on_device(found: _Found) -> list[_Row]:
     return rows
 
 
-def _device_name(kernel: _Span, annotation: _Span | None, own: dict[str, Any], launched: set[str]) -> str | None:
+def _device_name(kernel: Span, annotation: Span | None, own: dict[str, Any], launched: set[str]) -> str | None:
     """Return what a kernel does, or None where it is between two ranks alone or not known."""
     if annotation:
         name = annotation.name.partition(":")[2]
@@ -209,7 +239,7 @@ def _common(name: str) -> str:
     return _CALL_NAMES.get(name, name)
 
 
-def _around(spans: list[_Span], inner: _Span) -> _Span | None:
+def _around(spans: list[Span], inner: Span) -> Span | None:
     at = bisect_right(spans, inner.start_ns, key=lambda span: span.start_ns) - 1
     return spans[at] if at >= 0 and spans[at].end_ns >= inner.start_ns else None
 

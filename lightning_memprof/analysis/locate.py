@@ -13,7 +13,7 @@ from lightning_memprof.errors import ArtifactError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Place", "find_run"]
+__all__ = ["MAX_DEPTH", "MAX_DIRECTORIES", "Place", "find_run", "has_run", "is_run_directory"]
 
 STAGES: Final = ("validate", "test", "predict")
 MAX_DEPTH: Final = 6
@@ -60,6 +60,12 @@ def find_run(path: Path) -> Place:
         raise ArtifactError(_several(path, homes))
     runs = _runs_in(homes[0])
     return Place(runs[-1], (*runs[:-1], *_stage_runs(homes[0])))
+
+
+def has_run(path: Path) -> bool:
+    """Say whether a directory is a run, or has one or several somewhere in it."""
+    start = path.absolute()
+    return is_run_directory(start) or bool(_runs_in(start) or _homes(start))
 
 
 def is_run_directory(path: Path) -> bool:

@@ -65,7 +65,7 @@ class CategoryPeak:
 class ModuleBytes:
     """One module: what its forwards kept for backward, alone and with sub-modules; parameters and gradients with them.
 
-    None where it was not recorded.
+    ``forward_ns`` is the time in its forwards of this step, with sub-modules. None where it was not recorded.
     """
 
     name: str
@@ -74,6 +74,7 @@ class ModuleBytes:
     parameter_bytes: int | None
     gradient_bytes: int | None
     calls: int
+    forward_ns: int | None = None
 
 
 @dataclass(frozen=True)
@@ -313,7 +314,7 @@ def _activations(saved: SavedSteps, largest: Backward) -> Activations:
     held = end.modules if end is not None else {}
     modules = [
         ModuleBytes(
-            one.name, one.own_bytes, one.inclusive_bytes, *_sizes(held.get(one.name)), one.calls
+            one.name, one.own_bytes, one.inclusive_bytes, *_sizes(held.get(one.name)), one.calls, one.forward_ns
         )
         for one in largest.modules.values()
     ]  # fmt: skip

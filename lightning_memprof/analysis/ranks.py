@@ -179,7 +179,7 @@ class _Gathered:
     problems: list[Problem] = field(default_factory=list)
     shared: dict[Signature, Keys] = field(default_factory=dict)
 
-    def add(self, files: list[tuple[int, Path]]) -> None:
+    def add(self, files: list[tuple[int, str]]) -> None:
         """Read the summaries of one window."""
         tracks: list[RankTrack] = []
         steps = 0.0
@@ -187,7 +187,7 @@ class _Gathered:
             try:
                 summary = read_summary(path)
             except ArtifactError as error:
-                self.problems.append(Problem(path.name, str(error), rank))
+                self.problems.append(Problem(path.rpartition("/")[2], str(error), rank))
                 continue
             self.count += 1
             peaks = self.peaks[rank]
@@ -238,11 +238,11 @@ class _Gathered:
         return round(sum(ns for ns, _ in found) / steps) if steps else None
 
 
-def _windows(directory: Path) -> Iterator[list[tuple[int, Path]]]:
+def _windows(directory: Path) -> Iterator[list[tuple[int, str]]]:
     """Yield the summaries of each window in order, by rank."""
     for window in sorted(entry.name for entry in os.scandir(directory) if entry.is_dir()):
         files = [
-            (place[1], directory / window / name)
+            (place[1], f"{directory}/{window}/{name}")
             for name in sorted(entry.name for entry in os.scandir(directory / window))
             if (place := parse_summary_path(f"{window}/{name}")) is not None
         ]

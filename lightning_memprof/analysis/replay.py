@@ -22,7 +22,7 @@ from lightning_memprof.analysis.snapshot import INACTIVE, DeviceSnapshot, Event,
 from lightning_memprof.analysis.stacks import Frame, native_site, user_frame
 from lightning_memprof.errors import ArtifactError
 
-__all__ = ["BlockLife", "Fragmentation", "Holder", "Live", "Replay", "replay"]
+__all__ = ["BlockLife", "Fragmentation", "Holder", "Live", "Replay", "holders_of", "replay"]
 
 _ROUND: Final = 512
 _BEFORE: Final = -1  # born before the ring
@@ -140,7 +140,7 @@ class Replay:
 
     def holders_at(self, event: int) -> tuple[Holder, ...]:
         """Return who holds the requested bytes after an event, largest first; -1 asks for the start of the ring."""
-        return _holders(self.snapshot, [life for life in self.lives if life.born <= event < life.died])
+        return holders_of(self.snapshot, [life for life in self.lives if life.born <= event < life.died])
 
     def event_at(self, time_us: int) -> int:
         """Return the last event until a time (Unix microseconds), -1 where it is before all; events have times."""
@@ -174,7 +174,7 @@ def replay(snapshot: Snapshot, device: int = 0) -> Replay:
         peak_event=peak,
         peak_time_us=found.events[peak].time_us if peak >= 0 else None,
         peak_reserved_bytes=max(reserved),
-        holders_at_peak=_holders(found, [life for life in lives if life.born <= peak < life.died]),
+        holders_at_peak=holders_of(found, [life for life in lives if life.born <= peak < life.died]),
         live_now=Live(requested[-1], allocated[-1], reserved[-1]),
         fragmentation=_fragmentation(found),
         segments_made=_churn(found.events, _GROWS),
@@ -266,8 +266,8 @@ def _churn(events: Sequence[Event], actions: frozenset[str]) -> tuple[int, int]:
     return len(sizes), sum(sizes)
 
 
-def _holders(device: DeviceSnapshot, lives: Sequence[BlockLife]) -> tuple[Holder, ...]:
-    """Sum blocks up by the Python part of their stacks."""
+def holders_of(device: DeviceSnapshot, lives: Sequence[BlockLife]) -> tuple[Holder, ...]:
+    """Sum blocks up by the Python part of their stacks, largest first."""
     shown = {number: _python(device.stacks[number]) for number in {life.stack for life in lives}}
     held: Counter[tuple[Frame, ...]] = Counter()
     blocks: Counter[tuple[Frame, ...]] = Counter()

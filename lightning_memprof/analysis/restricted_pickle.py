@@ -25,6 +25,7 @@ _GLOBAL: Final = ord("c")
 _INST: Final = ord("i")
 _STACK_GLOBAL: Final = 0x93
 _STOP: Final = ord(".")
+_SHOWN: Final = 60
 _TEXT_KEYS: Final = frozenset({str})
 _DAMAGE: Final = (IndexError, KeyError, ValueError, TypeError, OverflowError, struct.error)
 
@@ -224,9 +225,9 @@ class _Reader:
 
     def _refuse(self, code: int) -> None:
         if code in {_GLOBAL, _INST}:
-            name = b".".join([self._line(), self._line()]).decode("utf-8", "replace")
+            name = b".".join([self._line()[:_SHOWN], self._line()[:_SHOWN]]).decode("utf-8", "replace")
         elif code == _STACK_GLOBAL:
-            name = ".".join(part if isinstance(part, str) else "?" for part in self._top(2))
+            name = ".".join(part[:_SHOWN] if isinstance(part, str) else "?" for part in self._top(2))
         else:
             import pickletools
 

@@ -212,13 +212,14 @@ class _Layout:
         return in_root
 
 
-def load_run(path: str | Path, *, max_pulse_bytes: int | None = None) -> Run:
+def load_run(path: str | Path, *, max_pulse_bytes: int | None = None, rank: int | None = None) -> Run:
     """Read the run that ``path`` means: a run directory, a log directory that has one, or a parent with one run in it.
 
     Args:
         path: what to read.
         max_pulse_bytes: leave out the ranks after which this many bytes of pulse would have been read, and note it;
             None reads all. A pulse takes some 100 bytes a step and reads at about 10 MB/s.
+        rank: a rank that is read in full however many there are.
 
     Raises:
         ArtifactError: there is no run, there are several, or none of its manifests can be read.
@@ -227,14 +228,14 @@ def load_run(path: str | Path, *, max_pulse_bytes: int | None = None) -> Run:
     place = find_run(Path(path))
     layout = _Layout(place.directory)
     names = sorted(entry.name for entry in os.scandir(place.directory))
-    found = [rank for name in names if (rank := parse_manifest_name(name)) is not None]
+    found = [one for name in names if (one := parse_manifest_name(name)) is not None]
     chosen = within(layout.directory, found, max_pulse_bytes)
-    whole_ranks = in_full(chosen)
-    reports = [_read_rank(layout, rank, in_full=rank in whole_ranks) for rank in chosen]
+    whole_ranks = in_full(chosen) | {rank}
+    reports = [_read_rank(layout, one, in_full=one in whole_ranks) for one in chosen]
     orphans = [
-        Problem(name, "its rank left no manifest", rank)
+        Problem(name, "its rank left no manifest", owner)
         for name in names
-        if (rank := parse_pulse_name(name)) is not None and rank not in found
+        if (owner := parse_pulse_name(name)) is not None and owner not in found
     ]
     if not any(report.rank for report in reports):
         raise ArtifactError(reports[0].problems[0].message)

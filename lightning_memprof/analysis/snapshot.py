@@ -20,7 +20,16 @@ from lightning_memprof.analysis.restricted_pickle import Limits, read_pickle
 from lightning_memprof.analysis.stacks import Frame
 from lightning_memprof.errors import ArtifactError
 
-__all__ = ["Block", "DeviceSnapshot", "Event", "Segment", "Snapshot", "parse_snapshot", "read_snapshot"]
+__all__ = [
+    "Block",
+    "DeviceSnapshot",
+    "Event",
+    "Segment",
+    "Snapshot",
+    "load_snapshot",
+    "parse_snapshot",
+    "read_snapshot",
+]
 
 ALLOCATED: Final = "active_allocated"
 INACTIVE: Final = "inactive"
@@ -147,6 +156,17 @@ def read_snapshot(path: Path, limits: Limits | None = None) -> Snapshot:
 
     """
     limits = limits or Limits()
+    return parse_snapshot(load_snapshot(path, limits), str(path), limits)
+
+
+def load_snapshot(path: Path, limits: Limits | None = None) -> Any:
+    """Return what a pickle, plain or gzip, holds, as torch wrote it; nothing in it is looked at.
+
+    Raises:
+        ArtifactError: the file is missing or damaged, above a limit, or names a global.
+
+    """
+    limits = limits or Limits()
     if not path.is_file():
         raise ArtifactError(f"{path}: no such file; a snapshot is what torch.cuda.memory._dump_snapshot wrote")
     try:
@@ -157,7 +177,7 @@ def read_snapshot(path: Path, limits: Limits | None = None) -> Snapshot:
             data = stream.read(limits.bytes + 1)
     except _UNREADABLE as error:
         raise ArtifactError(f"{path}: cannot be read ({error}); copy it again") from error
-    return parse_snapshot(read_pickle(data, str(path), limits), str(path), limits)
+    return read_pickle(data, str(path), limits)
 
 
 def parse_snapshot(data: Any, source: str, limits: Limits | None = None) -> Snapshot:
@@ -183,6 +203,7 @@ class _Parser:
         self._frame_of: dict[int, Frame] = {}
         self._stacks: list[tuple[Frame, ...]] = [()]
         self._number_of: dict[int, int] = {}
+        self._seen: set[int] = set()
         self._numbers: dict[tuple[int, ...], int] = {}
         self._stack_numbers: dict[tuple[Frame, ...], int] = {(): 0}
 
@@ -192,7 +213,7 @@ class _Parser:
         if "segments" not in top:
             raise ArtifactError(f"{self._source}: has no segments: it is no snapshot of the CUDA allocator")
         segments: dict[int, list[Segment]] = {}
-        for raw in self._list(top["segments"], "segments"):
+        for raw in self._own(top["segments"], "segments"):
             fields = self._mapping(raw, "a segment")
             segments.setdefault(self._size(fields, "device", 0), []).append(self._segment(fields))
         events = {
@@ -218,7 +239,7 @@ class _Parser:
         address = self._size(fields, "address")
         size = self._size(fields, "total_size")
         blocks, at = [], address
-        for raw in self._list(fields.get("blocks"), "blocks"):
+        for raw in self._own(fields.get("blocks"), "blocks"):
             block = self._block(self._mapping(raw, "a block"), at)
             blocks.append(block)
             at = block.address + block.size
@@ -249,7 +270,7 @@ class _Parser:
 
     def _events(self, ring: Any) -> tuple[Event, ...]:
         found = []
-        for raw in self._list(ring, "device_traces"):
+        for raw in self._own(ring, "device_traces"):
             fields = self._mapping(raw, "an event")
             action = fields.get("action")
             if not isinstance(action, str):
@@ -305,6 +326,14 @@ class _Parser:
         if self._left < 0:
             raise ArtifactError(f"{self._source}: holds too many entries; record fewer events (max_entries)")
         return value
+
+    def _own(self, value: Any, what: str) -> list[Any]:
+        """Return a list of what torch makes anew each time: a small file that shares it could mean any amount."""
+        found = self._list(value, what)
+        if id(found) in self._seen or len(set(map(id, found))) < len(found):
+            raise ArtifactError(f"{self._source}: {what} holds one thing several times; it is damaged: copy it")
+        self._seen.add(id(found))
+        return found
 
     def _mapping(self, value: Any, what: str) -> Mapping[str, Any]:
         if not isinstance(value, dict):

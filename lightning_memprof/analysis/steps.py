@@ -41,6 +41,8 @@ Breakdown = Mapping[str, int | None]
 OTHERS_TO_DROP_WINDOWS: Final = 5
 OTHERS_TO_DROP_FIRST: Final = 3
 NOT_TAPPED: Final = "step"
+# Only a training has them; elsewhere they are not 0 but do not exist.
+TRAINING_PHASES: Final = frozenset({"backward", "optimizer"})
 
 
 @dataclass(frozen=True)
@@ -155,12 +157,13 @@ def window_steps(rank: Rank, window: Window) -> tuple[list[StepReport], list[Pro
 
     hooks, host, allocator = by_step("hooks"), by_step("host"), by_step("allocator")
     pulse = {row["step"]: row for row in rank.pulse if row["step"] in window.steps}
-    stage = text(rank.facts, "stage") or "fit"
+    stage = _stage(rank)
     reports = []
     for step in window.steps:
         row = pulse.get(step)
         timing = _device_timing(row) or _host_timing(row) or _hook_timing(hooks.get(step, []), stage)
         duration, breakdown, clock, source = timing or (None, None, None, None)
+        breakdown = None if breakdown is None else _of_stage(breakdown, stage)
         marks = host.get(step) or allocator.get(step) or hooks.get(step) or []
         global_step = row["global_step"] if row else next((whole(mark, "global_step") for mark in marks), None)
         reports.append(
@@ -205,7 +208,8 @@ def pulse_statistics(rank: Rank) -> PulseStatistics | None:
     if typical is None:
         return None
     durations = sorted(duration for _, duration, _ in typical.steps)
-    breakdown = {phase: _mean([one[phase] for _, _, one in typical.steps]) for phase in PHASES}
+    means = {phase: _mean([one[phase] for _, _, one in typical.steps]) for phase in PHASES}
+    breakdown = _of_stage(means, _stage(rank))
     return PulseStatistics(
         steps=len(rank.pulse),
         used=len(typical.steps),
@@ -233,6 +237,17 @@ def _recorded_rows(window: Window, collector: str) -> tuple[dict[int, Rows], lis
         if step is not None and row.get("recorded") is not False:
             groups[step].append(row)
     return groups, [Problem(path.name, damage, window.rank)] if damage else []
+
+
+def _stage(rank: Rank) -> str:
+    return text(rank.facts, "stage") or "fit"
+
+
+def _of_stage(breakdown: Breakdown, stage: str) -> Breakdown:
+    """Leave out the phases that a stage does not have, unless something was timed in them after all."""
+    if stage == "fit":
+        return breakdown
+    return {phase: None if phase in TRAINING_PHASES and not ns else ns for phase, ns in breakdown.items()}
 
 
 def _median_share(typical: TypicalSteps, phase: str) -> float:

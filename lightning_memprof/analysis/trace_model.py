@@ -14,6 +14,7 @@ __all__ = [
     "Kernel",
     "RuntimeCall",
     "StepTimes",
+    "Synchronization",
     "TraceReport",
     "TraceStep",
 ]
@@ -41,15 +42,23 @@ class GpuTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes(GpuTimes):
-    """The same within the steps (``ProfilerStep#N`` on the host), with the time in which batches were loaded."""
+    """The same within the steps (``ProfilerStep#N`` on the host), with the time in which batches were loaded.
+
+    ``data_loading_exposed_ns`` is the part of it in which no device was busy; None where that was not computed.
+    """
 
     data_loading_ns: int
     mean_step_ns: int
+    data_loading_exposed_ns: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceStep:
-    """One step; ``busy_ns`` is None where the trace has no device."""
+    """One step; ``busy_ns`` is None where the trace has no device, else when the work was done that the step launched.
+
+    It may go on behind the step's end, and of several steps at once; work of unknown origin belongs to the step in
+    which it began, and behind the last one to the last.
+    """
 
     number: int
     start_ns: int
@@ -73,7 +82,10 @@ class Kernel:
 class IdleCause:
     """Idle time of the device within the GPU window, by what the launching thread did meanwhile.
 
+    ``launch``: the next work was launched, or other calls of the runtime were made. Nothing is a ``tail`` as yet.
+
     ``example`` names the operator, call or range that took the most of it. The causes add up to ``idle_ns``.
+    ``longest_start_ns`` is when the longest one began.
     """
 
     cause: Cause
@@ -81,16 +93,39 @@ class IdleCause:
     count: int
     longest_ns: int
     example: str
+    longest_start_ns: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeCall:
-    """All calls of one function of the driver or its runtime, such as ``cudaMalloc``."""
+    """All calls of one function of the driver or its runtime, such as ``cudaMalloc``.
+
+    ``longest_start_ns`` is when the longest one began.
+    """
 
     name: str
     count: int
     total_ns: int
     max_ns: int
+    longest_start_ns: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synchronization:
+    """All calls by which one operator, or the program itself, made the host wait for the device.
+
+    ``name`` is the outermost operator around the call (``aten::item``), else the call (``cudaStreamSynchronize``).
+    The host waits ``total_ns``; the devices are idle ``gap_ns`` in the gaps that begin while it waits, or right after,
+    because nothing was queued meanwhile: that is what the calls cost, but for batches that were loaded then. A call
+    that no kernel follows counts to no gap.
+    """
+
+    name: str
+    count: int
+    total_ns: int
+    gap_ns: int
+    longest_gap_ns: int
+    longest_start_ns: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,17 +140,23 @@ class Collective:
     median_ns: int
     max_ns: int
     exposed_ns: int
+    longest_start_ns: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Copies:
-    """All copies of one kind (``HtoD``, ``DtoH``, ``DtoD``); ``is_pageable`` is None where the trace does not say."""
+    """All copies of one kind (``HtoD``, ``DtoH``, ``DtoD``); ``is_pageable`` is None where the trace does not say.
+
+    ``exposed_ns`` is the part of ``total_ns`` in which no kernel ran, None where that was not computed.
+    """
 
     kind: str
     is_pageable: bool | None
     count: int
     total_ns: int
     bytes: int | None
+    exposed_ns: int | None = None
+    longest_start_ns: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +171,7 @@ class TraceReport:
         end_ns: the same of the last event's end.
         events: how many events the file has.
         gpu_window: from the first device event's start to the last one's end; None without a device event.
-        step_window: the union of the steps; None without steps or without a device event.
+        step_window: from the first step's start to the last one's end; None without steps or without a device event.
         steps: each step once, by number.
         kernels: by total time, longest first.
         idle: by total time, longest first.
@@ -138,6 +179,11 @@ class TraceReport:
         collectives: by total time, longest first.
         copies: by total time, longest first.
         missing: what the trace lacks, a sentence each.
+        synchronizations: by ``gap_ns``, longest first.
+        profiler_overhead: events of the profiler's own work (category ``overhead``) by name, longest first.
+        allocator_spans: start and end of each call that gets device memory from the driver or gives it back
+            (``cudaMalloc``, ``cudaFree``, ``cuMemCreate``, ``hipMalloc``, ...) by start; at most 10,000, the longest.
+        recorded_with: options that the trace says were on: ``with_stack``, ``profile_memory``, ``record_shapes``.
     """
 
     file: Path
@@ -156,3 +202,7 @@ class TraceReport:
     collectives: tuple[Collective, ...]
     copies: tuple[Copies, ...]
     missing: tuple[str, ...]
+    synchronizations: tuple[Synchronization, ...] = ()
+    profiler_overhead: tuple[RuntimeCall, ...] = ()
+    allocator_spans: tuple[tuple[int, int], ...] = ()
+    recorded_with: tuple[str, ...] = ()

@@ -24,23 +24,42 @@ _T = TypeVar("_T")
 # isal's stub calls its exception class an instance.
 _UNREADABLE: Final[tuple[type[Exception], ...]] = (OSError, isal_zlib.error)  # type: ignore[assignment]
 
-_CHUNK: Final = 1 << 20
-_HEAD_LIMIT: Final = 64 << 20
-_STUCK_LIMIT: Final = 64 << 20
-_GAP: Final = 256
-_DAY_US: Final = 86_400_000_000
+# What is no UTF-8 inside of a text raises Python's own error.
+_UNDECODABLE: Final = (msgspec.DecodeError, UnicodeDecodeError)
 
-_STRING: Final = rb'"[^"\\]*(?:\\.[^"\\]*)*"'
-_TOKEN: Final = re.compile(_STRING + rb'|["\[\]{},]', re.DOTALL)
+_CHUNK: Final = 1 << 20
+# What stands beside the events; of 4,096 ranks with all their groups it is a few MiB.
+_HEAD_LIMIT: Final = 32 << 20
+# One event, or what is no event at all.
+_STUCK_LIMIT: Final = 16 << 20
+# Recorded traces grow by 8 to 35 when they are decompressed; 1,032 is the most that gzip can.
+_MOST_GROWTH: Final = 100
+_UNWATCHED: Final = 64 << 20
+# Texts and brackets of one event, or of what stands before them all: recorded ones have thousands, and millions take
+# seconds.
+_MOST_TOKENS: Final = 1_000_000
+_MOST_DEPTH: Final = 500
+_MOST_TRIES: Final = 1_000
+_GAP: Final = 256
+# Times since 1970 lose their first digits: what is left counts from eight or nine of these before the first event.
+_BUCKET_US: Final = 10_000_000_000
+
+# Each escape costs memory while it is matched; no name has so many.
+_STRING: Final = rb'"[^"\\]*(?:\\.[^"\\]*){0,100000}"'
+_TOKEN: Final = re.compile(_STRING + rb'|["\[\]{}]', re.DOTALL)
+_COMMA: Final = re.compile(rb"\s*,")
+_OPENING: Final = frozenset({b"{", b"["})
+_BRACKETS: Final = _OPENING | {b"}", b"]"}
 _BETWEEN_EVENTS: Final = re.compile(rb"\}\s*,\s*\{\s*\Z")
 _FIRST_KEY: Final = re.compile(rb'\s*\{\s*("[^"\\]*")')
 _ARRAY_OPENS: Final = re.compile(rb"\s*:\s*\[")
-_NAME_LINE: Final = re.compile(rb'^(\s*"name": ")(.*)(",?[ \t]*)$', re.MULTILINE)
+_NAME_LINE: Final = re.compile(rb'^([ \t]*"name": ")(.*)(",?[ \t]*)$', re.MULTILINE)
 _BARE_QUOTE: Final = re.compile(rb'(?<!\\)"')
-_NON_FINITE: Final = re.compile(_STRING + rb"|([-+]?\b(?:nan|inf(?:inity)?)\b)", re.IGNORECASE | re.DOTALL)
+# A string need not end: else each escaped quote of one that goes on behind the buffer would begin another one.
+_NON_FINITE: Final = re.compile(_STRING + rb"?|([-+]?\b(?:nan|inf(?:inity)?)\b)", re.IGNORECASE | re.DOTALL)
 # 16 digits of microseconds since 1970 and a fraction: more than a double holds.
 _EPOCH_TS: Final = re.compile(rb'("ts":\s*)(\d{16})(?=[.,\s}])')
-_EPOCH_TS_WITH_FRACTION: Final = re.compile(rb'"ts":\s*(\d{16})\.\d')
+_EPOCH_TS_WITH_FRACTION: Final = re.compile(rb'("ts":\s*)(\d{16})\.\d')
 
 
 class TraceText:
@@ -86,16 +105,26 @@ class TraceText:
         head, buffer = _read_head(self.path, stream, chunk)
         splitter = _Splitter(self.path, buffer, decode)
         self.ts_offset_us = splitter.ts_offset_us
+        plain, found = len(buffer), True
         while True:
-            data = stream.read(chunk)
+            # What is larger than a piece is looked through again with each read: twice as much each time.
+            data = stream.read(chunk if found else max(chunk, len(buffer)))
             self.bytes_read = raw.tell()
+            plain += len(data)
+            if plain > _UNWATCHED and plain > _MOST_GROWTH * self.bytes_read:
+                raise ArtifactError(
+                    f"{self.path}: grows more than {_MOST_GROWTH} times as it is decompressed: no trace"
+                )
             # The first chunk came with the head: it is cut before the next is added, so that pieces stay small.
             piece = splitter.split(buffer + data, at_end=not data)
-            buffer = piece.rest
+            buffer, found = piece.rest, bool(piece.events)
             if piece.events:
                 yield piece.events
             if piece.finished:
-                self.metadata = _metadata(self.path, head, buffer + stream.read())
+                tail = buffer + stream.read(_HEAD_LIMIT)
+                if len(tail) >= _HEAD_LIMIT:
+                    raise ArtifactError(f"{self.path}: goes on and on behind its events; record the trace again")
+                self.metadata = _metadata(self.path, head, tail)
                 return
 
 
@@ -111,11 +140,15 @@ class _Splitter:
     def __init__(self, path: Path, sample: bytes, decode: Callable[[bytes], list[Any]]) -> None:
         first = _FIRST_KEY.match(sample)
         epoch = _EPOCH_TS_WITH_FRACTION.search(sample)
+        bucket = int(epoch[2]) // _BUCKET_US if epoch else 0
         self._path = path
         self._keys = dict.fromkeys((b'"ph"', first[1] if first else b'"ph"'))
         self._decode = decode
-        # A day before the first event, so that no time becomes negative.
-        self.ts_offset_us = int(epoch[1]) - _DAY_US if epoch else 0
+        # Some time before the first event, so that no time becomes negative.
+        self.ts_offset_us = (bucket - 8) * _BUCKET_US if epoch else 0
+        self._prefixes = [
+            (b"%b%d" % (epoch[1], bucket + near), b"%b%d" % (epoch[1], 8 + near)) for near in (0, 1, -1) if epoch
+        ]
 
     def split(self, buffer: bytes, *, at_end: bool) -> _Piece:
         """Cut off what is complete.
@@ -123,19 +156,19 @@ class _Splitter:
         Raises:
             ArtifactError: the buffer ends within an event and there is no more, or is not valid JSON.
         """
-        failure: msgspec.DecodeError | None = None
+        failure: Exception | None = None
         repaired = buffer
         for repair in (None, _repair):
             if repair is not None:
                 repaired = repair(buffer)
                 if repaired == buffer:
                     break
-            for cut in (self._quick_cut, _careful_cut):
+            for cut in (self._quick_cut, self._careful_cut):
                 try:
                     piece = cut(repaired)
                     if piece is not None:
                         return _Piece(self._events(repaired[: piece[0]]), repaired[piece[1] :], piece[2])
-                except msgspec.DecodeError as error:
+                except _UNDECODABLE as error:
                     failure = error
         if not at_end and len(buffer) < _STUCK_LIMIT:
             return _Piece([], buffer, finished=False)
@@ -148,18 +181,53 @@ class _Splitter:
     def _quick_cut(self, buffer: bytes) -> tuple[int, int, bool] | None:
         for key in self._keys:
             at = buffer.rfind(key)
-            while at > 0:
+            tries = 0
+            while at > 0 and tries < _MOST_TRIES:
+                tries += 1
                 gap = _BETWEEN_EVENTS.search(buffer, max(0, at - _GAP), at)
                 if gap:
                     return gap.start() + 1, buffer.index(b",", gap.start()) + 1, False
                 at = buffer.rfind(key, 0, at)
         return None
 
+    def _careful_cut(self, buffer: bytes) -> tuple[int, int, bool] | None:
+        """Cut by counting brackets: end of the last complete event, start of the rest, whether the array has ended."""
+        depth = comma = 0
+        for count, token in enumerate(_TOKEN.finditer(buffer)):
+            text = token[0]
+            if depth > _MOST_DEPTH or (count > _MOST_TOKENS and not comma):
+                raise _endless(self._path)
+            if text in _OPENING:
+                depth += 1
+            elif text in _BRACKETS:
+                depth -= 1
+                if depth < 0:
+                    if text == b"}":  # a name's bare quotes led astray
+                        return None
+                    end = token.start()
+                    last = buffer[:end].rstrip()
+                    return (len(last) - 1 if last.endswith(b",") else end), end + 1, True
+                found = _COMMA.match(buffer, token.end()) if depth == 0 else None
+                comma = found.end() - 1 if found else comma
+            elif text == b'"':  # a string that goes on behind the buffer
+                break
+        return (comma, comma + 1, False) if comma else None
+
     def _events(self, piece: bytes) -> list[Any]:
-        offset = self.ts_offset_us
-        if offset:
-            piece = _EPOCH_TS.sub(lambda found: b"%b%d" % (found[1], int(found[2]) - offset), piece)
+        if self._prefixes:
+            piece = self._without_prefix(piece)
         return self._decode(b"[" + piece + b"]")
+
+    def _without_prefix(self, piece: bytes) -> bytes:
+        """Take the offset off every `ts`: where all begin alike by changing their first digits, which is far faster."""
+        left = piece.count(b'"ts":')
+        for prefix, short in self._prefixes:
+            if left and (begin_so := piece.count(prefix)):
+                left -= begin_so
+                piece = piece.replace(prefix, short)
+        if not left:
+            return piece
+        return _EPOCH_TS.sub(lambda found: b"%b%d" % (found[1], int(found[2]) - self.ts_offset_us), piece)
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -196,11 +264,13 @@ def _read_head(path: Path, stream: IO[bytes], chunk: int) -> tuple[bytes, bytes]
         return b"[", data.lstrip()[1:]
     if first != b"{":
         raise ArtifactError(f"{path}: is not a trace; a trace is a JSON object with `traceEvents`")
+    length = chunk
     while True:
-        opening = _events_open_at(data)
+        opening = _events_open_at(path, data)
         if opening is not None:
             return data[:opening], data[opening:]
-        more = stream.read(chunk)
+        more = stream.read(length)  # doubling: looking again at every chunk would take time that grows with its square
+        length *= 2
         if not more and not data.rstrip().endswith(b"}"):
             raise _truncated(path)
         if not more or len(data) > _HEAD_LIMIT:
@@ -208,43 +278,29 @@ def _read_head(path: Path, stream: IO[bytes], chunk: int) -> tuple[bytes, bytes]
         data += more
 
 
-def _events_open_at(data: bytes) -> int | None:
+def _events_open_at(path: Path, data: bytes) -> int | None:
     """Where the top-level array `traceEvents` opens (behind its bracket), or None as long as it does not."""
     depth = 0
-    for token in _TOKEN.finditer(data):
+    for count, token in enumerate(_TOKEN.finditer(data)):
         text = token[0]
-        if text in {b"{", b"["}:
-            depth += 1
-        elif text in {b"}", b"]"}:
-            depth -= 1
+        if depth > _MOST_DEPTH or count > _MOST_TOKENS:
+            raise _endless(path)
+        if text in _BRACKETS:
+            depth += 1 if text in _OPENING else -1
         elif depth == 1 and text == b'"traceEvents"':
             opens = _ARRAY_OPENS.match(data, token.end())
             if opens:
                 return opens.end()
+        elif text == b'"':  # a string that goes on behind the buffer
+            break
     return None
 
 
-def _careful_cut(buffer: bytes) -> tuple[int, int, bool] | None:
-    """Cut by counting brackets: end of the last complete event, start of the rest, whether the array has ended."""
-    depth = 0
-    comma = 0
-    for token in _TOKEN.finditer(buffer):
-        text = token[0]
-        if text in {b"{", b"["}:
-            depth += 1
-        elif text in {b"}", b"]"}:
-            depth -= 1
-            if depth < 0:
-                if text == b"}":  # a name's bare quotes led astray
-                    return None
-                end = token.start()
-                last = buffer[:end].rstrip()
-                return (len(last) - 1 if last.endswith(b",") else end), end + 1, True
-        elif text == b"," and depth == 0:
-            comma = token.start()
-        elif text == b'"':  # a string that goes on behind the buffer
-            break
-    return (comma, comma + 1, False) if comma else None
+def _endless(path: Path) -> ArtifactError:
+    return ArtifactError(
+        f"{path}: is damaged, an event or the metadata have more than {_MOST_TOKENS:,} parts, or {_MOST_DEPTH} inside "
+        "one another; copy or record it again"
+    )
 
 
 def _repair(buffer: bytes) -> bytes:
@@ -264,7 +320,7 @@ def _metadata(path: Path, head: bytes, tail: bytes) -> dict[str, Any]:
         raise _truncated(path)
     try:
         found = msgspec.json.decode(head + b"]" + tail, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except _UNDECODABLE as error:
         raise ArtifactError(f"{path}: its metadata is not valid JSON ({error}); record the trace again") from error
     found.pop("traceEvents", None)
     return found

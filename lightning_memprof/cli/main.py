@@ -6,7 +6,7 @@ import os
 import sys
 from argparse import ArgumentError, RawDescriptionHelpFormatter
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -32,6 +32,9 @@ start here:
   lightning-memprof run train.py      record your own program as it is
   lightning-memprof show RUN          look at what was recorded
 """
+_TARGET_HELP: Final = (
+    "a log_dir, its memprofiler directory or a folder with one run in it; or traces, snapshots and folders of them"
+)
 _RUN_DESCRIPTION: Final = """\
 Run a training program and record every Trainer in it, with no change to the
 program: callback and profiler attach themselves, and what the program
@@ -105,15 +108,13 @@ def _dispatch(command: str, options: Namespace, program: list[str]) -> int:
         from lightning_memprof.cli.demo import demo
 
         return demo(Path(options.out))
-    if command == "show":
-        from lightning_memprof.cli.show import show
-
-        return show(options.RUN, options.format)
+    if command in {"show", "watch"}:
+        return _dispatch_page(command, options)
     if command == "trigger":
         from lightning_memprof.cli.trigger import trigger
 
         return trigger(options.RUN, active=options.active, warmup=options.warmup, timeout=options.timeout)
-    if command in {"merge", "view"}:
+    if command in {"compare", "export", "merge", "report", "view"}:
         return _dispatch_timeline(command, options)
     if command == "doctor":
         from lightning_memprof.cli.doctor import doctor
@@ -124,14 +125,40 @@ def _dispatch(command: str, options: Namespace, program: list[str]) -> int:
     return run(program, None if options.config is None else Path(options.config))
 
 
+def _dispatch_page(command: str, options: Namespace) -> int:
+    if command == "watch":
+        from lightning_memprof.cli.watch import watch
+
+        return watch(options.RUN, interval=options.interval, once=options.once)
+    from lightning_memprof.cli.show import OpenOptions, show
+
+    return show(options.TARGET, options.format, OpenOptions(rank=options.rank, window=options.window))
+
+
+def _dispatch_figures(command: str, options: Namespace) -> int:
+    if command == "compare":
+        from lightning_memprof.cli.compare import CompareOptions, compare
+
+        return compare(options.A, options.B, CompareOptions.of(options))
+    from lightning_memprof.cli.export import ExportOptions, export
+
+    return export(options.TARGET, ExportOptions.of_command(options))
+
+
 def _dispatch_timeline(command: str, options: Namespace) -> int:
+    if command in {"compare", "export"}:
+        return _dispatch_figures(command, options)
+    if command == "report":
+        from lightning_memprof.cli.report import report
+
+        return report(options.TARGET, None if options.output is None else Path(options.output), open_it=options.open)
     if command == "merge":
         from lightning_memprof.cli.merge import MergeOptions, merge
 
         return merge(options.RUN, MergeOptions.of(options))
     from lightning_memprof.cli.view import ViewOptions, view
 
-    return view(options.RUN, ViewOptions.of(options))
+    return view(options.TARGET, ViewOptions.of(options))
 
 
 def _parser() -> ArgumentParser:
@@ -144,12 +171,9 @@ def _parser() -> ArgumentParser:
     demo.add_argument("--out", metavar="DIR", default="memprof-demo", help="where the run goes (default: %(default)s)")
     commands.add_subcommand("demo", demo, help="train a small model, record it, show what came out")
 
-    show = _new_parser("Show where the time and the memory of a recorded run went.")
-    show.add_argument("RUN", help="a log_dir, its memprofiler directory, or a folder with one run in it")
-    show.add_argument(
-        "--format", choices=["terminal", "json"], default="terminal", help="a page for people, or JSON for programs"
-    )
-    commands.add_subcommand("show", show, help="show a recorded run")
+    show = _new_parser("Show where time and memory went: in a run, or in traces and snapshots.")
+    _show_options(show)
+    commands.add_subcommand("show", show, help="show a run, traces or snapshots")
 
     trigger = _new_parser("Let a training that is running record a window, on all its ranks at the same step.")
     _trigger_options(trigger)
@@ -159,9 +183,19 @@ def _parser() -> ArgumentParser:
     _merge_options(merge)
     commands.add_subcommand("merge", merge, help="merge a run, or traces, into one file")
 
-    view = _new_parser("Open a run's timeline, or a trace, in the Perfetto UI on this machine; no network is needed.")
+    view = _new_parser("Open a run's timeline, or traces, in the Perfetto UI; no network is needed.")
     _view_options(view)
-    commands.add_subcommand("view", view, help="open a run's timeline, or a trace, in a browser")
+    commands.add_subcommand("view", view, help="open a run's timeline, or traces, in a browser")
+
+    watch = _new_parser("Watch a run as it goes on, from its files alone: also one on another node.")
+    _watch_options(watch)
+    commands.add_subcommand("watch", watch, help="watch a run as it goes on")
+
+    report = _new_parser("Write one HTML page of a run, or of traces and snapshots, that needs no network.")
+    _report_options(report)
+    commands.add_subcommand("report", report, help="write a run, traces or snapshots as one HTML page")
+
+    figures = _add_figures(commands)
 
     doctor = _new_parser("Say what is installed, and what can be recorded here and what not, and why.")
     commands.add_subcommand("doctor", doctor, help="say what can be recorded on this machine")
@@ -169,10 +203,41 @@ def _parser() -> ArgumentParser:
     run = _new_parser(_RUN_DESCRIPTION, usage=f"{PROGRAM} run [--config FILE] SCRIPT ARGS...")
     run.add_argument("--config", metavar="FILE", default=None, help="a YAML file that says what to record")
     commands.add_subcommand("run", run, help="run a training program as it is, and record it")
-    named = {"demo": demo, "show": show, "trigger": trigger, "merge": merge, "view": view, "doctor": doctor, "run": run}
+    named = {
+        "demo": demo,
+        "show": show,
+        "trigger": trigger,
+        "merge": merge,
+        "view": view,
+        "watch": watch,
+        "report": report,
+        **figures,
+        "doctor": doctor,
+        "run": run,
+    }
     for name, command in named.items():
         command.prog = f"{PROGRAM} {name}"
     return parser
+
+
+def _show_options(show: ArgumentParser) -> None:
+    show.add_argument("TARGET", nargs="+", help=_TARGET_HELP)
+    show.add_argument(
+        "--format",
+        choices=["terminal", "json", "markdown"],
+        default="terminal",
+        help="a page for people, JSON for programs, Markdown for an issue (default: %(default)s)",
+    )
+    show.add_argument("--rank", type=int, default=None, metavar="R", help="look at this global rank")
+    show.add_argument("--window", type=int, default=None, metavar="N", help="only this window of a run")
+
+
+def _watch_options(watch: ArgumentParser) -> None:
+    watch.add_argument("RUN", help="a log_dir, its memprofiler directory, or a folder with one run in it")
+    watch.add_argument(
+        "--interval", type=float, default=2.0, metavar="S", help="seconds between two looks (default: %(default)s)"
+    )
+    watch.add_argument("--once", action="store_true", help="look once, print the page, and end")
 
 
 def _trigger_options(trigger: ArgumentParser) -> None:
@@ -191,14 +256,59 @@ def _merge_options(merge: ArgumentParser) -> None:
     merge.add_argument("--ranks", metavar="LIST", default=None, help="only these global ranks of the run, as in 0,3-5")
 
 
+def _report_options(report: ArgumentParser) -> None:
+    report.add_argument("TARGET", nargs="+", help=_TARGET_HELP)
+    report.add_argument(
+        "-o", "--output", metavar="FILE", default=None, help="the page (default: report.html in the run's directory)"
+    )
+    report.add_argument("--open", action="store_true", help="open it in a browser")
+
+
+def _add_figures(commands: Any) -> dict[str, ArgumentParser]:
+    compare = _new_parser("Put two runs, traces or snapshots side by side: what differs beyond noise.")
+    _compare_options(compare)
+    commands.add_subcommand("compare", compare, help="put two runs side by side, with limits for CI")
+    export = _new_parser("Write what was recorded in a form that other tools read.")
+    _export_options(export)
+    commands.add_subcommand("export", export, help="write tables, flame graphs or a snapshot for other tools")
+    return {"compare": compare, "export": export}
+
+
+def _compare_options(compare: ArgumentParser) -> None:
+    what = "a run, a trace, a snapshot, or a directory of one of these"
+    compare.add_argument("A", help=f"{what}: what is compared with")
+    compare.add_argument("B", help=f"{what}: what is compared")
+    compare.add_argument(
+        "--fail-on",
+        metavar="LIMIT",
+        nargs="+",
+        action="extend",
+        help="exit with 1 where B breaks a limit, as in 'peak_allocated_bytes>5%%' 'step_ns>2ms'; in quotes",
+    )
+    compare.add_argument("--format", choices=["terminal", "json", "markdown"], default="terminal", help="for whom")
+
+
+def _export_options(export: ArgumentParser) -> None:
+    export.add_argument("TARGET", help="a run as for show, a trace, a snapshot, or a directory of one of these")
+    forms = ["csv", "parquet", "speedscope", "flamegraph", "memory_viz"]
+    export.add_argument("--to", metavar="FORM", default=None, choices=forms, help=f"one of {', '.join(forms)}")
+    export.add_argument(
+        "-o", "--output", metavar="OUT", default=None, help="the file, or the directory for tables (default: by TARGET)"
+    )
+    export.add_argument(
+        "--of", choices=["time", "memory"], default=None, help="what a flame graph is of (default: what TARGET is of)"
+    )
+
+
 def _view_options(view: ArgumentParser) -> None:
-    view.add_argument("RUN", help="a log_dir, its memprofiler directory, a folder with one run in it, or a trace file")
+    view.add_argument("TARGET", nargs="+", help="a run as for show, or trace files and folders of them")
     view.add_argument("--steps", metavar="A-B", default=None, help="open only these steps, as in 2-3 or 2,5-7")
     view.add_argument(
         "--trace-processor", metavar="PATH", default=None, help="start this trace_processor_shell, for large traces"
     )
     view.add_argument("--port", type=int, metavar="N", default=0, help="port of the page (default: a free one)")
     view.add_argument("--no-browser", action="store_true", help="only serve the page, and say where")
+    view.add_argument("--tensorboard", action="store_true", help="start TensorBoard on the right directory instead")
 
 
 def _new_parser(description: str, *, usage: str | None = None) -> ArgumentParser:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.timeline.merge import Merged, Progress
     from lightning_memprof.analysis.timeline.model import Source
 
-__all__ = ["MergeOptions", "merge"]
+__all__ = ["MergeOptions", "file_sources", "merge"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ def merge(what: Sequence[str], options: MergeOptions) -> int:
         if options.window is not None or options.ranks is not None:
             raise ConfigError("--window, --ranks: choose within a run; trace files are merged whole")
         with ended_by_sigterm(), _progress() as progress:
-            merged = merge_traces(_file_sources(files), options.out, progress)
+            merged = merge_traces(file_sources(files), options.out, progress)
     else:
         merged = _merge_run(what[0], options)
     for note in merged.notes:
@@ -124,7 +124,7 @@ def _spare(run: Run, out: Path) -> None:
         raise ConfigError(f"{out}: is a file of this run; give the result another name")
 
 
-def _file_sources(files: Sequence[Path]) -> list[Source]:
+def file_sources(files: Sequence[Path]) -> list[Source]:
     """Name each file by what parts it from the others."""
     from lightning_memprof.analysis.timeline.model import Source
 

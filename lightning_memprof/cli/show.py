@@ -1,43 +1,52 @@
-"""``lightning-memprof show``: one page, or JSON, of a run."""
+"""``lightning-memprof show``: one page, JSON or Markdown, of a run, or of traces and snapshots."""
 
 from __future__ import annotations
 
 import gc
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal
 
-if TYPE_CHECKING:
-    from lightning_memprof.analysis.fetch import LocalRun
+from lightning_memprof.report.files_view import FilesView
+from lightning_memprof.report.opened import OpenOptions, opened
 
-__all__ = ["show"]
+if TYPE_CHECKING:
+    from lightning_memprof.report.view import View
+
+__all__ = ["Format", "OpenOptions", "show"]
+
+Format = Literal["terminal", "json", "markdown"]
 
 # New containers, of some hundred bytes each, until the next look.
 _COLLECT_AFTER: Final = 200_000
 
 
-def show(run: str, format: Literal["terminal", "json"] = "terminal") -> int:  # noqa: A002 the option's name
-    """Show where the time and the memory of a recorded run went.
+def show(targets: str | Sequence[str], format: Format = "terminal", options: OpenOptions | None = None) -> int:  # noqa: A002 the option's name
+    """Show where the time and the memory of a run, a trace or a snapshot went.
 
     Args:
-        run: a log directory, its memprofiler directory, or a parent directory with one run in it; also by URL.
-        format: a page for the terminal, or JSON with bytes and nanoseconds.
+        targets: a log directory, its memprofiler directory, or a parent directory with one run in it, also by URL; or
+            traces, snapshots and directories of them.
+        format: a page for the terminal, JSON with bytes and nanoseconds, or Markdown for an issue or a merge request.
+        options: what of it; None is all.
 
     Returns:
         The exit code.
 
     Raises:
-        ArtifactError: there is no run, there are several, or it cannot be read.
+        ArtifactError: there is no such thing, there are several runs, or it cannot be read.
         ConfigError: the protocol of the URL is not known here.
 
     """
-    from lightning_memprof.analysis.fetch import local_run
+    from lightning_memprof.cli.progress import reading
 
-    with local_run(run) as found, _rare_collections():
-        return _show(found, format)
+    names = [targets] if isinstance(targets, str) else list(targets)
+    with reading() as progress, _rare_collections(), opened(names, options or OpenOptions(), progress.told) as view:
+        progress.end()
+        _write(view, format)
+    return 0
 
 
 @contextmanager
@@ -51,20 +60,28 @@ def _rare_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _show(found: LocalRun, form: Literal["terminal", "json"]) -> int:
-    from lightning_memprof.analysis.allocations import run_allocations
-    from lightning_memprof.analysis.run import load_run
-    from lightning_memprof.analysis.tables import ensure_operator_tables
-    from lightning_memprof.report.view import run_view
-
-    loaded = ensure_operator_tables(replace(load_run(found.path), url=found.url))
-    view = run_view(loaded, run_allocations(loaded))
+def _write(view: View | FilesView, form: Format) -> None:
     if form == "json":
-        from lightning_memprof.report.machine import to_json
+        sys.stdout.write(json.dumps(_document(view), indent=2, allow_nan=False) + "\n")
+    elif form == "markdown":
+        from lightning_memprof.report.markdown import to_markdown
 
-        sys.stdout.write(json.dumps(to_json(view), indent=2, allow_nan=False) + "\n")
+        sys.stdout.write(to_markdown(view))
+    elif isinstance(view, FilesView):
+        from lightning_memprof.report.terminal import print_files
+
+        print_files(view)
     else:
         from lightning_memprof.report.terminal import print_view
 
         print_view(view)
-    return 0
+
+
+def _document(view: View | FilesView) -> object:
+    if isinstance(view, FilesView):
+        from lightning_memprof.report.files_document import files_document
+
+        return files_document(view)
+    from lightning_memprof.report.machine import to_json
+
+    return to_json(view)

@@ -1,4 +1,4 @@
-"""``lightning-memprof view``: a run, or a trace, in the Perfetto UI on this machine."""
+"""``lightning-memprof view``: a run, or traces, in the Perfetto UI on this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import webbrowser
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from jsonargparse import Namespace
 
@@ -19,6 +19,9 @@ from lightning_memprof.cli.numbers import numbers
 from lightning_memprof.cli.signals import ended_by_sigterm
 from lightning_memprof.errors import ConfigError, ReportError
 from lightning_memprof.report.perfetto import TRACE_PROCESSOR_PAGE_PORT, TRACE_PROCESSOR_PORT, Served, serve_trace
+
+if TYPE_CHECKING:
+    from lightning_memprof.analysis.targets import Targets
 
 __all__ = ["ViewOptions", "view"]
 
@@ -33,22 +36,25 @@ class ViewOptions:
     """How to view.
 
     ``steps`` are the only ones to be opened, None opens all; ``trace_processor`` is a native trace processor's program;
-    ``port`` 0 takes a free one.
+    ``port`` 0 takes a free one; ``tensorboard`` starts TensorBoard instead of the Perfetto UI.
     """
 
     steps: Sequence[int] | None = None
     trace_processor: Path | None = None
     port: int = 0
     browser: bool = True
+    tensorboard: bool = False
 
     @classmethod
     def of(cls, options: Namespace) -> ViewOptions:
         """Take them from the command line.
 
         Raises:
-            ConfigError: the steps are no numbers, or the port is none.
+            ConfigError: the steps are no numbers, the port is none, or options do not go together.
 
         """
+        if options.tensorboard and (options.steps is not None or options.trace_processor is not None):
+            raise ConfigError("--tensorboard: reads whole traces; leave --steps and --trace-processor out")
         if not 0 <= options.port < 1 << 16:
             raise ConfigError(f"--port {options.port}: no port has this number; name a free one from 1024 to 65535")
         return cls(
@@ -56,14 +62,16 @@ class ViewOptions:
             trace_processor=None if options.trace_processor is None else Path(options.trace_processor),
             port=options.port,
             browser=not options.no_browser,
+            tensorboard=options.tensorboard,
         )
 
 
-def view(what: str, options: ViewOptions = ViewOptions()) -> int:
-    """Open a run's timeline, merged now, or a trace, and serve it until Ctrl-C.
+def view(what: str | Sequence[str], options: ViewOptions = ViewOptions()) -> int:
+    """Open a run's timeline, merged now, or traces, and serve it until Ctrl-C.
 
     Args:
-        what: a run as for ``show``, or a trace file, plain or gzip-compressed.
+        what: a run as for ``show``, or trace files, plain or gzip-compressed, and directories of them: several are
+            merged.
         options: how.
 
     Returns:
@@ -75,8 +83,13 @@ def view(what: str, options: ViewOptions = ViewOptions()) -> int:
         ReportError: there is nothing to view.
 
     """
+    names = [what] if isinstance(what, str) else list(what)
+    if options.tensorboard:
+        from lightning_memprof.cli.tensorboard import tensorboard
+
+        return tensorboard(names, port=options.port, browser=options.browser)
     with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="lightning-memprof-") as folder:
-        trace = _prepare(what, options, Path(folder))
+        trace = _prepare(names, options, Path(folder))
         with contextlib.suppress(KeyboardInterrupt), _served(trace, options) as served:
             print(f"{trace.name} is open at {served.url}", flush=True)
             print("Ctrl-C ends it.", flush=True)
@@ -87,23 +100,19 @@ def view(what: str, options: ViewOptions = ViewOptions()) -> int:
     return 0
 
 
-def _prepare(what: str, options: ViewOptions, folder: Path) -> Path:
+def _prepare(names: Sequence[str], options: ViewOptions, folder: Path) -> Path:
     """Return one file that can be opened, in ``folder`` where it has to be made."""
-    given = Path(what)
-    if given.is_file():
-        from lightning_memprof.analysis.trace import read_trace
+    from lightning_memprof.analysis.targets import find_targets
+    from lightning_memprof.artifacts.upload import is_url
 
-        trace = given.absolute()
-        # Refuses at once what is no trace, where the browser would only say that it cannot open it.
-        next(iter(read_trace(trace).batches()), None)
-        if options.steps is not None:
-            from lightning_memprof.analysis.timeline.cut import cut
-
-            # Plain, because the page gets it over loopback and would only have to unpack it.
-            trace = folder / f"{given.name.removesuffix('.gz').removesuffix('.json')}.steps.json"
-            cut(given, options.steps, trace)
+    given = [Path(one) for one in names]
+    targets = None if len(names) == 1 and (is_url(names[0]) or given[0].is_file()) else find_targets(given)
+    if targets is None and given[0].is_file():
+        trace = _one_trace(given[0], options, folder)
+    elif targets is not None and targets.run is None:
+        trace = _several(targets, options, folder)
     else:
-        trace = _merged(what, options, folder)
+        trace = _merged(names[0], options, folder)
     if options.trace_processor is None and (size := _unpacked_bytes(trace)) > _LARGE_BYTES:
         print(
             f"{trace.name} has {size / 1e6:.0f} MB: a browser may fail on it. "
@@ -111,6 +120,48 @@ def _prepare(what: str, options: ViewOptions, folder: Path) -> Path:
             flush=True,
         )
     return trace
+
+
+def _one_trace(given: Path, options: ViewOptions, folder: Path) -> Path:
+    from lightning_memprof.analysis.targets import file_kind
+    from lightning_memprof.analysis.trace import read_trace
+
+    if file_kind(given) == "snapshot":
+        raise ReportError(f"{given}: is a snapshot, which has no timeline; look at it with lightning-memprof report")
+    trace = given.absolute()
+    # Refuses at once what is no trace, where the browser would only say that it cannot open it.
+    next(iter(read_trace(trace).batches()), None)
+    return trace if options.steps is None else _cut(trace, options.steps, folder)
+
+
+def _cut(trace: Path, steps: Sequence[int], folder: Path) -> Path:
+    from lightning_memprof.analysis.timeline.cut import cut
+
+    # Plain, because the page gets it over loopback and would only have to unpack it.
+    part = folder / f"{trace.name.removesuffix('.gz').removesuffix('.json')}.steps.json"
+    cut(trace, steps, part)
+    return part
+
+
+def _several(targets: Targets, options: ViewOptions, folder: Path) -> Path:
+    """Merge traces into one file."""
+    from lightning_memprof.analysis.timeline.merge import merge_traces
+    from lightning_memprof.cli.merge import file_sources
+
+    traces = list(targets.traces)
+    if not traces:
+        raise ReportError(f"{targets.snapshots[0]}: is no trace; look at snapshots with lightning-memprof report")
+    if len(traces) == 1:
+        return _one_trace(traces[0], options, folder)
+    if options.steps is not None:
+        places = [folder / str(index) for index in range(len(traces))]
+        for place in places:
+            place.mkdir()
+        traces = [_cut(trace, options.steps, place) for trace, place in zip(traces, places, strict=True)]
+    out = folder / "traces.json"
+    for note in merge_traces(file_sources(traces), out).notes:
+        print(note, flush=True)
+    return out
 
 
 def _merged(what: str, options: ViewOptions, folder: Path) -> Path:

@@ -14,6 +14,7 @@ from lightning_memprof.integration.attachment import Attachment
 from lightning_memprof.integration.log_lines import LogLines
 from lightning_memprof.integration.place import claim_place
 from lightning_memprof.integration.ranks import for_this_rank
+from lightning_memprof.integration.report_process import start_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -202,6 +203,8 @@ class Adapter(Callback):
         try:
             attachment.end(exception)
             self.ended(trainer, attachment, exception)
+            if attachment.wants_report and trainer.is_global_zero:
+                start_report(attachment.place)
         except Exception as error:
             if attachment.raises:
                 raise

@@ -104,6 +104,11 @@ class Attachment:
         """Whether our failures are raised into the training, for tests."""
         return self._settings.output.on_error == "raise"
 
+    @property
+    def wants_report(self) -> bool:
+        """Whether the page of this run is to be made when it has ended."""
+        return self._stage == "fit" and self._settings.output.report
+
     def start(self) -> None:
         """The stage's loop is about to run: loaders and optimizers are known."""
         trainer, sink = self._trainer, self.run.sink

@@ -25,6 +25,8 @@ class Output:
         summary: print the summary on rank 0 when the run has ended.
         loggers: hand the report's files to those of the Trainer's loggers that take files: TensorBoard (as text),
             MLflow, W&B.
+        report: have the page, ``report.html`` in the run directory, made at the end of fit, by a process of its own
+            that rank 0 starts and nobody waits for.
         on_error: ``"warn"`` switches a failing collector off and lets training go on; ``"raise"`` is for tests.
 
     Raises:
@@ -35,6 +37,7 @@ class Output:
     dirpath: str | Path | None = None
     summary: bool = True
     loggers: bool = False
+    report: bool = True
     on_error: Literal["warn", "raise"] = "warn"
 
     def __post_init__(self) -> None:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_memprof.analysis.findings import shown_place
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.events import events_document
+from lightning_memprof.report.files_document import (
+    finding_document,
+    plain,
+    snapshots_document,
+    traces_document,
+    verdict_document,
+)
 from lightning_memprof.report.memory_document import memory_document
 from lightning_memprof.report.ranks import ranks_document
 from lightning_memprof.report.system import system_document
@@ -16,9 +23,7 @@ from lightning_memprof.report.throughput import throughput_document
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
-    from lightning_memprof.analysis.findings import Finding
     from lightning_memprof.analysis.steps import StepReport
     from lightning_memprof.report.view import Overhead, RankView, View, WindowView
 
@@ -33,14 +38,8 @@ def to_json(view: View) -> dict[str, Any]:
     document = {
         "schema_version": view.schema_version,
         "run": _run(view),
-        "verdict": {
-            "sentence": view.verdict.sentence,
-            "why": view.verdict.why,
-            "next": view.verdict.next,
-            "rule": view.verdict.rule,
-            "severity": view.verdict.severity.name.lower(),
-        },
-        "findings": [_finding(one) for one in view.findings],
+        "verdict": verdict_document(view.verdict),
+        "findings": [finding_document(one) for one in view.findings],
         "pulse": _pulse(view.lead),
         "ranks": [_rank(one) for one in view.ranks],
         "windows": [_window(one) for one in view.lead.windows],
@@ -54,16 +53,22 @@ def to_json(view: View) -> dict[str, Any]:
         "throughput": throughput_document(view),
         "system": system_document(view),
         "oom": [dataclasses.asdict(one) for one in view.ooms],
+        "traces": _in_place(view, traces_document(view.traces)),
+        "snapshots": _in_place(view, snapshots_document(view.snapshots)),
         "named": [dataclasses.asdict(one) for one in view.named],
         "notes": [dataclasses.asdict(one) for one in view.notes],
         "problems": [dataclasses.asdict(one) for one in view.problems],
         "commands": [str(one) for one in view.commands],
     }
-    return {key: _plain(value) for key, value in document.items()}
+    return {key: plain(value) for key, value in document.items()}
 
 
 def _where(view: View, path: Path) -> str:
     return str(path) if view.url is None else shown_place(path, view.root, view.url)
+
+
+def _in_place(view: View, files: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**one, "file": _where(view, Path(one["file"]))} for one in files]
 
 
 def _run(view: View) -> dict[str, Any]:
@@ -87,18 +92,6 @@ def _run(view: View) -> dict[str, Any]:
         **{key: facts.get(key) for key in kept},
         **{key: training.get(key) for key in learned},
         "other_runs": [str(path) for path in view.others],
-    }
-
-
-def _finding(finding: Finding) -> dict[str, Any]:
-    return {
-        "rule": finding.rule,
-        "severity": finding.severity.name.lower(),
-        "sentence": finding.sentence,
-        "why": finding.why,
-        "numbers": finding.numbers,
-        "evidence": [dataclasses.asdict(one) for one in finding.evidence],
-        "next_steps": list(finding.next_steps),
     }
 
 
@@ -162,14 +155,3 @@ def _step(step: StepReport) -> dict[str, Any]:
 
 def _overhead(overhead: Overhead | None) -> Mapping[str, Any] | None:
     return dataclasses.asdict(overhead) if overhead else None
-
-
-def _plain(value: Any) -> Any:
-    """Return a value without what JSON has no word for: a manifest may hold NaN, and Python's reader takes it."""
-    if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -14,6 +14,7 @@ from lightning_memprof.analysis.findings import Severity, percent
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.columns import Column, step_columns
 from lightning_memprof.report.events import events_lines
+from lightning_memprof.report.files_lines import device_sections, file_sections, files_rows
 from lightning_memprof.report.memory import memory_sections
 from lightning_memprof.report.oom import view_lines
 from lightning_memprof.report.ranks import ranks_lines
@@ -23,13 +24,14 @@ from lightning_memprof.report.words import about, clean, cost, ending, file_rows
 from lightning_memprof.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from rich.console import RenderableType
 
+    from lightning_memprof.report.files_view import FilesView
     from lightning_memprof.report.view import RankView, View
 
-__all__ = ["print_view", "render"]
+__all__ = ["print_files", "print_view", "render", "render_files"]
 
 WIDTH: Final = 80
 # Names of files are long, and a name on one line can be copied.
@@ -61,11 +63,18 @@ UNFINISHED: Final = "yellow"
 TROUBLE_STYLES: Final = {"failed": "red", "damaged": "red", "no data": "yellow", "note": "cyan"}
 SHORT_STATUS: Final = {"running or killed": "no end", "exception": "failed"}
 MAX_RANKS: Final = 16
+# A page of findings hides what they are about.
+MAX_FINDINGS: Final = 8
 
 
 def print_view(view: View, file: TextIO | None = None) -> None:
     """Print a view to ``file``, standard output where it is None; without colours where that is no terminal."""
     render(view, Console(file=file or sys.stdout))
+
+
+def print_files(view: FilesView, file: TextIO | None = None) -> None:
+    """Print a view of traces and snapshots, as :func:`print_view` does a run's."""
+    render_files(view, Console(file=file or sys.stdout))
 
 
 def render(view: View, console: Console) -> None:
@@ -74,9 +83,18 @@ def render(view: View, console: Console) -> None:
     Text from outside (names of modules, paths, messages) is shown as it is: it is never read as markup, and its control
     characters are made visible.
     """
+    _write(console, lambda: _print_page(view, console))
+
+
+def render_files(view: FilesView, console: Console) -> None:
+    """Print a view of traces and snapshots; text from outside as in :func:`render`."""
+    _write(console, lambda: _print_files(view, console))
+
+
+def _write(console: Console, print_page: Callable[[], None]) -> None:
     # Written by us: where the reader of a pipe has gone, rich would end the process.
     with console.capture() as captured:
-        _print_page(view, console)
+        print_page()
     page = captured.get()
     if console.options.ascii_only:
         # Rich would raise on the first character that the terminal's encoding does not have.
@@ -92,7 +110,10 @@ def _print_page(view: View, console: Console) -> None:
     parts += _steps(view, console, width)
     if len(view.ranks) > 1:
         parts += [Text(), *_ranks(view), *(Text.assemble(*line) for line in ranks_lines(view, width))]
-    for lines in memory_sections(view, width, ascii_only=console.options.ascii_only):
+    for lines in (
+        *memory_sections(view, width, ascii_only=console.options.ascii_only),
+        *device_sections(view, width, ascii_only=console.options.ascii_only),
+    ):
         parts += [Text(), *(Text.assemble(*line) for line in lines)]
     for lines in filter(None, (events_lines(view, width), throughput_lines(view, width), system_lines(view, width))):
         parts += [Text(), *(Text.assemble(*line) for line in lines)]
@@ -103,6 +124,26 @@ def _print_page(view: View, console: Console) -> None:
         if section is not None:
             _print(Text(), console, width)
             _print(section, console, width)
+    _print(Text(), console, width)
+    _print_commands(view, console, width)
+
+
+def _print_files(view: FilesView, console: Console) -> None:
+    width = min(console.width, WIDTH)
+    parts: list[RenderableType] = [_verdict(view)]
+    for lines in file_sections(view, width, ascii_only=console.options.ascii_only):
+        parts += [Text(), *(Text.assemble(*line) for line in lines)]
+    for part in (*parts, Text()):
+        _print(part, console, width)
+    _print(_file_rows(files_rows(view)), console, min(console.width, FILES_WIDTH))
+    if view.problems:
+        table = _labelled()
+        for problem in view.problems:
+            table.add_row(
+                Text("damaged", TROUBLE_STYLES["damaged"]), Text(clean(f"{problem.piece}: {problem.message}"))
+            )
+        _print(Text(), console, width)
+        _print(table, console, width)
     _print(Text(), console, width)
     _print_commands(view, console, width)
 
@@ -118,13 +159,15 @@ def _print(part: RenderableType, console: Console, width: int) -> None:
         console.print(Segments([*line, Segment.line()]), end="")
 
 
-def _verdict(view: View) -> Table:
+def _verdict(view: View | FilesView) -> Table:
     lines = _labelled()
     lines.add_row(Text("verdict", "bold"), Text(clean(view.verdict.sentence), VERDICT_STYLES[view.verdict.severity]))
     lines.add_row(Text("why", "bold"), Text(clean(view.verdict.why)))
     lines.add_row(Text("next", "bold"), Text(clean(view.verdict.next)))
-    for finding in view.findings[1:]:
+    for finding in view.findings[1 : MAX_FINDINGS + 1]:
         lines.add_row(Text("also", "bold"), Text(clean(f"{finding.sentence} {finding.next_steps[0]}")))
+    if (more := len(view.findings) - MAX_FINDINGS - 1) > 0:
+        lines.add_row("", Text(f"{more} more findings: --format json", "bright_black"))
     return lines
 
 
@@ -266,11 +309,15 @@ def _ranks(view: View) -> Iterable[RenderableType]:
 
 
 def _files(view: View) -> Table:
+    return _file_rows(file_rows(view))
+
+
+def _file_rows(rows: Iterable[tuple[str, str, str]]) -> Table:
     lines = Table.grid(padding=(0, 2, 0, 0))
     lines.add_column(width=LABEL_WIDTH, no_wrap=True)
     lines.add_column(justify="right", width=LABEL_WIDTH, no_wrap=True)
     lines.add_column(overflow="fold")
-    for index, (kind, size, name) in enumerate(file_rows(view)):
+    for index, (kind, size, name) in enumerate(rows):
         style = "red" if size == "missing" else ""
         lines.add_row(Text(clean(kind), "bright_black" if index else "bold"), Text(size, style), Text(clean(name)))
     return lines
@@ -302,7 +349,7 @@ def _cost(view: View) -> Table | None:
     return table
 
 
-def _print_commands(view: View, console: Console, width: int) -> None:
+def _print_commands(view: View | FilesView, console: Console, width: int) -> None:
     """Print what to type next; a path is never broken, so that it can be copied."""
     for index, command in enumerate(view.commands):
         line = Text.assemble((f"{'' if index else 'type':<{LABEL_WIDTH + 2}}", "bold"))

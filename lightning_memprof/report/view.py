@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_memprof.analysis.findings import (
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
         Unavailable,
         Window,
     )
+    from lightning_memprof.analysis.snapshot_model import SnapshotReport
+    from lightning_memprof.analysis.trace_model import TraceReport
 
 __all__ = ["Command", "Overhead", "RankView", "ShownStatus", "View", "WindowView", "run_view"]
 
@@ -151,33 +154,37 @@ class View:
     pauses: Pauses | None = None
     throughput: tuple[RankThroughput, ...] = ()
     system: tuple[RankSystem, ...] = ()
+    traces: tuple[TraceReport, ...] = ()
+    snapshots: tuple[SnapshotReport, ...] = ()
 
 
-def run_view(run: Run, allocations: Sequence[WindowAllocations] = (), *, max_memory_bytes: int | None = None) -> View:
+def run_view(
+    run: Run,
+    allocations: Sequence[WindowAllocations] = (),
+    *,
+    max_memory_bytes: int | None = None,
+    traces: tuple[TraceReport, ...] = (),
+    snapshots: tuple[SnapshotReport, ...] = (),
+) -> View:
     """Compute what is shown of a run.
 
     Args:
         run: the run.
         allocations: its allocations over time; empty where they were not read, which takes as long as its traces are.
         max_memory_bytes: as ``max_bytes`` of :func:`lightning_memprof.analysis.memory.memory_report`.
+        traces: those of its traces that were analysed.
+        snapshots: those of its snapshots that were analysed.
 
     """
-    facts = Facts.of(run)
-    findings = examine(facts)
-    named, damaged = named_moments(run)
     memory = memory_report(run.in_full, allocations, max_bytes=max_memory_bytes)
+    facts = Facts.of(run, traces, snapshots, memory)
+    findings = _named_as_listed(run, examine(facts))
+    named, damaged = named_moments(run)
     throughput, unread = throughputs(run)
     garbage, torn = pauses(run.lead)
-    problems = [*run.problems, *damaged, *memory.problems, *unread, *torn]
-    problems += facts.ranks.problems if facts.ranks else ()
-    ranks = []
-    for rank in run.ranks:
-        windows = []
-        for window in rank.windows if rank.in_full else ():
-            steps, damage = window_steps(rank, window)
-            problems += damage
-            windows.append(_window_view(window, steps))
-        ranks.append(_rank_view(rank, facts.statistics.get(rank.rank), tuple(windows)))
+    ranks, broken = _rank_views(facts)
+    across = facts.ranks.problems if facts.ranks else ()
+    problems = (*run.problems, *damaged, *memory.problems, *unread, *torn, *across, *broken)
     lead = next(one for one in ranks if one.rank == run.lead.rank)
     return View(
         schema_version=whole(run.lead.facts, "schema_version") or SCHEMA_VERSION,
@@ -190,13 +197,13 @@ def run_view(run: Run, allocations: Sequence[WindowAllocations] = (), *, max_mem
         verdict=conclude(findings),
         findings=findings,
         lead=lead,
-        ranks=tuple(ranks),
+        ranks=tuple(sorted(ranks, key=lambda one: one.rank)),
         device_note=_device_note(run, ranks),
         artifacts=run.artifacts,
         errors=run.errors,
         unavailable=run.unavailable,
         notes=(*run.notes, *memory.notes),
-        problems=tuple(problems),
+        problems=problems,
         others=_others(run),
         named=named,
         memory=memory,
@@ -208,6 +215,33 @@ def run_view(run: Run, allocations: Sequence[WindowAllocations] = (), *, max_mem
         pauses=garbage,
         throughput=throughput,
         system=systems(run),
+        traces=traces,
+        snapshots=snapshots,
+    )
+
+
+def _rank_views(facts: Facts) -> tuple[list[RankView], list[Problem]]:
+    """Return the ranks in the run's order, and what of their windows is damaged."""
+    ranks, problems = [], []
+    for rank in facts.run.ranks:
+        windows = []
+        for window in rank.windows if rank.in_full else ():
+            steps, damage = window_steps(rank, window)
+            problems += damage
+            windows.append(_window_view(window, steps))
+        ranks.append(_rank_view(rank, facts.statistics.get(rank.rank), tuple(windows)))
+    return ranks, problems
+
+
+def _named_as_listed(run: Run, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """Return the findings with the files of the run as its manifest names them, wherever they lie now."""
+    paths = {os.fspath(one.file): one.path for one in run.artifacts}
+    return tuple(
+        replace(
+            finding,
+            evidence=tuple(replace(one, artifact=paths.get(one.artifact, one.artifact)) for one in finding.evidence),
+        )
+        for finding in findings
     )
 
 

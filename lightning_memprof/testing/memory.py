@@ -77,7 +77,7 @@ def allocation_events(fake: FakeMemory, start_us: float) -> list[dict[str, Any]]
         args = {
             "Device Type": 0,
             "Device Id": -1,
-            "Addr": 4096 + int(start_us) * count + index % count,
+            "Addr": 4096 + (int(start_us) * count + index % count) * max(size, 1),
             "Bytes": size if allocates else -size,
             "Total Allocated": 0,
         }

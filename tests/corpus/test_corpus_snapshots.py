@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from lightning_memprof.analysis.allocations import window_allocations
+from lightning_memprof.analysis.findings import Severity, examine_files
+from lightning_memprof.analysis.free_ranges import free_ranges
 from lightning_memprof.analysis.replay import Replay, replay
 from lightning_memprof.analysis.snapshot import DeviceSnapshot, read_snapshot
+from lightning_memprof.analysis.snapshot_report import snapshot_report
 
 pytestmark = pytest.mark.corpus
 
@@ -88,3 +91,36 @@ def test_every_recorded_trace_says_what_it_knows_of_memory(trace):
         assert held == device.peak_bytes + device.freed_outside_bytes > 0
         assert 0 < len(device.curve) <= 400
         assert max(live for _, live in device.curve) == device.peak_bytes
+
+
+def test_the_report_of_every_recorded_snapshot_has_the_references_figures_and_says_what_is_missing(path):
+    references = json.loads((ROOT / "references" / "snapshots.json").read_text(encoding="utf-8"))
+    expected = references[f"{path.parent.name}/{path.name}"]
+    report = snapshot_report(path)
+    assert (report.form, report.oom is None) == (expected["form"], expected["at_oom"] is None)
+    for device, wanted in zip(report.devices, expected["devices"].values(), strict=True):
+        found = {
+            "segments": device.segments,
+            "n_events": device.events,
+            "reserved": device.reserved_bytes,
+            "allocated": device.allocated_bytes,
+            "requested_live": device.requested_bytes,
+            "pending_free": device.pending_bytes,
+            "inactive": device.inactive_bytes,
+            "requested_at_ring_start": device.start_bytes,
+            "peak_requested_in_ring": device.peak_requested_bytes,
+            "peak_reserved_in_ring": device.peak_reserved_bytes,
+        }
+        assert {**found, **wanted} == {**wanted, **found}
+        assert sum(line.bytes for line in device.lines_at_peak) == device.peak_requested_bytes
+        assert sum(aged.holder.bytes for aged in device.oldest) == device.replay.live_now.requested_bytes
+        assert sum(pool.reserved_bytes for pool in device.pools) == device.reserved_bytes
+        assert not device.has_times or device.events
+        at_end = sum(piece.size for piece in free_ranges(device.replay, device.events - 1))
+        assert at_end == device.inactive_bytes
+        assert any("no events" in said for said in report.missing) == (not device.events)
+        assert any("begins with" in said for said in report.missing) == bool(device.events and device.start_bytes)
+
+
+def test_no_recorded_snapshot_has_a_fault(path):
+    assert all(one.severity <= Severity.INFO for one in examine_files((), [snapshot_report(path)]))

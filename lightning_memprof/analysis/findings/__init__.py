@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from lightning_memprof.analysis.findings.activation_peak import activation_peak
+from lightning_memprof.analysis.findings.allocator_retries import allocator_retries
 from lightning_memprof.analysis.findings.between_steps import between_steps
 from lightning_memprof.analysis.findings.callback_bound import callback_bound
+from lightning_memprof.analysis.findings.checkpoint_bound import checkpoint_bound
+from lightning_memprof.analysis.findings.device_memory_growth import device_memory_growth
+from lightning_memprof.analysis.findings.garbage import garbage
 from lightning_memprof.analysis.findings.input_bound import input_bound
+from lightning_memprof.analysis.findings.logging_bound import logging_bound
 from lightning_memprof.analysis.findings.memory_growth import memory_growth
+from lightning_memprof.analysis.findings.memory_imbalance import memory_imbalance
 from lightning_memprof.analysis.findings.model import (
     Evidence,
     Facts,
@@ -23,9 +30,12 @@ from lightning_memprof.analysis.findings.model import (
 )
 from lightning_memprof.analysis.findings.nothing_found import nothing_found
 from lightning_memprof.analysis.findings.of_snapshots import SNAPSHOT_RULES
-from lightning_memprof.analysis.findings.of_traces import TRACE_RULES
+from lightning_memprof.analysis.findings.of_traces import findings_of_traces
 from lightning_memprof.analysis.findings.optimizer_bound import optimizer_bound
+from lightning_memprof.analysis.findings.optimizer_state import optimizer_state
 from lightning_memprof.analysis.findings.out_of_memory import out_of_memory
+from lightning_memprof.analysis.findings.profiler_overhead import profiler_overhead
+from lightning_memprof.analysis.findings.slow_steps import slow_steps
 from lightning_memprof.analysis.findings.straggler import straggler
 
 if TYPE_CHECKING:
@@ -55,25 +65,36 @@ __all__ = [
 RULES: Final[tuple[Rule, ...]] = (
     out_of_memory,
     memory_growth,
+    device_memory_growth,
+    allocator_retries,
     straggler,
     input_bound,
     optimizer_bound,
     callback_bound,
+    checkpoint_bound,
+    logging_bound,
     between_steps,
+    slow_steps,
+    garbage,
+    memory_imbalance,
+    activation_peak,
+    optimizer_state,
+    profiler_overhead,
 )
 
 
 def examine(facts: Facts) -> tuple[Finding, ...]:
-    """Return every finding, the most severe first; where no rule applies, the one that says so."""
-    found = [finding for rule in RULES for finding in rule(facts)]
-    return _by_severity([*found, *examine_files(facts.traces, facts.snapshots)]) or (nothing_found(facts),)
+    """Return every finding, the most severe first; where none is above info, one that says so comes before them."""
+    run_findings = [finding for rule in RULES for finding in rule(facts)]
+    found = _by_severity([*run_findings, *examine_files(facts.traces, facts.snapshots)])
+    return found if found and found[0].severity > Severity.INFO else (nothing_found(facts), *found)
 
 
 def examine_files(traces: Iterable[TraceReport], snapshots: Iterable[SnapshotReport]) -> tuple[Finding, ...]:
     """Return what traces and snapshots show by themselves, the most severe first; empty where no rule applies."""
     return _by_severity(
         [
-            *(finding for trace in traces for rule in TRACE_RULES for finding in rule(trace)),
+            *findings_of_traces(traces),
             *(finding for snapshot in snapshots for rule in SNAPSHOT_RULES for finding in rule(snapshot)),
         ]
     )

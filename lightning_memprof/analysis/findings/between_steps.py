@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.actions import action_name, between_phases, is_validation
-from lightning_memprof.analysis.findings.model import MIN_STEPS, Facts, Finding, Severity, percent
-from lightning_memprof.analysis.findings.rhythm import rhythm
+from lightning_memprof.analysis.findings.model import MIN_STEPS, Facts, Finding, percent
+from lightning_memprof.analysis.findings.own_cost import own_ns, program_between_ns
+from lightning_memprof.analysis.findings.rhythm import rhythm, severity
 from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
@@ -44,29 +45,31 @@ def between_steps(facts: Facts) -> list[Finding]:
     if worst is None:
         return []
     rank, statistics = worst
-    share = _share(statistics)
+    between_ns, ours_ns = program_between_ns(rank, statistics), own_ns(rank, statistics)
+    share = between_ns / statistics.mean_ns if statistics.mean_ns else 0.0
     if share <= NOTABLE_SHARE or statistics.used < MIN_STEPS:
         return []
     few = rhythm(rank, "other")
-    if statistics.between_ns < MIN_COST_NS and (few is None or few.mean_ns < MIN_STANDING_OUT_NS):
+    if between_ns < MIN_COST_NS and (few is None or few.mean_ns < MIN_STANDING_OUT_NS):
         return []
-    cause = _cause(rank, statistics, few)
-    other_ns = statistics.breakdown_ns["other"] or 0
+    cause = _cause(rank, between_ns, few)
+    other_ns = (statistics.breakdown_ns["other"] or 0) - ours_ns
     return [
         Finding(
             rule="between_steps",
-            severity=Severity.CRITICAL if share >= SEVERE_SHARE else Severity.WARNING,
+            severity=severity(share, SEVERE_SHARE, few),
             sentence=(
-                f"What lies between the phases takes {percent(statistics.share('other'))} of the time"
+                f"What lies between the phases takes {percent(other_ns / statistics.mean_ns)} of the time"
                 f"{facts.on_rank(rank)}" + (f", most of it {_named(cause)}." if cause is not None else ".")
             ),
-            why=_why(statistics, few, cause),
-            next_steps=_next_steps(few, cause),
-            evidence=(facts.pulse(rank),),
+            why=_why((other_ns, statistics.mean_ns), few, cause),
+            next_steps=_next_steps(few, cause) if facts.is_fit else _next_in_evaluation(cause),
+            evidence=(facts.pulse(rank, few.steps if few else ()), *facts.recorded(rank, "hooks")),
             numbers={
                 "rank": rank.rank,
-                "other_share": statistics.share("other"),
+                "other_share": other_ns / statistics.mean_ns,
                 "other_ns": other_ns,
+                "own_ns": ours_ns,
                 "duration_ns": statistics.mean_ns,
                 "steps": list(few.steps) if few else None,
                 "period": few.period if few else None,
@@ -82,10 +85,10 @@ def _share(statistics: PulseStatistics) -> float:
     return statistics.between_ns / statistics.mean_ns if statistics.mean_ns else 0.0
 
 
-def _cause(rank: Rank, statistics: PulseStatistics, few: Rhythm | None) -> _Cause | None:
+def _cause(rank: Rank, between_ns: int, few: Rhythm | None) -> _Cause | None:
     """Return what takes most of the time between the phases in the recorded steps that show it, if any do."""
     recorded = between_phases(rank)
-    least = MAIN_PART * (few.mean_ns if few is not None else statistics.between_ns)
+    least = MAIN_PART * (few.mean_ns if few is not None else between_ns)
     if few is not None:
         recorded = {step: times for step, times in recorded.items() if sum(times.values()) >= least}
     if not recorded:
@@ -105,12 +108,10 @@ def _named(cause: _Cause) -> str:
     return cause.name or "validation"
 
 
-def _why(statistics: PulseStatistics, few: Rhythm | None, cause: _Cause | None) -> str:
+def _why(times: tuple[int, int], few: Rhythm | None, cause: _Cause | None) -> str:
+    other_ns, mean_ns = times
     if few is None:
-        said = (
-            f"{format_ns(statistics.breakdown_ns['other'] or 0)} of a {format_ns(statistics.mean_ns)} step "
-            "are neither a phase nor a callback"
-        )
+        said = f"{format_ns(other_ns)} of a {format_ns(mean_ns)} step are neither a phase nor a callback"
         if cause is not None:
             return f"{said}; {_named(cause)} takes {format_ns(cause.mean_ns)} of a recorded step."
         return f"{said}: logging, or code of the program that no hook covers."
@@ -120,6 +121,16 @@ def _why(statistics: PulseStatistics, few: Rhythm | None, cause: _Cause | None) 
     if cause is not None:
         return f"{said}: {_named(cause)}, {format_ns(cause.mean_ns)} of a recorded step."
     return f"{said}: validation or a checkpoint, or code of the program; no window recorded such a step."
+
+
+def _next_in_evaluation(cause: _Cause | None) -> tuple[str, ...]:
+    """Nothing is trained: what fits a loop over batches alone."""
+    if cause is not None and cause.name is not None:
+        return (f"Do the work of {cause.name} less often, or in a thread.",)
+    return (
+        "Look at what the program does around its batches: their start and end hooks, self.log(..., on_step=True).",
+        "Give a batch more work, such as more samples: then there are fewer of them.",
+    )
 
 
 def _next_steps(few: Rhythm | None, cause: _Cause | None) -> tuple[str, ...]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.actions import slowest_callback
+from lightning_memprof.analysis.findings.checkpoint_bound import checkpoint_bound
 from lightning_memprof.analysis.findings.model import (
     MIN_STEPS,
     SHORT_STEP_NS,
     Facts,
     Finding,
-    Severity,
     percent,
 )
-from lightning_memprof.analysis.findings.rhythm import rhythm
+from lightning_memprof.analysis.findings.rhythm import rhythm, severity
 from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
@@ -22,13 +22,16 @@ if TYPE_CHECKING:
 
 __all__ = ["NOTABLE_SHARE", "callback_bound"]
 
-# Below a tenth even callbacks that cost nothing would make the run less than 1.12 times as fast.
-NOTABLE_SHARE: Final = 0.10
+# Below a twentieth even callbacks that cost nothing would make the run less than 1.06 times as fast.
+NOTABLE_SHARE: Final = 0.05
 SEVERE_SHARE: Final = 0.30
-# A progress bar and a logger take less than this a step.
+# A progress bar and a logger take less than this a step: in short steps, and below a tenth of any, that is no finding.
 MIN_COST_NS: Final = 2_000_000
+SURE_SHARE: Final = 0.10
 # A hook that takes this part of all callbacks is the one to look at.
 MAIN_PART: Final = 0.5
+# Their time is told by the rule about checkpoints.
+CHECKPOINTS: Final = "ModelCheckpoint."
 ADVICE: Final = {
     "ModelCheckpoint": "Save less often: ModelCheckpoint(every_n_train_steps=...), or once an epoch.",
     "RichProgressBar": "Draw less often: RichProgressBar(refresh_rate=...).",
@@ -45,23 +48,25 @@ def callback_bound(facts: Facts) -> list[Finding]:
     share, cost_ns = _share(statistics), statistics.callbacks_ns
     if share <= NOTABLE_SHARE or statistics.used < MIN_STEPS:
         return []
-    if statistics.mean_ns < SHORT_STEP_NS and cost_ns < MIN_COST_NS:
+    if (statistics.mean_ns < SHORT_STEP_NS or share <= SURE_SHARE) and cost_ns < MIN_COST_NS:
         return []
     few = rhythm(rank, "callbacks")
     slowest = slowest_callback(rank)
     # A window that recorded none of the few slow steps says nothing about them.
     main = slowest if slowest is not None and slowest[1] >= MAIN_PART * cost_ns else None
+    if main is not None and main[0].startswith(CHECKPOINTS) and checkpoint_bound(facts):
+        return []
     return [
         Finding(
             rule="callback_bound",
-            severity=Severity.CRITICAL if share >= SEVERE_SHARE else Severity.WARNING,
+            severity=severity(share, SEVERE_SHARE, few),
             sentence=(
                 f"Callbacks take {percent(share)} of a step{facts.on_rank(rank)}"
                 + (f", most of it {main[0]}." if main is not None else ".")
             ),
             why=_why(statistics, main, few),
-            next_steps=_next_steps(main, few),
-            evidence=(facts.pulse(rank),),
+            next_steps=_next_steps(main, few) if facts.is_fit else _next_in_evaluation(main),
+            evidence=(facts.pulse(rank, few.steps if few else ()), *facts.recorded(rank, "hooks")),
             numbers={
                 "rank": rank.rank,
                 "callbacks_share": share,
@@ -91,6 +96,12 @@ def _why(statistics: PulseStatistics, main: tuple[str, int] | None, few: Rhythm 
     elif few is not None:
         parts.append("no window recorded such a step, so the callback is not known")
     return "; ".join(parts) + "."
+
+
+def _next_in_evaluation(main: tuple[str, int] | None) -> tuple[str, ...]:
+    """Nothing is trained and saved: what fits a loop over batches alone."""
+    work = f"the work of {main[0]}" if main is not None else "the callbacks' work"
+    return (f"Do {work} every N batches, at the end of the loop, or in a thread.",)
 
 
 def _next_steps(main: tuple[str, int] | None, few: Rhythm | None) -> tuple[str, ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics as stats
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.analysis.findings.model import MIN_STEPS, SHORT_STEP_NS, Facts, Finding, Severity, percent
+from lightning_memprof.analysis.findings.model import MIN_STEPS, SHORT_STEP_NS, Facts, Finding, percent
+from lightning_memprof.analysis.findings.rhythm import rhythm, severity
 from lightning_memprof.analysis.rows import mapping, text, whole
 from lightning_memprof.analysis.steps import typical_steps
 from lightning_memprof.units import format_ns
@@ -51,7 +52,7 @@ def input_bound(facts: Facts) -> list[Finding]:
     return [
         Finding(
             rule="input_bound",
-            severity=Severity.CRITICAL if share >= SEVERE_SHARE else Severity.WARNING,
+            severity=severity(share, SEVERE_SHARE, rhythm(rank, "data_wait")),
             sentence=f"Training waits for data {percent(share)} of the time{facts.on_rank(rank)}.",
             why=(
                 f"{format_ns(wait_ns)} of a {format_ns(statistics.mean_ns)} step go by before the batch is there"
@@ -65,7 +66,7 @@ def input_bound(facts: Facts) -> list[Finding]:
                 + "."
             ),
             next_steps=_next_steps(rank, loaders, at_epoch_starts, in_few_steps=in_few_steps),
-            evidence=(facts.pulse(rank),),
+            evidence=(facts.pulse(rank), *facts.recorded(rank, "hooks")),
             numbers={
                 "rank": rank.rank,
                 "data_wait_share": share,

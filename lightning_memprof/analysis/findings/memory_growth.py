@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.analysis.findings.model import Facts, Finding, Severity, percent
 from lightning_memprof.units import GIB, MIB, format_bytes
@@ -13,6 +14,9 @@ from lightning_memprof.units import GIB, MIB, format_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from lightning_memprof.analysis.allocation_model import Site
+    from lightning_memprof.analysis.findings.model import Evidence
+    from lightning_memprof.analysis.run import Rank
     from lightning_memprof.artifacts.series import PulseRow
 
 __all__ = ["Growth", "left_by_windows", "memory_growth", "steady_growth"]
@@ -46,6 +50,11 @@ FIRST_STEPS: Final = 1
 MIN_EDGE_STEPS: Final = 3
 # The C allocator's own jumps stay below this.
 MIN_LEFT_BYTES: Final = 8 * MIB
+# Every training keeps from one step to the next what these allocate.
+KEPT_ANYWAY: Final = frozenset({"backward", "optimizer"})
+# What is allocated by one place and kept must be this part of what each step adds.
+LEAST_PART: Final = 0.1
+MAX_KEPT: Final = 5
 COLUMNS: Final = (("rss_bytes", "Host memory", "resident size"), ("device_peak_bytes", "Device memory", "device peak"))
 NEXT: Final = (
     (
@@ -78,6 +87,7 @@ def memory_growth(facts: Facts) -> list[Finding]:
         return []
     growth, rank, title, source = max(found, key=lambda one: one[0].added_bytes)
     share = growth.added_bytes / growth.start_bytes if growth.start_bytes else 1.0
+    kept = _kept_from_earlier_steps(facts, rank, growth)
     return [
         Finding(
             rule="memory_growth",
@@ -86,9 +96,10 @@ def memory_growth(facts: Facts) -> list[Finding]:
             why=(
                 f"The {source} rose steadily by {format_bytes(growth.added_bytes)} ({percent(share)}) "
                 f"in {growth.steps} steps: another GiB every {GIB / growth.bytes_per_step:,.0f} steps."
+                + (f" {_told(kept)}" if kept else "")
             ),
-            next_steps=NEXT,
-            evidence=(facts.pulse(rank),),
+            next_steps=NEXT if facts.is_fit else (NEXT[-1],),
+            evidence=(facts.pulse(rank), *_seen_in(kept)),
             numbers={
                 "rank": rank.rank,
                 "column": source,
@@ -96,10 +107,56 @@ def memory_growth(facts: Facts) -> list[Finding]:
                 "added_bytes": growth.added_bytes,
                 "start_bytes": growth.start_bytes,
                 "steps": growth.steps,
+                "kept": [_as_numbers(site, age) for site, age, _ in kept],
             },
             weight=share,
         )
     ]
+
+
+def _kept_from_earlier_steps(facts: Facts, rank: Rank, growth: Growth) -> list[tuple[Site, int, Evidence]]:
+    """Return who still holds at a window's peak what an earlier of its steps allocated, and how many steps ago.
+
+    Gradients and the optimizer's state are there from step to step in every training: what backward and optimizer
+    allocate does not count, nor what is too little for the slope. The largest come first.
+    """
+    memory = facts.memory
+    mine = next((one for one in memory.ranks if one.rank == rank.rank), None) if memory is not None else None
+    found = []
+    for window in mine.allocations if mine is not None else ():
+        for device in window.devices:
+            for site in device.sites:
+                age = 0 if site.step is None or device.peak_step is None else device.peak_step - site.step
+                if age > 0 and site.phase not in KEPT_ANYWAY and site.bytes >= LEAST_PART * growth.bytes_per_step:
+                    trace = os.fspath(window.trace) if window.trace is not None else ""
+                    listed = next((one.path for one in facts.run.artifacts if os.fspath(one.file) == trace), trace)
+                    at = facts.pulse(rank, (site.step or 0, device.peak_step or 0))
+                    found.append((site, age, replace(at, artifact=listed, window=window.window)))
+    return sorted(found, key=lambda one: -one[0].bytes)[:MAX_KEPT]
+
+
+def _seen_in(kept: Sequence[tuple[Site, int, Evidence]]) -> tuple[Evidence, ...]:
+    return tuple({one.artifact: one for _, _, one in kept if one.artifact}.values())
+
+
+def _told(kept: Sequence[tuple[Site, int, Evidence]]) -> str:
+    site, age, _ = kept[0]
+    module = f" in module {site.module}" if site.module else ""
+    line = f" at {site.line}" if site.line else ""
+    steps = "a step" if age == 1 else f"{age} steps"
+    return f"{format_bytes(site.bytes)} that {site.operator}{module}{line} allocated are still there {steps} later."
+
+
+def _as_numbers(site: Site, age: int) -> dict[str, Any]:
+    return {
+        "operator": site.operator,
+        "module": site.module,
+        "line": site.line,
+        "stack": list(site.stack),
+        "bytes": site.bytes,
+        "blocks": site.blocks,
+        "steps_later": age,
+    }
 
 
 def steady_growth(rows: Sequence[PulseRow], column: str) -> Growth | None:

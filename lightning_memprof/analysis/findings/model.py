@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.analysis.ranks import rank_report
 from lightning_memprof.analysis.rows import text
+from lightning_memprof.analysis.step_events import rank_events
 from lightning_memprof.analysis.steps import pulse_statistics
 from lightning_memprof.artifacts.naming import pulse_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
+    from lightning_memprof.analysis.memory import MemoryReport
     from lightning_memprof.analysis.ranks import RankReport
-    from lightning_memprof.analysis.run import Rank, Run
+    from lightning_memprof.analysis.run import Artifact, Rank, Run
     from lightning_memprof.analysis.snapshot_model import SnapshotReport
+    from lightning_memprof.analysis.step_events import StepEvents
     from lightning_memprof.analysis.steps import PulseStatistics
     from lightning_memprof.analysis.trace_model import TraceReport
 
@@ -104,7 +107,8 @@ class Verdict:
 class Facts:
     """A run, the pulse statistics of those of its ranks that have a pulse, and its ranks beside each other.
 
-    ``traces`` and ``snapshots`` are those of its files that were analysed, which takes as long as they are large.
+    ``traces`` and ``snapshots`` are those of its files that were analysed, which takes as long as they are large;
+    ``memory`` is where its memory went, None where that was not read.
     """
 
     run: Run
@@ -112,13 +116,26 @@ class Facts:
     ranks: RankReport | None = None
     traces: tuple[TraceReport, ...] = ()
     snapshots: tuple[SnapshotReport, ...] = ()
+    memory: MemoryReport | None = None
+    _events: dict[int, tuple[StepEvents, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
-    def of(cls, run: Run, traces: tuple[TraceReport, ...] = (), snapshots: tuple[SnapshotReport, ...] = ()) -> Facts:
+    def of(
+        cls,
+        run: Run,
+        traces: tuple[TraceReport, ...] = (),
+        snapshots: tuple[SnapshotReport, ...] = (),
+        memory: MemoryReport | None = None,
+    ) -> Facts:
         """Gather the statistics of a run."""
         found = {rank.rank: pulse_statistics(rank) for rank in run.ranks}
         pulses = {rank: statistics for rank, statistics in found.items() if statistics is not None}
-        return cls(run, pulses, rank_report(run, pulses), traces, snapshots)
+        return cls(run, pulses, rank_report(run, pulses), traces, snapshots, memory)
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether the run is a training, and no ``validate``, ``test`` or ``predict``."""
+        return (text(self.run.lead.facts, "stage") or "fit") == "fit"
 
     def worst(self, phase: str) -> tuple[Rank, PulseStatistics] | None:
         """Return the rank that spends the largest share of its step in a phase."""
@@ -129,13 +146,46 @@ class Facts:
         candidates = [(rank, self.statistics[rank.rank]) for rank in self.run.ranks if rank.rank in self.statistics]
         return max(candidates, key=lambda pair: cost(pair[1]), default=None)
 
-    def pulse(self, rank: Rank) -> Evidence:
-        """Return a rank's pulse as evidence."""
-        rows = rank.pulse
+    def events(self, rank: Rank) -> tuple[StepEvents, ...]:
+        """Return the recorded steps of a rank event by event; they are read once."""
+        if rank.rank not in self._events:
+            self._events[rank.rank] = tuple(rank_events(rank)[0])
+        return self._events[rank.rank]
+
+    def pulse(self, rank: Rank, steps: Collection[int] = ()) -> Evidence:
+        """Return a rank's pulse as evidence, from the first to the last of some steps; of all where none are given."""
+        rows = [row for row in rank.pulse if row["step"] is not None and (not steps or row["step"] in steps)]
+        first, last = (rows[0], rows[-1]) if rows else (None, None)
+        start = last_start = duration = None
+        if first is not None and last is not None:
+            start, last_start, duration = first["start_ns"], last["start_ns"], last["duration_ns"]
         return Evidence(
             artifact=f"{self.run.directory.name}/{pulse_name(rank.rank)}",
             rank=rank.rank,
-            steps=(rows[0]["step"], rows[-1]["step"]) if rows else None,
+            steps=(first["step"] or 0, last["step"] or 0) if first is not None and last is not None else None,
+            start_ns=start,
+            end_ns=None if last_start is None or duration is None else last_start + duration,
+        )
+
+    def recorded(self, rank: Rank, collector: str, steps: Collection[int] = ()) -> tuple[Evidence, ...]:
+        """Return what a collector wrote in each window of a rank that recorded one of some steps; of all if none."""
+        files = {one.window: one for one in self.run.artifacts if one.rank == rank.rank and one.collector == collector}
+        found = []
+        for window in rank.windows:
+            chosen = [step for step in window.steps if not steps or step in steps]
+            if window.index in files and chosen:
+                found.append(self._in_window(rank, files[window.index], chosen))
+        return tuple(found)
+
+    def _in_window(self, rank: Rank, artifact: Artifact, steps: list[int]) -> Evidence:
+        at = self.pulse(rank, steps)
+        return Evidence(
+            artifact=artifact.path,
+            rank=rank.rank,
+            window=artifact.window,
+            steps=(steps[0], steps[-1]),
+            start_ns=at.start_ns,
+            end_ns=at.end_ns,
         )
 
     def on_rank(self, rank: Rank) -> str:

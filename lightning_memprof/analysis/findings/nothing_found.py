@@ -16,10 +16,11 @@ from lightning_memprof.analysis.findings.model import (
     percent,
     shown_place,
 )
+from lightning_memprof.analysis.findings.own_cost import program_between_ns
 from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.run import Run
+    from lightning_memprof.analysis.run import Rank, Run
     from lightning_memprof.analysis.steps import PulseStatistics
 
 __all__ = ["nothing_found"]
@@ -41,7 +42,8 @@ DOING: Final = {
 def nothing_found(facts: Facts) -> Finding:
     """Say what dominates the step, and name the command that shows more."""
     run = facts.run
-    statistics = facts.statistics.get(run.lead.rank) or next(iter(facts.statistics.values()), None)
+    rank = next((one for one in (run.lead, *run.ranks) if one.rank in facts.statistics), run.lead)
+    statistics = facts.statistics.get(rank.rank)
     failed = next((rank.exception for rank in run.ranks if rank.exception), None)
     early = f"The run ended early with {failed[:MAX_MESSAGE]}. " if failed else ""
     if statistics is None:
@@ -50,7 +52,7 @@ def nothing_found(facts: Facts) -> Finding:
             severity=Severity.NONE,
             sentence="No step was measured.",
             why=early + "The run has no pulse: it ended before its first step was over, or the pulse is off.",
-            next_steps=("Train for some steps with MemProfilerCallback() in Trainer(callbacks=[...]).",),
+            next_steps=(f"{_run(facts)} some steps with MemProfilerCallback() in Trainer(callbacks=[...]).",),
         )
     first, second = sorted(DOING, key=lambda phase: statistics.breakdown_ns[phase] or 0, reverse=True)[:2]
     numbers = {"dominant": first, "share": statistics.share(first), "duration_ns": statistics.mean_ns}
@@ -61,12 +63,12 @@ def nothing_found(facts: Facts) -> Finding:
             severity=Severity.INFO,
             sentence="Too few steps to judge.",
             why=f"{early}{seen[0].upper()}{seen[1:]}, and the first one is never typical.",
-            next_steps=(f"Train for at least {FEW_STEPS} steps.", _look_further(run)),
+            next_steps=(f"{_run(facts)} at least {FEW_STEPS} steps.", _look_further(run)),
             numbers=numbers,
         )
     takes = f"{DOING[first]} takes {percent(statistics.share(first))} of a step"
     few = f" Only {seen}." if statistics.steps < FEW_STEPS else ""
-    around = _around(statistics)
+    around = _around(rank, statistics)
     return Finding(
         rule="nothing_found",
         severity=Severity.NONE if around is None else Severity.INFO,
@@ -81,10 +83,14 @@ def nothing_found(facts: Facts) -> Finding:
     )
 
 
-def _around(statistics: PulseStatistics) -> str | None:
+def _run(facts: Facts) -> str:
+    return "Train for" if facts.is_fit else "Run"
+
+
+def _around(rank: Rank, statistics: PulseStatistics) -> str | None:
     """Say that much of the step is not the model's, though too little of it to be a finding; None where it is not."""
     callbacks = statistics.callbacks_ns / statistics.mean_ns if statistics.mean_ns else 0.0
-    between = statistics.between_ns / statistics.mean_ns if statistics.mean_ns else 0.0
+    between = program_between_ns(rank, statistics) / statistics.mean_ns if statistics.mean_ns else 0.0
     if callbacks <= NOTABLE_CALLBACKS and between <= NOTABLE_BETWEEN:
         return None
     length = "very short" if statistics.mean_ns < SHORT_STEP_NS else "short"

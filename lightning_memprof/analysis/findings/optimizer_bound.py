@@ -20,6 +20,8 @@ NOTABLE_SHARE: Final = 0.15
 SEVERE_SHARE: Final = 0.40
 # What the Trainer does around an optimizer step takes 1 to 2 ms however small the model is; fused saves none of it.
 MIN_COST_NS: Final = 5_000_000
+# Of fewer tensors than these one kernel for all saves no time that anybody could measure.
+FEW_TENSORS: Final = 20
 FUSED: Final = frozenset({"Adagrad", "Adam", "AdamW", "SGD"})
 FOREACH: Final = FUSED | {
     "ASGD", "Adadelta", "Adafactor", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"
@@ -56,7 +58,7 @@ def optimizer_bound(facts: Facts) -> list[Finding]:
                 f"fused={optimizer.get('fused')} on {_device(optimizer)}."
             ),
             next_steps=_next_steps(name),
-            evidence=(facts.pulse(rank),),
+            evidence=(facts.pulse(rank), *facts.recorded(rank, "hooks")),
             numbers={
                 "rank": rank.rank,
                 "optimizer_share": mean_share,
@@ -80,6 +82,8 @@ def _loops(optimizer: Mapping[str, Any]) -> bool:
     if text(optimizer, "name") not in FOREACH:
         return False
     foreach, fused = optimizer.get("foreach"), optimizer.get("fused")
+    if (whole(optimizer, "parameters") or FEW_TENSORS) < FEW_TENSORS:
+        return False
     return not (fused or foreach or (foreach is None and _device(optimizer).startswith(FOREACH_BY_DEFAULT)))
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from lightning_memprof.analysis.findings.model import Severity
 from lightning_memprof.analysis.steps import typical_steps
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
     from lightning_memprof.analysis.run import Rank
 
-__all__ = ["Rhythm", "rhythm"]
+__all__ = ["Rhythm", "few_steps", "rhythm", "severity"]
 
 # A step stands out where a phase takes this many times its median.
 STANDS_OUT: Final = 4
@@ -25,6 +26,14 @@ FEW: Final = 1 / 3
 MOST: Final = 0.5
 # This part of the distances must be the same one: a validation at the end of an epoch breaks the count.
 REGULAR: Final = 0.6
+# Half of the excess lies in steps above some excess; what has less than this part of that one is another matter.
+OF_THE_USUAL: Final = 0.5
+# In all, a run of a few seconds loses as much to the first of anything: an epoch, a checkpoint, a validation.
+HICCUPS_NS: Final = 500_000_000
+# Single steps without a rhythm are held up for as long by whatever else a machine does, one or two of them for longer.
+HICCUP_NS: Final = 100_000_000
+LONG_HICCUP_NS: Final = 1_000_000_000
+MIN_STEPS: Final = 3
 ENDINGS: Final = {1: "st", 2: "nd", 3: "rd"}
 
 
@@ -33,7 +42,7 @@ class Rhythm:
     """The few of ``seen`` steps that hold most of a phase's time, and what that phase takes in one of them.
 
     ``period`` is the regular distance between them in steps, None where there is none; ``ends_epochs`` says that each
-    is the last of its epoch.
+    is the last of its epoch, ``starts_epochs`` that each is the first one.
     """
 
     steps: tuple[int, ...]
@@ -41,6 +50,16 @@ class Rhythm:
     mean_ns: int
     period: int | None
     ends_epochs: bool
+    starts_epochs: bool = False
+
+    @property
+    def is_hiccup(self) -> bool:
+        """Whether a machine that does something else meanwhile holds up a run like this, with nothing wrong in it."""
+        if self.mean_ns * len(self.steps) < HICCUPS_NS:
+            return True
+        if self.period is not None or ((self.ends_epochs or self.starts_epochs) and len(self.steps) > 1):
+            return False
+        return self.mean_ns < (LONG_HICCUP_NS if len(self.steps) < MIN_STEPS else HICCUP_NS)
 
     @property
     def subject(self) -> str:
@@ -48,6 +67,8 @@ class Rhythm:
         count = len(self.steps)
         if self.ends_epochs:
             return "The last step of each epoch" if count > 1 else "The last step of the epoch"
+        if self.starts_epochs and count > 1:
+            return "The first step of each epoch"
         if self.period is not None:
             return f"Every {_ordinal(self.period)} step"
         return f"{count} of {self.seen} steps" if count > 1 else f"1 of {self.seen} steps (step {self.steps[0]})"
@@ -55,7 +76,8 @@ class Rhythm:
     @property
     def verb(self) -> str:
         """``takes`` or ``take``, as the subject asks for."""
-        return "take" if len(self.steps) > 1 and self.period is None and not self.ends_epochs else "takes"
+        named = self.period is not None or self.ends_epochs or self.starts_epochs
+        return "take" if len(self.steps) > 1 and not named else "takes"
 
 
 def rhythm(rank: Rank, phase: str) -> Rhythm | None:
@@ -64,13 +86,44 @@ def rhythm(rank: Rank, phase: str) -> Rhythm | None:
     if typical is None:
         return None
     spent = [(step, breakdown[phase] or 0) for step, _, breakdown in typical.steps]
+    found = few_steps(rank, spent, stands_out=STANDS_OUT)
+    held = found.mean_ns * len(found.steps) if found is not None else 0
+    return found if held >= MOST * sum(ns for _, ns in spent) else None
+
+
+def severity(share: float, severe_share: float, few: Rhythm | None) -> Severity:
+    """Return how much it matters that a phase takes a share of the time, in each step or in a few."""
+    if few is not None and few.is_hiccup:
+        return Severity.INFO
+    return Severity.CRITICAL if share >= severe_share else Severity.WARNING
+
+
+def few_steps(rank: Rank, spent: Sequence[tuple[int, int]], *, stands_out: float) -> Rhythm | None:
+    """Return those of ``(step, nanoseconds)`` that take so many times the median, or None where they are not few.
+
+    A machine that is busy holds up some step in every run: what is small beside the others that stand out is left out.
+    """
+    if not spent:
+        return None
     median = statistics.median(ns for _, ns in spent)
-    large = [(step, ns) for step, ns in spent if ns > STANDS_OUT * median]
-    held = sum(ns for _, ns in large)
-    if not large or len(large) > FEW * len(spent) or held < MOST * sum(ns for _, ns in spent):
+    standing_out = [(step, ns) for step, ns in spent if ns > stands_out * median]
+    least = OF_THE_USUAL * _weighted_median([ns - median for _, ns in standing_out])
+    large = [(step, ns) for step, ns in standing_out if ns - median >= least]
+    if not large or len(large) > FEW * len(spent):
         return None
     steps = tuple(step for step, _ in large)
-    return Rhythm(steps, len(spent), round(held / len(large)), _period(steps), _ends_epochs(rank, steps))
+    mean_ns = round(sum(ns for _, ns in large) / len(large))
+    return Rhythm(steps, len(spent), mean_ns, _period(steps), *_in_epochs(rank, steps))
+
+
+def _weighted_median(values: Sequence[float]) -> float:
+    """Return the value up to which half of the sum lies."""
+    half, total = sum(values) / 2, 0.0
+    for value in sorted(values):
+        total += value
+        if total >= half:
+            return value
+    return 0.0
 
 
 def _period(steps: Sequence[int]) -> int | None:
@@ -81,9 +134,11 @@ def _period(steps: Sequence[int]) -> int | None:
     return gap if gap > 1 and count >= REGULAR * sum(gaps.values()) else None
 
 
-def _ends_epochs(rank: Rank, steps: Sequence[int]) -> bool:
+def _in_epochs(rank: Rank, steps: Sequence[int]) -> tuple[bool, bool]:
+    """Say whether each of some steps is the last, and whether each is the first one of its epoch."""
     last = {row["epoch"]: row["step"] for row in rank.pulse}
-    return set(steps) <= set(last.values())
+    first = {row["epoch"]: row["step"] for row in reversed(rank.pulse)}
+    return set(steps) <= set(last.values()), set(steps) <= set(first.values())
 
 
 def _ordinal(number: int) -> str:

@@ -9,6 +9,7 @@ from lightning_memprof.analysis.findings.model import Facts, Finding, Severity, 
 from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
+    from lightning_memprof.analysis.findings.model import Evidence
     from lightning_memprof.analysis.ranks import Straggler
 
 __all__ = ["straggler"]
@@ -47,11 +48,20 @@ def straggler(facts: Facts) -> list[Finding]:
             sentence=_sentence(found),
             why=_why(found, share),
             next_steps=(_next(found),),
+            evidence=_evidence(facts, found),
             numbers={**dataclasses.asdict(found), "share": share},
             # Its slow phase is found too, as if all ranks had it: who waits for one rank mends that rank first.
             weight=1.0 + share,
         )
     ]
+
+
+def _evidence(facts: Facts, found: Straggler) -> tuple[Evidence, ...]:
+    """Return its steps, and the windows in which the others were seen waiting; of thousands of ranks not all are."""
+    rank = next((one for one in facts.run.ranks if one.rank == found.rank and one.in_full), None)
+    if rank is None:
+        return ()
+    return (*((facts.pulse(rank),) if rank.pulse else ()), *facts.recorded(rank, "operator_trace"))
 
 
 def _sentence(found: Straggler) -> str:

@@ -249,3 +249,20 @@ def test_a_rank_that_was_read_lightly_keeps_its_end_and_its_errors(tmp_path: Pat
     (light,) = [rank for rank in run.ranks if rank.rank == 50]
     assert (light.status, light.in_full, len(light.windows)) == ("running or killed", False, 1)
     assert [one.rank for one in run.errors] == [50]
+
+
+def test_a_summary_whose_times_are_no_times_is_refused_and_never_overflows(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    good = encode_summary(summary(0, [100, 200], [300, 400]))
+    assert read_summary(write_bytes(path, good)).arrivals.start_ns
+    for field in ("base_ns", "start_ns", "duration_ns"):
+        document = json.loads(good)
+        arrivals = document["arrivals"]
+        arrivals[field] = [1 << 62] * len(arrivals["start_ns"]) if isinstance(arrivals[field], list) else 1 << 63
+        with pytest.raises(ArtifactError, match="cannot be read"):
+            read_summary(write_bytes(path, json.dumps(document).encode()))
+
+
+def write_bytes(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path

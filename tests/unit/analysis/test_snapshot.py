@@ -220,8 +220,13 @@ def test_a_small_file_that_shares_its_lists_is_not_walked_for_ever():
     segment = {**SEGMENT, "blocks": blocks}
     data = pickle.dumps({"segments": [segment] * 3000})
     assert len(data) < 40_000
+    with pytest.raises(ArtifactError, match="it: segments holds one thing several times"):
+        parse_snapshot(read_pickle(data, "it"), "it")
+    shared = {"segments": [{**SEGMENT, "blocks": blocks} for _ in range(2)]}
+    with pytest.raises(ArtifactError, match="it: blocks holds one thing several times"):
+        parse_snapshot(shared, "it")
     with pytest.raises(ArtifactError, match="too many entries"):
-        parse_snapshot(read_pickle(data, "it"), "it", Limits(containers=100_000))
+        parse_snapshot({"segments": [{**SEGMENT} for _ in range(200)]}, "it", Limits(containers=100))
 
 
 def changed(**fields: Any) -> dict[str, Any]:

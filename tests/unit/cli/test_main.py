@@ -29,9 +29,9 @@ sys.meta_path.insert(0, Blocker())
     ("arguments", "words"),
     [
         (["shw"], "invalid choice: 'shw'"),
-        (["show"], "RUN"),
+        (["show"], "TARGET"),
         (["show", "x", "--format", "xml"], "choose from"),
-        (["show", "x", "y"], "y"),
+        (["doctor", "y"], "y"),
         (["demo", "--oot", "x"], "--oot"),
         (["demo", "--ou", "x"], "--ou"),
         (["run"], "name a program"),
@@ -54,7 +54,20 @@ def test_no_command_at_all_shows_the_help_on_stderr_and_is_exit_code_2(capsys):
     assert "lightning-memprof demo" in err
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "-h"], ["show", "--help"], ["doctor", "-h"], ["run", "-h"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["demo", "-h"],
+        ["show", "--help"],
+        ["watch", "-h"],
+        ["view", "-h"],
+        ["compare", "-h"],
+        ["export", "-h"],
+        ["doctor", "-h"],
+        ["run", "-h"],
+    ],
+)
 def test_every_command_has_a_help_that_fits_80_columns(arguments, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(arguments) == 0
@@ -85,7 +98,7 @@ def test_debug_lets_the_exception_itself_through(where, tmp_path):
 
 
 def test_an_unforeseen_exception_is_one_line_that_names_its_type_and_debug(monkeypatch, capsys):
-    def broken(run, format):  # noqa: A002 show's own word
+    def broken(targets, form, options):
         raise ZeroDivisionError("three\nlines\nhere")
 
     monkeypatch.setattr("lightning_memprof.cli.show.show", broken)
@@ -99,7 +112,7 @@ def test_ctrl_c_is_exit_code_130_and_says_nothing(as_lightning_does_it, monkeypa
     def press_ctrl_c():
         raise KeyboardInterrupt
 
-    def interrupted(run, format):  # noqa: A002 show's own word
+    def interrupted(targets, form, options):
         try:
             press_ctrl_c()
         except KeyboardInterrupt:

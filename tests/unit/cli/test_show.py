@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from lightning_memprof.analysis import operators
-from lightning_memprof.cli.show import show
+from lightning_memprof.analysis.findings import Evidence, Finding, Severity
+from lightning_memprof.analysis.trace_model import TraceReport
+from lightning_memprof.cli.progress import reading
+from lightning_memprof.cli.show import OpenOptions, show
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.testing import FakeRun, make_run
 
@@ -116,3 +121,123 @@ def test_a_trace_that_is_torn_costs_the_sites_and_nothing_else(
     assert memory["sites"] == []
     assert trace.name in memory["reasons"]["sites"]
     assert memory["modules"]
+
+
+TRACE = {"schemaVersion": 1, "traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a", "ts": 1, "dur": 5}]}
+
+
+def test_show_of_a_file_is_of_that_file_and_not_of_the_run_around_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = make_run(tmp_path)
+    with pytest.raises(ArtifactError, match="is neither a trace"):
+        show(str(directory / "pulse.rank00000.csv"))
+    (trace,) = tmp_path.glob("*.pt.trace.json.gz")
+    document = shown(capsys, trace)
+    assert [one["file"] for one in document["traces"]] == [str(trace)]
+    assert "run" not in document
+
+
+def test_show_takes_several_files_and_directories_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a/one.json", "b/two.json"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(json.dumps(TRACE))
+    assert show([str(tmp_path / "a"), str(tmp_path / "b" / "two.json")], "json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [Path(one["file"]).name for one in document["traces"]] == ["one.json", "two.json"]
+    assert document["verdict"]["sentence"] == "Nothing can be said of a device: the trace has the host only."
+    assert show(str(tmp_path)) == 0
+    assert capsys.readouterr().out.startswith("verdict   Nothing can be said of a device")
+
+
+def test_a_run_has_its_leading_ranks_traces_in_the_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path, FakeRun(world_size=2))
+    document = shown(capsys, tmp_path)
+    traces = sorted(tmp_path.glob("*-0[[]*.pt.trace.json.gz"))
+    assert [one["file"] for one in document["traces"]] == [str(one) for one in traces]
+    assert document["snapshots"] == []
+
+
+def test_a_rank_leads_the_page_and_a_window_leaves_out_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path, FakeRun(world_size=2, windows=((2, 3), (6, 7))))
+    assert show(str(tmp_path), "json", OpenOptions(rank=1, window=1)) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["run"]["lead_rank"] == 1
+    assert [one["rank"] for one in document["ranks"]] == [0, 1]
+    assert [(one["rank"], one["index"]) for one in document["windows"]] == [(1, 1)]
+    assert {one["window"] for one in document["artifacts"]} <= {None, 1}
+    for options, words in (
+        (OpenOptions(rank=7), "--rank 7: the run has no such rank; there are 0, 1"),
+        (OpenOptions(window=9), "--window 9: the run has no such window; there are 0, 1"),
+    ):
+        with pytest.raises(ArtifactError, match=words):
+            show(str(tmp_path), "terminal", options)
+
+
+def test_a_rank_of_thousands_is_read_in_full_where_it_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_memprof.analysis.many_ranks.FULL_RANKS", 2)
+    monkeypatch.setattr("lightning_memprof.analysis.many_ranks.FIRST_RANKS", 1)
+    make_run(tmp_path, FakeRun(world_size=4, trace=False))
+    assert show(str(tmp_path), "json", OpenOptions(rank=3)) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["pulse"]["steps"] == 30
+    assert [bool(one["pulse"]["steps"]) for one in document["ranks"]] == [True, False, False, True]
+
+
+def test_large_traces_of_a_run_are_left_out_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path, FakeRun(windows=((2, 3), (6, 7))))
+    assert show(str(tmp_path), "json", OpenOptions(max_file_bytes=1)) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["traces"] == []
+    assert "2 of 2 traces and snapshots are large" in " ".join(one["message"] for one in document["notes"])
+
+
+def test_evidence_names_a_runs_files_as_its_manifest_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rule(trace: TraceReport) -> list[Finding]:
+        evidence = (Evidence(artifact=str(trace.file)),)
+        return [Finding("odd", Severity.CRITICAL, "It is odd.", "Why.", ("Do this.",), evidence=evidence)]
+
+    monkeypatch.setattr("lightning_memprof.analysis.findings.of_traces.TRACE_RULES", (rule,))
+    make_run(tmp_path)
+    document = shown(capsys, tmp_path)
+    (trace,) = tmp_path.glob("*.pt.trace.json.gz")
+    (finding,) = [one for one in document["findings"] if one["rule"] == "odd"]
+    (evidence,) = cast("list[dict[str, object]]", finding["evidence"])
+    assert evidence["artifact"] == trace.name
+
+
+def test_markdown_has_the_verdict_and_tables_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path, FakeRun(world_size=2, training={"model": "<b>Net</b>"}))
+    assert show(str(tmp_path), "markdown") == 0
+    text = capsys.readouterr().out
+    assert text.startswith("**No bottleneck found")
+    for heading in ("## Time", "## Memory", "## Ranks", "## Artifacts"):
+        assert heading in text
+    assert "| backward | 10.2 ms (55 %) |" in text
+    assert "\\<b\\>Net\\</b\\>" in text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert all(line.endswith("|") for line in rows)
+
+
+def test_a_bar_is_drawn_on_a_terminal_where_reading_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    quick, slow, file = Terminal(), Terminal(), io.StringIO()
+    with reading(quick) as bar:
+        bar.told(Path("a.json"), 1, 10)
+    monkeypatch.setattr("lightning_memprof.cli.progress.PATIENCE_SECONDS", 0.0)
+    for stream in (slow, file):
+        with reading(stream) as bar:
+            bar.told(Path("[red]a.json"), 1, 10)
+            bar.told(Path("b.json"), 10, 10)
+    assert quick.getvalue() == ""
+    assert file.getvalue() == ""
+    assert "[red]a.json" in slow.getvalue()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import signal
 import stat
@@ -15,7 +16,8 @@ import pytest
 
 from lightning_memprof.cli.main import main
 from lightning_memprof.cli.numbers import numbers
-from lightning_memprof.errors import ConfigError
+from lightning_memprof.cli.tensorboard import tensorboard_directory
+from lightning_memprof.errors import ConfigError, ReportError
 from lightning_memprof.testing import FakeRun, make_run
 
 # What a native trace processor does as far as the page's start is concerned; the real one is a download of its own.
@@ -130,3 +132,68 @@ def test_numbers_and_ranges_are_read():
     for wrong in ("", "1-", "-1", "1;2", "0-99999999999"):
         with pytest.raises(ConfigError, match="--ranks"):
             numbers("--ranks", wrong)
+
+
+TWO_STEPS = {
+    "schemaVersion": 1,
+    "traceEvents": [
+        {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{step}", "pid": 1, "tid": 1, "ts": ts, "dur": 90}
+        for step, ts in ((1, 0), (2, 100))
+    ],
+}
+
+
+def test_several_traces_and_directories_of_them_are_merged(tmp_path, environment):
+    for name in ("one.json", "two.json"):
+        (tmp_path / name).write_text(json.dumps(TWO_STEPS))
+    for arguments in ([str(tmp_path / "one.json"), str(tmp_path / "two.json")], [str(tmp_path), "--steps", "2"]):
+        with viewing(environment, *arguments) as address:
+            events = json.loads(fetched(address))["traceEvents"]
+        steps = [event["name"] for event in events if str(event.get("name")).startswith("ProfilerStep")]
+        assert steps.count("ProfilerStep#2") == 2
+        assert steps.count("ProfilerStep#1") == (0 if "--steps" in arguments else 2)
+
+
+def test_a_snapshot_has_no_timeline_and_says_where_to_look(tmp_path, capsys):
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(pickle.dumps({"segments": [], "device_traces": [[]]}, protocol=4))
+    assert main(["view", str(path), "--no-browser"]) == 1
+    assert "lightning-memprof report" in capsys.readouterr().err
+
+
+def test_tensorboard_is_started_on_the_directory_of_the_traces_and_ended(tmp_path, environment):
+    run = make_run(tmp_path / "run", FakeRun(steps=5))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lightning_memprof", "view", "--tensorboard", "--no-browser", str(run)],
+        env=environment,
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "tensorboard --logdir run\n"
+        address = next(found[0] for line in process.stdout if (found := re.search(r"http://localhost:\d+/", line)))
+        with urllib.request.urlopen(address, timeout=20) as answer:  # noqa: S310 it is ours
+            assert answer.status == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        with pytest.raises(OSError, match="refused"):
+            urllib.request.urlopen(address, timeout=20)  # noqa: S310 it is ours
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_tensorboard_gets_what_it_can_read_and_nothing_else(tmp_path):
+    for name in ("a/x.pt.trace.json", "b/y.pt.trace.json", "odd.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(TWO_STEPS))
+    assert tensorboard_directory([tmp_path]) == tmp_path
+    assert tensorboard_directory([tmp_path / "a"]) == tmp_path / "a"
+    with pytest.raises(ReportError, match=r"TensorBoard reads files named \*\.pt\.trace\.json"):
+        tensorboard_directory([tmp_path / "odd.json"])
+    assert main(["view", "--tensorboard", "--steps", "1", str(tmp_path)]) == 1

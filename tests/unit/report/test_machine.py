@@ -171,8 +171,9 @@ def test_memory_has_the_promised_keys(tmp_path: Path) -> None:
     categories = {"parameter", "gradient", "optimizer_state", "activation", "input", "temporary"}
     assert categories <= memory["peak_bytes"].keys()
     assert {tuple(one) for one in memory["modules"]} == {
-        ("name", "own_activation_bytes", "inclusive_activation_bytes", "parameter_bytes", "gradient_bytes", "calls")
-    }
+        ("name", "own_activation_bytes", "inclusive_activation_bytes", "parameter_bytes", "gradient_bytes", "calls",
+         "forward_ns")
+    }  # fmt: skip
     assert (memory["source"], memory["moment"]) == ("module_memory", "the peak of the step")
 
 

@@ -1,0 +1,50 @@
+"""Take the pictures of a report's sections for the documentation: ``python docs/report_pictures.py REPORT.html``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+TARGET = Path(__file__).parent / "images"
+WIDTH, HEIGHT = 1200, 900
+# Longer sections are shown by their beginning.
+MOST_HEIGHT = 1000
+DARK = frozenset({"memory"})
+
+
+def main(report: str) -> None:
+    """Write ``report-SECTION.png`` for each section, and ``report.png`` of what is seen first."""
+    address = Path(report).absolute().as_uri()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=os.environ.get("CHROMIUM", "/usr/bin/chromium"), args=["--no-sandbox"]
+        )
+        for scheme in ("light", "dark"):
+            page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=scheme)
+            page.goto(address)
+            page.wait_for_timeout(1500)
+            if scheme == "light":
+                page.screenshot(path=TARGET / "report.png")
+            for section in page.query_selector_all("main section")[1:]:
+                name = section.get_attribute("id") or ""
+                if (name in DARK) != (scheme == "dark"):
+                    continue
+                section.scroll_into_view_if_needed()
+                page.wait_for_timeout(1500)
+                box = section.bounding_box()
+                if box is not None:
+                    top = box["y"] + page.evaluate("scrollY")
+                    height = min(box["height"], MOST_HEIGHT)
+                    page.screenshot(
+                        path=TARGET / f"report-{name}.png",
+                        full_page=True,
+                        clip={"x": box["x"], "y": top, "width": box["width"], "height": height},
+                    )
+        browser.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

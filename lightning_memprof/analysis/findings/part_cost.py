@@ -1,0 +1,64 @@
+"""What a part of the steps, a checkpoint for instance, costs: seen in windows, counted over the whole run."""
+
+from __future__ import annotations
+
+import statistics as stats
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.analysis.findings.own_cost import own_marks
+from lightning_memprof.analysis.steps import typical_steps
+
+if TYPE_CHECKING:
+    from lightning_memprof.analysis.findings.model import Facts
+    from lightning_memprof.analysis.run import Rank
+
+__all__ = ["PartCost", "part_cost"]
+
+# A part that most recorded steps have is in each step of the run.
+IN_EACH: Final = 0.8
+MIN_RECORDED: Final = 2
+# A step outside of windows had the part where callbacks and the time between the phases took so much of its cost more.
+LIKE_IT: Final = 0.8
+# What takes less cannot be told from the rest of a step that no window recorded.
+MIN_TOLD_NS: Final = 20_000_000
+
+
+@dataclass(frozen=True)
+class PartCost:
+    """``each_ns`` is the part's time in a recorded step that has it, ``share`` its part of all steps, 0 to 1.
+
+    ``like_it`` are the steps outside of windows that took as much more; empty where it is in each step.
+    """
+
+    each_ns: int
+    share: float
+    recorded: tuple[int, ...]
+    like_it: tuple[int, ...]
+    is_in_each: bool
+
+
+def part_cost(facts: Facts, rank: Rank, part: str) -> PartCost | None:
+    """Return what one of ``step_events.PARTS`` costs a rank, None where no window recorded it or nothing tells."""
+    events = facts.events(rank)
+    having = [one for one in events if one.parts_ns[part] > 0]
+    if not having:
+        return None
+    each_ns = sum(one.parts_ns[part] for one in having) // len(having)
+    recorded = tuple(one.step for one in having)
+    own = own_marks(rank)
+    if len(events) >= MIN_RECORDED and len(having) >= IN_EACH * len(events):
+        total = sum(one.duration_ns - own.get(one.step, 0) for one in events)
+        share = sum(one.parts_ns[part] for one in having) / max(total, 1)
+        return PartCost(each_ns, share, recorded, (), is_in_each=True)
+    if each_ns < MIN_TOLD_NS:
+        return None
+    rows = [row for row in rank.pulse[1:] if row["window"] is None and row["duration_ns"]]
+    typical = typical_steps(rank)
+    if not rows or typical is None:
+        return None
+    around = [(row["callbacks_ns"] or 0) + (row["other_ns"] or 0) for row in rows]
+    least = stats.median(around) + LIKE_IT * each_ns
+    like_it = [row["step"] or 0 for row, ns in zip(rows, around, strict=True) if ns >= least]
+    share = each_ns * len(like_it) / max(sum(row["duration_ns"] or 0 for row in rows), 1)
+    return PartCost(each_ns, share, recorded, tuple(like_it), is_in_each=False)

@@ -1,0 +1,149 @@
+"""Charts of a run, a trace or a snapshot for the page: divs, their data, and the library that draws them, all inline.
+
+Nothing is drawn by hand and nothing is fetched: bokeh's JavaScript comes out of its wheel. The page needs
+``chart_resources()`` once, in its head, and the ``html`` of each chart where it shall stand. The charts that are seen
+draw themselves first, then the others, and ``data-charts="drawn"`` of the root element says that all are there. No
+script uses ``eval``: ``script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:`` is enough.
+They follow ``data-theme`` ("light" or "dark") of the root element, else ``prefers-color-scheme``; on paper they are
+light.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.analysis.block_lives import BlockLives, lives_of_replay, lives_of_trace
+from lightning_memprof.analysis.device_timeline import device_timeline
+from lightning_memprof.analysis.replay import replay
+from lightning_memprof.analysis.run import load_run
+from lightning_memprof.analysis.snapshot import read_snapshot
+from lightning_memprof.errors import ArtifactError
+from lightning_memprof.report.charts.embed import Chart, chart_resources
+from lightning_memprof.report.charts.holders import holder_path, holders_chart, site_path
+from lightning_memprof.report.charts.memory import memory_chart
+from lightning_memprof.report.charts.ranks import ranks_chart
+from lightning_memprof.report.charts.steps import run_memory_chart, steps_chart, throughput_chart
+from lightning_memprof.report.charts.system import system_chart
+from lightning_memprof.report.charts.traces import shares_chart, timeline_chart
+from lightning_memprof.report.memory import peak_allocations
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from lightning_memprof.analysis.run import Run
+    from lightning_memprof.analysis.snapshot_model import SnapshotReport
+    from lightning_memprof.analysis.trace_model import TraceReport
+    from lightning_memprof.report.view import View
+
+__all__ = ["Chart", "chart_resources", "charts", "file_charts"]
+
+# A chart over time reads its file again; 64 MiB of gzip take some ten seconds.
+_MAX_BYTES: Final = 64 * 1024 * 1024
+_FILES: Final = 4
+
+
+def charts(view: View, run: Run | None = None) -> dict[str, Chart]:
+    """Return the charts of a run by their ids, in the order of the page; those without data are left out.
+
+    Args:
+        view: what is shown of the run; with ``traces`` and ``snapshots`` theirs too.
+        run: the run itself, for what the view has no rows of (the pulse's steps, system samples over time); None reads
+            it from the view's directory.
+
+    Raises:
+        ArtifactError: the run is to be read, and is not there any more.
+
+    """
+    run = run or load_run(view.directory)
+    lead = run.lead
+    made = [
+        steps_chart(view, lead),
+        throughput_chart(view, lead),
+        run_memory_chart(lead),
+        *_window_memory(view, run),
+        ranks_chart(view.across),
+        system_chart(run),
+    ]
+    found = {one.id: one for one in made if one is not None}
+    return found | file_charts(view.traces, view.snapshots)
+
+
+def file_charts(traces: Sequence[TraceReport], snapshots: Sequence[SnapshotReport] = ()) -> dict[str, Chart]:
+    """Return the charts of traces and snapshots by their ids, for a page of files alone."""
+    shares = shares_chart(traces)
+    made = [shares, *islice(_timelines(traces), _FILES), *islice(_of_snapshots(snapshots), 2 * _FILES)]
+    return {one.id: one for one in made if one is not None}
+
+
+def _window_memory(view: View, run: Run) -> Iterator[Chart | None]:
+    """Yield the lead rank's highest window over time, and who held its peak."""
+    memory = view.memory.lead
+    highest = peak_allocations(memory)
+    files = {one.window: one.trace for one in memory.allocations if one.devices}
+    path = files.get(highest[0]) if highest else None
+    window = highest[0] if highest else None
+    if path is None:
+        last = [
+            one
+            for one in run.artifacts
+            if one.rank == run.lead.rank and one.type == "trace" and one.state == "present" and one.window is not None
+        ]
+        path, window = (last[-1].file, last[-1].window) if last else (None, None)
+    where = f"window {window} of rank {run.lead.rank}"
+    device = highest[1].device if highest else None
+    for lives in _lives(path):
+        if device is None or lives.device == device:
+            yield memory_chart(lives, ("memory", "memory"), where)
+            break
+    if highest:
+        sites = ((site_path(one), one.bytes, one.blocks) for one in highest[1].sites)
+        yield holders_chart(sites, ("holders", "memory"), where)
+
+
+def _lives(path: Path | None) -> tuple[BlockLives, ...]:
+    try:
+        if path is None or path.stat().st_size > _MAX_BYTES:
+            return ()
+        if ".pickle" not in path.name:
+            return lives_of_trace(path)
+        snapshot = read_snapshot(path)
+        return tuple(lives_of_replay(replay(snapshot, device)) for device in snapshot.devices)
+    except (ArtifactError, OSError):  # what is wrong with it is said where the run's problems are
+        return ()
+
+
+def _timelines(traces: Sequence[TraceReport]) -> Iterator[Chart]:
+    number = 0
+    for trace in traces:
+        if trace.gpu_window is None:
+            continue
+        try:
+            found = device_timeline(trace.file) if trace.file.stat().st_size <= _MAX_BYTES else None
+        except (ArtifactError, OSError):
+            continue
+        if found is not None:
+            number += 1
+            where = f"rank {trace.rank}" if trace.rank is not None else trace.file.name
+            yield timeline_chart(found, (_numbered("timeline", number), "traces"), where)
+
+
+def _of_snapshots(snapshots: Sequence[SnapshotReport]) -> Iterator[Chart]:
+    number = 0
+    for snapshot in snapshots:
+        for device in snapshot.devices:
+            number += 1
+            where = f"{snapshot.file.name}, cuda:{device.device}"
+            lives = lives_of_replay(device.replay)
+            held = ((holder_path(one), one.bytes, one.blocks) for one in device.holders_at_peak)
+            for chart in (
+                memory_chart(lives, (_numbered("allocations", number), "snapshots"), where),
+                holders_chart(held, (_numbered("holders-at-peak", number), "snapshots"), where),
+            ):
+                if chart is not None:
+                    yield chart
+
+
+def _numbered(name: str, number: int) -> str:
+    return name if number == 1 else f"{name}-{number}"

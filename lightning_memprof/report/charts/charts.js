@@ -1,0 +1,159 @@
+"use strict";
+// Draws the page's charts: those that are seen first, then the others one by one, so that a printed page has them all.
+(() => {
+  const LOOKS = {
+    light: { text: "#424a53", line: "#8c959f", grid: "#d8dee4" },
+    dark: { text: "#b6c2cf", line: "#596673", grid: "#333c46" },
+  };
+  const AXES = /Axis$/;
+  const documents = [];
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
+  let printing = false;
+
+  const look = () => {
+    const chosen = document.documentElement.dataset.theme;
+    if (printing) return LOOKS.light;
+    return LOOKS[chosen in LOOKS ? chosen : dark.matches ? "dark" : "light"];
+  };
+
+  const colours = (type, tags) => {
+    const { text, line, grid } = look();
+    if (AXES.test(type)) {
+      return { axis_label_text_color: text, major_label_text_color: text, axis_line_color: line,
+        major_tick_line_color: line };
+    }
+    if (type === "Grid") return { grid_line_color: grid };
+    if (type === "Legend") return { label_text_color: text };
+    return tags?.includes("text") ? { text_color: text } : {};
+  };
+  const paintAll = () => {
+    for (const doc of documents) {
+      for (const model of doc._all_models.values()) Object.assign(model, colours(model.type, model.tags));
+    }
+  };
+
+  // Bokeh's document before it is made of it: painting it afterwards would draw everything twice.
+  const prepare = (node) => {
+    if (node === null || typeof node !== "object") return;
+    for (const child of Object.values(node)) prepare(child);
+    if (node.type !== "object" || node.name === undefined) return;
+    const attributes = (node.attributes ??= {});
+    Object.assign(attributes, colours(node.name, attributes.tags));
+  };
+
+  // Columns that are small in the page and long in memory: halves of an address, places in a list of texts. Only tips
+  // read them: nothing is drawn again for them.
+  const widen = (doc, strings) => {
+    for (const source of doc._all_models.values()) {
+      const plan = source.tags?.find((tag) => tag.widen !== undefined);
+      if (plan === undefined) continue;
+      const { low, high, text } = plan.widen;
+      const highs = numbers(high);
+      source.data.address = numbers(low).map((value, i) => "0x" + (highs[i] * 4294967296 + value).toString(16));
+      source.data.stack = numbers(text).map((place) => strings[place] ?? "");
+    }
+  };
+
+  // 32-bit numbers, little-endian as every browser of today is.
+  const numbers = (written) => {
+    const letters = atob(written);
+    const bytes = new Uint8Array(letters.length);
+    for (let i = 0; i < bytes.length; i += 1) bytes[i] = letters.charCodeAt(i);
+    return Array.from(new Uint32Array(bytes.buffer));
+  };
+
+  const filtering = (element, doc) => {
+    const select = element.querySelector("select");
+    const output = element.querySelector("output");
+    if (select === null) return;
+    const pairs = [];
+    for (const renderer of doc._all_models.values()) {
+      const filter = renderer.type === "GlyphRenderer" ? renderer.view.filter : undefined;
+      if (filter !== undefined && filter.tags.includes("size")) pairs.push([renderer.data_source.data.size, filter]);
+    }
+    const apply = () => {
+      const least = Number(select.value);
+      let shown = 0, all = 0;
+      for (const [sizes, filter] of pairs) {
+        const booleans = Array.from(sizes, (size) => size >= least);
+        shown += booleans.filter(Boolean).length;
+        all += booleans.length;
+        if (least > 0 || filter.booleans !== null) filter.booleans = booleans;
+      }
+      output.textContent = `${shown.toLocaleString("en")} of ${all.toLocaleString("en")} blocks are shown`;
+    };
+    select.addEventListener("change", apply);
+    apply();
+  };
+
+  // A path for each of 100,000 rectangles takes a second: those that are nothing but filled are filled at once. Where a
+  // later bokeh names this otherwise it draws as it always does.
+  const quicken = () => {
+    const view = Bokeh.Models?.get?.("Quad")?.prototype?.default_view?.prototype;
+    if (typeof view?._paint !== "function") return;
+    const usual = view._paint;
+    view._paint = function (ctx, indices, data) {
+      if (!this.model.tags.includes("plain")) return usual.call(this, ctx, indices, data);
+      const { sleft, sright, stop, sbottom } = { ...this, ...data };
+      this.visuals.fill.set_vectorize(ctx, 0);
+      for (const i of indices) ctx.fillRect(sleft[i], stop[i], sright[i] - sleft[i], sbottom[i] - stop[i]);
+    };
+  };
+
+  const frame = () => new Promise((done) => {
+    requestAnimationFrame(() => setTimeout(done, 0));
+    setTimeout(done, 500);  // a page that is not seen has no frames
+  });
+
+  const draw = async (element) => {
+    if (element.dataset.state !== undefined) return;
+    element.dataset.state = "drawing";
+    const place = element.querySelector(".chart-place");
+    try {
+      const started = performance.now();
+      const { item, strings } = JSON.parse(element.querySelector("script").textContent);
+      prepare(item.doc);
+      await Bokeh.embed.embed_item(item, place);
+      const doc = Bokeh.documents.find((one) => one.get_model_by_id(item.root_id) !== null);
+      documents.push(doc);
+      filtering(element, doc);
+      await frame();
+      element.dataset.milliseconds = Math.round(performance.now() - started);
+      widen(doc, strings);
+      element.dataset.state = "drawn";
+    } catch (error) {
+      element.dataset.state = "failed";
+      place.textContent = `This chart could not be drawn: ${error}`;
+      place.classList.add("chart-failed");
+    }
+  };
+
+  // One at a time: two at once would both be seen late.
+  let last = Promise.resolve();
+  const inTurn = (element) => {
+    last = last.then(() => draw(element));
+    return last;
+  };
+
+  const start = async () => {
+    quicken();
+    const charts = [...document.querySelectorAll("figure.chart")];
+    const seen = new IntersectionObserver((entries) => {
+      for (const entry of entries) if (entry.isIntersecting) inTurn(entry.target);
+    }, { rootMargin: "400px" });
+    charts.forEach((chart) => seen.observe(chart));
+    await frame();
+    for (const chart of charts) {
+      await new Promise((done) => setTimeout(done, 50));
+      await inTurn(chart);
+    }
+    document.documentElement.dataset.charts = "drawn";
+  };
+
+  dark.addEventListener("change", paintAll);
+  new MutationObserver(paintAll).observe(document.documentElement, { attributeFilter: ["data-theme"] });
+  addEventListener("beforeprint", () => { printing = true; paintAll(); });
+  addEventListener("afterprint", () => { printing = false; paintAll(); });
+  if (document.readyState === "loading") addEventListener("DOMContentLoaded", start);
+  else start();
+})();

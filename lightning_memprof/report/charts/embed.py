@@ -1,0 +1,112 @@
+"""A chart as a piece of the page: its data as JSON that cannot end the script it stands in, and what draws it."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Final
+
+from bokeh.embed import json_item
+from bokeh.models import Model
+
+from lightning_memprof.units import GIB, KIB, MIB, format_bytes
+
+__all__ = ["Chart", "chart_resources", "made"]
+
+_LIMITS: Final = (KIB, 16 * KIB, 256 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB, GIB, 4 * GIB)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """One chart, safe to be put into a page as it is (``Markup(chart.html)``).
+
+    Attributes:
+        id: what it shows: ``steps``, ``memory``, ``holders``, ``ranks``, ``system``, ``throughput``, ``timeline``, with
+            a number behind it where there are several (``allocations-2``); also the id of its element, with ``chart-``
+            before it.
+        section: the section of the page: ``steps``, ``memory``, ``ranks``, ``system``, ``traces``, ``snapshots``.
+        title: plain text, not escaped.
+        summary: what is to be seen, in words; it stands under the chart. Plain text, not escaped.
+        html: the element, its data as JSON in a script that does not run, and nothing that can break out of it.
+        script: what has to run behind it, "" for all of today's: ``chart_resources`` has it once for all.
+
+    """
+
+    id: str
+    section: str
+    title: str
+    summary: str
+    html: str
+    script: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extra:
+    """What a chart of many blocks needs beside its figure: texts that columns refer to, and sizes to filter by."""
+
+    strings: Sequence[str] = ()
+    largest_bytes: int = 0
+
+
+def made(
+    place: tuple[str, str], title: str, summary: str, model: Model, *, height: int, extra: Extra | None = None
+) -> Chart:
+    """Return a chart.
+
+    Args:
+        place: its id and its section.
+        title: what it shows.
+        summary: the same in a sentence.
+        model: bokeh's figure or layout.
+        height: pixels that are kept free for it until it is drawn.
+        extra: see there.
+
+    """
+    name, section = place
+    extra = extra or Extra()
+    data = {"item": json_item(model), "strings": list(extra.strings)}
+    written = (
+        f'<figure class="chart" id="chart-{html.escape(name)}" role="group" aria-label="{html.escape(title)}">'
+        f"{_size_filter(name, extra.largest_bytes)}"
+        f'<div class="chart-place" style="min-height:{height}px"></div>'
+        f"<figcaption>{html.escape(summary)}</figcaption>"
+        f'<script type="application/json">{inert(json.dumps(data, separators=(",", ":")))}</script>'
+        "</figure>"
+    )
+    return Chart(id=name, section=section, title=title, summary=summary, html=written)
+
+
+def inert(document: str) -> str:
+    """Return JSON, of ASCII letters alone, in which nothing can end a script or begin a comment."""
+    return document.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _size_filter(name: str, largest_bytes: int) -> str:
+    limits = [limit for limit in _LIMITS if limit <= largest_bytes]
+    if not limits:
+        return ""
+    options = "".join(f'<option value="{limit}">{format_bytes(limit)}</option>' for limit in limits)
+    return (
+        f'<p class="chart-filter"><label for="filter-{html.escape(name)}">Hide blocks smaller than</label> '
+        f'<select id="filter-{html.escape(name)}"><option value="0">none</option>{options}</select> '
+        '<output aria-live="polite"></output></p>'
+    )
+
+
+@cache
+def chart_resources() -> str:
+    """Return what all charts of a page need, as HTML for its head: style, bokeh's JavaScript, and what starts them.
+
+    About 1.3 MB, of which nearly all is bokeh's.
+    """
+    library = (files("bokeh") / "server/static/js/bokeh.min.js").read_text(encoding="utf-8")
+    own = files(__package__)
+    style = (own / "charts.css").read_text(encoding="utf-8")
+    starts = (own / "charts.js").read_text(encoding="utf-8")
+    # A script element ends at this, wherever it stands; inside a string a backslash changes nothing.
+    scripts = (one.replace("</script", "<\\/script") for one in (library, starts))
+    return f"<style>{style}</style>" + "".join(f"<script>{one}</script>" for one in scripts)

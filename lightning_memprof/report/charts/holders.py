@@ -1,0 +1,154 @@
+"""Who holds the bytes at the peak, as a flame graph from the top: who called above, whom it called beneath."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from bokeh.models import ColumnDataSource, HoverTool, Range1d
+
+from lightning_memprof.analysis.stacks import is_library, parse_frame
+from lightning_memprof.report.charts.embed import Chart, made
+from lightning_memprof.report.charts.style import bytes_ticks, new_figure
+from lightning_memprof.units import format_bytes
+
+if TYPE_CHECKING:
+    from lightning_memprof.analysis.allocations import Site
+    from lightning_memprof.analysis.replay import Holder
+
+__all__ = ["holder_path", "holders_chart", "site_path"]
+
+# Dark letters are read on them, whatever is behind.
+_FILLS: Final = ("#f3c98b", "#f2b08f", "#eba6a6", "#e4b7da", "#c5bbf2", "#a9c9f5", "#a3d9d0", "#bcd9a3")
+_LETTERS: Final = "#1b1f24"
+_ROW: Final = 22
+_DEEPEST: Final = 30
+# Narrower than a pixel.
+_LEAST_SHARE: Final = 0.001
+_WIDTH: Final = 1000
+# A name like 0 says nothing without those above it.
+_SHOWN: Final = 4
+_LETTER: Final = 5.9
+_SHORTEST: Final = 4
+_TIP: Final = (
+    '<div style="max-width:46em"><b>@size{0.[00]ib}</b> (@share{0.0 %}) in @blocks{0,0} blocks'
+    '<div style="overflow-wrap:anywhere">@name</div></div>'
+)
+
+
+@dataclass
+class _Node:
+    name: str
+    bytes: int = 0
+    blocks: int = 0
+    below: dict[str, _Node] = field(default_factory=dict)
+
+
+def site_path(site: Site) -> tuple[str, ...]:
+    """Return a site's place from the outside in: its module's path part by part, the operator, the line."""
+    modules = tuple(site.module.split(".")) if site.module else (site.phase or "outside of modules",)
+    return (*modules, site.operator or "?", *((site.line,) if site.line else ()))
+
+
+def holder_path(holder: Holder) -> tuple[str, ...]:
+    """Return a holder's stack from the outside in, without frames of libraries where the user's own are there.
+
+    Of a stack of C++ frames alone it is what they ran for.
+    """
+    own = [
+        frame
+        for frame in holder.stack
+        if (parsed := parse_frame(frame)) is not None and not is_library(parsed.filename)
+    ]
+    if own:
+        return tuple(reversed(own))
+    python = [frame for frame in holder.stack if (parsed := parse_frame(frame)) is not None and parsed.is_python]
+    if python:
+        return tuple(reversed(python))
+    return ("native code", holder.site) if holder.site else ("no stack",)
+
+
+def holders_chart(
+    holders: Iterable[tuple[Sequence[str], int, int]], place: tuple[str, str], where: str
+) -> Chart | None:
+    """Return the flame graph of ``(path from the outside in, bytes, blocks)``; None where there is nothing."""
+    root = _Node("all")
+    for path, size, blocks in holders:
+        if size <= 0:
+            continue
+        node = root
+        for name in ("", *path[:_DEEPEST]):
+            if name:
+                node = node.below.setdefault(name, _Node(name))
+            node.bytes += size
+            node.blocks += blocks
+    if not root.bytes:
+        return None
+    rows: list[tuple[_Node, int, int, str]] = []
+    _lay(root, (0, 0), (), root.bytes * _LEAST_SHARE, rows)
+    depth = 1 + max(row for _, _, row, _ in rows)
+    height = _ROW * depth + 60
+    plot = new_figure(height, "bytes at the peak")
+    data = ColumnDataSource(
+        {
+            "left": [left for _, left, _, _ in rows],
+            "right": [left + node.bytes for node, left, _, _ in rows],
+            "top": [-row for _, _, row, _ in rows],
+            "bottom": [-row - 0.94 for _, _, row, _ in rows],
+            "middle": [-row - 0.47 for _, _, row, _ in rows],
+            "size": [node.bytes for node, _, _, _ in rows],
+            "share": [node.bytes / root.bytes for node, _, _, _ in rows],
+            "blocks": [node.blocks for node, _, _, _ in rows],
+            "name": [path for _, _, _, path in rows],
+            "fill": [_FILLS[zlib.crc32(node.name.encode()) % len(_FILLS)] for node, _, _, _ in rows],
+            "label": [_label(node.name, node.bytes / root.bytes) for node, _, _, _ in rows],
+        }
+    )
+    quads = plot.quad(
+        "left", "right", "top", "bottom", source=data, fill_color="fill", line_color=None, hover_line_color=_LETTERS,
+        hover_fill_color="fill",
+    )  # fmt: skip
+    plot.text(
+        "left", "middle", "label", source=data, text_font_size="11px", text_baseline="middle", x_offset=3,
+        text_color=_LETTERS,
+    )  # fmt: skip
+    plot.x_range = Range1d(start=0, end=root.bytes, bounds=(0, root.bytes))
+    plot.y_range = Range1d(start=-depth, end=0)
+    plot.yaxis.visible = False
+    plot.grid.visible = False
+    bytes_ticks(plot.xaxis)
+    plot.add_tools(HoverTool(renderers=[quads], tooltips=_TIP, attachment="vertical"))
+    first = max(root.below.values(), key=lambda node: node.bytes)
+    summary = (
+        f"{format_bytes(root.bytes)} in {root.blocks:,} blocks at the peak of {where}; the most, "
+        f"{format_bytes(first.bytes)}, under {first.name}. As wide as its bytes; parts below a thousandth are left out."
+    )
+    return made(place, f"Who holds the bytes at the peak, {where}", summary, plot, height=height)
+
+
+def _lay(
+    node: _Node, place: tuple[int, int], above: tuple[str, ...], least: float, rows: list[tuple[_Node, int, int, str]]
+) -> None:
+    left, row = place
+    for child in sorted(node.below.values(), key=lambda one: -one.bytes):
+        if child.bytes < least:
+            return
+        path = (*above, child.name)[-_SHOWN:]
+        rows.append((child, left, row, " > ".join(path)))
+        _lay(child, (left, row + 1), path, least, rows)
+        left += child.bytes
+
+
+def _label(name: str, share: float) -> str:
+    room = int(share * _WIDTH / _LETTER) - 1
+    frame = parse_frame(name)
+    short = (
+        f"{frame.name} ({frame.filename.replace(chr(92), '/').rpartition('/')[2]}:{frame.line})"
+        if frame
+        else name.removeprefix("aten::")
+    )
+    if room < _SHORTEST:
+        return ""
+    return short if len(short) <= room else f"{short[: room - 1]}…"

@@ -1,0 +1,189 @@
+"""Memory within a window: live bytes by category with the peak marked, and every block of it beneath."""
+
+from __future__ import annotations
+
+import heapq
+from base64 import b64encode
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from bokeh.layouts import column
+from bokeh.models import BooleanFilter, CDSView, ColumnDataSource, HoverTool
+from bokeh.models.annotations import Span
+
+from lightning_memprof.analysis.block_lives import KINDS, BlockLives, live_by_kind
+from lightning_memprof.report.charts.embed import Chart, Extra, made
+from lightning_memprof.report.charts.placing import offsets
+from lightning_memprof.report.charts.style import (
+    MARK,
+    Renderer,
+    bytes_axis,
+    colour,
+    from_zero,
+    hover,
+    label,
+    legend,
+    new_figure,
+    words,
+)
+from lightning_memprof.units import format_bytes
+
+if TYPE_CHECKING:
+    from bokeh.plotting import figure
+    from numpy.typing import NDArray
+
+__all__ = ["MAX_BLOCKS", "memory_chart"]
+
+_ABOVE: Final = 230
+_BELOW: Final = 320
+# As many are drawn in a second or two; of more the largest are kept.
+MAX_BLOCKS: Final = 100_000
+_STAYS: Final = frozenset({"before", "optimizer_state", "gradient", "other"})
+_SECOND_MS: Final = 1000.0
+_TIP: Final = (
+    '<div style="max-width:46em">'
+    '<div><b>@size{0.[00]ib}</b> (@size{0,0} bytes) at <span style="font-family:monospace">@address</span></div>'
+    "<div>KIND, from @left{0,0.000} to @right{0,0.000} UNIT</div>"
+    '<pre style="margin:4px 0 0;white-space:pre-wrap;font-size:11px">@stack</pre></div>'
+)
+
+
+def memory_chart(lives: BlockLives, place: tuple[str, str], where: str) -> Chart | None:
+    """Return a window's memory over time.
+
+    Args:
+        lives: its blocks.
+        place: the chart's id and section.
+        where: what it is of, as it stands in its title: ``window 0 of rank 0``.
+
+    """
+    if not len(lives):
+        return None
+    moments, live = live_by_kind(lives)
+    unit, scale = _unit(lives)
+    above = new_figure(_ABOVE, "", "live")
+    areas = _areas(above, [(moment - lives.start) / scale for moment in moments], live, unit)
+    peak_bytes, peak_at = _peak(above, moments, live, lives.start, scale)
+    below = new_figure(_BELOW, unit if lives.is_timed else "event", "blocks", x_range=above.x_range)
+    shown = lives
+    if len(lives) > MAX_BLOCKS:
+        shown = lives.at(heapq.nlargest(MAX_BLOCKS, range(len(lives)), key=lives.size.__getitem__))
+    quads = _blocks(below, shown, unit, scale)
+    for plot in (above, below):
+        bytes_axis(plot)
+    above.xaxis.visible = False
+    legend(above, [(name, [*areas[name], *quads.get(name, ())]) for name in areas])
+    at = f" {peak_at:,.1f} {unit} after its start" if lives.is_timed else ""
+    count = f"{len(lives):,} blocks"
+    if shown is not lives:
+        count = f"the {len(shown):,} largest of {count}"
+    summary = (
+        f"At most {format_bytes(peak_bytes)} are live on {lives.device} in {where}{at} (red). Below {count}, each as "
+        "high as it is large and as long as it lived; where it lies is chosen for the drawing. "
+        "Categories are told from when a block was allocated and freed."
+    )
+    extra = Extra(strings=lives.stacks, largest_bytes=max(shown.size))
+    model = column(above, below, sizing_mode="stretch_width")
+    return made(place, f"Memory over time, {where}", summary, model, height=_ABOVE + _BELOW, extra=extra)
+
+
+def _unit(lives: BlockLives) -> tuple[str, float]:
+    if not lives.is_timed:
+        return "", 1.0
+    whole_ms = (lives.end - lives.start) / 1e6
+    return ("s", 1e9) if whole_ms > 10 * _SECOND_MS else ("ms", 1e6)
+
+
+def _areas(plot: figure, times: Sequence[float], live: dict[str, list[int]], unit: str) -> dict[str, list[Renderer]]:
+    """Draw the categories on top of each other as steps: bytes hold from one event to the next."""
+    twice = np.repeat(np.array(times, dtype="f4"), 2)[1:]
+    data = {"x": twice}
+    lower = np.zeros(len(twice))
+    for name, values in live.items():
+        upper = lower + np.repeat(np.array(values, dtype=float), 2)[:-1]
+        data |= {f"{name}_from": lower, f"{name}_to": upper, name: upper - lower}
+        lower = upper
+    source = ColumnDataSource(data | {"sum": lower})
+    drawn: dict[str, list[Renderer]] = {}
+    for name in live:
+        drawn[name] = [
+            plot.varea("x", f"{name}_from", f"{name}_to", source=source, fill_color=colour(name), fill_alpha=0.85)
+        ]
+    line = plot.line("x", "sum", source=source, line_alpha=0)
+    tips = [("at", f"@x{{0,0.000}} {unit}"), ("live", "@sum{0.[00]ib}")]
+    hover(plot, [line], [*tips, *((words(name), f"@{name}{{0.[00]ib}}") for name in reversed(live))], "vline")
+    from_zero(plot)
+    return drawn
+
+
+def _peak(
+    plot: figure, moments: Sequence[int], live: dict[str, list[int]], start: int, scale: float
+) -> tuple[int, float]:
+    sums = [sum(values) for values in zip(*live.values(), strict=True)]
+    highest = max(range(len(sums)), key=sums.__getitem__)
+    at = (moments[highest] - start) / scale
+    plot.add_layout(Span(location=at, dimension="height", line_color=MARK, line_width=1, line_dash="dashed"))
+    right = 2 * highest < len(sums)
+    label(plot, (at, sums[highest]), f"peak {format_bytes(sums[highest])}", right=right)
+    from_zero(plot, 1.15 * max(sums[highest], 1))
+    return sums[highest], at
+
+
+def _blocks(plot: figure, lives: BlockLives, unit: str, scale: float) -> dict[str, list[Renderer]]:
+    size = np.array(lives.size, dtype="i8")
+    address = np.array(lives.address, dtype="u8")
+    bottom = _bottoms(lives)
+    columns: dict[str, NDArray[Any]] = {
+        "left": ((np.array(lives.born, dtype="i8") - lives.start) / scale).astype("f4"),
+        "right": ((np.array(lives.died, dtype="i8") - lives.start) / scale).astype("f4"),
+        "bottom": bottom.astype("f4"),
+        "top": (bottom + size).astype("f4"),
+        "size": size.astype("u4" if size.max() < 1 << 32 else "f8"),
+    }
+    # The page's script makes the columns address and stack of these: as texts they would be ten times as long.
+    packed: dict[str, NDArray[Any]] = {
+        "low": address & np.uint64(0xFFFFFFFF),
+        "high": address >> np.uint64(32),
+        "text": np.array(lives.stack),
+    }
+    kinds = np.array(lives.kind)
+    drawn: dict[str, list[Renderer]] = {}
+    for place, name in enumerate(KINDS):
+        chosen = kinds == place
+        if not chosen.any():
+            continue
+        widen = {key: b64encode(values[chosen].astype("<u4").tobytes()).decode() for key, values in packed.items()}
+        source = ColumnDataSource(
+            {key: values[chosen] for key, values in columns.items()}, tags=[{"widen": widen}]
+        )  # fmt: skip
+        view = CDSView(filter=BooleanFilter(tags=["size"]))
+        quad = plot.quad(
+            "left", "right", "top", "bottom", source=source, view=view, fill_color=colour(name), line_color=None,
+            hover_fill_color=MARK, hover_line_color=None,
+        )  # fmt: skip
+        tip = _TIP.replace("KIND", words(name)).replace("UNIT", unit)
+        quad.glyph.tags = ["plain"]
+        _tip(plot, quad, tip)
+        drawn[name] = [quad]
+    from_zero(plot)
+    return drawn
+
+
+def _bottoms(lives: BlockLives) -> NDArray[Any]:
+    """Return the lower edges: what stays lies below what comes and goes, which else would leave holes."""
+    bottom = np.zeros(len(lives), dtype="f8")
+    ground = 0
+    stays = [KINDS[kind] in _STAYS for kind in lives.kind]
+    for wanted in (True, False):
+        chosen = [i for i, one in enumerate(stays) if one is wanted]
+        part = lives.at(chosen)
+        lower = offsets(part.born, part.died, part.size)
+        for i, edge in zip(chosen, lower, strict=True):
+            bottom[i] = ground + edge
+        ground += max((edge + size for edge, size in zip(lower, part.size, strict=True)), default=0)
+    return bottom
+
+
+def _tip(plot: figure, quad: Renderer, tip: str) -> None:
+    plot.add_tools(HoverTool(renderers=[quad], tooltips=tip, attachment="horizontal", visible=False))

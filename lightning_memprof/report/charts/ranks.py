@@ -1,0 +1,113 @@
+"""The ranks beside each other: what a step's time is made of on each, and the most memory that each had."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from bokeh.layouts import column
+from bokeh.models import ColumnDataSource
+
+from lightning_memprof.artifacts.series import PHASES
+from lightning_memprof.report.charts.embed import Chart, made
+from lightning_memprof.report.charts.style import (
+    MARK,
+    Renderer,
+    bytes_axis,
+    colour,
+    from_zero,
+    hover,
+    legend,
+    new_figure,
+    whole_numbers,
+    words,
+)
+from lightning_memprof.units import format_ns
+
+if TYPE_CHECKING:
+    from bokeh.plotting import figure
+
+    from lightning_memprof.analysis.ranks import RankReport, RankTimes
+
+__all__ = ["ranks_chart"]
+
+_ABOVE: Final = 260
+_BELOW: Final = 200
+_MEMORY: Final = {"rss_peak_bytes": "resident on the host", "device_peak_bytes": "peak on the device"}
+
+
+def ranks_chart(report: RankReport | None) -> Chart | None:
+    """Return the mean step of each rank as stacked bars, and its memory beneath; None without ranks to compare."""
+    if report is None or len(report.ranks) < 2:
+        return None
+    ranks = report.ranks
+    above = _times(ranks)
+    slowest = max(ranks, key=lambda one: one.step_ns)
+    fastest = min(ranks, key=lambda one: one.step_ns)
+    least, most = format_ns(fastest.step_ns), format_ns(slowest.step_ns)
+    span = f"{least} on rank {fastest.rank} to {most} on rank {slowest.rank}" if least != most else f"{most} on each"
+    summary = f"The mean step of {len(ranks)} ranks: {span}."
+    if any(one.wait_ns is not None for one in ranks):
+        summary += " Red: how long a rank waits for others in its collectives."
+    below = _memory(ranks, above)
+    if below is None:
+        return made(("ranks", "ranks"), "Ranks", summary, above, height=_ABOVE)
+    model = column(above, below, sizing_mode="stretch_width")
+    return made(("ranks", "ranks"), "Ranks", f"{summary} Below the most memory of each.", model, height=_ABOVE + _BELOW)
+
+
+def _times(ranks: tuple[RankTimes, ...]) -> figure:
+    shown = [phase for phase in PHASES if any(one.phases_ns.get(phase) for one in ranks)]
+    columns: dict[str, list[float]] = {
+        "rank": [one.rank for one in ranks],
+        "step": [one.step_ns / 1e6 for one in ranks],
+        **{phase: [(one.phases_ns.get(phase) or 0) / 1e6 for one in ranks] for phase in shown},
+    }
+    rest = [max(0.0, step - sum(columns[phase][i] for phase in shown)) for i, step in enumerate(columns["step"])]
+    # Ranks of which only a whole step is known have their bar too.
+    if any(part > 0.02 * step for part, step in zip(rest, columns["step"], strict=True)):
+        shown = [phase for phase in shown if phase != "other"] + ["other"]
+        known = columns.get("other", [0.0] * len(ranks))
+        columns["other"] = [was + more for was, more in zip(known, rest, strict=True)]
+    columns["wait"] = [float("nan") if one.wait_ns is None else one.wait_ns / 1e6 for one in ranks]
+    data = ColumnDataSource(columns)
+    plot = new_figure(_ABOVE, "rank", "mean step, ms")
+    bars = plot.vbar_stack(
+        shown, x="rank", width=0.85, source=data, color=[colour(phase) for phase in shown], line_color=None
+    )
+    tips = [("rank", "@rank"), ("step", "@step{0,0.00} ms")]
+    items: list[tuple[str, list[Renderer]]] = [(phase, [bar]) for phase, bar in zip(shown, bars, strict=True)]
+    if any(one.wait_ns is not None for one in ranks):
+        marks = plot.scatter("rank", "wait", source=data, marker="dash", size=14, line_color=MARK, line_width=3)
+        items.append(("waiting", [marks]))
+        tips.append(("waiting", "@wait{0,0.00} ms"))
+    columns |= {"left": [rank - 0.5 for rank in columns["rank"]], "right": [rank + 0.5 for rank in columns["rank"]]}
+    covered = ColumnDataSource(columns | {"top": [max(columns["step"])] * len(ranks)})
+    cover = plot.quad("left", "right", "top", 0, source=covered, fill_alpha=0, line_alpha=0)
+    hover(plot, [cover], [*tips, *((words(phase), f"@{phase}{{0,0.00}} ms") for phase in shown)], "vline")
+    from_zero(plot)
+    whole_numbers(plot)
+    legend(plot, items)
+    return plot
+
+
+def _memory(ranks: tuple[RankTimes, ...], above: figure) -> figure | None:
+    series = {
+        label: [(one.rank, size) for one in ranks if (size := getattr(one, key)) is not None]
+        for key, label in _MEMORY.items()
+    }
+    if not any(series.values()):
+        return None
+    plot = new_figure(_BELOW, "rank", x_range=above.x_range)
+    bytes_axis(plot)
+    items: list[tuple[str, list[Renderer]]] = []
+    for place, (label, points) in enumerate(series.items()):
+        if not points:
+            continue
+        data = ColumnDataSource({"x": [rank for rank, _ in points], "y": [size for _, size in points]})
+        dots = plot.scatter("x", "y", source=data, size=6, color=colour("", place))
+        hover(plot, [dots], [("rank", "@x"), (label, "@y{0.[00]ib}")], "vline")
+        items.append((label, [dots]))
+    from_zero(plot)
+    whole_numbers(plot)
+    legend(plot, items)
+    return plot

@@ -1,0 +1,212 @@
+"""Charts over the steps of a run: what a step's time is made of, how much is worked through, what memory it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from bokeh.models import ColumnDataSource
+from bokeh.models.annotations import BoxAnnotation
+
+from lightning_memprof.artifacts.series import PHASES
+from lightning_memprof.report.charts.embed import Chart, made
+from lightning_memprof.report.charts.style import (
+    MARK,
+    Renderer,
+    bytes_axis,
+    colour,
+    from_zero,
+    grouped,
+    hover,
+    label,
+    legend,
+    new_figure,
+    whole_numbers,
+    words,
+)
+from lightning_memprof.units import format_bytes, format_ns
+
+if TYPE_CHECKING:
+    from bokeh.plotting import figure
+
+    from lightning_memprof.analysis.run import Rank
+    from lightning_memprof.artifacts.series import PulseRow
+    from lightning_memprof.report.view import View
+
+__all__ = ["run_memory_chart", "steps_chart", "throughput_chart"]
+
+_HEIGHT: Final = 300
+_LOW: Final = 220
+# A bar needs two pixels; of more steps neighbours are drawn together.
+_BARS: Final = 500
+_WINDOWS: Final = 40
+# A first step that compiles would press all others flat: beyond this many times the slowest of nineteen in twenty the
+# chart is cut, and says so.
+_TALL: Final = 3.0
+
+
+class _Times:
+    """Durations and phases of steps in ms, one row a step."""
+
+    def __init__(self, rows: Sequence[tuple[int, int, Sequence[int | None]]]) -> None:
+        self.steps = np.array([step for step, _, _ in rows], dtype=np.int64)
+        self.total = np.array([duration for _, duration, _ in rows], dtype=float) / 1e6
+        self.phases = np.array([[ns or 0 for ns in phases] for _, _, phases in rows], dtype=float) / 1e6
+        self.known = [any(row[2][place] is not None for row in rows) for place in range(len(PHASES))]
+
+
+def steps_chart(view: View, lead: Rank) -> Chart | None:
+    """Return the steps of the lead rank as stacked bars of their phases; None where no step was timed."""
+    clock = view.lead.statistics.clock if view.lead.statistics else "host"
+    rows = _timed(lead.pulse, "device_" if clock == "device" else "")
+    source = f"the pulse, on the {clock}'s clock"
+    if not rows:
+        rows = [
+            (step.step, step.duration_ns, [step.breakdown_ns.get(phase) for phase in PHASES])
+            for window in view.lead.windows
+            for step in window.steps
+            if step.duration_ns is not None and step.breakdown_ns is not None
+        ]
+        source = "the recorded steps of the windows"
+    if not rows:
+        return None
+    times = _Times(rows)
+    groups = grouped(len(rows), _BARS)
+    plot = new_figure(_HEIGHT, "step", "time of a step, ms")
+    columns = _bars(times, groups)
+    data = ColumnDataSource(columns)
+    shown = [phase for phase, known in zip(PHASES, times.known, strict=True) if known]
+    bars = plot.vbar_stack(
+        shown, x="x", width="width", source=data, color=[colour(phase) for phase in shown], line_color=None
+    )
+    most = _cut_tall(plot, times)
+    whole = plot.quad("left", "right", "height", 0, source=data, fill_alpha=0, line_alpha=0)
+    tips = [("step", "@name"), ("duration", "@total{0,0.00} ms")]
+    if len(groups) < len(rows):
+        plot.step("x", "slowest", source=data, mode="center", line_color=MARK, line_width=1)
+        tips.append(("slowest of them", "@slowest{0,0.00} ms"))
+    hover(plot, [whole], [*tips, *((words(phase), f"@{phase}{{0,0.00}} ms") for phase in shown)], "vline")
+    _windows(plot, lead)
+    legend(plot, [(phase, [bar]) for phase, bar in zip(shown, bars, strict=True)])
+    median = format_ns(float(np.median(times.total)) * 1e6)
+    summary = f"Rank {lead.rank}, {len(rows)} steps of {source}; half of them take at most {median}."
+    if len(groups) < len(rows):
+        summary += f" A bar is the mean of {len(groups[0])} neighbours, the red line the slowest of them."
+    if lead.windows:
+        summary += " Shaded: windows, which cost time themselves."
+    return made(("steps", "steps"), "Time of each step", summary + most, plot, height=_HEIGHT)
+
+
+def _timed(pulse: Sequence[PulseRow], prefix: str) -> list[tuple[int, int, list[int | None]]]:
+    rows = []
+    for row in pulse:
+        step, duration = row["step"], row[f"{prefix}duration_ns"]
+        if step is None or duration is None:
+            continue
+        phases = [row[f"{prefix}{phase}_ns"] for phase in PHASES]
+        # What the phases leave of the duration is the last one, other.
+        phases[-1] = duration - sum(ns or 0 for ns in phases[:-1])
+        rows.append((step, duration, phases))
+    return rows
+
+
+def _bars(times: _Times, groups: Sequence[range]) -> dict[str, list[float] | list[str]]:
+    firsts = [float(times.steps[group[0]]) for group in groups]
+    lasts = [float(times.steps[group[-1]]) for group in groups]
+    means = np.array([times.phases[group.start : group.stop].mean(axis=0) for group in groups])
+    total = np.array([times.total[group.start : group.stop].mean() for group in groups])
+    slowest = [float(times.total[group.start : group.stop].max()) for group in groups]
+    columns: dict[str, list[float] | list[str]] = {
+        "x": [(first + last) / 2 for first, last in zip(firsts, lasts, strict=True)],
+        "width": [0.9 * (last - first + 1) for first, last in zip(firsts, lasts, strict=True)],
+        "left": [first - 0.5 for first in firsts],
+        "right": [last + 0.5 for last in lasts],
+        "total": total.tolist(),
+        "slowest": slowest,
+        "height": [max(slowest)] * len(groups),
+        "name": [
+            f"{first:.0f}" if first == last else f"{first:.0f} to {last:.0f}"
+            for first, last in zip(firsts, lasts, strict=True)
+        ],
+    }
+    return columns | {phase: means[:, place].tolist() for place, phase in enumerate(PHASES)}
+
+
+def _cut_tall(plot: figure, times: _Times) -> str:
+    usual = float(np.quantile(times.total, 0.95))
+    top = float(times.total.max())
+    cut = 0 < _TALL * usual < top
+    from_zero(plot, 1.05 * (1.5 * usual if cut else max(top, 1e-6)))
+    return f" Steps of up to {format_ns(top * 1e6)} reach out of it: move the chart down to see them." if cut else ""
+
+
+def _windows(plot: figure, lead: Rank) -> None:
+    whole_numbers(plot)
+    for window in lead.windows[:_WINDOWS]:
+        steps = (*window.warmup_steps, *(window.steps or window.planned_steps))
+        if steps:
+            box = BoxAnnotation(
+                left=min(steps) - 0.5, right=max(steps) + 0.5, fill_color="#8b96a5", fill_alpha=0.18, line_color=None
+            )
+            box.level = "underlay"
+            plot.add_layout(box)
+
+
+def run_memory_chart(lead: Rank) -> Chart | None:
+    """Return the memory of the lead rank at each step: resident on the host, peak on the device; None without."""
+    series = {
+        name: [(row["step"], row[column]) for row in lead.pulse if row["step"] is not None and row[column] is not None]
+        for name, column in (("resident on the host", "rss_bytes"), ("peak on the device", "device_peak_bytes"))
+    }
+    series = {name: points for name, points in series.items() if points}
+    if not series:
+        return None
+    plot = new_figure(_LOW, "step", "")
+    bytes_axis(plot)
+    drawn: list[tuple[str, list[Renderer]]] = []
+    said = []
+    for place, (name, points) in enumerate(series.items()):
+        groups = grouped(len(points), 2 * _BARS)
+        steps = [points[group[0]][0] for group in groups]
+        most = [max(points[i][1] or 0 for i in group) for group in groups]
+        data = ColumnDataSource({"x": steps, "y": most})
+        shade = colour("", place)
+        line = plot.line("x", "y", source=data, line_color=shade, line_width=2)
+        peak = max(range(len(most)), key=most.__getitem__)
+        dot = plot.scatter([steps[peak]], [most[peak]], size=8, color=MARK)
+        label(plot, (steps[peak] or 0, most[peak]), format_bytes(most[peak]), right=2 * peak < len(most))
+        hover(plot, [line], [("step", "@x"), (name, "@y{0.[00]ib}")], "vline")
+        drawn.append((name, [line, dot]))
+        said.append(f"{name} at most {format_bytes(most[peak])}")
+    top = max(size or 0 for points in series.values() for _, size in points)
+    from_zero(plot, max(1, 1.2 * top))
+    _windows(plot, lead)
+    legend(plot, drawn)
+    summary = f"Rank {lead.rank}: {', '.join(said)}; the largest is marked."
+    return made(("memory-run", "memory"), "Memory over the run", summary, plot, height=_LOW)
+
+
+def throughput_chart(view: View, lead: Rank) -> Chart | None:
+    """Return what the lead rank works through in a second over its steps; None where no step was timed."""
+    rows = _timed(lead.pulse, "")
+    of = next((one for one in view.throughput if one.rank == lead.rank), None)
+    if len(rows) < 2:
+        return None
+    amount, unit = (of.samples, "samples") if of and of.samples else (1.0, "steps")
+    if of and of.tokens:
+        amount, unit = of.tokens, "tokens"
+    groups = grouped(len(rows), _BARS)
+    steps = [rows[group[0]][0] for group in groups]
+    rates = [
+        amount * len(group) / max(1e-9, sum(rows[i][1] for i in group) / 1e9) for group in groups
+    ]  # fmt: skip
+    plot = new_figure(_LOW, "step", f"{unit} per second")
+    data = ColumnDataSource({"x": steps, "y": rates})
+    line = plot.line("x", "y", source=data, line_color=colour("forward"), line_width=2)
+    hover(plot, [line], [("step", "@x"), (f"{unit} per second", "@y{0,0.0}")], "vline")
+    from_zero(plot)
+    _windows(plot, lead)
+    mean = amount * len(rows) / (sum(duration for _, duration, _ in rows) / 1e9)
+    summary = f"Rank {lead.rank}: {mean:,.1f} {unit} per second over all {len(rows)} steps, windows included."
+    return made(("throughput", "steps"), "Throughput", summary, plot, height=_LOW)

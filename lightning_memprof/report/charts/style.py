@@ -1,0 +1,160 @@
+"""What all charts look like: colours that hold on light and on dark, axes in bytes and times, figures of one kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, TypeAlias
+
+from bokeh.models import (
+    AdaptiveTicker,
+    BasicTicker,
+    BoxZoomTool,
+    DataRange1d,
+    HoverTool,
+    NumeralTickFormatter,
+    PanTool,
+    Range1d,
+    ResetTool,
+    SaveTool,
+    Ticker,
+    WheelZoomTool,
+)
+from bokeh.models.annotations import Label, Legend, LegendItem
+from bokeh.models.renderers import GlyphRenderer
+from bokeh.plotting import figure
+
+__all__ = [
+    "COLOURS",
+    "MARK",
+    "Renderer",
+    "bytes_axis",
+    "bytes_ticks",
+    "colour",
+    "from_zero",
+    "grouped",
+    "hover",
+    "label",
+    "legend",
+    "new_figure",
+    "whole_numbers",
+    "words",
+]
+
+COLOURS: Final[Mapping[str, str]] = {
+    "data_wait": "#e09f3e",
+    "input": "#e09f3e",
+    "forward": "#4a8fe7",
+    "activation": "#4a8fe7",
+    "backward": "#9168d8",
+    "gradient": "#9168d8",
+    "optimizer": "#2f9e8f",
+    "optimizer_state": "#2f9e8f",
+    "callbacks": "#d8576b",
+    "temporary": "#d8576b",
+    "parameter": "#5c9f4a",
+    "other": "#8b96a5",
+    "before": "#b4bcc8",
+}
+# For names that have no colour of their own, in the order of their appearance.
+_MORE: Final = ("#4a8fe7", "#e09f3e", "#2f9e8f", "#9168d8", "#d8576b", "#5c9f4a", "#c77dba", "#8b96a5")
+MARK: Final = "#e5484d"
+_NAMES: Final = {"before": "before the window", "data_wait": "data fetch"}
+# The class takes no parameter where it runs.
+Renderer: TypeAlias = "GlyphRenderer[Any]"
+Mode: TypeAlias = Literal["mouse", "hline", "vline"]
+_FONT: Final = "12px"
+
+
+def words(name: str) -> str:
+    """Return a category's or phase's name as people read it."""
+    return _NAMES.get(name, name.replace("_", " "))
+
+
+def colour(name: str, position: int = 0) -> str:
+    """Return the colour of a category or phase, or of the n-th of other names."""
+    return COLOURS.get(name) or _MORE[position % len(_MORE)]
+
+
+def new_figure(height: int, x_label: str, y_label: str = "", **options: Any) -> figure:
+    """Return an empty figure as wide as its place, ``height`` pixels high, with its tools to the right."""
+    plot = figure(
+        height=height,
+        sizing_mode="stretch_width",
+        tools="",
+        x_axis_label=x_label,
+        y_axis_label=y_label or None,
+        # The wheel belongs to the page: it zooms a chart only after its button was pressed.
+        toolbar_location="right",
+        background_fill_color=None,
+        border_fill_color=None,
+        outline_line_color=None,
+        min_border_left=72,
+        **options,
+    )
+    box = BoxZoomTool()
+    plot.add_tools(box, PanTool(), WheelZoomTool(), ResetTool(), SaveTool())
+    plot.toolbar.active_drag = box
+    plot.toolbar.active_scroll = None
+    plot.toolbar.logo = None
+    plot.toolbar.autohide = True
+    plot.grid.grid_line_alpha = 0.6
+    plot.axis.axis_label_text_font_style = "normal"
+    plot.axis.axis_label_text_font_size = _FONT
+    plot.axis.major_label_text_font_size = _FONT
+    plot.axis.minor_tick_line_color = None
+    return plot
+
+
+def bytes_axis(plot: figure) -> None:
+    """Let the vertical axis and its grid count in KiB, MiB and GiB."""
+    plot.ygrid.ticker = bytes_ticks(plot.yaxis)
+
+
+def bytes_ticks(axis: Any) -> Ticker:
+    """Let an axis count in KiB, MiB and GiB, with its ticks at multiples of those."""
+    ticker = AdaptiveTicker(base=1024, mantissas=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512], desired_num_ticks=5)
+    axis.ticker = ticker
+    axis.formatter = NumeralTickFormatter(format="0.[0]ib")
+    return ticker
+
+
+def from_zero(plot: figure, top: float | None = None) -> None:
+    """Let the vertical axis start at 0, and end at ``top`` where that is given."""
+    plot.y_range = DataRange1d(start=0) if top is None else Range1d(start=0, end=top)
+
+
+def label(plot: figure, place: tuple[float, float], text: str, *, right: bool) -> None:
+    """Write a word to the right or left of a point, a little above it."""
+    written = Label(x=place[0], y=place[1], text=text, text_font_size=_FONT, tags=["text"])
+    written.update(x_offset=7 if right else -7, y_offset=4, text_align="left" if right else "right")
+    plot.add_layout(written)
+
+
+def whole_numbers(plot: figure) -> None:
+    """Let the horizontal axis of steps or ranks have no ticks between them."""
+    ticker = BasicTicker(min_interval=1)
+    plot.xaxis.ticker = ticker
+    plot.xgrid.ticker = ticker
+
+
+def legend(plot: figure, items: Sequence[tuple[str, Sequence[Renderer]]]) -> None:
+    """Put a legend above a figure; a click on a name hides what it names."""
+    if not items:
+        return
+    shown = [LegendItem(label=words(name), renderers=list(renderers)) for name, renderers in items]
+    made = Legend(items=shown, orientation="horizontal", click_policy="hide", border_line_color=None, margin=0)
+    made.label_text_font_size = _FONT
+    made.background_fill_alpha = 0
+    made.update(padding=4, spacing=10)
+    plot.add_layout(made, "above")
+
+
+def hover(plot: figure, renderers: Sequence[Renderer], tips: Sequence[tuple[str, str]], mode: Mode) -> None:
+    """Show a row for each of ``tips`` (name, bokeh's ``@column{format}``) where the mouse is; names are ours."""
+    plot.add_tools(HoverTool(renderers=list(renderers), tooltips=list(tips), mode=mode, attachment="horizontal"))
+
+
+def grouped(count: int, most: int) -> list[range]:
+    """Cut ``count`` things into at most ``most`` ranges of neighbours, all of one length but the last."""
+    size = max(1, -(-count // most))
+    return [range(first, min(first + size, count)) for first in range(0, count, size)]

@@ -1,0 +1,159 @@
+"""What the devices did in traces: each trace's time as one bar with the causes of its gaps, and one trace over time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from bokeh.models import ColumnDataSource, FactorRange, Range1d
+from bokeh.models.annotations import BoxAnnotation, Label
+from bokeh.plotting import figure
+
+from lightning_memprof.analysis.device_timeline import STATES, DeviceTimeline
+from lightning_memprof.report.charts.embed import Chart, made
+from lightning_memprof.report.charts.style import hover, legend, new_figure
+from lightning_memprof.units import format_ns
+
+if TYPE_CHECKING:
+    from lightning_memprof.analysis.trace_model import TraceReport
+
+__all__ = ["shares_chart", "timeline_chart"]
+
+_MOST: Final = 32
+_ROW: Final = 26
+_HEIGHT: Final = 260
+_STEPS: Final = 60
+_LONGEST_NAME: Final = 28
+_COLOURS: Final[Mapping[str, str]] = {
+    "compute": "#4a8fe7",
+    "communication": "#9168d8",
+    "memory copy": "#2f9e8f",
+    "memory_copy": "#2f9e8f",
+    "idle": "#b4bcc8",
+    "idle_loading": "#e09f3e",
+    "data loading": "#e09f3e",
+    "synchronization": "#d8576b",
+    "allocator": "#c77dba",
+    "garbage": "#a67c52",
+    "python": "#e8c547",
+    "operators": "#f0935b",
+    "launch": "#7f8ea3",
+    "tail": "#b4bcc8",
+}
+_BUSY: Final = ("compute", "communication", "memory copy")
+_WORDS: Final = {"idle_loading": "idle, a batch is loaded"}
+
+
+def shares_chart(traces: Sequence[TraceReport], section: str = "traces") -> Chart | None:
+    """Return what part of its GPU window each trace spent on what; None where no trace has a device."""
+    shown = [one for one in traces if one.gpu_window is not None and one.gpu_window.window_ns > 0][:_MOST]
+    if not shown:
+        return None
+    parts = [_parts(one) for one in shown]
+    names = [*_BUSY, *dict.fromkeys(name for part in parts for name in part if name not in _BUSY)]
+    names = [name for name in names if any(part.get(name) for part in parts)]
+    rows = _names(shown)
+    height = 110 + _ROW * len(shown)
+    plot = new_figure(
+        height, "percent of the time from the first device event to the last", y_range=FactorRange(factors=rows[::-1])
+    )
+    data = ColumnDataSource(
+        {
+            "row": rows,
+            "left": [0.0] * len(rows),
+            **{name: [100 * part.get(name, 0) / sum(part.values()) for part in parts] for name in names},
+            **{f"{name} ns": [format_ns(part.get(name, 0)) for part in parts] for name in names},
+        }
+    )
+    bars = plot.hbar_stack(
+        names, y="row", height=0.8, source=data, color=[_COLOURS.get(name, "#8b96a5") for name in names],
+        line_color=None,
+    )  # fmt: skip
+    for name, bar in zip(names, bars, strict=True):
+        tips = [(_said(name), f"@{{{name}}}{{0.0}} %"), ("time", f"@{{{name} ns}}")]
+        hover(plot, [bar], tips, "mouse")
+    plot.x_range = Range1d(start=0, end=100)
+    plot.ygrid.visible = False
+    legend(plot, [(_said(name), [bar]) for name, bar in zip(names, bars, strict=True)])
+    first = shown[0].gpu_window
+    busy = 0 if first is None else 100 * first.busy_ns / first.window_ns
+    causes = ", ".join(f"{one.cause.replace('_', ' ')} {format_ns(one.total_ns)}" for one in shown[0].idle[:3])
+    summary = f"The device of {rows[0]} is busy {busy:.1f} % of its window" + (
+        f"; idle by {causes}." if causes else "."
+    )
+    return made(("devices", section), "What the devices did", summary, plot, height=height)
+
+
+def _parts(trace: TraceReport) -> dict[str, int]:
+    """Share the window: what is computed hides what else runs meanwhile."""
+    times = trace.gpu_window
+    if times is None:
+        return {}
+    copied = max(0, times.busy_ns - times.compute_ns - times.communication_exposed_ns)
+    parts = dict(zip(_BUSY, (times.compute_ns, times.communication_exposed_ns, copied), strict=True))
+    for cause in trace.idle:
+        name = cause.cause.replace("_", " ")
+        parts[name] = parts.get(name, 0) + cause.total_ns
+    rest = times.window_ns - sum(parts.values())
+    return parts | ({"idle": rest} if rest > 0 else {})
+
+
+def _names(traces: Sequence[TraceReport]) -> list[str]:
+    names: list[str] = []
+    for trace in traces:
+        name = f"rank {trace.rank}" if trace.rank is not None else trace.file.name
+        if len(name) > _LONGEST_NAME:
+            name = f"{name[: _LONGEST_NAME - 1]}…"
+        # Two rows of one name would be drawn into each other.
+        names.append(name if name not in names else f"{name} ({len(names) + 1})")
+    return names
+
+
+def timeline_chart(timeline: DeviceTimeline, place: tuple[str, str], where: str) -> Chart:
+    """Return what a trace's devices did over time, in stretches that each are shared among what ran in it."""
+    count = len(timeline.shares["idle"])
+    unit, scale = ("s", 1e9) if count * timeline.stretch_ns > 1e10 else ("ms", 1e6)
+    width = timeline.stretch_ns / scale
+    left = np.arange(count) * width
+    names = [name for name in STATES if any(share > 0 for share in timeline.shares[name])]
+    data = ColumnDataSource(
+        {
+            "middle": left + width / 2,
+            "left": left,
+            "right": left + width,
+            **{name: [100 * share for share in timeline.shares[name]] for name in names},
+        }
+    )
+    plot = new_figure(_HEIGHT, unit, "percent")
+    bars = plot.vbar_stack(
+        names, x="middle", width=width, source=data, color=[_COLOURS[name] for name in names], line_width=0.7
+    )
+    cover = plot.quad("left", "right", 100, 0, source=data, fill_alpha=0, line_alpha=0)
+    tips = [("from", f"@left{{0,0.00}} {unit}"), ("to", f"@right{{0,0.00}} {unit}")]
+    hover(plot, [cover], [*tips, *((_said(name), f"@{name}{{0.0}} %") for name in names)], "vline")
+    plot.x_range = Range1d(start=0, end=count * width)
+    plot.y_range = Range1d(start=0, end=112)
+    _steps(plot, timeline, width)
+    legend(plot, [(_said(name), [bar]) for name, bar in zip(names, bars, strict=True)])
+    busy = 100 * (1 - sum(sum(timeline.shares[name]) for name in ("idle", "idle_loading")) / count)
+    summary = (
+        f"{where}: {format_ns(count * timeline.stretch_ns)} in {count} stretches of {format_ns(timeline.stretch_ns)}, "
+        f"busy {busy:.1f} % of it. Steps are the host's."
+    )
+    return made(place, f"The devices over time, {where}", summary, plot, height=_HEIGHT)
+
+
+def _steps(plot: figure, timeline: DeviceTimeline, width: float) -> None:
+    for place, (number, start, end) in enumerate(timeline.steps[:_STEPS]):
+        box = BoxAnnotation(left=start * width, right=end * width, bottom=100, top=112, line_color=None)
+        box.update(fill_color="#8b96a5", fill_alpha=0.45 if place % 2 else 0.25)
+        plot.add_layout(box)
+        if len(timeline.steps) <= _STEPS // 3:
+            label = Label(x=(start + end) / 2 * width, y=102, text=str(number), text_font_size="11px", tags=["text"])
+            label.text_align = "center"
+            plot.add_layout(label)
+
+
+def _said(name: str) -> str:
+    return _WORDS.get(name, name.replace("_", " "))

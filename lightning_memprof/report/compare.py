@@ -1,0 +1,216 @@
+"""A comparison for people, as lines and as Markdown, and for programs, as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_memprof.analysis.compare_model import GROUPS
+from lightning_memprof.report.words import clean
+from lightning_memprof.units import format_bytes, format_ns
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from lightning_memprof.analysis.compare_model import Comparison, Difference, Measure, NamedChange
+    from lightning_memprof.analysis.limits import Outcome
+
+__all__ = ["comparison_document", "comparison_lines", "comparison_markdown", "conclusion"]
+
+Line = list[tuple[str, str]]
+
+SAME: Final = "no difference above noise"
+_LABEL_WIDTH: Final = 9
+_NAME_WIDTH: Final = 28
+_VALUE_WIDTH: Final = 19
+_CHANGE_WIDTH: Final = 8
+_WIDTH: Final = 80
+# Longer lists hide what matters: the largest are first, and --format json has all.
+_MOST_NAMES: Final = 8
+_MOST_NOTES: Final = 6
+_SIGNS: Final = {"appeared": "+", "disappeared": "-", "changed": " "}
+_STYLES: Final = {"appeared": "green", "disappeared": "magenta", "changed": ""}
+_MARKS: Final = frozenset("\\`*_{}[]|#~")
+_ENTITIES: Final = {"<": "&lt;", ">": "&gt;", "&": "&amp;"}
+# Those that a sentence about two sides names first.
+_FIRST: Final = ("step_ns", "gpu_window_ns", "peak_allocated_bytes", "peak_requested_bytes", "peak_rss_bytes")
+_NAMED_IN_SENTENCE: Final = 3
+
+
+def conclusion(comparison: Comparison) -> str:
+    """Say in one sentence what differs by more than noise."""
+    if comparison.is_same:
+        return SAME
+    found = [one for one in comparison.differences if one.is_above_noise]
+    found.sort(key=lambda one: _FIRST.index(one.name) if one.name in _FIRST else len(_FIRST))
+    parts = [f"{one.name} {_change(one)}" for one in found[:_NAMED_IN_SENTENCE]]
+    if len(found) > _NAMED_IN_SENTENCE:
+        parts.append(f"{len(found) - _NAMED_IN_SENTENCE} more quantities")
+    for group, changes in _by_group(comparison).items():
+        parts.append(f"{len(changes)} {group if len(changes) > 1 else group.removesuffix('s')}")
+    return f"B differs from A: {', '.join(parts)}"
+
+
+def comparison_lines(comparison: Comparison, outcomes: Sequence[Outcome] = ()) -> list[Line]:
+    """Return the page for a terminal of 80 columns: pairs of text and style."""
+    style = "bold green" if comparison.is_same else "bold yellow"
+    lines: list[Line] = [
+        *_labelled("A", comparison.a.label),
+        *_labelled("B", comparison.b.label),
+        *_labelled("verdict", conclusion(comparison), style),
+    ]
+    for outcome in outcomes:
+        lines += _labelled("limit", _outcome(comparison, outcome), "red" if outcome.is_broken else "green")
+    head = f"{'':<{_NAME_WIDTH}}{'A':>{_VALUE_WIDTH}}{'B':>{_VALUE_WIDTH}}{'change':>{_CHANGE_WIDTH}}"
+    lines += [[], [(head, "bold")]]
+    lines += [_difference_line(one) for one in comparison.differences]
+    for group, changes in _by_group(comparison).items():
+        lines += [[], [(group, "bold"), (f"  {GROUPS[group][1]}", "bright_black")]]
+        for one in changes[:_MOST_NAMES]:
+            figures = f"{_figure(one.a, one)} -> {_figure(one.b, one)}"
+            name = _shortened(clean(one.name), _WIDTH - len(figures) - 5)
+            lines.append([(f"{_SIGNS[one.kind]} {name:<{_WIDTH - len(figures) - 4}}  {figures}", _STYLES[one.kind])])
+            lines += [[(f"    {part}", "")] for part in textwrap.wrap(clean(one.sentence or ""), _WIDTH - 4)]
+        if len(changes) > _MOST_NAMES:
+            lines.append([(f"  {len(changes) - _MOST_NAMES} more: --format json", "bright_black")])
+    notes = list(_notes(comparison))
+    return [*lines, [], *(line for note in notes for line in _labelled("note", note))]
+
+
+def _labelled(label: str, text: str, style: str = "") -> Iterator[Line]:
+    """Yield a text behind its label, on as many lines as it takes."""
+    for part in textwrap.wrap(clean(text), _WIDTH - _LABEL_WIDTH, break_on_hyphens=False) or [""]:
+        yield [(f"{label:<{_LABEL_WIDTH}}", "bold"), (part, style)]
+        label = ""
+
+
+def _difference_line(one: Difference) -> Line:
+    values = f"{_value(one.a):>{_VALUE_WIDTH}}{_value(one.b):>{_VALUE_WIDTH}}"
+    if one.problem is not None:
+        return [(f"{one.name:<{_NAME_WIDTH}}{values}", "bright_black"), ("     n/a", "bright_black")]
+    if not one.is_above_noise:
+        return [(f"{one.name:<{_NAME_WIDTH}}{values}", ""), (f"{'~':>{_CHANGE_WIDTH}}", "bright_black")]
+    rises = (one.change or 0) > 0
+    bad = rises != (one.unit == "per_s")
+    return [(f"{one.name:<{_NAME_WIDTH}}{values}", ""), (f"{_change(one):>{_CHANGE_WIDTH}}", "red" if bad else "green")]
+
+
+def comparison_markdown(comparison: Comparison, outcomes: Sequence[Outcome] = ()) -> str:
+    """Return the page as Markdown, to be a comment on a change."""
+    lines = [f"**{conclusion(comparison)}**", ""]
+    lines += [f"- {_cell(_outcome(comparison, one))}" for one in outcomes]
+    lines += [""] if outcomes else []
+    lines += [
+        f"| | A: {_cell(comparison.a.label)} | B: {_cell(comparison.b.label)} | change |",
+        "|---|---:|---:|---:|",
+    ]
+    for one in comparison.differences:
+        change = "n/a" if one.problem else _change(one) if one.is_above_noise else "~"
+        lines.append(f"| {one.name} | {_value(one.a)} | {_value(one.b)} | {change} |")
+    for group, changes in _by_group(comparison).items():
+        lines += ["", f"| {group} ({GROUPS[group][1]}) | A | B |", "|---|---:|---:|"]
+        lines += [
+            f"| {_cell(f'{_SIGNS[one.kind]} {one.name}'.strip())} | {_figure(one.a, one)} | {_figure(one.b, one)} |"
+            for one in changes[:_MOST_NAMES]
+        ]
+        if len(changes) > _MOST_NAMES:
+            lines.append(f"| {len(changes) - _MOST_NAMES} more | | |")
+    notes = [f"- {_cell(note)}" for note in _notes(comparison)]
+    return "\n".join([*lines, *([""] if notes else []), *notes]) + "\n"
+
+
+def comparison_document(comparison: Comparison, outcomes: Sequence[Outcome] = ()) -> dict[str, Any]:
+    """Return the comparison as values that any JSON encoder takes: bytes, nanoseconds, parts of 1."""
+    return {
+        "verdict": conclusion(comparison),
+        "is_same": comparison.is_same,
+        "a": {"label": comparison.a.label, "kind": comparison.a.kind, "notes": list(comparison.a.notes)},
+        "b": {"label": comparison.b.label, "kind": comparison.b.kind, "notes": list(comparison.b.notes)},
+        "differences": [
+            {
+                "name": one.name,
+                "unit": one.unit,
+                "a": dataclasses.asdict(one.a) if one.a else None,
+                "b": dataclasses.asdict(one.b) if one.b else None,
+                "change": one.change,
+                "relative": one.relative,
+                "needed": one.needed,
+                "is_above_noise": one.is_above_noise,
+                "problem": one.problem,
+            }
+            for one in comparison.differences
+        ],
+        "changes": [dataclasses.asdict(one) for one in comparison.changes],
+        "left_out": dict(comparison.left_out),
+        "limits": [{"limit": one.limit.text, "is_broken": one.is_broken, "sentence": one.sentence} for one in outcomes],
+    }
+
+
+def _by_group(comparison: Comparison) -> dict[str, list[NamedChange]]:
+    groups: dict[str, list[NamedChange]] = defaultdict(list)
+    for one in comparison.changes:
+        groups[one.group].append(one)
+    return groups
+
+
+def _notes(comparison: Comparison) -> Iterator[str]:
+    yield "~ is no more than noise; +- is the spread over steps"
+    for one in comparison.differences:
+        if one.problem is not None and one.a is not None and one.b is not None:
+            yield f"{one.name}: {one.problem}"
+    for group, reason in comparison.left_out.items():
+        yield f"{group}: {reason}"
+    for name, side in (("A", comparison.a), ("B", comparison.b)):
+        yield from (f"{name}: {note}" for note in side.notes[:_MOST_NOTES])
+
+
+def _outcome(comparison: Comparison, one: Outcome) -> str:
+    found = comparison.difference(one.limit.name)
+    figures = ""
+    if found is not None and found.change is not None:
+        figures = f" ({_plain(found.a)} -> {_plain(found.b)}, {_change(found)})"
+    return f"{one.limit.text} {'BROKEN' if one.is_broken else 'kept'}: {one.sentence}{figures}"
+
+
+def _value(measure: Measure | None) -> str:
+    if measure is None:
+        return "-"
+    share = measure.noise / abs(measure.value) if measure.value else 0.0
+    return f"{_plain(measure)} +-{share * 100:.0f}%" if share >= 0.005 and measure.samples > 1 else _plain(measure)
+
+
+def _plain(measure: Measure | None) -> str:
+    return "-" if measure is None else _write(measure.value, measure.unit)
+
+
+def _figure(value: float | None, change: NamedChange) -> str:
+    return "none" if value is None else _write(value, change.unit)
+
+
+def _write(value: float, unit: str) -> str:
+    if unit == "bytes":
+        return format_bytes(value)
+    if unit == "ns":
+        return format_ns(value)
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _change(one: Difference) -> str:
+    relative, change = one.relative, one.change or 0.0
+    if one.unit == "count" or relative is None:
+        return f"{'+' if change > 0 else '-'}{_write(abs(change), one.unit)}"
+    if abs(relative) >= 10:
+        return f"x{1 + relative:.0f}"
+    digits = 0 if abs(relative) >= 0.1 else 1
+    return f"{relative * 100:+.{digits}f} %"
+
+
+def _shortened(name: str, width: int) -> str:
+    return name if len(name) <= width else f"{name[: width // 2 - 1]}..{name[-(width - width // 2 - 1) :]}"
+
+
+def _cell(value: str) -> str:
+    """Make a text safe inside a table of Markdown: no markup, no HTML, no new column."""
+    return "".join(_ENTITIES.get(one) or (f"\\{one}" if one in _MARKS else one) for one in clean(value))

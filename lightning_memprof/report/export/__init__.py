@@ -1,0 +1,1 @@
+"""What was recorded, in the forms of other tools: tables, flame graphs, snapshots."""

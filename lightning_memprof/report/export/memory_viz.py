@@ -1,0 +1,68 @@
+"""Snapshots that https://pytorch.org/memory_viz opens: a plain pickle of protocol 4 with all keys that it looks at.
+
+The page reads some thirty opcodes of protocols 2 to 4, wants a ring for each device, and looks for ``frames`` in every
+event and block. Format: `torch/utils/viz/MemoryViz.js` of torch 2.13.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_memprof.analysis.snapshot import parse_snapshot
+from lightning_memprof.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from typing import IO
+
+__all__ = ["PROTOCOL", "viewable", "write_snapshot"]
+
+PROTOCOL: Final = 4
+_MOST_DEVICES: Final = 1024
+
+
+def viewable(data: Any, source: str) -> dict[str, Any]:
+    """Return a snapshot with all that the page looks at; what was there stays as it is.
+
+    Args:
+        data: the dictionary of ``torch.cuda.memory._snapshot()``, or the list of ``torch.cuda.memory_snapshot()``.
+        source: where it is from, the first words of every error.
+
+    Raises:
+        ArtifactError: it is no snapshot.
+
+    """
+    parse_snapshot(data, source)
+    top: dict[str, Any] = {"segments": data} if isinstance(data, list) else dict(data)
+    top["segments"] = [_segment(one) for one in top["segments"]]
+    devices = max((one.get("device", 0) for one in top["segments"]), default=-1) + 1
+    if devices > _MOST_DEVICES:
+        raise ArtifactError(f"{source}: names a device {devices - 1}; the page shows the first {_MOST_DEVICES}")
+    rings = [[_with_frames(event) for event in ring or ()] for ring in top.get("device_traces") or ()]
+    top["device_traces"] = [*rings, *([] for _ in range(devices - len(rings)))]
+    return top
+
+
+def _segment(raw: dict[str, Any]) -> dict[str, Any]:
+    blocks = []
+    address = raw.get("address", 0)
+    for one in raw.get("blocks") or ():
+        block = {"address": address, **one}
+        # Torch 2.0 wrote both into the history of a block.
+        history = (one.get("history") or [{}])[0]
+        if block.get("frames") is None:
+            block["frames"] = history.get("frames") or []
+        if block.get("requested_size") is None:
+            block["requested_size"] = history.get("real_size", block.get("size", 0))
+        blocks.append(block)
+        address += block.get("size", 0)
+    return _with_frames({"stream": 0, "device": 0, **raw, "blocks": blocks})
+
+
+def _with_frames(raw: dict[str, Any]) -> dict[str, Any]:
+    return raw if raw.get("frames") is not None else {**raw, "frames": []}
+
+
+def write_snapshot(data: dict[str, Any], out: IO[bytes]) -> None:
+    """Write a snapshot as the page reads it."""
+    pickle.dump(data, out, protocol=PROTOCOL)

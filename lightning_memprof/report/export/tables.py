@@ -1,0 +1,292 @@
+"""What was recorded as tables: one row a step, a kernel, a module, ...; bytes and nanoseconds, nothing for people."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_memprof.analysis.allocations import run_allocations, window_allocations
+from lightning_memprof.analysis.findings import Facts, Finding, examine, examine_files
+from lightning_memprof.analysis.memory import memory_report
+from lightning_memprof.analysis.operator_rows import collect_rows
+from lightning_memprof.analysis.rows import series_rows
+from lightning_memprof.analysis.steps import window_steps
+from lightning_memprof.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from lightning_memprof.analysis.allocation_model import DeviceAllocations, WindowAllocations
+    from lightning_memprof.analysis.run import Artifact, Run
+    from lightning_memprof.analysis.snapshot_model import SnapshotReport
+    from lightning_memprof.analysis.trace_model import TraceReport
+
+__all__ = ["Table", "run_tables", "snapshot_tables", "trace_tables"]
+
+Row = Mapping[str, Any]
+
+# Columns of Python's own that say where a row was first seen, for the order of the operator table.
+_NOT_SHOWN: Final = frozenset({"first"})
+# What a trace of a device has, by field of its report.
+_DEVICE_PARTS: Final = ("kernels", "idle", "runtime_calls", "collectives", "copies", "synchronizations")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table. Every row has all ``columns``; a value is a number, a text, a bool or None."""
+
+    name: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[Any, ...]]
+
+    @classmethod
+    def of(cls, name: str, rows: Iterable[Row]) -> Table:
+        """Make a table of rows that may lack columns; what is nested in them becomes JSON."""
+        kept = list(rows)
+        columns = tuple(dict.fromkeys(column for row in kept for column in row))
+        return cls(name, columns, [tuple(_value(row.get(column)) for column in columns) for row in kept])
+
+
+def _value(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    return json.dumps(value, default=str)
+
+
+def _fields(value: Any, **before: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass, after others."""
+    return before | {
+        one.name: getattr(value, one.name) for one in dataclasses.fields(value) if one.name not in _NOT_SHOWN
+    }
+
+
+def run_tables(run: Run) -> Iterator[Table]:
+    """Yield the tables of a run that have rows: of all its ranks that were read in full."""
+    yield from _filled(
+        Table.of("pulse", ({"rank": rank.rank, **row} for rank in run.ranks for row in rank.pulse)),
+        Table.of("steps", _steps(run)),
+        Table.of("ranks", _ranks(run)),
+        Table.of("findings", _findings(examine(Facts.of(run)))),
+        Table.of("artifacts", (_fields(one) for one in run.artifacts)),
+    )
+    allocations = run_allocations(run)
+    memory = memory_report(run.in_full, allocations)
+    modules = (
+        _fields(module, rank=rank.rank, window=rank.activations.window, step=rank.activations.step)
+        for rank in memory.ranks
+        if rank.activations is not None
+        for module in rank.activations.modules
+    )
+    categories = (
+        {"rank": rank.rank, "window": peak.window, "step": peak.step, "device": peak.device, "category": name}
+        | {"bytes": size, "source": peak.source, "moment": peak.moment}
+        for rank in memory.ranks
+        if rank.peak is not None
+        for peak in (rank.peak, *rank.peak.others)
+        for name, size in peak.categories.items()
+    )
+    problems: list[Row] = [_fields(one) for one in (*run.problems, *memory.problems)]
+    problems += [
+        {"rank": one.rank, "piece": str(one.trace), "message": one.problem} for one in allocations if one.problem
+    ]
+    yield from _filled(
+        Table.of("modules", modules),
+        Table.of("categories", categories),
+        Table.of("holders", _sites(allocations)),
+        Table.of("memory", _curves(allocations)),
+    )
+    yield from _traced(run, problems)
+    yield from _series(run)
+    yield from _filled(Table.of("problems", problems))
+
+
+def _traced(run: Run, problems: list[Row]) -> Iterator[Table]:
+    """Yield what the operator traces of a run say; one that cannot be read is a problem and hides no other."""
+    from lightning_memprof.analysis.trace_report import trace_report
+
+    parts: dict[str, list[Row]] = {part: [] for part in _DEVICE_PARTS}
+    operators: list[Row] = []
+    for one in filter(_is_trace, run.artifacts):
+        try:
+            report = trace_report(one.file)
+            operators += _operators(one.file, rank=one.rank, window=one.window)
+        except ArtifactError as error:
+            problems.append({"rank": one.rank, "piece": one.path, "message": str(error)})
+            continue
+        for part, rows in parts.items():
+            rows += [_fields(row, rank=one.rank, window=one.window) for row in getattr(report, part)]
+    yield from _filled(Table.of("operators", operators), *(Table.of(part, rows) for part, rows in parts.items()))
+
+
+def _is_trace(artifact: Artifact) -> bool:
+    return artifact.type == "trace" and artifact.state == "present"
+
+
+def _steps(run: Run) -> Iterator[Row]:
+    for rank in run.in_full.ranks:
+        for window in rank.windows:
+            for step in window_steps(rank, window)[0]:
+                yield {
+                    "rank": rank.rank,
+                    "window": window.index,
+                    "step": step.step,
+                    "global_step": step.global_step,
+                    "duration_ns": step.duration_ns,
+                    **{f"{phase}_ns": ns for phase, ns in (step.breakdown_ns or {}).items()},
+                    "clock": step.clock,
+                    "source": step.source,
+                    **_fields(step.host),
+                    **(_fields(step.device) if step.device else {}),
+                }
+
+
+def _ranks(run: Run) -> Iterator[Row]:
+    facts = Facts.of(run)
+    across = {one.rank: one for one in facts.ranks.ranks} if facts.ranks else {}
+    for rank in run.ranks:
+        statistics = facts.statistics.get(rank.rank)
+        times = across.get(rank.rank)
+        yield {
+            "rank": rank.rank,
+            "host": rank.facts.get("host"),
+            "device": rank.facts.get("device"),
+            "status": rank.status,
+            "steps": rank.steps,
+            "median_step_ns": statistics.median_ns if statistics else None,
+            "mean_step_ns": statistics.mean_ns if statistics else times.step_ns if times else None,
+            "wait_ns": times.wait_ns if times else None,
+            "rss_peak_bytes": times.rss_peak_bytes if times else None,
+            "device_peak_bytes": times.device_peak_bytes if times else None,
+        }
+
+
+def _findings(findings: Iterable[Finding]) -> Iterator[Row]:
+    for one in findings:
+        yield {
+            "rule": one.rule,
+            "severity": one.severity.name.lower(),
+            "sentence": one.sentence,
+            "why": one.why,
+            "next_steps": list(one.next_steps),
+            "numbers": dict(one.numbers),
+            "evidence": [dataclasses.asdict(evidence) for evidence in one.evidence],
+        }
+
+
+def _sites(allocations: Iterable[WindowAllocations]) -> Iterator[Row]:
+    for window in allocations:
+        for device in window.devices:
+            yield from _device_sites(device, rank=window.rank, window=window.window)
+
+
+def _device_sites(device: DeviceAllocations, **before: Any) -> Iterator[Row]:
+    for site in device.sites:
+        yield _fields(site, **before, device=device.device)
+
+
+def _curves(allocations: Iterable[WindowAllocations]) -> Iterator[Row]:
+    for window in allocations:
+        for device in window.devices:
+            yield from _curve(device, rank=window.rank, window=window.window)
+
+
+def _curve(device: DeviceAllocations, **before: Any) -> Iterator[Row]:
+    for time_ns, live in device.curve:
+        total = None if device.start_bytes is None else device.start_bytes + live
+        yield before | {"device": device.device, "time_ns": time_ns, "live_bytes": live, "allocated_bytes": total}
+
+
+def _operators(trace: Path, **before: Any) -> list[Row]:
+    return [_fields(row, **before) for row in collect_rows([trace], group_by_input_shapes=False).rows]
+
+
+def _series(run: Run) -> Iterator[Table]:
+    """Yield what the collectors wrote, a table for each, as they wrote it."""
+    names = dict.fromkeys(name for rank in run.ranks for window in rank.windows for name in window.series)
+    for name in names:
+        rows = (
+            {"rank": rank.rank, "window": window.index, **row}
+            for rank in run.ranks
+            for window in rank.windows
+            if name in window.series
+            for row in series_rows(window.series[name])[0]
+        )
+        yield from _filled(Table.of(f"series_{name}", rows))
+
+
+def trace_tables(reports: Sequence[TraceReport]) -> Iterator[Table]:
+    """Yield the tables of traces that have rows."""
+    parts = ("steps", *_DEVICE_PARTS)
+    yield from _filled(
+        Table.of("traces", map(_trace, reports)),
+        *(
+            Table.of(part, (_fields(one, file=str(report.file)) for report in reports for one in getattr(report, part)))
+            for part in parts
+        ),
+        Table.of("operators", (row for one in reports for row in _operators(one.file, file=str(one.file)))),
+    )
+    memory = [(one.file, device) for one in reports for device in window_allocations(one.file)]
+    yield from _filled(
+        Table.of("holders", (row for file, device in memory for row in _device_sites(device, file=str(file)))),
+        Table.of("memory", (row for file, device in memory for row in _curve(device, file=str(file)))),
+        Table.of("findings", _findings(examine_files(reports, ()))),
+    )
+
+
+def _trace(report: TraceReport) -> Row:
+    row: dict[str, Any] = {
+        name: getattr(report, name)
+        for name in ("file", "rank", "world_size", "devices", "start_ns", "end_ns", "events", "missing")
+    }
+    for name, times in (("gpu", report.gpu_window), ("steps", report.step_window)):
+        if times is not None:
+            row |= {f"{name}_{key}": value for key, value in dataclasses.asdict(times).items()}
+    return row
+
+
+def snapshot_tables(reports: Sequence[SnapshotReport]) -> Iterator[Table]:
+    """Yield the tables of snapshots that have rows."""
+    sizes = (
+        "device", "reserved_bytes", "allocated_bytes", "requested_bytes", "inactive_bytes", "pending_bytes",
+        "peak_requested_bytes", "peak_reserved_bytes", "peak_time_us", "events", "segments",
+    )  # fmt: skip
+    devices = [(one.file, device) for one in reports for device in one.devices]
+    rings = [(file, device.device, device.replay.snapshot) for file, device in devices]
+    yield from _filled(
+        Table.of("devices", ({"file": str(file)} | {n: getattr(one, n) for n in sizes} for file, one in devices)),
+        Table.of(
+            "holders",
+            (_fields(one, file=str(file), device=d.device) for file, d in devices for one in d.holders_at_peak),
+        ),
+        Table.of(
+            "events",
+            (
+                {"file": str(file), "device": device, **event._asdict(), "stack": _stack(ring.stacks[event.stack])}
+                for file, device, ring in rings
+                for event in ring.events
+            ),
+        ),
+        Table.of(
+            "blocks",
+            (
+                {"file": str(file), "device": device, "segment": segment.address, "pool": list(segment.pool)}
+                | {**block._asdict(), "stack": _stack(ring.stacks[block.stack])}
+                for file, device, ring in rings
+                for segment in ring.segments
+                for block in segment.blocks
+            ),
+        ),
+        Table.of("findings", _findings(examine_files((), reports))),
+    )
+
+
+def _stack(frames: Iterable[object]) -> str:
+    return ";".join(map(str, frames))
+
+
+def _filled(*tables: Table) -> Iterator[Table]:
+    return (one for one in tables if one.rows)

@@ -1,0 +1,146 @@
+"""The view model of traces and snapshots by themselves, whoever recorded them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.analysis.findings import Finding, Verdict, conclude, examine_files, shown_path
+from lightning_memprof.analysis.findings.nothing_in_files import nothing_in_files
+from lightning_memprof.analysis.run import Problem
+from lightning_memprof.analysis.snapshot_report import snapshot_report
+from lightning_memprof.errors import ArtifactError
+from lightning_memprof.report.view import Command
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
+
+    from lightning_memprof.analysis.snapshot_model import SnapshotReport
+    from lightning_memprof.analysis.targets import Targets
+    from lightning_memprof.analysis.trace_model import TraceReport
+
+__all__ = ["FileReports", "FilesView", "files_view", "read_files"]
+
+MAX_NAMED: Final = 2
+
+
+@dataclass(frozen=True)
+class FileReports:
+    """What was read of traces and snapshots; a file that cannot be read is a problem and hides no other."""
+
+    traces: tuple[TraceReport, ...] = ()
+    snapshots: tuple[SnapshotReport, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+
+@dataclass(frozen=True)
+class FilesView:
+    """Traces and snapshots as they are shown.
+
+    ``findings`` has at least one, which makes the verdict. ``sizes`` are the files' bytes on disk. ``problems`` are the
+    files that cannot be read, a line each. ``commands`` are what to type next. ``left_out`` counts the files of a
+    directory that were not looked at.
+    """
+
+    traces: tuple[TraceReport, ...]
+    snapshots: tuple[SnapshotReport, ...]
+    findings: tuple[Finding, ...]
+    verdict: Verdict
+    sizes: Mapping[Path, int]
+    problems: tuple[Problem, ...] = ()
+    commands: tuple[Command, ...] = ()
+    left_out: int = 0
+
+
+def read_files(
+    traces: Iterable[Path], snapshots: Iterable[Path], progress: Callable[[Path, int, int], None] | None = None
+) -> FileReports:
+    """Analyse traces and snapshots, one after the other.
+
+    Args:
+        traces: Kineto JSON, plain or gzip-compressed.
+        snapshots: pickles of ``torch.cuda.memory._snapshot()``, plain or gzip-compressed.
+        progress: is told how far each trace was read.
+
+    """
+    read: list[TraceReport] = []
+    taken: list[SnapshotReport] = []
+    problems: list[Problem] = []
+    for path in traces:
+        from lightning_memprof.analysis.trace_report import trace_report  # numpy, which a page without traces spares
+
+        try:
+            read.append(trace_report(path, None if progress is None else _of_file(path, progress)))
+        except ArtifactError as error:
+            problems.append(Problem(os.fspath(path), _without(error, path)))
+    for path in snapshots:
+        try:
+            taken.append(snapshot_report(path))
+        except ArtifactError as error:
+            problems.append(Problem(os.fspath(path), _without(error, path)))
+    return FileReports(tuple(read), tuple(taken), tuple(problems))
+
+
+def files_view(
+    targets: Targets, *, rank: int | None = None, progress: Callable[[Path, int, int], None] | None = None
+) -> FilesView:
+    """Compute what is shown of traces and snapshots.
+
+    Args:
+        targets: the files; a run in it is left out.
+        rank: only the traces of this global rank; those that do not say whose they are stay.
+        progress: as for :func:`read_files`.
+
+    Raises:
+        ArtifactError: none of the files can be read, or none is of the rank.
+
+    """
+    reports = read_files(targets.traces, targets.snapshots, progress)
+    traces = tuple(one for one in reports.traces if rank is None or one.rank in {rank, None})
+    if not traces and not reports.snapshots:
+        raise ArtifactError(_nothing(reports, rank))
+    findings = examine_files(traces, reports.snapshots) or (nothing_in_files(traces, reports.snapshots),)
+    files = [*(one.file for one in traces), *(one.file for one in reports.snapshots)]
+    return FilesView(
+        traces=traces,
+        snapshots=reports.snapshots,
+        findings=findings,
+        verdict=conclude(findings),
+        sizes={file: file.stat().st_size for file in files},
+        problems=reports.problems,
+        commands=_commands(targets, traces),
+        left_out=targets.left_out,
+    )
+
+
+def _of_file(path: Path, progress: Callable[[Path, int, int], None]) -> Callable[[int, int], None]:
+    return lambda done, whole: progress(path, done, whole)
+
+
+def _without(error: ArtifactError, path: Path) -> str:
+    """Return an error's line without the path that it begins with."""
+    return str(error).removeprefix(f"{path}: ")
+
+
+def _nothing(reports: FileReports, rank: int | None) -> str:
+    if reports.traces:
+        ranks = ", ".join(sorted({str(one.rank) for one in reports.traces}))
+        return f"--rank {rank}: no trace is of this rank; there are {ranks}"
+    first = reports.problems[0]
+    more = len(reports.problems) - 1
+    return f"{first.piece}: {first.message}" + (f" (and {more} more files that cannot be read)" if more else "")
+
+
+def _commands(targets: Targets, traces: tuple[TraceReport, ...]) -> tuple[Command, ...]:
+    named = targets.named or (*targets.traces, *targets.snapshots)
+    names = " ".join(shlex.quote(shown_path(path)) for path in named[:MAX_NAMED])
+    if len(named) > MAX_NAMED:
+        names += " ..."
+    commands = [Command("lightning-memprof show", f"{names} --format json")]
+    commands.append(Command("lightning-memprof report", names))
+    if traces:
+        commands.append(Command("lightning-memprof view", names))
+    return tuple(commands)

@@ -1,0 +1,143 @@
+"""From what a user typed to what is shown: a run's view, or that of files."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.analysis.allocations import run_allocations
+from lightning_memprof.analysis.fetch import LocalRun, local_run
+from lightning_memprof.analysis.run import Artifact, Note, Run, load_run
+from lightning_memprof.analysis.tables import ensure_operator_tables
+from lightning_memprof.analysis.targets import find_targets
+from lightning_memprof.artifacts.upload import is_url
+from lightning_memprof.errors import ArtifactError
+from lightning_memprof.report.files_view import FileReports, FilesView, files_view, read_files
+from lightning_memprof.report.view import View, run_view
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+__all__ = ["MAX_FILE_BYTES", "OpenOptions", "opened"]
+
+# On disk, of traces and snapshots together: about a minute, where a person waits. Beyond, a file is named by itself.
+MAX_FILE_BYTES: Final = 256 << 20
+MAX_LISTED: Final = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenOptions:
+    """What of a target to look at.
+
+    ``rank`` leads the page instead of the lowest one, and of files only its traces are read; ``window`` leaves out the
+    others. ``max_file_bytes`` bounds the traces and snapshots of a run that are analysed, as they lie on disk.
+    """
+
+    rank: int | None = None
+    window: int | None = None
+    max_file_bytes: int = MAX_FILE_BYTES
+
+
+@contextmanager
+def opened(
+    names: Sequence[str],
+    options: OpenOptions = OpenOptions(),
+    progress: Callable[[Path, int, int], None] | None = None,
+) -> Iterator[View | FilesView]:
+    """Give what is to be shown of the targets that a user named; what was copied from a URL is there meanwhile.
+
+    Args:
+        names: one run, by path or URL, or any number of traces, snapshots and directories of them.
+        options: what of it.
+        progress: is told how far each trace was read: the file, bytes read, bytes that it has.
+
+    Raises:
+        ArtifactError: there is none of these, or several runs, or no such rank or window, or nothing can be read.
+        ConfigError: the protocol of a URL is not known here.
+
+    """
+    if len(names) == 1 and is_url(names[0]):
+        with local_run(names[0]) as found:
+            yield _run(found, options, progress)
+        return
+    if remote := next((name for name in names if is_url(name)), None):
+        raise ArtifactError(f"{remote}: is one of several; a run at a URL is named alone, files are copied here first")
+    targets = find_targets([Path(name) for name in names])
+    if targets.run is not None:
+        yield _run(LocalRun(targets.run), options, progress)
+    elif options.window is not None:
+        raise ArtifactError(f"--window {options.window}: a file has no windows; name a run, or leave --window out")
+    else:
+        yield files_view(targets, rank=options.rank, progress=progress)
+
+
+def _run(found: LocalRun, options: OpenOptions, progress: Callable[[Path, int, int], None] | None) -> View:
+    run = replace(load_run(found.path, rank=options.rank), url=found.url)
+    run = ensure_operator_tables(_of_window(_led_by(run, options.rank), options.window))
+    run, reports = _with_files(run, options.max_file_bytes, progress)
+    return run_view(run, run_allocations(run), traces=reports.traces, snapshots=reports.snapshots)
+
+
+def _led_by(run: Run, rank: int | None) -> Run:
+    if rank is None:
+        return run
+    ranks = sorted(run.ranks, key=lambda one: one.rank != rank)
+    if ranks[0].rank != rank:
+        there = _listed([one.rank for one in run.ranks])
+        raise ArtifactError(f"--rank {rank}: the run has no such rank; there are {there}")
+    return replace(run, ranks=tuple(ranks))
+
+
+def _of_window(run: Run, window: int | None) -> Run:
+    if window is None:
+        return run
+    there = sorted({one.index for rank in run.ranks for one in rank.windows})
+    if window not in there:
+        what = f"there are {_listed(there)}" if there else "it recorded none"
+        raise ArtifactError(f"--window {window}: the run has no such window; {what}")
+    ranks = (replace(rank, windows=tuple(one for one in rank.windows if one.index == window)) for rank in run.ranks)
+    return replace(
+        run,
+        ranks=tuple(ranks),
+        artifacts=tuple(one for one in run.artifacts if one.window in {None, window}),
+    )
+
+
+def _with_files(run: Run, max_bytes: int, progress: Callable[[Path, int, int], None] | None) -> tuple[Run, FileReports]:
+    """Analyse the traces and snapshots of the rank that leads, the smallest first as long as they are not too large."""
+    lead = run.lead.rank
+    files = [
+        one
+        for one in run.artifacts
+        if one.rank == lead and one.type in {"trace", "snapshot"} and one.state == "present"
+    ]
+    chosen: list[Artifact] = []
+    taken = 0
+    for one in sorted(files, key=lambda file: file.size_bytes or 0):
+        taken += one.size_bytes or 0
+        if taken > max_bytes:
+            break
+        chosen.append(one)
+    kept = [one for one in files if one in chosen]
+    reports = read_files(
+        [one.file for one in kept if one.type == "trace"],
+        [one.file for one in kept if one.type == "snapshot"],
+        progress,
+    )
+    by_file = {str(one.file): one.path for one in kept}
+    problems = [replace(one, piece=by_file.get(one.piece, one.piece), rank=lead) for one in reports.problems]
+    known = {one.piece for one in run.problems}
+    run = run.with_problems(one for one in problems if one.piece not in known)
+    if left_out := len(files) - len(chosen):
+        message = (
+            f"{left_out} of {len(files)} traces and snapshots are large and were not analysed: name one to show it"
+        )
+        run = replace(run, notes=(*run.notes, Note(lead, "files", message)))
+    return run, reports
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    more = f" and {len(numbers) - MAX_LISTED} more" if len(numbers) > MAX_LISTED else ""
+    return ", ".join(map(str, numbers[:MAX_LISTED])) + more

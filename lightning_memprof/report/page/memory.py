@@ -1,0 +1,238 @@
+"""Memory: categories at the peak, what happened over time, who holds it, and each module's part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.analysis.findings import percent
+from lightning_memprof.report.memory import peak_allocations
+from lightning_memprof.report.page.cells import NONE, bars, count_cell, index_cell, name_of, size_cell, time_cell
+from lightning_memprof.report.page.model import Cell, ChartPlace, Head, Part, Section, Stack, Table, Words
+from lightning_memprof.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from lightning_memprof.analysis.allocations import Site
+    from lightning_memprof.analysis.function_memory import FunctionReport
+    from lightning_memprof.analysis.memory import Activations, CategoryPeak, RankMemory
+    from lightning_memprof.report.view import View
+
+__all__ = ["holders_section", "memory_section", "modules_section"]
+
+# More rows are slow to lay out, and their sum is in the footer.
+MAX_SITES: Final = 300
+MAX_MODULES: Final = 1000
+ROOT: Final = "(the model)"
+
+
+def memory_section(view: View) -> Section:
+    """Return the peak of the lead rank by category, its course, and what could be freed."""
+    memory = view.memory.lead
+    parts: list[Part] = [ChartPlace("memory"), *_peak(memory.peak, view)]
+    parts += [*_checkpointing(memory), *_functions(memory.functions), *_named(view)]
+    if memory.peak is None:
+        lead = f"The peak by category is not known: {memory.reasons.get('peak', 'not recorded')}."
+    else:
+        on = f" on {memory.peak.device}" if memory.peak.device else ""
+        lead = f"At most {format_bytes(memory.peak.total_bytes)} of tensors were seen{on}, in step {memory.peak.step}."
+    return Section("memory", "Memory", lead, parts)
+
+
+def _peak(peak: CategoryPeak | None, view: View) -> Iterator[Part]:
+    if peak is None:
+        return
+    notes = [f"source: {peak.source}, {peak.moment}"]
+    notes += [f"beside it {format_bytes(one.total_bytes)} on {one.device or '?'}" for one in peak.others]
+    own = view.lead.device.peak_allocated_bytes if view.lead.device else None
+    if own is not None:
+        beyond = f", {format_bytes(own - peak.total_bytes)} more than these" if own > peak.total_bytes else ""
+        notes.append(f"the allocator's own peak over the run: {format_bytes(own)}{beyond}")
+    unknown = [(name_of(name), peak.unknown.get(name, "")) for name, size in peak.categories.items() if size is None]
+    yield Stack(
+        "At the peak, by category",
+        format_bytes(peak.total_bytes),
+        bars(peak.categories, peak.total_bytes, are_bytes=True),
+        unknown,
+        notes,
+    )
+
+
+def _checkpointing(memory: RankMemory) -> Iterator[Part]:
+    if not memory.checkpointing:
+        return
+    heads = (
+        Head("blocks", "code"), Head("frees", "number"), Head("back", "number", "there again while one is recomputed"),
+        Head("keeps", "number", "the inputs of the blocks"), Head("recomputes", "number", "in one step"),
+    )  # fmt: skip
+    rows = [
+        (
+            Cell(f"{one.name}, {'all' if len(one.blocks) == one.repeats else 'these'} {len(one.blocks)}"),
+            size_cell(one.freed_bytes, memory.activations.total_bytes if memory.activations else None),
+            size_cell(one.back_bytes),
+            size_cell(one.kept_bytes),
+            time_cell(one.recompute_ns),
+        )
+        for one in memory.checkpointing
+    ]
+    yield Table("what-if", "What if these blocks were checkpointed", heads, rows)
+
+
+def _functions(functions: Sequence[FunctionReport]) -> Iterator[Part]:
+    columns = (
+        ("rss", "rss_bytes"),
+        ("in forwards", "forward_rss_bytes"),
+        ("saved", "saved_bytes"),
+        ("allocated", "allocated_bytes"),
+        ("reserved", "reserved_bytes"),
+    )
+    known = [(name, key) for name, key in columns if any(one.changes(key) for one in functions)]
+    if not functions:
+        return
+    rows = [
+        (Cell(one.name), count_cell(len(one.calls)), *(_mean_change(one.changes(key)) for _, key in known))
+        for one in functions
+    ]
+    heads = (Head("function", "code"), Head("calls", "number"), *(Head(name, "number") for name, _ in known))
+    note = "rss grows only where memory is touched for the first time: what is used again shows 0"
+    yield Table("functions", "What a call changes, on average", heads, rows, notes=(note,))
+
+
+def _mean_change(changes: Sequence[int]) -> Cell:
+    if not changes:
+        return Cell(NONE, style="dim")
+    mean = round(sum(changes) / len(changes))
+    return Cell(f"{'+' if mean >= 0 else ''}{format_bytes(mean)}", sort=mean, style="" if mean else "dim")
+
+
+def _named(view: View) -> Iterator[Part]:
+    if not view.named:
+        return
+    heads = (
+        Head("name", "code"), Head("point"), Head("rank", "number"), Head("step", "number"), Head("rss", "number"),
+        Head("rss, peak so far", "number"),
+    )  # fmt: skip
+    rows = [
+        (
+            Cell(one.name), Cell(one.point), index_cell(one.rank), index_cell(one.step), size_cell(one.rss_bytes),
+            size_cell(one.peak_rss_bytes),
+        )
+        for one in view.named[:MAX_SITES]
+    ]  # fmt: skip
+    yield Table("named", "Moments that the program named", heads, rows)
+
+
+def holders_section(view: View) -> Section | None:
+    """Return who held the memory at the peak of the window in which it rose highest; None where nobody looked."""
+    memory = view.memory.lead
+    found = peak_allocations(memory)
+    if found is None or not found[1].sites:
+        reason = memory.reasons.get("sites")
+        if reason is None or not memory.allocations:
+            return None
+        return Section("holders", "Holders", f"Who held the memory is not known: {reason}.")
+    window, device = found
+    step = "" if device.peak_step is None else f", in step {device.peak_step}"
+    where = "the trace" if window is None else f"window {window}"
+    lead = f"{format_bytes(device.peak_bytes)} on {device.device} above the start of {where} at its peak{step}."
+    most = device.sites[0].bytes
+    rows = [_site(one, most) for one in device.sites[:MAX_SITES]]
+    rest = device.sites[MAX_SITES:]
+    footer = [
+        *(
+            [_rest(f"{len(rest)} more", sum(one.bytes for one in rest), sum(one.blocks for one in rest))]
+            if rest
+            else []
+        ),
+        *([_rest("freed of before", -device.freed_outside_bytes)] if device.freed_outside_bytes else []),
+        _rest("unattributed", device.unattributed_bytes),
+    ]
+    heads = (
+        Head("operator", "code"), Head("bytes", "number"), Head("blocks", "number"), Head("module", "code"),
+        Head("line", "code"), Head("phase"), Head("step", "number"),
+    )  # fmt: skip
+    return Section(
+        "holders",
+        "Holders at the peak",
+        lead,
+        [ChartPlace("holders"), Table("sites", "By operator, module and line", heads, rows, footer)],
+    )
+
+
+def _site(one: Site, most: int) -> tuple[Cell, ...]:
+    return (
+        Cell(one.operator.removeprefix("aten::")),
+        size_cell(one.bytes, most),
+        count_cell(one.blocks),
+        Cell(one.module or NONE, style="" if one.module else "dim"),
+        Cell(one.line or NONE, style="" if one.line else "dim"),
+        Cell(name_of(one.phase or NONE), style="" if one.phase else "dim"),
+        index_cell(one.step),
+    )
+
+
+def _rest(name: str, size: int, blocks: int | None = None) -> tuple[Cell, ...]:
+    filled = Cell("") if blocks is None else count_cell(blocks)
+    return (Cell(name), size_cell(size), filled, *[Cell("")] * 4)
+
+
+def modules_section(view: View) -> Section:
+    """Return each module's activations, parameters, gradients and time."""
+    kept = view.memory.lead.activations
+    if kept is None:
+        reason = view.memory.lead.reasons.get("modules", "not recorded")
+        return Section("modules", "Modules", f"What each module keeps is not known: {reason}.")
+    lead = f"{format_bytes(kept.total_bytes)} were kept for backward in step {kept.step}."
+    parts: list[Part] = [_modules(kept)]
+    types = [
+        f"{name} {format_bytes(size)} ({percent(size / kept.total_bytes)})"
+        for name, size in sorted(kept.dtypes.items(), key=lambda one: -one[1])
+        if kept.total_bytes
+    ]
+    if types:
+        parts.append(Words(f"By data type: {', '.join(types)}."))
+    if kept.attribution:
+        parts.append(Words(f"{format_bytes(kept.unattributed_bytes)} are unattributed: {kept.attribution}."))
+    if kept.uncounted:
+        words = (
+            "values more are kept in a form whose size is not known: by a scripted module, or by the program's hooks"
+        )
+        parts.append(Words(f"{kept.uncounted} {words}."))
+    return Section("modules", "Modules", lead, parts)
+
+
+def _modules(kept: Activations) -> Table:
+    shown, rest = kept.modules[:MAX_MODULES], kept.modules[MAX_MODULES:]
+    most: Callable[[Sequence[int | None]], int] = lambda sizes: max((one or 0 for one in sizes), default=0)  # noqa: E731
+    own = most([one.own_activation_bytes for one in shown])
+    inclusive = most([one.inclusive_activation_bytes for one in shown])
+    longest = most([one.forward_ns for one in shown])
+    heads = (
+        Head("module", "code"),
+        Head("own", "number", "saved while it was the innermost"),
+        Head("inclusive", "number", "with its sub-modules"),
+        Head("parameters", "number"),
+        Head("gradients", "number"),
+        Head("forward", "number", "of this step, recorded"),
+        Head("calls", "number"),
+    )
+    rows = [
+        (
+            Cell(one.name or ROOT, sort=one.name),
+            size_cell(one.own_activation_bytes, own),
+            size_cell(one.inclusive_activation_bytes, inclusive),
+            size_cell(one.parameter_bytes),
+            size_cell(one.gradient_bytes),
+            time_cell(one.forward_ns if one.calls else None, longest),
+            count_cell(one.calls or None),
+        )
+        for one in shown
+    ]
+    empty = [Cell("")] * 5
+    footer = [[Cell("unattributed"), size_cell(kept.unattributed_bytes), *empty]]
+    if rest:
+        footer.insert(
+            0, [Cell(f"{len(rest)} more"), size_cell(sum(one.own_activation_bytes for one in rest)), *empty]
+        )  # fmt: skip
+    return Table("module-table", "By module", heads, rows, footer)

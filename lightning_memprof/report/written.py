@@ -1,0 +1,79 @@
+"""Writes the page; started as a process, for the end of a training, which does not wait for it.
+
+python -m lightning_memprof.report.written RUN_DIRECTORY
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.artifacts.naming import temporary_name
+from lightning_memprof.errors import ReportError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightning_memprof.report.files_view import FilesView
+    from lightning_memprof.report.view import View
+
+__all__ = ["LOG_NAME", "PAGE_NAME", "main", "write_page"]
+
+PAGE_NAME: Final = "report.html"
+LOG_NAME: Final = "report.log"
+# The next training of the same program goes first.
+NICENESS: Final = 10
+
+
+def write_page(view: View | FilesView, out: Path) -> None:
+    """Write the page to ``out``, under a temporary name first: it is whole, or as it was before.
+
+    Raises:
+        ReportError: the page cannot be made, or not be written there.
+
+    """
+    try:
+        # A training process starts this module as another one, and never loads what draws.
+        from lightning_memprof.report.html import to_html
+
+        page = to_html(view)
+    except Exception as error:
+        msg = f"the page cannot be made ({type(error).__name__}: {error}); `lightning-memprof show` may do without it"
+        raise ReportError(msg) from error
+    temporary = out.with_name(temporary_name(out.name))
+    try:
+        temporary.write_text(page, encoding="utf-8")
+        temporary.replace(out)
+    except OSError as error:
+        msg = f"{out}: cannot be written ({error.strerror or error}); name another file with -o"
+        raise ReportError(msg) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page of a run directory into it: 0, or 1 and a line in its ``report.log``."""
+    (name,) = sys.argv[1:] if argv is None else argv
+    directory = Path(name)
+    log = directory / LOG_NAME
+    try:
+        with suppress(OSError):
+            os.nice(NICENESS)
+        from lightning_memprof.report.opened import opened
+
+        with opened([str(directory)]) as view:
+            write_page(view, directory / PAGE_NAME)
+        log.unlink(missing_ok=True)
+    except Exception as error:  # noqa: BLE001 nobody is there to hear of it: the log says what was wrong
+        with suppress(OSError):
+            log.write_text(f"{type(error).__name__}: {error}\n", encoding="utf-8", errors="backslashreplace")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

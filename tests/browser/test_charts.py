@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_memprof.analysis.block_lives import BlockLives
+from lightning_memprof.report.charts import Chart, chart_resources
+from lightning_memprof.report.charts.holders import holders_chart
+from lightning_memprof.report.charts.memory import memory_chart
+
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+HOSTILE = "</script><img src=x onerror=document.documentElement.dataset.hit=1>"
+DRAWN = "html[data-charts=drawn]"
+# Where in its figure a chart draws, as parts of it: the axis is to the left of it, the legend above.
+MIDDLE = 0.55
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def open_charts(browser: Any, tmp_path: Path) -> Iterator[Open]:
+    """Open charts in a page from disk and wait for them; it fails where one asks another host, or says an error."""
+    troubles: list[str] = []
+    context = browser.new_context(viewport={"width": 1100, "height": 900})
+
+    def open_(*charts: Chart, theme: str = "light") -> Any:
+        file = tmp_path / "page.html"
+        file.write_text(
+            f'<!doctype html><html data-theme="{theme}"><head><meta charset="utf-8">'
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">{chart_resources()}</head>'
+            f"<body>{''.join(chart.html for chart in charts)}</body></html>",
+            encoding="utf-8",
+        )
+        page = context.new_page()
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.on("console", lambda said: troubles.append(said.text) if said.type in {"error", "warning"} else None)
+        page.on("request", lambda asked: None if asked.url.startswith("file:") else troubles.append(asked.url))
+        measured = context.new_cdp_session(page)
+        measured.send("Performance.enable", {"timeDomain": "threadTicks"})
+        page.goto(file.as_uri())
+        page.wait_for_selector(DRAWN, state="attached", timeout=60_000)
+        page.busy_s = {one["name"]: one["value"] for one in measured.send("Performance.getMetrics")["metrics"]}[
+            "TaskDuration"
+        ]
+        assert {one.get_attribute("data-state") for one in page.query_selector_all(".chart")} == {"drawn"}
+        return page
+
+    yield open_
+    context.close()
+    assert troubles == []
+
+
+def blocks(count: int, stack: str) -> BlockLives:
+    draw = random.Random(1)
+    lives = BlockLives("cuda:0", start=0, end=1_000_000_000, stacks=[stack])
+    kinds = ("activation", "temporary", "gradient", "optimizer_state")
+    for i in range(count):
+        born = int(i / count * 990_000_000)
+        size = int(min(4e8, draw.lognormvariate(10, 3)))
+        life = (born, min(10**9, born + int(draw.expovariate(1 / 2e7))), 0x7F0000000000 + 512 * i, size)
+        lives.add(life, kinds[i % 4], 0)
+    return lives
+
+
+def one_block(stack: str) -> BlockLives:
+    lives = BlockLives("cuda:0", start=0, end=1_000_000, stacks=[stack])
+    lives.add((0, 1_000_001, 0x7FC0DE000000, 3 * 1024**2), "activation", 0)
+    lives.add((500_000, 600_000, 0x1000, 2048), "temporary", 0)
+    return lives
+
+
+def shown_memory(lives: BlockLives, where: str = "window 0 of rank 0") -> Chart:
+    chart = memory_chart(lives, ("memory", "memory"), where)
+    assert chart is not None
+    return chart
+
+
+def tip(page: Any, chart: str, part: float = MIDDLE) -> str:
+    """What is written beside the mouse over a part of a chart, from its top."""
+    box = page.locator(f"#chart-{chart} .chart-place").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * MIDDLE, box["y"] + box["height"] * part)
+    page.mouse.move(box["x"] + box["width"] * MIDDLE + 2, box["y"] + box["height"] * part)
+    page.locator(".bk-tooltip-content").first.wait_for(state="visible", timeout=10_000)
+    said: str = " ".join(page.locator(".bk-tooltip-content").all_inner_texts())
+    return said
+
+
+def test_hovering_a_block_gives_its_address_its_size_and_its_stack(open_charts: Open):
+    page = open_charts(shown_memory(one_block("model.py(7): forward\ntrain.py(3): main")))
+    said = tip(page, "memory", 0.75)
+    for word in ("0x7fc0de000000", "3MiB", "3,145,728", "model.py(7): forward\ntrain.py(3): main", "activation"):
+        assert word in said
+
+
+def test_small_blocks_can_be_hidden(open_charts: Open):
+    page = open_charts(shown_memory(one_block("a")))
+    said = page.locator("#chart-memory output")
+    assert said.inner_text() == "2 of 2 blocks are shown"
+    page.select_option("#filter-memory", label="16.0 KiB")
+    assert said.inner_text() == "1 of 2 blocks are shown"
+    page.select_option("#filter-memory", label="none")
+    assert said.inner_text() == "2 of 2 blocks are shown"
+
+
+def test_a_hundred_thousand_blocks_are_drawn_within_two_seconds(open_charts: Open):
+    page = open_charts(shown_memory(blocks(100_000, "train.py(3): main")))
+    assert "of 100,000 blocks" in page.locator("#chart-memory output").inner_text()
+    # Its processor's time, for other programs may keep a page waiting; the library itself is read in it too.
+    assert page.busy_s < 2.5
+    drawn = page.screenshot(clip=page.locator("#chart-memory .chart-place").bounding_box())
+    assert len(drawn) > 20_000
+
+
+def test_names_of_the_program_are_text_and_nothing_else(open_charts: Open):
+    held = holders_chart([((HOSTILE, HOSTILE), 1024, 1)], ("holders", "memory"), HOSTILE)
+    assert held is not None
+    page = open_charts(shown_memory(one_block(HOSTILE), HOSTILE), held)
+    assert HOSTILE in tip(page, "memory", 0.75)
+    page.locator("#chart-holders").scroll_into_view_if_needed()
+    assert HOSTILE in tip(page, "holders", 0.2)
+    assert page.locator("img").count() == 0
+    assert page.locator("html").get_attribute("data-hit") is None
+
+
+def test_charts_follow_the_theme_of_the_page(open_charts: Open):
+    page = open_charts(shown_memory(one_block("a")), theme="dark")
+    colours = "Bokeh.documents[0]._all_models.values().find(one => one.type === 'LinearAxis').major_label_text_color"
+    assert page.evaluate(colours) == "#b6c2cf"
+    page.locator("html").evaluate("root => { root.dataset.theme = 'light' }")
+    assert page.evaluate(colours) == "#424a53"

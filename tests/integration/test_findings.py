@@ -1,0 +1,370 @@
+"""Each finding that a CPU can show: a real training that has the fault, and a healthy twin that is silent."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+
+from faults import Samples, Steady, Training, findings_of, findings_of_run
+from lightning_memprof import HookTimings, Pulse, SavedTensors, Schedule
+from lightning_memprof.analysis.findings import Finding, Severity
+from lightning_memprof.capture.base import Collector, OnMark, RunContext
+from lightning_memprof.schedule import Window
+from lightning_memprof.units import MIB
+from ranks import launch
+from training import Perceptron, only_run
+
+TWO = Schedule(wait=1, active=1)
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finding]:
+    """The twin of all faults whose training is otherwise the same."""
+    return findings_of(tmp_path_factory.mktemp("healthy"), Training(validation=Samples(1), collectors=None))
+
+
+def severities(found: dict[str, Finding]) -> dict[str, Severity]:
+    return {rule: one.severity for rule, one in found.items() if one.severity > Severity.INFO}
+
+
+def test_a_healthy_training_has_nothing_above_info(healthy: dict[str, Finding]) -> None:
+    assert not severities(healthy)
+    assert next(iter(healthy)) == "nothing_found"
+
+
+class Wide(Steady):
+    """Real work: no sleep."""
+
+    seconds = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 1))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.net(batch.repeat(256, 1)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-3, fused=True)
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        pytest.param(lambda: Training(model=Wide(), data=Samples(24, width=256)), id="real work"),
+        pytest.param(lambda: Training(model=Perceptron(), steps=40), id="tiny steps"),
+        pytest.param(lambda: Training(steps=6), id="few steps"),
+        pytest.param(lambda: Training(options={"accumulate_grad_batches": 4}), id="accumulation"),
+        pytest.param(
+            lambda: Training(
+                options={"max_epochs": 2, "enable_checkpointing": True}, steps=12, callbacks=(ModelCheckpoint(),)
+            ),
+            id="epochs",
+        ),
+    ],
+)
+def test_other_healthy_trainings_have_nothing_above_info(training: Any, tmp_path: Path) -> None:
+    assert not severities(findings_of(tmp_path, replace(training(), collectors=None)))
+
+
+def test_a_validation_alone_is_healthy_and_gets_no_advice_for_a_training(tmp_path: Path) -> None:
+    found = findings_of(tmp_path, Training(collectors=None), stage="validate")
+    assert not severities(found)
+    advice = " ".join(step for one in found.values() for step in one.next_steps)
+    assert "Train" not in advice.replace("Trainer(", "")
+
+
+def test_a_slow_dataset_is_input_bound(tmp_path: Path, healthy: dict[str, Finding]) -> None:
+    finding = findings_of(tmp_path, Training(data=Samples(24, seconds=0.02)))["input_bound"]
+    assert finding.severity is Severity.CRITICAL
+    assert finding.numbers["data_wait_share"] > 0.4
+    pulse, hooks = finding.evidence
+    assert (pulse.artifact, pulse.steps) == ("memprofiler/pulse.rank00000.csv", (0, 23))
+    assert (hooks.window, hooks.steps) == (0, (8, 9))
+    assert pulse.start_ns is not None
+    assert hooks.start_ns is not None
+    assert hooks.end_ns is not None
+    assert pulse.start_ns < hooks.start_ns < hooks.end_ns
+    assert "input_bound" not in healthy
+
+
+class Looping(Steady):
+    """Two hundred small parameters and little else."""
+
+    seconds = 0.004
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+        self.small = nn.ParameterList(nn.Parameter(torch.ones(4)) for _ in range(400))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) + torch.stack(list(self.small)).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-3, **self.options)
+
+
+def test_an_optimizer_that_loops_over_its_parameters_is_found(tmp_path: Path) -> None:
+    finding = findings_of(tmp_path / "loop", Training(model=Looping(foreach=False)))["optimizer_bound"]
+    assert "fused=True" in finding.next_steps[0]
+    assert "optimizer_bound" not in findings_of(tmp_path / "fused", Training(model=Looping(fused=True)))
+
+
+class Sleepy(pl.Callback):
+    """Sleeps after every Nth batch."""
+
+    def __init__(self, seconds: float, every: int = 1) -> None:
+        self.seconds = seconds
+        self.every = every
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step % self.every == 0:
+            time.sleep(self.seconds)
+
+
+def test_a_callback_that_takes_more_than_a_twentieth_of_a_step_is_named(
+    tmp_path: Path, healthy: dict[str, Finding]
+) -> None:
+    finding = findings_of(tmp_path, Training(callbacks=(Sleepy(0.003),)))["callback_bound"]
+    assert finding.numbers["slowest_hook"] == "Sleepy.on_train_batch_end"
+    assert finding.severity is Severity.WARNING
+    assert "callback_bound" not in healthy
+
+
+def test_steps_that_are_slow_in_a_rhythm_are_told_with_what_happens_in_just_those(
+    tmp_path: Path, healthy: dict[str, Finding]
+) -> None:
+    training = Training(callbacks=(Sleepy(0.15, every=6),), steps=36, schedule=Schedule(wait=9, warmup=1, active=3))
+    finding = findings_of(tmp_path, training)["slow_steps"]
+    assert finding.sentence.startswith("Every 6th step takes ")
+    assert finding.numbers["period"] == 6
+    assert finding.numbers["cause"] == "Sleepy.on_train_batch_end"
+    assert finding.numbers["cause_ns"] >= 150_000_000
+    assert "slow_steps" not in healthy
+
+
+def test_slow_steps_that_no_window_saw_are_told_by_their_phase(tmp_path: Path) -> None:
+    class Slower(Steady):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            self.seconds = 0.2 if batch_idx % 7 == 6 else 0.015
+            return super().training_step(batch, batch_idx)
+
+    schedule = Schedule(wait=7, warmup=1, active=2)
+    finding = findings_of(tmp_path, Training(model=Slower(), steps=40, schedule=schedule))["slow_steps"]
+    assert finding.severity is Severity.CRITICAL
+    assert finding.numbers["cause"] == "the forward pass"
+    assert "no window recorded such a step" in finding.why
+    assert "Schedule(steps=(6,), active=1)" in finding.next_steps[-1]
+
+
+def test_a_validation_every_few_steps_is_told(tmp_path: Path, healthy: dict[str, Finding]) -> None:
+    options = {"val_check_interval": 5}
+    training = Training(steps=30, validation=Samples(12), options=options, schedule=Schedule(wait=8, active=2))
+    found = findings_of(tmp_path, training)
+    assert found["between_steps"].numbers["validation"] is True
+    assert found["slow_steps"].numbers["cause"] == "validation"
+    assert found["slow_steps"].numbers["period"] == 5
+    assert found["slow_steps"].severity is Severity.INFO
+    assert "between_steps" not in healthy
+
+
+class SlowToSave(Steady):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        time.sleep(0.1)
+
+
+def test_checkpoints_that_take_more_than_a_twentieth_are_found(tmp_path: Path) -> None:
+    checkpoints = ModelCheckpoint(dirpath=tmp_path / "saved", every_n_train_steps=4)
+    options = {"enable_checkpointing": True}
+    training = Training(
+        model=SlowToSave(), callbacks=(checkpoints,), options=options, schedule=Schedule(wait=9, active=2)
+    )
+    found = findings_of(tmp_path / "often", training)
+    finding = found["checkpoint_bound"]
+    assert finding.numbers["checkpoint_ns"] >= 100_000_000
+    assert finding.numbers["checkpoint_share"] > 0.3
+    assert "ModelCheckpoint(every_n_train_steps=...)" in finding.next_steps[0]
+    assert "callback_bound" not in found
+    quick = Training(callbacks=(ModelCheckpoint(dirpath=tmp_path / "quick", every_n_train_steps=100),), options=options)
+    assert "checkpoint_bound" not in findings_of(tmp_path / "seldom", quick)
+
+
+class SlowLogger(CSVLogger):
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        time.sleep(0.01)
+        super().log_metrics(metrics, step)
+
+
+class Logged(Steady):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+def test_a_logger_that_takes_more_than_a_twentieth_is_found(tmp_path: Path) -> None:
+    slow = {"logger": SlowLogger(tmp_path / "slow", name="", version="log")}
+    finding = findings_of(tmp_path / "slow", Training(model=Logged(), options=slow))["logging_bound"]
+    assert finding.numbers["logging_ns"] >= 10_000_000
+    assert "log_every_n_steps" in finding.next_steps[0]
+    assert "logging_bound" not in findings_of(tmp_path / "quick", Training(model=Logged()))
+
+
+class Littered(Steady):
+    """Goes through two hundred thousand objects in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.objects = [[index] for index in range(200_000)]
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        gc.collect()
+        return super().training_step(batch, batch_idx)
+
+
+def test_pauses_of_the_garbage_collector_are_found(tmp_path: Path, healthy: dict[str, Finding]) -> None:
+    training = Training(model=Littered(), steps=12, schedule=Schedule(wait=5, warmup=1, active=3))
+    finding = findings_of(tmp_path, training)["garbage"]
+    assert finding.numbers["garbage_share"] > 0.1
+    assert finding.numbers["pauses"] >= 3
+    assert "gc.collect()" in finding.next_steps[0]
+    assert finding.evidence[0].artifact.endswith("window000/rank00000.garbage.jsonl")
+    assert "garbage" not in healthy
+
+
+class Keeping(Steady):
+    """Keeps 4 MiB of every step."""
+
+    seconds = 0.011
+    keeps = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[torch.Tensor] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        outputs = torch.ones(1024, 1024) + batch.sum()
+        if self.keeps:
+            self.kept.append(outputs)
+        return super().training_step(batch, batch_idx) + 0 * outputs[0, 0]
+
+
+class Dropping(Keeping):
+    keeps = False
+
+
+def test_a_list_that_keeps_tensors_is_found_and_who_made_them(tmp_path: Path) -> None:
+    training = Training(model=Keeping(), steps=60, collectors=None, schedule=Schedule(wait=20, active=3))
+    finding = findings_of(tmp_path / "keeps", training)["memory_growth"]
+    # What the C allocator gives back late comes on top.
+    assert 3 * MIB < finding.numbers["bytes_per_step"] < 9 * MIB
+    (kept, *_) = finding.numbers["kept"]
+    assert kept["operator"] in ("add", "ones", "fill_", "aten::add")
+    assert kept["bytes"] >= 4 * MIB
+    assert "are still there" in finding.why
+    dropping = Training(model=Dropping(), steps=60, schedule=Schedule(wait=20, active=3))
+    assert "memory_growth" not in findings_of(tmp_path / "drops", dropping)
+
+
+class Stateful(Steady):
+    """Parameters of 36 MiB, and an optimizer that keeps none or two more sets of them."""
+
+    seconds = 0.0
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.net = nn.Sequential(nn.Linear(3072, 3072, bias=False))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optimizer(self.parameters(), 1e-3)
+
+
+def test_what_the_first_optimizer_step_adds_is_told(tmp_path: Path) -> None:
+    def training(optimizer: Any) -> Training:
+        return Training(
+            model=Stateful(optimizer), data=Samples(5, width=3072), schedule=TWO, collectors=[Pulse(), SavedTensors()]
+        )
+
+    found = findings_of(tmp_path / "adam", training(torch.optim.AdamW))
+    finding = found["optimizer_state"]
+    assert finding.severity is Severity.INFO
+    assert finding.numbers["optimizer_state_bytes"] == pytest.approx(2 * 36 * MIB, rel=0.01)
+    assert "2.0 times the parameters" in finding.why
+    assert "optimizer_state" not in findings_of(tmp_path / "sgd", training(torch.optim.SGD))
+
+
+class Blocks(Steady):
+    """Four blocks that keep 24 MiB each for backward, times ``rows / 4096``."""
+
+    seconds = 0.0
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+        self.net = nn.Sequential(
+            *(nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.LayerNorm(256)) for _ in range(4)), nn.Linear(256, 1)
+        )
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.net(batch.repeat(self.rows // 4, 1)).square().mean()
+
+
+def test_a_peak_of_activations_is_told_with_what_checkpointing_would_save(tmp_path: Path) -> None:
+    def training(rows: int) -> Training:
+        return Training(
+            model=Blocks(rows), data=Samples(5, width=256), schedule=TWO, collectors=[Pulse(), SavedTensors()]
+        )
+
+    finding = findings_of(tmp_path / "large", training(8192))["activation_peak"]
+    assert finding.severity is Severity.INFO
+    assert finding.numbers["activation_share"] > 0.5
+    assert finding.numbers["checkpointed"] == "net.0-3"
+    assert finding.numbers["saved_bytes"] > 32 * MIB
+    assert "activation_peak" not in findings_of(tmp_path / "small", training(64))
+
+
+class Dear(Collector):
+    """Takes two milliseconds at every mark."""
+
+    name = "dear"
+
+    @contextmanager
+    def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
+        yield lambda _mark: time.sleep(0.002)
+
+
+def test_figures_that_rest_on_recorded_steps_are_told(tmp_path: Path, healthy: dict[str, Finding]) -> None:
+    dear = [Pulse(), HookTimings(), Dear()]
+    found = findings_of(tmp_path, Training(steps=16, schedule=Schedule(wait=0, warmup=0, active=16), collectors=dear))
+    finding = found["profiler_overhead"]
+    assert finding.severity is Severity.WARNING
+    assert finding.numbers["own_share"] > 0.2
+    assert finding.sentence.startswith("Recording itself takes")
+    assert "dear took the most" in finding.next_steps[1]
+    # Our own marks lie between the phases, and nobody is told to log less for them.
+    assert "between_steps" not in found
+    assert healthy.get("profiler_overhead") is None or healthy["profiler_overhead"].severity is Severity.INFO
+
+
+def test_a_rank_that_holds_more_memory_than_the_other_is_found(tmp_path: Path) -> None:
+    directory = tmp_path / "ranks"
+    assert launch("uneven_ranks.py", directory, world=2) == [0, 0], (directory / "out1").read_text()
+    finding = findings_of_run(only_run(directory / "uneven"))["memory_imbalance"]
+    assert finding.numbers["rank"] == 1
+    assert finding.numbers["peak_bytes"] - finding.numbers["others_bytes"] == pytest.approx(400 * MIB, rel=0.2)
+    assert finding.evidence[0].artifact == "memprofiler/pulse.rank00001.csv"
+    assert not severities(findings_of_run(only_run(directory / "even")))

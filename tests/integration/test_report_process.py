@@ -1,0 +1,123 @@
+"""The page at the end of a training: made beside it, waited for by nobody."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lightning_memprof import HostMemory, MemProfilerCallback, Output, Pulse, Schedule
+from lightning_memprof.artifacts.sink import RunPlace
+from lightning_memprof.integration.report_process import VARIABLE, start_report
+from lightning_memprof.testing import FakeRun, make_run
+from training import Perceptron, loader, only_run, trainer
+
+PATIENCE_SECONDS = 90
+
+
+def callback(**output) -> MemProfilerCallback:
+    kept = Output(summary=False, on_error="raise", **output)
+    return MemProfilerCallback(Schedule(wait=1, active=1), [Pulse(), HostMemory()], output=kept)
+
+
+def wait_for(path: Path) -> str:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return path.read_text(encoding="utf-8")
+
+
+def makers(directory: Path) -> list[psutil.Process]:
+    return [
+        one for one in psutil.process_iter(["cmdline"]) if str(directory) in (one.info["cmdline"] or [])
+    ]  # fmt: skip
+
+
+def wait_until_ended(directory: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while makers(directory) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def test_a_fit_leaves_its_page_and_does_not_wait_for_it(tmp_path, monkeypatch):
+    monkeypatch.delenv(VARIABLE)
+    model, recorder = Perceptron(), callback()
+    trainer(tmp_path, recorder).fit(model, loader(), loader(2))
+    run = only_run(tmp_path)
+    (maker,) = makers(run)
+    assert maker.pid not in {one.pid for one in psutil.Process().children(recursive=True)}
+    assert not (run / "report.html").exists()
+    page = wait_for(run / "report.html")
+    assert page.rstrip().endswith("</html>")
+    assert "fit of Perceptron" in page
+    assert ">finished<" in page
+    wait_until_ended(run)
+    assert not (run / "report.log").exists()
+
+
+@pytest.mark.parametrize("how", ["option", "variable", "stage"])
+def test_no_page_is_made_where_none_is_wanted(tmp_path, monkeypatch, how):
+    started: list[RunPlace] = []
+    monkeypatch.setattr("lightning_memprof.integration.adapter.start_report", started.append)
+    if how == "variable":
+        assert start_report(RunPlace(tmp_path, 1)) is False
+    elif how == "option":
+        trainer(tmp_path, callback(report=False)).fit(Perceptron(), loader(3))
+    else:
+        trainer(tmp_path, callback()).validate(Perceptron(), loader(3), verbose=False)
+    assert started == []
+
+
+def test_a_run_at_a_url_is_left_to_the_command(tmp_path, monkeypatch):
+    monkeypatch.delenv(VARIABLE)
+    assert start_report(RunPlace(tmp_path, 1, "memory://b/run")) is False
+
+
+def test_an_exception_leaves_a_page_too(tmp_path, monkeypatch):
+    started: list[RunPlace] = []
+    monkeypatch.setattr("lightning_memprof.integration.adapter.start_report", started.append)
+
+    class Failing(Perceptron):
+        def training_step(self, batch, batch_idx):
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        trainer(tmp_path, callback()).fit(Failing(), loader())
+    assert [place.root for place in started] == [tmp_path / "log"]
+
+
+def test_starting_it_takes_milliseconds_and_no_pipe_is_held(tmp_path, environment):
+    run = make_run(tmp_path / "log", FakeRun(steps=5))
+    environment.pop(VARIABLE)
+    program = (
+        "import time; from pathlib import Path; from lightning_memprof.artifacts.sink import RunPlace\n"
+        "from lightning_memprof.integration.report_process import start_report\n"
+        "import sys; start = time.perf_counter(); done = start_report(RunPlace(Path(sys.argv[1]), 1))\n"
+        "print(done, time.perf_counter() - start, 'bokeh' in sys.modules, 'jinja2' in sys.modules)\n"
+    )
+    # Reading to the end of its output would wait for whoever still holds it.
+    said = subprocess.run(
+        [sys.executable, "-c", program, str(run.parent)], capture_output=True, text=True, check=True, env=environment
+    )
+    done, seconds, *loaded = said.stdout.split()
+    assert done == "True"
+    assert float(seconds) < 1
+    assert loaded[0] == "False"
+    assert not (run / "report.html").exists()
+    wait_for(run / "report.html")
+    wait_until_ended(run)
+
+
+def test_a_shell_that_is_missing_costs_a_line_of_the_log(tmp_path, monkeypatch, caplog):
+    monkeypatch.delenv(VARIABLE)
+
+    def missing(*_arguments, **_options):
+        raise FileNotFoundError("/bin/sh")
+
+    monkeypatch.setattr(subprocess, "run", missing)
+    assert start_report(RunPlace(tmp_path, 1)) is False
+    assert [record.levelname for record in caplog.records] == ["WARNING"]

@@ -1,0 +1,86 @@
+"""Traces of a made-up training on a device, event by event: a host that launches, and a device that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kineto import write_trace
+
+LAUNCH_US = 5
+DELAY_US = 3
+BASE_NS = 1_700_000_000_000_000_000
+GEMM = "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_tn"
+
+
+class Recording:
+    """Times in us; ``now`` is the host's, ``free`` when the device has done what it was given."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.now = 1_000
+        self.free = 0
+        self._correlation = 0
+
+    @contextmanager
+    def inside(self, name: str, cat: str = "user_annotation") -> Iterator[None]:
+        start = self.now
+        yield
+        self._add(cat, name, start, self.now)
+
+    def work(self, us: int, name: str = "aten::add") -> None:
+        with self.inside(name, "cpu_op"):
+            self.now += us
+
+    def python(self, us: int) -> None:
+        self.now += us
+
+    def call(self, name: str, us: int) -> None:
+        with self.inside(name, "cuda_runtime"):
+            self.now += us
+
+    def launch(self, us: int, name: str = GEMM, stream: int = 7, at: int | None = None) -> None:
+        started = self._launched("cudaLaunchKernel")
+        start = started if at is None else at
+        self._add("kernel", name, start, start + us, stream, device=0, stream=stream, correlation=self._correlation)
+        if at is None:
+            self.free = start + us
+
+    def copy(self, us: int, name: str, size: int) -> None:
+        start = self._launched("cudaMemcpyAsync")
+        self._add(
+            "gpu_memcpy", name, start, start + us, 7, device=0, stream=7, correlation=self._correlation, bytes=size
+        )
+        self.free = start + us
+
+    def synchronize(self, operator: str | None = None) -> None:
+        """Let the host wait until the device has nothing left."""
+        if operator is None:
+            self.call("cudaDeviceSynchronize", max(self.free - self.now, 0) + 2)
+            return
+        with self.inside(operator, "cpu_op"):
+            self.copy(2, "Memcpy DtoH (Device -> Pinned)", 4)
+            self.call("cudaStreamSynchronize", max(self.free - self.now, 0) + 2)
+
+    def write(self, path: Path, **metadata: Any) -> Path:
+        usual = {
+            "schemaVersion": 1,
+            "deviceProperties": [{"id": 0, "name": "NVIDIA A100-SXM4-80GB"}],
+            "baseTimeNanoseconds": BASE_NS,
+        }
+        return write_trace(path, self.events, **{**usual, **metadata})
+
+    def _launched(self, how: str) -> int:
+        """Launch something on the stream that everything waits in, and return when it can begin."""
+        self._correlation += 1
+        self._add("cuda_runtime", how, self.now, self.now + LAUNCH_US, correlation=self._correlation)
+        self.now += LAUNCH_US
+        return max(self.now + DELAY_US, self.free)
+
+    def _add(self, cat: str, name: str, start: int, end: int, lane: int | None = None, **args: Any) -> None:
+        where = {"pid": 77, "tid": 77} if lane is None else {"pid": 0, "tid": lane}
+        self.events.append(
+            {"ph": "X", "cat": cat, "name": name, **where, "ts": start, "dur": end - start, "args": args}
+        )

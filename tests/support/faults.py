@@ -1,0 +1,103 @@
+"""Small real trainings, healthy or with one fault, and what the rules say of them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_memprof import Garbage, HookTimings, MemProfilerCallback, Output, Pulse, Schedule
+from lightning_memprof.analysis.allocations import run_allocations
+from lightning_memprof.analysis.run import load_run
+from lightning_memprof.report.view import run_view
+from training import only_run, trainer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from lightning_memprof.analysis.findings import Finding
+    from lightning_memprof.capture.base import Collector
+
+__all__ = ["Samples", "Steady", "Training", "findings_of", "findings_of_run"]
+
+STEP_SECONDS = 0.015
+
+
+class Samples(Dataset[torch.Tensor]):
+    """Batches of noise; each takes ``seconds`` to load."""
+
+    def __init__(self, count: int, *, width: int = 8, seconds: float = 0.0) -> None:
+        self._batches = torch.ones(4, width)
+        self._count = count
+        self._seconds = seconds
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index >= self._count:
+            raise IndexError(index)
+        if self._seconds:
+            time.sleep(self._seconds)
+        return self._batches
+
+
+class Steady(pl.LightningModule):
+    """A step of 15 ms, however busy the machine is: most of its forward is a sleep."""
+
+    seconds = STEP_SECONDS
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        time.sleep(self.seconds)
+        loss: torch.Tensor = self.net(batch).square().mean()
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        time.sleep(self.seconds)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+@dataclass
+class Training:
+    """One training: what is not said is healthy. ``collectors`` are the cheap ones; None is the default set."""
+
+    model: pl.LightningModule = field(default_factory=Steady)
+    steps: int = 24
+    data: Dataset[torch.Tensor] | None = None
+    validation: Dataset[torch.Tensor] | None = None
+    callbacks: tuple[pl.Callback, ...] = ()
+    schedule: Schedule = field(default_factory=lambda: Schedule(wait=7, warmup=1, active=2))
+    options: dict[str, Any] = field(default_factory=dict)
+    collectors: list[Collector] | None = field(default_factory=lambda: [Pulse(), HookTimings(), Garbage()])
+
+
+def findings_of(directory: Path, training: Training | None = None, stage: str = "fit") -> dict[str, Finding]:
+    """Run a training and return what its run directory shows, by rule, the verdict's first."""
+    training = training or Training()
+    ours = MemProfilerCallback(schedule=training.schedule, collectors=training.collectors, output=Output(summary=False))
+    made = trainer(directory, ours, *training.callbacks, **training.options)
+    loaders = [DataLoader(training.data or Samples(training.steps), batch_size=None)]
+    if training.validation is not None:
+        loaders.append(DataLoader(training.validation, batch_size=None))
+    getattr(made, stage)(training.model, *loaders)
+    return findings_of_run(only_run(directory))
+
+
+def findings_of_run(directory: Path) -> dict[str, Finding]:
+    """Return what a run directory shows, by rule, the verdict's first."""
+    run = load_run(directory)
+    view = run_view(run, run_allocations(run))
+    assert not view.errors
+    return {one.rule: one for one in view.findings}

@@ -1,0 +1,295 @@
+"""What the rules about runs say, and where they are silent, of made-up runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_memprof.analysis.findings import Facts, Finding, Severity, examine, verdict
+from lightning_memprof.analysis.findings.own_cost import own_marks, own_ns
+from lightning_memprof.analysis.memory import memory_report
+from lightning_memprof.analysis.run import load_run
+from lightning_memprof.analysis.steps import pulse_statistics, window_steps
+from lightning_memprof.testing import HEALTHY, FakeMemory, FakeRun, make_run
+from lightning_memprof.units import GIB, MIB
+
+MS = 1_000_000
+
+
+def found(tmp_path: Path, fake: FakeRun) -> dict[str, Finding]:
+    return found_in(make_run(tmp_path, fake))
+
+
+def found_in(directory: Path) -> dict[str, Finding]:
+    run = load_run(directory)
+    return {one.rule: one for one in examine(Facts.of(run, memory=memory_report(run)))}
+
+
+def in_some(steps: Callable[[int], bool], **changes: int) -> Callable[[int, int], Mapping[str, int]]:
+    return lambda _, step: {**HEALTHY, **changes} if steps(step) else HEALTHY
+
+
+def add_rows(directory: Path, collector: str, rows: list[dict[str, Any]], window: int = 0) -> None:
+    """Add rows to a series of a window; list it where it is new."""
+    name = f"window{window:03d}/rank00000.{collector}.jsonl"
+    with (directory / name).open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    listed = {"kind": "artifact", "collector": collector, "type": "series", "window": window}
+    listed |= {"path": f"{directory.name}/{name}", "size_bytes": (directory / name).stat().st_size}
+    manifest = directory / "manifest.rank00000.jsonl"
+    manifest.write_text(manifest.read_text() + json.dumps(listed) + "\n")
+
+
+def test_what_is_info_comes_behind_what_says_that_nothing_is_wrong(tmp_path: Path) -> None:
+    run = load_run(make_run(tmp_path, FakeRun(memory=FakeMemory(kept_bytes=64 * MIB))))
+    findings = examine(Facts.of(run, memory=memory_report(run)))
+    assert [one.rule for one in findings] == ["nothing_found", "activation_peak"]
+    assert verdict(run).rule == "nothing_found"
+
+
+def test_what_activations_hold_names_the_blocks_to_checkpoint(tmp_path: Path) -> None:
+    finding = found(tmp_path, FakeRun(memory=FakeMemory(kept_bytes=64 * MIB)))["activation_peak"]
+    assert finding.numbers["checkpointed"] == "net.blocks.0-3"
+    assert "checkpointing net.blocks.0-3 (4 blocks) would save" in finding.why
+    assert finding.evidence[0].artifact.endswith("window000/rank00000.saved_tensors.jsonl")
+
+
+def test_a_validation_has_neither_backward_nor_optimizer(tmp_path: Path) -> None:
+    evaluation = {**HEALTHY, "backward": 0, "optimizer": 0}
+    rank = load_run(make_run(tmp_path, FakeRun(stage="validate", phases=lambda *_: evaluation))).lead
+    statistics = pulse_statistics(rank)
+    assert statistics is not None
+    assert (statistics.breakdown_ns["backward"], statistics.breakdown_ns["optimizer"]) == (None, None)
+    assert statistics.breakdown_ns["forward"] == HEALTHY["forward"]
+    (step, *_), _ = window_steps(rank, rank.windows[0])
+    assert step.breakdown_ns is not None
+    assert step.breakdown_ns["backward"] is None
+    assert sum(ns or 0 for ns in step.breakdown_ns.values()) == step.duration_ns
+
+
+@pytest.mark.parametrize("phase", ["other", "callbacks"])
+def test_advice_for_a_validation_names_no_setting_of_a_training(tmp_path: Path, phase: str) -> None:
+    fake = FakeRun(stage="validate", phases=lambda *_: {**HEALTHY, "backward": 0, "optimizer": 0, phase: 30 * MS})
+    said = verdict(load_run(make_run(tmp_path, fake)))
+    assert said.rule in ("between_steps", "callback_bound")
+    assert "on_train_epoch_end" not in said.next
+    assert "val_check" not in said.next
+    assert "log_every" not in said.next
+    assert "every_n" not in said.next
+
+
+def test_few_batches_of_a_validation_are_not_told_to_train(tmp_path: Path) -> None:
+    said = verdict(load_run(make_run(tmp_path, FakeRun(stage="validate", steps=2, windows=()))))
+    assert said.next == "Run at least 5 steps."
+
+
+def marks(steps: range, duration_ns: int) -> list[dict[str, Any]]:
+    row = {"action": "[MemProfiler]batch_end", "depth": 0, "recorded": True, "duration_ns": duration_ns}
+    return [{**row, "step": step, "global_step": step, "start_ns": 1} for step in steps]
+
+
+def test_our_own_marks_are_not_taken_for_time_between_the_phases(tmp_path: Path) -> None:
+    window = (tuple(range(1, 30)),)
+    fake = FakeRun(windows=window, phases=lambda *_: {**HEALTHY, "other": 20 * MS})
+    directory = make_run(tmp_path, fake)
+    assert "between_steps" in found_in(directory)
+    add_rows(directory, "hooks", marks(range(30), 19 * MS))
+    run = load_run(directory)
+    assert own_marks(run.lead)[5] == 19 * MS
+    statistics = pulse_statistics(run.lead)
+    assert statistics is not None
+    assert own_ns(run.lead, statistics) == 19 * MS
+    findings = found_in(directory)
+    assert "between_steps" not in findings
+    assert findings["profiler_overhead"].severity is Severity.WARNING
+    assert findings["profiler_overhead"].numbers["own_ns"] == 19 * MS
+
+
+def test_what_is_left_of_the_time_between_the_phases_without_our_marks_is_still_found(tmp_path: Path) -> None:
+    window = (tuple(range(1, 30)),)
+    directory = make_run(tmp_path, FakeRun(windows=window, phases=lambda *_: {**HEALTHY, "other": 40 * MS}))
+    add_rows(directory, "hooks", marks(range(30), 10 * MS))
+    finding = found_in(directory)["between_steps"]
+    assert finding.numbers["other_ns"] == 30 * MS
+    assert finding.why.startswith("30.0 ms of a ")
+
+
+def test_marks_outside_of_the_steps_that_count_cost_nothing(tmp_path: Path) -> None:
+    directory = make_run(tmp_path)
+    add_rows(directory, "hooks", marks(range(2, 4), 50 * MS))
+    assert list(found_in(directory)) == ["nothing_found"]
+
+
+def test_the_pulse_of_very_short_steps_is_told_as_information(tmp_path: Path) -> None:
+    fake = FakeRun(steps=2000, phases=lambda *_: dict.fromkeys(HEALTHY, 60_000), windows=())
+    finding = found(tmp_path, fake)["profiler_overhead"]
+    assert finding.severity is Severity.INFO
+    assert "of the steps" in finding.sentence
+
+
+def pauses(*steps: int, duration_ns: int, generation: int = 2) -> list[dict[str, Any]]:
+    row = {"recorded": True, "duration_ns": duration_ns, "generation": generation, "collected": 1, "uncollectable": 0}
+    return [{**row, "step": step, "global_step": step} for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("steps", "duration_ms", "severity"),
+    [((2, 3, 4), 9, Severity.CRITICAL), ((2, 3, 4), 3, Severity.WARNING), ((3,), 100, None), ((2, 3, 4), 0.5, None)],
+)
+def test_pauses_count_where_they_come_in_more_than_one_step(
+    tmp_path: Path, steps: tuple[int, ...], duration_ms: float, severity: Severity | None
+) -> None:
+    directory = make_run(tmp_path, FakeRun(windows=((2, 3, 4),)))
+    add_rows(directory, "garbage", pauses(*steps, duration_ns=round(duration_ms * MS)))
+    finding = found_in(directory).get("garbage")
+    assert (finding.severity if finding else None) is severity
+
+
+def test_pauses_of_young_generations_are_not_blamed_on_the_program(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, FakeRun(windows=((2, 3, 4),)))
+    add_rows(directory, "garbage", pauses(2, 3, 4, duration_ns=5 * MS, generation=0))
+    assert "gc.freeze()" in found_in(directory)["garbage"].next_steps[0]
+
+
+def test_slow_steps_are_told_with_their_rhythm_their_phase_and_a_schedule_that_sees_one(tmp_path: Path) -> None:
+    fake = FakeRun(steps=60, phases=in_some(lambda step: step % 8 == 7, forward=150 * MS))
+    finding = found(tmp_path, fake)["slow_steps"]
+    assert finding.sentence == "Every 8th step takes 8.9 times as long as the others, most of it the forward pass."
+    assert finding.numbers["steps"] == [7, 15, 23, 31, 39, 47, 55]
+    assert "Schedule(steps=(7,), active=1)" in finding.next_steps[-1]
+    assert finding.evidence[0].steps == (7, 55)
+
+
+def test_slow_steps_that_another_rule_tells_are_information(tmp_path: Path) -> None:
+    fake = FakeRun(steps=60, phases=in_some(lambda step: step % 10 == 9, callbacks=300 * MS))
+    findings = found(tmp_path, fake)
+    assert findings["callback_bound"].severity is Severity.CRITICAL
+    assert findings["slow_steps"].severity is Severity.INFO
+
+
+def test_one_step_that_a_busy_machine_holds_up_is_information(tmp_path: Path) -> None:
+    findings = found(tmp_path, FakeRun(steps=60, phases=in_some(lambda step: step == 30, forward=400 * MS)))
+    assert findings["slow_steps"].severity is Severity.INFO
+    assert next(iter(findings)) == "nothing_found"
+
+
+def test_one_step_that_takes_seconds_is_more_than_a_hiccup(tmp_path: Path) -> None:
+    finding = found(tmp_path, FakeRun(steps=60, phases=in_some(lambda step: step == 30, forward=9000 * MS)))
+    assert finding["slow_steps"].severity is Severity.CRITICAL
+    assert finding["slow_steps"].sentence.startswith("1 of 56 steps (step 30)")
+
+
+def test_a_hiccup_does_not_hide_the_rhythm_of_the_slow_steps(tmp_path: Path) -> None:
+    def phases(_: int, step: int) -> Mapping[str, int]:
+        return {**HEALTHY, "backward": 200 * MS if step % 6 == 5 else 45 * MS if step in (8, 20, 21) else 10 * MS}
+
+    assert found(tmp_path, FakeRun(steps=60, phases=phases))["slow_steps"].numbers["period"] == 6
+
+
+@pytest.mark.parametrize(
+    "fake",
+    [
+        pytest.param(
+            FakeRun(steps=60, phases=lambda _, step: {**HEALTHY, "forward": (step * 7919 % 60) ** 2 * 100_000}),
+            id="batches of different lengths",
+        ),
+        pytest.param(
+            FakeRun(
+                steps=60,
+                phases=in_some(lambda step: step % 4 == 3, optimizer=90 * MS),
+                training={"accumulate_grad_batches": 4},
+            ),
+            id="accumulation",
+        ),
+        pytest.param(FakeRun(steps=60, phases=in_some(lambda step: step % 6 == 5, forward=40 * MS)), id="a little"),
+        pytest.param(FakeRun(steps=60, phases=in_some(lambda step: step % 2 == 1, forward=90 * MS)), id="half of all"),
+    ],
+)
+def test_steps_that_are_not_few_apart_and_long_are_no_finding(tmp_path: Path, fake: FakeRun) -> None:
+    assert "slow_steps" not in found(tmp_path, fake)
+
+
+def with_checkpoint(directory: Path, step: int, duration_ns: int) -> Path:
+    row = {"step": step, "global_step": step, "recorded": True, "depth": 1}
+    hook = {"action": "[Callback]ModelCheckpoint{'monitor': None}.on_train_batch_end", "start_ns": 10**18}
+    saving = {"action": "[Strategy]SingleDeviceStrategy.save_checkpoint", "start_ns": 10**18}
+    series = directory / "window000" / "rank00000.hooks.jsonl"
+    rows = [json.loads(line) for line in series.read_text().splitlines()]
+    end = max(one["start_ns"] + one["duration_ns"] for one in rows if one["step"] == step and one["depth"] == 0)
+    rows += [{**row, **one, "start_ns": end, "duration_ns": duration_ns} for one in (hook, saving)]
+    for one in rows:
+        if one["step"] == step and one["depth"] == -1:
+            one["duration_ns"] = end + duration_ns - one["start_ns"]
+    series.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    return directory
+
+
+def test_checkpoints_are_counted_over_the_run_by_one_that_a_window_saw(tmp_path: Path) -> None:
+    fake = FakeRun(
+        steps=61, windows=((20, 21),), phases=in_some(lambda step: step % 10 == 0 and step > 0, callbacks=300 * MS)
+    )
+    finding = found_in(with_checkpoint(make_run(tmp_path, fake), 20, 300 * MS))["checkpoint_bound"]
+    assert finding.numbers["like_it"] == [10, 30, 40, 50, 60]
+    assert finding.numbers["steps"] == [20]
+    assert "A checkpoint takes 300 ms (step 20), and 5 more steps took as much longer." in finding.why
+
+
+def test_a_checkpoint_that_only_one_step_of_many_saved_is_no_finding(tmp_path: Path) -> None:
+    fake = FakeRun(steps=300, windows=((20, 21),), phases=in_some(lambda step: step == 20, callbacks=100 * MS))
+    assert "checkpoint_bound" not in found_in(with_checkpoint(make_run(tmp_path, fake), 20, 100 * MS))
+
+
+def set_device_peak(directory: Path, rank: int, size: int) -> None:
+    pulse = directory / f"pulse.rank{rank:05d}.csv"
+    header, *lines = pulse.read_text().splitlines()
+    index = header.split(",").index("device_peak_bytes")
+    rows = [line.split(",") for line in lines]
+    for row in rows:
+        row[index] = str(size)
+    pulse.write_text("\n".join([header, *map(",".join, rows)]) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("size", "severity"), [(GIB + 400 * MIB, Severity.WARNING), (3 * GIB, Severity.CRITICAL), (GIB + 100 * MIB, None)]
+)
+def test_a_device_that_is_fuller_than_the_others_is_named(tmp_path: Path, size: int, severity: Severity | None) -> None:
+    directory = make_run(tmp_path, FakeRun(world_size=4, device_bytes=lambda _: GIB))
+    set_device_peak(directory, 2, size)
+    finding = found_in(directory).get("memory_imbalance")
+    assert (finding.severity if finding else None) is severity
+    if finding is not None:
+        assert finding.numbers["rank"] == 2
+        assert "on its device" in finding.sentence
+
+
+def test_evidence_of_a_window_has_its_file_its_steps_and_their_time(tmp_path: Path) -> None:
+    run = load_run(make_run(tmp_path))
+    facts = Facts.of(run)
+    (evidence,) = facts.recorded(run.lead, "hooks", (3,))
+    rows = {row["step"]: row for row in run.lead.pulse}
+    start, duration = rows[3]["start_ns"], rows[3]["duration_ns"]
+    assert start is not None
+    assert duration is not None
+    assert evidence.artifact == "memprofiler/window000/rank00000.hooks.jsonl"
+    assert (evidence.window, evidence.steps) == (0, (3, 3))
+    assert (evidence.start_ns, evidence.end_ns) == (start, start + duration)
+    assert facts.recorded(run.lead, "hooks", (17,)) == ()
+    assert facts.recorded(run.lead, "nobody") == ()
+
+
+@pytest.mark.parametrize(("tensors", "is_found"), [(4, False), (400, True)])
+def test_a_loop_over_few_parameters_is_no_finding(tmp_path: Path, tensors: int, *, is_found: bool) -> None:
+    one = {"name": "AdamW", "foreach": None, "fused": None, "parameters": tensors, "device": "cpu"}
+    fake = FakeRun(phases=lambda *_: {**HEALTHY, "optimizer": 8 * MS}, training={"optimizers": [one]})
+    assert ("optimizer_bound" in found(tmp_path, fake)) is is_found
+
+
+def test_a_busy_machine_that_holds_up_some_steps_between_their_phases_is_information(tmp_path: Path) -> None:
+    held_up = in_some(lambda step: step in (7, 8, 15, 29), other=90 * MS)
+    findings = found(tmp_path, FakeRun(steps=40, phases=held_up))
+    assert findings["between_steps"].severity is Severity.INFO
+    assert next(iter(findings)) == "nothing_found"

@@ -1,0 +1,359 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_memprof.analysis.findings import Finding, Severity, examine_files
+from lightning_memprof.analysis.findings.of_traces import TRACE_RULES
+from lightning_memprof.analysis.trace_model import Copies, RuntimeCall, Synchronization, TraceReport
+from trace_reports import MS, START, STEP_NS, collective, gpu_times, idle, kernel, trace
+
+
+def found(report: TraceReport) -> dict[str, Finding]:
+    return {one.rule: one for rule in TRACE_RULES for one in rule(report)}
+
+
+def call(name: str, count: int, total_ns: int, at_ns: int | None = None) -> RuntimeCall:
+    return RuntimeCall(name=name, count=count, total_ns=total_ns, max_ns=total_ns // count, longest_start_ns=at_ns)
+
+
+def copies(**changes: Any) -> Copies:
+    usual: dict[str, Any] = {"kind": "HtoD", "is_pageable": True, "count": 10, "total_ns": 40 * MS, "bytes": 400 << 20}
+    return Copies(**{**usual, **changes})
+
+
+def waits(name: str, count: int, gap_ns: int) -> Synchronization:
+    return Synchronization(
+        name=name, count=count, total_ns=gap_ns, gap_ns=gap_ns, longest_gap_ns=gap_ns // count, longest_start_ns=START
+    )
+
+
+def test_a_healthy_trace_has_no_findings() -> None:
+    assert not found(trace())
+    assert [one.severity for one in examine_files([trace()], [])] in ([], [Severity.NONE])
+
+
+def test_what_several_traces_show_is_one_finding_with_the_evidence_of_all() -> None:
+    ranks = [
+        replace(trace(causes=(idle("garbage", share * MS),), rank=rank, world_size=3), file=Path(f"rank{rank}.json"))
+        for rank, share in enumerate((60, 200, 0))
+    ]
+    (one,) = [one for one in examine_files(ranks, []) if one.rule == "gpu_idle"]
+    assert "on rank 1" in one.sentence
+    assert one.severity is Severity.CRITICAL
+    assert one.why.endswith("1 other trace shows it too.")
+    assert [each.artifact for each in one.evidence] == ["rank1.json", "rank0.json"]
+
+
+def test_copies_in_two_directions_stay_two_findings() -> None:
+    both = trace(copies=(copies(), copies(kind="DtoH")))
+    found_in_two = [one for one in examine_files([both, both], []) if one.rule == "blocking_transfers"]
+    assert [one.numbers["kind"] for one in found_in_two] == ["HtoD", "DtoH"]
+
+
+def test_a_host_trace_without_loading_has_no_findings() -> None:
+    assert not found(trace(gpu_window=None, idle=(), kernels=()))
+
+
+def test_loading_that_no_kernel_hides_is_input_bound_with_its_share() -> None:
+    one = found(trace(loading_ns=200 * MS, causes=(idle("data_loading", 180 * MS, at_ns=START + 2 * STEP_NS),)))
+    said = one["input_bound_trace"]
+    assert said.severity is Severity.CRITICAL
+    assert said.sentence == "Input-bound: loading batches takes 40.0 % of the steps."
+    assert "the device is idle for 180 ms of it" in said.why
+    assert said.numbers["data_loading_share"] == pytest.approx(0.4)
+    assert said.numbers["exposed_ns"] == 180 * MS
+    assert "num_workers=4" in said.next_steps[0]
+    assert "gpu_idle" not in one
+
+
+def test_evidence_is_the_file_and_the_longest_stretch_with_its_steps() -> None:
+    moment = START + 2 * STEP_NS + MS
+    said = found(trace(loading_ns=200 * MS, causes=(idle("data_loading", 180 * MS, at_ns=moment),), rank=3))
+    whole, longest = said["input_bound_trace"].evidence
+    assert (whole.artifact, whole.rank, whole.steps) == ("runs/rank0.pt.trace.json.gz", 3, (3, 7))
+    assert (whole.start_ns, whole.end_ns) == (START, START + 5 * STEP_NS)
+    assert (longest.start_ns, longest.end_ns, longest.steps) == (moment, moment + 36 * MS, (5, 5))
+
+
+def test_loading_behind_a_busy_device_is_not_input_bound() -> None:
+    assert "input_bound_trace" not in found(trace(loading_ns=300 * MS, causes=(idle("data_loading", 20 * MS),)))
+
+
+def test_loading_before_the_first_kernel_counts_from_the_steps() -> None:
+    times = gpu_times(500 * MS, 300 * MS)
+    one = found(trace(1, loading_ns=400 * MS, gpu_window=times, idle=()))["input_bound_trace"]
+    assert one.numbers["exposed_ns"] == 200 * MS
+    assert one.severity is Severity.WARNING
+
+
+def test_loading_before_the_first_kernel_of_several_steps_is_taken_as_the_others() -> None:
+    report = trace(loading_ns=200 * MS, causes=(idle("data_loading", 80 * MS),))
+    assert report.step_window is not None
+    exposed = replace(report.step_window, data_loading_exposed_ns=120 * MS)
+    one = found(replace(report, step_window=exposed))["input_bound_trace"]
+    assert one.numbers["exposed_ns"] == 100 * MS
+    hidden = trace(loading_ns=200 * MS)
+    assert hidden.step_window is not None
+    assert not found(replace(hidden, step_window=replace(hidden.step_window, data_loading_exposed_ns=120 * MS)))
+
+
+def test_loading_in_one_step_of_several_is_only_info() -> None:
+    report = trace(loading_ns=250 * MS, causes=(idle("data_loading", 240 * MS),))
+    steps = [replace(one, data_loading_ns=0) for one in report.steps]
+    report = replace(report, steps=(replace(steps[0], data_loading_ns=250 * MS), *steps[1:]))
+    said = found(report)["input_bound_trace"]
+    assert said.severity is Severity.INFO
+    assert "in one of 5 steps" in said.why
+
+
+def test_loading_on_a_host_alone_is_input_bound_too() -> None:
+    said = found(trace(loading_ns=200 * MS, gpu_window=None, idle=(), kernels=()))["input_bound_trace"]
+    assert said.sentence == "Input-bound: loading batches takes 40.0 % of the steps."
+    assert not any("pin_memory" in step for step in said.next_steps)
+
+
+def test_fetches_of_very_short_steps_are_not_loading() -> None:
+    report = trace(loading_ns=5 * 3 * MS // 10, gpu_window=None, idle=(), kernels=())
+    short = tuple(replace(one, duration_ns=MS, data_loading_ns=3 * MS // 10) for one in report.steps)
+    assert not found(replace(report, steps=short))
+
+
+def test_short_kernels_and_a_busy_host_are_launch_bound() -> None:
+    causes = (idle("operators", 200 * MS, "aten::linear", at_ns=START), idle("python", 100 * MS))
+    said = found(trace(causes=causes, kernels=(kernel("void at::native::vectorized_layer_norm(int)", 200, 5_000),)))
+    one = said["gpu_idle"]
+    assert one.severity is Severity.CRITICAL
+    assert one.sentence == "Launch-bound: the GPU is idle 61 % of the time, while the host prepares its next kernels."
+    assert "200 ms while the host is inside operators (most in aten::linear)" in one.why
+    assert one.numbers["launch_bound"] is True
+    assert "torch.compile" in one.next_steps[0]
+
+
+def test_an_idle_device_with_long_kernels_names_what_the_host_does() -> None:
+    one = found(trace(causes=(idle("garbage", 60 * MS, "gen 2"),)))["gpu_idle"]
+    assert one.severity is Severity.WARNING
+    assert one.sentence == "The GPU is idle 13 % of the time, most of it while the host collects garbage."
+    assert "gc.freeze" in one.next_steps[0]
+    assert one.numbers["main_cause"] == "garbage"
+
+
+def test_a_trace_of_a_few_kernels_is_only_info() -> None:
+    one = found(trace(causes=(idle("python", 300 * MS),), kernels=(kernel("spin", 4, MS),)))["gpu_idle"]
+    assert one.severity is Severity.INFO
+    assert one.why.endswith("The trace is a short one.")
+
+
+def test_waiting_that_leaves_the_device_idle_is_named_by_its_operator() -> None:
+    report = trace(
+        causes=(idle("python", 60 * MS),), synchronizations=(waits("aten::item", 50, 60 * MS), waits("aten::to", 5, MS))
+    )
+    one = found(report)["synchronization"]
+    assert one.severity is Severity.WARNING
+    assert one.sentence == "The host waits for the GPU 11 times a step, and the GPU then idles 12 % of the time."
+    assert "60.0 ms after aten::item (50 times)" in one.why
+    assert "loss.detach()" in one.next_steps[0]
+    assert "non_blocking" in one.next_steps[1]
+    assert "set_sync_debug_mode" in one.next_steps[-1]
+
+
+def test_waiting_that_costs_nothing_is_no_finding() -> None:
+    assert not found(trace(synchronizations=(waits("aten::item", 50, MS), waits("cudaDeviceSynchronize", 1, 0))))
+
+
+def test_copies_from_pageable_memory_are_told_by_direction() -> None:
+    one = found(trace(copies=(copies(),)))["blocking_transfers"]
+    assert one.severity is Severity.INFO
+    assert "to the GPU use pageable memory and take 8.0 % of the time" in one.sentence
+    assert "400 MiB in 40.0 ms, 9.77 GiB/s" in one.why
+    assert "pin_memory=True" in one.next_steps[0]
+    back = found(trace(copies=(copies(kind="DtoH", total_ns=200 * MS),)))["blocking_transfers"]
+    assert back.severity is Severity.CRITICAL
+    assert ".cpu()" in back.next_steps[0]
+
+
+def test_copies_that_are_pinned_hidden_or_short_are_no_finding() -> None:
+    assert not found(trace(copies=(copies(is_pageable=False), copies(is_pageable=None))))
+    assert not found(trace(copies=(copies(exposed_ns=MS), copies(kind="DtoH", total_ns=MS))))
+
+
+def test_exposed_communication_names_the_collective_its_size_and_overlap() -> None:
+    times = gpu_times(500 * MS, 5 * MS, exposed_ns=200 * MS, overlapped_ns=50 * MS)
+    worst = collective(exposed_ns=150 * MS, longest_start_ns=START)
+    report = trace(gpu_window=times, collectives=(collective(name="nccl:broadcast"), worst), rank=1, world_size=8)
+    one = found(report)["communication_exposed"]
+    assert one.severity is Severity.CRITICAL
+    assert one.sentence == (
+        "Communication that no computation hides takes 40 % of the time on rank 1, most of it all_reduce."
+    )
+    assert "20 % of all communication runs beside kernels; all_reduce of 25.0 MiB, 10 times" in one.why
+    assert "bucket_cap_mb" in one.next_steps[0]
+    assert one.numbers["collectives"][0]["bytes_each"] == 25 << 20
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgs)", "forward_prefetch"),
+        ("nccl:_reduce_scatter_base", "forward_prefetch"),
+        ("nccl:all_to_all", "async_op=True"),
+        ("allreduce", "bucket_cap_mb"),
+        ("nccl:broadcast", "async_op=True"),
+    ],
+)
+def test_the_advice_fits_the_collective(name: str, advice: str) -> None:
+    times = gpu_times(500 * MS, 5 * MS, exposed_ns=80 * MS)
+    one = found(trace(gpu_window=times, collectives=(collective(name=name),)))["communication_exposed"]
+    assert one.severity is Severity.WARNING
+    assert advice in one.next_steps[0]
+
+
+def test_a_collective_that_sometimes_waits_for_a_rank_says_so_first() -> None:
+    times = gpu_times(500 * MS, 5 * MS, exposed_ns=80 * MS)
+    late = collective(max_ns=90 * MS)
+    one = found(trace(gpu_window=times, collectives=(late,)))["communication_exposed"]
+    assert one.numbers["late"] == "nccl:all_reduce"
+    assert one.next_steps[0].startswith("Find the rank that comes late: the same all_reduce takes 10.0 ms or 90.0 ms.")
+
+
+def test_many_small_collectives_are_better_sent_together() -> None:
+    times = gpu_times(500 * MS, 5 * MS, exposed_ns=80 * MS)
+    small = collective(bytes_each=4096, count=500)
+    one = found(trace(gpu_window=times, collectives=(small,)))["communication_exposed"]
+    assert one.next_steps[0] == "Send together what is sent in 500 collectives of less than 1.00 MiB."
+
+
+def test_hidden_communication_is_no_finding() -> None:
+    times = gpu_times(500 * MS, 5 * MS, exposed_ns=40 * MS, overlapped_ns=300 * MS)
+    assert not found(trace(gpu_window=times, collectives=(collective(),)))
+
+
+def test_memory_that_is_given_back_and_taken_again_is_thrash() -> None:
+    calls = (
+        call("cudaFree", 40, 60 * MS, at_ns=START),
+        call("cudaMalloc", 40, 20 * MS),
+        call("cudaLaunchKernel", 9, 9),
+    )
+    one = found(trace(runtime_calls=calls, causes=(idle("allocator", 75 * MS),)))["allocator_thrash"]
+    assert one.severity is Severity.WARNING
+    assert one.sentence == "The allocator gets memory from the driver and gives it back in the steps, 16 % of the time."
+    assert "cudaFree 40 times (60.0 ms), cudaMalloc 40 times (20.0 ms)" in one.why
+    assert one.numbers["freed"] == 40
+    assert "expandable_segments" in one.next_steps[0]
+
+
+def test_growing_segments_are_only_info() -> None:
+    one = found(trace(runtime_calls=(call("cuMemCreate", 40, 30 * MS), call("hipMalloc", 40, 20 * MS))))
+    assert one["allocator_thrash"].severity is Severity.INFO
+    assert not found(trace(runtime_calls=(call("cudaMalloc", 2, MS),)))
+
+
+def test_a_collective_that_waits_for_the_allocator_takes_hundreds_of_times_as_long() -> None:
+    slow = collective(median_ns=MS // 2, max_ns=150 * MS, longest_start_ns=START + 10 * MS)
+    report = trace(
+        runtime_calls=(call("cudaFree", 2, 2 * MS),),
+        collectives=(collective(), slow),
+        allocator_spans=((START, START + MS), (START + 100 * MS, START + 101 * MS)),
+    )
+    one = found(report)["allocator_thrash"]
+    assert one.severity is Severity.CRITICAL
+    assert one.sentence == (
+        "Memory is short: nccl:all_reduce took 150 ms instead of 500 us while the allocator was with the driver."
+    )
+    assert one.numbers["slow_collectives"] == [{"name": "nccl:all_reduce", "median_ns": MS // 2, "max_ns": 150 * MS}]
+    assert (one.evidence[-1].start_ns, one.evidence[-1].end_ns) == (START + 10 * MS, START + 160 * MS)
+
+
+@pytest.mark.parametrize("spans", [(), ((START, START + MS),), ((START + 161 * MS, START + 162 * MS),)])
+def test_a_slow_collective_at_another_time_is_not_the_allocators(spans: tuple[tuple[int, int], ...]) -> None:
+    slow = collective(median_ns=MS // 2, max_ns=150 * MS, longest_start_ns=START + 10 * MS)
+    report = trace(runtime_calls=(call("cudaFree", 2, 2 * MS),), collectives=(slow,), allocator_spans=spans)
+    assert "allocator_thrash" not in found(report)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "volta_sgemm_64x64_nt",
+        "ampere_sgemm_128x64_nn",
+        "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x64_8x5_nn_align1>(Params)",
+        "void cudnn::detail::dgrad_engine<float, 512, 6, 5, 3, 3, 3, false>(int)",
+        "void implicit_convolve_sgemm<float, float, 1024, 6, 7, 3, 3, 5, 1, false, true, true>(int)",
+        "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize32x32x8",
+    ],
+)
+def test_matrix_products_in_32_bits_leave_tensor_cores_unused(name: str) -> None:
+    one = found(trace(kernels=(kernel(name, 100, MS), kernel("add", 100, MS))))["tensor_cores_unused"]
+    assert one.severity is Severity.INFO
+    assert one.numbers["share"] == pytest.approx(0.5)
+    assert "bf16-mixed" in one.next_steps[0]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sm90_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x32_warpgroupsize1x1x1",
+        "void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x64_16x6_tn_align4>(Params)",
+        "volta_fp16_s884gemm_fp16_128x64_ldg8_f2f_tn",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float> >(int)",
+        "Cijk_Ailk_Bjlk_SB_Bias_AS_SAV_UserArgs_MT64x16x16_MI16x16x1_SN",
+    ],
+)
+def test_kernels_of_tensor_cores_and_others_are_no_such_products(name: str) -> None:
+    assert "tensor_cores_unused" not in found(trace(kernels=(kernel(name, 200, MS),)))
+
+
+def test_what_a_device_can_do_decides_what_is_advised() -> None:
+    volta = trace(devices=("Tesla V100-SXM2-32GB",), kernels=(kernel("volta_sgemm_64x64_nt", 200, MS),))
+    assert "16-mixed" in found(volta)["tensor_cores_unused"].next_steps[0]
+    assert "tensor_cores_unused" not in found(replace(volta, devices=("Tesla P100-PCIE-16GB",)))
+    assert "tensor_cores_unused" not in found(replace(volta, devices=("AMD Instinct MI300X",)))
+    assert "tensor_cores_unused" in found(replace(volta, devices=()))
+
+
+def test_many_short_kernels_are_to_be_fused() -> None:
+    short = kernel("void at::native::vectorized_elementwise_kernel<4, add>(int)", 5_000, 4_000)
+    one = found(trace(kernels=(short, kernel("gemm", 500, 40_000))))["many_small_kernels"]
+    assert one.severity is Severity.INFO
+    assert one.sentence.startswith("1,000 kernels a step take less than 10.0 us each, and 50 % of the computing time")
+    assert "torch.compile" in one.next_steps[0]
+    assert "fused=True" in one.next_steps[1]
+
+
+def test_short_kernels_of_a_fused_optimizer_are_not_its_loop() -> None:
+    short = kernel("void at::native::vectorized_elementwise_kernel<4, add>(int)", 5_000, 4_000)
+    one = found(trace(kernels=(short, kernel("void multi_tensor_apply_kernel<Adam>", 5, 10_000))))["many_small_kernels"]
+    assert not any("fused=True" in step for step in one.next_steps)
+
+
+def test_few_or_long_kernels_are_not_too_small() -> None:
+    assert "many_small_kernels" not in found(trace(kernels=(kernel("add", 100, 4_000),)))
+    assert "many_small_kernels" not in found(trace(kernels=(kernel("add", 5_000, 4_000), kernel("gemm", 500, MS))))
+
+
+def test_a_profiler_that_takes_much_of_the_time_says_how_far_to_believe_the_rest() -> None:
+    asked = call("Activity Buffer Request", 3, 80 * MS)
+    one = found(trace(profiler_overhead=(asked,), causes=(idle("python", 60 * MS),)))["recording_overhead"]
+    assert one.severity is Severity.WARNING
+    assert found(trace(profiler_overhead=(asked,)))["recording_overhead"].severity is Severity.INFO
+    assert "takes 16 % of the recorded time" in one.sentence
+    assert "Activity Buffer Request 3 times" in one.why
+
+
+def test_what_the_driver_does_is_not_the_profilers_work() -> None:
+    assert not found(trace(profiler_overhead=(call("Lazy Function Loading", 3, 80 * MS),)))
+
+
+def test_events_as_dense_as_their_cost_say_so_where_the_host_matters() -> None:
+    causes = (idle("python", 300 * MS),)
+    one = found(trace(causes=causes, events=300_000, recorded_with=("with_stack", "record_shapes")))[
+        "recording_overhead"
+    ]
+    assert one.severity is Severity.INFO
+    assert "takes about 60 % of the recorded time" in one.sentence
+    assert "with_stack=False" in one.next_steps[0]
+    assert "record_shapes=False" in one.next_steps[0]
+    assert not found(trace(events=300_000))

@@ -1,0 +1,167 @@
+"""The rules about traces on files: each fault in the events of a training, and the same training without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from device_traces import BASE_NS, Recording
+from lightning_memprof.analysis.findings import Finding, Severity
+from lightning_memprof.analysis.findings.of_traces import TRACE_RULES
+from lightning_memprof.analysis.trace_report import trace_report
+
+STEPS = 4
+KERNELS = 25
+KERNEL_US = 400
+NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+def found(path: Path) -> dict[str, Finding]:
+    report = trace_report(path)
+    return {one.rule: one for rule in TRACE_RULES for one in rule(report)}
+
+
+def training(
+    path: Path,
+    fault: Callable[[Recording, int], None] = lambda _made, _kernel: None,
+    before: Callable[[Recording], None] = lambda _made: None,
+    kernel_us: int = KERNEL_US,
+) -> Path:
+    """Four steps of 25 kernels; ``fault`` is called after each kernel, ``before`` before each step's first one."""
+    made = Recording()
+    for step in range(STEPS):
+        with made.inside(f"ProfilerStep#{step + 5}"):
+            before(made)
+            for kernel in range(KERNELS):
+                made.work(20, "aten::linear")
+                made.launch(kernel_us)
+                fault(made, kernel)
+    return made.write(path)
+
+
+def test_a_host_that_is_ahead_of_its_device_has_nothing_wrong(tmp_path: Path) -> None:
+    assert not found(training(tmp_path / "healthy.pt.trace.json"))
+
+
+def test_loading_that_outlasts_the_devices_work_is_input_bound(tmp_path: Path) -> None:
+    def load(made: Recording) -> None:
+        with made.inside("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"):
+            made.python(15_000)
+
+    one = found(training(tmp_path / "slow.pt.trace.json", before=load))["input_bound_trace"]
+    assert one.severity is Severity.CRITICAL
+    whole, longest = one.evidence
+    assert (whole.steps, whole.start_ns) == ((5, 8), BASE_NS + 1_000_000)
+    assert longest.steps is not None
+    assert longest.start_ns is not None
+    assert longest.start_ns > BASE_NS + 10_000_000
+
+
+def test_loading_while_the_device_works_is_not(tmp_path: Path) -> None:
+    def load(made: Recording) -> None:
+        with made.inside("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"):
+            made.python(4_000)
+
+    assert not found(training(tmp_path / "hidden.pt.trace.json", before=load))
+
+
+def test_short_kernels_leave_the_device_idle(tmp_path: Path) -> None:
+    one = found(training(tmp_path / "short.pt.trace.json", kernel_us=4))["gpu_idle"]
+    assert one.numbers["launch_bound"] is True
+    assert one.severity is Severity.CRITICAL
+    assert one.numbers["causes_ns"]["operators"] > one.numbers["idle_ns"] / 2
+
+
+def test_values_that_are_read_in_a_step_leave_the_device_idle_after_them(tmp_path: Path) -> None:
+    def read(made: Recording, kernel: int) -> None:
+        if kernel % 5 == 0:
+            made.synchronize("aten::item")
+            made.python(600)
+
+    one = found(training(tmp_path / "item.pt.trace.json", read))["synchronization"]
+    assert one.severity is Severity.WARNING
+    assert one.sentence.startswith("The host waits for the GPU 5 times a step")
+    assert one.numbers["by_name"]["aten::item"]["calls"] == STEPS * 5
+    assert "loss.detach()" in one.next_steps[0]
+
+
+def test_batches_that_are_loaded_after_a_value_was_read_are_not_its_cost(tmp_path: Path) -> None:
+    def load(made: Recording) -> None:
+        made.synchronize("aten::item")
+        with made.inside("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"):
+            made.python(6_000)
+
+    one = found(training(tmp_path / "both.pt.trace.json", before=load))
+    assert one["input_bound_trace"].severity is Severity.CRITICAL
+    assert "synchronization" not in one
+
+
+def test_waiting_at_the_end_costs_nothing(tmp_path: Path) -> None:
+    made = Recording()
+    with made.inside("ProfilerStep#1"):
+        for _ in range(50):
+            made.work(20)
+            made.launch(KERNEL_US)
+        made.synchronize()
+        made.synchronize()
+    assert "synchronization" not in found(made.write(tmp_path / "end.pt.trace.json"))
+
+
+def test_copies_from_pageable_memory_are_found_and_pinned_ones_are_not(tmp_path: Path) -> None:
+    def copy(memory: str) -> Callable[[Recording], None]:
+        return lambda made: made.copy(1_500, f"Memcpy HtoD ({memory} -> Device)", 16 << 20)
+
+    one = found(training(tmp_path / "pageable.pt.trace.json", before=copy("Pageable")))["blocking_transfers"]
+    assert one.severity is Severity.WARNING
+    assert one.numbers["bytes"] == STEPS * (16 << 20)
+    assert not found(training(tmp_path / "pinned.pt.trace.json", before=copy("Pinned")))
+
+
+def communicating(path: Path, long_us: int, *, freeing: bool, overlapped: bool = True) -> Path:
+    """A collective for each fifth kernel, of which the last one takes ``long_us``."""
+    made = Recording()
+    for step in range(STEPS):
+        with made.inside(f"ProfilerStep#{step + 5}"):
+            for kernel in range(KERNELS):
+                made.work(20, "aten::linear")
+                made.launch(KERNEL_US)
+                if kernel % 5 == 0:
+                    last = step == STEPS - 1 and kernel == KERNELS - 5
+                    made.launch(long_us if last else 300, NCCL, 21, (made.free - 350) if overlapped else None)
+                    if last and freeing:
+                        made.call("cudaFree", made.free - made.now + 900)
+                        made.call("cudaMalloc", 300)
+    return made.write(path, distributedInfo={"backend": "nccl", "rank": 1, "world_size": 8})
+
+
+def test_collectives_beside_kernels_are_hidden_and_those_between_them_are_not(tmp_path: Path) -> None:
+    assert not found(communicating(tmp_path / "hidden.pt.trace.json", 300, freeing=False))
+    one = found(communicating(tmp_path / "exposed.pt.trace.json", 300, freeing=False, overlapped=False))
+    assert one["communication_exposed"].severity is Severity.WARNING
+    assert "on rank 1" in one["communication_exposed"].sentence
+
+
+def test_a_collective_that_waits_while_memory_is_given_back_is_thrash(tmp_path: Path) -> None:
+    one = found(communicating(tmp_path / "thrash.pt.trace.json", 60_000, freeing=True))["allocator_thrash"]
+    assert one.severity is Severity.CRITICAL
+    assert "took 60.0 ms instead of 300 us while the allocator was with the driver" in one.sentence
+    assert one.numbers["freed"] == 1
+    assert "expandable_segments" in one.next_steps[0]
+
+
+def test_a_collective_that_waits_for_something_else_is_not(tmp_path: Path) -> None:
+    assert "allocator_thrash" not in found(communicating(tmp_path / "late.pt.trace.json", 60_000, freeing=False))
+
+
+@pytest.mark.parametrize("names", [("cudaMalloc", "cudaFree"), ("cuMemCreate", "cuMemUnmap"), ("hipMalloc", "hipFree")])
+def test_memory_that_comes_and_goes_in_each_step_is_thrash(tmp_path: Path, names: tuple[str, str]) -> None:
+    def churn(made: Recording, kernel: int) -> None:
+        if kernel == 3:
+            for name in names:
+                made.call(name, 900)
+
+    one = found(training(tmp_path / "churn.pt.trace.json", churn))["allocator_thrash"]
+    assert one.severity is Severity.WARNING
+    assert one.numbers["calls"] == dict.fromkeys(names, STEPS)

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import pytest
+
+from lightning_memprof.cli.main import main
+from lightning_memprof.report import html as html_module
+from lightning_memprof.testing import make_run
+
+
+@pytest.fixture(autouse=True)
+def no_charts(monkeypatch):
+    monkeypatch.setattr(html_module, "charts", lambda _view: {})
+    monkeypatch.setattr(html_module, "file_charts", lambda _traces, _snapshots: {})
+
+
+def test_the_page_of_a_run_goes_into_its_directory(tmp_path, capsys):
+    run = make_run(tmp_path / "log")
+    assert main(["report", str(tmp_path / "log")]) == 0
+    assert (run / "report.html").stat().st_size > 10_000
+    assert str(run / "report.html") in capsys.readouterr().out
+
+
+def test_the_page_of_files_goes_where_one_is(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "log")
+    traces = [str(path) for path in run.parent.glob("*.json.gz")]
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["report", *traces]) == 0
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["report.html"]
+    assert not (run / "report.html").exists()
+
+
+def test_another_file_can_be_named_and_is_opened(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "log")
+    asked: list[str] = []
+
+    def open_(url: str) -> bool:
+        asked.append(url)
+        return True
+
+    monkeypatch.setattr("webbrowser.open", open_)
+    out = tmp_path / "my page.html"
+    assert main(["report", str(run), "-o", str(out), "--open"]) == 0
+    assert asked == [out.as_uri()]
+    assert not (run / "report.html").exists()
+
+
+def test_what_cannot_be_written_is_one_line(tmp_path, capsys):
+    run = make_run(tmp_path / "log")
+    assert main(["report", str(run), "-o", str(tmp_path)]) == 1
+    assert "is a directory; name a file in it" in capsys.readouterr().err
+    assert main(["report", str(run), "-o", str(tmp_path / "gone/page.html")]) == 1
+    assert capsys.readouterr().err.count("\n") == 1

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_memprof.cli.main import main
+from lightning_memprof.cli.watch import watch
+from lightning_memprof.errors import ArtifactError, ConfigError
+from lightning_memprof.report import watching
+from lightning_memprof.testing import HEALTHY, FakeRun, make_run
+
+SLOW_DATA = FakeRun(
+    phases=lambda *_: {**HEALTHY, "data_wait": 30_000_000},
+    training={"num_batches": 60, "max_epochs": 1, "max_steps": -1},
+)
+
+
+def unended(directory: Path, rank: int = 0, **facts: Any) -> None:
+    """Take the end off a rank's manifest, and change its facts."""
+    path = directory / f"manifest.rank{rank:05d}.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    kept = [{**row, **(facts if row["kind"] == "run" else {})} for row in rows if row["kind"] != "end"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+
+
+def test_one_look_is_a_page_of_at_most_80_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path, SLOW_DATA)
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    page = capsys.readouterr().out
+    labels = [line.split()[0] for line in page.splitlines() if line[:1].strip()]
+    assert labels == ["run", "now", "steps", "a", "memory", "windows", "so"]
+    assert "finished" in page
+    assert "1 recorded · 0: steps 2-3" in page
+    assert "Training waits for data" in page
+    assert max(map(len, page.splitlines())) <= 80
+    assert "\x1b" not in page
+
+
+def test_where_there_is_no_terminal_each_look_is_a_line_until_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path, SLOW_DATA)
+    assert watch(str(tmp_path), interval=0.01) == 0
+    first, *findings = capsys.readouterr().out.splitlines()
+    assert first.startswith("steps 30 of 60 (50 %) · ")
+    assert "data wait" in first
+    assert "rss " in first
+    assert findings
+    assert findings[0].startswith("  critical: Training waits for data")
+
+
+def test_several_ranks_stand_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path, FakeRun(world_size=3))
+    assert watch(str(tmp_path), once=True) == 0
+    page = capsys.readouterr().out
+    assert [line.split()[1] for line in page.splitlines() if line.startswith("  rank")] == ["0", "1", "2"]
+
+
+def test_a_run_whose_process_is_gone_is_not_watched_for_ever(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_memprof.cli.watch.SILENT_NS", 0)
+    directory = make_run(tmp_path, FakeRun())
+    unended(directory, host=socket.gethostname(), pid=2**22 + 1)
+    assert watch(str(tmp_path), interval=0.01) == 0
+    assert "last step" in capsys.readouterr().out
+
+
+def test_a_run_that_is_silent_says_that_it_may_have_been_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = make_run(tmp_path, FakeRun())
+    unended(directory)
+    start = int((directory / "pulse.rank00000.csv").read_text().splitlines()[-1].split(",")[4])
+    monkeypatch.setattr(time, "time_ns", lambda: start + 2 * watching.SILENT_NS)
+    assert watch(str(tmp_path), once=True) == 0
+    assert "it waits, or was killed" in capsys.readouterr().out
+
+
+def test_a_run_before_its_first_step_is_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unended(make_run(tmp_path, FakeRun(steps=0, windows=())))
+    assert watch(str(tmp_path), once=True) == 0
+    assert "before its first step" in capsys.readouterr().out
+
+
+def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--interval 0: must be above 0"):
+        watch(str(tmp_path), interval=0)
+    with pytest.raises(ArtifactError, match="a run at a URL cannot be watched"):
+        watch("s3://bucket/run")
+    with pytest.raises(ArtifactError, match="no run is in it"):
+        watch(str(tmp_path))

@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kineto import write_trace
+from lightning_memprof.analysis.allocations import run_allocations
+from lightning_memprof.analysis.block_lives import BlockLives
+from lightning_memprof.analysis.device_timeline import device_timeline
+from lightning_memprof.analysis.run import Run, load_run
+from lightning_memprof.analysis.trace_report import trace_report
+from lightning_memprof.report.charts import Chart, chart_resources, charts, file_charts
+from lightning_memprof.report.charts.holders import holders_chart
+from lightning_memprof.report.charts.memory import memory_chart
+from lightning_memprof.report.charts.placing import offsets
+from lightning_memprof.report.view import run_view
+from lightning_memprof.testing import FakeRun, make_run
+
+HOSTILE = "</script><img src=x onerror=window.hit=1>"
+
+
+def document(chart: Chart) -> Any:
+    found = re.search(r'<script type="application/json">(.*?)</script>', chart.html, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def models(node: Any) -> Iterator[dict[str, Any]]:
+    """All models of bokeh's document."""
+    if isinstance(node, dict):
+        if node.get("type") == "object" and "name" in node:
+            yield node
+        for child in node.values():
+            yield from models(child)
+    elif isinstance(node, list):
+        for child in node:
+            yield from models(child)
+
+
+def columns(chart: Chart, with_column: str) -> list[dict[str, list[Any]]]:
+    """The data sources of a chart that have a column."""
+    found = []
+    for model in models(document(chart)):
+        if model["name"] == "ColumnDataSource":
+            entries = dict(model["attributes"]["data"]["entries"])
+            if with_column in entries:
+                found.append({name: values(written) for name, written in entries.items()})
+    return found
+
+
+def values(written: Any) -> list[Any]:
+    if isinstance(written, list):
+        return written
+    data = base64.b64decode(written["array"]["data"])
+    return np.frombuffer(gzip.decompress(data), np.dtype(written["dtype"])).tolist()
+
+
+def of_run(tmp_path: Path, fake: FakeRun | None = None) -> dict[str, Chart]:
+    make_run(tmp_path, fake)
+    run = load_run(tmp_path)
+    return charts(run_view(run, run_allocations(run)), run)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(1, 20)), max_size=40))
+def test_no_two_blocks_are_drawn_over_each_other(blocks: list[tuple[int, int, int]]):
+    born, died = [one for one, _, _ in blocks], [one + length for one, length, _ in blocks]
+    size = [one for _, _, one in blocks]
+    lower = offsets(born, died, size)
+    for i in range(len(blocks)):
+        for j in range(i):
+            meet = max(born[i], born[j]) < min(died[i], died[j])
+            assert not meet or max(lower[i], lower[j]) >= min(lower[i] + size[i], lower[j] + size[j])
+
+
+def test_blocks_that_are_freed_leave_their_place_to_the_next():
+    assert offsets([0, 0, 1, 2], [1, 9, 9, 9], [10, 5, 10, 5]) == [5, 0, 5, 15]
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[str, Chart]]:
+    """A healthy run of two ranks with its charts."""
+    place = tmp_path_factory.mktemp("run")
+    found = of_run(place, FakeRun(world_size=2))
+    return load_run(place), found
+
+
+def test_the_steps_of_a_run_stand_in_its_chart(usual: tuple[Run, dict[str, Chart]]):
+    run, found = usual
+    chart = found["steps"]
+    (bars,) = columns(chart, "forward")
+    assert bars["name"] == [str(row["step"]) for row in run.lead.pulse]
+    assert bars["total"] == pytest.approx([(row["duration_ns"] or 0) / 1e6 for row in run.lead.pulse])
+    phases = ("data_wait", "forward", "backward", "optimizer", "callbacks", "other")
+    assert [sum(bars[phase][i] for phase in phases) for i in range(30)] == pytest.approx(bars["total"])
+    assert "30 steps" in chart.summary
+
+
+def test_neighbours_of_many_steps_share_a_bar_and_the_slowest_is_still_seen(tmp_path: Path):
+    def phases(_: int, step: int) -> Any:
+        known = {"data_wait": 0, "forward": 1_000_000, "backward": 0, "optimizer": 0, "callbacks": 0, "other": 0}
+        return known | ({"forward": 90_000_000} if step == 777 else {})
+
+    chart = of_run(tmp_path, FakeRun(steps=1200, phases=phases, windows=(), memory=None))["steps"]
+    (bars,) = columns(chart, "forward")
+    assert len(bars["x"]) == 400
+    assert max(bars["slowest"]) == pytest.approx(90)
+    assert "reach out of it" in chart.summary
+
+
+def test_the_memory_of_a_window_adds_up_to_its_peak(usual: tuple[Run, dict[str, Chart]]):
+    run, found = usual
+    peak = max(device.peak_bytes for one in run_allocations(run) for device in one.devices)
+    (areas,) = columns(found["memory"], "sum")
+    assert max(areas["sum"]) == peak
+    blocks = columns(found["memory"], "left")
+    assert sum(sum(one["size"]) for one in blocks) >= peak
+    (held,) = columns(found["holders"], "share")
+    assert sum(size for size, top in zip(held["size"], held["top"], strict=True) if top == 0) == peak
+
+
+def test_a_run_of_several_ranks_has_them_beside_each_other(usual: tuple[Run, dict[str, Chart]]):
+    chart = usual[1]["ranks"]
+    assert columns(chart, "step")[0]["rank"] == [0, 1]
+    assert "2 ranks" in chart.summary
+
+
+def test_a_run_that_measured_nothing_has_no_charts(tmp_path: Path):
+    assert list(of_run(tmp_path, FakeRun(steps=0, windows=(), memory=None, trace=False))) == []
+
+
+def blocks(count: int, stack: str = "train.py(1): main") -> BlockLives:
+    lives = BlockLives("cuda:0", start=0, end=1_000_000, stacks=[stack])
+    for i in range(count):
+        lives.add((i, i + 50, 0x7F0000000000 + 512 * i, 512 + i), "activation", 0)
+    return lives
+
+
+def test_of_too_many_blocks_the_largest_are_kept_and_it_is_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lightning_memprof.report.charts.memory.MAX_BLOCKS", 10)
+    chart = memory_chart(blocks(30), ("memory", "memory"), "window 0")
+    assert chart is not None
+    (drawn,) = columns(chart, "left")
+    assert sorted(drawn["size"]) == [512.0 + i for i in range(20, 30)]
+    assert "the 10 largest of 30 blocks" in chart.summary
+
+
+def test_no_name_of_the_program_can_end_the_script_it_stands_in():
+    lives = blocks(3, HOSTILE)
+    held = holders_chart([((HOSTILE, HOSTILE), 10, 1)], ("holders", "memory"), HOSTILE)
+    drawn = memory_chart(replace(lives, device=HOSTILE), ("memory", "memory"), HOSTILE)
+    assert held is not None
+    assert drawn is not None
+    for chart in (held, drawn):
+        assert chart.html.count("</script") == 1
+        assert "<img" not in chart.html
+        assert HOSTILE in json.dumps(document(chart))
+
+
+def test_the_library_is_there_and_asks_for_nothing():
+    resources = chart_resources()
+    assert "Bokeh" in resources
+    assert resources.count("</script") == 2
+    assert not re.search(r"<(?:script|link|img)[^>]+(?:src|href)=", resources)
+    assert len(resources) < 1_400_000
+
+
+def gpu(name: str, start: int, length: int, cat: str = "kernel") -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": 7, "ts": start, "dur": length, "args": {}}
+
+
+def test_a_trace_is_shared_among_what_its_device_did(tmp_path: Path):
+    events = [
+        gpu("gemm", 0, 100),
+        gpu("ncclDevKernel_AllReduce", 50, 100),
+        gpu("Memcpy HtoD", 180, 20, "gpu_memcpy"),
+        gpu("gemm", 300, 100),
+    ]
+    path = write_trace(tmp_path / "t.json", events, baseTimeNanoseconds=0)
+    timeline = device_timeline(path, 4)
+    assert timeline is not None
+    assert timeline.shares == {
+        "compute": pytest.approx([1, 0, 0, 1]),
+        "communication": pytest.approx([0, 0.5, 0, 0]),
+        "memory_copy": pytest.approx([0, 0.2, 0, 0]),
+        "idle_loading": pytest.approx([0, 0, 0, 0]),
+        "idle": pytest.approx([0, 0.3, 1, 0]),
+    }
+    found = file_charts([trace_report(path)])
+    assert list(found) == ["devices", "timeline"]
+    (shares,) = columns(found["devices"], "row")
+    names = [name for name in shares if name not in {"row", "left"} and not name.endswith(" ns")]
+    assert sum(shares[name][0] for name in names) == pytest.approx(100)
+    assert shares["compute"] == pytest.approx([50])
+
+
+def test_a_trace_of_a_host_has_no_charts(tmp_path: Path):
+    path = write_trace(tmp_path / "t.json", [gpu("aten::mm", 0, 5, "cpu_op")], baseTimeNanoseconds=0)
+    assert device_timeline(path) is None
+    assert file_charts([trace_report(path)]) == {}

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from lightning_memprof.analysis.findings import Evidence, Finding, Severity
+from lightning_memprof.analysis.targets import find_targets
+from lightning_memprof.errors import ArtifactError
+from lightning_memprof.report.files_document import files_document
+from lightning_memprof.report.files_view import FilesView, files_view
+from lightning_memprof.report.markdown import to_markdown
+from lightning_memprof.report.terminal import render_files
+
+US_OF_STEP = 1000
+
+
+def trace(path: Path, *, rank: int | None = 0, busy_us: int = 900, name: str = "gemm") -> Path:
+    """Write a trace of three steps; in each one kernel of ``busy_us`` and 100 us of loading."""
+    events: list[dict[str, Any]] = []
+    for step in range(3):
+        start = step * US_OF_STEP
+        cpu = {"ph": "X", "pid": 1, "tid": 1}
+        launch = {"correlation": step + 1}
+        events += [
+            {**cpu, "cat": "user_annotation", "name": f"ProfilerStep#{step}", "ts": start, "dur": US_OF_STEP},
+            {**cpu, "cat": "user_annotation", "name": "enumerate(DataLoader)#x.__next__", "ts": start, "dur": 100},
+            {**cpu, "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": start + 100, "dur": 5, "args": launch},
+            {
+                "ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": 7, "ts": start + 105, "dur": busy_us,
+                "args": {**launch, "stream": 7, "device": 0},
+            },
+        ]  # fmt: skip
+    info = {} if rank is None else {"distributedInfo": {"backend": "nccl", "rank": rank, "world_size": 2}}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"schemaVersion": 1, **info, "traceEvents": events}))
+    return path
+
+
+def snapshot(path: Path) -> Path:
+    """Write a snapshot of one segment of 4 MiB, half of it in use."""
+    mib = 1 << 20
+    frames = [{"filename": "train.py", "line": 3, "name": "forward"}]
+    blocks = [
+        {"address": 0, "size": 2 * mib, "requested_size": 2 * mib, "state": "active_allocated", "frames": frames},
+        {"address": 2 * mib, "size": 2 * mib, "requested_size": 0, "state": "inactive", "frames": []},
+    ]
+    segment = {"device": 0, "address": 0, "total_size": 4 * mib, "stream": 0, "segment_type": "large", "blocks": blocks}
+    alloc = {"action": "alloc", "addr": 0, "size": 2 * mib, "stream": 0, "time_us": 5, "frames": frames}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(pickle.dumps({"segments": [segment], "device_traces": [[alloc]]}, protocol=4))
+    return path
+
+
+def viewed(*paths: Path, rank: int | None = None) -> FilesView:
+    return files_view(find_targets(paths), rank=rank)
+
+
+def page(view: FilesView, width: int = 80, *, colours: bool = False, encoding: str = "utf-8") -> str:
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict", write_through=True)
+    render_files(view, Console(file=file, width=width, force_terminal=colours, legacy_windows=False))
+    file.seek(0)
+    return file.read()
+
+
+def test_the_document_has_the_promised_keys_and_figures(tmp_path: Path) -> None:
+    document = files_document(viewed(trace(tmp_path / "a.json"), snapshot(tmp_path / "b.pickle")))
+    document = json.loads(json.dumps(document, allow_nan=False))
+    (one,) = document["traces"]
+    assert one["file"] == str(tmp_path / "a.json")
+    assert one["rank"] == 0
+    assert one["gpu_window"] == {
+        "window_ns": 2_900_000,
+        "busy_ns": 2_700_000,
+        "idle_ns": 200_000,
+        "compute_ns": 2_700_000,
+        "communication_ns": 0,
+        "memory_copy_ns": 0,
+        "communication_overlapped_ns": 0,
+        "communication_exposed_ns": 0,
+    }
+    assert one["step_window"]["data_loading_ns"] == 300_000
+    assert one["step_window"]["mean_step_ns"] == 1_000_000
+    assert [step["number"] for step in one["steps"]] == [0, 1, 2]
+    (other,) = document["snapshots"]
+    (device,) = other["devices"]
+    assert other["oom"] is None
+    assert (device["reserved_bytes"], device["allocated_bytes"], device["inactive_bytes"]) == (
+        4 << 20,
+        2 << 20,
+        2 << 20,
+    )
+    (holder,) = device["holders_at_peak"]
+    assert (holder["site"], holder["bytes"]) == ("train.py(3): forward", 2 << 20)
+    for finding in document["findings"]:
+        assert {"rule", "severity", "sentence", "numbers", "evidence", "next_steps"} <= finding.keys()
+    assert {"sentence", "why", "next"} <= document["verdict"].keys()
+
+
+def test_holders_beyond_the_listed_ones_are_one_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_memprof.report.files_document.MAX_ROWS", 0)
+    (one,) = files_document(viewed(snapshot(tmp_path / "b.pickle")))["snapshots"]
+    assert one["devices"][0]["holders_at_peak"] == []
+    assert (one["devices"][0]["other_holders"], one["devices"][0]["other_holders_bytes"]) == (1, 2 << 20)
+
+
+def test_a_healthy_trace_says_how_busy_the_device_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_memprof.analysis.findings.of_traces.TRACE_RULES", ())
+    view = viewed(trace(tmp_path / "a.json"))
+    assert view.verdict.rule == "nothing_found"
+    assert view.verdict.sentence == "No bottleneck found: the device is busy 93 % of the time."
+    assert "lightning-memprof view" in view.verdict.next
+
+
+def test_what_the_rules_find_makes_the_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Finding("odd", Severity.WARNING, "It is odd.", "Why.", ("Do this.",), evidence=(Evidence(artifact="a"),))
+    monkeypatch.setattr("lightning_memprof.analysis.findings.of_traces.TRACE_RULES", (lambda _: [found],))
+    view = viewed(trace(tmp_path / "a.json"))
+    assert (view.verdict.sentence, view.findings) == ("It is odd.", (found,))
+
+
+def test_a_file_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
+    torn = tmp_path / "torn.pt.trace.json"
+    torn.write_text('{"traceEvents": [{"ph": "X"')
+    view = viewed(trace(tmp_path / "a.json"), torn)
+    assert [one.file.name for one in view.traces] == ["a.json"]
+    (problem,) = view.problems
+    assert problem.piece == str(torn)
+    assert not problem.message.startswith(str(torn))
+    assert "damaged" in page(view)
+    with pytest.raises(ArtifactError, match=r"torn\.pt\.trace\.json: .*cut off"):
+        viewed(torn)
+
+
+def test_a_rank_chooses_its_traces_and_one_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    paths = [trace(tmp_path / "a.json", rank=0), trace(tmp_path / "b.json", rank=1)]
+    assert [one.rank for one in viewed(*paths, rank=1).traces] == [1]
+    with pytest.raises(ArtifactError, match="--rank 7: no trace is of this rank; there are 0, 1"):
+        viewed(*paths, rank=7)
+
+
+@pytest.mark.parametrize("width", [1, 40, 60, 80, 200])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_the_page_is_no_wider_than_80_columns_or_the_terminal(tmp_path: Path, width: int, encoding: str) -> None:
+    hostile = "k" * 300 + "[red]\x1b[31m\n</script>"
+    paths = [trace(tmp_path / f"{'n' * 100}{rank}.json", rank=rank, name=hostile) for rank in range(3)]
+    text = page(viewed(*paths, snapshot(tmp_path / "b.pickle")), width, encoding=encoding)
+    assert "\x1b" not in text
+    assert text.startswith("verdict" if width > 7 else "")
+    files = text.split("\n\ntrace ")[-1]
+    lines = text.removesuffix(files).splitlines()
+    if width >= 40:
+        assert max(cell_len(line) for line in lines if str(tmp_path) not in line) <= min(width, 80)
+    assert [line for line in text.split("\n") if line != line.rstrip()] == []
+
+
+def test_the_page_has_verdict_then_time_then_memory_then_files_then_commands(tmp_path: Path) -> None:
+    text = page(viewed(trace(tmp_path / "a.json"), snapshot(tmp_path / "b.pickle")))
+    labels = [line.split()[0] for line in text.splitlines() if line[:1].strip()]
+    wanted = ["verdict", "why", "next", "trace", "device", "steps", "kernels", "snapshot", "holders", "type"]
+    places = [labels.index(label) for label in wanted]
+    assert places == sorted(places)
+    assert "\x1b" not in text
+    assert "\x1b" in page(viewed(trace(tmp_path / "a.json")), colours=True)
+
+
+def test_several_traces_stand_beside_each_other_and_the_least_busy_comes_in_full(tmp_path: Path) -> None:
+    paths = [trace(tmp_path / f"{rank}.json", rank=rank, busy_us=900 - 200 * rank) for rank in range(4)]
+    text = page(viewed(*paths))
+    assert [line.split()[0] for line in text.splitlines() if line.strip().startswith(("0.j", "1.j", "2.j", "3.j"))]
+    shown = [line.split()[1] for line in text.splitlines() if line.startswith("trace  ")][:2]
+    assert shown == ["3.json", "2.json"]
+
+
+def test_markdown_has_tables_and_makes_names_inert(tmp_path: Path) -> None:
+    hostile = "<img src=x onerror=alert(1)> *bold* `code` | cell"
+    text = to_markdown(viewed(trace(tmp_path / "a.json", name=hostile), snapshot(tmp_path / "b.pickle")))
+    assert text.startswith("**")
+    assert "| file | rank | window |" in text
+    assert "`train.py(3): forward`" in text
+    assert "<img" not in text.replace("\\<img", "")
+    assert " | cell" not in text

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html import unescape
+
+import pytest
+
+from lightning_memprof.analysis.findings import Evidence, Finding, Severity
+from lightning_memprof.errors import ReportError
+from lightning_memprof.report import html as html_module
+from lightning_memprof.report.charts import charts
+from lightning_memprof.report.html import to_html
+from lightning_memprof.report.opened import opened
+from lightning_memprof.report.page import run_page
+from lightning_memprof.report.page.model import Findings, Table
+from lightning_memprof.report.view import View
+from lightning_memprof.report.written import main, write_page
+from lightning_memprof.testing import FakeRun, make_run
+
+SCRIPT = "</script><script>alert(1)</script>"
+
+
+@pytest.fixture(autouse=True)
+def no_charts(monkeypatch):
+    """Leave out the charts, which take a second each time and are tested where they are made."""
+    monkeypatch.setattr(html_module, "charts", lambda _view: {})
+
+
+def view_of(path, fake: FakeRun | None = None) -> View:
+    with opened([str(make_run(path / "log", fake))]) as view:
+        assert isinstance(view, View)
+        return view
+
+
+def test_every_text_of_the_run_is_escaped(tmp_path):
+    view = view_of(tmp_path, FakeRun(training={"model": SCRIPT}, endings={0: SCRIPT}))
+    finding = Finding(rule=SCRIPT, severity=Severity.WARNING, sentence=SCRIPT, why=SCRIPT, next_steps=(SCRIPT,),
+                      evidence=(Evidence(artifact=SCRIPT),))  # fmt: skip
+    page = to_html(replace(view, findings=(finding,), verdict=replace(view.verdict, sentence=SCRIPT)))
+    assert SCRIPT not in page
+    assert page.count("&lt;/script&gt;&lt;script&gt;alert(1)") >= 6
+
+
+def test_text_that_no_encoding_has_is_made_visible(tmp_path):
+    page = to_html(view_of(tmp_path, FakeRun(training={"model": "a\udc80b\x1b[0m"})))
+    assert r"a\udc80b\x1b[0m" in page
+    page.encode("utf-8")
+
+
+def test_only_scripts_of_the_page_itself_may_run_and_none_has_another_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(html_module, "charts", charts)
+    page = unescape(to_html(view_of(tmp_path)))
+    (nonce,) = set(re.findall(r"script-src 'nonce-([\w-]+)'", page))
+    opened_tags = re.findall(r"<script\b[^>]*>", re.sub(r"(<script\b[^>]*>).*?</script>", r"\1", page, flags=re.DOTALL))
+    assert opened_tags
+    assert all(f'nonce="{nonce}"' in tag for tag in opened_tags)
+    assert nonce not in to_html(view_of(tmp_path / "other"))
+    assert "'unsafe-eval'" not in page
+    assert "default-src 'none'" in page
+
+
+def test_a_chart_that_fails_costs_the_charts_and_not_the_page(tmp_path, monkeypatch):
+    def fail(_view):
+        raise ValueError("no <b>")
+
+    monkeypatch.setattr(html_module, "charts", fail)
+    page = to_html(view_of(tmp_path))
+    assert "The charts cannot be drawn (ValueError: no &lt;b&gt;)" in page
+    assert 'id="files"' in page
+
+
+def test_a_finding_links_to_its_section_and_to_the_row_of_its_file(tmp_path):
+    view = view_of(tmp_path)
+    pulse = next(one for one in view.artifacts if one.type == "pulse")
+    finding = Finding(rule="input_bound", severity=Severity.WARNING, sentence="s", why="w", next_steps=("n",),
+                      evidence=(Evidence(artifact=pulse.path, rank=0, steps=(3, 9)),))  # fmt: skip
+    page = run_page(replace(view, findings=(finding,)))
+    cards = next(part for part in page.sections[0].parts if isinstance(part, Findings)).cards
+    section, row = cards[0].evidence
+    assert section.href == "#steps"
+    assert row.text == "pulse.rank00000.csv, rank 0, steps 3-9"
+    table = next(
+        part for one in page.sections for part in one.parts if isinstance(part, Table) and part.id == "file-table"
+    )
+    (named,) = (cells[0] for cells in table.rows if f"#{cells[0].id}" == row.href)
+    assert named.text == pulse.path
+    assert named.command.startswith("less ")
+
+
+def test_ranks_that_are_missing_are_named(tmp_path):
+    page = to_html(view_of(tmp_path, FakeRun(world_size=3, endings={1: None})))
+    assert "rank 1 had not ended when this page was made" in page
+    run = make_run(tmp_path / "short", FakeRun(world_size=3))
+    (run / "manifest.rank00002.jsonl").unlink()
+    with opened([str(run)]) as view:
+        assert "rank 2 had left nothing when this page was made" in to_html(view)
+    assert "when this page was made" not in to_html(view_of(tmp_path / "whole", FakeRun(world_size=3)))
+
+
+def test_the_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    view = view_of(tmp_path)
+    out = tmp_path / "page.html"
+    write_page(view, out)
+    first = out.read_text()
+    assert first.rstrip().endswith("</html>")
+    with pytest.raises(ReportError, match="name another file with -o"):
+        write_page(view, tmp_path / "missing/page.html")
+
+    def fail(_view):
+        raise RuntimeError("odd")
+
+    monkeypatch.setattr(html_module, "to_html", fail)
+    with pytest.raises(ReportError, match="RuntimeError: odd"):
+        write_page(view, out)
+    assert out.read_text() == first
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "page.html"]
+
+
+def test_the_process_writes_the_page_or_a_line_that_says_why_not(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.nice", lambda _more: 0)
+    run = make_run(tmp_path / "log")
+    (run / "report.log").write_text("old")
+    assert main([str(run)]) == 0
+    assert (run / "report.html").stat().st_size > 10_000
+    assert not (run / "report.log").exists()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert main([str(empty)]) == 1
+    assert len((empty / "report.log").read_text().splitlines()) == 1
+    assert main([str(tmp_path / "gone")]) == 1
