@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from kineto import write_trace
 from lightning_memprof.analysis.trace_columns import read_columns
 from lightning_memprof.analysis.trace_report import trace_report
 from lightning_memprof.errors import ArtifactError
-from tests.support.kineto import write_trace
 
 HOST, AUTOGRAD, STREAM, OTHER_STREAM = 1, 2, 7, 9
 
