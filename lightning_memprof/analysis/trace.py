@@ -12,16 +12,14 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
+from lightning_memprof.analysis.lenient_event import LONGEST_US, event_fields, number
 from lightning_memprof.analysis.trace_text import TraceText
 
 __all__ = ["Event", "EventArgs", "Trace", "read_events", "read_trace"]
 
 _CHUNK: Final = 1 << 20
 
-# Sums of two are still 64 bits in ns; what is beyond (127 years) is damage.
-_LONGEST_US: Final = 4e15
-_LARGEST: Final = 1 << 64
-_Microseconds = Annotated[float, msgspec.Meta(ge=-_LONGEST_US, le=_LONGEST_US)]
+_Microseconds = Annotated[float, msgspec.Meta(ge=-LONGEST_US, le=LONGEST_US)]
 
 
 class EventArgs(msgspec.Struct, gc=False, frozen=True):
@@ -140,52 +138,24 @@ def _events(text: bytes) -> list[Event]:
     try:
         return _DECODE(text)
     except msgspec.ValidationError:  # valid JSON, but an argument of another type than Kineto's: read one by one
-        return [_lenient_event(fields) for fields in msgspec.json.decode(text)]
+        return [_lenient_event(event) for event in msgspec.json.decode(text)]
 
 
-def _lenient_event(fields: Any) -> Event:
-    if not isinstance(fields, dict):
-        raise msgspec.DecodeError(f"an event is a JSON object, not {type(fields).__name__}")
-    given = fields.get("args")
-    args: dict[str, Any] = given if isinstance(given, dict) else {}
-    pid, tid = fields.get("pid"), fields.get("tid")
+def _lenient_event(event: Any) -> Event:
+    fields, args = event_fields(event)
     return Event(
-        ph=str(fields.get("ph") or ""),
-        cat=str(fields.get("cat") or ""),
-        name=str(fields.get("name") or ""),
-        pid=pid if isinstance(pid, int) else str(pid),
-        tid=tid if isinstance(tid, int) else str(tid),
-        ts=_microseconds(fields.get("ts")),
-        dur=_microseconds(fields.get("dur")),
+        **fields,
         args=EventArgs(
-            external_id=int(_number(args.get("External id"))),
-            legacy_external_id=int(_number(args.get("external id"))),
-            correlation=int(_number(args.get("correlation"))),
+            external_id=int(number(args.get("External id"))),
+            legacy_external_id=int(number(args.get("external id"))),
+            correlation=int(number(args.get("correlation"))),
             input_dims=msgspec.Raw(msgspec.json.encode(args["Input Dims"]) if "Input Dims" in args else b""),
-            bytes=int(_number(args.get("Bytes"))),
-            device_type=int(_number(args.get("Device Type"))),
-            device_id=int(_number(args.get("Device Id", -1))),
-            address=int(_number(args.get("Addr"))),
-            total_allocated=int(_number(args.get("Total Allocated"))),
-            sequence_number=int(_number(args.get("Sequence number", -1))),
-            forward_thread=int(_number(args.get("Fwd thread id"))),
+            bytes=int(number(args.get("Bytes"))),
+            device_type=int(number(args.get("Device Type"))),
+            device_id=int(number(args.get("Device Id", -1))),
+            address=int(number(args.get("Addr"))),
+            total_allocated=int(number(args.get("Total Allocated"))),
+            sequence_number=int(number(args.get("Sequence number", -1))),
+            forward_thread=int(number(args.get("Fwd thread id"))),
         ),
     )
-
-
-def _microseconds(value: Any) -> float:
-    time = _number(value)
-    return time if -_LONGEST_US <= time <= _LONGEST_US else 0
-
-
-def _number(value: Any) -> float:
-    """A number, also one that was written as a string; 0 for anything else. Integers keep all their digits."""
-    if isinstance(value, str):
-        try:
-            value = int(value)
-        except ValueError:
-            try:
-                value = float(value)
-            except ValueError:
-                return 0
-    return value if isinstance(value, (int, float)) and -_LARGEST < value < _LARGEST else 0

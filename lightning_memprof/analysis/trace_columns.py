@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from lightning_memprof.analysis.communication import Span
 from lightning_memprof.analysis.intervals import Column
+from lightning_memprof.analysis.lenient_event import LONGEST_US, event_fields, number
 from lightning_memprof.analysis.trace_text import TraceText
 
 __all__ = ["Kind", "NamedEvent", "Progress", "TraceColumns", "read_columns"]
@@ -22,9 +23,8 @@ Progress: TypeAlias = Callable[[int, int], None]
 
 _CHUNK: Final = 1 << 20
 # Sums of two are still 64 bits in ns; what is beyond (127 years) is damage.
-_LONGEST_US: Final = 4e15
 _LARGEST: Final = 1 << 62
-_Microseconds = Annotated[float, msgspec.Meta(ge=-_LONGEST_US, le=_LONGEST_US)]
+_Microseconds = Annotated[float, msgspec.Meta(ge=-LONGEST_US, le=LONGEST_US)]
 _Whole = Annotated[int, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
 
 
@@ -286,30 +286,20 @@ def _decode(text: bytes) -> list[_Event]:
     try:
         return _DECODE(text)
     except msgspec.ValidationError:  # valid JSON, but something of another type than Kineto's: read one by one
-        return [_lenient(fields) for fields in msgspec.json.decode(text)]
+        return [_lenient(event) for event in msgspec.json.decode(text)]
 
 
-def _lenient(fields: Any) -> _Event:
-    if not isinstance(fields, dict):
-        raise msgspec.DecodeError(f"an event is a JSON object, not {type(fields).__name__}")
-    given = fields.get("args")
-    args: dict[str, Any] = given if isinstance(given, dict) else {}
-    pid, tid = fields.get("pid"), fields.get("tid")
+def _lenient(event: Any) -> _Event:
+    fields, args = event_fields(event)
     return _Event(
-        ph=str(fields.get("ph") or ""),
-        cat=str(fields.get("cat") or ""),
-        name=str(fields.get("name") or ""),
-        pid=pid if isinstance(pid, int) else str(pid),
-        tid=tid if isinstance(tid, int) else str(tid),
-        ts=_within(fields.get("ts"), _LONGEST_US),
-        dur=_within(fields.get("dur"), _LONGEST_US),
+        **fields,
         args=_Args(
-            correlation=int(_within(args.get("correlation"), _LARGEST)),
-            external_id=int(_within(args.get("External id"), _LARGEST)),
-            bytes=int(_within(args.get("bytes"), _LARGEST)),
+            correlation=int(number(args.get("correlation"), _LARGEST)),
+            external_id=int(number(args.get("External id"), _LARGEST)),
+            bytes=int(number(args.get("bytes"), _LARGEST)),
             collective=str(args.get("Collective name") or ""),
             group=str(args.get("Process Group Name") or ""),
-            elements=int(_within(args.get("In msg nelems", -1), _LARGEST)),
+            elements=int(number(args.get("In msg nelems", -1), _LARGEST)),
             dtype=str(args.get("dtype") or ""),
             input_dims=_raw(args, "Input Dims"),
             input_types=_raw(args, "Input type"),
@@ -319,16 +309,3 @@ def _lenient(fields: Any) -> _Event:
 
 def _raw(args: dict[str, Any], key: str) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(args[key]) if key in args else b"")
-
-
-def _within(value: Any, most: float) -> float:
-    """A number, also one that was written as a string; 0 for anything else or larger. Integers keep their digits."""
-    if isinstance(value, str):
-        try:
-            value = int(value)
-        except ValueError:
-            try:
-                value = float(value)
-            except ValueError:
-                return 0
-    return value if isinstance(value, (int, float)) and -most <= value <= most else 0

@@ -11,11 +11,13 @@ from lightning_memprof.report.words import clean
 from lightning_memprof.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from lightning_memprof.analysis.arrivals import CollectiveWait
     from lightning_memprof.analysis.ranks import RankReport, Spread, Waiting
     from lightning_memprof.report.view import View
 
-__all__ = ["ranks_document", "ranks_lines"]
+__all__ = ["NAMES", "ranks_document", "ranks_lines"]
 
 LABEL: Final = 14
 CELL: Final = 22
@@ -23,7 +25,7 @@ MOST_KINDS: Final = 3
 MOST_CAUSES: Final = 3
 # What differs by less is noise on the page.
 NOTABLE: Final = 1.05
-NAMES: Final = {
+NAMES: Final[Mapping[str, str]] = {
     "step_ns": "a step",
     "data_wait": "data fetch",
     "callbacks": "callbacks",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from lightning_memprof.analysis.findings.model import MIN_STEPS, Facts, Finding, Severity, percent
-from lightning_memprof.analysis.findings.part_cost import part_cost
+from lightning_memprof.analysis.findings.model import Facts, Finding, Severity, percent
+from lightning_memprof.analysis.findings.part_cost import dearest_part
 from lightning_memprof.units import format_ns
 
 __all__ = ["logging_bound"]
@@ -25,11 +25,11 @@ def logging_bound(facts: Facts) -> list[Finding]:
     """Say that logging takes much of the recorded steps; our own work at their marks is none of it."""
     if not facts.is_fit:
         return []
-    costs = [(cost, rank) for rank in facts.run.ranks if (cost := part_cost(facts, rank, "logging")) is not None]
-    cost, rank = max(costs, key=lambda one: one[0].share, default=(None, None))
-    if cost is None or rank is None or cost.share <= NOTABLE_SHARE or cost.each_ns < MIN_COST_NS:
+    dearest = dearest_part(facts, "logging")
+    if dearest is None:
         return []
-    if len(rank.pulse) < MIN_STEPS:
+    rank, cost = dearest
+    if cost.share <= NOTABLE_SHARE or cost.each_ns < MIN_COST_NS:
         return []
     often = "in every recorded step" if cost.is_in_each else f"and {len(cost.like_it)} more steps took as much longer"
     return [

@@ -6,6 +6,7 @@ import statistics as stats
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from lightning_memprof.analysis.findings.model import MIN_STEPS
 from lightning_memprof.analysis.findings.own_cost import own_marks
 from lightning_memprof.analysis.steps import typical_steps
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.findings.model import Facts
     from lightning_memprof.analysis.run import Rank
 
-__all__ = ["PartCost", "part_cost"]
+__all__ = ["PartCost", "dearest_part", "part_cost"]
 
 # A part that most recorded steps have is in each step of the run.
 IN_EACH: Final = 0.8
@@ -62,3 +63,13 @@ def part_cost(facts: Facts, rank: Rank, part: str) -> PartCost | None:
     like_it = [row["step"] or 0 for row, ns in zip(rows, around, strict=True) if ns >= least]
     share = each_ns * len(like_it) / max(sum(row["duration_ns"] or 0 for row in rows), 1)
     return PartCost(each_ns, share, recorded, tuple(like_it), is_in_each=False)
+
+
+def dearest_part(facts: Facts, part: str) -> tuple[Rank, PartCost] | None:
+    """Return the rank that spends the largest share of its time in a part, of those with steps enough to tell."""
+    costs = [
+        (rank, cost)
+        for rank in facts.run.ranks
+        if len(rank.pulse) >= MIN_STEPS and (cost := part_cost(facts, rank, part)) is not None
+    ]
+    return max(costs, key=lambda one: one[1].share, default=None)

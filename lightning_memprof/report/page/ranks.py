@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from lightning_memprof.analysis.findings import percent
 from lightning_memprof.report.page.cells import NONE, count_cell, index_cell, name_of, size_cell, time_cell
 from lightning_memprof.report.page.model import Cell, ChartPlace, Head, Part, Section, Table
+from lightning_memprof.report.ranks import NAMES
 from lightning_memprof.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
@@ -21,16 +22,6 @@ __all__ = ["ranks_section"]
 # More rows are slow to lay out: of more ranks the slowest are shown.
 MAX_RANKS: Final = 512
 STYLES: Final[Mapping[str, str]] = {"finished": "good", "exception": "bad"}
-NAMES: Final[Mapping[str, str]] = {
-    "step_ns": "a step",
-    "data_wait": "data fetch",
-    "callbacks": "callbacks",
-    "optimizer": "optimizer",
-    "compute_ns": "compute",
-    "wait_ns": "waiting",
-    "rss_peak_bytes": "rss peak",
-    "device_peak_bytes": "device peak",
-}
 
 
 def ranks_section(view: View) -> Section | None:
