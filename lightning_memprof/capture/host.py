@@ -49,16 +49,30 @@ class ResidentSize:
 def peak_rss_bytes(at_least: int) -> int:
     """Return the highest resident size of this process so far in bytes.
 
+    On Linux it is ``VmHWM`` of ``/proc/self/status``: ``ru_maxrss`` of ``getrusage`` begins with the peak of the
+    process that started this one.
+
     Args:
         at_least: the size that was just read; the kernel updates its peak later than its size.
 
     """
     if sys.platform == "win32":
         return max(at_least, int(psutil.Process().memory_info().peak_wset))
+    if sys.platform == "linux" and (told := _status().partition(b"VmHWM:")[2]):
+        return max(at_least, int(told.split(b"kB", 1)[0]) * KIB)
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return max(at_least, peak if sys.platform == "darwin" else peak * KIB)
+
+
+def _status() -> bytes:
+    """Return what Linux says of this process, some 30 us; nothing where /proc is not there."""
+    try:
+        with open("/proc/self/status", "rb", buffering=0) as file:  # noqa: PTH123 a Path doubles the cost
+            return file.read()
+    except OSError:
+        return b""
 
 
 class HostMemory(Collector):

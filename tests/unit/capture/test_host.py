@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -12,6 +14,8 @@ from lightning_memprof.capture.host import HostMemory, ResidentSize, peak_rss_by
 from lightning_memprof.schedule import Point, Schedule
 from lightning_memprof.units import MIB
 from sessions import POINTS, context, drive, session
+
+PEAK = "from lightning_memprof.capture.host import peak_rss_bytes; print(peak_rss_bytes(0))"
 
 
 def test_the_resident_size_is_psutils() -> None:
@@ -54,6 +58,14 @@ def test_closing_releases_the_file_and_twice_is_harmless() -> None:
     resident.close()
     resident.close()
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="this system has no /proc")
+def test_the_peak_is_not_that_of_the_process_that_started_this_one() -> None:
+    with mmap.mmap(-1, 512 * MIB) as held:
+        held.write(b"x" * (512 * MIB))
+        told = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True).stdout
+    assert 0 < int(told) < 256 * MIB
 
 
 def test_the_peak_never_falls() -> None:
