@@ -101,7 +101,18 @@ def _difference(name: str, a: Measure | None, b: Measure | None, scale: Mapping[
         needed = max(a.noise, b.noise, _ERRORS * error if min(a.samples, b.samples) > 1 else 0.0)
         if unit == "ns":
             needed = max(needed, _LEAST_NS, _LEAST_SHARE_OF_STEP * scale["ns"])
+        elif unit == "per_s":
+            needed = _needed_of_rate(a, b)
     return Difference(name=name, unit=unit, a=a, b=b, needed=needed, problem=problem)
+
+
+def _needed_of_rate(a: Measure, b: Measure) -> float:
+    """Return how much a rate must change: where the times between that many events would differ by more than noise."""
+    if not a.value or not b.value:
+        return max(a.noise, b.noise)
+    noise = max(one.noise / one.value / one.value for one in (a, b))
+    bound = 1 / a.value + math.copysign(noise, a.value - b.value)
+    return abs(a.value - 1 / bound) if bound > 0 else math.inf
 
 
 def _changes(group: str, a: Side, b: Side, scale: Mapping[str, float]) -> list[NamedChange]:

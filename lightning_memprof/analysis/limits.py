@@ -101,5 +101,5 @@ def check(comparison: Comparison, limit: Limit) -> Outcome:
     beyond = value > limit.amount if limit.is_upper else value < limit.amount
     if beyond and not found.is_above_noise:
         return Outcome(limit, is_broken=False, sentence=f"{limit.name} is beyond it, by no more than noise")
-    moved = "rises" if change > 0 else "falls" if change < 0 else "stays"
+    moved = "rises" if change > 0 else "falls" if change < 0 else "is the same"
     return Outcome(limit, is_broken=beyond, sentence=f"{limit.name} {moved}")

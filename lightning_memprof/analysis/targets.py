@@ -6,6 +6,7 @@ What a file is, is read from its first bytes; its name only decides where those 
 from __future__ import annotations
 
 import os
+import stat
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -64,12 +65,14 @@ def find_targets(paths: Sequence[Path]) -> Targets:
     found: dict[Path, FileKind] = {}
     left_out = 0
     for path in paths:
-        if path.is_dir() and has_run(path):
+        # Unlike Path's own, it says no to a path that may not be looked at; what is wrong with it is said below.
+        is_directory = os.path.isdir(path)  # noqa: PTH112
+        if is_directory and has_run(path):
             if run is not None:
                 msg = f"{run} and {path}: two runs; name one, or put them side by side: lightning-memprof compare"
                 raise ArtifactError(msg)
             run = path
-        elif path.is_dir():
+        elif is_directory:
             inside, more = _files_in(path)
             found |= inside
             left_out += more
@@ -90,6 +93,9 @@ def find_targets(paths: Sequence[Path]) -> Targets:
 def file_kind(path: Path) -> FileKind | None:
     """Say what a file is by its first bytes, plain or gzip-compressed; None where it is neither, or not readable."""
     try:
+        # A pipe would wait for a writer, and its bytes can be read only once.
+        if not path.is_file():
+            return None
         with path.open("rb") as stream:
             head = stream.read(_PACKED_HEAD_BYTES)
             if head.startswith(_GZIP):
@@ -114,9 +120,7 @@ def _has_trace_words(head: bytes) -> bool:
 
 def _named(path: Path) -> FileKind:
     """Return what a file is that was named by itself."""
-    if not path.exists():
-        msg = f"{path}: there is no such file or directory; give a run's log directory, a trace or a snapshot"
-        raise ArtifactError(msg)
+    _check_readable(path)
     kind = file_kind(path)
     # What a broken file of that name should have been is known: its reader says what is wrong with it.
     if kind is None and path.name.endswith(_TRACE_NAMES):
@@ -130,6 +134,28 @@ def _named(path: Path) -> FileKind:
         )
         raise ArtifactError(msg)
     return kind
+
+
+def _check_readable(path: Path) -> None:
+    """Refuse what cannot be opened, and what can be read only once.
+
+    Raises:
+        ArtifactError: it is missing, may not be read, or is no regular file.
+
+    """
+    try:
+        is_regular = stat.S_ISREG(path.stat().st_mode)
+        if is_regular:
+            path.open("rb").close()
+    except (OSError, ValueError) as error:
+        if isinstance(error, PermissionError):
+            msg = f"{path}: may not be read by you; ask its owner, or copy it"
+        else:
+            msg = f"{path}: there is no such file or directory; give a run's log directory, a trace or a snapshot"
+        raise ArtifactError(msg) from error
+    if not is_regular:
+        msg = f"{path}: is a pipe or a device, and a file is read several times; write it into a file first"
+        raise ArtifactError(msg)
 
 
 def _files_in(directory: Path) -> tuple[dict[Path, FileKind], int]:

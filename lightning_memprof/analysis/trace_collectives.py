@@ -6,7 +6,7 @@ import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
-from statistics import median_low
+from statistics import median
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -58,7 +58,7 @@ def trace_collectives(columns: TraceColumns, device: DeviceEvents) -> tuple[Coll
                 bytes_each=size,
                 count=len(members),
                 total_ns=sum(durations),
-                median_ns=median_low(durations),
+                median_ns=round(median(durations)),
                 max_ns=max(durations),
                 exposed_ns=sum(int(exposed[i]) for i in members),
                 longest_start_ns=columns.origin_ns + found[longest].start,

@@ -1,8 +1,9 @@
 """Why the device was idle: what the thread did that launched what came next.
 
-Each gap in the device's work ends with an event, and that event was launched by a call on some thread. From that call
-on the device owes the rest of the gap (``launch``); before it, the thread was doing something else. Where a thread of
-autograd had not begun yet, the training thread tells what held it up.
+Each gap in the device's work ends with an event, and that event was launched by a call on some thread. The call, and
+what a launch takes behind it, is ``launch``; where the event starts later than that, it is the device that waits
+(``queue``): for another stream, a copy, or another rank. Before the call the thread was doing something else. Where a
+thread of autograd had not begun yet, the training thread tells what held it up.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ __all__ = ["idle_causes"]
 _COLLECTS: Final = re.compile(r"Python GC|<built-in (?:function|method) collect>|gc\.collect", re.IGNORECASE)
 
 _CAUSES: Final[tuple[Cause, ...]] = get_args(Cause)
+# A kernel starts 3 to 8 us after its launch has returned, if nothing keeps it.
+_LATENCY_NS: Final = 20_000
 # Where several are going on at once, the first of them is what the thread did.
 _FIRST_OF: Final[tuple[Cause, ...]] = (
     "garbage", "data_loading", "synchronization", "allocator", "launch", "operators",
@@ -49,7 +52,9 @@ def idle_causes(columns: TraceColumns, device: DeviceEvents) -> tuple[IdleCause,
     known = launched >= 0
     moments = np.clip(np.where(known, columns.starts[launched], gaps.ends), gaps.starts, gaps.ends)
     tally = _Tally(columns, gaps)
-    tally.add("launch", Intervals(moments[known], gaps.ends[known]), launched[known])
+    started = np.clip(np.where(known, columns.ends[launched] + _LATENCY_NS, gaps.ends), moments, gaps.ends)
+    tally.add("launch", Intervals(moments[known], started[known]), launched[known])
+    tally.add("queue", Intervals(started[known], gaps.ends[known]), first_behind[known])
     threads = _Threads(columns)
     lanes = np.where(known, columns.lanes[launched], threads.training)
     for lane in np.unique(lanes).tolist():

@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 KernelKind = Literal["compute", "communication", "memory_copy"]
-Cause = Literal["data_loading", "synchronization", "allocator", "garbage", "python", "operators", "launch", "tail"]
+Cause = Literal["data_loading", "synchronization", "allocator", "garbage", "python", "operators", "launch", "queue"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,7 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
         step_window=_step_times(device, steps, loading) if window and steps else None,
         steps=trace_steps(columns, device, steps, loading),
         kernels=kernels(columns, device),
-        idle=idle_causes(columns, device) if window else (),
+        idle=idle_causes(columns, device) if window and _has_runtime(columns) else (),
         runtime_calls=calls(columns, Kind.RUNTIME),
         collectives=collectives,
         copies=copies(columns, device),
@@ -132,6 +132,10 @@ def _missing(rank: int | None, columns: TraceColumns, device: DeviceEvents, step
         missing.append("no steps: call `step()` of the profiler once a step, and `ProfilerStep#N` appears")
     if rank is None:
         missing.append("no rank: torch writes it where a process group was there when the recording ended")
-    if len(device.rows) and not np.any(columns.kinds == Kind.RUNTIME):
+    if len(device.rows) and not _has_runtime(columns):
         missing.append("no calls of the device's runtime: why the device was idle cannot be told")
     return missing
+
+
+def _has_runtime(columns: TraceColumns) -> bool:
+    return bool(np.any(columns.kinds == Kind.RUNTIME))

@@ -333,5 +333,13 @@ def _complain(error: Exception) -> int:
         message = str(error)
     else:
         message = f"{type(error).__name__}: {error} (--debug shows where)"
-    print(f"{PROGRAM}: error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"{PROGRAM}: error: {_inert(' '.join(message.split()))}", file=sys.stderr)
     return status
+
+
+def _inert(message: str) -> str:
+    """Make control characters visible: the name of a file must not steer the terminal."""
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape", "backslashreplace").decode("ascii")
+        for one in message
+    )

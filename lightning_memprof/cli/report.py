@@ -6,7 +6,8 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_memprof.errors import ReportError
+from lightning_memprof.artifacts.naming import parse_manifest_name, parse_pulse_name
+from lightning_memprof.errors import ConfigError, ReportError
 from lightning_memprof.report.files_view import FilesView
 from lightning_memprof.report.opened import opened
 from lightning_memprof.report.view import View
@@ -29,7 +30,7 @@ def report(targets: Sequence[str], out: Path | None = None, *, open_it: bool = F
 
     Raises:
         ArtifactError: there is no such thing, there are several runs, or it cannot be read.
-        ConfigError: the protocol of the URL is not known here.
+        ConfigError: the protocol of the URL is not known here, or the page would be written over what is read.
         ReportError: the page cannot be made, or not be written there.
 
     """
@@ -40,6 +41,7 @@ def report(targets: Sequence[str], out: Path | None = None, *, open_it: bool = F
     with reading() as progress, opened(list(targets), progress=progress.told) as view:
         progress.end()
         file = _place(view) if out is None else out
+        _spare(view, file)
         write_page(view, file)
     print(f"{file} ({format_bytes(file.stat().st_size)}) opens in any browser, without a network.")
     if open_it and not webbrowser.open(file.absolute().as_uri()):
@@ -51,3 +53,21 @@ def _place(view: View | FilesView) -> Path:
     if isinstance(view, FilesView) or view.url is not None:
         return Path(PAGE_NAME)
     return view.directory / PAGE_NAME
+
+
+def _spare(view: View | FilesView, out: Path) -> None:
+    """Refuse to write over what is shown.
+
+    Raises:
+        ConfigError: the page would be a file of the target.
+
+    """
+    place = out.resolve()
+    if isinstance(view, FilesView):
+        is_read = place in {one.resolve() for one in view.sizes}
+    else:
+        own = parse_manifest_name(out.name) is not None or parse_pulse_name(out.name) is not None
+        is_read = own and place.parent == view.directory.resolve()
+        is_read = is_read or any(one.file.resolve() == place for one in view.artifacts)
+    if is_read:
+        raise ConfigError(f"-o {out}: is what is read; give the page another name")

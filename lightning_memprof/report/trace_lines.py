@@ -50,7 +50,7 @@ CAUSES: Final = {
     "python": "in Python",
     "operators": "in operators",
     "launch": "launching",
-    "tail": "after the last kernel",
+    "queue": "queued, not started",
 }
 
 

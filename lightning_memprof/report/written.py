@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.artifacts.naming import temporary_name
+from lightning_memprof.artifacts.placing import place_of
 from lightning_memprof.errors import ReportError
 
 if TYPE_CHECKING:
@@ -43,16 +44,20 @@ def write_page(view: View | FilesView, out: Path) -> None:
     except Exception as error:
         msg = f"the page cannot be made ({type(error).__name__}: {error}); `lightning-memprof show` may do without it"
         raise ReportError(msg) from error
-    temporary = out.with_name(temporary_name(out.name))
+    temporary: Path | None = None
     try:
-        temporary.write_text(page, encoding="utf-8")
-        temporary.replace(out)
+        place = place_of(out)
+        temporary = place.with_name(temporary_name(place.name))
+        # A file's name may be no UTF-8; Python then holds it with halves of characters that no encoding has.
+        temporary.write_text(page, encoding="utf-8", errors="backslashreplace")
+        temporary.replace(place)
     except OSError as error:
         msg = f"{out}: cannot be written ({error.strerror or error}); name another file with -o"
         raise ReportError(msg) from error
     finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        if temporary is not None:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,6 +17,23 @@ HOSTILE = "</script><img src=x onerror=document.documentElement.dataset.hit=1>"
 DRAWN = "html[data-charts=drawn]"
 # Where in its figure a chart draws, as parts of it: the axis is to the left of it, the legend above.
 MIDDLE = 0.55
+# How wide the canvases are, and how many pixels of their first column are painted: the axes' names lie beside it.
+CANVASES = """() => {
+    const widths = [];
+    let painted = 0;
+    const look = (node) => {
+        for (const child of [...(node.shadowRoot?.children ?? []), ...node.children]) {
+            if (child.tagName === "CANVAS" && child.clientHeight > 100) {
+                widths.push(child.width);
+                const pixels = child.getContext("2d").getImageData(0, 0, 1, child.height).data;
+                for (let i = 3; i < pixels.length; i += 4) painted += pixels[i] > 0;
+            }
+            look(child);
+        }
+    };
+    look(document.querySelector("#chart-memory"));
+    return [widths, painted];
+}"""
 
 Open = Callable[..., Any]
 
@@ -124,6 +141,17 @@ def test_names_of_the_program_are_text_and_nothing_else(open_charts: Open):
     assert HOSTILE in tip(page, "holders", 0.2)
     assert page.locator("img").count() == 0
     assert page.locator("html").get_attribute("data-hit") is None
+
+
+def test_a_chart_that_had_no_room_for_a_moment_is_drawn_as_before(open_charts: Open):
+    page = open_charts(shown_memory(blocks(200, "train.py(3): main")))
+    for size in ((1, 1), (1100, 900)):
+        page.set_viewport_size(dict(zip(("width", "height"), size, strict=True)))
+        page.wait_for_timeout(700)
+    widths, left = page.evaluate(CANVASES)
+    assert widths
+    assert min(widths) > 1000
+    assert left == 0
 
 
 def test_charts_follow_the_theme_of_the_page(open_charts: Open):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import lightning_memprof
 from lightning_memprof import HostMemory, MemProfilerCallback, Output, Pulse, Schedule
 from lightning_memprof.artifacts.sink import RunPlace
 from lightning_memprof.integration.report_process import VARIABLE, start_report
@@ -110,6 +112,39 @@ def test_starting_it_takes_milliseconds_and_no_pipe_is_held(tmp_path, environmen
     assert not (run / "report.html").exists()
     wait_for(run / "report.html")
     wait_until_ended(run)
+
+
+def test_the_package_of_the_training_writes_it_and_no_module_of_the_directory_it_was_started_in(tmp_path, environment):
+    run = make_run(tmp_path / "log", FakeRun(steps=5))
+    environment.pop(VARIABLE)
+    installed = Path(lightning_memprof.__file__).parent
+    copied = tmp_path / "vendored" / "lightning_memprof"
+    shutil.copytree(installed, copied, ignore=shutil.ignore_patterns("__pycache__"))
+    template = copied / "report" / "templates" / "page.html.j2"
+    template.write_text(template.read_text(encoding="utf-8") + "<!-- vendored -->\n", encoding="utf-8")
+    started_in = tmp_path / "scripts"
+    started_in.mkdir()
+    for name in ("copy", "queue", "json", "lightning_memprof", "torch", "lightning"):
+        (started_in / f"{name}.py").write_text("open('trained_again', 'w').close(); raise SystemExit\n")
+    program = (
+        f"import sys; sys.path.insert(0, {str(copied.parent)!r})\n"
+        "from pathlib import Path; from lightning_memprof.artifacts.sink import RunPlace\n"
+        "from lightning_memprof.integration.report_process import start_report\n"
+        "sys.exit(not start_report(RunPlace(Path(sys.argv[1]), 1)))\n"
+    )
+    command = [sys.executable, "-I", "-c", program, str(run.parent)]
+    subprocess.run(command, check=True, env=environment, cwd=started_in)
+    assert "<!-- vendored -->" in wait_for(run / "report.html")
+    assert not (started_in / "trained_again").exists()
+    wait_until_ended(run)
+
+
+@pytest.mark.parametrize(("name", "value"), [("frozen", True), ("executable", ""), ("executable", None)])
+def test_a_program_that_is_no_interpreter_is_not_started_again(tmp_path, monkeypatch, name, value):
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr(sys, name, value, raising=False)
+    monkeypatch.setattr(subprocess, "run", lambda *_arguments, **_options: pytest.fail("started"))
+    assert start_report(RunPlace(tmp_path, 1)) is False
 
 
 def test_a_shell_that_is_missing_costs_a_line_of_the_log(tmp_path, monkeypatch, caplog):

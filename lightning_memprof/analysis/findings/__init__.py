@@ -39,7 +39,7 @@ from lightning_memprof.analysis.findings.slow_steps import slow_steps
 from lightning_memprof.analysis.findings.straggler import straggler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from lightning_memprof.analysis.run import Run
     from lightning_memprof.analysis.snapshot_model import SnapshotReport
@@ -81,12 +81,16 @@ RULES: Final[tuple[Rule, ...]] = (
     optimizer_state,
     profiler_overhead,
 )
+# A run's own rule sees more steps than its trace or snapshot does: the fault is told once.
+SAME_FAULT: Final[Mapping[str, str]] = {"input_bound_trace": "input_bound", "failed_request": "out_of_memory"}
 
 
 def examine(facts: Facts) -> tuple[Finding, ...]:
     """Return every finding, the most severe first; where none is above info, one that says so comes before them."""
     run_findings = [finding for rule in RULES for finding in rule(facts)]
-    found = _by_severity([*run_findings, *examine_files(facts.traces, facts.snapshots)])
+    told = {finding.rule for finding in run_findings}
+    of_files = [one for one in examine_files(facts.traces, facts.snapshots) if SAME_FAULT.get(one.rule, "") not in told]
+    found = _by_severity([*run_findings, *of_files])
     return found if found and found[0].severity > Severity.INFO else (nothing_found(facts), *found)
 
 

@@ -30,14 +30,14 @@ SHORT_KERNEL_NS: Final = 20_000
 # A cause that holds this part of the idle time explains it.
 MAIN_PART: Final = 0.5
 DOING: Final[dict[Cause, str]] = {
-    "data_loading": "loads batches",
-    "synchronization": "waits for the device",
-    "allocator": "asks the driver for memory or gives it back",
-    "garbage": "collects garbage",
-    "python": "runs Python outside of any operator",
-    "operators": "is inside operators",
-    "launch": "launches kernels, or waits for them to start",
-    "tail": "has launched all it will",
+    "data_loading": "the host loads batches",
+    "synchronization": "the host waits for the device",
+    "allocator": "the host asks the driver for memory or gives it back",
+    "garbage": "the host collects garbage",
+    "python": "the host runs Python outside of any operator",
+    "operators": "the host is inside operators",
+    "launch": "the host launches kernels",
+    "queue": "the next kernel is queued and does not start",
 }
 NEXT: Final[dict[Cause, tuple[str, ...]]] = {
     "synchronization": (
@@ -53,7 +53,12 @@ NEXT: Final[dict[Cause, tuple[str, ...]]] = {
             "the step, or into DataLoader workers."
         ),
     ),
-    "tail": ("Record more steps, so that the last one's end does not count.",),
+    "queue": (
+        (
+            "See on the timeline what queued kernels wait for: another stream, a copy, or a collective that another "
+            "rank joins late; merge the traces of all ranks to see which."
+        ),
+    ),
 }
 LAUNCH_NEXT: Final = (
     (
@@ -62,6 +67,10 @@ LAUNCH_NEXT: Final = (
     ),
     "Give each step more work: a larger batch, rather than several that are accumulated.",
     "Update all parameters in one kernel: torch.optim.AdamW(..., fused=True).",
+)
+# The causes come from the calls that launch, and torch records these with the device's activity.
+UNKNOWN_NEXT: Final = (
+    "Record what the host does meanwhile: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA].",
 )
 
 
@@ -117,7 +126,7 @@ def _sentence(trace: TraceReport, share: float, main: IdleCause | None, *, launc
     idle = f"The GPU is idle {percent(share)} of the time{on_rank(trace)}{apart}"
     if launch_bound:
         return f"Launch-bound: {idle[0].lower()}{idle[1:]}, while the host prepares its next kernels."
-    return f"{idle}, most of it while the host {DOING[main.cause]}." if main is not None else f"{idle}."
+    return f"{idle}, most of it while {DOING[main.cause]}." if main is not None else f"{idle}."
 
 
 def _why(trace: TraceReport, idle: int, causes: list[IdleCause], kernels: int, mean_ns: int) -> str:
@@ -125,7 +134,7 @@ def _why(trace: TraceReport, idle: int, causes: list[IdleCause], kernels: int, m
     whole = format_ns(window.window_ns) if window else ""
     parts = [f"{format_ns(idle)} of {whole} pass with nothing on the device"]
     named = [
-        f"{format_ns(one.total_ns)} while the host {DOING[one.cause]}"
+        f"{format_ns(one.total_ns)} while {DOING[one.cause]}"
         + (f" (most in {shorter_name(one.example)})" if one.example else "")
         for one in sorted(causes, key=lambda one: one.total_ns, reverse=True)[:2]
     ]
@@ -141,5 +150,9 @@ def _why(trace: TraceReport, idle: int, causes: list[IdleCause], kernels: int, m
 def _next_steps(main: IdleCause | None, *, launch_bound: bool) -> tuple[str, ...]:
     if launch_bound:
         return LAUNCH_NEXT
-    special = NEXT.get(main.cause, ()) if main is not None else ()
+    if main is None:
+        return UNKNOWN_NEXT
+    special = NEXT.get(main.cause, ())
+    if main.cause == "queue":
+        return special
     return (*special, LAUNCH_NEXT[0]) if special else LAUNCH_NEXT

@@ -11,7 +11,7 @@ from lightning_memprof.units import format_bytes, format_ns
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightning_memprof.analysis.snapshot_model import SnapshotReport
+    from lightning_memprof.analysis.snapshot_model import HeldLine, SnapshotReport
     from lightning_memprof.analysis.trace_model import TraceReport
 
 __all__ = ["nothing_in_files"]
@@ -87,7 +87,7 @@ def _of_memory(snapshot: SnapshotReport) -> Finding:
         severity=Severity.NONE,
         sentence=f"No fault found: {format_bytes(device.peak_requested_bytes)} were in use at the peak.",
         why=f"The allocator had at most {format_bytes(device.peak_reserved_bytes)} of device {device.device}{most}.",
-        next_steps=("See who holds the bytes: lightning-memprof report " + _quoted(snapshot.file),),
+        next_steps=(_less_at_peak(holder),),
         numbers={
             "device": device.device,
             "peak_requested_bytes": device.peak_requested_bytes,
@@ -95,6 +95,12 @@ def _of_memory(snapshot: SnapshotReport) -> Finding:
         },
         evidence=(Evidence(artifact=str(snapshot.file)),),
     )
+
+
+def _less_at_peak(holder: HeldLine | None) -> str:
+    if holder is None:
+        return "Record who allocates: AllocatorHistory(), or torch.cuda.memory._record_memory_history(stacks='python')."
+    return f"To need less at the peak, begin with {holder.site}: it holds most of what has a stack."
 
 
 def _look(trace: TraceReport) -> str:

@@ -38,8 +38,8 @@ def _finding(snapshot: SnapshotReport, device: DeviceReport, line: HeldLine) -> 
         sentence=f"{percent(share)} of {device_name(device.device)}'s peak is held by {shown_line(line)}.",
         why=f"{format_bytes(line.bytes)} of {format_bytes(device.peak_requested_bytes)}, in {blocks}.",
         next_steps=(
-            "If backward needs it, checkpoint its module: torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
-            "If it is a cache made ahead, as one of keys and values, make it smaller.",
+            "Hold less there: a cache can be made smaller, and what is kept for backward recomputed by checkpointing.",
+            "Checkpointing is torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False).",
         ),
         numbers={
             "device": device.device,

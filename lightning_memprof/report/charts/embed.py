@@ -13,6 +13,7 @@ from typing import Final
 from bokeh.embed import json_item
 from bokeh.models import Model
 
+from lightning_memprof.report.words import clean
 from lightning_memprof.units import GIB, KIB, MIB, format_bytes
 
 __all__ = ["Chart", "chart_resources", "made"]
@@ -70,10 +71,10 @@ def made(
     extra = extra or Extra()
     data = {"item": json_item(model), "strings": list(extra.strings)}
     written = (
-        f'<figure class="chart" id="chart-{html.escape(name)}" role="group" aria-label="{html.escape(title)}">'
+        f'<figure class="chart" id="chart-{html.escape(name)}" role="group" aria-label="{html.escape(clean(title))}">'
         f"{_size_filter(name, extra.largest_bytes)}"
         f'<div class="chart-place" style="min-height:{height}px"></div>'
-        f"<figcaption>{html.escape(summary)}</figcaption>"
+        f"<figcaption>{html.escape(clean(summary))}</figcaption>"
         f'<script type="application/json">{inert(json.dumps(data, separators=(",", ":")))}</script>'
         "</figure>"
     )

@@ -39,7 +39,7 @@ _COLOURS: Final[Mapping[str, str]] = {
     "python": "#e8c547",
     "operators": "#f0935b",
     "launch": "#7f8ea3",
-    "tail": "#b4bcc8",
+    "queue": "#5f8dd3",
 }
 _BUSY: Final = ("compute", "communication", "memory copy")
 _WORDS: Final = {"idle_loading": "idle, a batch is loaded"}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from lightning_memprof.artifacts.naming import temporary_name
+from lightning_memprof.artifacts.placing import place_of
 from lightning_memprof.errors import ConfigError, ReportError
 
 if TYPE_CHECKING:
@@ -27,20 +28,23 @@ def whole_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
         ReportError: it cannot be written.
 
     """
-    temporary = path.with_name(temporary_name(path.name))
+    temporary: Path | None = None
     text: dict[str, Any] = {} if "b" in mode else {"encoding": "utf-8", "errors": "backslashreplace", "newline": ""}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        place = place_of(path)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        temporary = place.with_name(temporary_name(place.name))
         with temporary.open(mode, **text) as out:
             yield out
-        temporary.replace(path)
+        temporary.replace(place)
     except OSError as error:
         raise ReportError(
             f"{path}: cannot be written ({error.strerror or error}); name another place with -o"
         ) from error
     finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        if temporary is not None:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
 
 def write_csv(tables: Iterable[Table], directory: Path) -> list[tuple[Path, int]]:

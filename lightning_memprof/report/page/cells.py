@@ -33,7 +33,7 @@ COLOURS: Final = frozenset(
     ("data_wait", "transfer", "forward", "backward", "optimizer", "callbacks", "validation", "checkpoint", "logging",
      "parameter", "gradient", "optimizer_state", "activation", "input", "temporary", "compute", "communication",
      "memory_copy", "idle", "data_loading", "synchronization", "allocator", "garbage", "python", "operators", "launch",
-     "requested", "rounding", "pending", "inactive_split", "free_segments")
+     "queue", "requested", "rounding", "pending", "inactive_split", "free_segments")
 )  # fmt: skip
 READABLE: Final = frozenset({".json", ".jsonl", ".txt", ".csv", ".yaml", ".log"})
 

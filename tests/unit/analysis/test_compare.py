@@ -98,6 +98,25 @@ def test_a_single_time_is_taken_to_vary_by_a_tenth() -> None:
     assert found.noise == pytest.approx(2e6)
 
 
+@pytest.mark.parametrize(("a", "b", "is_above"), [(763.0, 281.0, True), (281.0, 763.0, True), (763.0, 700.0, False)])
+def test_a_rate_changes_by_more_than_noise_where_its_times_do(a: float, b: float, is_above: bool) -> None:
+    sides = [
+        Side(
+            label="a",
+            kind="run",
+            measures={
+                "samples_per_s": Measure(
+                    name="samples_per_s", unit="per_s", value=one, noise=part * one, samples=100, source="the pulse"
+                )
+            },
+        )
+        for one, part in ((a, 0.67 if a > b else 0.2), (b, 0.2 if a > b else 0.67))
+    ]
+    found = compare(*sides).difference("samples_per_s")
+    assert found is not None
+    assert found.is_above_noise is is_above
+
+
 def test_a_quantity_that_was_measured_in_two_ways_is_not_compared() -> None:
     a = side("a", size=size("peak_allocated_bytes", 100 * MIB, "the trace"))
     b = side("b", size=size("peak_allocated_bytes", 900 * MIB, "the allocator"))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import pickle
 from pathlib import Path
 
@@ -95,3 +96,29 @@ def test_a_broken_file_whose_name_says_what_it_should_be_is_left_to_its_reader(t
     odd = write(tmp_path / "b.pickle", b"odd")
     targets = find_targets([torn, odd])
     assert (targets.traces, targets.snapshots) == ((torn,), (odd,))
+
+
+def test_a_pipe_is_refused_where_it_is_named_and_left_out_of_a_directory(tmp_path: Path) -> None:
+    trace = write(tmp_path / "a.json", TRACE)
+    pipe = tmp_path / "b.json"
+    os.mkfifo(pipe)
+    assert find_targets([tmp_path]).traces == (trace,)
+    with pytest.raises(ArtifactError, match="is a pipe or a device"):
+        find_targets([pipe])
+
+
+def test_a_path_that_cannot_be_looked_at_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="there is no such file"):
+        find_targets([tmp_path / ("x" * 5000)])
+
+
+def test_what_may_not_be_read_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = write(tmp_path / "a.json", TRACE)
+
+    def refuse(self: Path, mode: str = "r") -> None:
+        raise PermissionError(13, "Permission denied", str(self), mode)
+
+    # Root, who runs the tests in a container, may read everything.
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ArtifactError, match="may not be read by you"):
+        find_targets([trace])

@@ -357,3 +357,11 @@ def test_events_as_dense_as_their_cost_say_so_where_the_host_matters() -> None:
     assert "with_stack=False" in one.next_steps[0]
     assert "record_shapes=False" in one.next_steps[0]
     assert not found(trace(events=300_000))
+
+
+def test_a_device_that_idles_for_unknown_reasons_is_not_called_launch_bound() -> None:
+    window_ns = 5 * STEP_NS
+    one = found(trace(gpu_window=gpu_times(window_ns, window_ns // 2), idle=()))["gpu_idle"]
+    assert one.numbers["main_cause"] is None
+    assert "while the host" not in one.sentence
+    assert "ProfilerActivity.CPU" in one.next_steps[0]

@@ -102,6 +102,11 @@ def test_idle_time_is_what_the_launching_thread_did_meanwhile(tmp_path):
     }
 
 
+def test_a_kernel_that_starts_long_after_its_launch_was_queued(tmp_path):
+    found = causes(tmp_path, kernel(0, 10), call(4, 6, 1), kernel(100, 110, 1))
+    assert found == {"launch": 16, "queue": 74}
+
+
 def test_before_a_thread_of_autograd_begins_the_training_thread_tells(tmp_path):
     found = causes(
         tmp_path,
@@ -151,6 +156,12 @@ def test_a_collective_is_known_by_its_arguments_and_by_what_launched_it(tmp_path
         ("all_gather", "", 128, 15_000),
         ("all_reduce", "dp", 1024, 10_000),
     ]
+
+
+def test_the_median_of_two_collectives_lies_between_them(tmp_path):
+    told: dict[str, Any] = {"Collective name": "allreduce", "In msg nelems": 256, "dtype": "Float"}
+    kernels = [event("kernel", "ncclDevKernel", start, end, STREAM, **told) for start, end in ((0, 10), (20, 50))]
+    assert [(each.count, each.median_ns) for each in report(tmp_path, *kernels).collectives] == [(2, 20_000)]
 
 
 def test_the_first_schema_is_read_as_the_present_one(tmp_path):
@@ -251,3 +262,7 @@ def test_analysing_a_trace_loads_neither_pandas_nor_torch():
     )
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == ""
+
+
+def test_without_calls_of_the_runtime_no_cause_of_idle_time_is_made_up(tmp_path):
+    assert causes(tmp_path, event("cpu_op", "aten::mm", 20, 30), kernel(0, 10), kernel(65, 70)) == {}

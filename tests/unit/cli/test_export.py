@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -172,3 +173,14 @@ def test_a_run_without_traces_says_what_to_record(tmp_path: Path, capsys, monkey
 def test_the_form_must_be_named(run: str, capsys) -> None:
     assert main(["export", run]) == 2
     assert "--to" in capsys.readouterr().err
+
+
+def test_a_pipe_or_device_is_never_replaced_by_the_result(run: str, dump: str, tmp_path: Path, capsys) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for target, form in ((run, "speedscope"), (run, "flamegraph"), (dump, "memory_viz")):
+        assert main(["export", target, "--to", form, "-o", str(pipe)]) == 1
+        assert "a pipe or a device" in capsys.readouterr().err
+        assert pipe.is_fifo()
+        assert main(["export", target, "--to", form, "-o", ""]) == 1
+        assert "cannot be written" in capsys.readouterr().err

@@ -166,3 +166,11 @@ def test_show_works_where_torch_and_lightning_cannot_be_imported(form, run_pytho
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("{") == (form == "json")
     assert Path(tmp_path / "run").exists()
+
+
+def test_a_name_in_an_error_cannot_steer_the_terminal(tmp_path, capsys):
+    assert main(["show", str(tmp_path / "a\x1b[31m\nb\x07")]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert err.rstrip("\n").isprintable()
+    assert "\\x1b[31m" in err

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from lightning_memprof.cli.main import main
@@ -51,3 +53,28 @@ def test_what_cannot_be_written_is_one_line(tmp_path, capsys):
     assert "is a directory; name a file in it" in capsys.readouterr().err
     assert main(["report", str(run), "-o", str(tmp_path / "gone/page.html")]) == 1
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_what_is_shown_and_what_is_no_file_is_never_written_over(tmp_path, capsys):
+    run = make_run(tmp_path / "log")
+    trace = next(run.parent.glob("*.json.gz"))
+    manifest = next(run.glob("manifest.*"))
+    for target, out in ((trace, trace), (run, trace), (run, manifest)):
+        before = out.read_bytes()
+        assert main(["report", str(target), "-o", str(out)]) == 1
+        assert "another name" in capsys.readouterr().err
+        assert out.read_bytes() == before
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert main(["report", str(trace), "-o", str(pipe)]) == 1
+    assert "a pipe or a device" in capsys.readouterr().err
+    assert pipe.is_fifo()
+
+
+def test_a_file_whose_name_is_no_utf8_has_a_page(tmp_path):
+    run = make_run(tmp_path / "log")
+    odd = tmp_path / os.fsdecode(b"bad\xff.json.gz")
+    odd.write_bytes(next(run.parent.glob("*.json.gz")).read_bytes())
+    out = tmp_path / "page.html"
+    assert main(["report", str(odd), "-o", str(out)]) == 0
+    assert b"bad" in out.read_bytes()

@@ -167,6 +167,13 @@ def test_no_name_of_the_program_can_end_the_script_it_stands_in():
         assert HOSTILE in json.dumps(document(chart))
 
 
+def test_a_name_cannot_turn_the_direction_of_what_stands_below_a_chart():
+    drawn = memory_chart(blocks(3, "a"), ("memory", "memory"), "\u202egnp.x")
+    assert drawn is not None
+    assert "\u202e" not in drawn.html
+    assert drawn.html.count(r"\u202egnp.x") == 2
+
+
 def test_the_library_is_there_and_asks_for_nothing():
     resources = chart_resources()
     assert "Bokeh" in resources
