@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from lightning_memprof.artifacts.own_program import own_program
 from lightning_memprof.artifacts.upload import Remote, claim_remote, protocol_of
 from lightning_memprof.errors import ArtifactError, MemprofError
 
@@ -48,7 +49,7 @@ def claim_url(url: str, patience_s: float = _CLAIM_SECONDS) -> int:
         return claim_remote(Remote(url))
     try:
         done = subprocess.run(
-            [sys.executable, "-m", __name__, url, _CLAIM],
+            own_program(__name__, url, _CLAIM),
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             text=True, timeout=patience_s, check=False,
         )  # fmt: skip
@@ -142,7 +143,7 @@ class UploadWorker:
 
     def _start(self) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", __name__, self._url],
+            own_program(__name__, self._url),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

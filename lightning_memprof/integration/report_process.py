@@ -6,10 +6,9 @@ import logging
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import lightning_memprof
+from lightning_memprof.artifacts.own_program import own_program
 from lightning_memprof.report.written import PAGE_NAME
 
 if TYPE_CHECKING:
@@ -25,12 +24,6 @@ VARIABLE: Final = "LIGHTNING_MEMPROF_REPORT"
 # It holds none of our pipes, which a caller would wait for, and none of our terminal, whose Ctrl-C is not for it. The
 # shell ends at once, so the process is a child of nobody here: it may outlive the training, and leaves no zombie.
 _DETACHED: Final = '"$@" </dev/null >/dev/null 2>&1 &'
-# It is this package that writes the page, wherever the training found it; and no module of the directory that the
-# training was started in, where a script may have the name of one that the page needs, and would train again.
-_PROGRAM: Final = (
-    "import sys; sys.path[:] = [sys.argv.pop(1), *filter(None, sys.path)]; import lightning_memprof; "
-    "sys.path.append(sys.path.pop(0)); from lightning_memprof.report.written import main; sys.exit(main())"
-)
 _SECONDS: Final = 5
 
 
@@ -50,8 +43,7 @@ def start_report(place: RunPlace) -> bool:
         log.info("the page of this run is made with: lightning-memprof report %s", place.location)
         return False
     try:
-        package = Path(lightning_memprof.__file__).absolute().parent.parent
-        command = [sys.executable, "-c", _PROGRAM, str(package), str(place.directory.absolute())]
+        command = own_program("lightning_memprof.report.written", str(place.directory.absolute()))
         subprocess.run(
             ["/bin/sh", "-c", _DETACHED, "sh", *command],
             check=True,

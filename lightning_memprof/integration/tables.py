@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.artifacts.naming import TraceName, table_name
+from lightning_memprof.artifacts.own_program import own_program
 from lightning_memprof.artifacts.sink import Artifact
 from lightning_memprof.errors import ReportError
 
@@ -39,7 +39,7 @@ def write_operator_table(run: RunContext, options: TableOptions) -> Path | None:
     order = {"traces": [str(path) for path in traces], "out": str(table), "options": asdict(options)}
     try:
         subprocess.run(
-            [sys.executable, "-m", "lightning_memprof.analysis.operators", "-"],
+            own_program("lightning_memprof.analysis.operators", "-"),
             check=True,
             capture_output=True,
             input=json.dumps(order),

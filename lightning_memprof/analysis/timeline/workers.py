@@ -1,6 +1,6 @@
 """Processes that read traces side by side, because one interpreter does one thing at a time.
 
-A worker is `python -m lightning_memprof.analysis.timeline.worker`: it gets pickled jobs on stdin and answers with how
+A worker is the program `lightning_memprof.analysis.timeline.worker`: it gets pickled jobs on stdin and answers with how
 far it is, ``("seen", bytes)``, and with ``("done", result)`` or ``("failed", error)``. It imports nothing of the
 program that started it.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from lightning_memprof.analysis.timeline.plan import Plan, make_plan
 from lightning_memprof.analysis.timeline.rewrite import Rewrite
 from lightning_memprof.analysis.timeline.rows import Reader
 from lightning_memprof.analysis.timeline.writer import PartWriter
+from lightning_memprof.artifacts.own_program import own_program
 from lightning_memprof.errors import ArtifactError
 
 __all__ = ["PlanJob", "Pool", "RewriteJob", "Worker", "serve"]
@@ -86,7 +86,7 @@ class Worker:
     """One such process."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "lightning_memprof.analysis.timeline.worker"]
+        command = own_program("lightning_memprof.analysis.timeline.worker")
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         stdin, stdout = self._process.stdin, self._process.stdout
         if stdin is None or stdout is None:
