@@ -10,7 +10,7 @@ from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memprof.analysis.findings import Severity, percent
+from lightning_memprof.analysis.findings import NOTHING_FOUND, Severity, percent
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.columns import Column, step_columns
 from lightning_memprof.report.events import events_lines
@@ -161,14 +161,21 @@ def _print(part: RenderableType, console: Console, width: int) -> None:
 
 def _verdict(view: View | FilesView) -> Table:
     lines = _labelled()
-    lines.add_row(Text("verdict", "bold"), Text(clean(view.verdict.sentence), VERDICT_STYLES[view.verdict.severity]))
+    sentence = Text(clean(view.verdict.sentence), VERDICT_STYLES[view.verdict.severity])
+    lines.add_row(Text("verdict", "bold"), sentence.append_text(_rule(view.verdict.rule)))
     lines.add_row(Text("why", "bold"), Text(clean(view.verdict.why)))
     lines.add_row(Text("next", "bold"), Text(clean(view.verdict.next)))
     for finding in view.findings[1 : MAX_FINDINGS + 1]:
-        lines.add_row(Text("also", "bold"), Text(clean(f"{finding.sentence} {finding.next_steps[0]}")))
+        said = Text(clean(f"{finding.sentence} {finding.next_steps[0]}"))
+        lines.add_row(Text("also", "bold"), said.append_text(_rule(finding.rule)))
     if (more := len(view.findings) - MAX_FINDINGS - 1) > 0:
         lines.add_row("", Text(f"{more} more findings: --format json", "bright_black"))
     return lines
+
+
+def _rule(name: str) -> Text:
+    """Return the name under which the documentation has more on a finding."""
+    return Text("" if name == NOTHING_FOUND else f" ({name})", "bright_black")
 
 
 def _about(view: View) -> Text:

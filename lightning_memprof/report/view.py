@@ -342,7 +342,7 @@ def _device_note(run: Run, ranks: Sequence[RankView]) -> str | None:
 def _commands(run: Run) -> tuple[Command, ...]:
     name = run.root if _is_newest(run) else run.directory
     place = shlex.quote(shown_place(name, run.root, run.url))
-    commands = [Command("lightning-memprof show", f"{place} --format json")]
+    commands = [Command("lightning-memprof report", place), Command("lightning-memprof show", f"{place} --format json")]
     trace = next((one for one in run.artifacts if one.type == "trace" and one.state == "present"), None)
     if trace is not None:
         commands.append(Command("lightning-memprof view", place))

@@ -16,6 +16,7 @@ from lightning_memprof.analysis.findings.logging_bound import logging_bound
 from lightning_memprof.analysis.findings.memory_growth import memory_growth
 from lightning_memprof.analysis.findings.memory_imbalance import memory_imbalance
 from lightning_memprof.analysis.findings.model import (
+    NOTHING_FOUND,
     Evidence,
     Facts,
     Finding,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.trace_model import TraceReport
 
 __all__ = [
+    "NOTHING_FOUND",
     "Evidence",
     "Facts",
     "Finding",

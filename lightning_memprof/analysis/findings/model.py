@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MIN_STEPS",
+    "NOTHING_FOUND",
     "SHORT_STEP_NS",
     "Evidence",
     "Facts",
@@ -46,6 +47,8 @@ __all__ = [
 MIN_STEPS: Final = 3
 # The Trainer itself takes 1 to 4 ms a step: in steps below this its share hides the model's.
 SHORT_STEP_NS: Final = 10_000_000
+# The name of what is said where no rule applies.
+NOTHING_FOUND: Final = "nothing_found"
 
 
 class Severity(IntEnum):

@@ -9,6 +9,7 @@ from lightning_memprof.analysis.findings.between_steps import NOTABLE_SHARE as N
 from lightning_memprof.analysis.findings.callback_bound import NOTABLE_SHARE as NOTABLE_CALLBACKS
 from lightning_memprof.analysis.findings.model import (
     MIN_STEPS,
+    NOTHING_FOUND,
     SHORT_STEP_NS,
     Facts,
     Finding,
@@ -48,7 +49,7 @@ def nothing_found(facts: Facts) -> Finding:
     early = f"The run ended early with {failed[:MAX_MESSAGE]}. " if failed else ""
     if statistics is None:
         return Finding(
-            rule="nothing_found",
+            rule=NOTHING_FOUND,
             severity=Severity.NONE,
             sentence="No step was measured.",
             why=early + "The run has no pulse: it ended before its first step was over, or the pulse is off.",
@@ -59,7 +60,7 @@ def nothing_found(facts: Facts) -> Finding:
     seen = f"{statistics.steps} step{' was' if statistics.steps == 1 else 's were'} seen"
     if statistics.steps < MIN_STEPS:
         return Finding(
-            rule="nothing_found",
+            rule=NOTHING_FOUND,
             severity=Severity.INFO,
             sentence="Too few steps to judge.",
             why=f"{early}{seen[0].upper()}{seen[1:]}, and the first one is never typical.",
@@ -70,7 +71,7 @@ def nothing_found(facts: Facts) -> Finding:
     few = f" Only {seen}." if statistics.steps < FEW_STEPS else ""
     around = _around(rank, statistics)
     return Finding(
-        rule="nothing_found",
+        rule=NOTHING_FOUND,
         severity=Severity.NONE if around is None else Severity.INFO,
         sentence=f"No bottleneck found: {takes}." if around is None else around,
         why=(

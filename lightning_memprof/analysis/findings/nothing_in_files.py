@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from lightning_memprof.analysis.findings.model import Evidence, Finding, Severity, percent, shown_path
+from lightning_memprof.analysis.findings.model import NOTHING_FOUND, Evidence, Finding, Severity, percent, shown_path
 from lightning_memprof.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def nothing_in_files(traces: Sequence[TraceReport], snapshots: Sequence[Snapshot
     if traces:
         return _of_host(traces[0])
     return Finding(
-        rule="nothing_found",
+        rule=NOTHING_FOUND,
         severity=Severity.NONE,
         sentence="Nothing was recorded.",
         why="The snapshot has no device: nothing was allocated in its process."
@@ -57,7 +57,7 @@ def _of_device(trace: TraceReport) -> Finding:
     steps = trace.step_window
     of_steps = f", a step {format_ns(steps.mean_step_ns)}" if steps is not None else ""
     return Finding(
-        rule="nothing_found",
+        rule=NOTHING_FOUND,
         severity=Severity.NONE,
         sentence=f"No bottleneck found: the device is busy {percent(_busy(trace))} of the time.",
         why=f"{format_ns(window.window_ns)} were recorded{of_steps}: {named or 'nothing ran'}.",
@@ -69,7 +69,7 @@ def _of_device(trace: TraceReport) -> Finding:
 
 def _of_host(trace: TraceReport) -> Finding:
     return Finding(
-        rule="nothing_found",
+        rule=NOTHING_FOUND,
         severity=Severity.NONE,
         sentence="Nothing can be said of a device: the trace has the host only.",
         why=f"{format_ns(trace.end_ns - trace.start_ns)} and {trace.events:,} events were recorded on the host.",
@@ -83,7 +83,7 @@ def _of_memory(snapshot: SnapshotReport) -> Finding:
     holder = next((one for one in device.lines_at_peak if one.site), None)
     most = "" if holder is None else f"; {format_bytes(holder.bytes)} of it were allocated by {holder.site}"
     return Finding(
-        rule="nothing_found",
+        rule=NOTHING_FOUND,
         severity=Severity.NONE,
         sentence=f"No fault found: {format_bytes(device.peak_requested_bytes)} were in use at the peak.",
         why=f"The allocator had at most {format_bytes(device.peak_reserved_bytes)} of device {device.device}{most}.",
