@@ -14,6 +14,7 @@ import msgspec
 
 from lightning_memprof.analysis.lenient_event import LONGEST_US, event_fields, number
 from lightning_memprof.analysis.trace_text import TraceText
+from lightning_memprof.units import nanoseconds
 
 __all__ = ["Event", "EventArgs", "Trace", "read_events", "read_trace"]
 
@@ -67,12 +68,12 @@ class Event(msgspec.Struct, gc=False, frozen=True):
     @property
     def start_ns(self) -> int:
         """Start in ns after `Trace.time_origin_ns`."""
-        return round(self.ts * 1000)
+        return nanoseconds(self.ts)
 
     @property
     def duration_ns(self) -> int:
         """Duration in ns."""
-        return round(self.dur * 1000)
+        return nanoseconds(self.dur)
 
 
 _DECODE: Final = msgspec.json.Decoder(list[Event]).decode

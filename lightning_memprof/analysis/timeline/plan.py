@@ -11,7 +11,8 @@ from typing import Any, Final
 import msgspec
 
 from lightning_memprof.analysis.timeline.nesting import LEFT_OUT, Track
-from lightning_memprof.analysis.timeline.rows import Number, Reader, Row, canonical, nanoseconds
+from lightning_memprof.analysis.timeline.rows import Number, Reader, Row, canonical
+from lightning_memprof.units import nanoseconds
 
 __all__ = ["BEGINS", "Key", "Plan", "ProcessFacts", "make_plan"]
 
@@ -109,7 +110,7 @@ class _Scan:
             if row.ph == "X" and ts is not None:
                 dur = row.dur
                 try:
-                    start = round(ts * 1000)
+                    start = nanoseconds(ts)
                     end = start + round(dur * 1000) if dur and dur > 0 else start
                 except OverflowError:
                     start = end = _MOST_NS

@@ -12,6 +12,7 @@ from lightning_memprof.analysis.timeline.nesting import LEFT_OUT
 from lightning_memprof.analysis.timeline.numbering import Places
 from lightning_memprof.analysis.timeline.plan import BEGINS, Plan
 from lightning_memprof.analysis.timeline.rows import Row
+from lightning_memprof.units import nanoseconds
 
 __all__ = ["Rewrite"]
 
@@ -70,7 +71,7 @@ class Rewrite:
             if where is None:
                 where = numbers[row.pid, row.tid] = self._where(row, 0)
             ph = row.ph
-            row.ts = (round(row.ts * 1000) + shift) / 1000  # type: ignore[operator]  # who has none is left out
+            row.ts = (nanoseconds(row.ts) + shift) / 1000  # type: ignore[arg-type]  # who has none is left out
             if ph == "X":
                 dur = row.dur
                 row.dur = round(dur * 1000) / 1000 if dur and dur > 0 else 0.0
@@ -112,7 +113,7 @@ class Rewrite:
 
 
 def _clip(row: Row, span: tuple[int, int]) -> None:
-    start = round((row.ts or 0) * 1000)
+    start = nanoseconds(row.ts or 0)
     end = min(start + round((row.dur or 0) * 1000), span[1])
     start = max(start, span[0])
     row.ts, row.dur = start / 1000, max(end - start, 0) / 1000

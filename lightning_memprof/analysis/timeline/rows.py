@@ -12,7 +12,7 @@ from lightning_memprof.analysis.timeline.model import Source, TimelineEvent
 from lightning_memprof.analysis.trace_text import TraceText
 from lightning_memprof.errors import ConfigError
 
-__all__ = ["Number", "Reader", "Row", "canonical", "nanoseconds"]
+__all__ = ["Number", "Reader", "Row", "canonical"]
 
 Number = int | str | float | None
 _RAW: Final = msgspec.Raw()
@@ -45,11 +45,6 @@ class Row(msgspec.Struct, gc=False, omit_defaults=True):
 
 _DECODE: Final = msgspec.json.Decoder(list[Row]).decode
 _ENCODE: Final = msgspec.json.Encoder().encode
-
-
-def nanoseconds(microseconds: float) -> int:
-    """Whole nanoseconds, as the importer of the Perfetto UI rounds them."""
-    return round(microseconds * 1000)
 
 
 def canonical(number: Number) -> int | str:
