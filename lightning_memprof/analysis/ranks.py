@@ -43,8 +43,8 @@ MAIN_SHARE: Final = 0.5
 FEW_STEPS: Final = 5
 # What explains this part of the lateness is what the rank was doing.
 EXPLAINS_SHARE: Final = 0.3
-# The phases of Lightning in which a rank does not wait for others; forward and backward hold collectives.
 Cause = Literal["data_wait", "callbacks", "optimizer", "other", "compute"]
+# The phases of Lightning in which a rank does not wait for others; forward and backward hold collectives.
 OWN_PHASES: Final[tuple[Cause, ...]] = ("data_wait", "callbacks", "optimizer", "other")
 _ALONE: Final[tuple[Cause, ...]] = ("data_wait", "callbacks")
 
@@ -53,10 +53,10 @@ _ALONE: Final[tuple[Cause, ...]] = ("data_wait", "callbacks")
 class RankTimes:
     """One rank's mean step in ns, on the host's clock, and its peaks of memory in bytes; None where not measured.
 
-    ``steps`` is how many it has come to, as far as is known.
-    ``source`` says what the times are of: the steps of the whole run (``pulse``), the steps before the last window
-    (``summary``), or those of the last window, which pay for being recorded (``window``). ``wait_ns`` is how long it
-    waits for other ranks in a recorded step, ``compute_ns`` its forward and backward there without that waiting.
+    ``steps`` is how many it has come to, as far as is known. ``source`` says what the times are of: the steps of the
+    whole run (``pulse``), the steps before the last window (``summary``), or those of the last window, which pay for
+    being recorded (``window``). ``wait_ns`` is how long it waits for other ranks in a recorded step, ``compute_ns`` its
+    forward and backward there without that waiting.
     """
 
     rank: int

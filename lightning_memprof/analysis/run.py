@@ -319,21 +319,28 @@ def _damage(piece: str, message: str | None, rank: int) -> list[Problem]:
 
 
 def _artifacts(layout: _Layout, rows: list[Row], rank: int) -> tuple[list[Artifact], list[Problem]]:
-    """Return every listed file once, as its last row has it, checked against the disk."""
-    listed: dict[str, Row] = {path: row for row in kept_artifacts(rows) if (path := text(row, "path"))}
+    """Return every listed file once, checked against the disk.
+
+    A file that was written again is listed before it takes its place: it is as its last row has it, or the one before.
+    """
+    listed: dict[str, list[Row]] = {}
+    for row in kept_artifacts(rows):
+        if path := text(row, "path"):
+            listed.setdefault(path, []).append(row)
     artifacts: list[Artifact] = []
     problems: list[Problem] = []
-    for path, row in listed.items():
+    for path, versions in listed.items():
         file = layout.resolve(path)
         if file is None:
             problems.append(Problem(path, "points out of the run's directory and is not read", rank))
             continue
-        artifact = _checked(row, path, file, rank)
+        checked = [_checked(row, path, file, rank) for row in reversed(versions[-2:])]
+        artifact = next((one for one in checked if one.state == "present"), checked[0])
         artifacts.append(artifact)
         if artifact.state == "missing":
             problems.append(Problem(path, "is listed but missing", rank))
         elif artifact.state == "torn":
-            size = whole(row, "size_bytes")
+            size = whole(versions[-1], "size_bytes")
             problems.append(Problem(path, f"has {artifact.size_bytes} bytes where {size} were written", rank))
     return artifacts, problems
 

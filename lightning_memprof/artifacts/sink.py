@@ -128,34 +128,28 @@ class Sink:
     def file(self, artifact: Artifact) -> Iterator[Path]:
         """Give a temporary path to write to; afterwards the file gets its name and its manifest line.
 
-        Where the body raises, the temporary file is removed and nothing is listed.
+        A file that takes the place of an earlier one is listed before it does: at any moment one of its lines says what
+        is there. Where the body raises, the temporary file is removed and nothing is listed.
         """
         artifact.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = artifact.path.with_name(temporary_name(artifact.path.name))
         try:
             yield temporary
+            if again := artifact.path.is_file():
+                self._append(artifact, temporary)
             temporary.replace(artifact.path)
         except BaseException:
             with suppress(FileNotFoundError):
                 temporary.unlink()
             raise
-        self.list_artifact(artifact)
+        if not again:
+            self._append(artifact, artifact.path)
+        self._listed(artifact)
 
     def list_artifact(self, artifact: Artifact, *, columns: list[str] | None = None) -> None:
         """Write the manifest line of a file that is whole."""
-        self.artifacts.append(artifact)
-        self.manifest.append(
-            "artifact",
-            collector=artifact.collector,
-            type=artifact.type,
-            path=self._manifest_path(artifact.path),
-            size_bytes=artifact.path.stat().st_size,
-            sha256=_digest(artifact.path),
-            window=artifact.window,
-            columns=columns,
-        )
-        if self.uploads is not None:
-            self.uploads.add(artifact.path)
+        self._append(artifact, artifact.path, columns)
+        self._listed(artifact)
 
     @contextmanager
     def series(self, window: Window, collector: str) -> Iterator[SeriesWriter]:
@@ -254,6 +248,23 @@ class Sink:
                 )
         finally:
             self.manifest.close()
+
+    def _append(self, artifact: Artifact, content: Path, columns: list[str] | None = None) -> None:
+        self.manifest.append(
+            "artifact",
+            collector=artifact.collector,
+            type=artifact.type,
+            path=self._manifest_path(artifact.path),
+            size_bytes=content.stat().st_size,
+            sha256=_digest(content),
+            window=artifact.window,
+            columns=columns,
+        )
+
+    def _listed(self, artifact: Artifact) -> None:
+        self.artifacts.append(artifact)
+        if self.uploads is not None:
+            self.uploads.add(artifact.path)
 
     def _work(self, job: Callable[[], None], window: int | None) -> None:
         try:

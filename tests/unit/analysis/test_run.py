@@ -158,6 +158,20 @@ def test_missing_and_torn_artifacts_are_named(tmp_path: Path) -> None:
     assert "has 10 bytes where" in messages[trace.name]
 
 
+@pytest.mark.parametrize(("there", "state"), [("old", "present"), ("newer", "present"), ("newe", "torn")])
+def test_a_file_that_was_being_written_again_is_whole_before_and_afterwards(
+    tmp_path: Path, there: str, state: str
+) -> None:
+    directory = make_run(tmp_path)
+    (directory / "stats.yaml").write_text(there)
+    for size in (3, 5):
+        path = f"{directory.name}/stats.yaml"
+        append(directory, "artifact", collector="x", type="blob", path=path, size_bytes=size, window=None)
+    run = load_run(directory)
+    assert [one.state for one in run.artifacts if one.collector == "x"] == [state]
+    assert len(run.problems) == (state == "torn")
+
+
 def test_a_path_that_leaves_the_run_is_not_followed(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "log")
     (tmp_path / "secret").write_text("x")

@@ -73,6 +73,22 @@ def test_a_body_that_raises_leaves_the_earlier_file_as_it_was(sink: Sink) -> Non
     assert path.read_bytes() == b"earlier"
 
 
+def test_a_file_that_is_written_again_is_listed_before_it_takes_its_place(
+    sink: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    artifact = Artifact(sink.place.directory / "stats.yaml", "blob", "x")
+    with sink.file(artifact) as temporary:
+        temporary.write_text("old")
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt), sink.file(artifact) as temporary:
+        temporary.write_text("newer")
+    assert [row["size_bytes"] for row in artifact_rows(sink)] == [3, 5]
+    assert artifact.path.read_text() == "old"
+
+
 def test_a_body_that_writes_nothing_is_an_error_and_no_row(sink: Sink) -> None:
     with pytest.raises(FileNotFoundError), sink.file(Artifact(sink.place.directory / "x", "blob", "fake")):
         pass

@@ -164,6 +164,12 @@ def test_the_parts_of_a_fetch_in_this_process_are_told(dataset: Any) -> None:
     ]  # fmt: skip
 
 
+def test_a_data_set_may_be_a_tensor_which_has_no_truth_value() -> None:
+    batches, events = fetched(DataLoader(torch.arange(4), batch_size=2))  # type: ignore[arg-type]
+    assert batches == [[0, 1], [2, 3]]
+    assert "+[DataLoader]Tensor.fetch" in events
+
+
 @pytest.fixture
 def child_handler() -> Iterator[None]:
     """Torch sets its own handler with the first worker and leaves it."""
@@ -173,12 +179,6 @@ def child_handler() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("child_handler")
-def test_a_data_set_may_be_a_tensor_which_has_no_truth_value() -> None:
-    batches, events = fetched(DataLoader(torch.arange(4), batch_size=2))  # type: ignore[arg-type]
-    assert batches == [[0, 1], [2, 3]]
-    assert "+[DataLoader]Tensor.fetch" in events
-
-
 def test_the_wait_for_workers_is_told_and_their_own_fetches_are_not() -> None:
     batches, events = fetched(DataLoader(Numbers(), batch_size=2, num_workers=1, multiprocessing_context="fork"))
     assert batches == [[0, 1], [2, 3]]
