@@ -41,12 +41,12 @@ class Bytes(Dataset[Any]):
 
 
 def main(directory: Path, options: dict[str, str]) -> None:
-    rank, steps = int(os.environ["LOCAL_RANK"]), int(options.get("steps", "8"))
+    rank, steps = int(os.environ["LOCAL_RANK"]), int(options.get("steps", "13"))
     config = GPTConfig()
     data = Bytes(2 * steps, min(config.context, 16), slow=rank == int(options.get("slow", "-1")))
     trainer(
         directory,
-        MemProfilerCallback(schedule=Schedule(wait=2, warmup=1, active=3, repeat=1)),
+        MemProfilerCallback(schedule=Schedule(wait=2, warmup=1, active=8, repeat=1)),
         devices=2,
         strategy=DDPStrategy(process_group_backend="gloo"),
         profiler=ExtendedPyTorchProfiler(),
