@@ -149,7 +149,8 @@ def read_columns(path: Path, progress: Progress | None = None) -> TraceColumns:
         ArtifactError: the file is missing, damaged or cut off, or no trace.
     """
     text, table = TraceText(path), _Table()
-    for batch in text.pieces(_decode, _CHUNK):
+    # Either category of an event is of the same kind.
+    for batch in text.pieces(_decode, _CHUNK, as_written=True):
         table.add(batch)
         if progress:
             progress(text.bytes_read, path.stat().st_size)

@@ -15,6 +15,7 @@ from typing import IO, Any, Final, NamedTuple, TypeVar
 import msgspec
 from isal import igzip, isal_zlib
 
+from lightning_memprof.artifacts.trace_categories import original_categories
 from lightning_memprof.errors import ArtifactError
 
 __all__ = ["TraceText"]
@@ -77,19 +78,24 @@ class TraceText:
         self.bytes_read = 0
         """How far the file was read, in its own, perhaps compressed, bytes."""
 
-    def pieces(self, decode: Callable[[bytes], list[_T]], chunk: int = _CHUNK) -> Iterator[list[_T]]:
+    def pieces(
+        self, decode: Callable[[bytes], list[_T]], chunk: int = _CHUNK, *, as_written: bool = False
+    ) -> Iterator[list[_T]]:
         """What `decode` makes of each piece, a JSON array of events.
 
         Args:
             decode: raises `msgspec.DecodeError` for what is not valid JSON; the piece is then repaired and tried again.
             chunk: bytes of text that are read at a time.
+            as_written: leave events the categories that the file has, where it was rewritten for TensorBoard's profiler
+                tab; all others see what torch wrote.
 
         Raises:
             ArtifactError: the file is missing, no gzip data under a name that ends in `.gz`, cut off, or no trace.
         """
         try:
             with _open(self.path) as raw:
-                yield from self._read(raw, _plain(raw), decode, chunk)
+                originally = decode if as_written else _originally(decode)
+                yield from self._read(raw, _plain(raw), originally, chunk)
         except EOFError as error:
             raise _truncated(self.path) from error
         except RecursionError as error:
@@ -228,6 +234,10 @@ class _Splitter:
         if not left:
             return piece
         return _EPOCH_TS.sub(lambda found: b"%b%d" % (found[1], int(found[2]) - self.ts_offset_us), piece)
+
+
+def _originally(decode: Callable[[bytes], list[_T]]) -> Callable[[bytes], list[_T]]:
+    return lambda text: decode(original_categories(text))
 
 
 def _open(path: Path) -> IO[bytes]:

@@ -12,6 +12,7 @@ __all__ = [
     "TRIGGER_REQUEST",
     "SnapshotName",
     "TraceName",
+    "curves_path",
     "fsdp_log_name",
     "fsdp_stats_name",
     "functions_name",
@@ -21,6 +22,7 @@ __all__ = [
     "numbered",
     "oom_name",
     "oom_snapshot_name",
+    "parse_curves_path",
     "parse_fsdp_log_name",
     "parse_fsdp_stats_name",
     "parse_functions_name",
@@ -59,6 +61,7 @@ _SYSTEM: Final = re.compile(r"system\.rank([0-9]{5,})\.jsonl")
 _SNAPSHOT: Final = re.compile(r"cuda_alloc_rank_([0-9]+)\.(.+)\.([0-9]+)\.(start|end)\.pickle")
 _OOM: Final = re.compile(r"oom\.rank([0-9]{5,})\.json")
 _OOM_SNAPSHOT: Final = re.compile(r"cuda_oom_rank_([0-9]+)\.pickle")
+_CURVES: Final = re.compile(r"tb/rank([0-9]+)/events\.out\.tfevents\.rank([0-9]{5,})")
 _FUNCTIONS: Final = re.compile(r"functions\.rank([0-9]{5,})\.jsonl")
 _MEMORY_STATS: Final = re.compile(r"rank_([0-9]+)_memory_stats\.(yaml|pickle)")
 _MEMORY_LOG: Final = re.compile(r"(fsdp|module)_mem_rank_([0-9]+)_(.+)_([0-9]+)\.log")
@@ -198,6 +201,20 @@ def parse_series_path(path: str) -> tuple[int, int, str] | None:
     """Return ``(window, rank, collector)`` of a series' path, or None where it is none."""
     match = _SERIES.fullmatch(path)
     return (int(match[1]), int(match[2]), match[3]) if match else None
+
+
+def curves_path(rank: int) -> str:
+    """Path of a rank's curves, relative to the run directory, with ``/``.
+
+    TensorBoard takes the directory as the name of what it draws, and reads files whose names have ``.tfevents.``.
+    """
+    return f"tb/rank{rank}/events.out.tfevents.rank{rank:05d}"
+
+
+def parse_curves_path(path: str) -> int | None:
+    """Return the rank of the path of curves, or None where it is none."""
+    match = _CURVES.fullmatch(path)
+    return int(match[1]) if match and int(match[1]) == int(match[2]) else None
 
 
 def summary_path(window: int, rank: int) -> str:

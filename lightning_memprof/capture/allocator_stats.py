@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lightning_memprof.capture.base import RunContext
     from lightning_memprof.schedule import Mark, Window
 
-__all__ = ["NO_ACCELERATOR", "AllocatorStats", "memory_stats", "peak_allocated_bytes"]
+__all__ = ["NO_ACCELERATOR", "AllocatorStats", "memory_stats", "peak_allocated_bytes", "peak_reserved_bytes"]
 
 NO_ACCELERATOR = "no accelerator"
 
@@ -39,6 +39,14 @@ def peak_allocated_bytes(device: torch.device) -> int:
         nested = torch.cuda.memory_stats_as_nested_dict(device)
         return int(nested["allocated_bytes"]["all"]["peak"]) if nested else 0
     return int(torch.accelerator.max_memory_allocated(device))
+
+
+def peak_reserved_bytes(device: torch.device) -> int:
+    """Return the most bytes that the allocator held of the device since the process started or the user reset it."""
+    if device.type == "cuda":
+        nested = torch.cuda.memory_stats_as_nested_dict(device)
+        return int(nested["reserved_bytes"]["all"]["peak"]) if nested else 0
+    return int(torch.accelerator.max_memory_reserved(device))
 
 
 class AllocatorStats(Collector):

@@ -24,6 +24,7 @@ __all__ = [
     "DeviceTimer",
     "NotNowError",
     "OnMark",
+    "OnRows",
     "OnStep",
     "RunContext",
     "StepRecord",
@@ -98,6 +99,8 @@ class StepRecord(NamedTuple):
 
 
 OnStep = Callable[[StepRecord], None]
+# Rows of the pulse, in the order of ``artifacts.series.PULSE_COLUMNS``.
+OnRows = Callable[[Sequence[tuple[int | None, ...]]], None]
 
 
 class TimedPart(NamedTuple):
@@ -129,6 +132,7 @@ class RunContext:
             where nobody knows.
         parts: gives the methods that the Trainer's profiler does not tell of, as they are now.
         ledger: what traces have cost so far, and may cost.
+        pulse_written: is given rows of the pulse when they are written, some dozens of steps at a time.
 
     """
 
@@ -147,6 +151,7 @@ class RunContext:
     peak_flops: float | None = None
     parts: Callable[[], Sequence[TimedPart]] = tuple
     ledger: Ledger = field(default_factory=Ledger)
+    pulse_written: OnRows = lambda _: None
 
     def guarded(
         self, call: Callable[..., None], *, collector: str, window: Window | None = None

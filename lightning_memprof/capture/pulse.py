@@ -11,7 +11,7 @@ from lightning_memprof.artifacts.naming import pulse_name
 from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS, encode_pulse
 from lightning_memprof.artifacts.sink import Artifact
 from lightning_memprof.capture.allocator_stats import peak_allocated_bytes
-from lightning_memprof.capture.base import Collector, OnMark, OnStep
+from lightning_memprof.capture.base import Collector, OnMark, OnRows, OnStep
 from lightning_memprof.capture.host import ResidentSize
 
 if TYPE_CHECKING:
@@ -55,10 +55,14 @@ class PulseWriter:
         path: the file; must not exist.
         device: where the model runs.
         timer: the device's clock; None on a CPU.
+        written: is given the rows of each chunk when they are written.
 
     """
 
-    def __init__(self, path: Path, device: torch.device, timer: DeviceTimer | None) -> None:
+    def __init__(
+        self, path: Path, device: torch.device, timer: DeviceTimer | None, written: OnRows = lambda _: None
+    ) -> None:
+        self._written = written
         self._device = device if timer is not None else None
         self._timer = timer
         self._file = path.open("xb")
@@ -97,6 +101,7 @@ class PulseWriter:
             # On a full disk these rows are lost; nothing may be written behind the half of one.
             self._file.write(encode_pulse(rows).encode())
             self._file.flush()
+            self._written(rows)
 
     def close(self) -> None:
         """Write all rows; what the device has not reached by now stays empty."""
@@ -146,7 +151,7 @@ class Pulse(Collector):
     def follow(self, run: RunContext) -> Iterator[OnStep | None]:
         """Write one row a step."""
         path = run.sink.place.directory / pulse_name(run.rank)
-        writer = PulseWriter(path, run.device, run.timer)
+        writer = PulseWriter(path, run.device, run.timer, run.pulse_written)
         try:
             yield writer.add
         finally:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from isal import igzip
 
+from lightning_memprof.artifacts.trace_rewriting import write_trace
 from lightning_memprof.units import format_bytes
 
 if TYPE_CHECKING:
@@ -73,7 +74,11 @@ class TraceFile:
         return size
 
     def compress(self, target: Path) -> None:
-        """Write the trace to ``target`` as gzip; isal releases the GIL."""
+        """Write the trace that stays: as gzip, with the categories that TensorBoard's profiler tab reads."""
+        write_trace(self.raw, target)
+
+    def _copy_compressed(self, target: Path) -> None:
+        """Write what Kineto wrote as gzip; isal releases the GIL."""
         with self.raw.open("rb") as source, igzip.open(target, "wb", compresslevel=_FAST_LEVEL) as gz:  # type: ignore[no-untyped-call]
             shutil.copyfileobj(source, gz, 1 << 20)
 
@@ -81,7 +86,7 @@ class TraceFile:
         """Stand in for ``torch.profiler.profile.export_chrome_trace``."""
         if self.raw.exists():
             if str(path).endswith(".gz"):
-                self.compress(Path(path))
+                self._copy_compressed(Path(path))
             else:
                 shutil.copyfile(self.raw, path)
         elif str(path).endswith(".gz"):

@@ -308,7 +308,7 @@ def _view_options(view: ArgumentParser) -> None:
     )
     view.add_argument("--port", type=int, metavar="N", default=0, help="port of the page (default: a free one)")
     view.add_argument("--no-browser", action="store_true", help="only serve the page, and say where")
-    view.add_argument("--tensorboard", action="store_true", help="start TensorBoard on the right directory instead")
+    view.add_argument("--tensorboard", action="store_true", help="start TensorBoard on the log directory instead")
 
 
 def _new_parser(description: str, *, usage: str | None = None) -> ArgumentParser:

@@ -1,4 +1,4 @@
-"""TensorBoard on the directory of a run or of traces, until Ctrl-C."""
+"""TensorBoard on a log directory in which all its tabs find a run, or on traces, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from lightning_memprof.analysis.fetch import local_run
 from lightning_memprof.analysis.findings import shown_path, trace_directory
 from lightning_memprof.analysis.findings.model import log_directory
 from lightning_memprof.analysis.run import load_run
@@ -21,14 +22,24 @@ from lightning_memprof.cli.signals import ended_by_sigterm
 from lightning_memprof.errors import ConfigError, ReportError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 __all__ = ["tensorboard", "tensorboard_directory"]
 
 # What its profiler tab looks for.
 _NAMED: Final = re.compile(r".*\.pt\.trace\.json(\.gz)?")
 _ADDRESS: Final = re.compile(r"https?://\S+")
+# What its plug-ins log of their work.
+_INFORMATION: Final = re.compile(r"I[0-9]{4} ")
 _SECONDS_TO_END: Final = 5
+# By the tab's name in the page's address, what is there of a run.
+_LOOPBACK: Final = "127.0.0.1"
+_TABS: Final = (
+    ("memprof", "the report of each run, and two beside each other"),
+    ("pytorch_profiler", "the traces"),
+    ("timeseries", "the run's curves, and each rank's"),
+    ("custom_scalars", "the same as one dashboard"),
+)
 
 
 def tensorboard(what: Sequence[str], *, port: int = 0, browser: bool = True) -> int:
@@ -50,10 +61,11 @@ def tensorboard(what: Sequence[str], *, port: int = 0, browser: bool = True) -> 
     """
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigError("--tensorboard: TensorBoard is not installed; pip install tensorboard torch-tb-profiler")
-    directory = tensorboard_directory([Path(one) for one in what])
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", os.fspath(directory), "--port", str(port)]
-    print(f"tensorboard --logdir {shlex.quote(shown_path(directory))}", flush=True)
-    with ended_by_sigterm():
+    with ended_by_sigterm(), _here(what) as paths:
+        directory = tensorboard_directory(paths)
+        command = [sys.executable, "-m", "tensorboard.main", "--logdir", os.fspath(directory)]
+        command += ["--host", _LOOPBACK, "--port", str(port)]
+        print(f"tensorboard --logdir {shlex.quote(shown_path(directory))}", flush=True)
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -72,7 +84,9 @@ def tensorboard(what: Sequence[str], *, port: int = 0, browser: bool = True) -> 
 
 
 def tensorboard_directory(paths: Sequence[Path]) -> Path:
-    """Return the directory in which TensorBoard finds the traces that paths mean.
+    """Return the directory in which TensorBoard finds what paths mean: a run's curves, its report and its traces.
+
+    Where the user sent a run's traces elsewhere, that place: nothing else of TensorBoard's shows them.
 
     Raises:
         ArtifactError: there is neither a run nor a trace.
@@ -91,9 +105,29 @@ def tensorboard_directory(paths: Sequence[Path]) -> Path:
     return Path(os.path.commonpath([path.absolute().parent for path in named]))
 
 
+@contextlib.contextmanager
+def _here(what: Sequence[str]) -> Iterator[list[Path]]:
+    if len(what) > 1:
+        yield [Path(one) for one in what]
+    else:
+        with local_run(what[0]) as local:
+            yield [local.path]
+
+
 def _follow(process: subprocess.Popen[str], *, browser: bool) -> int:
+    before: list[str] | None = []
     for line in process.stdout or ():
-        print(line, end="", flush=True)
-        if browser and (address := _ADDRESS.search(line)) is not None and "Press CTRL+C" in line:
-            webbrowser.open(address[0])
+        address = _ADDRESS.search(line) if "Press CTRL+C" in line else None
+        if address is None and before is not None:
+            before.append(line)
+        elif not _INFORMATION.match(line):
+            print(line, end="", flush=True)
+        if address is not None:
+            before = None
+            for tab, shown in _TABS:
+                print(f"  {address[0].rstrip('/')}/#{tab:<17} {shown}", flush=True)
+            if browser and not webbrowser.open(address[0]):
+                print("No browser could be started here; open the address yourself.", flush=True)
+    # Why it did not come so far.
+    print(*(before or ()), sep="", end="", flush=True)
     return process.wait()

@@ -15,6 +15,7 @@ from lightning_memprof.capture.faults import Faults, describe
 from lightning_memprof.capture.session import Session
 from lightning_memprof.capture.triggers import TriggerWatch
 from lightning_memprof.errors import ConfigError
+from lightning_memprof.integration.curves import Curves, curves_of
 from lightning_memprof.integration.driver import StepDriver, position_source
 from lightning_memprof.integration.environment import run_facts, training_facts
 from lightning_memprof.integration.feeds import LateFeed, TensorFeed
@@ -31,6 +32,8 @@ from lightning_memprof.integration.tap import ActionTap
 from lightning_memprof.schedule import Schedule
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lightning.pytorch import Callback, Trainer
 
     from lightning_memprof.capture.base import Collector
@@ -70,6 +73,8 @@ class Attachment:
         self._ours = ours
         self.tensors = TensorFeed(trainer)
         sink = Sink(place, trainer.global_rank)
+        faults = Faults(sink.manifest, settings.output.on_error)
+        self._curves = curves_of(trainer, stage, settings, sink, faults)
         self.run = RunContext(
             rank=trainer.global_rank,
             world_size=trainer.world_size,
@@ -81,11 +86,12 @@ class Attachment:
             actions=LateFeed(lambda: self._tap),
             training=self.tensors,
             sink=sink,
-            faults=Faults(sink.manifest, settings.output.on_error),
+            faults=faults,
             timer=device_timer(trainer.strategy.root_device),
             peak_flops=peak_flops(trainer),
             ledger=Ledger(settings.budget, group_timeout_seconds(trainer)),
             parts=lambda: untold_parts(trainer, stage),
+            pulse_written=self._pulse_written,
         )
         try:
             available = self._available()
@@ -161,6 +167,7 @@ class Attachment:
             self._oom.end(exception)
             self.stop(reason)
             sink.drain()
+            self._end_curves()
             # After an exception the process should end soon; `show` makes the table where it is missing.
             if exception is None and (self.table is None or self.session.windows > self._tabled):
                 self._write_table()
@@ -186,6 +193,21 @@ class Attachment:
             self.stop(f"recording failed: {describe(error)}")
         except Exception as second:  # noqa: BLE001 the training must not stop
             self.run.faults.report("session", "exit", None, second)
+
+    def _pulse_written(self, rows: Sequence[tuple[int | None, ...]]) -> None:
+        if self._curves is not None and Curves.name not in self.run.faults.switched_off:
+            try:
+                device = None if self.run.device.type == "cpu" else self.run.device
+                self._curves.hear(rows, device, in_window=self.session.window is not None)
+            except Exception as error:  # noqa: BLE001 the pulse goes on, and so does the training
+                self.run.faults.report(Curves.name, "hook", None, error)
+
+    def _end_curves(self) -> None:
+        if self._curves is not None:
+            try:
+                self._curves.end()
+            except Exception as error:  # noqa: BLE001 what follows must be written too
+                self.run.faults.report(Curves.name, "exit", None, error)
 
     def _window_closed(self, windows: int) -> None:
         # The last window of a schedule that ends: its table is made while the training goes on.

@@ -25,6 +25,9 @@ class Output:
         summary: print the summary on rank 0 when the run has ended.
         loggers: hand the report's files to those of the Trainer's loggers that take files: TensorBoard (as text),
             MLflow, W&B.
+        curves: draw what the pulse and the windows see while the run goes on: through the Trainer's loggers, if it has
+            any, on rank 0, and for TensorBoard in a file of each rank in the run directory. Largest values, not
+            samples, and none without a logger.
         report: have the page, ``report.html`` in the run directory, made at the end of fit, by a process of its own
             that rank 0 starts and nobody waits for.
         on_error: ``"warn"`` switches a failing collector off and lets training go on; ``"raise"`` is for tests.
@@ -37,6 +40,7 @@ class Output:
     dirpath: str | Path | None = None
     summary: bool = True
     loggers: bool = False
+    curves: bool = True
     report: bool = True
     on_error: Literal["warn", "raise"] = "warn"
 

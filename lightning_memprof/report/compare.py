@@ -17,7 +17,17 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.compare_model import Comparison, Difference, Measure, NamedChange
     from lightning_memprof.analysis.limits import Outcome
 
-__all__ = ["comparison_document", "comparison_lines", "comparison_markdown", "conclusion"]
+__all__ = [
+    "by_group",
+    "comparison_document",
+    "comparison_lines",
+    "comparison_markdown",
+    "comparison_notes",
+    "conclusion",
+    "shown_change",
+    "shown_figure",
+    "shown_value",
+]
 
 Line = list[tuple[str, str]]
 
@@ -45,10 +55,10 @@ def conclusion(comparison: Comparison) -> str:
         return SAME
     found = [one for one in comparison.differences if one.is_above_noise]
     found.sort(key=lambda one: _FIRST.index(one.name) if one.name in _FIRST else len(_FIRST))
-    parts = [f"{one.name} {_change(one)}" for one in found[:_NAMED_IN_SENTENCE]]
+    parts = [f"{one.name} {shown_change(one)}" for one in found[:_NAMED_IN_SENTENCE]]
     if len(found) > _NAMED_IN_SENTENCE:
         parts.append(f"{len(found) - _NAMED_IN_SENTENCE} more quantities")
-    for group, changes in _by_group(comparison).items():
+    for group, changes in by_group(comparison).items():
         parts.append(f"{len(changes)} {group if len(changes) > 1 else group.removesuffix('s')}")
     return f"B differs from A: {', '.join(parts)}"
 
@@ -66,16 +76,16 @@ def comparison_lines(comparison: Comparison, outcomes: Sequence[Outcome] = ()) -
     head = f"{'':<{_NAME_WIDTH}}{'A':>{_VALUE_WIDTH}}{'B':>{_VALUE_WIDTH}}{'change':>{_CHANGE_WIDTH}}"
     lines += [[], [(head, "bold")]]
     lines += [_difference_line(one) for one in comparison.differences]
-    for group, changes in _by_group(comparison).items():
+    for group, changes in by_group(comparison).items():
         lines += [[], [(group, "bold"), (f"  {GROUPS[group][1]}", "bright_black")]]
         for one in changes[:_MOST_NAMES]:
-            figures = f"{_figure(one.a, one)} -> {_figure(one.b, one)}"
+            figures = f"{shown_figure(one.a, one)} -> {shown_figure(one.b, one)}"
             name = _shortened(clean(one.name), _WIDTH - len(figures) - 5)
             lines.append([(f"{_SIGNS[one.kind]} {name:<{_WIDTH - len(figures) - 4}}  {figures}", _STYLES[one.kind])])
             lines += [[(f"    {part}", "")] for part in textwrap.wrap(clean(one.sentence or ""), _WIDTH - 4)]
         if len(changes) > _MOST_NAMES:
             lines.append([(f"  {len(changes) - _MOST_NAMES} more: --format json", "bright_black")])
-    notes = list(_notes(comparison))
+    notes = list(comparison_notes(comparison))
     return [*lines, [], *(line for note in notes for line in _labelled("note", note))]
 
 
@@ -87,14 +97,17 @@ def _labelled(label: str, text: str, style: str = "") -> Iterator[Line]:
 
 
 def _difference_line(one: Difference) -> Line:
-    values = f"{_value(one.a):>{_VALUE_WIDTH}}{_value(one.b):>{_VALUE_WIDTH}}"
+    values = f"{shown_value(one.a):>{_VALUE_WIDTH}}{shown_value(one.b):>{_VALUE_WIDTH}}"
     if one.problem is not None:
         return [(f"{one.name:<{_NAME_WIDTH}}{values}", "bright_black"), ("     n/a", "bright_black")]
     if not one.is_above_noise:
         return [(f"{one.name:<{_NAME_WIDTH}}{values}", ""), (f"{'~':>{_CHANGE_WIDTH}}", "bright_black")]
     rises = (one.change or 0) > 0
     bad = rises != (one.unit == "per_s")
-    return [(f"{one.name:<{_NAME_WIDTH}}{values}", ""), (f"{_change(one):>{_CHANGE_WIDTH}}", "red" if bad else "green")]
+    return [
+        (f"{one.name:<{_NAME_WIDTH}}{values}", ""),
+        (f"{shown_change(one):>{_CHANGE_WIDTH}}", "red" if bad else "green"),
+    ]
 
 
 def comparison_markdown(comparison: Comparison, outcomes: Sequence[Outcome] = ()) -> str:
@@ -107,17 +120,16 @@ def comparison_markdown(comparison: Comparison, outcomes: Sequence[Outcome] = ()
         "|---|---:|---:|---:|",
     ]
     for one in comparison.differences:
-        change = "n/a" if one.problem else _change(one) if one.is_above_noise else "~"
-        lines.append(f"| {one.name} | {_value(one.a)} | {_value(one.b)} | {change} |")
-    for group, changes in _by_group(comparison).items():
+        change = "n/a" if one.problem else shown_change(one) if one.is_above_noise else "~"
+        lines.append(f"| {one.name} | {shown_value(one.a)} | {shown_value(one.b)} | {change} |")
+    for group, changes in by_group(comparison).items():
         lines += ["", f"| {group} ({GROUPS[group][1]}) | A | B |", "|---|---:|---:|"]
-        lines += [
-            f"| {_cell(f'{_SIGNS[one.kind]} {one.name}'.strip())} | {_figure(one.a, one)} | {_figure(one.b, one)} |"
-            for one in changes[:_MOST_NAMES]
-        ]
+        for named in changes[:_MOST_NAMES]:
+            name = _cell(f"{_SIGNS[named.kind]} {named.name}".strip())
+            lines.append(f"| {name} | {shown_figure(named.a, named)} | {shown_figure(named.b, named)} |")
         if len(changes) > _MOST_NAMES:
             lines.append(f"| {len(changes) - _MOST_NAMES} more | | |")
-    notes = [f"- {_cell(note)}" for note in _notes(comparison)]
+    notes = [f"- {_cell(note)}" for note in comparison_notes(comparison)]
     return "\n".join([*lines, *([""] if notes else []), *notes]) + "\n"
 
 
@@ -148,14 +160,16 @@ def comparison_document(comparison: Comparison, outcomes: Sequence[Outcome] = ()
     }
 
 
-def _by_group(comparison: Comparison) -> dict[str, list[NamedChange]]:
+def by_group(comparison: Comparison) -> dict[str, list[NamedChange]]:
+    """Return what changed by name, by its group."""
     groups: dict[str, list[NamedChange]] = defaultdict(list)
     for one in comparison.changes:
         groups[one.group].append(one)
     return groups
 
 
-def _notes(comparison: Comparison) -> Iterator[str]:
+def comparison_notes(comparison: Comparison) -> Iterator[str]:
+    """Yield what a reader of the figures has to know."""
     yield "~ is no more than noise; +- is the spread over steps"
     for one in comparison.differences:
         if one.problem is not None and one.a is not None and one.b is not None:
@@ -170,11 +184,12 @@ def _outcome(comparison: Comparison, one: Outcome) -> str:
     found = comparison.difference(one.limit.name)
     figures = ""
     if found is not None and found.change is not None:
-        figures = f" ({_plain(found.a)} -> {_plain(found.b)}, {_change(found)})"
+        figures = f" ({_plain(found.a)} -> {_plain(found.b)}, {shown_change(found)})"
     return f"{one.limit.text} {'BROKEN' if one.is_broken else 'kept'}: {one.sentence}{figures}"
 
 
-def _value(measure: Measure | None) -> str:
+def shown_value(measure: Measure | None) -> str:
+    """Write a quantity of one side with its spread."""
     if measure is None:
         return "-"
     share = measure.noise / abs(measure.value) if measure.value else 0.0
@@ -185,7 +200,8 @@ def _plain(measure: Measure | None) -> str:
     return "-" if measure is None else _write(measure.value, measure.unit)
 
 
-def _figure(value: float | None, change: NamedChange) -> str:
+def shown_figure(value: float | None, change: NamedChange) -> str:
+    """Write one side's figure of something with a name."""
     return "none" if value is None else _write(value, change.unit)
 
 
@@ -197,7 +213,8 @@ def _write(value: float, unit: str) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def _change(one: Difference) -> str:
+def shown_change(one: Difference) -> str:
+    """Write by how much B differs from A."""
     relative, change = one.relative, one.change or 0.0
     if one.unit == "count" or relative is None:
         return f"{'+' if change > 0 else '-'}{_write(abs(change), one.unit)}"

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.allocations import run_allocations
+from lightning_memprof.analysis.confined import load_confined
 from lightning_memprof.analysis.fetch import LocalRun, local_run
-from lightning_memprof.analysis.run import Artifact, Note, Run, load_run
+from lightning_memprof.analysis.run import Artifact, Note, Run
 from lightning_memprof.analysis.tables import ensure_operator_tables
 from lightning_memprof.analysis.targets import find_targets
 from lightning_memprof.artifacts.upload import is_url
@@ -33,11 +34,13 @@ class OpenOptions:
 
     ``rank`` leads the page instead of the lowest one, and of files only its traces are read; ``window`` leaves out the
     others. ``max_file_bytes`` bounds the traces and snapshots of a run that are analysed, as they lie on disk.
+    Nothing of a run is read outside of ``below``, a directory without symbolic links; None is no such limit.
     """
 
     rank: int | None = None
     window: int | None = None
     max_file_bytes: int = MAX_FILE_BYTES
+    below: Path | None = None
 
 
 @contextmanager
@@ -74,7 +77,8 @@ def opened(
 
 
 def _run(found: LocalRun, options: OpenOptions, progress: Callable[[Path, int, int], None] | None) -> View:
-    run = replace(load_run(found.path, rank=options.rank), url=found.url)
+    loaded = load_confined(found.path, options.below, rank=options.rank)
+    run = replace(loaded, url=found.url)
     run = ensure_operator_tables(_of_window(_led_by(run, options.rank), options.window))
     run, reports = _with_files(run, options.max_file_bytes, progress)
     return run_view(run, run_allocations(run), traces=reports.traces, snapshots=reports.snapshots)

@@ -143,6 +143,14 @@ def test_a_shipped_fragment(tmp_path: Path, cli: Run, fragment: str, steps: list
     assert list(tmp_path.rglob("*.pt.trace.json.gz"))
 
 
+def test_the_fragment_for_curves_draws_them_and_records_nothing_else(tmp_path: Path, cli: Run) -> None:
+    cli(f"--config={CONFIGS / 'curves'}.yaml")
+    run = only_run(tmp_path)
+    listed = {row["path"] for row in rows_of(run, "artifact")}
+    assert listed == {"memprofiler/pulse.rank00000.csv", "memprofiler/tb/rank0/events.out.tfevents.rank00000"}
+    assert "memprof/step_time_ms" in (run.parent / "metrics.csv").read_text()
+
+
 def test_the_snapshot_fragment_fails_clearly_without_cuda_and_dumps_with_it(
     tmp_path: Path, run_python: Run, cli: Run
 ) -> None:
@@ -164,7 +172,7 @@ def test_the_snapshot_fragment_fails_clearly_without_cuda_and_dumps_with_it(
 
 
 def test_every_shipped_fragment_has_a_test() -> None:
-    here = {"overview", "trace", "snapshot", "large_runs"}
+    here = {"overview", "trace", "snapshot", "large_runs", "curves"}
     in_test_memprofiler_cli = {"memprofiler_demo", "pytorch_profiler"}
     in_test_triggers = {"triggers"}
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == here | in_test_memprofiler_cli | in_test_triggers

@@ -18,6 +18,12 @@ def test_manifest_and_pulse_names_give_their_rank_back(rank: int) -> None:
     assert naming.parse_pulse_name(naming.pulse_name(rank)) == rank
 
 
+@given(rank=ranks)
+def test_the_path_of_curves_gives_its_rank_back_and_tensorboard_reads_it(rank: int) -> None:
+    assert naming.parse_curves_path(naming.curves_path(rank)) == rank
+    assert ".tfevents." in naming.curves_path(rank)
+
+
 @given(window=st.integers(0, 5000), rank=ranks, collector=words)
 def test_a_series_path_gives_its_parts_back(window: int, rank: int, collector: str) -> None:
     assert naming.parse_series_path(naming.series_path(window, rank, collector)) == (window, rank, collector)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lightning_memprof.report.files_view import FilesView
     from lightning_memprof.report.view import View
 
-__all__ = ["Page", "files_page", "run_page"]
+__all__ = ["Page", "files_page", "made_now", "run_page"]
 
 MAX_NAMED: Final = 16
 # A damaged manifest may name any number of ranks.
@@ -56,7 +56,7 @@ def run_page(view: View) -> Page:
         badge=badge(view.verdict.severity),
         verdict=(view.verdict.sentence, view.verdict.why, view.verdict.next),
         sections=[overview(view, places, known), *sections],
-        made=_made_now(),
+        made=made_now(),
         incomplete=_incomplete(view),
     )
 
@@ -83,7 +83,7 @@ def files_page(view: FilesView) -> Page:
         badge=badge(view.verdict.severity),
         verdict=(view.verdict.sentence, view.verdict.why, view.verdict.next),
         sections=[Section("overview", "Overview", parts=[Findings(cards)]), *sections],
-        made=_made_now(),
+        made=made_now(),
     )
 
 
@@ -109,7 +109,7 @@ def _unread(view: FilesView) -> Section | None:
     return Section("notes", "Notes", "These cannot be read.", [lines])
 
 
-def _made_now() -> str:
+def made_now() -> str:
     """Return the time at which the page is made, with its offset from UTC."""
     return dt.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
 

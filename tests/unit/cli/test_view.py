@@ -4,6 +4,7 @@ import json
 import pickle
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -175,7 +176,9 @@ def test_tensorboard_is_started_on_the_directory_of_the_traces_and_ended(tmp_pat
     assert process.stdout is not None
     try:
         assert process.stdout.readline() == "tensorboard --logdir run\n"
-        address = next(found[0] for line in process.stdout if (found := re.search(r"http://localhost:\d+/", line)))
+        address = next(found[0] for line in process.stdout if (found := re.search(r"http://127\.0\.0\.1:\d+/", line)))
+        tabs = [process.stdout.readline().split()[0] for _ in range(4)]
+        assert tabs == [f"{address}#{tab}" for tab in ("memprof", "pytorch_profiler", "timeseries", "custom_scalars")]
         with urllib.request.urlopen(address, timeout=20) as answer:  # noqa: S310 it is ours
             assert answer.status == 200
         process.send_signal(signal.SIGTERM)
@@ -186,6 +189,25 @@ def test_tensorboard_is_started_on_the_directory_of_the_traces_and_ended(tmp_pat
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def test_tensorboard_that_does_not_start_says_why(tmp_path, environment):
+    run = make_run(tmp_path / "run", FakeRun(steps=5))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        command = [sys.executable, "-m", "lightning_memprof", "view", "--tensorboard", "--no-browser", str(run)]
+        ended = subprocess.run(
+            [*command, "--port", str(taken.getsockname()[1])],
+            env=environment, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert ended.returncode != 0
+    assert "already in use" in ended.stdout
+
+
+def test_tensorboard_gets_a_run_s_log_directory_also_where_it_has_no_trace(tmp_path):
+    make_run(tmp_path / "logs/version_0", FakeRun(steps=5))
+    assert tensorboard_directory([tmp_path / "logs"]) == tmp_path / "logs/version_0"
 
 
 def test_tensorboard_gets_what_it_can_read_and_nothing_else(tmp_path):

@@ -1,0 +1,346 @@
+"""Curves over the whole run: for the Trainer's loggers, and for TensorBoard in a file of each rank."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_memprof.artifacts.manifest import read_manifest
+from lightning_memprof.artifacts.naming import curves_path, manifest_name, series_path
+from lightning_memprof.artifacts.series import PULSE_COLUMNS, read_series
+from lightning_memprof.artifacts.sink import Artifact
+from lightning_memprof.artifacts.tfevents import EventFile, Layout
+from lightning_memprof.capture.allocator_stats import peak_reserved_bytes
+from lightning_memprof.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import torch
+    from lightning.pytorch import Trainer
+
+    from lightning_memprof.artifacts.sink import Sink
+    from lightning_memprof.capture.faults import Faults
+    from lightning_memprof.integration.settings import Settings
+
+__all__ = ["LAYOUT", "Curves", "curves_of"]
+
+log = logging.getLogger(__name__)
+
+_Row = tuple[int | None, ...]
+_Values = dict[str, float]
+
+_STEP: Final = PULSE_COLUMNS.index("step")
+_GLOBAL_STEP: Final = PULSE_COLUMNS.index("global_step")
+_WINDOW: Final = PULSE_COLUMNS.index("window")
+_MS: Final = 1_000_000
+_OF_PULSE: Final = tuple(
+    (curve, PULSE_COLUMNS.index(column), scale)
+    for curve, column, scale in (
+        ("step_time_ms", "duration_ns", _MS),
+        ("data_wait_ms", "data_wait_ns", _MS),
+        ("rss_mib", "rss_bytes", MIB),
+        ("peak_allocated_mib", "device_peak_bytes", MIB),
+    )
+)
+# By curve, the series and its column.
+_OF_SERIES: Final = (
+    ("rss_mib", "host", "rss_bytes"),
+    ("peak_allocated_mib", "allocator", "allocated_bytes.all.peak"),
+    ("peak_reserved_mib", "allocator", "reserved_bytes.all.peak"),
+    ("activation_mib", "saved_tensors", "activation_bytes"),
+)
+_STEPS, _WINDOWS = "memprof", "memprof_windows"
+_SIZES: Final = ("peak_allocated_mib", "peak_reserved_mib", "rss_mib")
+
+LAYOUT: Final[Layout] = {
+    "lightning-memprof": {
+        "longest step, ms": [f"^{_STEPS}/step_time_ms$"],
+        "longest data wait, ms": [f"^{_STEPS}/data_wait_ms$"],
+        "memory, MiB": [f"^{_STEPS}/{name}$" for name in _SIZES],
+        "windows: longest step, ms": [f"^{_WINDOWS}/step_time_ms$"],
+        "windows: longest data wait, ms": [f"^{_WINDOWS}/data_wait_ms$"],
+        "windows: memory, MiB": [f"^{_WINDOWS}/{name}$" for name in (*_SIZES, "activation_mib")],
+    }
+}
+
+# TensorBoard keeps a thousand points of a curve and forgets others at random, so that a file has fewer: as many single
+# steps, and each time that so many more were drawn, points of twice as many steps. 3 million steps are a thousand.
+_SINGLE: Final = 256
+_DOUBLED: Final = 48
+# The training thread gets the interpreter in the pauses, where it would wait for all the points of a chunk.
+_AT_ONCE: Final = 4
+_PAUSE_SECONDS: Final = 0.001
+# What loggers may take of the run's time, beside a start: one that asks a server takes as long as some steps.
+_SHARE: Final = 0.002
+_START_SECONDS: Final = 0.5
+
+
+def curves_of(trainer: Trainer, stage: str, settings: Settings, sink: Sink, faults: Faults) -> Curves | None:
+    """Return what draws this rank's curves; None where nobody wants them.
+
+    They are drawn of a fit whose Trainer has a logger, on the ranks whose windows have every collector.
+    """
+    loggers = [one for one in trainer.loggers if "DummyLogger" not in {base.__name__ for base in type(one).__mro__}]
+    if stage != "fit" or not settings.output.curves or not loggers:
+        return None
+    if not settings.every_collector and not trainer.is_global_zero:
+        return None
+    return Curves(trainer, loggers if trainer.is_global_zero else (), sink, faults)
+
+
+class Curves:
+    """Draws maxima, never samples: a step that took long or held much is a point of its own or the top of one.
+
+    The training thread hands on what the pulse has just written, some dozens of steps at a time, and calls the loggers;
+    all else is done in the background. Loggers get one point from so many steps as the pulse writes at once, never more
+    often than the Trainer's ``log_every_n_steps``, and none while a window is open, whose times it would be in.
+
+    Args:
+        trainer: of a fit.
+        loggers: those of the Trainer that get points here; none on ranks other than 0.
+        sink: where the file goes.
+        faults: what becomes of a failure.
+
+    """
+
+    name: Final = "curves"
+
+    def __init__(self, trainer: Trainer, loggers: Sequence[Any], sink: Sink, faults: Faults) -> None:
+        self._trainer = trainer
+        self._sink = sink
+        self._drawing = _Drawing(sink)
+        self._faults = faults
+        self._loggers = list(loggers)
+        self._every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        self._points: deque[tuple[int, _Values]] = deque()
+        self._steps = _Maxima(_STEPS)
+        self._axis = _Axis()
+        self._logged = -1
+        self._spent_seconds = 0.0
+        self._began = time.perf_counter()
+        self._ended = False
+
+    def hear(self, rows: Sequence[_Row], device: torch.device | None, *, in_window: bool) -> None:
+        """Take the rows of the pulse that were just written.
+
+        Args:
+            rows: in the order of ``PULSE_COLUMNS``.
+            device: whose allocator counts; None on a CPU.
+            in_window: whether a window is open.
+
+        """
+        reserved = None if device is None else peak_reserved_bytes(device) / MIB
+        stepped = self._trainer.fit_loop.epoch_loop._batches_that_stepped
+        places = self._axis.places(rows, self._trainer.global_step, stepped)
+        if self._loggers and rows:
+            self._steps.add(places[-1], _values(rows) | ({} if reserved is None else {"peak_reserved_mib": reserved}))
+            due = self._every and self._steps.place - self._logged >= self._every
+            if due and not in_window and self._has_time():
+                self._log()
+        # Last: from here on the other thread asks for the interpreter.
+        self._sink.in_background(lambda: self._draw(places, rows, reserved))
+
+    def end(self) -> None:
+        """Draw what is left and close the file; called when all background work is done."""
+        if self._ended:
+            return
+        self._ended = True
+        try:
+            self._drawing.end()
+        finally:
+            if self._every:
+                self._log()
+
+    def _has_time(self) -> bool:
+        return self._spent_seconds < _START_SECONDS + _SHARE * (time.perf_counter() - self._began)
+
+    def _draw(self, places: Sequence[int], rows: Sequence[_Row], reserved: float | None) -> None:
+        if self.name not in self._faults.switched_off:
+            try:
+                self._drawing.draw(places, rows, reserved)
+            except Exception as error:  # noqa: BLE001 nobody hears what a background thread raises
+                self._faults.report(self.name, "write", None, error)
+
+    def _log(self) -> None:
+        began = time.perf_counter()
+        points = list(self._drawing.windows_so_far())
+        if (values := self._steps.take()) and self._steps.place > self._logged:
+            points.append((self._steps.place, values))
+            self._logged = self._steps.place
+        for place, values in points:
+            for logger in tuple(self._loggers):
+                try:
+                    logger.log_metrics(values, place)
+                except Exception:
+                    self._loggers.remove(logger)
+                    log.warning("%s took no curves and gets no more of them", type(logger).__name__, exc_info=True)
+        self._spent_seconds += time.perf_counter() - began
+
+
+class _Axis:
+    """Puts rows at the places where Lightning draws the user's own metrics: batches that stepped.
+
+    With one optimizer these are the optimizer's steps, which the rows have; several step more than once a batch.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[int, int] | None = None
+
+    def places(self, rows: Sequence[_Row], global_step: int, stepped: int) -> list[int]:
+        """Return each row's place.
+
+        Args:
+            rows: of the pulse.
+            global_step: the optimizers' steps so far.
+            stepped: batches so far after which an optimizer stepped.
+
+        """
+        counts = [row[_GLOBAL_STEP] or 0 for row in rows]
+        if global_step == stepped:
+            self._last = (global_step, stepped)
+            return counts
+        first_count, first_place = self._last or (0, 0)
+        steps, batches = global_step - first_count, stepped - first_place
+        self._last = (global_step, stepped) if steps else self._last
+        return [first_place + (count - first_count) * batches // (steps or 1) for count in counts]
+
+
+class _Maxima:
+    """The largest values since they were last taken."""
+
+    def __init__(self, group: str) -> None:
+        self._group = group
+        self._values: _Values = {}
+        self.place = -1
+
+    def add(self, place: int, values: Mapping[str, float]) -> None:
+        """Take what belongs to ``place``, or before it."""
+        self.place = place
+        for name, value in values.items():
+            if value > self._values.get(name, -1.0):
+                self._values[name] = value
+
+    def take(self) -> _Values:
+        """Return them by the curve's whole name, and begin again."""
+        values, self._values = self._values, {}
+        return {f"{self._group}/{name}": value for name, value in values.items()}
+
+
+class _Drawing:
+    """A rank's file; one thread at a time may use it."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._path = sink.place.directory / curves_path(sink.rank)
+        self._file: EventFile | None = None
+        self._steps = _Maxima(_STEPS)
+        self._begun_at: int | None = None
+        self._drawn = 0
+        # The window that the last rows belong to, and its rows.
+        self._window: int | None = None
+        self._window_rows: list[_Row] = []
+        self._window_place = 0
+        self._windows: deque[tuple[int, _Values]] = deque()
+
+    def windows_so_far(self) -> Iterable[tuple[int, _Values]]:
+        """Give the points of windows that were not given before."""
+        while self._windows:
+            yield self._windows.popleft()
+
+    def draw(self, places: Sequence[int], rows: Sequence[_Row], reserved: float | None) -> None:
+        """Draw the points that the rows complete.
+
+        Raises:
+            OSError: the file cannot be written.
+            ArtifactError: what a window left cannot be read.
+
+        """
+        file = self._opened()
+        begin = 0
+        for index, (place, row) in enumerate(zip(places, rows, strict=True)):
+            if row[_WINDOW] != self._window:
+                self._end_window(file)
+                self._window = row[_WINDOW]
+            if self._window is not None:
+                self._window_rows.append(row)
+                self._window_place = place
+            if self._begun_at is None:
+                self._begun_at = place
+            # Batches of one accumulation have one place.
+            if place - self._begun_at >= self._width():
+                self._take_in(places, rows, begin, index)
+                self._draw_steps(file)
+                begin, self._begun_at = index, place
+        self._take_in(places, rows, begin, len(rows))
+        if reserved is not None:
+            self._steps.add(self._steps.place, {"peak_reserved_mib": reserved})
+        file.flush()
+
+    def end(self) -> None:
+        """Draw the rest and list the file."""
+        if self._file is None:
+            return
+        try:
+            self._end_window(self._file)
+            self._draw_steps(self._file)
+        finally:
+            self._file.close()
+            self._sink.list_artifact(Artifact(self._path, "blob", Curves.name))
+
+    def _opened(self) -> EventFile:
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = EventFile(self._path, time.time())
+            if self._sink.rank == 0:
+                self._file.lay_out(LAYOUT, time.time())
+        return self._file
+
+    def _take_in(self, places: Sequence[int], rows: Sequence[_Row], begin: int, end: int) -> None:
+        if begin < end:
+            self._steps.add(places[end - 1], _values(rows[begin:end]))
+
+    def _width(self) -> int:
+        return 1 << max(0, (self._drawn - _SINGLE) // _DOUBLED + 1)
+
+    def _draw_steps(self, file: EventFile) -> None:
+        self._begun_at = None
+        if values := self._steps.take():
+            self._drawn += 1
+            file.add(self._steps.place, time.time(), values)
+            if self._drawn % _AT_ONCE == 0:
+                time.sleep(_PAUSE_SECONDS)
+
+    def _end_window(self, file: EventFile) -> None:
+        window, rows = self._window, self._window_rows
+        self._window, self._window_rows = None, []
+        if window is None:
+            return
+        directory, rank = self._sink.place.directory, self._sink.rank
+        steps = _recorded(read_manifest(directory / manifest_name(rank)).rows, window)
+        values = _values([row for row in rows if row[_STEP] in steps])
+        for name, series, column in _OF_SERIES:
+            path = directory / series_path(window, rank, series)
+            recorded = [row for row in read_series(path) if row.get("recorded")] if path.exists() else []
+            if found := [row[column] for row in recorded if row.get(column) is not None]:
+                values[name] = max(found) / MIB
+        if values:
+            point = {f"{_WINDOWS}/{name}": value for name, value in values.items()}
+            file.add(self._window_place, time.time(), point)
+            self._windows.append((self._window_place, point))
+
+
+def _values(rows: Sequence[_Row]) -> _Values:
+    values = {}
+    for curve, column, scale in _OF_PULSE:
+        found = [value for row in rows if (value := row[column]) is not None]
+        if found:
+            values[curve] = max(found) / scale
+    return values
+
+
+def _recorded(rows: Iterable[Mapping[str, Any]], window: int) -> set[int]:
+    closed = [row for row in rows if row["kind"] == "window" and row["window"] == window and row["event"] == "close"]
+    return {step for row in closed for step in row["steps"]}

@@ -1,0 +1,1 @@
+"""What TensorBoard loads of ours: the tab "Memprof", and the profiler tab's page without internet."""

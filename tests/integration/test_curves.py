@@ -1,0 +1,314 @@
+"""Curves: what the Trainer's loggers get, and each rank's file, read as TensorBoard reads it."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import re
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+
+from lightning_memprof import HostMemory, MemProfilerCallback, Output, Pulse, SavedTensors, Schedule
+from lightning_memprof.artifacts.series import read_pulse, read_series
+from lightning_memprof.units import MIB
+from ranks import launch
+from training import Perceptron, loader, manifest, only_run, rows_of, trainer
+
+MS = 1_000_000
+STEPS = 150
+EVERY = 10
+OF_PULSE = {
+    "memprof/step_time_ms": ("duration_ns", MS), "memprof/data_wait_ms": ("data_wait_ns", MS),
+    "memprof/rss_mib": ("rss_bytes", MIB),
+}  # fmt: skip
+Curve = list[tuple[int, float]]
+
+
+class Logged(Perceptron):
+    """Logs its loss, as users do."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+def callback(**output: Any) -> MemProfilerCallback:
+    light = [Pulse(), HostMemory(), SavedTensors()]
+    return MemProfilerCallback(
+        schedule=Schedule(wait=4, warmup=1, active=2, repeat=2),
+        collectors=light,
+        output=Output(**{"summary": False, "report": False, "on_error": "raise", **output}),
+    )
+
+
+def loggers(directory: Path) -> list[Any]:
+    board = TensorBoardLogger(directory, name="", version="log", default_hp_metric=False)
+    return [board, CSVLogger(directory, name="", version="csv")]
+
+
+def events(directory: Path) -> EventAccumulator:
+    read = EventAccumulator(str(directory), size_guidance={"scalars": 0, "tensors": 0})
+    read.Reload()
+    return read
+
+
+def pulse_of(run: Path, rank: int = 0) -> list[dict[str, Any]]:
+    return [dict(row) for row in read_pulse(run / f"pulse.rank{rank:05d}.csv")]
+
+
+def curves(directory: Path) -> dict[str, Curve]:
+    read = events(directory)
+    return {tag: [(point.step, point.value) for point in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("curves")
+    model = Logged()
+    model.save_hyperparameters({"width": 16})
+    training = trainer(directory, callback(), logger=loggers(directory), log_every_n_steps=EVERY)
+    training.fit(model, loader(STEPS))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("without")
+    model = Logged()
+    model.save_hyperparameters({"width": 16})
+    training = trainer(directory, callback(curves=False), logger=loggers(directory), log_every_n_steps=EVERY)
+    training.fit(model, loader(STEPS))
+    return directory
+
+
+def rank_file(directory: Path, rank: int = 0) -> Path:
+    return only_run(directory) / f"tb/rank{rank}"
+
+
+def test_a_rank_s_file_has_each_step_of_the_pulse(fitted: Path) -> None:
+    pulse = pulse_of(only_run(fitted))
+    drawn = curves(rank_file(fitted))
+    for tag, (column, scale) in OF_PULSE.items():
+        expected = [(row["global_step"], row[column] / scale) for row in pulse if row[column] is not None]
+        assert [step for step, _ in drawn[tag]] == [step for step, _ in expected]
+        assert [value for _, value in drawn[tag]] == pytest.approx([value for _, value in expected], rel=1e-6)
+    assert len(drawn["memprof/step_time_ms"]) == STEPS
+
+
+def test_each_window_has_a_point_with_its_largest_values(fitted: Path) -> None:
+    run = only_run(fitted)
+    pulse = {row["step"]: row for row in pulse_of(run)}
+    drawn = curves(rank_file(fitted))
+    closed = [row for row in rows_of(run, "window") if row["event"] == "close"]
+    assert len(closed) == 2
+    for index, row in enumerate(closed):
+        assert len(row["steps"]) == 2
+        held = [one for one in read_series(run / f"window{index:03d}/rank00000.host.jsonl") if one["recorded"]]
+        saved = read_series(run / f"window{index:03d}/rank00000.saved_tensors.jsonl")
+        expected = {
+            "memprof_windows/step_time_ms": max(pulse[step]["duration_ns"] for step in row["steps"]) / MS,
+            "memprof_windows/data_wait_ms": max(pulse[step]["data_wait_ns"] for step in row["steps"]) / MS,
+            "memprof_windows/rss_mib": max(one["rss_bytes"] for one in held) / MIB,
+            "memprof_windows/activation_mib": max(
+                one["activation_bytes"] for one in saved if one["recorded"] and "activation_bytes" in one
+            ) / MIB,
+        }  # fmt: skip
+        for tag, value in expected.items():
+            step, point = drawn[tag][index]
+            assert step == row["steps"][-1]
+            assert point == pytest.approx(value, rel=1e-6), tag
+
+
+def test_every_logger_gets_the_largest_of_each_stretch_of_steps(fitted: Path) -> None:
+    pulse = pulse_of(only_run(fitted))
+    drawn = curves(fitted / "log")
+    for tag, (column, scale) in OF_PULSE.items():
+        ends = [step for step, _ in drawn[tag]]
+        assert 2 <= len(ends) <= STEPS // EVERY
+        assert ends[-1] == STEPS - 1
+        for (begin, end), (_, value) in zip(pairwise([-1, *ends]), drawn[tag], strict=True):
+            inside = [row[column] for row in pulse if begin < row["global_step"] <= end and row[column] is not None]
+            assert value == pytest.approx(max(inside) / scale, rel=1e-6)
+    with (fitted / "csv/metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for tag in drawn:
+        told = {int(row["step"]): float(row[tag]) for row in rows if row.get(tag)}
+        assert told == pytest.approx(dict(drawn[tag]), rel=1e-6)
+
+
+def test_no_point_is_drawn_twice(fitted: Path) -> None:
+    for directory in (fitted / "log", rank_file(fitted)):
+        for tag, points in curves(directory).items():
+            assert all(before < after for (before, _), (after, _) in pairwise(points)), tag
+
+
+def test_the_user_s_own_metrics_and_hparams_are_as_without_curves(fitted: Path, without: Path) -> None:
+    ours, theirs = curves(fitted / "log"), curves(without / "log")
+    assert {tag: points for tag, points in ours.items() if not tag.startswith("memprof")} == theirs
+    assert [step for step, _ in theirs["loss"]] == list(range(EVERY - 1, STEPS, EVERY))
+    assert (fitted / "log/hparams.yaml").read_text() == (without / "log/hparams.yaml").read_text()
+    with_tensors, without_tensors = (events(one / "log").Tags()["tensors"] for one in (fitted, without))
+    assert with_tensors == without_tensors
+    assert not rank_file(without).exists()
+
+
+def test_one_dashboard_is_laid_out_and_each_of_its_charts_finds_a_curve(fitted: Path) -> None:
+    read = events(rank_file(fitted))
+    (content,) = read.Tensors("custom_scalars__config__")
+    assert read.SummaryMetadata("custom_scalars__config__").plugin_data.plugin_name == "custom_scalars"
+    (category,) = Layout.FromString(content.tensor_proto.string_val[0]).category
+    assert category.title == "lightning-memprof"
+    tags = curves(rank_file(fitted))
+    patterns = [pattern for chart in category.chart for pattern in chart.multiline.tag]
+    assert {tag for tag in tags if any(re.search(pattern, tag) for pattern in patterns)} == set(tags)
+    for chart in category.chart:
+        assert any(re.search(pattern, tag) for pattern in chart.multiline.tag for tag in tags), chart.title
+
+
+def test_the_manifest_lists_the_file(fitted: Path) -> None:
+    (row,) = [row for row in rows_of(only_run(fitted), "artifact") if row["collector"] == "curves"]
+    assert row["path"] == "memprofiler/tb/rank0/events.out.tfevents.rank00000"
+    assert row["size_bytes"] == (rank_file(fitted) / "events.out.tfevents.rank00000").stat().st_size
+
+
+def test_training_is_the_same_to_the_last_bit_with_curves(fitted: Path, tmp_path: Path) -> None:
+    def outcome(directory: Path, *callbacks: pl.Callback) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        model = Logged()
+        training = trainer(directory, *callbacks, logger=loggers(directory))
+        training.fit(model, loader(70))
+        return [*model.state_dict().values(), training.callback_metrics["loss"], torch.get_rng_state()]
+
+    bare, drawn = outcome(tmp_path / "bare"), outcome(tmp_path / "drawn", callback())
+    assert len(curves(rank_file(tmp_path / "drawn"))) > 3
+    assert all(torch.equal(one, other) for one, other in zip(bare, drawn, strict=True))
+
+
+@pytest.mark.parametrize("options", [{"logger": False}, {"fast_dev_run": 3}, {"logger": DummyLogger()}])
+def test_a_training_without_a_logger_has_no_curves(tmp_path: Path, options: dict[str, Any]) -> None:
+    trainer(tmp_path, callback(), default_root_dir=tmp_path, **options).fit(Perceptron(), loader(3))
+    assert not (only_run(tmp_path) / "tb").exists()
+
+
+def test_validation_alone_has_no_curves(tmp_path: Path) -> None:
+    trainer(tmp_path, callback(), logger=loggers(tmp_path)).validate(Perceptron(), loader(8), verbose=False)
+    assert not (only_run(tmp_path) / "tb").exists()
+    assert not [tag for tag in curves(tmp_path / "log") if tag.startswith("memprof")]
+
+
+def test_a_logger_that_logs_no_steps_gets_no_curves(tmp_path: Path) -> None:
+    trainer(tmp_path, callback(), logger=loggers(tmp_path), log_every_n_steps=0).fit(Logged(), loader(70))
+    assert not [tag for tag in curves(tmp_path / "log") if tag.startswith("memprof")]
+    assert len(curves(rank_file(tmp_path))["memprof/step_time_ms"]) == 70
+
+
+class Failing(CSVLogger):
+    """Cannot reach its server."""
+
+    calls = 0
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        if any(name.startswith("memprof") for name in metrics):
+            self.calls += 1
+            raise ConnectionError("no server")
+
+
+def test_a_logger_that_fails_is_told_of_once_and_the_others_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = Failing(tmp_path, name="", version="failing")
+    with caplog.at_level(logging.WARNING, "lightning_memprof"):
+        trainer(tmp_path, callback(), logger=[failing, *loggers(tmp_path)]).fit(Logged(), loader(STEPS))
+    assert failing.calls == 1
+    assert [record.message for record in caplog.records] == ["Failing took no curves and gets no more of them"]
+    assert len(curves(tmp_path / "log")["memprof/step_time_ms"]) > 1
+
+
+class Slow(CSVLogger):
+    """Asks a server that is far away."""
+
+    seconds = 0.0
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        if any(name.startswith("memprof") for name in metrics):
+            self.seconds += 0.3
+            time.sleep(0.3)
+
+
+def test_a_slow_logger_is_asked_less_often(tmp_path: Path) -> None:
+    slow = Slow(tmp_path, name="", version="slow")
+    only = MemProfilerCallback(collectors=[Pulse()], output=Output(summary=False, report=False))
+    trainer(tmp_path, only, logger=slow).fit(Perceptron(), loader(64 * 8))
+    # The first step, the window and the steps around it, and the rest at the end; the pulse is written nine times.
+    assert slow.seconds == pytest.approx(4 * 0.3)
+
+
+class TwoOptimizers(Logged):
+    """A generator and its critic: two optimizer steps a batch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+        self.log("loss", 1.0)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), 1e-3) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("model", "options"), [(Logged, {"accumulate_grad_batches": 4}), (TwoOptimizers, {}), (Logged, {"max_epochs": 2})]
+)
+def test_curves_stand_over_the_same_steps_as_the_user_s_metrics(
+    tmp_path: Path, model: type[Logged], options: dict[str, Any]
+) -> None:
+    only = MemProfilerCallback(collectors=[Pulse()], output=Output(summary=False, report=False, on_error="raise"))
+    trainer(tmp_path, only, logger=loggers(tmp_path), **options).fit(model(), loader(40))
+    theirs = {step for step, _ in curves(tmp_path / "log")["loss"]}
+    ours = [step for step, _ in curves(rank_file(tmp_path))["memprof/step_time_ms"]]
+    assert sorted(set(ours)) == ours
+    assert set(ours) - {max(ours)} <= theirs | {0}
+    assert max(ours) == max(theirs)
+
+
+def test_what_a_failed_training_had_drawn_is_there(tmp_path: Path) -> None:
+    class Failing(Logged):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            if batch_idx == 80:
+                raise ValueError("no")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(ValueError, match="no"):
+        trainer(tmp_path, callback(), logger=loggers(tmp_path)).fit(Failing(), loader(STEPS))
+    assert len(curves(rank_file(tmp_path))["memprof/step_time_ms"]) == 81
+    assert curves(tmp_path / "log")["memprof/step_time_ms"][-1][0] == 80
+    assert [row["collector"] for row in manifest(only_run(tmp_path)) if row["kind"] == "artifact"].count("curves") == 1
+
+
+def test_each_rank_has_its_own_file_and_the_logger_is_rank_zero_s(tmp_path: Path) -> None:
+    assert launch("two_ranks.py", tmp_path / "run", world=2) == [0, 0]
+    run = only_run(tmp_path / "run")
+    for rank in range(2):
+        durations = [row["duration_ns"] / MS for row in pulse_of(run, rank)]
+        drawn = [value for _, value in curves(run / f"tb/rank{rank}")["memprof/step_time_ms"]]
+        assert drawn == pytest.approx(durations, rel=1e-6)
+    with (tmp_path / "run/log/metrics.csv").open() as file:
+        longest = [float(row["memprof/step_time_ms"]) for row in csv.DictReader(file) if row["memprof/step_time_ms"]]
+    assert max(longest) == pytest.approx(max(row["duration_ns"] for row in pulse_of(run)) / MS, rel=1e-6)
+    # The dashboard is laid out once.
+    assert "custom_scalars__config__" in events(run / "tb/rank0").Tags()["tensors"]
+    assert "custom_scalars__config__" not in events(run / "tb/rank1").Tags()["tensors"]

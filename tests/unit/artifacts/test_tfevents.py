@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader, RawEventFileLoader
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+
+from lightning_memprof.artifacts.tfevents import EventFile
+
+
+def written(path):
+    file = EventFile(path, 12.5)
+    file.lay_out({"memory": {"MiB": ["^a/x$", "^a/y$"], "of \N{LATIN SMALL LETTER E WITH ACUTE}ach": ["^b$"]}}, 13.0)
+    file.add(0, 14.0, {"a/x": 1.5, "a/y": -2.0})
+    file.add(3_000_000_000, 15.0, {"b" * 200: 0.0})
+    return file
+
+
+def test_tensorboard_reads_what_was_written(tmp_path):
+    path = tmp_path / "events.out.tfevents.rank00000"
+    written(path).close()
+    head, layout, first, last = EventFileLoader(str(path)).Load()
+    assert (head.wall_time, head.file_version) == (12.5, "brain.Event:2")
+    (category,) = Layout.FromString(layout.summary.value[0].tensor.string_val[0]).category
+    assert [(chart.title, list(chart.multiline.tag)) for chart in category.chart] == [
+        ("MiB", ["^a/x$", "^a/y$"]),
+        ("of \N{LATIN SMALL LETTER E WITH ACUTE}ach", ["^b$"]),
+    ]
+    assert [(one.tag, one.tensor.float_val[0]) for one in first.summary.value] == [("a/x", 1.5), ("a/y", -2.0)]
+    assert (last.step, last.wall_time, last.summary.value[0].tag) == (3_000_000_000, 15.0, "b" * 200)
+
+
+def test_what_was_flushed_can_be_read_while_the_run_goes_on(tmp_path):
+    path = tmp_path / "events.out.tfevents.rank00000"
+    file = written(path)
+    file.flush()
+    assert len(list(RawEventFileLoader(str(path)).Load())) == 4
+    file.close()
+
+
+def test_nothing_is_written_over(tmp_path):
+    path = tmp_path / "events.out.tfevents.rank00000"
+    written(path).close()
+    with pytest.raises(FileExistsError):
+        EventFile(path, 0.0)
+
+
+def test_writing_loads_no_module_of_tensorboard_s_or_torch_s():
+    program = "import sys, lightning_memprof.artifacts.tfevents; print(*sys.modules, sep='\\n')"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert not {name.partition(".")[0] for name in loaded} & {"tensorboard", "tensorflow", "torch", "google", "numpy"}

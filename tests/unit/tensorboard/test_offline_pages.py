@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import base64
+import hashlib
+import logging
+import socket
+from importlib.resources import files
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from werkzeug.test import Client
+from werkzeug.wrappers import Request, Response
+
+from lightning_memprof.tensorboard import offline_pages
+from lightning_memprof.tensorboard.offline import OfflineProfilerPage
+from lightning_memprof.tensorboard.reachable import Reachable
+
+INDEX = files("torch_tb_profiler").joinpath("static", "index.html").read_text()
+TRACE = files("torch_tb_profiler").joinpath("static", "trace_embedding.html").read_text()
+VIEWER = files("torch_tb_profiler").joinpath("static", "trace_viewer_full.html").read_text()
+
+
+@pytest.fixture
+def profiler_class(monkeypatch: pytest.MonkeyPatch) -> type:
+    """Its plug-in's class, which gets its own routes back after the test."""
+    from torch_tb_profiler.plugin import TorchProfilerPlugin
+
+    monkeypatch.setattr(TorchProfilerPlugin, "get_plugin_apps", TorchProfilerPlugin.get_plugin_apps)
+    found: type = TorchProfilerPlugin
+    return found
+
+
+def routes(profiler_class: type, mode: str) -> dict[str, Any]:
+    OfflineProfilerPage().load(SimpleNamespace(flags=SimpleNamespace(memprof_offline=mode)))
+    # A plug-in that is made starts threads for good; the routes need none of what they watch.
+    return profiler_class.get_plugin_apps(object.__new__(profiler_class))
+
+
+def get(apps: dict[str, Any], path: str, query: str = "", **headers: str) -> Any:
+    here = {"REMOTE_ADDR": "127.0.0.1"}
+    return Client(apps[path], Response).get(path, query_string=query, headers=headers, environ_base=here)
+
+
+@pytest.fixture
+def unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reachable, "__call__", lambda self: False)
+
+
+@pytest.fixture
+def reachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reachable, "__call__", lambda self: True)
+
+
+def test_the_pages_that_are_installed_are_those_that_are_known():
+    charts = offline_pages.charts_page(INDEX)
+    trace = offline_pages.trace_page(TRACE, VIEWER)
+    assert charts is not None
+    assert trace is not None
+    assert offline_pages.CHARTS_SCRIPT not in charts
+    assert offline_pages.ELEMENTS_SCRIPT not in trace
+    assert "trace_embedding.html?scripts=local" in charts
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "<html></html>",
+        INDEX.replace(offline_pages.CHARTS_SCRIPT, "https://www.gstatic.com/charts/loader-2.js"),
+        INDEX.replace("<body>", '<body><script src="https://example.com/more.js"></script>'),
+        INDEX.replace("<body>", f'<body><script src="{offline_pages.CHARTS_SCRIPT}"></script>'),
+        INDEX.replace("./trace_embedding.html", "./frame.html"),
+    ],
+)
+def test_a_page_that_asks_for_other_things_is_not_changed(page):
+    assert offline_pages.charts_page(page) is None
+
+
+def test_each_script_in_a_page_is_named_by_its_hash():
+    page = "<script>let a = 1;\r\n</script><script src='x.js'></script><script>b</script>"
+    expected = [base64.b64encode(hashlib.sha256(text).digest()).decode() for text in (b"let a = 1;\n", b"b")]
+    assert offline_pages.script_hashes(page) == expected
+
+
+def test_always_gives_our_pages_and_forbids_them_every_other_host(profiler_class):
+    apps = routes(profiler_class, "always")
+    for path in ("/index.html", "/trace_embedding.html"):
+        for query in ("", "scripts=cdn", "scripts=local"):
+            answer = get(apps, path, query)
+            policy = answer.headers["Content-Security-Policy"]
+            assert "default-src 'self'" in policy
+            assert "connect-src 'self';" in policy
+            assert "'unsafe-inline'" not in policy.partition("script-src")[2]
+            assert answer.headers["X-Content-Type-Options"] == "nosniff"
+            assert "memprof/" in answer.get_data(as_text=True)
+
+
+def test_never_leaves_the_plug_in_alone(profiler_class):
+    before = profiler_class.get_plugin_apps
+    assert "/memprof/charts.js" not in routes(profiler_class, "never")
+    assert profiler_class.get_plugin_apps is before
+
+
+@pytest.mark.usefixtures("unreachable")
+def test_a_server_without_internet_gives_a_browser_beside_it_our_page_at_once(profiler_class):
+    apps = routes(profiler_class, "auto")
+    assert "memprof/charts.js" in get(apps, "/index.html").get_data(as_text=True)
+
+
+@pytest.mark.usefixtures("unreachable")
+@pytest.mark.parametrize("header", ["X-Forwarded-For", "Forwarded", "X-Real-Ip"])
+def test_what_the_server_cannot_reach_says_nothing_about_a_browser_elsewhere(profiler_class, header):
+    apps = routes(profiler_class, "auto")
+    assert "memprof/decide.js" in get(apps, "/index.html", **{header: "192.0.2.7"}).get_data(as_text=True)
+    far = Client(apps["/index.html"], Response).get("/index.html", environ_base={"REMOTE_ADDR": "192.0.2.7"})
+    assert "memprof/decide.js" in far.get_data(as_text=True)
+
+
+@pytest.mark.usefixtures("reachable")
+@pytest.mark.parametrize(("path", "page"), [("/index.html", INDEX), ("/trace_embedding.html", TRACE)])
+def test_with_internet_the_page_is_the_installed_one_to_the_byte(profiler_class, path, page):
+    apps = routes(profiler_class, "auto")
+    assert get(apps, path, "scripts=cdn").get_data() == page.encode()
+    decides = get(apps, path)
+    assert "memprof/decide.js" in decides.get_data(as_text=True)
+    assert "default-src 'none'" in decides.headers["Content-Security-Policy"]
+    assert "memprof/" in get(apps, path, "scripts=local").get_data(as_text=True)
+
+
+def test_only_our_files_are_served_beside_the_pages(profiler_class):
+    apps = routes(profiler_class, "always")
+    ours = {path for path in apps if path.startswith("/memprof/")}
+    assert "/memprof/charts_base.js" in ours
+    assert not [path for path in ours if "*" in path]
+    assert get(apps, "/memprof/charts.css").content_type.startswith("text/css")
+    assert get(apps, "/memprof/decide.js").content_type.startswith("text/javascript")
+
+
+def test_a_page_that_is_not_known_stays_and_one_line_says_so(profiler_class, monkeypatch, caplog):
+    @Request.application
+    def other(request: Request) -> Response:
+        return Response("<html>version 9</html>", content_type="text/html")
+
+    apps = dict.fromkeys(("/index.html", "/trace_embedding.html", "/trace_viewer_full.html"), other)
+    monkeypatch.setattr(profiler_class, "get_plugin_apps", lambda self: apps)
+    with caplog.at_level(logging.WARNING, logger="tensorboard"):
+        assert routes(profiler_class, "always") == apps
+    assert len(caplog.messages) == 1
+    assert "/index.html is not one that this version of lightning-memprof knows" in caplog.messages[0]
+
+
+def test_a_second_server_in_one_process_has_its_own_mode(profiler_class):
+    first = routes(profiler_class, "always")
+    second = routes(profiler_class, "auto")
+    assert "memprof/charts.js" in get(first, "/index.html", "scripts=cdn").get_data(as_text=True)
+    assert get(second, "/index.html", "scripts=cdn").get_data() == INDEX.encode()
+
+
+def test_a_host_that_accepts_is_reachable_and_one_that_refuses_is_not(monkeypatch):
+    for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+        assert not Reachable("127.0.0.1", port)()
+        listening.listen()
+        assert Reachable("127.0.0.1", port)()
+
+
+def test_behind_a_proxy_the_browser_finds_out_for_itself(monkeypatch):
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:1")
+    assert Reachable("host.invalid", 1)()

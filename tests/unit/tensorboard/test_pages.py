@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import gzip
+import json
+import time
+
+from lightning_memprof.artifacts.naming import manifest_name
+from lightning_memprof.tensorboard.pages import Asked, Pages
+from lightning_memprof.tensorboard.runs import RunList
+from lightning_memprof.testing import FakeRun, make_run
+
+
+def made(pages, asked):
+    deadline = time.monotonic() + 120
+    while True:
+        key, job = pages.ask(asked)
+        if job.state in {"ready", "failed"}:
+            return key, job
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def html(job) -> str:
+    return gzip.decompress(job.page).decode()
+
+
+def test_a_page_is_made_once_for_a_state_and_two_runs_are_compared(tmp_path):
+    slow = {"data_wait": 9_000_000, "forward": 6_000_000, "backward": 10_000_000, "optimizer": 1, "callbacks": 1,
+            "other": 1}  # fmt: skip
+    make_run(tmp_path / "a", FakeRun(trace=False, memory=None))
+    make_run(tmp_path / "b", FakeRun(trace=False, memory=None, phases=lambda rank, step: slow))
+    a, b = sorted(RunList({"": tmp_path}).look(), key=lambda one: one.label)
+    pages = Pages()
+    key, job = made(pages, Asked((a,), state="1"))
+    assert job.state == "ready"
+    assert len(job.scripts) >= 1
+    assert "<h1>" in html(job)
+    assert made(pages, Asked((a,), state="1"))[1] is job
+    assert pages.job(key) is job
+    assert pages.job("no such page") is None
+    _, compared = made(pages, Asked((a, b)))
+    text = html(compared)
+    assert '<table class="sortable' in text
+    assert "data wait" in text
+    assert "step +" in text  # B is slower, and the sentence says so
+
+
+def test_a_page_that_cannot_be_made_says_why(tmp_path):
+    run = make_run(tmp_path / "a", FakeRun(trace=False, memory=None))
+    (found,) = RunList({"": tmp_path}).look()
+    (run / manifest_name(0)).unlink()
+    _, job = made(Pages(), Asked((found,)))
+    assert job.state == "failed"
+    assert "no run is in it" in job.message
+
+
+def test_what_lies_outside_of_the_log_directory_is_not_read(tmp_path):
+    run = make_run(tmp_path / "logs" / "a", FakeRun(memory=None))
+    secret = tmp_path / "secret.pt.trace.json"
+    (trace,) = (tmp_path / "logs" / "a").glob("*.gz")
+    secret.write_bytes(gzip.decompress(trace.read_bytes()).replace(b"aten::linear", b"a secret name"))
+    row = {"kind": "artifact", "path": str(secret), "type": "trace", "collector": "operator_trace", "window": 1,
+           "size_bytes": secret.stat().st_size}  # fmt: skip
+    with (run / manifest_name(0)).open("a") as stream:
+        stream.write(json.dumps(row) + "\n")
+    (found,) = RunList({"": tmp_path / "logs"}).look()
+    _, job = made(Pages(), Asked((found,)))
+    assert "a secret name" not in html(job)
+    assert "lies outside of" in html(job)
+    (run / "system.rank00000.jsonl").symlink_to(secret)
+    _, job = made(Pages(), Asked((found,), state="2"))
+    assert job.state == "failed"
+    assert "is a link that leads out" in job.message

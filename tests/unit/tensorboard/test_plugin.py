@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import gzip
+import json
+from types import SimpleNamespace
+
+import pytest
+from tensorboard.plugins.base_plugin import TBContext
+from werkzeug.test import Client
+
+from lightning_memprof.artifacts.naming import manifest_name
+from lightning_memprof.tensorboard.plugin import MemprofPlugin, log_directories
+from lightning_memprof.tensorboard.profiler_tab import place_in_profiler_tab
+from lightning_memprof.testing import FakeRun, make_run
+
+PLUGINS = {"pytorch_profiler": object()}
+
+
+def served(top, **context):
+    """Give a function that asks the plug-in's routes, with no server between."""
+    plugin = MemprofPlugin(TBContext(logdir=str(top), plugin_name_to_instance=PLUGINS, **context))
+    apps = plugin.get_plugin_apps()
+
+    def ask(route: str, **query: str):
+        return Client(apps[f"/{route}"]).get(f"/data/plugin/memprof/{route}", query_string=query)
+
+    return plugin, ask
+
+
+@pytest.fixture
+def run(tmp_path):
+    return make_run(tmp_path / "logs" / "version_0", FakeRun(world_size=2, windows=((2, 3), (6, 7)), memory=None))
+
+
+def test_the_tab_is_there_where_a_run_is_and_away_where_there_is_none(tmp_path, run):
+    assert served(tmp_path)[0].is_active()
+    (tmp_path / "empty").mkdir()
+    assert not served(tmp_path / "empty")[0].is_active()
+    plugin, ask = served("s3://bucket/logs")
+    assert not plugin.is_active()
+    assert ask("runs").json["places"] == []
+
+
+def test_only_files_that_a_manifest_names_and_that_lie_below_are_served(tmp_path, run):
+    outside = tmp_path / "outside.json"
+    outside.write_text("a secret")
+    linked = run / "linked.json"
+    rows = [{"kind": "artifact", "path": path, "type": "blob"} for path in (str(outside), "memprofiler/../../x")]
+    with (run / manifest_name(0)).open("a") as stream:
+        stream.writelines(json.dumps(row) + "\n" for row in rows)
+    _, ask = served(tmp_path / "logs")
+    (found,) = ask("runs").json["runs"]
+    files = ask("files", run=found["id"]).json["files"]
+    traces = [one for one in files if one["type"] == "trace"]
+    assert len(traces) == 4
+    answer = ask("file", run=found["id"], path=traces[0]["path"])
+    assert gzip.decompress(answer.data)[:1] == b"{"
+    assert answer.headers["Content-Disposition"].startswith("attachment")
+    text = ask("file", run=found["id"], path=traces[0]["path"], **{"as": "text"})
+    assert (text.headers["Content-Encoding"], text.content_type) == ("gzip", "application/json")
+    refused = [str(outside), "memprofiler/../../x", "../outside.json", "version_0", "hparams.yaml", "", "\x00",
+               f"memprofiler/{manifest_name(0)}"]  # fmt: skip
+    for path in refused:
+        answer = ask("file", run=found["id"], path=path)
+        assert answer.status_code == 404
+        assert b"secret" not in answer.data
+    # A link among the run's own files is refused with all of the run.
+    linked.symlink_to(outside)
+    assert ask("files", run=found["id"]).status_code == 500
+
+
+def test_what_is_not_there_is_said_in_words(tmp_path, run):
+    _, ask = served(tmp_path / "logs")
+    for route in ("live", "page", "files", "file"):
+        answer = ask(route, run="../version_0")
+        assert answer.status_code == 404
+        assert "no such run" in answer.json["error"]
+    assert ask("page.html", key="<b>").status_code == 404
+
+
+def test_every_answer_has_a_type_that_the_browser_may_not_guess_otherwise(tmp_path, run):
+    _, ask = served(tmp_path / "logs")
+    (found,) = ask("runs").json["runs"]
+    path = ask("files", run=found["id"]).json["files"][0]["path"]
+    answers = [ask(name) for name in ("index.js", "live.js", "parts.js", "trace.js", "memprof.css", "page.css", "runs")]
+    answers += [ask("file", run=found["id"], path=path), ask("file", run=found["id"], path="none")]
+    assert {one.headers["X-Content-Type-Options"] for one in answers} == {"nosniff"}
+
+
+def test_a_trace_has_the_place_that_the_profiler_tab_gives_it(tmp_path, run):
+    _, ask = served(tmp_path / "logs")
+    (found,) = ask("runs").json["runs"]
+    traces = [one for one in ask("files", run=found["id"]).json["files"] if one["type"] == "trace"]
+    places = {(one["rank"], one["window"]): one["profiler_tab"] for one in traces}
+    assert {place["run"] for place in places.values()} == {"version_0"}
+    assert {key: place["span"] for key, place in places.items()} == {(0, 0): "1", (0, 1): "2", (1, 0): "1", (1, 1): "2"}
+    assert len({place["worker"] for place in places.values()}) == 2
+    assert place_in_profiler_tab(run / manifest_name(0), tmp_path) is None
+
+
+def test_log_directories_with_names_are_looked_through_too(tmp_path):
+    for name in ("a", "b"):
+        make_run(tmp_path / name, FakeRun(trace=False, memory=None))
+    flags = SimpleNamespace(logdir_spec=f"first:{tmp_path / 'a'},{tmp_path / 'b'},far:s3://bucket/x")
+    found = log_directories(TBContext(logdir="", flags=flags))
+    assert found == {"first": tmp_path / "a", str(tmp_path / "b"): tmp_path / "b"}
+    _, ask = served("", flags=flags)
+    assert len(ask("runs").json["runs"]) == 2
+
+
+def test_a_run_that_goes_on_says_how_far_it_is(tmp_path):
+    run = make_run(
+        tmp_path / "a", FakeRun(steps=20, world_size=2, endings={0: None, 1: None}, trace=False, memory=None)
+    )
+    _, ask = served(tmp_path)
+    (found,) = ask("runs").json["runs"]
+    live = ask("live", run=found["id"]).json
+    assert live["lead"]["steps"] == 20
+    assert sum(one["share"] for one in live["lead"]["phases"]) == pytest.approx(1)
+    assert [one["rank"] for one in live["ranks"]] == [0, 1]
+    row = (run / "pulse.rank00000.csv").read_text().splitlines()[-1].split(",")
+    with (run / "pulse.rank00000.csv").open("a") as stream:
+        stream.write(",".join(["20", *row[1:]]) + "\n")
+    assert ask("live", run=found["id"]).json["lead"]["steps"] == 21
