@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from lightning_memprof.analysis.layout import Layout
 from lightning_memprof.analysis.locate import find_run
 from lightning_memprof.analysis.many_ranks import in_full, light_rows, missing_ranks, within
 from lightning_memprof.analysis.oom_events import OomEvent, oom_events
@@ -25,10 +26,8 @@ from lightning_memprof.analysis.rows import (
     whole_numbers,
 )
 from lightning_memprof.artifacts.naming import (
-    RUN_DIRECTORY,
     manifest_name,
     parse_manifest_name,
-    parse_numbered,
     parse_pulse_name,
     parse_series_path,
     pulse_name,
@@ -189,29 +188,6 @@ class Run:
         return replace(self, problems=(*self.problems, *problems))
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Where a run's files lie now, wherever they were written."""
-
-    directory: Path
-
-    @property
-    def root(self) -> Path:
-        return self.directory.parent
-
-    def resolve(self, path: str) -> Path | None:
-        """Return where a manifest's path lies, or None where it points out of the run's root."""
-        pure = PurePosixPath(path)
-        if pure.is_absolute():
-            return Path(path)
-        if ".." in pure.parts or not pure.parts:
-            return None
-        in_root = self.root.joinpath(*pure.parts)
-        if parse_numbered(pure.parts[0])[0] == RUN_DIRECTORY and not in_root.exists():
-            return self.directory.joinpath(*pure.parts[1:])
-        return in_root
-
-
 def load_run(path: str | Path, *, max_pulse_bytes: int | None = None, rank: int | None = None) -> Run:
     """Read the run that ``path`` means: a run directory, a log directory that has one, or a parent with one run in it.
 
@@ -226,7 +202,7 @@ def load_run(path: str | Path, *, max_pulse_bytes: int | None = None, rank: int 
 
     """
     place = find_run(Path(path))
-    layout = _Layout(place.directory)
+    layout = Layout(place.directory)
     names = sorted(entry.name for entry in os.scandir(place.directory))
     found = [one for name in names if (one := parse_manifest_name(name)) is not None]
     chosen = within(layout.directory, found, max_pulse_bytes)
@@ -268,7 +244,7 @@ class _RankReport:
     ooms: tuple[OomEvent, ...] = ()
 
 
-def _read_rank(layout: _Layout, rank: int, *, in_full: bool) -> _RankReport:
+def _read_rank(layout: Layout, rank: int, *, in_full: bool) -> _RankReport:
     name = manifest_name(rank)
     rows, damage = (manifest_rows if in_full else light_rows)(layout.directory / name)
     problems = _damage(name, damage, rank)
@@ -318,7 +294,7 @@ def _damage(piece: str, message: str | None, rank: int) -> list[Problem]:
     return [Problem(piece, message, rank)] if message else []
 
 
-def _artifacts(layout: _Layout, rows: list[Row], rank: int) -> tuple[list[Artifact], list[Problem]]:
+def _artifacts(layout: Layout, rows: list[Row], rank: int) -> tuple[list[Artifact], list[Problem]]:
     """Return every listed file once, checked against the disk.
 
     A file that was written again is listed before it takes its place: it is as its last row has it, or the one before.

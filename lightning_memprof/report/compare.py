@@ -32,6 +32,9 @@ _MOST_NAMES: Final = 8
 _MOST_NOTES: Final = 6
 _SIGNS: Final = {"appeared": "+", "disappeared": "-", "changed": " "}
 _STYLES: Final = {"appeared": "green", "disappeared": "magenta", "changed": ""}
+# A finding has no figure but its severity, which a person calls by its name.
+_SEVERITIES: Final = {1.0: "info", 2.0: "warning", 3.0: "critical"}
+_FINDINGS: Final = "what the rules find in one side and not in the other"
 _MARKS: Final = frozenset("\\`*_{}[]|#~")
 _ENTITIES: Final = {"<": "&lt;", ">": "&gt;", "&": "&amp;"}
 # Those that a sentence about two sides names first.
@@ -67,7 +70,7 @@ def comparison_lines(comparison: Comparison, outcomes: Sequence[Outcome] = ()) -
     lines += [[], [(head, "bold")]]
     lines += [_difference_line(one) for one in comparison.differences]
     for group, changes in _by_group(comparison).items():
-        lines += [[], [(group, "bold"), (f"  {GROUPS[group][1]}", "bright_black")]]
+        lines += [[], [(group, "bold"), (f"  {_heading(group)}", "bright_black")]]
         for one in changes[:_MOST_NAMES]:
             figures = f"{_figure(one.a, one)} -> {_figure(one.b, one)}"
             name = _shortened(clean(one.name), _WIDTH - len(figures) - 5)
@@ -110,7 +113,7 @@ def comparison_markdown(comparison: Comparison, outcomes: Sequence[Outcome] = ()
         change = "n/a" if one.problem else _change(one) if one.is_above_noise else "~"
         lines.append(f"| {one.name} | {_value(one.a)} | {_value(one.b)} | {change} |")
     for group, changes in _by_group(comparison).items():
-        lines += ["", f"| {group} ({GROUPS[group][1]}) | A | B |", "|---|---:|---:|"]
+        lines += ["", f"| {group} ({_heading(group)}) | A | B |", "|---|---:|---:|"]
         lines += [
             f"| {_cell(f'{_SIGNS[one.kind]} {one.name}'.strip())} | {_figure(one.a, one)} | {_figure(one.b, one)} |"
             for one in changes[:_MOST_NAMES]
@@ -157,6 +160,8 @@ def _by_group(comparison: Comparison) -> dict[str, list[NamedChange]]:
 
 def _notes(comparison: Comparison) -> Iterator[str]:
     yield "~ is no more than noise; +- is the spread over steps"
+    if comparison.changes:
+        yield "+ appeared: it is in B alone; - disappeared: it was in A alone; the others are in both"
     for one in comparison.differences:
         if one.problem is not None and one.a is not None and one.b is not None:
             yield f"{one.name}: {one.problem}"
@@ -185,8 +190,16 @@ def _plain(measure: Measure | None) -> str:
     return "-" if measure is None else _write(measure.value, measure.unit)
 
 
+def _heading(group: str) -> str:
+    return _FINDINGS if group == "findings" else GROUPS[group][1]
+
+
 def _figure(value: float | None, change: NamedChange) -> str:
-    return "none" if value is None else _write(value, change.unit)
+    if value is None:
+        return "none"
+    if change.group == "findings" and value in _SEVERITIES:
+        return _SEVERITIES[value]
+    return _write(value, change.unit)
 
 
 def _write(value: float, unit: str) -> str:
