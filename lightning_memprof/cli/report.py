@@ -34,8 +34,8 @@ def report(targets: Sequence[str], out: Path | None = None, *, open_it: bool = F
         ReportError: the page cannot be made, or not be written there.
 
     """
-    from lightning_memprof.cli.rare_collections import rare_collections
     from lightning_memprof.cli.progress import reading
+    from lightning_memprof.cli.rare_collections import rare_collections
 
     if out is not None and out.is_dir():
         raise ReportError(f"-o {out}: is a directory; name a file in it, as in {out / PAGE_NAME}")

@@ -35,8 +35,8 @@ def show(targets: str | Sequence[str], format: Format = "terminal", options: Ope
         ConfigError: the protocol of the URL is not known here.
 
     """
-    from lightning_memprof.cli.rare_collections import rare_collections
     from lightning_memprof.cli.progress import reading
+    from lightning_memprof.cli.rare_collections import rare_collections
 
     names = [targets] if isinstance(targets, str) else list(targets)
     with reading() as progress, rare_collections(), opened(names, options or OpenOptions(), progress.told) as view:
