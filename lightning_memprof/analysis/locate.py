@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -13,11 +14,12 @@ from lightning_memprof.errors import ArtifactError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["MAX_DEPTH", "MAX_DIRECTORIES", "Place", "find_run", "has_run", "is_run_directory"]
+__all__ = ["MAX_DEPTH", "Place", "Walk", "find_run", "has_run", "is_run_directory"]
 
 STAGES: Final = ("validate", "test", "predict")
 MAX_DEPTH: Final = 6
-MAX_DIRECTORIES: Final = 20_000
+# A second or two; of more a person meant another directory.
+MAX_DIRECTORIES: Final = 5_000
 MAX_LISTED: Final = 10
 
 
@@ -27,6 +29,46 @@ class Place:
 
     directory: Path
     others: tuple[Path, ...] = ()
+
+
+class Walk:
+    """A directory and those below it, the nearest first, as ``os.walk`` gives them: as deep and as many as is quick.
+
+    Links to directories are named, and not followed.
+    """
+
+    def __init__(self, start: Path) -> None:
+        self._start = start
+        self._looked_at = 0
+        self._is_cut = False
+
+    def __iter__(self) -> Iterator[tuple[Path, list[str], list[str]]]:
+        """Yield a directory, the names of the directories in it (what is taken out is not walked) and of the files."""
+        ahead = deque([(self._start, 0)])
+        while ahead:
+            if self._looked_at == MAX_DIRECTORIES:
+                self._is_cut = True
+                return
+            here, depth = ahead.popleft()
+            self._looked_at += 1
+            directories, files, links = _entries(here)
+            yield here, directories, files
+            if depth < MAX_DEPTH:
+                ahead += [(here / name, depth + 1) for name in directories if name not in links]
+
+    def check_whole(self, path: Path) -> None:
+        """Refuse to say what is not there of a directory that is too large to look through.
+
+        Raises:
+            ArtifactError: the walk, which has come to its end, has left directories out.
+
+        """
+        if self._is_cut:
+            msg = (
+                f"{path}: {self._looked_at:,} directories were looked at, no run, trace or snapshot is in them, and "
+                "there are more; name a run's log directory or a file itself"
+            )
+            raise ArtifactError(msg)
 
 
 def find_run(path: Path) -> Place:
@@ -49,8 +91,10 @@ def find_run(path: Path) -> Place:
     here = _runs_in(start)
     if here:
         return Place(here[-1], (*here[:-1], *_stage_runs(start)))
-    homes = _homes(start)
+    walk = Walk(start)
+    homes = _homes(walk)
     if not homes:
+        walk.check_whole(path)
         msg = (
             f"{path}: no run is in it (a run has {RUN_DIRECTORY}/manifest.rank00000.jsonl); "
             "train with MemProfilerCallback, or give the log directory of a run"
@@ -65,7 +109,7 @@ def find_run(path: Path) -> Place:
 def has_run(path: Path) -> bool:
     """Say whether a directory is a run, or has one or several somewhere in it."""
     start = path.absolute()
-    return is_run_directory(start) or bool(_runs_in(start) or _homes(start))
+    return is_run_directory(start) or bool(_runs_in(start) or _homes(Walk(start)))
 
 
 def is_run_directory(path: Path) -> bool:
@@ -75,6 +119,24 @@ def is_run_directory(path: Path) -> bool:
             return any(parse_manifest_name(entry.name) is not None for entry in entries)
     except OSError:
         return False
+
+
+def _entries(directory: Path) -> tuple[list[str], list[str], set[str]]:
+    """Return the names of the directories in one, of its files, and which of the directories are links."""
+    directories, files, links = [], [], set()
+    try:
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                if not entry.is_dir():
+                    files.append(entry.name)
+                    continue
+                directories.append(entry.name)
+                if entry.is_symlink():
+                    links.add(entry.name)
+    except OSError:
+        # What may not be looked at has nothing for us.
+        pass
+    return sorted(directories), sorted(files), links
 
 
 def _runs_in(home: Path) -> list[Path]:
@@ -92,19 +154,13 @@ def _stage_runs(home: Path) -> Iterator[Path]:
         yield from _runs_in(home / stage)
 
 
-def _homes(start: Path) -> list[Path]:
-    """Return the log directories below ``start``; those of a stage beside its fit's are left to the fit's."""
+def _homes(walk: Walk) -> list[Path]:
+    """Return the log directories where it leads; those of a stage beside its fit's are left to the fit's."""
     homes: set[Path] = set()
-    depth_of_start = len(start.parts)
-    for seen, (current, directories, _) in enumerate(os.walk(start)):
-        here = Path(current)
+    for here, directories, _ in walk:
         if any(parse_numbered(name)[0] == RUN_DIRECTORY for name in directories) and _runs_in(here):
             homes.add(here)
-        directories[:] = sorted(name for name in directories if parse_numbered(name)[0] != RUN_DIRECTORY)
-        if len(here.parts) - depth_of_start >= MAX_DEPTH:
-            directories.clear()
-        if seen >= MAX_DIRECTORIES:
-            break
+        directories[:] = [name for name in directories if parse_numbered(name)[0] != RUN_DIRECTORY]
     return sorted(home for home in homes if not (home.name in STAGES and home.parent in homes))
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION, read_manifest
 from lightning_memprof.artifacts.series import PULSE_COLUMNS, PulseRow, parse_pulse_row, read_pulse, read_series
 from lightning_memprof.errors import ArtifactError
+from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,7 +58,7 @@ def pulse_rows(path: Path) -> tuple[list[PulseRow], str | None]:
         return read_pulse(path), None
     except ArtifactError as error:
         rows = _salvage_pulse(path)
-        return rows, f"{error}; {len(rows)} steps could be read"
+        return rows, f"{error}; {format_count(len(rows), 'step')} could be read"
 
 
 def series_rows(path: Path) -> tuple[list[Row], str | None]:
@@ -66,7 +67,7 @@ def series_rows(path: Path) -> tuple[list[Row], str | None]:
         return read_series(path), None
     except ArtifactError as error:
         rows = _salvage(path)
-        return rows, f"{error}; {len(rows)} rows could be read"
+        return rows, f"{error}; {format_count(len(rows), 'row')} could be read"
 
 
 def rows_of(rows: list[Row], kind: str) -> list[Row]:

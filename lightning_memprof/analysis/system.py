@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
     from lightning_memprof.analysis.run import Rank, Run
 
-__all__ = ["Figure", "RankSystem", "systems"]
+__all__ = ["Figure", "RankSystem", "figures_of", "samples", "systems"]
 
 # No figures of the machine: where and when.
 _PLACE: Final = frozenset({"step", "global_step", "point", "recorded", "time_ns"})
 # No count of bytes is larger: what is, is damage, and too much for a float.
-_MOST: Final = 1e30
+_MOST: Final = 1e18
 MAX_RANKS: Final = 64
 # Two days of a sample each half second and rank; of longer runs the last part is read.
 MAX_BYTES: Final = 128 * 1024 * 1024
@@ -66,10 +66,8 @@ class _Sums:
 
     def add(self, row: Mapping[str, Any]) -> None:
         self.samples += 1
-        for name, value in row.items():
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if number and name not in _PLACE and -_MOST < value < _MOST:
-                self.figures.setdefault(name, _Sum()).add(float(value))
+        for name, value in figures_of(row):
+            self.figures.setdefault(name, _Sum()).add(value)
 
 
 def systems(run: Run) -> tuple[RankSystem, ...]:
@@ -78,29 +76,40 @@ def systems(run: Run) -> tuple[RankSystem, ...]:
     return tuple(islice(found, MAX_RANKS))
 
 
+def samples(rank: Rank, directory: Path, most_bytes: int = MAX_BYTES) -> Iterator[dict[str, Any]]:
+    """Yield a rank's readable samples one at a time: those of its windows, then those of the whole run.
+
+    Of a file of more than ``most_bytes`` the last part is read; a line that a dying process tore is left out.
+    """
+    for path in (*(window.series.get("system") for window in rank.windows), directory / system_name(rank.rank)):
+        if path is None or not path.exists():
+            continue
+        with path.open("rb") as file:
+            if (too_long := path.stat().st_size - most_bytes) > 0:
+                file.seek(too_long)
+                file.readline()
+            for line in file:
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(row, dict):
+                    yield row
+
+
+def figures_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield what a sample says of the machine: each figure's name and value."""
+    for name, value in row.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if number and name not in _PLACE and -_MOST < value < _MOST:
+            yield name, float(value)
+
+
 def _of_rank(rank: Rank, directory: Path) -> RankSystem | None:
     sums = _Sums()
-    for path in (*(window.series.get("system") for window in rank.windows), directory / system_name(rank.rank)):
-        for row in _lines(path):
-            sums.add(row)
+    for row in samples(rank, directory):
+        sums.add(row)
     if not sums.samples:
         return None
     figures = {name: Figure(one.total / one.count, one.least, one.most) for name, one in sums.figures.items()}
     return RankSystem(rank.rank, sums.samples, figures)
-
-
-def _lines(path: Path | None) -> Iterator[dict[str, Any]]:
-    """Yield a file's readable rows one at a time; a line that a dying process tore is left out."""
-    if path is None or not path.exists():
-        return
-    with path.open("rb") as file:
-        if (too_long := path.stat().st_size - MAX_BYTES) > 0:
-            file.seek(too_long)
-            file.readline()
-        for line in file:
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(row, dict):
-                yield row

@@ -5,6 +5,7 @@ What a file is, is read from its first bytes; its name only decides where those 
 
 from __future__ import annotations
 
+import codecs
 import os
 import stat
 import zlib
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from lightning_memprof.analysis.locate import MAX_DEPTH, MAX_DIRECTORIES, has_run
+from lightning_memprof.analysis.locate import Walk, has_run
 from lightning_memprof.errors import ArtifactError
 
 __all__ = ["FileKind", "Targets", "file_kind", "find_targets"]
@@ -104,6 +105,7 @@ def file_kind(path: Path) -> FileKind | None:
                 head += stream.read(_HEAD_BYTES - len(head))
     except (OSError, zlib.error):
         return None
+    head = head.removeprefix(codecs.BOM_UTF8)
     if head.startswith(_PICKLE):
         return "snapshot" if any(word in head for word in _SNAPSHOT_WORDS) else None
     if head.lstrip()[:1] in {b"{", b"["} and (path.name.endswith(_TRACE_NAMES) or _has_trace_words(head)):
@@ -162,27 +164,22 @@ def _files_in(directory: Path) -> tuple[dict[Path, FileKind], int]:
     """Return the traces and snapshots below a directory, and how many candidates were not looked at."""
     found: dict[Path, FileKind] = {}
     left_out = 0
-    for seen, path in enumerate(_candidates(directory)):
+    walk = Walk(directory)
+    for seen, path in enumerate(_candidates(walk)):
         if seen >= _MAX_FILES:
             left_out += 1
         elif (kind := file_kind(path)) is not None:
             found[path] = kind
     if not found:
+        walk.check_whole(directory)
         msg = (
             f"{directory}: no run is in it (a run has memprofiler/manifest.rank00000.jsonl), no trace and no snapshot; "
             "train with MemProfilerCallback, or give the log directory of a run"
         )
         raise ArtifactError(msg)
-    return found, left_out
+    return dict(sorted(found.items())), left_out
 
 
-def _candidates(directory: Path) -> Iterator[Path]:
-    depth = len(directory.parts)
-    for seen, (current, directories, files) in enumerate(os.walk(directory)):
-        here = Path(current)
-        directories.sort()
-        if len(here.parts) - depth >= MAX_DEPTH:
-            directories.clear()
-        yield from (here / name for name in sorted(files) if Path(name).suffix in _SUFFIXES)
-        if seen >= MAX_DIRECTORIES:
-            return
+def _candidates(walk: Walk) -> Iterator[Path]:
+    for here, _, files in walk:
+        yield from (here / name for name in files if os.path.splitext(name)[1] in _SUFFIXES)  # noqa: PTH122 of thousands

@@ -3,94 +3,43 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeAlias
+from struct import pack
+from typing import Any, Final, TypeAlias
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_memprof.analysis.communication import Span
 from lightning_memprof.analysis.intervals import Column
-from lightning_memprof.analysis.lenient_event import LONGEST_US, event_fields, number
+from lightning_memprof.analysis.trace_event import (
+    LARGEST,
+    Event,
+    FullEvent,
+    Kind,
+    Phase,
+    decode_events,
+    decode_full_events,
+)
 from lightning_memprof.analysis.trace_text import TraceText
 
 __all__ = ["Kind", "NamedEvent", "Progress", "TraceColumns", "read_columns"]
 
 Progress: TypeAlias = Callable[[int, int], None]
 
-_CHUNK: Final = 1 << 20
-# Sums of two are still 64 bits in ns; what is beyond (127 years) is damage.
-_LARGEST: Final = 1 << 62
-_Microseconds = Annotated[float, msgspec.Meta(ge=-LONGEST_US, le=LONGEST_US)]
-_Whole = Annotated[int, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
-
-
-class Kind:
-    """What an event is, whatever the year of the file."""
-
-    KERNEL: Final = 0
-    MEMORY_COPY: Final = 1
-    MEMORY_SET: Final = 2
-    RUNTIME: Final = 3
-    OPERATOR: Final = 4
-    ANNOTATION: Final = 5
-    PYTHON: Final = 6
-    OVERHEAD: Final = 7
-    OTHER: Final = 8
-
-
-_KINDS: Final = {
-    "kernel": Kind.KERNEL,
-    "gpu_memcpy": Kind.MEMORY_COPY,
-    "memcpy": Kind.MEMORY_COPY,
-    "gpu_memset": Kind.MEMORY_SET,
-    "memset": Kind.MEMORY_SET,
-    "runtime": Kind.RUNTIME,
-    "cpu_op": Kind.OPERATOR,
-    "operator": Kind.OPERATOR,
-    "user_annotation": Kind.ANNOTATION,
-    "python_function": Kind.PYTHON,
-    "overhead": Kind.OVERHEAD,
-}
+# A piece and its events stay in the processor's cache: a MiB at a time takes up to twice as long.
+_CHUNK: Final = 1 << 18
+_BLOCK: Final = 1 << 15
+# A name of its own: to look a member up takes as long as to compare it.
+_COMPLETE: Final = Phase.COMPLETE
 # Until torch 1.9 what a program had annotated was an operator among others.
 _ANNOTATIONS: Final = (
     "ProfilerStep#", "enumerate(DataLoader", "Optimizer.", "[pl]", "[Strategy]", "[LightningModule]",
     "[LightningDataModule]", "[Callback]", "nccl:", "gloo:", "mpi:", "ucc:",
 )  # fmt: skip
 _OF_COLLECTIVES: Final = ("nccl", "rccl", "gloo:", "mpi:", "ucc:", "record_param_comms")
-
-
-class _Args(msgspec.Struct, gc=False, frozen=True):
-    correlation: _Whole = 0
-    external_id: _Whole = msgspec.field(default=0, name="External id")
-    bytes: _Whole = 0
-    collective: str = msgspec.field(default="", name="Collective name")
-    group: str = msgspec.field(default="", name="Process Group Name")
-    elements: _Whole = msgspec.field(default=-1, name="In msg nelems")
-    dtype: str = ""
-    input_dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Dims")
-    input_types: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input type")
-
-
-_NO_ARGS: Final = _Args()
-
-
-class _Event(msgspec.Struct, gc=False, frozen=True):
-    ph: str = ""
-    cat: str = ""
-    name: str = ""
-    pid: int | str = 0
-    tid: int | str = 0
-    ts: _Microseconds = 0.0
-    dur: _Microseconds = 0.0
-    args: _Args = _NO_ARGS
-
-
-# Not strict: some profilers write numbers as strings.
-_DECODE: Final = msgspec.json.Decoder(list[_Event], strict=False).decode
 
 
 @dataclass(frozen=True)
@@ -149,13 +98,13 @@ def read_columns(path: Path, progress: Progress | None = None) -> TraceColumns:
         ArtifactError: the file is missing, damaged or cut off, or no trace.
     """
     text, table = TraceText(path), _Table()
-    # Either category of an event is of the same kind.
-    for batch in text.pieces(_decode, _CHUNK, as_written=True):
-        table.add(batch)
+    size = path.stat().st_size if path.is_file() else 0
+    # A report is the same with either category of an event; to put the original back costs a tenth.
+    for _ in text.pieces(table.take, _CHUNK, as_written=True):
         if progress:
-            progress(text.bytes_read, path.stat().st_size)
+            progress(text.bytes_read, size)
     base = text.metadata.get("baseTimeNanoseconds")
-    origin = base if isinstance(base, int) and 0 <= base < _LARGEST else 0
+    origin = base if isinstance(base, int) and 0 <= base < LARGEST else 0
     return table.columns(text.metadata, origin + text.ts_offset_us * 1000)
 
 
@@ -163,51 +112,59 @@ class _Table:
     """Columns while they grow."""
 
     def __init__(self) -> None:
-        self._starts, self._durations, self._correlations = array("q"), array("q"), array("q")
+        self._starts, self._durations, self._correlations = array("d"), array("d"), array("q")  # times in us
         self._name_numbers, self._lane_numbers = array("i"), array("i")
         self._kinds = array("b")
-        self._names, self._lanes, self._kind_of = _Names(), _Numbers(), _Kinds()
+        self._names, self._lanes = _Names(), _Numbers()
         self._copied: dict[int, int] = {}
         self._collectives: list[NamedEvent] = []
         self._events = 0
 
-    def add(self, batch: list[_Event]) -> None:
-        """Take the events of a piece."""
-        self._events += len(batch)
-        found = [event for event in batch if event.ph == "X"]
-        if not found:
-            return
-        names, lanes, kind_of = self._names, self._lanes, self._kind_of
-        starts = _nanoseconds([event.ts for event in found])
-        durations = np.maximum(_nanoseconds([event.dur for event in found]), 0)
-        numbers = [names[event.name] for event in found]
-        kinds = [kind_of[event.cat] for event in found]
-        self._keep_arguments(found, numbers, kinds, starts, durations)
-        self._starts.frombytes(starts.tobytes())
-        self._durations.frombytes(durations.tobytes())
-        self._name_numbers.extend(numbers)
-        self._kinds.extend(kinds)
-        self._lane_numbers.extend([lanes[event.pid, event.tid] for event in found])
-        self._correlations.extend([event.args.correlation for event in found])
+    def take(self, text: bytes) -> list[int]:
+        """Take the events of a piece, a JSON array; return how many there are.
 
-    def _keep_arguments(
-        self, found: list[_Event], numbers: list[int], kinds: list[int], starts: Column, durations: Column
-    ) -> None:
-        first, of_collectives = len(self._starts), self._names.of_collectives
-        for i, kind in enumerate(kinds):
-            if kind > Kind.MEMORY_COPY and numbers[i] not in of_collectives:
-                continue
-            event = found[i]
-            if numbers[i] in of_collectives or event.args.collective:
-                end = int(starts[i] + durations[i])
-                self._collectives.append(_named_event(event, first + i, int(starts[i]), end))
-            elif kind == Kind.MEMORY_COPY and event.args.bytes:
-                self._copied[first + i] = event.args.bytes
+        Raises:
+            msgspec.DecodeError: the text is not valid JSON; nothing was taken.
+        """
+        full = decode_full_events(text) if self._names.of_collectives else None
+        batch: Sequence[Event] = decode_events(text) if full is None else full
+        self._events += len(batch)
+        found = [event for event in batch if event.ph is _COMPLETE]
+        count, first, names, lanes = len(found), len(self._starts), self._names, self._lanes
+        # One loop for each field and one `pack` cost half of a loop for all, and of what numpy takes for a list.
+        places = zip([event.pid for event in found], [event.tid for event in found], strict=True)
+        numbers = pack(f"{count}i", *map(names.__getitem__, [event.name for event in found]))
+        kinds = bytes([event.cat.kind for event in found])
+        self._starts.frombytes(pack(f"{count}d", *[event.ts for event in found]))
+        self._durations.frombytes(pack(f"{count}d", *[event.dur for event in found]))
+        self._correlations.frombytes(pack(f"{count}q", *[event.args.correlation for event in found]))
+        self._lane_numbers.frombytes(pack(f"{count}i", *map(lanes.__getitem__, places)))
+        self._name_numbers.frombytes(numbers)
+        self._kinds.frombytes(kinds)
+        on_device = np.flatnonzero(np.frombuffer(kinds, np.int8) <= Kind.MEMORY_COPY).tolist()
+        rows = {row for row in on_device if found[row].args.collective}
+        if names.of_collectives:
+            rows.update(np.flatnonzero(np.isin(np.frombuffer(numbers, np.int32), list(names.of_collectives))).tolist())
+        if rows:
+            self._keep_collectives(decode_full_events(text) if full is None else full, rows, first)
+        for row in on_device:
+            if kinds[row] == Kind.MEMORY_COPY and (size := found[row].args.bytes) and row not in rows:
+                self._copied[first + row] = size
+        return [len(batch)] if batch else []
+
+    def _keep_collectives(self, batch: list[FullEvent], rows: set[int], first: int) -> None:
+        found = [event for event in batch if event.ph is _COMPLETE]
+        for row in sorted(rows):
+            event = found[row]
+            start, duration = _nanoseconds(np.array([event.ts, event.dur])).tolist()
+            span = Span(start, start + max(duration, 0), event.name, event.arguments())
+            self._collectives.append(NamedEvent(first + row, event.cat.value, (event.pid, event.tid), span))
 
     def columns(self, metadata: dict[str, Any], origin_ns: int) -> TraceColumns:
         """Return what was taken."""
-        starts = np.frombuffer(self._starts, np.int64)
-        ends = np.frombuffer(self._durations, np.int64)
+        starts = _in_nanoseconds(self._starts)
+        ends = _in_nanoseconds(self._durations)
+        np.maximum(ends, 0, out=ends)
         ends += starts  # in place: another column is eight bytes an event
         names = np.frombuffer(self._name_numbers, np.int32)
         kinds = np.frombuffer(self._kinds, np.int8)
@@ -253,60 +210,17 @@ class _Names(_Numbers):
         return number
 
 
-class _Kinds(dict[str, int]):
-    """The kind of event that a category names."""
+def _in_nanoseconds(microseconds: array[float]) -> Column:
+    """Make a column of microseconds one of nanoseconds, in its own memory."""
+    times = np.frombuffer(microseconds, np.float64)
+    column = times.view(np.int64)
+    for begin in range(0, len(times), _BLOCK):
+        column[begin : begin + _BLOCK] = _nanoseconds(times[begin : begin + _BLOCK])
+    return column
 
-    def __missing__(self, key: str) -> int:
-        category = key.lower()
-        fallback = Kind.RUNTIME if category.endswith(("_runtime", "_driver")) else Kind.OTHER
-        kind = self[key] = _KINDS.get(category, fallback)
-        return kind
 
-
-def _nanoseconds(microseconds: list[float]) -> Column:
+def _nanoseconds(times: NDArray[np.float64]) -> Column:
     """Exact nanoseconds: a double holds those of a moment since 1970 only where whole and fraction stay apart."""
-    times = np.array(microseconds, np.float64)
     whole = np.floor(times)
     exact: Column = whole.astype(np.int64) * 1000 + np.rint((times - whole) * 1000).astype(np.int64)
     return exact
-
-
-def _named_event(event: _Event, row: int, start: int, end: int) -> NamedEvent:
-    given = event.args
-    args: dict[str, Any] = {"External id": given.external_id}
-    if given.collective:
-        args |= {"Collective name": given.collective, "Process Group Name": given.group, "dtype": given.dtype}
-        args["In msg nelems"] = given.elements if given.elements >= 0 else None
-    for key, raw in (("Input Dims", given.input_dims), ("Input type", given.input_types)):
-        if bytes(raw):
-            args[key] = msgspec.json.decode(raw)
-    return NamedEvent(row, event.cat, (event.pid, event.tid), Span(start, end, event.name, args))
-
-
-def _decode(text: bytes) -> list[_Event]:
-    try:
-        return _DECODE(text)
-    except msgspec.ValidationError:  # valid JSON, but something of another type than Kineto's: read one by one
-        return [_lenient(event) for event in msgspec.json.decode(text)]
-
-
-def _lenient(event: Any) -> _Event:
-    fields, args = event_fields(event)
-    return _Event(
-        **fields,
-        args=_Args(
-            correlation=int(number(args.get("correlation"), _LARGEST)),
-            external_id=int(number(args.get("External id"), _LARGEST)),
-            bytes=int(number(args.get("bytes"), _LARGEST)),
-            collective=str(args.get("Collective name") or ""),
-            group=str(args.get("Process Group Name") or ""),
-            elements=int(number(args.get("In msg nelems", -1), _LARGEST)),
-            dtype=str(args.get("dtype") or ""),
-            input_dims=_raw(args, "Input Dims"),
-            input_types=_raw(args, "Input type"),
-        ),
-    )
-
-
-def _raw(args: dict[str, Any], key: str) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.json.encode(args[key]) if key in args else b"")

@@ -7,6 +7,7 @@ objects inside an event) the place is found by counting brackets.
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -173,7 +174,7 @@ class _Splitter:
                 try:
                     piece = cut(repaired)
                     if piece is not None:
-                        return _Piece(self._events(repaired[: piece[0]]), repaired[piece[1] :], piece[2])
+                        return _Piece(self._events(memoryview(repaired)[: piece[0]]), repaired[piece[1] :], piece[2])
                 except _UNDECODABLE as error:
                     failure = error
         if not at_end and len(buffer) < _STUCK_LIMIT:
@@ -192,6 +193,8 @@ class _Splitter:
                 tries += 1
                 gap = _BETWEEN_EVENTS.search(buffer, max(0, at - _GAP), at)
                 if gap:
+                    # Most files keep one order of keys: to look for another one first costs as much as to parse.
+                    self._keys = dict.fromkeys((key, *self._keys))
                     return gap.start() + 1, buffer.index(b",", gap.start()) + 1, False
                 at = buffer.rfind(key, 0, at)
         return None
@@ -219,18 +222,18 @@ class _Splitter:
                 break
         return (comma, comma + 1, False) if comma else None
 
-    def _events(self, piece: bytes) -> list[Any]:
-        if self._prefixes:
-            piece = self._without_prefix(piece)
-        return self._decode(b"[" + piece + b"]")
+    def _events(self, piece: memoryview) -> list[Any]:
+        text = b"".join((b"[", piece, b"]"))
+        return self._decode(self._without_prefix(text) if self._prefixes else text)
 
     def _without_prefix(self, piece: bytes) -> bytes:
         """Take the offset off every `ts`: where all begin alike by changing their first digits, which is far faster."""
         left = piece.count(b'"ts":')
         for prefix, short in self._prefixes:
-            if left and (begin_so := piece.count(prefix)):
-                left -= begin_so
-                piece = piece.replace(prefix, short)
+            if left:
+                shortened = piece.replace(prefix, short)
+                left -= (len(piece) - len(shortened)) // (len(prefix) - len(short))
+                piece = shortened
         if not left:
             return piece
         return _EPOCH_TS.sub(lambda found: b"%b%d" % (found[1], int(found[2]) - self.ts_offset_us), piece)
@@ -268,7 +271,7 @@ def _truncated(path: Path) -> ArtifactError:
 
 def _read_head(path: Path, stream: IO[bytes], chunk: int) -> tuple[bytes, bytes]:
     """Read until the event array opens: what stands before it, its bracket included, and the bytes behind."""
-    data = stream.read(chunk)
+    data = stream.read(chunk).removeprefix(codecs.BOM_UTF8)
     first = data.lstrip()[:1]
     if first == b"[":
         return b"[", data.lstrip()[1:]

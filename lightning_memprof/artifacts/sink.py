@@ -242,7 +242,8 @@ class Sink:
             self.drain()
             if self.uploads is not None and (left := self.uploads.settle()):
                 place, error = self.place, self.uploads.error or "no answer"
-                text = f"{len(left)} files are not at {place.url}: {error}; they are in {place.root}"
+                count = "1 file is" if len(left) == 1 else f"{len(left)} files are"
+                text = f"{count} not at {place.url}: {error}; they are in {place.root}"
                 self.manifest.append(
                     "error", collector="upload", where="write", window=None, message=text, traceback=""
                 )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 from jsonargparse import Namespace
 
 from lightning_memprof.errors import ConfigError, ReportError
+from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.run import Run
@@ -201,7 +202,7 @@ def _write_snapshot(source: _Source, out: Path) -> None:
     with whole_file(out, "wb") as stream:
         write_snapshot(snapshot, stream)
     events = sum(map(len, snapshot["device_traces"]))
-    print(f"{out}: {events} events of {file.name}; {_OPENS['memory_viz']}")
+    print(f"{out}: {format_count(events, 'event')} of {file.name}; {_OPENS['memory_viz']}")
 
 
 def _write_stacks(source: _Source, options: ExportOptions, out: Path) -> None:
@@ -233,7 +234,7 @@ def _write_stacks(source: _Source, options: ExportOptions, out: Path) -> None:
         else:
             scope.write(stream)
     what = (
-        f"{len(counts)} stacks"
+        format_count(len(counts), "stack")
         if options.form == "flamegraph"
         else f"{scope.profiles} profile{'s' * (scope.profiles != 1)}"
     )

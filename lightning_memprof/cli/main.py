@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_memprof import __version__
+from lightning_memprof.cli.closed_output import ClosedOutput
 from lightning_memprof.errors import MemprofError
 
 if TYPE_CHECKING:
@@ -59,11 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     """
     own, program = _split(list(sys.argv[1:] if argv is None else argv))
+    if sys.stdout is None and not program:
+        sys.stdout = ClosedOutput()
     try:
         try:
             return _execute(own, program)
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
     except SystemExit as stop:
@@ -250,7 +254,7 @@ def _trigger_options(trigger: ArgumentParser) -> None:
 
 
 def _merge_options(merge: ArgumentParser) -> None:
-    merge.add_argument("RUN", nargs="+", help="a run as for show, or trace files, plain or .gz")
+    merge.add_argument("RUN", nargs="+", help="a run as for show, or trace files and folders of them")
     merge.add_argument("-o", "--output", metavar="FILE", help="the result; compressed if it ends in .gz")
     merge.add_argument("--window", type=int, default=None, metavar="N", help="only this window of the run")
     merge.add_argument("--ranks", metavar="LIST", default=None, help="only these global ranks of the run, as in 0,3-5")

@@ -15,7 +15,8 @@ from jsonargparse import Namespace
 from lightning_memprof.artifacts.naming import parse_manifest_name, parse_pulse_name
 from lightning_memprof.cli.numbers import numbers
 from lightning_memprof.cli.signals import ended_by_sigterm
-from lightning_memprof.errors import ConfigError
+from lightning_memprof.errors import ConfigError, ReportError
+from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.run import Run
@@ -55,7 +56,7 @@ def merge(what: Sequence[str], options: MergeOptions) -> int:
     """Merge all that a run recorded in its windows, or trace files of any origin.
 
     Args:
-        what: one run as for ``show``, or trace files, plain or gzip-compressed.
+        what: one run as for ``show``, or trace files, plain or gzip-compressed, and directories of them.
         options: where the result goes, and what of a run is wanted.
 
     Returns:
@@ -69,8 +70,8 @@ def merge(what: Sequence[str], options: MergeOptions) -> int:
     """
     from lightning_memprof.analysis.timeline.merge import merge_traces
 
-    files = [Path(one) for one in what]
-    if len(files) > 1 or files[0].is_file():
+    files = _trace_files(what)
+    if files is not None:
         if options.window is not None or options.ranks is not None:
             raise ConfigError("--window, --ranks: choose within a run; trace files are merged whole")
         with ended_by_sigterm(), _progress() as progress:
@@ -79,8 +80,34 @@ def merge(what: Sequence[str], options: MergeOptions) -> int:
         merged = _merge_run(what[0], options)
     for note in merged.notes:
         print(note)
-    print(f"{options.out}: {merged.events} events, {merged.size_bytes / 1e6:.1f} MB; lightning-memprof view opens it")
+    events = format_count(merged.events, "event")
+    print(f"{options.out}: {events}, {merged.size_bytes / 1e6:.1f} MB; lightning-memprof view opens it")
     return 0
+
+
+def _trace_files(what: Sequence[str]) -> list[Path] | None:
+    """Return the traces that are meant, None for a run.
+
+    Raises:
+        ArtifactError: there is no such thing, or it does not go together.
+        ReportError: there are snapshots, which have no timeline.
+
+    """
+    from lightning_memprof.analysis.targets import find_targets
+    from lightning_memprof.artifacts.upload import is_url
+
+    given = [Path(one) for one in what]
+    # What is named by itself is left to the reader of traces, and named twice it is refused.
+    if all(one.is_file() for one in given):
+        return given
+    if len(what) == 1 and is_url(what[0]):
+        return None
+    targets = find_targets(given)
+    if targets.run is not None:
+        return None
+    if targets.snapshots:
+        raise ReportError(f"{targets.snapshots[0]}: is no trace; look at snapshots with lightning-memprof report")
+    return list(targets.traces)
 
 
 def _merge_run(what: str, options: MergeOptions) -> Merged:

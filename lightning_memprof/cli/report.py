@@ -35,10 +35,11 @@ def report(targets: Sequence[str], out: Path | None = None, *, open_it: bool = F
 
     """
     from lightning_memprof.cli.progress import reading
+    from lightning_memprof.cli.rare_collections import rare_collections
 
     if out is not None and out.is_dir():
         raise ReportError(f"-o {out}: is a directory; name a file in it, as in {out / PAGE_NAME}")
-    with reading() as progress, opened(list(targets), progress=progress.told) as view:
+    with reading() as progress, rare_collections(), opened(list(targets), progress=progress.told) as view:
         progress.end()
         file = _place(view) if out is None else out
         _spare(view, file)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
 from lightning_memprof.report.files_view import FilesView
 from lightning_memprof.report.opened import OpenOptions, opened
@@ -18,9 +16,6 @@ if TYPE_CHECKING:
 __all__ = ["Format", "OpenOptions", "show"]
 
 Format = Literal["terminal", "json", "markdown"]
-
-# New containers, of some hundred bytes each, until the next look.
-_COLLECT_AFTER: Final = 200_000
 
 
 def show(targets: str | Sequence[str], format: Format = "terminal", options: OpenOptions | None = None) -> int:  # noqa: A002 the option's name
@@ -41,23 +36,13 @@ def show(targets: str | Sequence[str], format: Format = "terminal", options: Ope
 
     """
     from lightning_memprof.cli.progress import reading
+    from lightning_memprof.cli.rare_collections import rare_collections
 
     names = [targets] if isinstance(targets, str) else list(targets)
-    with reading() as progress, _rare_collections(), opened(names, options or OpenOptions(), progress.told) as view:
+    with reading() as progress, rare_collections(), opened(names, options or OpenOptions(), progress.told) as view:
         progress.end()
         _write(view, format)
     return 0
-
-
-@contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Let Python look for cycles rarely: of thousands of ranks it would look at millions of numbers, for nothing."""
-    before = gc.get_threshold()
-    gc.set_threshold(_COLLECT_AFTER)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _write(view: View | FilesView, form: Format) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_memprof.schedule import Schedule
+from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,11 +46,12 @@ def unreachable(trainer: Trainer, stage: str, schedule: Callable[[int], Action])
         if any(done <= step < done + ahead for step in schedule.steps):
             return None
         listed = ", ".join(map(str, schedule.steps))
-        return f"nothing will be recorded: fit has {ahead} steps from step {done} on, none of them in steps=[{listed}]"
-    counted, whole = ahead, f"{stage} has {ahead} steps"
+        whole = f"fit has {format_count(ahead, 'step')} from step {done} on"
+        return f"nothing will be recorded: {whole}, none of them in steps=[{listed}]"
+    counted, whole = ahead, f"{stage} has {format_count(ahead, 'step')}"
     if schedule.anchor == "epoch" and stage == "fit" and trainer.num_training_batches != float("inf"):
         counted = min(ahead, int(trainer.num_training_batches))
-        whole = f"an epoch has {counted} steps"
+        whole = f"an epoch has {format_count(counted, 'step')}"
     if schedule.first_active < counted:
         return None
     if schedule.steps:

@@ -24,6 +24,7 @@ __all__ = [
     "comparison_markdown",
     "comparison_notes",
     "conclusion",
+    "heading",
     "shown_change",
     "shown_figure",
     "shown_value",
@@ -42,6 +43,9 @@ _MOST_NAMES: Final = 8
 _MOST_NOTES: Final = 6
 _SIGNS: Final = {"appeared": "+", "disappeared": "-", "changed": " "}
 _STYLES: Final = {"appeared": "green", "disappeared": "magenta", "changed": ""}
+# A finding has no figure but its severity, which a person calls by its name.
+_SEVERITIES: Final = {1.0: "info", 2.0: "warning", 3.0: "critical"}
+_FINDINGS: Final = "what the rules find in one side and not in the other"
 _MARKS: Final = frozenset("\\`*_{}[]|#~")
 _ENTITIES: Final = {"<": "&lt;", ">": "&gt;", "&": "&amp;"}
 # Those that a sentence about two sides names first.
@@ -77,7 +81,7 @@ def comparison_lines(comparison: Comparison, outcomes: Sequence[Outcome] = ()) -
     lines += [[], [(head, "bold")]]
     lines += [_difference_line(one) for one in comparison.differences]
     for group, changes in by_group(comparison).items():
-        lines += [[], [(group, "bold"), (f"  {GROUPS[group][1]}", "bright_black")]]
+        lines += [[], [(group, "bold"), (f"  {heading(group)}", "bright_black")]]
         for one in changes[:_MOST_NAMES]:
             figures = f"{shown_figure(one.a, one)} -> {shown_figure(one.b, one)}"
             name = _shortened(clean(one.name), _WIDTH - len(figures) - 5)
@@ -123,7 +127,7 @@ def comparison_markdown(comparison: Comparison, outcomes: Sequence[Outcome] = ()
         change = "n/a" if one.problem else shown_change(one) if one.is_above_noise else "~"
         lines.append(f"| {one.name} | {shown_value(one.a)} | {shown_value(one.b)} | {change} |")
     for group, changes in by_group(comparison).items():
-        lines += ["", f"| {group} ({GROUPS[group][1]}) | A | B |", "|---|---:|---:|"]
+        lines += ["", f"| {group} ({heading(group)}) | A | B |", "|---|---:|---:|"]
         for named in changes[:_MOST_NAMES]:
             name = _cell(f"{_SIGNS[named.kind]} {named.name}".strip())
             lines.append(f"| {name} | {shown_figure(named.a, named)} | {shown_figure(named.b, named)} |")
@@ -171,6 +175,8 @@ def by_group(comparison: Comparison) -> dict[str, list[NamedChange]]:
 def comparison_notes(comparison: Comparison) -> Iterator[str]:
     """Yield what a reader of the figures has to know."""
     yield "~ is no more than noise; +- is the spread over steps"
+    if comparison.changes:
+        yield "+ appeared: it is in B alone; - disappeared: it was in A alone; the others are in both"
     for one in comparison.differences:
         if one.problem is not None and one.a is not None and one.b is not None:
             yield f"{one.name}: {one.problem}"
@@ -200,9 +206,18 @@ def _plain(measure: Measure | None) -> str:
     return "-" if measure is None else _write(measure.value, measure.unit)
 
 
+def heading(group: str) -> str:
+    """Say what a group of changes is."""
+    return _FINDINGS if group == "findings" else GROUPS[group][1]
+
+
 def shown_figure(value: float | None, change: NamedChange) -> str:
     """Write one side's figure of something with a name."""
-    return "none" if value is None else _write(value, change.unit)
+    if value is None:
+        return "none"
+    if change.group == "findings" and value in _SEVERITIES:
+        return _SEVERITIES[value]
+    return _write(value, change.unit)
 
 
 def _write(value: float, unit: str) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from lightning_memprof.analysis.findings import shown_path
 from lightning_memprof.report.snapshot_lines import snapshot_sections
 from lightning_memprof.report.trace_lines import trace_sections
-from lightning_memprof.units import format_bytes
+from lightning_memprof.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,4 +46,4 @@ def files_rows(view: FilesView) -> Iterator[tuple[str, str, str]]:
         rest = sum(view.sizes[file] for _, file in kinds[MAX_FILES:])
         yield "", format_bytes(rest), f"{len(kinds) - MAX_FILES} more"
     if view.left_out:
-        yield "", "-", f"{view.left_out} files of the directory were not looked at"
+        yield "", "-", f"not looked at: {format_count(view.left_out, 'more file')} of the directory"

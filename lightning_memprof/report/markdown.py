@@ -10,7 +10,9 @@ from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.columns import step_columns
 from lightning_memprof.report.files_lines import files_rows
 from lightning_memprof.report.files_view import FilesView
-from lightning_memprof.report.trace_lines import short_kernel
+from lightning_memprof.report.kernel_names import kernel_names
+from lightning_memprof.report.labels import BEFORE_RECORDING, PEAKS, called
+from lightning_memprof.report.peaks import run_peaks
 from lightning_memprof.report.words import about, clean, cost, ending, file_rows, trouble
 from lightning_memprof.units import format_bytes, format_ns
 
@@ -52,6 +54,9 @@ def _run(view: View) -> Iterator[str]:
         yield _safe(left_out or "")
         yield "## Memory"
         yield _memory(columns)
+        yield "\n".join(
+            f"- {peak.label} {format_bytes(size)}: {peak.counts}; {peak.span}" for peak, size in run_peaks(view)
+        )
     if len(view.ranks) > 1:
         yield "## Ranks"
         yield _ranks(view)
@@ -103,7 +108,7 @@ def _steps(columns: Sequence[Column]) -> str:
             ns = one.breakdown_ns[phase] if one.breakdown_ns is not None else None
             known = ns is not None and bool(one.duration_ns)
             cells.append(f"{format_ns(ns or 0)} ({percent((ns or 0) / (one.duration_ns or 1))})" if known else NONE)
-        rows.append((phase.replace("_", " "), *cells))
+        rows.append((called(phase), *cells))
     rows.append(("a step", *(NONE if one.duration_ns is None else format_ns(one.duration_ns) for one in columns)))
     return _table(("", *(_safe(one.title) for one in columns)), rows)
 
@@ -111,7 +116,7 @@ def _steps(columns: Sequence[Column]) -> str:
 def _memory(columns: Sequence[Column]) -> str:
     rows = [
         ("host rss", *(_bytes(one.host.rss_bytes) for one in columns)),
-        ("host rss peak", *(_bytes(one.host.peak_rss_bytes or one.host.max_rss_bytes) for one in columns)),
+        (PEAKS["rss"].label, *(_bytes(one.host.peak_rss_bytes or one.host.max_rss_bytes) for one in columns)),
     ]
     if any(one.device is not None for one in columns):
         rows += [
@@ -119,7 +124,7 @@ def _memory(columns: Sequence[Column]) -> str:
             for name, field in (
                 ("device allocated", "allocated_bytes"),
                 ("device reserved", "reserved_bytes"),
-                ("device peak", "peak_allocated_bytes"),
+                (PEAKS["device"].label, "peak_allocated_bytes"),
             )
         ]
     return _table(("", *(_safe(one.title) for one in columns)), rows)
@@ -140,7 +145,7 @@ def _ranks(view: View) -> str:
                 _bytes(one.host.peak_rss_bytes),
             )
         )
-    table = _table(("rank", "host", "status", "steps", "median", "data wait", "rss peak"), rows)
+    table = _table(("rank", "host", "status", "steps", "median", called("data_wait"), PEAKS["rss"].label), rows)
     more = len(view.ranks) - MAX_RANKS
     return f"{table}\n\n{more} more ranks: `--format json`" if more > 0 else table
 
@@ -167,14 +172,25 @@ def _traces(traces: Sequence[TraceReport]) -> Iterator[str]:
                 percent(steps.data_loading_ns / steps.window_ns) if steps is not None and steps.window_ns else NONE,
             )
         )
-    heads = ("file", "rank", "window", "busy", "compute", "exposed", "copies", "a step", "data loading")
+    heads = (
+        "file",
+        "rank",
+        "window",
+        "busy",
+        "compute",
+        "exposed",
+        called("memory_copy"),
+        "a step",
+        called("data_loading"),
+    )
     yield _table(heads, rows)
     missing = [f"- {_code(one.file.name)}: {_safe(lack)}" for one in traces[:MAX_ROWS] for lack in one.missing]
     yield "\n".join(missing)
     for one in traces[:1]:
         if one.kernels:
             kernels = [
-                (_code(short_kernel(k.name)), format_ns(k.total_ns), f"{k.count:,}") for k in one.kernels[:MAX_ROWS]
+                (_code(name), format_ns(k.total_ns), f"{k.count:,}")
+                for name, k in zip(kernel_names(k.name for k in one.kernels[:MAX_ROWS]), one.kernels, strict=False)
             ]
             yield _table(("kernel", "total", "times"), kernels)
 
@@ -195,12 +211,14 @@ def _snapshots(snapshots: Sequence[SnapshotReport]) -> Iterator[str]:
         for one in snapshots[:MAX_ROWS]
         for device in one.devices
     ]
-    yield _table(("file", "device", "reserved", "allocated", "peak in use", "events"), rows)
+    yield _table(("file", "device", "reserved", "allocated", PEAKS["requested"].label, "events"), rows)
     first = max(snapshots, key=lambda one: max((device.peak_requested_bytes for device in one.devices), default=0))
     for device in first.devices[:1]:
         lines = device.lines_at_peak[:MAX_ROWS]
         if lines:
-            held = [(_code(line.site or "unknown"), format_bytes(line.bytes), f"{line.blocks:,}") for line in lines]
+            held = [
+                (_code(line.site or BEFORE_RECORDING), format_bytes(line.bytes), f"{line.blocks:,}") for line in lines
+            ]
             yield _table(("held at the peak by", "bytes", "blocks"), held)
 
 

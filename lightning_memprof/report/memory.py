@@ -6,6 +6,7 @@ import textwrap
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings import percent
+from lightning_memprof.report.labels import PEAKS, called
 from lightning_memprof.report.memory_tables import (
     DIM,
     NONE,
@@ -91,7 +92,7 @@ def _peak(peak: CategoryPeak | None, view: View, width: int, *, ascii_only: bool
     on = f" on {peak.device}" if peak.device else ""
     lines = _heading("memory", f"{format_bytes(peak.total_bytes)}{on} in step {peak.step}, by category", width)
     most = max((abs(size) for size in peak.categories.values() if size is not None), default=0)
-    names = {name: clean(name.replace("_", " ")) for name in peak.categories}
+    names = {name: clean(called(name)) for name in peak.categories}
     left = min(max(map(len, names.values())) + 1, CATEGORY_WIDTH)
     room = width - 2 - left - 9 - 6 - 1
     below: list[Line] = []
@@ -115,7 +116,7 @@ def _peak(peak: CategoryPeak | None, view: View, width: int, *, ascii_only: bool
     if allocator is not None:
         over = allocator - peak.total_bytes
         beyond = f", {format_bytes(over)} more than these" if over > 0 else ""
-        lines += notes(f"the allocator's own peak over the run: {format_bytes(allocator)}{beyond}", width)
+        lines += notes(f"{PEAKS['device'].label} {format_bytes(allocator)}{beyond}", width)
     return lines
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ __all__ = ["MAX_FILE_BYTES", "OpenOptions", "opened"]
 # On disk, of traces and snapshots together: about a minute, where a person waits. Beyond, a file is named by itself.
 MAX_FILE_BYTES: Final = 256 << 20
 MAX_LISTED: Final = 8
+MAX_NAMED: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,12 +136,21 @@ def _with_files(run: Run, max_bytes: int, progress: Callable[[Path, int, int], N
     problems = [replace(one, piece=by_file.get(one.piece, one.piece), rank=lead) for one in reports.problems]
     known = {one.piece for one in run.problems}
     run = run.with_problems(one for one in problems if one.piece not in known)
-    if left_out := len(files) - len(chosen):
-        message = (
-            f"{left_out} of {len(files)} traces and snapshots are large and were not analysed: name one to show it"
-        )
-        run = replace(run, notes=(*run.notes, Note(lead, "files", message)))
+    if left_out := [one for one in files if one not in chosen]:
+        run = replace(run, notes=(*run.notes, Note(lead, "files", _not_analysed(left_out, len(files), run.url))))
     return run, reports
+
+
+def _not_analysed(left_out: Sequence[Artifact], count: int, url: str | None) -> str:
+    """Name the files that were too large, and the command that analyses one of them."""
+    named = ", ".join(one.path for one in left_out[:MAX_NAMED])
+    more = f" and {len(left_out) - MAX_NAMED} more" if len(left_out) > MAX_NAMED else ""
+    where = left_out[0].path if url is not None else str(left_out[0].file.absolute())
+    command = f"lightning-memprof report {shlex.quote(where)} -o trace.html"
+    return (
+        f"{len(left_out)} of {count} traces and snapshots are large and were not analysed: {named}{more}; "
+        f"one of them by itself: {command}"
+    )
 
 
 def _listed(numbers: Sequence[int]) -> str:

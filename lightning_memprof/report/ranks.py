@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.analysis.findings import percent
+from lightning_memprof.report.labels import PEAKS, called
 from lightning_memprof.report.memory_tables import DIM, Line
 from lightning_memprof.report.words import clean
 from lightning_memprof.units import format_bytes, format_ns
@@ -27,13 +28,13 @@ MOST_CAUSES: Final = 3
 NOTABLE: Final = 1.05
 NAMES: Final[Mapping[str, str]] = {
     "step_ns": "a step",
-    "data_wait": "data fetch",
+    "data_wait": called("data_wait"),
     "callbacks": "callbacks",
     "optimizer": "optimizer",
     "compute_ns": "compute",
     "wait_ns": "waiting",
-    "rss_peak_bytes": "rss peak",
-    "device_peak_bytes": "device peak",
+    "rss_peak_bytes": PEAKS["rss"].label,
+    "device_peak_bytes": PEAKS["device"].label,
 }
 
 
@@ -65,7 +66,7 @@ def _imbalance(report: RankReport) -> list[Line]:
     shown = [(name, report.spreads[key], key) for key, name in NAMES.items() if key in report.spreads]
     if not shown:
         return []
-    head = f"{'over ranks':<{LABEL}}{'least':>{CELL}}{'middle':>{CELL - 8}}{'most':>{CELL}}"
+    head = f"{'over ranks':<{LABEL}}{'least':>{CELL}}{'median':>{CELL - 8}}{'most':>{CELL}}"
     lines: list[Line] = [((head, "bold"),)]
     for name, spread, key in shown:
         form = format_bytes if key.endswith("_bytes") else format_ns

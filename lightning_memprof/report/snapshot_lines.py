@@ -6,6 +6,7 @@ import textwrap
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings import percent
+from lightning_memprof.report.labels import BEFORE_RECORDING, PEAKS, called, reserved_parts
 from lightning_memprof.report.memory_tables import Line, bar, cut, notes, over_time, sparkline, table
 from lightning_memprof.report.words import clean
 from lightning_memprof.units import format_bytes, format_ns
@@ -25,7 +26,13 @@ MAX_LISTED: Final = 16
 MAX_DEVICES: Final = 8
 MAX_HOLDERS: Final = 8
 MAX_POOLS: Final = 4
-STYLES: Final = {"in use": "cyan", "rounding": "blue", "waits to be freed": "magenta", "in no use": "yellow"}
+STYLES: Final = {
+    "requested": "cyan",
+    "rounding": "blue",
+    "pending": "magenta",
+    "inactive_split": "yellow",
+    "free_segments": "bright_black",
+}
 
 
 def snapshot_sections(snapshots: Sequence[SnapshotReport], width: int, *, ascii_only: bool) -> Iterator[list[Line]]:
@@ -88,7 +95,8 @@ def _beside_each_other(snapshots: Sequence[SnapshotReport], width: int) -> list[
     ]
     lines = _heading("snapshots", f"{len(snapshots)} of them", width)
     if rows:
-        lines += table(("file", "device", "reserved", "allocated", "peak", "events"), rows[:MAX_LISTED], width)
+        heads = ("file", "device", "reserved", "allocated", PEAKS["requested"].label, "events")
+        lines += table(heads, rows[:MAX_LISTED], width)
     if len(rows) > MAX_LISTED:
         lines += notes(f"{len(rows) - MAX_LISTED} more: --format json", width)
     return lines
@@ -112,33 +120,24 @@ def _device(device: DeviceReport, width: int, *, ascii_only: bool) -> list[Line]
     reserved = device.reserved_bytes
     heading = f"{format_bytes(reserved)} reserved in {_count(device.segments, 'segment')} at the end"
     lines = _heading(f"device {device.device}", heading, width)
-    rounding = device.allocated_bytes - device.requested_bytes
-    parts = {
-        "in use": device.requested_bytes,
-        "rounding": rounding,
-        "waits to be freed": device.pending_bytes,
-        "in no use": device.inactive_bytes,
-    }
     room = max(width - 2 - NAME - 9 - 7, 8)
-    for name, size in parts.items():
+    for name, size in reserved_parts(device).items():
         if not size:
             continue
         share = size / reserved if reserved else 0.0
         drawn = bar(share, room, ascii_only=ascii_only)
-        lines.append(((f"  {name:<{NAME}}{format_bytes(size):>9}{percent(share):>6} ", ""), (drawn, STYLES[name])))
+        words = f"  {called(name):<{NAME}}{format_bytes(size):>9}{percent(share):>6} "
+        lines.append(((words, ""), (drawn, STYLES[name])))
     free = device.fragmentation
     if device.inactive_bytes:
         words = (
-            f"of what is in no use empty_cache() gives back {format_bytes(free.free_segment_bytes)}; "
-            f"{format_bytes(free.inactive_split_bytes)} lie between blocks in use; the largest request that fits has "
-            f"{format_bytes(free.largest_free_block)}"
+            f"{called('free_segments')} are what empty_cache() gives back, {called('inactive_split')} lies between "
+            f"allocated blocks; the largest free block has {format_bytes(free.largest_free_block)}"
         )
         lines += notes(words, width)
-    peak = (
-        f"at the peak {format_bytes(device.peak_requested_bytes)} in use, at most "
-        f"{format_bytes(device.peak_reserved_bytes)} reserved"
-    )
-    lines += [((f"  {peak}", ""),)] if len(peak) + 2 <= width else notes(peak, width)
+    for name, size in (("requested", device.peak_requested_bytes), ("reserved", device.peak_reserved_bytes)):
+        lines.append(((f"  {PEAKS[name].label:<{NAME}}{format_bytes(size):>9}", "bold"),))
+        lines += notes(f"{PEAKS[name].counts}; {PEAKS[name].span}", width, 4)
     return [*lines, *_over_time(device, width, ascii_only=ascii_only), *_churn(device, width)]
 
 
@@ -157,7 +156,7 @@ def _over_time(device: DeviceReport, width: int, *, ascii_only: bool) -> list[Li
     span = ""
     if device.start_us is not None and device.end_us is not None:
         span = f", {format_ns((device.end_us - device.start_us) * 1000)}"
-    words = f"in use, from 0 to the peak, over the {_count(replay.events, 'event')} of the history{span}"
+    words = f"{called('requested')}, from 0 to its peak, over the {_count(replay.events, 'event')} of the history{span}"
     return [((f"  {drawn}", "cyan"),), *notes(words, width)]
 
 
@@ -180,7 +179,7 @@ def _holders(device: DeviceReport, width: int) -> list[Line]:
     shown = lines if len(lines) == MAX_HOLDERS + 1 else lines[:MAX_HOLDERS]
     rows = [
         (
-            _place(one.site) if one.site else "(from before the history, or no stack)",
+            _place(one.site) if one.site else BEFORE_RECORDING,
             format_bytes(one.bytes),
             percent(one.bytes / whole),
             f"{one.blocks:,}",
@@ -192,7 +191,8 @@ def _holders(device: DeviceReport, width: int) -> list[Line]:
         size = sum(one.bytes for one in others)
         blocks = sum(one.blocks for one in others)
         rows.append((f"{len(others):,} others", format_bytes(size), percent(size / whole), f"{blocks:,}"))
-    head = _heading("holders", f"who held the {format_bytes(whole)} at the peak of device {device.device}", width)
+    words = f"who held the {format_bytes(whole)} at the {PEAKS['requested'].label} of device {device.device}"
+    head = _heading("holders", words, width)
     return [*head, *table(("line", "bytes", "share", "blocks"), rows, width, dim=bool(others))]
 
 

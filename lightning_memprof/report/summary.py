@@ -39,10 +39,24 @@ def print_summary(run_dir: Path, file: TextIO | None = None, *, url: str | None 
         from lightning_memprof.report.view import run_view
 
         run = without_unfinished(replace(load_run(run_dir, max_pulse_bytes=MAX_PULSE_BYTES), url=url))
+        run = _with_what_was_not_read(run)
         print_view(run_view(run, max_memory_bytes=MAX_MEMORY_BYTES), file)
     except Exception as error:
         msg = f"{run_dir}: the summary cannot be shown ({type(error).__name__}: {error}); the data is on disk"
         raise ReportError(msg) from error
+
+
+def _with_what_was_not_read(run: Run) -> Run:
+    """Note that the files of a device are left to those who need not wait: reading them takes as long as they are."""
+    from lightning_memprof.analysis.rows import text
+    from lightning_memprof.analysis.run import Note
+
+    lead = run.lead
+    files = sum(one.rank == lead.rank and one.type in {"trace", "snapshot"} for one in run.artifacts)
+    if not files or (text(lead.facts, "device") or "cpu").startswith("cpu"):
+        return run
+    message = "traces and snapshots are not read here; what they show is in the report and in lightning-memprof show"
+    return replace(run, notes=(*run.notes, Note(lead.rank, "files", message)))
 
 
 def without_unfinished(run: Run) -> Run:

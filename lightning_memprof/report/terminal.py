@@ -15,8 +15,10 @@ from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.columns import Column, step_columns
 from lightning_memprof.report.events import events_lines
 from lightning_memprof.report.files_lines import device_sections, file_sections, files_rows
+from lightning_memprof.report.labels import PEAKS, called
 from lightning_memprof.report.memory import memory_sections
 from lightning_memprof.report.oom import view_lines
+from lightning_memprof.report.peaks import peaks_lines
 from lightning_memprof.report.ranks import ranks_lines
 from lightning_memprof.report.system import system_lines
 from lightning_memprof.report.throughput import throughput_lines
@@ -111,6 +113,7 @@ def _print_page(view: View, console: Console) -> None:
     if len(view.ranks) > 1:
         parts += [Text(), *_ranks(view), *(Text.assemble(*line) for line in ranks_lines(view, width))]
     for lines in (
+        *filter(None, [peaks_lines(view, width)]),
         *memory_sections(view, width, ascii_only=console.options.ascii_only),
         *device_sections(view, width, ascii_only=console.options.ascii_only),
     ):
@@ -228,26 +231,27 @@ def _block(view: View, columns: Sequence[Column], drawn: str, most: float) -> It
     yield _line("", [Text(f" {one.subtitle:<{COLUMN_WIDTH - 1}}", "bright_black") for one in columns])
     yield rule
     for phase in PHASES:
-        yield _line(phase.replace("_", " "), [_time(one, phase, drawn, most) for one in columns])
+        yield _line(called(phase), [_time(one, phase, drawn, most) for one in columns])
     yield rule
     yield _line("a step", [_total(one) for one in columns], "bold")
     yield _line("host rss", [_memory(one.host.rss_bytes, one.rss_moment) for one in columns])
-    yield _line("host rss peak", [_memory(one.host.peak_rss_bytes or one.host.max_rss_bytes) for one in columns])
+    peaks = [PEAKS["rss"].label, PEAKS["device"].label]
+    yield _line(peaks[0], [_memory(one.host.peak_rss_bytes or one.host.max_rss_bytes) for one in columns])
     if view.device_note is not None:
         note = clean(view.device_note)
         room = COLUMN_WIDTH * len(columns) - 2
         yield _line("device", [Text(f" {note[: room - 1] + '…' if len(note) > room else note}", "bright_black")])
         return
     for name, attribute in (
-        ("allocated", "allocated_bytes"),
-        ("reserved", "reserved_bytes"),
-        ("peak", "peak_allocated_bytes"),
+        ("device allocated", "allocated_bytes"),
+        ("device reserved", "reserved_bytes"),
+        (peaks[1], "peak_allocated_bytes"),
     ):
         cells = [
-            _memory(getattr(one.device, attribute, None), "" if name == "peak" else one.device_moment)
+            _memory(getattr(one.device, attribute, None), "" if name == peaks[1] else one.device_moment)
             for one in columns
         ]
-        yield _line(f"device {name}", cells)
+        yield _line(name, cells)
 
 
 def _line(name: str, cells: Iterable[Text], style: str = "") -> Text:
@@ -290,7 +294,8 @@ def _ranks(view: View) -> Iterable[RenderableType]:
     table.add_column("rank", justify="right")
     table.add_column("host", max_width=14, overflow="ellipsis", no_wrap=True)
     table.add_column("status", no_wrap=True)
-    for name in ("steps", "median", "data wait", "rss peak", *(["device peak"] if with_device else [])):
+    rss, device = PEAKS["rss"].label.removeprefix("host "), PEAKS["device"].label
+    for name in ("steps", "median", called("data_wait"), rss, *([device] if with_device else [])):
         table.add_column(name, justify="right", no_wrap=True)
     for one in ranks:
         pulse = one.statistics

@@ -6,16 +6,18 @@ import textwrap
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings import percent
+from lightning_memprof.report.kernel_names import kernel_names
+from lightning_memprof.report.labels import called
 from lightning_memprof.report.memory_tables import DIM, Line, bar, cut, notes, sparkline, table, tops
 from lightning_memprof.report.words import clean
-from lightning_memprof.units import format_bytes, format_ns
+from lightning_memprof.units import format_bytes, format_count, format_ns
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from lightning_memprof.analysis.trace_model import Collective, GpuTimes, TraceReport
 
-__all__ = ["short_kernel", "trace_sections"]
+__all__ = ["trace_sections"]
 
 LABEL: Final = 10
 NAME: Final = 16
@@ -37,20 +39,9 @@ STYLES: Final = {
     "compute": "cyan",
     "communication": "magenta",
     "exposed": "red",
-    "copies": "blue",
+    "memory copies": "blue",
     "idle": "yellow",
     "busy": "green",
-    "data loading": "yellow",
-}
-CAUSES: Final = {
-    "data_loading": "waiting for data",
-    "synchronization": "waiting for the device",
-    "allocator": "getting memory",
-    "garbage": "collecting garbage",
-    "python": "in Python",
-    "operators": "in operators",
-    "launch": "launching",
-    "queue": "queued, not started",
 }
 
 
@@ -112,7 +103,7 @@ def _beside_each_other(traces: Sequence[TraceReport], width: int) -> list[Line]:
             )
         )
     lines = _heading("traces", f"{len(traces)} of them", width)
-    lines += table(("file", "rank", "window", "busy", "exposed", "copies", "a step"), rows, width)
+    lines += table(("file", "rank", "window", "busy", "exposed", called("memory_copy"), "a step"), rows, width)
     if len(traces) > MAX_LISTED:
         lines += notes(f"{len(traces) - MAX_LISTED} more: --format json", width)
     return lines
@@ -122,7 +113,7 @@ def _about(trace: TraceReport, width: int) -> list[Line]:
     rank = None if trace.rank is None else f"rank {trace.rank}"
     if rank is not None and trace.world_size is not None:
         rank += f" of {trace.world_size}"
-    words = [rank, ", ".join(dict.fromkeys(trace.devices)) or None, f"{trace.events:,} events"]
+    words = [rank, ", ".join(dict.fromkeys(trace.devices)) or None, format_count(trace.events, "event")]
     lines: list[Line] = [((f"{'trace':<{LABEL}}", "bold"), (cut(clean(trace.file.name), width - LABEL), ""))]
     lines += notes(" · ".join(word for word in words if word), width, LABEL)
     for one in trace.missing:
@@ -153,7 +144,7 @@ def _times(trace: TraceReport, width: int, *, ascii_only: bool) -> list[Line]:
         lines.append(tuple(pieces))
     if steps is not None:
         part = percent(steps.data_loading_ns / steps.window_ns) if steps.window_ns else "-"
-        words = f"loading batches takes {format_ns(steps.data_loading_ns)} of the steps ({part})"
+        words = f"{called('data_loading')}: {format_ns(steps.data_loading_ns)} of the steps ({part})"
         lines += notes(words, width, NAME) if steps.data_loading_ns else []
     return lines
 
@@ -165,7 +156,7 @@ def _rows(times: GpuTimes) -> list[tuple[str, int]]:
         ("  compute", times.compute_ns),
         ("  communication", times.communication_ns),
         ("    exposed", times.communication_exposed_ns),
-        ("  copies", times.memory_copy_ns),
+        (f"  {called('memory_copy')}", times.memory_copy_ns),
         ("idle", times.idle_ns),
     ]
 
@@ -187,9 +178,9 @@ def _idle(trace: TraceReport, width: int, *, ascii_only: bool) -> list[Line]:
     window = trace.gpu_window
     if window is None or not trace.idle or not window.idle_ns:
         return []
-    head = f"{format_ns(window.idle_ns)} of the device, by what the thread that feeds it did"
+    head = f"{format_ns(window.idle_ns)} of the device, by what the host was in meanwhile"
     lines = _heading("idle", head, width)
-    names = {one.cause: CAUSES.get(one.cause, one.cause) for one in trace.idle}
+    names = {one.cause: called(one.cause) for one in trace.idle}
     left = max(map(len, names.values())) + 1
     room = max(width - 2 - left - 9 - 6 - 1, 8)
     for one in trace.idle[:MAX_CAUSES]:
@@ -214,8 +205,8 @@ def _kernels(trace: TraceReport, width: int) -> list[Line]:
         return []
     shown = trace.kernels if len(trace.kernels) == MAX_KERNELS + 1 else trace.kernels[:MAX_KERNELS]
     rows = [
-        (short_kernel(one.name), format_ns(one.total_ns), percent(one.total_ns / whole), f"{one.count:,}")
-        for one in shown
+        (name, format_ns(one.total_ns), percent(one.total_ns / whole), f"{one.count:,}")
+        for name, one in zip(kernel_names(one.name for one in shown), shown, strict=True)
     ]
     others = trace.kernels[len(shown) :]
     if others:
@@ -224,11 +215,6 @@ def _kernels(trace: TraceReport, width: int) -> list[Line]:
         rows.append((f"{len(others):,} others", format_ns(total), percent(total / whole), f"{count:,}"))
     lines = _heading("kernels", f"{sum(one.count for one in trace.kernels):,} of {len(trace.kernels):,} kinds", width)
     return [*lines, *table(("name", "total", "share", "times"), rows, width, dim=bool(others))]
-
-
-def short_kernel(name: str) -> str:
-    """Return the end of a kernel's name that tells it from others: without its template's arguments."""
-    return clean(name.partition("<")[0].removeprefix("void ") or name)
 
 
 def _collectives(trace: TraceReport, width: int) -> list[Line]:

@@ -119,7 +119,7 @@ class RankView:
 
 @dataclass(frozen=True)
 class View:
-    """A run as it is shown.
+    """A run as it is shown; ``run`` is what it was read from.
 
     ``device_note`` says why there are no figures of a device, or is None where there are. ``commands`` are what to
     type next. ``facts`` and ``training`` are the lead rank's rows of the manifest. ``url`` is what ``root`` is a copy
@@ -148,6 +148,7 @@ class View:
     memory: MemoryReport
     ooms: tuple[Autopsy, ...]
     commands: tuple[Command, ...]
+    run: Run
     url: str | None = None
     across: RankReport | None = None
     events: tuple[StepEvents, ...] = ()
@@ -185,7 +186,6 @@ def run_view(
     ranks, broken = _rank_views(facts)
     across = facts.ranks.problems if facts.ranks else ()
     problems = (*run.problems, *damaged, *memory.problems, *unread, *torn, *across, *broken)
-    lead = next(one for one in ranks if one.rank == run.lead.rank)
     return View(
         schema_version=whole(run.lead.facts, "schema_version") or SCHEMA_VERSION,
         directory=run.directory,
@@ -196,7 +196,7 @@ def run_view(
         training=run.lead.training,
         verdict=conclude(findings),
         findings=findings,
-        lead=lead,
+        lead=next(one for one in ranks if one.rank == run.lead.rank),
         ranks=tuple(sorted(ranks, key=lambda one: one.rank)),
         device_note=_device_note(run, ranks),
         artifacts=run.artifacts,
@@ -209,6 +209,7 @@ def run_view(
         memory=memory,
         ooms=autopsies(run, max_bytes=max_memory_bytes),
         commands=_commands(run),
+        run=run,
         url=run.url,
         across=facts.ranks,
         events=tuple(rank_events(run.lead)[0]),

@@ -74,10 +74,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_page(view, directory / PAGE_NAME)
         log.unlink(missing_ok=True)
     except Exception as error:  # noqa: BLE001 nobody is there to hear of it: the log says what was wrong
-        with suppress(OSError):
-            log.write_text(f"{type(error).__name__}: {error}\n", encoding="utf-8", errors="backslashreplace")
+        _write_log(log, f"{type(error).__name__}: {error}\n")
         return 1
     return 0
+
+
+def _write_log(log: Path, text: str) -> None:
+    """Write why there is no page, or nothing at all: on a full disk an empty file would be left."""
+    try:
+        log.write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError:
+        with suppress(OSError):
+            log.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_memprof.report.html import to_html
 from lightning_memprof.report.opened import opened
-from lightning_memprof.testing import FakeRun, make_run
+from lightning_memprof.testing import FakeMemory, FakeRun, make_run
 from lightning_memprof.units import MIB
 
 pytestmark = pytest.mark.browser
@@ -177,6 +177,27 @@ def test_it_works_on_a_narrow_screen_and_without_scripts(page_file, open_page):
     assert page.is_visible("h1")
     assert page.is_hidden("#theme")
     assert page.locator("#file-table tbody tr").count() > 5
+
+
+LEGENDS = """() => [...Bokeh.documents].flatMap((one) => [...one._all_models.values()])
+    .filter((one) => one.type === "Legend" && one.items.length > 3).map((one) => one.ncols)"""
+
+
+def test_a_legend_breaks_into_rows_where_the_page_is_narrow(page_file, open_page):
+    page = open_page(page_file)
+    page.wait_for_selector("html[data-charts=drawn]", state="attached", timeout=60_000)
+    assert set(page.evaluate(LEGENDS)) == {"auto"}
+    page.set_viewport_size({"width": 420, "height": 800})
+    page.wait_for_function(f"() => ({LEGENDS})().every((columns) => columns < 4)")
+
+
+def test_a_finding_unfolds_what_its_rule_means(tmp_path, open_page):
+    run = make_run(tmp_path / "run", FakeRun(memory=FakeMemory(kept_bytes=64 * MIB)))
+    page = open_page(written(run, tmp_path / "report.html"))
+    details = page.locator(".finding details").first
+    assert details.locator("p").first.is_hidden()
+    details.locator("summary").press("Enter")
+    assert details.locator("p").first.is_visible()
 
 
 def test_the_page_is_no_larger_than_promised(page_file):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import os
@@ -12,6 +13,7 @@ import pytest
 
 from lightning_memprof.analysis.trace_model import GpuTimes, KernelKind, TraceReport
 from lightning_memprof.analysis.trace_report import trace_report
+from lightning_memprof.artifacts.trace_categories import tensorboard_categories
 
 pytestmark = pytest.mark.corpus
 
@@ -139,3 +141,11 @@ def report_of(directory: str) -> TraceReport:
         if path is not None and path.parent.name == directory:
             return report(path)
     pytest.skip(f"no recorded traces in {ROOT}; set MEMPROF_CORPUS to where they are")
+
+
+def test_a_file_that_is_rewritten_for_the_profiler_tab_gives_the_same_report(path: Path, tmp_path: Path) -> None:
+    written = tmp_path / path.name.removesuffix(".gz")
+    with gzip.open(path) as source, written.open("wb") as target:
+        tensorboard_categories(source, target)  # type: ignore[arg-type]  # GzipFile is a binary file in all but its type
+    found = trace_report(written)
+    assert dataclasses.replace(found, file=report(path).file) == report(path)

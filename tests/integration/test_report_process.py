@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -12,13 +13,41 @@ import psutil
 import pytest
 
 import lightning_memprof
-from lightning_memprof import HostMemory, MemProfilerCallback, Output, Pulse, Schedule
+from lightning_memprof import HostMemory, MemProfilerCallback, OperatorTrace, Output, Pulse, Schedule
 from lightning_memprof.artifacts.sink import RunPlace
 from lightning_memprof.integration.report_process import VARIABLE, start_report
+from lightning_memprof.report.html import to_html
+from lightning_memprof.report.opened import opened
 from lightning_memprof.testing import FakeRun, make_run
 from training import Perceptron, loader, only_run, trainer
 
 PATIENCE_SECONDS = 90
+PROGRAM = """
+import hashlib, os, sys
+sys.path.insert(0, {support!r})
+from pathlib import Path
+import psutil
+from lightning.pytorch import Callback, seed_everything
+from lightning_memprof import HostMemory, MemProfilerCallback, Output, Pulse, Schedule
+from training import Perceptron, loader, trainer
+
+place, page = Path(sys.argv[1]), bool(sys.argv[2])
+
+class Late(Callback):
+    def on_train_end(self, *_):
+        if not (child := os.fork()):
+            os._exit(0)
+        os.waitpid(child, 0)
+
+seed_everything(3, verbose=False)
+model = Perceptron()
+recorder = MemProfilerCallback(
+    Schedule(wait=1, active=1), [Pulse(), HostMemory()], output=Output(summary=False, report=page)
+)
+trainer(place, recorder, Late()).fit(model, loader(), loader(2))
+print(hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in model.parameters())).hexdigest())
+print(len(psutil.Process().children(recursive=True)))
+"""
 
 
 def callback(**output) -> MemProfilerCallback:
@@ -59,6 +88,28 @@ def test_a_fit_leaves_its_page_and_does_not_wait_for_it(tmp_path, monkeypatch):
     assert ">finished<" in page
     wait_until_ended(run)
     assert not (run / "report.log").exists()
+
+
+def test_the_page_at_the_end_has_all_that_the_command_has_traces_included(tmp_path, monkeypatch):
+    monkeypatch.delenv(VARIABLE)
+    kept = Output(summary=False, on_error="raise")
+    recorder = MemProfilerCallback(Schedule(wait=1, active=1), [Pulse(), OperatorTrace()], output=kept)
+    trainer(tmp_path, recorder).fit(Perceptron(), loader(4))
+    run = only_run(tmp_path)
+    page = wait_for(run / "report.html")
+    wait_until_ended(run)
+    with opened([str(run)]) as view:
+        assert view.traces
+        again = to_html(view)
+    assert 'id="traces"' in page
+    assert texts(page) == texts(again)
+
+
+def texts(page: str) -> list[str]:
+    """Return what a page says, without when it was made."""
+    bare = re.sub(r"<(script|style)\b.*?</\1>", "", page, flags=re.DOTALL)
+    found = [one.strip() for one in re.sub(r"<[^>]+>", "\n", bare).splitlines()]
+    return [one for one in found if one and not one.startswith("Made at ")]
 
 
 @pytest.mark.parametrize("how", ["option", "variable", "stage"])
@@ -156,3 +207,39 @@ def test_a_shell_that_is_missing_costs_a_line_of_the_log(tmp_path, monkeypatch, 
     monkeypatch.setattr(subprocess, "run", missing)
     assert start_report(RunPlace(tmp_path, 1)) is False
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_on_a_full_disk_neither_a_part_of_the_page_nor_an_empty_log_is_left(tmp_path, environment):
+    run = make_run(tmp_path / "log", FakeRun(steps=5))
+    before = sorted(run.rglob("*"))
+    program = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        "from lightning_memprof.report.written import main; sys.exit(main(sys.argv[1:]))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(run)], capture_output=True, text=True, check=False, env=environment
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "")
+    assert sorted(run.rglob("*")) == before
+
+
+def test_a_training_from_stdin_with_a_forked_child_ends_as_it_does_without_the_page_to_the_last_bit(
+    tmp_path, environment
+):
+    environment.pop(VARIABLE)
+    support = str(Path(__file__).parents[1] / "support")
+    program = PROGRAM.format(support=support)
+    ended = []
+    for wanted in ("", "page"):
+        place = tmp_path / (wanted or "bare")
+        place.mkdir()
+        done = subprocess.run(
+            [sys.executable, "-", str(place), wanted],
+            input=program, capture_output=True, text=True, check=False, env=environment, cwd=place,
+        )  # fmt: skip
+        said = done.stderr.replace(str(place), "PLACE").splitlines()
+        ended.append((done.returncode, done.stdout, [line for line in said if "page of this run" not in line]))
+    wait_until_ended(tmp_path / "page" / "log" / "memprofiler")
+    assert ended[0] == ended[1]
+    assert ended[0][0] == 0
+    assert (tmp_path / "page" / "log" / "memprofiler" / "report.html").exists()

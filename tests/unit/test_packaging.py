@@ -72,7 +72,7 @@ def test_the_wheel_says_that_it_is_typed_and_carries_its_license(distribution):
 @pytest.mark.parametrize(
     ("group", "name", "value"),
     [
-        ("console_scripts", "lightning-memprof", "lightning_memprof.cli.main:main"),
+        ("console_scripts", "lightning-memprof", "lightning_memprof.__main__:main"),
         (
             "lightning.pytorch.callbacks_factory",
             "memprof",

@@ -72,10 +72,14 @@ def _of_host(trace: TraceReport) -> Finding:
         rule=NOTHING_FOUND,
         severity=Severity.NONE,
         sentence="Nothing can be said of a device: the trace has the host only.",
-        why=f"{format_ns(trace.end_ns - trace.start_ns)} and {trace.events:,} events were recorded on the host.",
+        why=f"In {format_ns(trace.end_ns - trace.start_ns)} {_recorded(trace.events)} on the host.",
         next_steps=(_look(trace),),
         evidence=(Evidence(artifact=str(trace.file), rank=trace.rank),),
     )
+
+
+def _recorded(events: int) -> str:
+    return "1 event was recorded" if events == 1 else f"{events:,} events were recorded"
 
 
 def _of_memory(snapshot: SnapshotReport) -> Finding:
@@ -85,7 +89,7 @@ def _of_memory(snapshot: SnapshotReport) -> Finding:
     return Finding(
         rule=NOTHING_FOUND,
         severity=Severity.NONE,
-        sentence=f"No fault found: {format_bytes(device.peak_requested_bytes)} were in use at the peak.",
+        sentence=f"No fault found: {format_bytes(device.peak_requested_bytes)} were requested at the peak.",
         why=f"The allocator had at most {format_bytes(device.peak_reserved_bytes)} of device {device.device}{most}.",
         next_steps=(_less_at_peak(holder),),
         numbers={

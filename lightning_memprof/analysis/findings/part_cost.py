@@ -6,15 +6,16 @@ import statistics as stats
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.model import MIN_STEPS
+from lightning_memprof.analysis.findings.model import MIN_STEPS, Finding, Severity, percent
 from lightning_memprof.analysis.findings.own_cost import own_marks
 from lightning_memprof.analysis.steps import typical_steps
+from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.findings.model import Facts
     from lightning_memprof.analysis.run import Rank
 
-__all__ = ["PartCost", "dearest_part", "part_cost"]
+__all__ = ["Part", "PartCost", "part_bound", "part_cost"]
 
 # A part that most recorded steps have is in each step of the run.
 IN_EACH: Final = 0.8
@@ -23,6 +24,22 @@ MIN_RECORDED: Final = 2
 LIKE_IT: Final = 0.8
 # What takes less cannot be told from the rest of a step that no window recorded.
 MIN_TOLD_NS: Final = 20_000_000
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of ``step_events.PARTS``: from which share of all steps and which cost on it is worth a word, and which.
+
+    ``sentence`` has the places ``{share}`` and ``{on_rank}``, ``why`` has ``{each}``, ``{step}`` and ``{often}``.
+    """
+
+    name: str
+    notable_share: float
+    severe_share: float
+    min_cost_ns: int
+    sentence: str
+    why: str
+    next_steps: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -65,11 +82,37 @@ def part_cost(facts: Facts, rank: Rank, part: str) -> PartCost | None:
     return PartCost(each_ns, share, recorded, tuple(like_it), is_in_each=False)
 
 
-def dearest_part(facts: Facts, part: str) -> tuple[Rank, PartCost] | None:
-    """Return the rank that spends the largest share of its time in a part, of those with steps enough to tell."""
+def part_bound(facts: Facts, part: Part) -> list[Finding]:
+    """Say what a part costs the rank that spends the largest share of its time in it, where that is notable."""
     costs = [
         (rank, cost)
         for rank in facts.run.ranks
-        if len(rank.pulse) >= MIN_STEPS and (cost := part_cost(facts, rank, part)) is not None
+        if len(rank.pulse) >= MIN_STEPS and (cost := part_cost(facts, rank, part.name)) is not None
     ]
-    return max(costs, key=lambda one: one[1].share, default=None)
+    if not costs:
+        return []
+    rank, cost = max(costs, key=lambda one: one[1].share)
+    if cost.share <= part.notable_share or cost.each_ns < part.min_cost_ns:
+        return []
+    often = "in every recorded step" if cost.is_in_each else f"and {len(cost.like_it)} more steps took as much longer"
+    return [
+        Finding(
+            rule=f"{part.name}_bound",
+            severity=Severity.CRITICAL if cost.share >= part.severe_share else Severity.WARNING,
+            sentence=part.sentence.format(share=percent(cost.share), on_rank=facts.on_rank(rank)),
+            why=part.why.format(each=format_ns(cost.each_ns), step=cost.recorded[0], often=often),
+            next_steps=part.next_steps,
+            evidence=(
+                *facts.recorded(rank, "hooks", cost.recorded),
+                *((facts.pulse(rank, cost.like_it),) if cost.like_it else ()),
+            ),
+            numbers={
+                "rank": rank.rank,
+                f"{part.name}_share": cost.share,
+                f"{part.name}_ns": cost.each_ns,
+                "steps": list(cost.recorded),
+                "like_it": list(cost.like_it),
+            },
+            weight=cost.share,
+        )
+    ]

@@ -40,6 +40,9 @@ NOTABLE_SHARE: Final = 0.10
 SEVERE_SHARE: Final = 0.40
 # The system and the Trainer hold up single steps for less than this.
 MIN_EXCESS_NS: Final = 50_000_000
+# Three steps that a machine held up lie at equal distances by chance in one run of twenty; four hardly ever do.
+MIN_RHYTHM: Final = 4
+CATCH: Final = "MemProfilerCallback(triggers=Triggers(anomalies=[SlowStep()]))"
 # What takes this part of the excess explains it.
 MAIN_PART: Final = 0.5
 GARBAGE: Final = "Python's garbage collector"
@@ -61,6 +64,7 @@ PHASES: Final = {
     "callbacks": "callbacks",
     "other": "what lies between the phases",
 }
+PASSES: Final = frozenset(PARTS[name] for name in ("forward", "backward", "optimizer"))
 RULES_OF_PHASES: Final = {"data_wait": input_bound, "callbacks": callback_bound, "other": between_steps}
 NEXT: Final = {
     "validation": "Validate less often, Trainer(val_check_interval=...), or on less: Trainer(limit_val_batches=...).",
@@ -138,7 +142,16 @@ def _finding(facts: Facts, rank: Rank) -> Finding | None:
 
 def _severity(facts: Facts, excess: Rhythm, cause: _Cause | None, share: float) -> Severity:
     told = cause is not None and cause.phase in RULES_OF_PHASES and RULES_OF_PHASES[cause.phase](facts)
-    return Severity.INFO if told else severity(share, SEVERE_SHARE, excess)
+    # That it was the forward pass does not say why: a machine that does something else slows that down too.
+    is_explained = cause is not None and cause.is_recorded and cause.name not in PASSES
+    return Severity.INFO if told or not (is_explained or _is_rhythm(excess)) else severity(share, SEVERE_SHARE, excess)
+
+
+def _is_rhythm(few: Rhythm) -> bool:
+    """Whether the steps come so regularly that no busy machine explains them."""
+    if len(few.steps) > 1 and (few.ends_epochs or few.starts_epochs):
+        return True
+    return few.period is not None and len(few.steps) >= MIN_RHYTHM
 
 
 def _recorded_cause(facts: Facts, rank: Rank, times: tuple[int, int]) -> _Cause | None:
@@ -200,9 +213,12 @@ def _why(few: Rhythm, cause: _Cause | None, usual_ns: int, share: float) -> str:
     times = f"{format_ns(few.mean_ns)} where the others take {format_ns(usual_ns)}"
     said = f"{len(few.steps)} of {few.seen} steps: {times}, {percent(share)} of all time"
     if cause is None:
-        return f"{said}; no single phase takes most of it."
+        chance = "" if _is_rhythm(few) else ": without a rhythm it may be chance, a machine that is busy otherwise"
+        return f"{said}; no single phase takes most of it{chance}."
     seen = " in a recorded one" if cause.is_recorded else ""
     unknown = "" if cause.is_recorded else "; no window recorded such a step"
+    if not cause.is_recorded and not _is_rhythm(few):
+        unknown += ", and without a rhythm it may be chance: a machine that is busy with something else does this"
     return f"{said}; {format_ns(cause.ns)} of it {cause.name}{seen}{unknown}."
 
 
@@ -213,6 +229,9 @@ def _next_steps(few: Rhythm, cause: _Cause | None) -> tuple[str, ...]:
     elif cause is not None and cause.is_recorded:
         steps.append(f"Do the work of {cause.name} less often, or in a thread.")
     if cause is None or not cause.is_recorded:
-        start = few.steps[0]
-        steps.append(f"Record such a step: MemProfilerCallback(schedule=Schedule(steps=({start},), active=1)).")
+        if _is_rhythm(few):
+            schedule = f"MemProfilerCallback(schedule=Schedule(steps=({few.steps[0]},), active=1))"
+            steps.append(f"Record such a step: {schedule}.")
+        else:
+            steps.append(f"Have the next slow step open a window, which shows what still goes on behind it: {CATCH}.")
     return tuple(steps)

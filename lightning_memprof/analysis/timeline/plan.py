@@ -12,7 +12,7 @@ import msgspec
 
 from lightning_memprof.analysis.timeline.nesting import LEFT_OUT, Track
 from lightning_memprof.analysis.timeline.rows import Number, Reader, Row, canonical
-from lightning_memprof.units import nanoseconds
+from lightning_memprof.units import AT_ONCE_US, nanoseconds
 
 __all__ = ["BEGINS", "Key", "Plan", "ProcessFacts", "make_plan"]
 
@@ -110,7 +110,7 @@ class _Scan:
             if row.ph == "X" and ts is not None:
                 dur = row.dur
                 try:
-                    start = nanoseconds(ts)
+                    start = round(ts * 1000) if -AT_ONCE_US < ts < AT_ONCE_US else nanoseconds(ts)
                     end = start + round(dur * 1000) if dur and dur > 0 else start
                 except OverflowError:
                     start = end = _MOST_NS

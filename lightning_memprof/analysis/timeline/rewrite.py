@@ -12,7 +12,7 @@ from lightning_memprof.analysis.timeline.nesting import LEFT_OUT
 from lightning_memprof.analysis.timeline.numbering import Places
 from lightning_memprof.analysis.timeline.plan import BEGINS, Plan
 from lightning_memprof.analysis.timeline.rows import Row
-from lightning_memprof.units import nanoseconds
+from lightning_memprof.units import AT_ONCE_US, nanoseconds
 
 __all__ = ["Rewrite"]
 
@@ -71,7 +71,9 @@ class Rewrite:
             if where is None:
                 where = numbers[row.pid, row.tid] = self._where(row, 0)
             ph = row.ph
-            row.ts = (nanoseconds(row.ts) + shift) / 1000  # type: ignore[arg-type]  # who has none is left out
+            ts: Any = row.ts  # who has none is left out
+            start = round(ts * 1000) if -AT_ONCE_US < ts < AT_ONCE_US else nanoseconds(ts)
+            row.ts = (start + shift) / 1000
             if ph == "X":
                 dur = row.dur
                 row.dur = round(dur * 1000) / 1000 if dur and dur > 0 else 0.0

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Final
 from lightning_memprof.analysis.block_lives import BlockLives, lives_of_replay, lives_of_trace
 from lightning_memprof.analysis.device_timeline import device_timeline
 from lightning_memprof.analysis.replay import replay
-from lightning_memprof.analysis.run import load_run
 from lightning_memprof.analysis.snapshot import read_snapshot
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.report.charts.embed import Chart, chart_resources
@@ -44,19 +43,12 @@ _MAX_BYTES: Final = 64 * 1024 * 1024
 _FILES: Final = 4
 
 
-def charts(view: View, run: Run | None = None) -> dict[str, Chart]:
+def charts(view: View) -> dict[str, Chart]:
     """Return the charts of a run by their ids, in the order of the page; those without data are left out.
 
-    Args:
-        view: what is shown of the run; with ``traces`` and ``snapshots`` theirs too.
-        run: the run itself, for what the view has no rows of (the pulse's steps, system samples over time); None reads
-            it from the view's directory.
-
-    Raises:
-        ArtifactError: the run is to be read, and is not there any more.
-
+    With ``traces`` and ``snapshots`` in the view theirs too.
     """
-    run = run or load_run(view.directory)
+    run = view.run
     lead = run.lead
     made = [
         steps_chart(view, lead),

@@ -7,6 +7,7 @@
   };
   const AXES = /Axis$/;
   const documents = [];
+  const places = new Map();
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   let printing = false;
 
@@ -32,13 +33,33 @@
     }
   };
 
+  // A legend does not break by itself: on a narrow page its names would be cut off at the left. A letter is 6.6 pixels
+  // wide, each name has a mark and a gap of 38, and 120 are left of and right of the figure.
+  const legendColumns = (names, width) => {
+    const longest = Math.max(...names.map((name) => name.length));
+    const columns = Math.max(1, Math.floor((width - 120) / (6.6 * longest + 38)));
+    return columns < names.length ? columns : "auto";
+  };
+  const fitLegends = () => {
+    for (const [doc, place] of places) {
+      for (const model of doc._all_models.values()) {
+        if (model.type !== "Legend") continue;
+        const columns = legendColumns(model.items.map((one) => one.label?.value ?? ""), place.clientWidth);
+        if (model.ncols !== columns) model.ncols = columns;
+      }
+    }
+  };
+
   // Bokeh's document before it is made of it: painting it afterwards would draw everything twice.
-  const prepare = (node) => {
+  const prepare = (node, width) => {
     if (node === null || typeof node !== "object") return;
-    for (const child of Object.values(node)) prepare(child);
+    for (const child of Object.values(node)) prepare(child, width);
     if (node.type !== "object" || node.name === undefined) return;
     const attributes = (node.attributes ??= {});
     Object.assign(attributes, colours(node.name, attributes.tags));
+    if (node.name === "Legend") {
+      attributes.ncols = legendColumns(attributes.items.map((one) => one.attributes.label?.value ?? ""), width);
+    }
   };
 
   // Columns that are small in the page and long in memory: halves of an address, places in a list of texts. Only tips
@@ -112,10 +133,11 @@
     try {
       const started = performance.now();
       const { item, strings } = JSON.parse(element.querySelector("script").textContent);
-      prepare(item.doc);
+      prepare(item.doc, place.clientWidth);
       await Bokeh.embed.embed_item(item, place);
       const doc = Bokeh.documents.find((one) => one.get_model_by_id(item.root_id) !== null);
       documents.push(doc);
+      places.set(doc, place);
       filtering(element, doc);
       await frame();
       element.dataset.milliseconds = Math.round(performance.now() - started);
@@ -151,6 +173,7 @@
   };
 
   dark.addEventListener("change", paintAll);
+  addEventListener("resize", fitLegends);
   new MutationObserver(paintAll).observe(document.documentElement, { attributeFilter: ["data-theme"] });
   addEventListener("beforeprint", () => { printing = true; paintAll(); });
   addEventListener("afterprint", () => { printing = false; paintAll(); });

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +19,10 @@ from lightning_memprof.units import GIB, KIB, MIB, format_bytes
 
 __all__ = ["Chart", "chart_resources", "made"]
 
+# What is longer is no stack; the whole of it is in --format json.
+_MAX_TEXT: Final = 4000
+# Each escape of a JSON string from its left, so that a backslash that is escaped itself begins none.
+_ESCAPE: Final = re.compile(r"\\(?:ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}|u[0-9a-f]{4}|.)")
 _LIMITS: Final = (KIB, 16 * KIB, 256 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB, GIB, 4 * GIB)
 
 
@@ -69,7 +74,7 @@ def made(
     """
     name, section = place
     extra = extra or Extra()
-    data = {"item": json_item(model), "strings": list(extra.strings)}
+    data = {"item": json_item(model), "strings": [_short(one) for one in extra.strings]}
     written = (
         f'<figure class="chart" id="chart-{html.escape(name)}" role="group" aria-label="{html.escape(clean(title))}">'
         f"{_size_filter(name, extra.largest_bytes)}"
@@ -82,8 +87,23 @@ def made(
 
 
 def inert(document: str) -> str:
-    """Return JSON, of ASCII letters alone, in which nothing can end a script or begin a comment."""
-    return document.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    """Return JSON, of ASCII letters alone, in which nothing can end a script or begin a comment.
+
+    Control characters, and those that turn a line's direction, are made visible, as everywhere on the page.
+    """
+    visible = _ESCAPE.sub(_visible, document)
+    return visible.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _visible(found: re.Match[str]) -> str:
+    escape = found[0]
+    if escape in {"\\n", '\\"', "\\\\", "\\/"} or json.loads(f'"{escape}"').isprintable():
+        return escape
+    return f"\\{escape}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 1]}…"
 
 
 def _size_filter(name: str, largest_bytes: int) -> str:

@@ -12,7 +12,8 @@ from bokeh.models import ColumnDataSource, HoverTool, Range1d
 from lightning_memprof.analysis.stacks import is_library, parse_frame
 from lightning_memprof.report.charts.embed import Chart, made
 from lightning_memprof.report.charts.style import bytes_ticks, new_figure
-from lightning_memprof.units import format_bytes
+from lightning_memprof.report.words import clean
+from lightning_memprof.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.allocations import Site
@@ -102,7 +103,7 @@ def holders_chart(
             "share": [node.bytes / root.bytes for node, _, _, _ in rows],
             "blocks": [node.blocks for node, _, _, _ in rows],
             "name": [path for _, _, _, path in rows],
-            "fill": [_FILLS[zlib.crc32(node.name.encode()) % len(_FILLS)] for node, _, _, _ in rows],
+            "fill": [_fill(node.name) for node, _, _, _ in rows],
             "label": [_label(node.name, node.bytes / root.bytes) for node, _, _, _ in rows],
         }
     )
@@ -122,8 +123,9 @@ def holders_chart(
     plot.add_tools(HoverTool(renderers=[quads], tooltips=_TIP, attachment="vertical"))
     first = max(root.below.values(), key=lambda node: node.bytes)
     summary = (
-        f"{format_bytes(root.bytes)} in {root.blocks:,} blocks at the peak of {where}; the most, "
-        f"{format_bytes(first.bytes)}, under {first.name}. As wide as its bytes; parts below a thousandth are left out."
+        f"{format_bytes(root.bytes)} in {format_count(root.blocks, 'block')} at the peak of {where}; the most, "
+        f"{format_bytes(first.bytes)}, under {clean(first.name)}. As wide as its bytes; "
+        "parts below a thousandth are left out."
     )
     return made(place, f"Who holds the bytes at the peak, {where}", summary, plot, height=height)
 
@@ -135,10 +137,15 @@ def _lay(
     for child in sorted(node.below.values(), key=lambda one: -one.bytes):
         if child.bytes < least:
             return
-        path = (*above, child.name)[-_SHOWN:]
+        path = (*above, clean(child.name))[-_SHOWN:]
         rows.append((child, left, row, " > ".join(path)))
         _lay(child, (left, row + 1), path, least, rows)
         left += child.bytes
+
+
+def _fill(name: str) -> str:
+    # A file's name may be no UTF-8; Python then holds it with halves of characters that no encoding has.
+    return _FILLS[zlib.crc32(name.encode(errors="backslashreplace")) % len(_FILLS)]
 
 
 def _label(name: str, share: float) -> str:

@@ -27,7 +27,7 @@ from lightning_memprof.report.charts.style import (
     new_figure,
     words,
 )
-from lightning_memprof.units import format_bytes
+from lightning_memprof.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure
@@ -75,7 +75,7 @@ def memory_chart(lives: BlockLives, place: tuple[str, str], where: str) -> Chart
     above.xaxis.visible = False
     legend(above, [(name, [*areas[name], *quads.get(name, ())]) for name in areas])
     at = f" {peak_at:,.1f} {unit} after its start" if lives.is_timed else ""
-    count = f"{len(lives):,} blocks"
+    count = format_count(len(lives), "block")
     if shown is not lives:
         count = f"the {len(shown):,} largest of {count}"
     summary = (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
 from bokeh.layouts import column
 from bokeh.models import ColumnDataSource
 
@@ -24,7 +26,10 @@ from lightning_memprof.report.charts.style import (
 from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from bokeh.plotting import figure
+    from numpy.typing import NDArray
 
     from lightning_memprof.analysis.ranks import RankReport, RankTimes
 
@@ -57,18 +62,14 @@ def ranks_chart(report: RankReport | None) -> Chart | None:
 
 def _times(ranks: tuple[RankTimes, ...]) -> figure:
     shown = [phase for phase in PHASES if any(one.phases_ns.get(phase) for one in ranks)]
-    columns: dict[str, list[float]] = {
-        "rank": [one.rank for one in ranks],
-        "step": [one.step_ns / 1e6 for one in ranks],
-        **{phase: [(one.phases_ns.get(phase) or 0) / 1e6 for one in ranks] for phase in shown},
-    }
-    rest = [max(0.0, step - sum(columns[phase][i] for phase in shown)) for i, step in enumerate(columns["step"])]
+    rank, step = np.array([one.rank for one in ranks], dtype="i4"), _ms([one.step_ns for one in ranks])
+    columns = {phase: _ms([one.phases_ns.get(phase) or 0 for one in ranks]) for phase in shown}
+    rest = np.maximum(step - sum(columns.values()), 0)
     # Ranks of which only a whole step is known have their bar too.
-    if any(part > 0.02 * step for part, step in zip(rest, columns["step"], strict=True)):
+    if (rest > 0.02 * step).any():
         shown = [phase for phase in shown if phase != "other"] + ["other"]
-        known = columns.get("other", [0.0] * len(ranks))
-        columns["other"] = [was + more for was, more in zip(known, rest, strict=True)]
-    columns["wait"] = [float("nan") if one.wait_ns is None else one.wait_ns / 1e6 for one in ranks]
+        columns["other"] = columns.get("other", 0) + rest
+    columns |= {"rank": rank, "step": step, "wait": _ms([one.wait_ns for one in ranks])}
     data = ColumnDataSource(columns)
     plot = new_figure(_ABOVE, "rank", "mean step, ms")
     bars = plot.vbar_stack(
@@ -80,14 +81,19 @@ def _times(ranks: tuple[RankTimes, ...]) -> figure:
         marks = plot.scatter("rank", "wait", source=data, marker="dash", size=14, line_color=MARK, line_width=3)
         items.append(("waiting", [marks]))
         tips.append(("waiting", "@wait{0,0.00} ms"))
-    columns |= {"left": [rank - 0.5 for rank in columns["rank"]], "right": [rank + 0.5 for rank in columns["rank"]]}
-    covered = ColumnDataSource(columns | {"top": [max(columns["step"])] * len(ranks)})
+    edges = {"left": rank - 0.5, "right": rank + 0.5, "top": np.full(len(ranks), step.max())}
+    covered = ColumnDataSource(columns | edges)
     cover = plot.quad("left", "right", "top", 0, source=covered, fill_alpha=0, line_alpha=0)
     hover(plot, [cover], [*tips, *((words(phase), f"@{phase}{{0,0.00}} ms") for phase in shown)], "vline")
     from_zero(plot)
     whole_numbers(plot)
     legend(plot, items)
     return plot
+
+
+def _ms(values: Sequence[int | None]) -> NDArray[np.float64]:
+    """Return nanoseconds as milliseconds; what is not known is not drawn. Bokeh writes an array as a block of bytes."""
+    return np.array([math.nan if one is None else one for one in values], dtype=float) / 1e6
 
 
 def _memory(ranks: tuple[RankTimes, ...], above: figure) -> figure | None:
@@ -103,7 +109,8 @@ def _memory(ranks: tuple[RankTimes, ...], above: figure) -> figure | None:
     for place, (label, points) in enumerate(series.items()):
         if not points:
             continue
-        data = ColumnDataSource({"x": [rank for rank, _ in points], "y": [size for _, size in points]})
+        x, y = zip(*points, strict=True)
+        data = ColumnDataSource({"x": np.array(x, dtype="i4"), "y": np.array(y, dtype=float)})
         dots = plot.scatter("x", "y", source=data, size=6, color=colour("", place))
         hover(plot, [dots], [("rank", "@x"), (label, "@y{0.[00]ib}")], "vline")
         items.append((label, [dots]))

@@ -25,7 +25,7 @@ from lightning_memprof.report.charts.style import (
     whole_numbers,
     words,
 )
-from lightning_memprof.units import format_bytes, format_ns
+from lightning_memprof.units import format_bytes, format_count, format_ns
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure
@@ -90,7 +90,7 @@ def steps_chart(view: View, lead: Rank) -> Chart | None:
     _windows(plot, lead)
     legend(plot, [(phase, [bar]) for phase, bar in zip(shown, bars, strict=True)])
     median = format_ns(float(np.median(times.total)) * 1e6)
-    summary = f"Rank {lead.rank}, {len(rows)} steps of {source}; half of them take at most {median}."
+    summary = f"Rank {lead.rank}, {format_count(len(rows), 'step')} of {source}; half of them take at most {median}."
     if len(groups) < len(rows):
         summary += f" A bar is the mean of {len(groups[0])} neighbours, the red line the slowest of them."
     if lead.windows:

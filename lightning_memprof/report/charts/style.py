@@ -23,6 +23,8 @@ from bokeh.models.annotations import Label, Legend, LegendItem
 from bokeh.models.renderers import GlyphRenderer
 from bokeh.plotting import figure
 
+from lightning_memprof.report.labels import called
+
 __all__ = [
     "COLOURS",
     "MARK",
@@ -58,7 +60,6 @@ COLOURS: Final[Mapping[str, str]] = {
 # For names that have no colour of their own, in the order of their appearance.
 _MORE: Final = ("#4a8fe7", "#e09f3e", "#2f9e8f", "#9168d8", "#d8576b", "#5c9f4a", "#c77dba", "#8b96a5")
 MARK: Final = "#e5484d"
-_NAMES: Final = {"before": "before the window", "data_wait": "data fetch"}
 # The class takes no parameter where it runs.
 Renderer: TypeAlias = "GlyphRenderer[Any]"
 Mode: TypeAlias = Literal["mouse", "hline", "vline"]
@@ -67,7 +68,7 @@ _FONT: Final = "12px"
 
 def words(name: str) -> str:
     """Return a category's or phase's name as people read it."""
-    return _NAMES.get(name, name.replace("_", " "))
+    return called(name)
 
 
 def colour(name: str, position: int = 0) -> str:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from bokeh.layouts import column
 from bokeh.models import ColumnDataSource
 
-from lightning_memprof.artifacts.naming import system_name
+from lightning_memprof.analysis.system import figures_of, samples
 from lightning_memprof.report.charts.embed import Chart, made
 from lightning_memprof.report.charts.style import (
     Renderer,
@@ -23,13 +20,14 @@ from lightning_memprof.report.charts.style import (
     legend,
     new_figure,
 )
+from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Mapping
 
     from bokeh.plotting import figure
 
-    from lightning_memprof.analysis.run import Rank, Run
+    from lightning_memprof.analysis.run import Run
 
 __all__ = ["system_chart"]
 
@@ -37,8 +35,6 @@ _HEIGHT: Final = 190
 _POINTS: Final = 1000
 _LINES: Final = 8
 _MAX_BYTES: Final = 32 * 1024 * 1024
-_MOST: Final = 1e18
-_PLACE: Final = frozenset({"step", "global_step", "point", "recorded", "time_ns"})
 # By the end of a figure's name, the longer ends before those that they end in: what its axis says, and the order.
 _UNITS: Final = (
     ("_percent", "percent"),
@@ -54,17 +50,18 @@ _FEWEST: Final = 2
 
 def system_chart(run: Run) -> Chart | None:
     """Return the lead rank's samples of its machine over time; None where there are not two."""
-    rows = sorted(_rows(run.lead, run.directory), key=lambda row: row["time_ns"])
+    rows = sorted(
+        (row for row in samples(run.lead, run.directory, _MAX_BYTES) if isinstance(row.get("time_ns"), int)),
+        key=lambda row: row["time_ns"],
+    )
     if len(rows) < _FEWEST:
         return None
     start = rows[0]["time_ns"]
     series: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         at = (row["time_ns"] - start) / 1e9
-        for name, value in row.items():
-            if name not in _PLACE and _is_figure(value):
-                unit = _unit(name)
-                series[unit][_short(name)].append((at, float(value)))
+        for name, value in figures_of(row):
+            series[_unit(name)][_short(name)].append((at, value))
     plots: list[figure] = []
     for unit in (*(words for _, words in _UNITS), ""):
         # What stays 0 all the time, as swap does, says nothing.
@@ -77,8 +74,8 @@ def system_chart(run: Run) -> Chart | None:
         plot.xaxis.axis_label = None
     names = sum(len(of_unit) for of_unit in series.values())
     summary = (
-        f"Rank {run.lead.rank}: {names} figures in {len(rows)} samples, in seconds since the first; they were taken in "
-        "windows, and all the time only where that was asked for."
+        f"Rank {run.lead.rank}: {format_count(names, 'figure')} in {format_count(len(rows), 'sample')}, in seconds "
+        "since the first; they were taken in windows, and all the time only where that was asked for."
     )
     model = column(*plots, sizing_mode="stretch_width")
     return made(("system", "system"), "The machine", summary, model, height=_HEIGHT * len(plots))
@@ -118,27 +115,3 @@ def _short(name: str) -> str:
 
 def _unit(name: str) -> str:
     return next((words for end, words in _UNITS if name.endswith(end)), "")
-
-
-def _is_figure(value: object) -> bool:
-    return (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _MOST and math.isfinite(value)
-    )
-
-
-def _rows(rank: Rank, directory: Path) -> Iterator[dict[str, Any]]:
-    """Yield the readable samples of all windows and of the whole run; of long ones the last part."""
-    for path in (*(window.series.get("system") for window in rank.windows), directory / system_name(rank.rank)):
-        if path is None or not path.exists():
-            continue
-        with path.open("rb") as file:
-            if (too_long := path.stat().st_size - _MAX_BYTES) > 0:
-                file.seek(too_long)
-                file.readline()
-            for line in file:
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(row, dict) and isinstance(row.get("time_ns"), int):
-                    yield row

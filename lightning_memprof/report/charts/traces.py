@@ -13,6 +13,8 @@ from bokeh.plotting import figure
 from lightning_memprof.analysis.device_timeline import STATES, DeviceTimeline
 from lightning_memprof.report.charts.embed import Chart, made
 from lightning_memprof.report.charts.style import hover, legend, new_figure
+from lightning_memprof.report.labels import called
+from lightning_memprof.report.words import clean
 from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
@@ -42,7 +44,6 @@ _COLOURS: Final[Mapping[str, str]] = {
     "queue": "#5f8dd3",
 }
 _BUSY: Final = ("compute", "communication", "memory copy")
-_WORDS: Final = {"idle_loading": "idle, a batch is loaded"}
 
 
 def shares_chart(traces: Sequence[TraceReport], section: str = "traces") -> Chart | None:
@@ -78,7 +79,7 @@ def shares_chart(traces: Sequence[TraceReport], section: str = "traces") -> Char
     legend(plot, [(_said(name), [bar]) for name, bar in zip(names, bars, strict=True)])
     first = shown[0].gpu_window
     busy = 0 if first is None else 100 * first.busy_ns / first.window_ns
-    causes = ", ".join(f"{one.cause.replace('_', ' ')} {format_ns(one.total_ns)}" for one in shown[0].idle[:3])
+    causes = ", ".join(f"{called(one.cause)} {format_ns(one.total_ns)}" for one in shown[0].idle[:3])
     summary = f"The device of {rows[0]} is busy {busy:.1f} % of its window" + (
         f"; idle by {causes}." if causes else "."
     )
@@ -102,7 +103,7 @@ def _parts(trace: TraceReport) -> dict[str, int]:
 def _names(traces: Sequence[TraceReport]) -> list[str]:
     names: list[str] = []
     for trace in traces:
-        name = f"rank {trace.rank}" if trace.rank is not None else trace.file.name
+        name = f"rank {trace.rank}" if trace.rank is not None else clean(trace.file.name)
         if len(name) > _LONGEST_NAME:
             name = f"{name[: _LONGEST_NAME - 1]}…"
         # Two rows of one name would be drawn into each other.
@@ -156,4 +157,4 @@ def _steps(plot: figure, timeline: DeviceTimeline, width: float) -> None:
 
 
 def _said(name: str) -> str:
-    return _WORDS.get(name, name.replace("_", " "))
+    return called(name.replace(" ", "_"))

@@ -7,6 +7,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings import percent, shown_place
+from lightning_memprof.report.labels import called
 from lightning_memprof.report.page.model import Bar, Cell
 from lightning_memprof.units import format_bytes, format_ns
 
@@ -76,7 +77,7 @@ def bars(parts: Mapping[str, int | None], total: int, *, are_bytes: bool) -> lis
     form = format_bytes if are_bytes else format_ns
     return [
         Bar(
-            name_of(name), form(value), min(1.0, max(0.0, value / total)), percent(value / total),
+            called(name), form(value), min(1.0, max(0.0, value / total)), percent(value / total),
             name if name in COLOURS else "other",
         )
         for name, value in parts.items()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.compare_model import GROUPS, QUANTITIES
+from lightning_memprof.analysis.compare_model import QUANTITIES
 from lightning_memprof.report.compare import (
     by_group,
     comparison_notes,
     conclusion,
+    heading,
     shown_change,
     shown_figure,
     shown_value,
@@ -112,4 +113,4 @@ def _group(name: str, changes: Sequence[NamedChange]) -> Section:
         for one in changes
     ]
     table = Table(f"{name}-table", "", heads, rows)
-    return Section(name, name[:1].upper() + name[1:], GROUPS[name][1], [table])
+    return Section(name, name[:1].upper() + name[1:], heading(name), [table])

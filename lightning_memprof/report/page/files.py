@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings import percent
+from lightning_memprof.report.labels import BEFORE_RECORDING, PEAKS, called, device_parts, peak_note, reserved_parts
 from lightning_memprof.report.page.cells import (
     NONE,
     bars,
@@ -16,7 +17,7 @@ from lightning_memprof.report.page.cells import (
     time_cell,
 )
 from lightning_memprof.report.page.model import Cell, ChartPlace, Facts, Head, Part, Section, Stack, Table, Words
-from lightning_memprof.units import format_bytes, format_ns
+from lightning_memprof.units import format_bytes, format_count, format_ns
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -59,7 +60,7 @@ def _trace(number: int, one: TraceReport, *, several: bool) -> Iterator[Part]:
     ]
     if one.step_window is not None:
         rows.append(("a step, mean", format_ns(one.step_window.mean_step_ns)))
-        rows.append(("loading data, in all steps", format_ns(one.step_window.data_loading_ns)))
+        rows.append((f"{called('data_loading')}, in all steps", format_ns(one.step_window.data_loading_ns)))
     yield Facts(f"Trace {number + 1}" if several else "Trace", rows, one.missing, is_wide=True)
     yield ChartPlace("timeline" if number == 0 else f"timeline-{number + 1}")
     for times, title in ((one.gpu_window, "The device, first to last event"), (one.step_window, "The device in steps")):
@@ -73,22 +74,16 @@ def _trace(number: int, one: TraceReport, *, several: bool) -> Iterator[Part]:
 
 
 def _gpu(times: GpuTimes, title: str) -> Stack:
-    # What overlaps counts once, for computation first: so the parts add up to the whole.
-    copies = max(0, times.busy_ns - times.compute_ns - times.communication_exposed_ns)
-    whole = {
-        "compute": times.compute_ns,
-        "communication": times.communication_exposed_ns,
-        "memory_copy": copies,
-        "idle": times.idle_ns,
-    }
     notes = [
         f"busy {percent(times.busy_ns / times.window_ns)}" if times.window_ns else "nothing ran",
-        f"memory copies and fills {format_ns(times.memory_copy_ns)} in all",
+        f"{called('memory_copy')} and fills {format_ns(times.memory_copy_ns)} in all",
     ]
     if times.communication_ns:
         hidden = format_ns(times.communication_overlapped_ns)
         notes.append(f"communication {format_ns(times.communication_ns)} in all, {hidden} of it behind computation")
-    return Stack(title, format_ns(times.window_ns), bars(whole, times.window_ns, are_bytes=False), notes=notes)
+    return Stack(
+        title, format_ns(times.window_ns), bars(device_parts(times), times.window_ns, are_bytes=False), notes=notes
+    )
 
 
 def _idle(number: int, one: TraceReport, name: str) -> Iterator[Part]:
@@ -97,7 +92,7 @@ def _idle(number: int, one: TraceReport, name: str) -> Iterator[Part]:
     total = sum(cause.total_ns for cause in one.idle)
     rows = [
         (
-            Cell(name_of(cause.cause)), time_cell(cause.total_ns, one.idle[0].total_ns),
+            Cell(called(cause.cause)), time_cell(cause.total_ns, one.idle[0].total_ns),
             share_cell(cause.total_ns / total if total else None), count_cell(cause.count), time_cell(cause.longest_ns),
             Cell(cause.example),
         )
@@ -142,7 +137,7 @@ def _communication(number: int, one: TraceReport, name: str) -> Iterator[Part]:
         ]  # fmt: skip
         heads = (
             Head("collective", "code"), Head("group", "code"), Head("size", "number"), Head("times", "number"),
-            Head("total", "number"), Head("exposed", "number", "while nothing was computed"), Head("middle", "number"),
+            Head("total", "number"), Head("exposed", "number", "while nothing was computed"), Head("median", "number"),
             Head("longest", "number"),
         )  # fmt: skip
         yield Table(f"comm-{number}", f"Collectives{name}", heads, rows, notes=_more(len(one.collectives)))
@@ -185,7 +180,8 @@ def _host(number: int, one: TraceReport, name: str) -> Iterator[Part]:
             for step in one.steps[:MAX_ROWS]
         ]  # fmt: skip
         heads = (
-            Head("step", "number"), Head("time", "number"), Head("device busy", "number"), Head("loading", "number")
+            Head("step", "number"), Head("time", "number"), Head("device busy", "number"),
+            Head(called("data_loading"), "number"),
         )  # fmt: skip
         yield Table(f"steps-{number}", f"Steps{name}", heads, rows, notes=_more(len(one.steps)))
 
@@ -231,34 +227,32 @@ def _snapshot(number: int, one: SnapshotReport, *, several: bool) -> Iterator[Pa
 def _device(number: int, one: DeviceReport, name: str, *, several: bool) -> Iterator[Part]:
     on = f", device {one.device}" if several else ""
     lost = one.fragmentation
-    free = lost.free_segment_bytes
-    whole = {
-        "requested": one.requested_bytes,
-        "rounding": lost.rounding_bytes,
-        "pending": one.pending_bytes,
-        "inactive_split": lost.inactive_split_bytes,
-        "free_segments": free,
-    }
     made, returned = one.segments_made, one.segments_returned
-    peaks = f"{format_bytes(one.peak_requested_bytes)} requested, {format_bytes(one.peak_reserved_bytes)} reserved"
     churn = f"{made[0]} made with {format_bytes(made[1])}, {returned[0]} returned with {format_bytes(returned[1])}"
     notes = (
-        f"peak in the ring: {peaks}; {one.events} events",
+        f"{format_bytes(one.peak_requested_bytes)} {peak_note('requested')}",
+        f"{format_bytes(one.peak_reserved_bytes)} {peak_note('reserved')}; {format_count(one.events, 'event')}",
         f"largest free block: {format_bytes(lost.largest_free_block)}; {one.segments} segments",
         f"segments in the ring: {churn}",
     )
     reserved = format_bytes(one.reserved_bytes)
-    yield Stack(f"Reserved at the end{on}{name}", reserved, bars(whole, one.reserved_bytes, are_bytes=True), (), notes)
+    yield Stack(
+        f"Reserved at the end{on}{name}",
+        reserved,
+        bars(reserved_parts(one), one.reserved_bytes, are_bytes=True),
+        (),
+        notes,
+    )
     if not one.holders_at_peak:
         return
     most = one.holders_at_peak[0].bytes
     rows = [
         (
-            Cell(_frame(holder.site) or NONE), size_cell(holder.bytes, most), count_cell(holder.blocks),
+            Cell(_frame(holder.site) or BEFORE_RECORDING), size_cell(holder.bytes, most), count_cell(holder.blocks),
             Cell(" ← ".join(map(_frame, holder.stack[:STACK]))),
         )
         for holder in one.holders_at_peak[:MAX_ROWS]
     ]  # fmt: skip
     heads = (Head("line", "code"), Head("bytes", "number"), Head("blocks", "number"), Head("stack", "code"))
-    title = f"Holders at the peak{on}{name}"
+    title = f"Holders at the {PEAKS['requested'].label}{on}{name}"
     yield Table(f"holders-{number}-{one.device}", title, heads, rows, notes=_more(len(one.holders_at_peak)))

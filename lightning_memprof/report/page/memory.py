@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings import percent
+from lightning_memprof.report.labels import PEAKS, called, peak_note
 from lightning_memprof.report.memory import peak_allocations
-from lightning_memprof.report.page.cells import NONE, bars, count_cell, index_cell, name_of, size_cell, time_cell
+from lightning_memprof.report.page.cells import NONE, bars, count_cell, index_cell, size_cell, time_cell
 from lightning_memprof.report.page.model import Cell, ChartPlace, Head, Part, Section, Stack, Table, Words
+from lightning_memprof.report.peaks import run_peaks
 from lightning_memprof.units import format_bytes
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ ROOT: Final = "(the model)"
 def memory_section(view: View) -> Section:
     """Return the peak of the lead rank by category, its course, and what could be freed."""
     memory = view.memory.lead
-    parts: list[Part] = [ChartPlace("memory"), *_peak(memory.peak, view)]
+    parts: list[Part] = [ChartPlace("memory"), *_peaks(view), *_peak(memory.peak, view)]
     parts += [*_checkpointing(memory), *_functions(memory.functions), *_named(view)]
     if memory.peak is None:
         lead = f"The peak by category is not known: {memory.reasons.get('peak', 'not recorded')}."
@@ -38,6 +40,16 @@ def memory_section(view: View) -> Section:
         on = f" on {memory.peak.device}" if memory.peak.device else ""
         lead = f"At most {format_bytes(memory.peak.total_bytes)} of tensors were seen{on}, in step {memory.peak.step}."
     return Section("memory", "Memory", lead, parts)
+
+
+def _peaks(view: View) -> Iterator[Part]:
+    """Say what each of the peaks counts: beside each other they look like one figure with several values."""
+    rows = [
+        (Cell(peak.label), size_cell(size), Cell(peak.counts), Cell(peak.span)) for peak, size in run_peaks(view)
+    ]  # fmt: skip
+    heads = (Head("peak"), Head("bytes", "number"), Head("counts"), Head("over which time"))
+    if rows:
+        yield Table("peaks", "Peaks, and what each of them counts", heads, rows, is_sortable=False)
 
 
 def _peak(peak: CategoryPeak | None, view: View) -> Iterator[Part]:
@@ -48,10 +60,10 @@ def _peak(peak: CategoryPeak | None, view: View) -> Iterator[Part]:
     own = view.lead.device.peak_allocated_bytes if view.lead.device else None
     if own is not None:
         beyond = f", {format_bytes(own - peak.total_bytes)} more than these" if own > peak.total_bytes else ""
-        notes.append(f"the allocator's own peak over the run: {format_bytes(own)}{beyond}")
-    unknown = [(name_of(name), peak.unknown.get(name, "")) for name, size in peak.categories.items() if size is None]
+        notes.append(f"{PEAKS['device'].label} {format_bytes(own)}{beyond}")
+    unknown = [(called(name), peak.unknown.get(name, "")) for name, size in peak.categories.items() if size is None]
     yield Stack(
-        "At the peak, by category",
+        f"{PEAKS['tensors'].label[0].upper()}{PEAKS['tensors'].label[1:]}, by category",
         format_bytes(peak.total_bytes),
         bars(peak.categories, peak.total_bytes, are_bytes=True),
         unknown,
@@ -111,7 +123,7 @@ def _named(view: View) -> Iterator[Part]:
         return
     heads = (
         Head("name", "code"), Head("point"), Head("rank", "number"), Head("step", "number"), Head("rss", "number"),
-        Head("rss, peak so far", "number"),
+        Head(PEAKS["rss"].label, "number"),
     )  # fmt: skip
     rows = [
         (
@@ -156,7 +168,11 @@ def holders_section(view: View) -> Section | None:
         "holders",
         "Holders at the peak",
         lead,
-        [ChartPlace("holders"), Table("sites", "By operator, module and line", heads, rows, footer)],
+        [
+            ChartPlace("holders"),
+            Words(f"{peak_note('live')}."),
+            Table("sites", "By operator, module and line", heads, rows, footer),
+        ],
     )
 
 
@@ -167,7 +183,7 @@ def _site(one: Site, most: int) -> tuple[Cell, ...]:
         count_cell(one.blocks),
         Cell(one.module or NONE, style="" if one.module else "dim"),
         Cell(one.line or NONE, style="" if one.line else "dim"),
-        Cell(name_of(one.phase or NONE), style="" if one.phase else "dim"),
+        Cell(called(one.phase or NONE), style="" if one.phase else "dim"),
         index_cell(one.step),
     )
 

@@ -146,7 +146,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class FindingCard:
-    """One finding."""
+    """One finding; ``means`` and ``when`` it fires are the paragraphs of its rule."""
 
     id: str
     rule: str
@@ -155,6 +155,8 @@ class FindingCard:
     why: str
     next_steps: Sequence[str]
     evidence: Sequence[Evidence]
+    means: Sequence[str] = ()
+    when: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from functools import cache
+from importlib import resources
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings import Severity, percent
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.columns import span
+from lightning_memprof.report.labels import PEAKS, called
 from lightning_memprof.report.page.cells import bars
 from lightning_memprof.report.page.model import (
     Badge,
@@ -105,10 +109,20 @@ def finding_cards(
             why=one.why,
             next_steps=one.next_steps,
             evidence=list(_evidence(one, places, known)),
+            means=_texts().get(one.rule, {}).get("means", ()),
+            when=_texts().get(one.rule, {}).get("when", ()),
         )
         for number, one in enumerate(findings)
         if one.severity is not Severity.NONE
     ]
+
+
+@cache
+def _texts() -> Mapping[str, Mapping[str, Sequence[str]]]:
+    """Return what the documentation's pages say of each rule: a page that is offline cannot show them."""
+    text = resources.files("lightning_memprof.report").joinpath("templates", "findings.json").read_text("utf-8")
+    found: Mapping[str, Mapping[str, Sequence[str]]] = json.loads(text)
+    return found
 
 
 def badge(severity: Severity) -> Badge:
@@ -159,7 +173,7 @@ def _figures(view: View) -> Iterator[Figure]:
         detail = f"p90 {format_ns(pulse.p90_ns)}, slowest {format_ns(pulse.max_ns)}"
         yield Figure("a step, median", format_ns(pulse.median_ns), detail, "#steps")
         wait = format_ns(pulse.breakdown_ns["data_wait"] or 0)
-        yield Figure("waiting for data", percent(pulse.share("data_wait")), f"{wait} of a mean step", "#steps")
+        yield Figure(called("data_wait"), percent(pulse.share("data_wait")), f"{wait} of a mean step", "#steps")
     found = next((one for one in view.throughput if one.rank == lead.rank), None)
     if found is not None:
         rate, unit = found.batches_per_s, "batches"
@@ -169,13 +183,17 @@ def _figures(view: View) -> Iterator[Figure]:
         yield Figure(f"{unit} a second", amount(rate.mean), spread, "#steps")
     if lead.device is not None and lead.device.peak_allocated_bytes is not None:
         peak = format_bytes(lead.device.peak_allocated_bytes)
-        yield Figure("device memory, peak", peak, lead.device.device or "", "#memory")
+        yield Figure(
+            PEAKS["device"].label, peak, f"{lead.device.device or ''} allocated, whole run".lstrip(), "#memory"
+        )
     peak_rss = lead.host.peak_rss_bytes or lead.host.max_rss_bytes
     if peak_rss is not None:
-        yield Figure("host memory, peak", format_bytes(peak_rss), "resident", "#memory")
+        yield Figure(PEAKS["rss"].label, format_bytes(peak_rss), "the whole process, whole run", "#memory")
     if view.memory.lead.peak is not None:
         kept = view.memory.lead.peak
-        yield Figure("tensors, peak", format_bytes(kept.total_bytes), f"step {kept.step}", "#memory")
+        yield Figure(
+            PEAKS["tensors"].label, format_bytes(kept.total_bytes), f"tensors alone, step {kept.step}", "#memory"
+        )
     if len(view.ranks) > 1:
         ended = sum(one.status == "finished" for one in view.ranks)
         yield Figure("ranks", str(len(view.ranks)), f"{ended} finished", "#ranks")

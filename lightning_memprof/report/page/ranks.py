@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings import percent
+from lightning_memprof.report.labels import PEAKS, called
 from lightning_memprof.report.page.cells import NONE, count_cell, index_cell, name_of, size_cell, time_cell
 from lightning_memprof.report.page.model import Cell, ChartPlace, Head, Part, Section, Table
 from lightning_memprof.report.ranks import NAMES
@@ -49,9 +50,10 @@ def _table(view: View) -> Table:
     slowest = max((_step_ns(one, times.get(one.rank)) for one in ranks), default=0)
     heads = (
         Head("rank", "number"), Head("host", "code"), Head("status"), Head("steps", "number"),
-        Head("a step", "number", "mean"), Head("data fetch", "number"), Head("compute", "number", "without waiting"),
-        Head("waiting", "number", "for other ranks, in a recorded step"), Head("rss peak", "number"),
-        Head("device peak", "number"),
+        Head("a step", "number", "mean"), Head(called("data_wait"), "number"),
+        Head("compute", "number", "without waiting"),
+        Head("waiting", "number", "for other ranks, in a recorded step"), Head(PEAKS["rss"].label, "number"),
+        Head(PEAKS["device"].label, "number"),
     )  # fmt: skip
     rows = [_row(one, times.get(one.rank), slowest) for one in ranks]
     left_out = len(view.ranks) - len(ranks)
@@ -104,7 +106,7 @@ def _spreads(report: RankReport) -> Iterator[Part]:
             )
         )
     heads = (
-        Head(""), Head("least", "number"), Head("middle", "number"), Head("most", "number"),
+        Head(""), Head("least", "number"), Head("median", "number"), Head("most", "number"),
         Head("apart", "number"),
     )  # fmt: skip
     if rows:

@@ -19,7 +19,7 @@ from lightning_memprof.report.page.cells import (
 from lightning_memprof.report.page.model import Cell, ChartPlace, Facts, Head, Lines, Part, Section, Table, Words
 from lightning_memprof.report.throughput import amount
 from lightning_memprof.report.words import cost, trouble
-from lightning_memprof.units import format_bytes, format_ns
+from lightning_memprof.units import format_bytes, format_count, format_ns
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.run import Artifact
@@ -51,7 +51,7 @@ def system_section(view: View) -> Section | None:
     rows = [_figure(name, one) for name, one in sorted(found.figures.items())]
     heads = (Head("figure"), Head("mean", "number"), Head("least", "number"), Head("most", "number"))
     rank = f" of rank {found.rank}" if len(view.ranks) > 1 else ""
-    lead = f"The machine{rank} in {found.samples} samples."
+    lead = f"The machine{rank} in {format_count(found.samples, 'sample')}."
     return Section(
         "system", "System", lead, [ChartPlace("system"), Table("system-figures", "Figures", heads, rows)]
     )  # fmt: skip
@@ -134,7 +134,7 @@ def files_section(view: View) -> tuple[Section, dict[str, str]]:
     )  # fmt: skip
     notes = [f"{len(rest)} more, {_total(rest)}: the manifests list them all"] if rest else []
     table = Table("file-table", "Files", heads, rows, notes=notes)
-    lead = f"{len(ordered)} files with {_total(ordered)} in {place(view.root, view.root, view.url)}."
+    lead = f"{format_count(len(ordered), 'file')} with {_total(ordered)} in {place(view.root, view.root, view.url)}."
     return Section("files", "Files", lead, [_commands(view), *([table] if rows else [])]), places
 
 

@@ -10,7 +10,8 @@ from lightning_memprof.analysis.phases import OWN_WORK
 from lightning_memprof.analysis.step_events import PARTS, event_totals
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.columns import Column, step_columns
-from lightning_memprof.report.page.cells import NONE, bars, count_cell, name_of, size_cell, time_cell
+from lightning_memprof.report.labels import PEAKS, called
+from lightning_memprof.report.page.cells import NONE, bars, count_cell, size_cell, time_cell
 from lightning_memprof.report.page.model import Cell, ChartPlace, Facts, Head, Part, Section, Stack, Table
 from lightning_memprof.report.throughput import amount
 from lightning_memprof.units import format_bytes, format_ns
@@ -35,7 +36,7 @@ def steps_section(view: View) -> Section:
         lead = "No step was timed." if not view.lead.windows else "Only the steps in windows were timed."
     else:
         lead = (
-            f"A step takes {format_ns(pulse.median_ns)} in the middle, {format_ns(pulse.p90_ns)} or more in 1 of 10, "
+            f"A step takes {format_ns(pulse.median_ns)} in the median, {format_ns(pulse.p90_ns)} or more in 1 of 10, "
             f"{format_ns(pulse.max_ns)} at most."
         )
     return Section("steps", "Steps", lead, parts)
@@ -46,19 +47,22 @@ def _columns(view: View) -> Iterator[Part]:
     if not columns:
         return
     heads = [Head(""), *(Head(one.title, "number", one.subtitle) for one in columns)]
-    rows = [[Cell(name_of(phase)), *(_phase(one, phase) for one in columns)] for phase in PHASES]
+    rows = [[Cell(called(phase)), *(_phase(one, phase) for one in columns)] for phase in PHASES]
     total = [Cell("a step"), *(time_cell(one.duration_ns) for one in columns)]
     memory = [
         [Cell("host rss"), *(size_cell(one.host.rss_bytes) for one in columns)],
         [
-            Cell("host rss, peak"),
+            Cell(PEAKS["rss"].label),
             *(size_cell(one.host.peak_rss_bytes or one.host.max_rss_bytes) for one in columns),
         ],
     ]
     if any(one.device is not None for one in columns):
-        for name in ("allocated_bytes", "reserved_bytes", "peak_allocated_bytes"):
-            label = f"device {name_of(name.removesuffix('_bytes'))}"
-            memory.append([Cell(label), *(size_cell(getattr(one.device, name, None)) for one in columns)])
+        for title, name in (
+            ("device allocated", "allocated_bytes"),
+            ("device reserved", "reserved_bytes"),
+            (PEAKS["device"].label, "peak_allocated_bytes"),
+        ):
+            memory.append([Cell(title), *(size_cell(getattr(one.device, name, None)) for one in columns)])
     notes = [
         *(["steps in windows include the cost of recording them"] if len(columns) > 1 else []),
         *([left_out] if left_out else []),
@@ -97,7 +101,7 @@ def _events(view: View) -> Iterator[Part]:
     rows = [
         (
             Cell(action_name(one.action)),
-            Cell("our own" if one.action.startswith(OWN_WORK) else name_of(one.part)),
+            Cell("our own" if one.action.startswith(OWN_WORK) else called(one.part)),
             time_cell(one.self_ns / count, totals[0].self_ns / count),
             Cell(percent(one.self_ns / total), sort=one.self_ns / total),
             time_cell(one.total_ns / count),

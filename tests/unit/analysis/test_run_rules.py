@@ -177,10 +177,32 @@ def test_one_step_that_a_busy_machine_holds_up_is_information(tmp_path: Path) ->
     assert next(iter(findings)) == "nothing_found"
 
 
-def test_one_step_that_takes_seconds_is_more_than_a_hiccup(tmp_path: Path) -> None:
-    finding = found(tmp_path, FakeRun(steps=60, phases=in_some(lambda step: step == 30, forward=9000 * MS)))
+@pytest.mark.parametrize("slow", [(30,), (17, 31), (13, 26, 39), (9, 17, 31, 50)])
+def test_slow_steps_without_a_rhythm_that_nothing_explains_are_information(
+    tmp_path: Path, slow: tuple[int, ...]
+) -> None:
+    findings = found(tmp_path, FakeRun(steps=60, phases=in_some(lambda step: step in slow, forward=9000 * MS)))
+    assert findings["slow_steps"].severity is Severity.INFO
+    assert findings["slow_steps"].sentence.startswith(f"{len(slow)} of 56 steps" if len(slow) != 3 else "Every 13th")
+    assert "it may be chance" in findings["slow_steps"].why
+    assert "triggers=Triggers(anomalies=[SlowStep()])" in findings["slow_steps"].next_steps[-1]
+    assert next(iter(findings)) == "nothing_found"
+
+
+def test_slow_steps_in_a_rhythm_matter_without_an_explanation(tmp_path: Path) -> None:
+    slow = (13, 26, 39, 52)
+    finding = found(tmp_path, FakeRun(steps=60, phases=in_some(lambda step: step in slow, forward=9000 * MS)))
     assert finding["slow_steps"].severity is Severity.CRITICAL
-    assert finding["slow_steps"].sentence.startswith("1 of 56 steps (step 30)")
+    assert "chance" not in finding["slow_steps"].why
+    assert "SlowStep" not in " ".join(finding["slow_steps"].next_steps)
+
+
+def test_that_a_recorded_slow_step_spent_it_in_a_pass_explains_nothing(tmp_path: Path) -> None:
+    slow = (11, 30, 44)
+    fake = FakeRun(steps=60, windows=((30, 31),), phases=in_some(lambda step: step in slow, forward=9000 * MS))
+    finding = found(tmp_path, fake)["slow_steps"]
+    assert "of it the forward pass in a recorded one" in finding.why
+    assert finding.severity is Severity.INFO
 
 
 def test_a_hiccup_does_not_hide_the_rhythm_of_the_slow_steps(tmp_path: Path) -> None:

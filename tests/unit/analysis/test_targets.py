@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import os
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_memprof.analysis.locate import find_run
 from lightning_memprof.analysis.targets import file_kind, find_targets
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.testing import FakeRun, make_run
@@ -122,3 +124,36 @@ def test_what_may_not_be_read_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(ArtifactError, match="may not be read by you"):
         find_targets([trace])
+
+
+def test_a_trace_behind_a_byte_order_mark_is_one(tmp_path: Path) -> None:
+    assert file_kind(write(tmp_path / "a.odd", codecs.BOM_UTF8 + TRACE)) == "trace"
+
+
+def test_of_a_directory_that_is_too_large_to_look_through_a_place_in_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_memprof.analysis.locate.MAX_DIRECTORIES", 3)
+    for number in range(4):
+        (tmp_path / str(number)).mkdir()
+    with pytest.raises(ArtifactError, match=r"3 directories were looked at, .* there are more; name a run's log") as no:
+        find_targets([tmp_path])
+    assert "\n" not in str(no.value)
+    with pytest.raises(ArtifactError, match="3 directories were looked at"):
+        find_run(tmp_path)
+
+
+def test_what_is_near_is_found_before_what_is_deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_memprof.analysis.locate.MAX_DIRECTORIES", 4)
+    (tmp_path / "a" / "b" / "c" / "d").mkdir(parents=True)
+    trace = write(tmp_path / "z" / "one.json", TRACE)
+    assert find_targets([tmp_path]).traces == (trace,)
+
+
+def test_a_link_to_a_directory_is_not_followed(tmp_path: Path) -> None:
+    write(tmp_path / "elsewhere" / "one.json", TRACE)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "loop").symlink_to(tmp_path / "here")
+    (tmp_path / "here" / "away").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ArtifactError, match="no run is in it"):
+        find_targets([tmp_path / "here"])

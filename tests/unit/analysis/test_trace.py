@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 from pathlib import Path
@@ -207,3 +208,11 @@ def test_gzip_members_that_follow_each_other_are_one_trace(tmp_path):
     path = tmp_path / "t.json.gz"
     path.write_bytes(gzip.compress(text[:50]) + gzip.compress(text[50:]))
     assert names(path) == ["aten::add"] * 3
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_byte_order_mark_before_the_trace_is_no_part_of_it(tmp_path, packed):
+    text = codecs.BOM_UTF8 + write_trace(tmp_path / "t.json", [OPERATOR]).read_bytes()
+    path = tmp_path / ("marked.json.gz" if packed else "marked.json")
+    path.write_bytes(gzip.compress(text) if packed else text)
+    assert names(path) == ["aten::add"]

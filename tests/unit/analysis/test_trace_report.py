@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kineto import write_trace
-from lightning_memprof.analysis.trace_columns import read_columns
+from lightning_memprof.analysis.trace_columns import Kind, read_columns
 from lightning_memprof.analysis.trace_report import trace_report
 from lightning_memprof.errors import ArtifactError
 
@@ -212,6 +212,43 @@ def test_times_since_1970_keep_their_nanoseconds(tmp_path, spacing):
         1712195499999998000,
     ]
     assert (columns.ends - columns.starts).tolist() == [1500] * 4
+
+
+def test_the_first_collective_of_a_trace_and_all_behind_it_keep_their_arguments(tmp_path):
+    sizes = {"Collective name": "allreduce", "Process Group Name": "0", "In msg nelems": 8, "dtype": "Float"}
+    plain = [kernel(i * 10, i * 10 + 2) for i in range(3_000)]
+    late = {**kernel(29_000, 29_005, name="my_reduction"), "args": {"correlation": 7, **sizes}}
+    last = event("cpu_op", "nccl:all_reduce", 30_000, 30_009, **{"External id": 3, **given([[8]], ["float"])})
+    columns = read_columns(write_trace(tmp_path / "late.json", [*plain, late, *plain, last]))
+    assert [(each.row, each.category, each.span.start_ns, each.span.args) for each in columns.collectives] == [
+        (3_000, "kernel", 29_000_000, {"External id": 0, **sizes}),
+        (6_001, "cpu_op", 30_000_000, {"External id": 3, **given([[8]], ["float"])}),
+    ]
+    assert columns.correlations[3_000] == 7
+
+
+def test_a_category_is_known_in_any_case_and_an_unknown_one_is_another_event(tmp_path):
+    kinds = {
+        "kernel": Kind.KERNEL,
+        "KERNEL": Kind.KERNEL,
+        "Kernel": Kind.KERNEL,
+        "Gpu_Memcpy": Kind.MEMORY_COPY,
+        "xpu_runtime": Kind.RUNTIME,
+        "hip_driver": Kind.RUNTIME,
+        "CPU_OP": Kind.OPERATOR,
+        "tuned \u00e9": Kind.OTHER,
+        "": Kind.OTHER,
+    }
+    columns = read_columns(write_trace(tmp_path / "made.json", [event(cat, "f", 0, 1) for cat in kinds]))
+    assert columns.kinds.tolist() == list(kinds.values())
+
+
+def test_every_event_of_a_trace_of_many_pieces_keeps_its_time(tmp_path):
+    count = 40_000
+    events = [{**kernel(i, i), "dur": i % 3 - 1 + 0.125} for i in range(count)]
+    columns = read_columns(write_trace(tmp_path / "long.json", events))
+    assert columns.starts.tolist() == [i * 1000 for i in range(count)]
+    assert (columns.ends - columns.starts).tolist() == [max((i % 3 - 1) * 1000 + 125, 0) for i in range(count)]
 
 
 def test_arguments_of_other_types_than_usual_do_no_harm(tmp_path):

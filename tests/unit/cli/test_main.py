@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -174,3 +175,27 @@ def test_a_name_in_an_error_cannot_steer_the_terminal(tmp_path, capsys):
     assert err.count("\n") == 1
     assert err.rstrip("\n").isprintable()
     assert "\\x1b[31m" in err
+
+
+def test_ctrl_c_while_a_command_is_imported_is_exit_code_130_and_no_traceback(run_python, tmp_path):
+    stub = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
+    (tmp_path / "jsonargparse.py").write_text(stub)
+    ended = run_python("-m", "lightning_memprof", "show", "x", PYTHONPATH=str(tmp_path))
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("arguments", [["show", "run"], ["show", "run", "--format", "json"], ["--help"]])
+def test_standard_output_that_is_closed_is_one_line(arguments, environment, tmp_path):
+    make_run(tmp_path / "run")
+    command = shlex.join([sys.executable, "-m", "lightning_memprof", *arguments])
+    ended = subprocess.run(
+        ["/bin/sh", "-c", f"{command} >&-"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("lightning-memprof: error: standard output is closed")
+    assert ended.stderr.count("\n") == 1

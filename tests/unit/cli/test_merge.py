@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import pickle
 import pty
 import signal
 import subprocess
@@ -41,6 +42,17 @@ def test_traces_of_any_origin_become_one_named_by_their_files(
     assert processes(out) == ["a · 7", "b · 7"]
     assert len(slices(out)) == 2
     assert capsys.readouterr().out.startswith(f"{out}: 2 events, 0.0 MB; ")
+
+
+def test_a_directory_of_traces_is_merged_as_view_opens_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "traces").mkdir()
+    two(tmp_path / "traces")
+    out = tmp_path / "out.json.gz"
+    assert main(["merge", str(tmp_path / "traces"), "-o", str(out)]) == 0
+    assert processes(out) == ["a · 7", "b · 7"]
+    (tmp_path / "traces" / "c.pickle").write_bytes(pickle.dumps({"segments": [], "device_traces": [[]]}, 4))
+    assert main(["merge", str(tmp_path / "traces"), "-o", str(out)]) == 1
+    assert "c.pickle: is no trace" in capsys.readouterr().err
 
 
 def test_a_run_becomes_one_timeline_of_all_ranks_or_of_the_chosen_ones(tmp_path: Path) -> None:

@@ -21,12 +21,14 @@ from lightning_memprof.analysis.device_timeline import device_timeline
 from lightning_memprof.analysis.run import Run, load_run
 from lightning_memprof.analysis.trace_report import trace_report
 from lightning_memprof.report.charts import Chart, chart_resources, charts, file_charts
+from lightning_memprof.report.charts.embed import inert
 from lightning_memprof.report.charts.holders import holders_chart
 from lightning_memprof.report.charts.memory import memory_chart
 from lightning_memprof.report.charts.placing import offsets
 from lightning_memprof.report.view import run_view
 from lightning_memprof.testing import FakeRun, make_run
 
+STEERING = "a\x1b[31mb\u202ec\x07d\ud800é€😀\\u202e"
 HOSTILE = "</script><img src=x onerror=window.hit=1>"
 
 
@@ -69,7 +71,7 @@ def values(written: Any) -> list[Any]:
 def of_run(tmp_path: Path, fake: FakeRun | None = None) -> dict[str, Chart]:
     make_run(tmp_path, fake)
     run = load_run(tmp_path)
-    return charts(run_view(run, run_allocations(run)), run)
+    return charts(run_view(run, run_allocations(run)))
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(1, 20)), max_size=40))
@@ -215,3 +217,25 @@ def test_a_trace_of_a_host_has_no_charts(tmp_path: Path):
     path = write_trace(tmp_path / "t.json", [gpu("aten::mm", 0, 5, "cpu_op")], baseTimeNanoseconds=0)
     assert device_timeline(path) is None
     assert file_charts([trace_report(path)]) == {}
+
+
+def test_texts_of_the_program_in_a_chart_cannot_steer_what_shows_them() -> None:
+    chart = holders_chart([((STEERING, "x" * 10_000), 10, 1)], ("holders", "memory"), "the test")
+    assert chart is not None
+    (data,) = columns(chart, "name")
+    assert data["name"][0] == "a\\x1b[31mb\\u202ec\\x07d\\ud800é€😀\\u202e"
+    assert len(data["name"][1]) < 1000
+    assert "under a\\x1b[31mb" in chart.summary
+    written = json.dumps({STEERING: STEERING + "\n"})
+    ((key, text),) = json.loads(inert(written)).items()
+    assert key.isprintable()
+    assert text == key + "\n"
+    assert key.endswith("é€😀\\u202e")
+
+
+def test_charts_are_drawn_from_the_view_and_read_no_manifest_again(tmp_path: Path) -> None:
+    run = load_run(make_run(tmp_path, FakeRun(world_size=2)))
+    view = run_view(run)
+    for manifest in run.directory.glob("manifest.*"):
+        manifest.unlink()
+    assert {"steps", "ranks"} <= set(charts(view))

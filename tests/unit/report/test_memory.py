@@ -94,7 +94,7 @@ def test_a_long_reason_is_told_in_full_below(tmp_path: Path) -> None:
 
 def test_what_the_allocator_had_beyond_the_categories_is_said(tmp_path: Path) -> None:
     lines = section(view(tmp_path, FakeRun(device_bytes=lambda _: 300 * MIB)), "memory")
-    assert lines[-1] == "  the allocator's own peak over the run: 364 MiB, 345 MiB more than these"
+    assert lines[-1] == "  device peak 364 MiB, 345 MiB more than these"
 
 
 def test_repeated_blocks_are_one_row_and_own_bytes_sum_to_all(tmp_path: Path) -> None:

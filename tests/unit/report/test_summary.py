@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,15 @@ def test_a_run_of_many_windows_does_not_hold_up_the_end_of_training(
     page = " ".join(capsys.readouterr().out.split())
     assert "windows are not in the memory shown here" in page
     assert "recorded steps from 25 to 29" in page or "recorded steps from 28 to 29" in page
+
+
+@pytest.mark.parametrize(("device_bytes", "said"), [(lambda _: 1, True), (None, False)])
+def test_what_only_traces_of_a_device_show_is_said_to_be_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], device_bytes: Callable[[int], int] | None, said: bool
+) -> None:
+    print_summary(make_run(tmp_path, FakeRun(device_bytes=device_bytes)))
+    page = " ".join(capsys.readouterr().out.split())
+    assert ("traces and snapshots are not read here; what they show is in the report" in page) is said
 
 
 def test_a_rank_that_is_still_writing_is_left_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

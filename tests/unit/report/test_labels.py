@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from html import unescape
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from rich.console import Console
+
+from lightning_memprof.analysis.findings import Evidence, Finding, Severity
+from lightning_memprof.analysis.targets import find_targets
+from lightning_memprof.analysis.trace_model import Cause
+from lightning_memprof.report import html as html_module
+from lightning_memprof.report.files_view import FilesView, files_view
+from lightning_memprof.report.html import to_html
+from lightning_memprof.report.kernel_names import kernel_names
+from lightning_memprof.report.labels import BEFORE_RECORDING, PEAKS, called, device_parts, reserved_parts
+from lightning_memprof.report.markdown import to_markdown
+from lightning_memprof.report.opened import OpenOptions, opened
+from lightning_memprof.report.peaks import run_peaks
+from lightning_memprof.report.terminal import render, render_files
+from lightning_memprof.report.view import View
+from lightning_memprof.report.words import trouble
+from lightning_memprof.testing import FakeRun, make_run
+from lightning_memprof.units import MIB, format_bytes
+from snapshots import block, segment, snapshot, unused, write_snapshot
+from trace_reports import gpu_times, idle, trace
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+@pytest.fixture(autouse=True)
+def no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the charts, which take a second each time."""
+    monkeypatch.setattr(html_module, "charts", lambda _view: {})
+    monkeypatch.setattr(html_module, "file_charts", lambda *_: {})
+
+
+def terminal(view: View | FilesView) -> str:
+    written = io.StringIO()
+    console = Console(file=written, width=80)
+    if isinstance(view, FilesView):
+        render_files(view, console)
+    else:
+        render(view, console)
+    return written.getvalue()
+
+
+def words_of(page: str) -> str:
+    """Return the texts of a page, each between bars, without those of details that are closed."""
+    bare = re.sub(r"<(script|style|details)\b.*?</\1>", "", page, flags=re.DOTALL)
+    return "|".join(part.strip() for part in unescape(re.sub(r"<[^>]+>", "\0", bare)).split("\0") if part.strip())
+
+
+def run_view(path: Path, fake: FakeRun | None = None) -> View:
+    with opened([str(make_run(path / "log", fake))]) as view:
+        assert isinstance(view, View)
+        return view
+
+
+def files(path: Path) -> FilesView:
+    file = write_snapshot(
+        path / "snap.pickle",
+        snapshot([segment(block(0, 2 * MIB), unused(2 * MIB, MIB), block(3 * MIB, MIB, state="active_pending_free"))]),
+    )
+    view = files_view(find_targets([file]))
+    causes = tuple(idle(cause, 1_000_000) for cause in get_args(Cause))
+    traced = trace(causes=causes, gpu_window=gpu_times(100_000_000, 40_000_000, exposed_ns=5_000_000))
+    return replace(view, traces=(traced,), sizes={**view.sizes, traced.file: 1})
+
+
+def test_a_trace_and_a_snapshot_use_the_same_words_in_each_format(tmp_path: Path) -> None:
+    view = files(tmp_path)
+    (device,) = view.snapshots[0].devices
+    assert sum(reserved_parts(device).values()) == device.reserved_bytes
+    window = view.traces[0].gpu_window
+    assert window is not None
+    assert sum(device_parts(window).values()) == window.window_ns
+    shown, page = terminal(view), words_of(to_html(view))
+    names = [name for name, size in {**reserved_parts(device), **device_parts(window)}.items() if size]
+    for label in [*map(called, names), *(called(one.cause) for one in view.traces[0].idle[:5])]:
+        assert re.search(rf"^ *{re.escape(label)} ", shown, re.MULTILINE), label
+        assert f"|{label}|" in page, label
+    for name in ("requested", "reserved"):
+        assert PEAKS[name].label in shown
+        assert f"{PEAKS[name].label}: {PEAKS[name].counts}; {PEAKS[name].span}" in page
+    for text in (shown, page):
+        assert not re.search(r"in use|in no use|waiting for data|loading", text)
+
+
+def test_a_run_uses_the_same_words_in_each_format(tmp_path: Path) -> None:
+    view = run_view(tmp_path, FakeRun(world_size=2, device_bytes=lambda _: 300 * MIB))
+    shown, page, markdown = terminal(view), words_of(to_html(view)), to_markdown(view)
+    for label in (called("data_wait"), "host rss", PEAKS["rss"].label, PEAKS["device"].label):
+        assert re.search(rf"^ *{re.escape(label)} ", shown, re.MULTILINE), label
+        assert f"|{label}|" in page, label
+        assert f"| {label} |" in markdown, label
+    assert not re.search(r"data fetch|waiting for data|resident|rss, peak", shown + page)
+
+
+def test_each_peak_says_what_it_counts_and_over_which_time_in_each_format(tmp_path: Path) -> None:
+    view = run_view(tmp_path, FakeRun(device_bytes=lambda _: 300 * MIB))
+    found = run_peaks(view)
+    assert [peak.label for peak, _ in found] == ["host rss peak", "device peak", "tensors peak", "live peak"]
+    shown, page, markdown = " ".join(terminal(view).split()), words_of(to_html(view)), to_markdown(view)
+    for peak, size in found:
+        assert f"{peak.label} {format_bytes(size)} {peak.counts}; {peak.span}" in shown
+        assert f"|{peak.label}|{format_bytes(size)}|{peak.counts}|{peak.span}|" in page
+        assert f"- {peak.label} {format_bytes(size)}: {peak.counts}; {peak.span}" in markdown
+
+
+def test_the_documentation_has_every_peak_in_the_same_words() -> None:
+    text = (DOCS / "reading-a-report.md").read_text(encoding="utf-8")
+    for peak in PEAKS.values():
+        assert f"| {peak.label} | {peak.counts} | {peak.span} |" in text
+
+
+def test_what_the_page_says_of_the_rules_is_what_their_documentation_says() -> None:
+    script = "import finding_texts, json; print(json.dumps(finding_texts.texts()))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=DOCS, capture_output=True, text=True, check=True)
+    held = Path(html_module.__file__).with_name("templates") / "findings.json"
+    assert json.loads(held.read_text(encoding="utf-8")) == json.loads(done.stdout), "python docs/finding_texts.py"
+
+
+def test_a_finding_explains_its_rule_and_names_its_page_of_the_documentation(tmp_path: Path) -> None:
+    view = run_view(tmp_path)
+    finding = Finding("slow_steps", Severity.INFO, "s.", "w.", ("n.",), evidence=(Evidence(artifact="f"),))
+    page = unescape(to_html(replace(view, findings=(finding,))))
+    (details,) = re.findall(r"<details>.*?</details>", page, re.DOTALL)
+    assert "A few steps take a multiple of the others." in details
+    assert re.search(r"<b>When</b> Where at most a third of the steps", details)
+    assert "docs/findings/slow_steps.md" in details
+    own = Finding("a_rule_of_yours", Severity.INFO, "s.", "w.", ("n.",))
+    assert "<details>" not in to_html(replace(view, findings=(own,)))
+
+
+def test_blocks_from_before_the_recording_are_called_so_in_each_format(tmp_path: Path) -> None:
+    view = files(tmp_path)
+    assert BEFORE_RECORDING in terminal(view)
+    assert BEFORE_RECORDING in words_of(to_html(view))
+
+
+def test_files_that_were_too_large_are_named_with_the_command_that_analyses_one(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "log")
+    with opened([str(directory)], OpenOptions(max_file_bytes=1)) as view:
+        assert isinstance(view, View)
+        (line,) = [message for label, message in trouble(view) if label == "note" and "not analysed" in message]
+        (left,) = [one for one in view.artifacts if one.type == "trace"]
+        assert left.path in line
+        assert f"lightning-memprof report {shlex.quote(str(left.file))}" in line
+        assert left.path in words_of(to_html(view))
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (["void f<1>(int)", "g"], ["f", "g"]),
+        (["f<a_16x16_tn>(a)", "f<a_32x16_tn>(b)", "g<1>"], ["f<…16x16…>", "f<…32x16…>", "g"]),
+        (["f<int>(int)", "f<int>(long)"], ["f<…int)", "f<…long)"]),
+        (["f<1>", "f<1, 2>", "f", "f<1>"], ["f<1>", "f<1, 2>", "f", "f<1>"]),
+        (["f<g<1>, 2>()", "f<g<2>, 2>()"], ["f<…1…>", "f<…2…>"]),
+    ],
+)
+def test_kernels_of_one_short_name_are_told_apart(names: list[str], shown: list[str]) -> None:
+    assert kernel_names(names) == shown
