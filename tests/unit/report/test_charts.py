@@ -139,8 +139,8 @@ def test_the_memory_of_a_window_adds_up_to_its_peak(usual: tuple[Run, dict[str, 
     assert f"optimizer state {format_bytes(2 * held)}" in found["memory"].summary
     blocks = columns(found["memory"], "left")
     assert sum(sum(one["size"]) for one in blocks) >= peak
-    (held,) = columns(found["holders"], "share")
-    assert sum(size for size, top in zip(held["size"], held["top"], strict=True) if top == 0) == peak
+    (holders,) = columns(found["holders"], "share")
+    assert sum(size for size, top in zip(holders["size"], holders["top"], strict=True) if top == 0) == peak
 
 
 def test_a_run_of_several_ranks_has_them_beside_each_other(usual: tuple[Run, dict[str, Chart]]):
