@@ -1,4 +1,9 @@
-"""Take the pictures of a report's sections for the documentation: ``python docs/report_pictures.py REPORT.html``."""
+"""Take the pictures of a report's sections for the documentation: ``python docs/report_pictures.py REPORT.html``.
+
+Those of the demo's report first; then what it has not, each from a report of its own: ``RANKS.html ranks`` of
+``tests/support/straggling_ranks.py`` as two processes, ``SNAPSHOT.html snapshots`` of what
+``tests/support/trained_snapshot.py`` writes. Only the sections that are named behind the report are taken, if any is.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +20,8 @@ MOST_HEIGHT = 1000
 DARK = frozenset({"memory"})
 
 
-def main(report: str) -> None:
-    """Write ``report-SECTION.png`` for each section, and ``report.png`` of what is seen first."""
+def main(report: str, *only: str) -> None:
+    """Write ``report-SECTION.png`` for each section, or for some, and ``report.png`` of what is seen first."""
     address = Path(report).absolute().as_uri()
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
@@ -26,11 +31,11 @@ def main(report: str) -> None:
             page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=scheme)
             page.goto(address)
             page.wait_for_timeout(1500)
-            if scheme == "light":
+            if scheme == "light" and not only:
                 page.screenshot(path=TARGET / "report.png")
             for section in page.query_selector_all("main section")[1:]:
                 name = section.get_attribute("id") or ""
-                if (name in DARK) != (scheme == "dark"):
+                if (name in DARK) != (scheme == "dark") or (only and name not in only):
                     continue
                 section.scroll_into_view_if_needed()
                 page.wait_for_timeout(1500)
@@ -47,4 +52,4 @@ def main(report: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

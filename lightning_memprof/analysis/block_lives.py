@@ -11,14 +11,14 @@ allocated, and from whether it outlived that phase; in the words of `torch.cuda.
 | optimizer | temporary | optimizer_state |
 | between them | temporary | other |
 
-What is there before the first event is `before`.
+What is there before the first event is `before`, and of no block: `with_held` tells which categories it has.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import itemgetter
@@ -32,11 +32,22 @@ from lightning_memprof.analysis.replay import Replay
 from lightning_memprof.analysis.stacks import Frame, is_library
 from lightning_memprof.artifacts.naming import TraceName
 
-__all__ = ["BEFORE", "KINDS", "BlockLives", "live_by_kind", "lives_of_replay", "lives_of_trace", "shown_stack"]
+__all__ = [
+    "BEFORE",
+    "KINDS",
+    "BlockLives",
+    "live_by_kind",
+    "lives_of_replay",
+    "lives_of_trace",
+    "shown_stack",
+    "with_held",
+]
 
 BEFORE: Final = "before"
+# What a window finds and leaves: these are not given back between two steps.
+STAYING: Final = ("parameter", "optimizer_state")
 # In the order in which they are stacked: what stays longest lies lowest.
-KINDS: Final = (BEFORE, "optimizer_state", "gradient", "activation", "input", "other", "temporary")
+KINDS: Final = (BEFORE, "parameter", "optimizer_state", "gradient", "activation", "input", "other", "temporary")
 _KEPT: Final = {
     "data_wait": "input",
     "forward": "activation",
@@ -62,7 +73,8 @@ class BlockLives:
 
     `born` and `died` are Unix ns where `is_timed`, else numbers of events; a block that outlives the last event has
     `end + 1`. `start` and `end` are the first and the last event. `before_bytes` are of blocks that are not among them:
-    what a device held before its trace, and `freed_before` (moment, bytes) is what of it was given back.
+    what a device held before its trace, and `freed_before` (moment, bytes) is what of it was given back. `held_before`
+    are bytes of it by category, where another collector counted them; `knows_before` is False where nothing is known.
     """
 
     device: str
@@ -71,6 +83,8 @@ class BlockLives:
     end: int = 0
     before_bytes: int = 0
     freed_before: list[tuple[int, int]] = field(default_factory=list)
+    held_before: Mapping[str, int] = field(default_factory=dict)
+    knows_before: bool = True
     born: array[int] = field(default_factory=lambda: array("q"))
     died: array[int] = field(default_factory=lambda: array("q"))
     address: array[int] = field(default_factory=lambda: array("Q"))
@@ -131,7 +145,9 @@ def _of_device(trace: MemoryTrace, device: DeviceMemory, memory: MemoryColumns, 
     counted = counted_bytes(device, memory)
     begin, end = trace.origin_ns + memory.time[0], trace.origin_ns + memory.time[-1]
     before = 0 if device.is_host or not memory.total[0] else memory.total[0] - memory.bytes[0]
-    lives = BlockLives(str(device), start=begin, end=end, before_bytes=max(0, before))
+    lives = BlockLives(
+        str(device), start=begin, end=end, before_bytes=max(0, before), knows_before=not device.is_host
+    )  # fmt: skip
     phases = _Phases(trace.points)
     stacks: dict[str, int] = {}
     opened: dict[int, int] = {}
@@ -245,6 +261,25 @@ def _phase_ends(phases: Sequence[str | None]) -> list[int]:
     return ends
 
 
+def with_held(lives: BlockLives, held: Mapping[str, int]) -> BlockLives:
+    """Return the lives with what of parameters and optimizer state was there before their first event.
+
+    Args:
+        lives: the blocks of the device that the model is on.
+        held: bytes by category that were held while the window went on, as a collector counted them at its last step.
+
+    """
+    made = dict.fromkeys(STAYING, 0)
+    for died, size, kind in zip(lives.died, lives.size, lives.kind, strict=True):
+        if died > lives.end and KINDS[kind] in made:
+            made[KINDS[kind]] += size
+    found = {name: rest for name in STAYING if (rest := held.get(name, 0) - made[name]) > 0}
+    if lives.before_bytes and sum(found.values()) > lives.before_bytes:
+        return lives  # not all of them are on this device
+    rest_bytes = max(0, lives.before_bytes - sum(found.values()))
+    return replace(lives, held_before=found, before_bytes=rest_bytes, knows_before=True)
+
+
 def live_by_kind(lives: BlockLives) -> tuple[list[int], dict[str, list[int]]]:
     """Return moments, at most 401 that keep every large maximum and minimum of the sum, and live bytes by category.
 
@@ -258,7 +293,7 @@ def live_by_kind(lives: BlockLives) -> tuple[list[int], dict[str, list[int]]]:
     changes.sort(key=itemgetter(0))
     kept = curve_corners(list(accumulate(size for _, _, size in changes)))
     moments, live = [], {kind: [0] * len(kept) for kind in KINDS}
-    sums = [0] * len(KINDS)
+    sums = [lives.held_before.get(kind, 0) for kind in KINDS]
     done = 0
     for place, corner in enumerate(kept):
         for _, kind, size in changes[done : corner + 1]:

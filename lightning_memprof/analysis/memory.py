@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.analysis.activations import SAVED_TENSORS, Backward, SavedSteps, StepEnd, read_saved_steps
@@ -109,7 +109,10 @@ class StepMemory:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Where the memory of one rank went. ``reasons`` says by field why it is empty or None."""
+    """Where the memory of one rank went. ``reasons`` says by field why it is empty or None.
+
+    ``held`` are the bytes by category that stayed from step to step, at the end of each window's last step.
+    """
 
     rank: int
     peak: CategoryPeak | None
@@ -119,6 +122,7 @@ class RankMemory:
     functions: tuple[FunctionReport, ...]
     allocations: tuple[WindowAllocations, ...]
     reasons: Mapping[str, str]
+    held: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -200,7 +204,8 @@ def _rank_memory(run: Run, rank: Rank, allocations: tuple[WindowAllocations, ...
     if not any(device.sites for one in allocations for device in one.devices):
         reasons["sites"] = _why_no_sites(run, rank, allocations)
     memory = RankMemory(
-        rank.rank, peak, activations, _steps(saved), trade, functions, allocations, reasons
+        rank.rank, peak, activations, _steps(saved), trade, functions, allocations, reasons,
+        {window: _held(saved.ends[window, step]) for window, step in sorted(saved.ends)},
     )  # fmt: skip
     return memory, [*saved.problems, *damage, *more_damage]
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from lightning_memprof.analysis.run import Rank, Run
 
-__all__ = ["Figure", "RankSystem", "figures_of", "samples", "systems"]
+__all__ = ["Figure", "RankSystem", "figures_of", "samples", "stretches", "systems"]
 
 # No figures of the machine: where and when.
 _PLACE: Final = frozenset({"step", "global_step", "point", "recorded", "time_ns"})
@@ -81,20 +81,29 @@ def samples(rank: Rank, directory: Path, most_bytes: int = MAX_BYTES) -> Iterato
 
     Of a file of more than ``most_bytes`` the last part is read; a line that a dying process tore is left out.
     """
+    for stretch in stretches(rank, directory, most_bytes):
+        yield from stretch
+
+
+def stretches(rank: Rank, directory: Path, most_bytes: int = MAX_BYTES) -> Iterator[Iterator[dict[str, Any]]]:
+    """Yield the samples of each window, then those of the whole run: between two stretches nothing was sampled."""
     for path in (*(window.series.get("system") for window in rank.windows), directory / system_name(rank.rank)):
-        if path is None or not path.exists():
-            continue
-        with path.open("rb") as file:
-            if (too_long := path.stat().st_size - most_bytes) > 0:
-                file.seek(too_long)
-                file.readline()
-            for line in file:
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(row, dict):
-                    yield row
+        if path is not None and path.exists():
+            yield _rows(path, most_bytes)
+
+
+def _rows(path: Path, most_bytes: int) -> Iterator[dict[str, Any]]:
+    with path.open("rb") as file:
+        if (too_long := path.stat().st_size - most_bytes) > 0:
+            file.seek(too_long)
+            file.readline()
+        for line in file:
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(row, dict):
+                yield row
 
 
 def figures_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -10,8 +10,10 @@ __all__ = [
     "Collective",
     "Copies",
     "GpuTimes",
+    "HostOperators",
     "IdleCause",
     "Kernel",
+    "Operator",
     "RuntimeCall",
     "StepTimes",
     "Synchronization",
@@ -111,6 +113,17 @@ class RuntimeCall:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Operator:
+    """All calls of one operator on the host; ``own_ns`` is without the operators that they called."""
+
+    name: str
+    count: int
+    own_ns: int
+    total_ns: int
+    max_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Synchronization:
     """All calls by which one operator, or the program itself, made the host wait for the device.
 
@@ -160,6 +173,27 @@ class Copies:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostOperators:
+    """A typical step on a host without a device: its operators, and the Python between them.
+
+    ``operators`` are those that call no other, and ``median_ns`` is theirs. ``small_ns`` passes in operators during
+    stretches so short that calling them takes as long as what they compute, ``between_ns`` in short stretches between
+    operators. ``events`` were recorded in the step, each of which took time too. ``names`` and ``places`` are the
+    operators that the program itself called, by name and by the innermost module or range around them, most first.
+    """
+
+    steps: int
+    step_ns: int
+    operators: int
+    median_ns: int
+    small_ns: int
+    between_ns: int
+    events: int
+    names: tuple[tuple[str, int], ...]
+    places: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class TraceReport:
     """One trace.
 
@@ -183,7 +217,9 @@ class TraceReport:
         profiler_overhead: events of the profiler's own work (category ``overhead``) by name, longest first.
         allocator_spans: start and end of each call that gets device memory from the driver or gives it back
             (``cudaMalloc``, ``cudaFree``, ``cuMemCreate``, ``hipMalloc``, ...) by start; at most 10,000, the longest.
+        operators: of a trace without a device event, the most time of their own first.
         recorded_with: options that the trace says were on: ``with_stack``, ``profile_memory``, ``record_shapes``.
+        host_operators: of a trace with steps and without a device event, else None.
     """
 
     file: Path
@@ -206,3 +242,5 @@ class TraceReport:
     profiler_overhead: tuple[RuntimeCall, ...] = ()
     allocator_spans: tuple[tuple[int, int], ...] = ()
     recorded_with: tuple[str, ...] = ()
+    operators: tuple[Operator, ...] = ()
+    host_operators: HostOperators | None = None

@@ -6,12 +6,15 @@ Device time is a union over all streams and devices of the trace, so that what o
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from lightning_memprof.analysis.host_operators import host_operators
 from lightning_memprof.analysis.intervals import Intervals, clip, intersection, length
+from lightning_memprof.analysis.operator_times import operators
 from lightning_memprof.analysis.trace_calls import allocator_spans, calls, copies
 from lightning_memprof.analysis.trace_collectives import trace_collectives
 from lightning_memprof.analysis.trace_columns import Kind, Progress, TraceColumns, read_columns
@@ -21,13 +24,14 @@ from lightning_memprof.analysis.trace_model import GpuTimes, StepTimes, TraceRep
 from lightning_memprof.analysis.trace_steps import Step, loading_intervals, step_spans, trace_steps
 from lightning_memprof.analysis.trace_waits import synchronizations
 
-__all__ = ["trace_report"]
+__all__ = ["of_rank", "trace_report"]
 
 _RANK: Final = re.compile(r"['\"]rank['\"]\s*:\s*(\d{1,9})\b")
 _WORLD: Final = re.compile(r"['\"]world_size['\"]\s*:\s*(\d{1,9})\b")
 _DEVICE: Final = re.compile(r"['\"]id['\"]\s*:\s*(\d{1,9})\s*,\s*['\"]name['\"]\s*:\s*['\"]([^'\"]*)['\"]")
 _OPTIONS: Final = ("with_stack", "profile_memory", "record_shapes")
 _LARGEST_RANK: Final = 1 << 31
+_NO_RANK: Final = "no rank: torch writes it where a process group was there when the recording ended"
 
 
 def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
@@ -69,7 +73,16 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
         profiler_overhead=calls(columns, Kind.OVERHEAD),
         allocator_spans=allocator_spans(columns),
         recorded_with=tuple(option for option in _OPTIONS if columns.metadata.get(option)),
+        operators=() if window else operators(columns),
+        host_operators=None if window else host_operators(columns, steps),
     )
+
+
+def of_rank(report: TraceReport, rank: int) -> TraceReport:
+    """Return the report with the rank that is known of the file from elsewhere, where the file does not say it."""
+    if report.rank is not None:
+        return report
+    return replace(report, rank=rank, missing=tuple(one for one in report.missing if one != _NO_RANK))
 
 
 def _times(device: DeviceEvents, start: int, end: int) -> dict[str, int]:
@@ -131,7 +144,7 @@ def _missing(rank: int | None, columns: TraceColumns, device: DeviceEvents, step
     if not steps:
         missing.append("no steps: call `step()` of the profiler once a step, and `ProfilerStep#N` appears")
     if rank is None:
-        missing.append("no rank: torch writes it where a process group was there when the recording ended")
+        missing.append(_NO_RANK)
     if len(device.rows) and not _has_runtime(columns):
         missing.append("no calls of the device's runtime: why the device was idle cannot be told")
     return missing

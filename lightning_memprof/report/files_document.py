@@ -116,7 +116,15 @@ def _trace(trace: TraceReport) -> dict[str, Any]:
         "idle": [dataclasses.asdict(one) for one in trace.idle],
         **{
             key: [dataclasses.asdict(one) for one in getattr(trace, key)[:MAX_ROWS]]
-            for key in ("kernels", "collectives", "copies", "synchronizations", "runtime_calls", "profiler_overhead")
+            for key in (
+                "kernels",
+                "collectives",
+                "copies",
+                "synchronizations",
+                "runtime_calls",
+                "profiler_overhead",
+                "operators",
+            )
         },
         "missing": list(trace.missing),
     }

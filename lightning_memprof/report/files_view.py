@@ -56,7 +56,11 @@ class FilesView:
 
 
 def read_files(
-    traces: Iterable[Path], snapshots: Iterable[Path], progress: Callable[[Path, int, int], None] | None = None
+    traces: Iterable[Path],
+    snapshots: Iterable[Path],
+    progress: Callable[[Path, int, int], None] | None = None,
+    *,
+    rank: int | None = None,
 ) -> FileReports:
     """Analyse traces and snapshots, one after the other.
 
@@ -64,16 +68,19 @@ def read_files(
         traces: Kineto JSON, plain or gzip-compressed.
         snapshots: pickles of ``torch.cuda.memory._snapshot()``, plain or gzip-compressed.
         progress: is told how far each trace was read.
+        rank: whose traces they are where they do not say so themselves, as the manifest of a run knows.
 
     """
     read: list[TraceReport] = []
     taken: list[SnapshotReport] = []
     problems: list[Problem] = []
     for path in traces:
-        from lightning_memprof.analysis.trace_report import trace_report  # numpy, which a page without traces spares
+        # numpy, which a page without traces spares
+        from lightning_memprof.analysis.trace_report import of_rank, trace_report
 
         try:
-            read.append(trace_report(path, None if progress is None else _of_file(path, progress)))
+            report = trace_report(path, None if progress is None else _of_file(path, progress))
+            read.append(report if rank is None else of_rank(report, rank))
         except ArtifactError as error:
             problems.append(Problem(os.fspath(path), _without(error, path)))
     for path in snapshots:

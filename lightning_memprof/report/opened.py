@@ -131,6 +131,7 @@ def _with_files(run: Run, max_bytes: int, progress: Callable[[Path, int, int], N
         [one.file for one in kept if one.type == "trace"],
         [one.file for one in kept if one.type == "snapshot"],
         progress,
+        rank=lead,
     )
     by_file = {str(one.file): one.path for one in kept}
     problems = [replace(one, piece=by_file.get(one.piece, one.piece), rank=lead) for one in reports.problems]

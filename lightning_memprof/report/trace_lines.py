@@ -63,6 +63,7 @@ def _sections(trace: TraceReport, width: int, *, ascii_only: bool) -> Iterator[l
         _steps(trace, width, ascii_only=ascii_only),
         _idle(trace, width, ascii_only=ascii_only),
         _kernels(trace, width),
+        _operators(trace, width),
         _collectives(trace, width),
         _copies(trace, width),
         _calls(trace, width),
@@ -215,6 +216,21 @@ def _kernels(trace: TraceReport, width: int) -> list[Line]:
         rows.append((f"{len(others):,} others", format_ns(total), percent(total / whole), f"{count:,}"))
     lines = _heading("kernels", f"{sum(one.count for one in trace.kernels):,} of {len(trace.kernels):,} kinds", width)
     return [*lines, *table(("name", "total", "share", "times"), rows, width, dim=bool(others))]
+
+
+def _operators(trace: TraceReport, width: int) -> list[Line]:
+    whole = sum(one.own_ns for one in trace.operators)
+    if not whole:
+        return []
+    rows = [
+        (clean(one.name), format_ns(one.own_ns), percent(one.own_ns / whole), format_ns(one.total_ns), f"{one.count:,}")
+        for one in trace.operators[:MAX_KERNELS]
+    ]
+    lines = _heading("operators", "on the host, by the time of their own", width)
+    lines += table(("name", "own", "share", "total", "times"), rows, width)
+    if (more := len(trace.operators) - MAX_KERNELS) > 0:
+        lines += notes(f"{more} more: --format json", width)
+    return lines
 
 
 def _collectives(trace: TraceReport, width: int) -> list[Line]:

@@ -143,6 +143,41 @@ def test_names_of_the_program_are_text_and_nothing_else(open_charts: Open):
     assert page.locator("html").get_attribute("data-hit") is None
 
 
+# The room of each rectangle and the length of its label, in pixels, as the page measures them.
+LABELS = """() => {
+    const models = Bokeh.documents.flatMap((doc) => [...doc._all_models.values()]);
+    const plot = models.find((one) => one.type === "Figure");
+    const { left, right, label, words } = plot.renderers[0].data_source.data;
+    const pen = document.createElement("canvas").getContext("2d");
+    pen.font = "11px helvetica";
+    const { start, end } = plot.x_range;
+    return Array.from(label, (text, i) => [words[i], text, pen.measureText(text).width,
+        (Math.min(right[i], end) - Math.max(left[i], start)) * plot.inner_width / (end - start)]);
+}"""
+
+
+@pytest.mark.parametrize("width", [1100, 420])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_label_of_the_flame_graph_stays_in_its_rectangle(open_charts: Open, width: int, theme: str):
+    names = ("addmm", "gelu", "WWWWWWWWWWWWWWWWWWWW", "iiiiiiiiiiiiiiiiiiii", "scaled_dot_product_attention")
+    held = holders_chart(
+        ((("model", f"{place} {name}"), 700 * (1 + place % 7), 1) for place, name in enumerate(names * 2)),
+        ("holders", "memory"),
+        "window 0",
+    )
+    assert held is not None
+    page = open_charts(held, theme=theme)
+    page.set_viewport_size({"width": width, "height": 900})
+    page.wait_for_timeout(700)
+    found = page.evaluate(LABELS)
+    assert found[0][:2] == ["model", "model"]
+    assert any(label.endswith("…") for _, label, _, _ in found)
+    for _, label, length, room in found:
+        assert not label or length <= room - 8
+    # Nothing is left out that has room.
+    assert all(label for _, label, _, room in found if room > 60)
+
+
 def test_a_chart_that_had_no_room_for_a_moment_is_drawn_as_before(open_charts: Open):
     page = open_charts(shown_memory(blocks(200, "train.py(3): main")))
     for size in ((1, 1), (1100, 900)):

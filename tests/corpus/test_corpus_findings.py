@@ -128,6 +128,13 @@ def test_dense_recordings_of_small_models_say_how_far_to_believe_them() -> None:
 
 
 @pytest.mark.parametrize("path", TRACES or [None], ids=lambda path: path.parent.name if path else "none")
+def test_none_of_them_is_a_host_that_calls_tiny_operators(path: Path | None) -> None:
+    if path is None:
+        pytest.skip(f"no recorded traces in {ROOT}; set MEMPROF_CORPUS to where they are")
+    assert "many_small_operators" not in {one.rule for one in findings_of(path)}
+
+
+@pytest.mark.parametrize("path", TRACES or [None], ids=lambda path: path.parent.name if path else "none")
 def test_every_finding_is_whole_and_points_into_its_trace(path: Path | None) -> None:
     if path is None:
         pytest.skip(f"no recorded traces in {ROOT}; set MEMPROF_CORPUS to where they are")

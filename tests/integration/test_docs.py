@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
@@ -25,6 +27,17 @@ SHORT = {"PL_TRAINER_MAX_STEPS": "6", "PL_TRAINER_LIMIT_VAL_BATCHES": "0", "PL_T
 
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
+def test_every_command_is_listed_and_told_on_the_page_of_the_command_line() -> None:
+    help_ = subprocess.run(
+        [sys.executable, "-m", "lightning_memprof", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    commands = set(re.findall(r"^    (\w+)  ", help_.partition("COMMAND\n")[2].partition("\n\n")[0], re.MULTILINE))
+    assert {"show", "report", "run"} <= commands
+    page = ROOT / "docs" / "command-line.md"
+    assert set(re.findall(r"^lightning-memprof (\w+)", blocks(page, "shell")[0], re.MULTILINE)) == commands
+    assert set(re.findall(r"^`(\w+)`\n: ", page.read_text(), re.MULTILINE)) == commands
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from faults import Samples, Steady
-from lightning_memprof import ExtendedPyTorchProfiler, Schedule
+from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, Output, Pulse, Schedule
 from lightning_memprof.analysis.findings import Finding, Severity, examine_files
 from lightning_memprof.analysis.trace_report import trace_report
-from training import trainer
+from lightning_memprof.cli.main import main
+from training import only_run, trainer
 
 STEPS = 6
 
@@ -40,3 +46,62 @@ def test_a_slow_dataset_is_input_bound_in_the_trace_alone(tmp_path: Path, worker
 
 def test_a_fast_dataset_is_not(tmp_path: Path) -> None:
     assert "input_bound_trace" not in found(tmp_path, Samples(12))
+
+
+class Sums(Steady):
+    """Adds a parameter 1,500 times."""
+
+    seconds = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def sums(self, batch: torch.Tensor) -> torch.Tensor:
+        for _ in range(1_500):
+            batch = batch + self.weight
+        return batch
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return super().training_step(self.sums(batch), batch_idx)
+
+
+class SumsAtOnce(Sums):
+    def sums(self, batch: torch.Tensor) -> torch.Tensor:
+        return batch + self.weight.expand(1_500, 8).sum(0)
+
+
+def shown(directory: Path, model: pl.LightningModule, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """Train, and return what `show` says of the run."""
+    ours = MemProfilerCallback(
+        schedule=Schedule(wait=3, warmup=1, active=STEPS), collectors=[Pulse()], output=Output(summary=False)
+    )
+    trainer(directory, ours, profiler=ExtendedPyTorchProfiler()).fit(model, DataLoader(Samples(11), batch_size=None))
+    capsys.readouterr()
+    assert main(["show", str(only_run(directory)), "--format", "json"]) == 0
+    return dict(json.loads(capsys.readouterr().out))
+
+
+def test_a_forward_of_many_tiny_operators_is_launch_bound_on_the_host(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = shown(tmp_path, Sums(), capsys)
+    assert document["verdict"]["rule"] != "nothing_found"
+    (one,) = [one for one in document["findings"] if one["rule"] == "many_small_operators"]
+    assert one["severity"] == "warning"
+    assert one["numbers"]["steps"] == STEPS
+    # Each addition, and the calls in backward that add up what it gives to the parameter.
+    assert one["numbers"]["operators"] > 4 * 1_500
+    assert one["numbers"]["median_ns"] < 10_000
+    assert set(one["numbers"]["most_frequent"][:2]) == {"aten::add", "AddBackward0"}
+    assert {place.rpartition(".")[2] for place in one["numbers"]["most_in"][:2]} == {"training_step", "backward"}
+    assert "torch.compile" in one["next_steps"][0]
+
+
+@pytest.mark.parametrize("model", [SumsAtOnce, Steady])
+def test_the_same_in_one_operator_is_not(
+    model: type[Steady], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = shown(tmp_path, model(), capsys)
+    assert document["traces"]
+    assert "many_small_operators" not in {one["rule"] for one in document["findings"]}

@@ -143,6 +143,15 @@ def test_the_holders_are_named_by_line_and_module_and_add_up(cuda: FakeCuda, tmp
     assert document["verdict"]["rule"] == "out_of_memory"
 
 
+def test_the_same_training_that_does_not_run_out_of_memory_has_no_such_finding(cuda: FakeCuda, tmp_path: Path) -> None:
+    never = 1_000
+    trainer(tmp_path, recorder(history="always")).fit(Fills(cuda, never), loader())
+    document = to_json(run_view(load_run(tmp_path)))
+    assert rows_of(only_run(tmp_path), "oom") == []
+    assert not document["oom"]
+    assert not {one["rule"] for one in document["findings"]} & {"out_of_memory", "failed_request"}
+
+
 @pytest.mark.parametrize(("step", "window"), [(1, None), (4, 0)])
 def test_by_default_the_ring_is_there_in_a_window_and_else_the_page_says_how_to_have_it(
     cuda: FakeCuda, tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int, window: int | None

@@ -70,3 +70,13 @@ def test_the_gradients_all_reduce_is_in_both_traces_under_the_same_name(run: Pat
     # One clock: an all-reduce ends on both ranks nearly at once.
     apart = sorted(abs(a - b) for a, b in zip(*ends, strict=True))
     assert apart[len(apart) // 2] < 20_000_000
+
+
+def test_the_same_ranks_with_none_late_have_no_straggler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "run"
+    assert launch("straggling_ranks.py", directory, world=2) == [0, 0]
+    assert main(["show", str(only_run(directory)), "--format", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["across_ranks"]["waiting"]["collectives"] >= 3
+    assert document["verdict"]["rule"] != "straggler"
+    assert {one["severity"] for one in document["findings"] if one["rule"] == "straggler"} <= {"info"}

@@ -12,6 +12,7 @@ from lightning_memprof.analysis.findings.communication_exposed import communicat
 from lightning_memprof.analysis.findings.gpu_idle import gpu_idle
 from lightning_memprof.analysis.findings.input_bound_trace import input_bound_trace
 from lightning_memprof.analysis.findings.many_small_kernels import many_small_kernels
+from lightning_memprof.analysis.findings.many_small_operators import many_small_operators
 from lightning_memprof.analysis.findings.recording_overhead import recording_overhead
 from lightning_memprof.analysis.findings.synchronization import synchronization
 from lightning_memprof.analysis.findings.tensor_cores_unused import tensor_cores_unused
@@ -34,6 +35,7 @@ TRACE_RULES: Final[tuple[Callable[[TraceReport], list[Finding]], ...]] = (
     blocking_transfers,
     tensor_cores_unused,
     many_small_kernels,
+    many_small_operators,
     recording_overhead,
 )
 

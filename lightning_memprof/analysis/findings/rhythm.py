@@ -26,6 +26,10 @@ FEW: Final = 1 / 3
 MOST: Final = 0.5
 # This part of the distances must be the same one: a validation at the end of an epoch breaks the count.
 REGULAR: Final = 0.6
+# Of the places of a rhythm this part must be slow: chance does not hit so many.
+EACH: Final = 0.8
+# Its first slow steps tell a rhythm; to look at the pairs of all takes long.
+LOOKED_AT: Final = 12
 # Half of the excess lies in steps above some excess; what has less than this part of that one is another matter.
 OF_THE_USUAL: Final = 0.5
 # In all, a run of a few seconds loses as much to the first of anything: an epoch, a checkpoint, a validation.
@@ -113,7 +117,8 @@ def few_steps(rank: Rank, spent: Sequence[tuple[int, int]], *, stands_out: float
         return None
     steps = tuple(step for step, _ in large)
     mean_ns = round(sum(ns for _, ns in large) / len(large))
-    return Rhythm(steps, len(spent), mean_ns, _period(steps), *_in_epochs(rank, steps))
+    period = _period(steps) or _period_of_places(steps, [step for step, _ in spent])
+    return Rhythm(steps, len(spent), mean_ns, period, *_in_epochs(rank, steps))
 
 
 def _weighted_median(values: Sequence[float]) -> float:
@@ -132,6 +137,19 @@ def _period(steps: Sequence[int]) -> int | None:
         return None
     gap, count = gaps.most_common(1)[0]
     return gap if gap > 1 and count >= REGULAR * sum(gaps.values()) else None
+
+
+def _period_of_places(steps: Sequence[int], seen: Sequence[int]) -> int | None:
+    """Return the distance at which nearly each step is slow, where odd ones between them break the count."""
+    slow, found = set(steps), Counter[int]()
+    for before, after in itertools.combinations(steps[:LOOKED_AT], 2):
+        period = after - before
+        places = [step for step in seen if step % period == before % period]
+        hits = sum(step in slow for step in places)
+        if period > 1 and len(places) > MIN_STEPS and hits >= max(EACH * len(places), REGULAR * len(slow)):
+            found[period] = max(found[period], hits)
+    # Of 7 and 14 the shorter one has more of the slow steps.
+    return found.most_common(1)[0][0] if found else None
 
 
 def _in_epochs(rank: Rank, steps: Sequence[int]) -> tuple[bool, bool]:

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.model import Facts, Finding, Severity, percent
+from lightning_memprof.analysis.rows import text
 from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
@@ -16,6 +17,12 @@ __all__ = ["straggler"]
 
 # As for waiting for data: from three tenths on it decides how long the run takes.
 SEVERE_SHARE: Final = 0.30
+# What no other program makes slower by taking a core.
+OWN: Final = frozenset({"data_wait", "callbacks"})
+SHARED: Final = (
+    " All ranks compute on the cores of one machine: what else runs there, or where the system puts them, makes one "
+    "late as well."
+)
 
 WORDS: Final = {
     "data_wait": "its data fetch takes",
@@ -41,12 +48,14 @@ def straggler(facts: Facts) -> list[Finding]:
         return []
     at_stake = found.caused_ns if found.caused_ns is not None else (found.own_ns or 0) - (found.others_ns or 0)
     share = min(1.0, at_stake / found.step_ns) if found.step_ns else 0.0
+    by_chance = found.cause not in OWN and _share_cores(facts)
+    severity = Severity.CRITICAL if share >= SEVERE_SHARE else Severity.WARNING
     return [
         Finding(
             rule="straggler",
-            severity=Severity.CRITICAL if share >= SEVERE_SHARE else Severity.WARNING,
+            severity=Severity.INFO if by_chance else severity,
             sentence=_sentence(found),
-            why=_why(found, share),
+            why=_why(found, share) + (SHARED if by_chance else ""),
             next_steps=(_next(found),),
             evidence=_evidence(facts, found),
             numbers={**dataclasses.asdict(found), "share": share},
@@ -54,6 +63,12 @@ def straggler(facts: Facts) -> list[Finding]:
             weight=1.0 + share,
         )
     ]
+
+
+def _share_cores(facts: Facts) -> bool:
+    """Say whether the ranks are processes without a device on one machine."""
+    device = text(facts.run.lead.facts, "device") or ""
+    return device.startswith("cpu") and facts.ranks is not None and len({one.host for one in facts.ranks.ranks}) == 1
 
 
 def _evidence(facts: Facts, found: Straggler) -> tuple[Evidence, ...]:

@@ -10,11 +10,11 @@ light.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.block_lives import BlockLives, lives_of_replay, lives_of_trace
+from lightning_memprof.analysis.block_lives import BlockLives, lives_of_replay, lives_of_trace, with_held
 from lightning_memprof.analysis.device_timeline import device_timeline
 from lightning_memprof.analysis.replay import replay
 from lightning_memprof.analysis.snapshot import read_snapshot
@@ -87,11 +87,24 @@ def _window_memory(view: View, run: Run) -> Iterator[Chart | None]:
     device = highest[1].device if highest else None
     for lives in _lives(path):
         if device is None or lives.device == device:
+            held = _held(view, window)
+            if held and lives.device == run.lead.facts.get("device"):
+                lives = with_held(lives, held)  # noqa: PLW2901 the same blocks, above what was there
             yield memory_chart(lives, ("memory", "memory"), where)
             break
     if highest:
         sites = ((site_path(one), one.bytes, one.blocks) for one in highest[1].sites)
         yield holders_chart(sites, ("holders", "memory"), where)
+
+
+def _held(view: View, window: int | None) -> Mapping[str, int]:
+    """Return the bytes by category that the lead rank held in a window, none where nobody counted them."""
+    memory = view.memory.lead
+    if window is not None and (held := memory.held.get(window)):
+        return held
+    if memory.peak is None or memory.peak.window != window:
+        return {}
+    return {name: size for name, size in memory.peak.categories.items() if size is not None}
 
 
 def _lives(path: Path | None) -> tuple[BlockLives, ...]:

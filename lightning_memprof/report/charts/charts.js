@@ -83,6 +83,43 @@
     return Array.from(new Uint32Array(bytes.buffer));
   };
 
+  // Words end where their rectangle does, with room to its edges; what would be shorter than three letters is left out.
+  const SHORTEST = 3;
+  const pen = document.createElement("canvas").getContext("2d");
+  const shortened = (words, room) => {
+    if (pen.measureText(words).width <= room) return words;
+    const letters = [...words];
+    let low = 0, high = letters.length;
+    while (low < high) {
+      const middle = Math.ceil((low + high) / 2);
+      if (pen.measureText(letters.slice(0, middle).join("") + "…").width <= room) low = middle;
+      else high = middle - 1;
+    }
+    return low < SHORTEST ? "" : letters.slice(0, low).join("") + "…";
+  };
+  const fitting = (doc) => {
+    for (const source of doc._all_models.values()) {
+      const plan = source.tags?.find((tag) => tag.fit !== undefined);
+      if (plan === undefined) continue;
+      const [font, padding] = plan.fit;
+      const plot = [...doc._all_models.values()].find(
+        (one) => one.type === "Figure" && one.renderers.some((renderer) => renderer.data_source === source));
+      const { left, right, words } = source.data;
+      const fit = () => {
+        const { start, end } = plot.x_range;
+        const scale = plot.inner_width / (end - start);
+        pen.font = font;
+        source.data.label = Array.from(words, (text, i) =>
+          shortened(text, (Math.min(right[i], end) - Math.max(left[i], start)) * scale - 2 * padding));
+        source.data.begin = Array.from(left, (from) => Math.max(from, start));
+        source.change.emit();
+      };
+      plot.x_range.change.connect(fit);
+      plot.properties.inner_width.change.connect(fit);
+      fit();
+    }
+  };
+
   const filtering = (element, doc) => {
     const select = element.querySelector("select");
     const output = element.querySelector("output");
@@ -139,6 +176,7 @@
       documents.push(doc);
       places.set(doc, place);
       filtering(element, doc);
+      fitting(doc);
       await frame();
       element.dataset.milliseconds = Math.round(performance.now() - started);
       widen(doc, strings);

@@ -5,8 +5,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
+from bokeh.core.properties import value
 from bokeh.models import ColumnDataSource, HoverTool, Range1d
 
 from lightning_memprof.analysis.stacks import is_library, parse_frame
@@ -28,11 +30,13 @@ _ROW: Final = 22
 _DEEPEST: Final = 30
 # Narrower than a pixel.
 _LEAST_SHARE: Final = 0.001
-_WIDTH: Final = 1000
 # A name like 0 says nothing without those above it.
 _SHOWN: Final = 4
-_LETTER: Final = 5.9
-_SHORTEST: Final = 4
+_SIZE: Final = "11px"
+_FAMILY: Final = "helvetica"
+_PADDING: Final = 4
+# The page's script writes as much of the words as there is room for: only it knows how wide a letter is.
+_FIT: Final = MappingProxyType({"fit": (f"{_SIZE} {_FAMILY}", _PADDING)})
 _TIP: Final = (
     '<div style="max-width:46em"><b>@size{0.[00]ib}</b> (@share{0.0 %}) in @blocks{0,0} blocks'
     '<div style="overflow-wrap:anywhere">@name</div></div>'
@@ -104,16 +108,19 @@ def holders_chart(
             "blocks": [node.blocks for node, _, _, _ in rows],
             "name": [path for _, _, _, path in rows],
             "fill": [_fill(node.name) for node, _, _, _ in rows],
-            "label": [_label(node.name, node.bytes / root.bytes) for node, _, _, _ in rows],
-        }
+            "words": [_words(node.name) for node, _, _, _ in rows],
+            "label": [""] * len(rows),
+            "begin": [left for _, left, _, _ in rows],
+        },
+        tags=[dict(_FIT)],
     )
     quads = plot.quad(
         "left", "right", "top", "bottom", source=data, fill_color="fill", line_color=None, hover_line_color=_LETTERS,
         hover_fill_color="fill",
     )  # fmt: skip
     plot.text(
-        "left", "middle", "label", source=data, text_font_size="11px", text_baseline="middle", x_offset=3,
-        text_color=_LETTERS,
+        "begin", "middle", "label", source=data, text_font=value(_FAMILY), text_font_size=_SIZE,
+        text_baseline="middle", x_offset=_PADDING, text_color=_LETTERS,
     )  # fmt: skip
     plot.x_range = Range1d(start=0, end=root.bytes, bounds=(0, root.bytes))
     plot.y_range = Range1d(start=-depth, end=0)
@@ -148,14 +155,8 @@ def _fill(name: str) -> str:
     return _FILLS[zlib.crc32(name.encode(errors="backslashreplace")) % len(_FILLS)]
 
 
-def _label(name: str, share: float) -> str:
-    room = int(share * _WIDTH / _LETTER) - 1
+def _words(name: str) -> str:
     frame = parse_frame(name)
-    short = (
-        f"{frame.name} ({frame.filename.replace(chr(92), '/').rpartition('/')[2]}:{frame.line})"
-        if frame
-        else name.removeprefix("aten::")
-    )
-    if room < _SHORTEST:
-        return ""
-    return short if len(short) <= room else f"{short[: room - 1]}…"
+    if frame is None:
+        return name.removeprefix("aten::")
+    return f"{frame.name} ({frame.filename.replace(chr(92), '/').rpartition('/')[2]}:{frame.line})"

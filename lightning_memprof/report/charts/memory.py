@@ -27,6 +27,7 @@ from lightning_memprof.report.charts.style import (
     new_figure,
     words,
 )
+from lightning_memprof.report.labels import PEAKS
 from lightning_memprof.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ _ABOVE: Final = 230
 _BELOW: Final = 320
 # As many are drawn in a second or two; of more the largest are kept.
 MAX_BLOCKS: Final = 100_000
-_STAYS: Final = frozenset({"before", "optimizer_state", "gradient", "other"})
+_STAYS: Final = frozenset({"before", "parameter", "optimizer_state", "gradient", "other"})
 _SECOND_MS: Final = 1000.0
 _TIP: Final = (
     '<div style="max-width:46em">'
@@ -64,7 +65,7 @@ def memory_chart(lives: BlockLives, place: tuple[str, str], where: str) -> Chart
     unit, scale = _unit(lives)
     above = new_figure(_ABOVE, "", "live")
     areas = _areas(above, [(moment - lives.start) / scale for moment in moments], live, unit)
-    peak_bytes, peak_at = _peak(above, moments, live, lives.start, scale)
+    peak_bytes, peak_at = _peak(above, lives, moments, live, scale)
     below = new_figure(_BELOW, unit if lives.is_timed else "event", "blocks", x_range=above.x_range)
     shown = lives
     if len(lives) > MAX_BLOCKS:
@@ -74,18 +75,33 @@ def memory_chart(lives: BlockLives, place: tuple[str, str], where: str) -> Chart
         bytes_axis(plot)
     above.xaxis.visible = False
     legend(above, [(name, [*areas[name], *quads.get(name, ())]) for name in areas])
-    at = f" {peak_at:,.1f} {unit} after its start" if lives.is_timed else ""
+    at = f", {peak_at:,.1f} {unit} after its start" if lives.is_timed else ""
     count = format_count(len(lives), "block")
     if shown is not lives:
         count = f"the {len(shown):,} largest of {count}"
     summary = (
-        f"At most {format_bytes(peak_bytes)} are live on {lives.device} in {where}{at} (red). Below {count}, each as "
-        "high as it is large and as long as it lived; where it lies is chosen for the drawing. "
+        f"At most {format_bytes(peak_bytes)} are live on {lives.device} in {where}{at} (red){_from_before(lives)}. "
+        f"Below {count}, each as high as it is large and as long as it lived; where it lies is chosen for the drawing. "
         "Categories are told from when a block was allocated and freed."
     )
     extra = Extra(strings=lives.stacks, largest_bytes=max(shown.size))
     model = column(above, below, sizing_mode="stretch_width")
     return made(place, f"Memory over time, {where}", summary, model, height=_ABOVE + _BELOW, extra=extra)
+
+
+def _from_before(lives: BlockLives) -> str:
+    """Say what of the peak was there before the first event, or that nobody knows."""
+    if not lives.knows_before:
+        return "; what was there before, parameters mostly, is not known and not drawn"
+    if not (before := _before_bytes(lives)):
+        return ""
+    parts = [f"{words(name)} {format_bytes(size)}" for name, size in lives.held_before.items()]
+    named = f" ({', '.join(parts)}, as counted at the end of a step)" if parts else ""
+    return f", {format_bytes(before)} of which were there before its first event{named}"
+
+
+def _before_bytes(lives: BlockLives) -> int:
+    return lives.before_bytes + sum(lives.held_before.values())
 
 
 def _unit(lives: BlockLives) -> tuple[str, float]:
@@ -118,14 +134,18 @@ def _areas(plot: figure, times: Sequence[float], live: dict[str, list[int]], uni
 
 
 def _peak(
-    plot: figure, moments: Sequence[int], live: dict[str, list[int]], start: int, scale: float
+    plot: figure, lives: BlockLives, moments: Sequence[int], live: dict[str, list[int]], scale: float
 ) -> tuple[int, float]:
     sums = [sum(values) for values in zip(*live.values(), strict=True)]
     highest = max(range(len(sums)), key=sums.__getitem__)
-    at = (moments[highest] - start) / scale
+    at = (moments[highest] - lives.start) / scale
     plot.add_layout(Span(location=at, dimension="height", line_color=MARK, line_width=1, line_dash="dashed"))
     right = 2 * highest < len(sums)
-    label(plot, (at, sums[highest]), f"peak {format_bytes(sums[highest])}", right=right)
+    before = _before_bytes(lives)
+    text = f"peak {format_bytes(sums[highest])}"
+    if before:  # the table of peaks has the first of them
+        text += f" = {PEAKS['live'].label} {format_bytes(sums[highest] - before)} + {format_bytes(before)} from before"
+    label(plot, (at, sums[highest]), text, right=right)
     from_zero(plot, 1.15 * max(sums[highest], 1))
     return sums[highest], at
 

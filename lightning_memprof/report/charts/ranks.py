@@ -37,7 +37,7 @@ __all__ = ["ranks_chart"]
 
 _ABOVE: Final = 260
 _BELOW: Final = 200
-_MEMORY: Final = {"rss_peak_bytes": "resident on the host", "device_peak_bytes": "peak on the device"}
+_MEMORY: Final = {"rss_peak_bytes": "host rss peak", "device_peak_bytes": "device peak"}
 
 
 def ranks_chart(report: RankReport | None) -> Chart | None:

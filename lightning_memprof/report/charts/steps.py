@@ -154,10 +154,10 @@ def _windows(plot: figure, lead: Rank) -> None:
 
 
 def run_memory_chart(lead: Rank) -> Chart | None:
-    """Return the memory of the lead rank at each step: resident on the host, peak on the device; None without."""
+    """Return the memory of the lead rank at each step: rss of the host, peak of the device; None without."""
     series = {
         name: [(row["step"], row[column]) for row in lead.pulse if row["step"] is not None and row[column] is not None]
-        for name, column in (("resident on the host", "rss_bytes"), ("peak on the device", "device_peak_bytes"))
+        for name, column in (("host rss", "rss_bytes"), ("device peak", "device_peak_bytes"))
     }
     series = {name: points for name, points in series.items() if points}
     if not series:

@@ -68,6 +68,7 @@ def _trace(number: int, one: TraceReport, *, several: bool) -> Iterator[Part]:
             yield _gpu(times, f"{title}{name}")
     yield from _idle(number, one, name)
     yield from _kernels(number, one, name)
+    yield from _operators(number, one, name)
     yield from _communication(number, one, name)
     yield from _copies(number, one, name)
     yield from _host(number, one, name)
@@ -123,6 +124,25 @@ def _kernels(number: int, one: TraceReport, name: str) -> Iterator[Part]:
         Head("mean", "number"), Head("longest", "number"),
     )  # fmt: skip
     yield Table(f"kernels-{number}", f"Kernels{name}", heads, rows, notes=_more(len(one.kernels)))
+
+
+def _operators(number: int, one: TraceReport, name: str) -> Iterator[Part]:
+    if not one.operators:
+        return
+    total = sum(found.own_ns for found in one.operators)
+    rows = [
+        (
+            Cell(found.name), time_cell(found.own_ns, one.operators[0].own_ns),
+            share_cell(found.own_ns / total if total else None), time_cell(found.total_ns), count_cell(found.count),
+            time_cell(found.max_ns),
+        )
+        for found in one.operators[:MAX_ROWS]
+    ]  # fmt: skip
+    heads = (
+        Head("operator", "code"), Head("own", "number", "without the operators that it called"),
+        Head("share", "number"), Head("total", "number"), Head("times", "number"), Head("longest", "number"),
+    )  # fmt: skip
+    yield Table(f"operators-{number}", f"Operators on the host{name}", heads, rows, notes=_more(len(one.operators)))
 
 
 def _communication(number: int, one: TraceReport, name: str) -> Iterator[Part]:

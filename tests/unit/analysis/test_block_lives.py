@@ -14,6 +14,7 @@ from lightning_memprof.analysis.block_lives import (
     live_by_kind,
     lives_of_replay,
     lives_of_trace,
+    with_held,
 )
 from lightning_memprof.analysis.replay import replay
 from lightning_memprof.analysis.snapshot import parse_snapshot
@@ -71,6 +72,24 @@ def test_what_a_device_held_before_its_trace_is_there_and_may_go(tmp_path: Path)
         20_000: (200, 100),
         30_000: (200, 0),
     }
+
+
+def test_parameters_and_optimizer_state_lie_below_what_a_window_allocated_and_nothing_counts_twice():
+    lives = BlockLives("cpu", start=0, end=100, knows_before=False, stacks=["a"])
+    lives.add((10, 101, 1, 300), "optimizer_state", 0)
+    lives.add((10, 50, 2, 70), "activation", 0)
+    found = with_held(lives, {"parameter": 1000, "optimizer_state": 2000, "gradient": 500})
+    assert totals(found) == {"parameter": 1000, "optimizer_state": 2000, "activation": 70}
+    assert found.held_before == {"parameter": 1000, "optimizer_state": 1700}
+    assert highest(found) == highest(lives) + 2700
+    assert (lives.knows_before, found.knows_before) == (False, True)
+
+
+def test_what_a_device_held_before_its_trace_is_told_apart_and_stays_as_much():
+    lives = BlockLives("cuda:0", start=0, end=100, before_bytes=5000, stacks=["a"])
+    found = with_held(lives, {"parameter": 1000, "optimizer_state": 2000})
+    assert totals(found) == {"before": 2000, "parameter": 1000, "optimizer_state": 2000}
+    assert with_held(lives, {"parameter": 6000}) == lives
 
 
 def test_an_address_that_is_given_out_again_was_freed_meanwhile(tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from lightning_memprof.analysis.arrivals import RankTrack, track, window_waits
-from lightning_memprof.analysis.findings import Facts, verdict
+from lightning_memprof.analysis.findings import Facts, Severity, verdict
+from lightning_memprof.analysis.findings.straggler import straggler
 from lightning_memprof.analysis.rank_summary import (
     Arrivals,
     RankSummary,
@@ -22,7 +24,7 @@ from lightning_memprof.analysis.rank_summary import (
     read_summary,
     summarise,
 )
-from lightning_memprof.analysis.ranks import rank_report
+from lightning_memprof.analysis.ranks import Cause, Straggler, rank_report
 from lightning_memprof.analysis.run import load_run
 from lightning_memprof.artifacts.naming import parse_series_path, parse_summary_path, summary_path
 from lightning_memprof.errors import ArtifactError
@@ -220,6 +222,37 @@ def test_one_hiccup_and_taking_turns_are_no_straggler(tmp_path: Path) -> None:
     assert straggler({0: [0, 0, 0, 0], 1: [20, 20, 20, 20]}) == 1
     assert straggler({0: [0, 0, 0, 0], 1: [0, 0, 80, 0]}) is None
     assert straggler({0: [0, 30, 0, 30], 1: [40, 0, 40, 0]}) is None
+
+
+@pytest.mark.parametrize(
+    ("cause", "hosts", "device", "severity"),
+    [
+        ("compute", ("a", "a"), "cpu", Severity.INFO),
+        ("optimizer", ("a", "a"), "cpu", Severity.INFO),
+        (None, ("a", "a"), "cpu", Severity.INFO),
+        ("data_wait", ("a", "a"), "cpu", Severity.CRITICAL),
+        ("callbacks", ("a", "a"), "cpu", Severity.CRITICAL),
+        ("compute", ("a", "b"), "cpu", Severity.CRITICAL),
+        ("compute", ("a", "a"), "cuda", Severity.CRITICAL),
+    ],
+)
+def test_a_rank_that_computes_longer_than_others_on_the_same_cores_is_an_info(
+    tmp_path: Path, cause: Cause | None, hosts: tuple[str, str], device: str, severity: Severity
+) -> None:
+    run = load_run(
+        make_run(tmp_path / "run", FakeRun(world_size=2, device_bytes=None if device == "cpu" else lambda _: 1))
+    )
+    # What the ranks took by the host's clock, whatever the run says of its device.
+    facts = replace(Facts.of(load_run(make_run(tmp_path / "cpu", FakeRun(world_size=2)))), run=run)
+    assert facts.ranks is not None
+    late = Straggler(
+        rank=1, host=hosts[1], step_ns=100 * MS, caused_ns=50 * MS, caused_share=1.0, cause=cause, own_ns=60 * MS,
+        others_ns=10 * MS, callback=None,
+    )  # fmt: skip
+    ranks = tuple(replace(one, host=host) for one, host in zip(facts.ranks.ranks, hosts, strict=True))
+    (found,) = straggler(replace(facts, ranks=replace(facts.ranks, ranks=ranks, straggler=late)))
+    assert found.severity is severity
+    assert ("cores of one machine" in found.why) == (severity is Severity.INFO)
 
 
 def test_one_rank_and_equal_ranks_have_no_straggler(tmp_path: Path) -> None:

@@ -212,6 +212,13 @@ def test_a_hiccup_does_not_hide_the_rhythm_of_the_slow_steps(tmp_path: Path) -> 
     assert found(tmp_path, FakeRun(steps=60, phases=phases))["slow_steps"].numbers["period"] == 6
 
 
+def test_steps_that_are_slow_by_chance_between_them_do_not_hide_a_rhythm(tmp_path: Path) -> None:
+    slow = {step for step in range(60) if step % 9 == 8} | {11, 22, 31}
+    finding = found(tmp_path, FakeRun(steps=60, phases=in_some(lambda step: step in slow, forward=400 * MS)))
+    assert finding["slow_steps"].numbers["period"] == 9
+    assert finding["slow_steps"].severity is Severity.CRITICAL
+
+
 @pytest.mark.parametrize(
     "fake",
     [

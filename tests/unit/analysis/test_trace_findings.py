@@ -8,7 +8,7 @@ import pytest
 
 from lightning_memprof.analysis.findings import Finding, Severity, examine_files
 from lightning_memprof.analysis.findings.of_traces import TRACE_RULES
-from lightning_memprof.analysis.trace_model import Copies, RuntimeCall, Synchronization, TraceReport
+from lightning_memprof.analysis.trace_model import Copies, HostOperators, RuntimeCall, Synchronization, TraceReport
 from trace_reports import MS, START, STEP_NS, collective, gpu_times, idle, kernel, trace
 
 
@@ -332,6 +332,53 @@ def test_short_kernels_of_a_fused_optimizer_are_not_its_loop() -> None:
 def test_few_or_long_kernels_are_not_too_small() -> None:
     assert "many_small_kernels" not in found(trace(kernels=(kernel("add", 100, 4_000),)))
     assert "many_small_kernels" not in found(trace(kernels=(kernel("add", 5_000, 4_000), kernel("gemm", 500, MS))))
+
+
+def on_host(**changes: Any) -> TraceReport:
+    """A step of 20 ms on a host: 1,200 operators, of which none is large."""
+    usual: dict[str, Any] = {
+        "steps": 5,
+        "step_ns": 20 * MS,
+        "operators": 1_200,
+        "median_ns": 2_000,
+        "small_ns": 9 * MS,
+        "between_ns": 6 * MS,
+        "events": 2_000,
+        "names": (("aten::add", 800), ("MulBackward0", 400)),
+        "places": (("Net: net", 1_200),),
+    }
+    operators = HostOperators(**{**usual, **changes})
+    return trace(gpu_window=None, step_window=None, idle=(), kernels=(), devices=(), host_operators=operators)
+
+
+def test_a_step_that_is_mostly_the_calling_of_short_operators_is_launch_bound_on_the_host() -> None:
+    one = found(on_host())["many_small_operators"]
+    assert one.severity is Severity.WARNING
+    assert "is 1,200 operators, half of which take 2.00 us or less, and calling them takes 71 % of it." in one.sentence
+    assert "aten::add (800), MulBackward0 (400), in Net: net (1,200)" in one.why
+    assert one.numbers["share"] == pytest.approx((15 - 3) / (20 - 3))
+    assert one.numbers["recording_ns"] == 3 * MS
+    assert "torch.compile" in one.next_steps[0]
+    assert "torch.stack" in one.next_steps[1]
+
+
+def test_where_the_optimizer_calls_most_of_them_it_is_named_first() -> None:
+    one = found(on_host(places=(("Optimizer.step#AdamW.step", 1_000), ("Net: net", 200))))["many_small_operators"]
+    assert "fused=True" in one.next_steps[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"operators": 999}, id="few operators"),
+        pytest.param({"step_ns": 28 * MS}, id="as much of something else"),
+        pytest.param({"events": 7_000}, id="what recording takes"),
+        pytest.param({"events": 100_000}, id="more than all of it"),
+        pytest.param({"small_ns": 3 * MS}, id="large operators"),
+    ],
+)
+def test_fewer_or_larger_operators_or_those_that_recording_slows_are_not(changes: dict[str, int]) -> None:
+    assert not found(on_host(**changes))
 
 
 def test_a_profiler_that_takes_much_of_the_time_says_how_far_to_believe_the_rest() -> None:

@@ -198,6 +198,26 @@ def test_a_trace_without_a_device_says_what_it_lacks(tmp_path):
     assert [sentence.split(":")[0] for sentence in found.missing] == ["no device event", "no steps", "no rank"]
 
 
+def test_operators_of_a_trace_without_a_device_have_the_time_of_their_own(tmp_path):
+    found = report(
+        tmp_path,
+        event("cpu_op", "aten::linear", 0, 100),
+        event("cpu_op", "aten::addmm", 10, 90),
+        event("cpu_op", "aten::copy_", 20, 30),
+        event("cpu_op", "aten::addmm", 100, 150),
+        event("cpu_op", "aten::copy_", 110, 110),
+        event("cpu_op", "aten::mm", 50, 80, AUTOGRAD),
+        event("user_annotation", "ProfilerStep#1", 0, 200),
+    ).operators
+    assert [(one.name, one.count, one.own_ns, one.total_ns, one.max_ns) for one in found] == [
+        ("aten::addmm", 2, 120_000, 130_000, 80_000),
+        ("aten::mm", 1, 30_000, 30_000, 30_000),
+        ("aten::linear", 1, 20_000, 100_000, 100_000),
+        ("aten::copy_", 2, 10_000, 10_000, 10_000),
+    ]
+    assert report(tmp_path, event("cpu_op", "aten::mm", 0, 9), kernel(0, 10)).operators == ()
+
+
 @pytest.mark.parametrize("spacing", ['"ts": ', '"ts":'])
 def test_times_since_1970_keep_their_nanoseconds(tmp_path, spacing):
     times = ["1712195499999999.123", "1712195500000000.877", "1712205500000001.001", "1712195499999998"]

@@ -55,7 +55,7 @@ def test_each_pause_of_the_windows_steps_is_a_row(tmp_path: Path) -> None:
     ]  # fmt: skip
     for row in rows:
         assert began < row["time_ns"] < time.time_ns()
-        assert 0 < row["duration_ns"] < 10**9
+        assert 0 < row["duration_ns"] < time.time_ns() - began
         assert row["collected"] >= 1
         assert row["uncollectable"] == 0
         assert "tensors" not in row

@@ -3,6 +3,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,13 +21,17 @@ from lightning_memprof.analysis.block_lives import BlockLives
 from lightning_memprof.analysis.device_timeline import device_timeline
 from lightning_memprof.analysis.run import Run, load_run
 from lightning_memprof.analysis.trace_report import trace_report
+from lightning_memprof.artifacts.naming import system_name
 from lightning_memprof.report.charts import Chart, chart_resources, charts, file_charts
 from lightning_memprof.report.charts.embed import inert
 from lightning_memprof.report.charts.holders import holders_chart
 from lightning_memprof.report.charts.memory import memory_chart
 from lightning_memprof.report.charts.placing import offsets
+from lightning_memprof.report.charts.system import system_chart
 from lightning_memprof.report.view import run_view
 from lightning_memprof.testing import FakeRun, make_run
+from lightning_memprof.testing.memory import FakeMemory
+from lightning_memprof.units import format_bytes
 
 STEERING = "a\x1b[31mb\u202ec\x07d\ud800é€😀\\u202e"
 HOSTILE = "</script><img src=x onerror=window.hit=1>"
@@ -124,11 +129,18 @@ def test_the_memory_of_a_window_adds_up_to_its_peak(usual: tuple[Run, dict[str, 
     run, found = usual
     peak = max(device.peak_bytes for one in run_allocations(run) for device in one.devices)
     (areas,) = columns(found["memory"], "sum")
-    assert max(areas["sum"]) == peak
+    held = FakeMemory().parameter_bytes
+    assert max(areas["parameter"]) == held
+    assert max(areas["optimizer_state"]) == 2 * held
+    assert max(areas["sum"]) == peak + 3 * held
+    # The table of peaks has the first of them.
+    said = json.dumps(document(found["memory"]))
+    assert f"= live peak {format_bytes(peak)} + {format_bytes(3 * held)} from before" in said
+    assert f"optimizer state {format_bytes(2 * held)}" in found["memory"].summary
     blocks = columns(found["memory"], "left")
     assert sum(sum(one["size"]) for one in blocks) >= peak
-    (held,) = columns(found["holders"], "share")
-    assert sum(size for size, top in zip(held["size"], held["top"], strict=True) if top == 0) == peak
+    (holders,) = columns(found["holders"], "share")
+    assert sum(size for size, top in zip(holders["size"], holders["top"], strict=True) if top == 0) == peak
 
 
 def test_a_run_of_several_ranks_has_them_beside_each_other(usual: tuple[Run, dict[str, Chart]]):
@@ -211,6 +223,48 @@ def test_a_trace_is_shared_among_what_its_device_did(tmp_path: Path):
     names = [name for name in shares if name not in {"row", "left"} and not name.endswith(" ns")]
     assert sum(shares[name][0] for name in names) == pytest.approx(100)
     assert shares["compute"] == pytest.approx([50])
+
+
+def test_what_nobody_counted_before_a_window_is_said_to_be_missing_from_its_chart():
+    drawn = memory_chart(replace(blocks(3), knows_before=False), ("memory", "memory"), "window 0")
+    assert drawn is not None
+    assert "what was there before, parameters mostly, is not known and not drawn" in drawn.summary
+    assert "from before" not in json.dumps(document(drawn))
+
+
+def sample(seconds: int, percent: float) -> str:
+    return json.dumps({"time_ns": seconds * 10**9, "machine_cpu_percent": percent}) + "\n"
+
+
+def machine(tmp_path: Path, of_run: str = "") -> tuple[list[float], list[float]]:
+    """What the line of the processors goes through, of two windows that were sampled and three seconds between them."""
+    directory = make_run(tmp_path, FakeRun(windows=((2, 3), (10, 11)), memory=None))
+    run = load_run(directory)
+    for window, first in zip(run.lead.windows, (1, 5), strict=True):
+        path = directory / "window" / f"{window.index}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(sample(first, 40) + sample(first + 1, 60))
+        run = replace(run, ranks=(replace(run.lead, windows=tuple(
+            replace(one, series={**one.series, "system": path}) if one.index == window.index else one
+            for one in run.lead.windows)),))  # fmt: skip
+    if of_run:
+        (run.directory / system_name(0)).write_text(of_run)
+    chart = system_chart(run)
+    assert chart is not None
+    (line,) = columns(chart, "y")
+    return line["x"], line["y"]
+
+
+def test_no_line_is_drawn_across_the_time_in_which_the_machine_was_not_sampled(tmp_path: Path):
+    x, y = machine(tmp_path)
+    assert y == pytest.approx([40, 60, math.nan, 40, 60], nan_ok=True)
+    assert x == [0, 1, 4, 4, 5]
+
+
+def test_a_run_that_was_sampled_all_the_time_has_one_line(tmp_path: Path):
+    _, y = machine(tmp_path, "".join(sample(second, 50) for second in range(8)))
+    assert not any(map(math.isnan, y))
+    assert len(y) == 12
 
 
 def test_a_trace_of_a_host_has_no_charts(tmp_path: Path):

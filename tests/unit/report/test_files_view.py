@@ -13,10 +13,15 @@ from rich.console import Console
 from lightning_memprof.analysis.findings import Evidence, Finding, Severity
 from lightning_memprof.analysis.targets import find_targets
 from lightning_memprof.errors import ArtifactError
+from lightning_memprof.report import html
 from lightning_memprof.report.files_document import files_document
 from lightning_memprof.report.files_view import FilesView, files_view
+from lightning_memprof.report.machine import to_json
 from lightning_memprof.report.markdown import to_markdown
+from lightning_memprof.report.opened import OpenOptions, opened
 from lightning_memprof.report.terminal import render_files
+from lightning_memprof.report.view import View
+from lightning_memprof.testing import FakeRun, make_run
 
 US_OF_STEP = 1000
 
@@ -101,6 +106,37 @@ def test_the_document_has_the_promised_keys_and_figures(tmp_path: Path) -> None:
     for finding in document["findings"]:
         assert {"rule", "severity", "sentence", "numbers", "evidence", "next_steps"} <= finding.keys()
     assert {"sentence", "why", "next"} <= document["verdict"].keys()
+
+
+def test_a_trace_of_a_run_has_the_rank_that_the_run_knows_it_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(html, "charts", lambda _view: {})
+    with opened([str(make_run(tmp_path, FakeRun(world_size=2)))], OpenOptions(rank=1)) as view:
+        assert isinstance(view, View)
+        (one,) = view.traces
+        assert one.rank == 1
+        assert not any("no rank" in words for words in one.missing)
+        assert to_json(view)["traces"][0]["rank"] == 1
+        section = html.to_html(view).partition('id="traces"')[2].partition("</section>")[0]
+        # By itself the file does not say it.
+        assert viewed(one.file).traces[0].rank is None
+    assert "unknown" not in section
+
+
+def test_the_operators_of_a_trace_without_a_device_are_on_every_page(tmp_path: Path) -> None:
+    path = tmp_path / "cpu.json"
+    cpu = {"ph": "X", "cat": "cpu_op", "pid": 1, "tid": 1}
+    events = [{**cpu, "name": "aten::linear", "ts": 0, "dur": 4000}, {**cpu, "name": "aten::mm", "ts": 10, "dur": 3000}]
+    path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
+    view = viewed(path)
+    (lines,) = (part for part in page(view).split("\n\n") if part.startswith("operators"))
+    assert [line.split() for line in lines.splitlines()[2:]] == [
+        ["aten::mm", "3.00", "ms", "75", "%", "3.00", "ms", "1"],
+        ["aten::linear", "1.00", "ms", "25", "%", "4.00", "ms", "1"],
+    ]
+    assert [one["own_ns"] for one in files_document(view)["traces"][0]["operators"]] == [3_000_000, 1_000_000]
+    assert "Operators on the host" in html.to_html(view)
 
 
 def test_holders_beyond_the_listed_ones_are_one_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
