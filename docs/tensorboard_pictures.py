@@ -37,6 +37,8 @@ def main(address: str, runs: list[str]) -> None:
         for run in runs:
             if run in TABS:
                 page.goto(f"{address}/#{run}")
+                if run == "custom_scalars":
+                    draw_as_it_is(page)
                 save(page, run)
                 continue
             page.goto(f"{address}/{PLUGIN}/index.html")
@@ -61,6 +63,16 @@ def choose(page: Any, label: str, wanted: str) -> None:
     """Choose in one of the tab's lists."""
     page.locator("xpath=" + SELECT.format(label)).click(timeout=PATIENCE_MS)
     page.get_by_role("option", name=wanted, exact=True).click(timeout=PATIENCE_MS)
+
+
+def draw_as_it_is(page: Any) -> None:
+    """Have the curves drawn without smoothing, and with their outliers."""
+    smoothing = page.locator("input[type=number]")
+    smoothing.fill("0", timeout=PATIENCE_MS)
+    smoothing.press("Enter")
+    # Last: it fits the charts to what they draw.
+    page.wait_for_timeout(2_000)
+    page.get_by_text("Ignore outliers in chart scaling").click()
 
 
 def save(page: Any, name: str) -> None:

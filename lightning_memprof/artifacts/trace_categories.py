@@ -36,8 +36,9 @@ _REWRITTEN: Final = re.compile(
     % (_CALL, _FETCH, _DEVICE_STEP, _LIGHTNING)
 )
 _WITH_STACK: Final = re.compile(rb'"with_stack": ?1\b')
-# Kineto's last words. The tab takes what stands before the last bracket for the events.
-_END: Final = re.compile(rb'\]\s*,\s*"traceName": "[^"\\]*(?:\\.[^"\\]*)*"\s*\}\s*\Z')
+# Kineto's last words. The tab takes what stands before the last bracket for the events. The path in them is as the file
+# system has it, quotation marks and all.
+_END: Final = re.compile(rb'\]\s*,\s*"traceName": "[^\n]*"\s*\}\s*\Z')
 
 
 def tensorboard_categories(source: IO[bytes], target: IO[bytes]) -> None:

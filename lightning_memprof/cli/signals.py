@@ -11,13 +11,18 @@ __all__ = ["ended_by_sigterm"]
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Leave on SIGTERM as on Ctrl-C, so that neither unfinished files nor processes stay behind."""
+    """Leave on SIGTERM as on Ctrl-C, so that neither unfinished files nor processes stay behind.
+
+    A terminal that is closed sends SIGHUP, which means the same, unless it is ignored, as under ``nohup``.
+    """
 
     def leave(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, leave)
+    heard = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]
+    before = {one: signal.signal(one, leave) for one in heard}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for one, handler in before.items():
+            signal.signal(one, handler)

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import webbrowser
@@ -66,21 +67,22 @@ def tensorboard(what: Sequence[str], *, port: int = 0, browser: bool = True) -> 
         command = [sys.executable, "-m", "tensorboard.main", "--logdir", os.fspath(directory)]
         command += ["--host", _LOOPBACK, "--port", str(port)]
         print(f"tensorboard --logdir {shlex.quote(shown_path(directory))}", flush=True)
+        # In a session of its own, whose processes end together: the profiler tab reads each run in a process that
+        # outlives TensorBoard.
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
         try:
             return _follow(process, browser=browser)
         except KeyboardInterrupt:
             return 0
         finally:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_SECONDS_TO_END)
-            process.kill()
-            process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+            _end(process)
 
 
 def tensorboard_directory(paths: Sequence[Path]) -> Path:
@@ -131,3 +133,17 @@ def _follow(process: subprocess.Popen[str], *, browser: bool) -> int:
     # Why it did not come so far.
     print(*(before or ()), sep="", end="", flush=True)
     return process.wait()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End TensorBoard and every process that it started; once told to, they may tidy up for some seconds."""
+    try:
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(_SECONDS_TO_END)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()

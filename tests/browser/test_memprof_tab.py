@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -214,5 +215,21 @@ def test_a_log_directory_without_a_run_says_what_to_do_and_shows_the_first_one(b
             assert str(tmp_path) in page.inner_text(".empty")
             make_run(tmp_path / "version_0", FakeRun(trace=False, memory=None))
             page.wait_for_selector("#page[title=report]", timeout=LONG_MS)
+        finally:
+            page.close()
+
+
+def test_a_run_that_is_deleted_while_it_is_shown_leads_to_the_list_and_a_word(browser, chromium_path, tmp_path):
+    for name in ("kept", "deleted"):
+        make_run(tmp_path / name, FakeRun(trace=False, memory=None))
+    with tensorboard(tmp_path) as url:
+        page = browser.new_page()
+        try:
+            page.goto(f"{url}/data/plugin_entry.html?name=memprof")
+            page.get_by_role("button", name="deleted").click(timeout=LONG_MS)
+            page.wait_for_selector("#page[title=report]", timeout=LONG_MS)
+            shutil.rmtree(tmp_path / "deleted")
+            page.get_by_role("heading", name="1 run").wait_for(timeout=LONG_MS)
+            assert page.inner_text("#said") == "that run is not there any more"
         finally:
             page.close()

@@ -167,7 +167,10 @@ async function refresh() {
   }
   const run = of(state.run);
   if (!run) {
-    if (state.run) return change({ run: "", other: "" });
+    if (state.run) {
+      change({ run: "", other: "" });
+      return say("that run is not there any more");
+    }
     if (parts.place.querySelector(".empty") && runs.length === 1) return change({ run: runs[0].id });
     if (shown.list !== JSON.stringify(runs)) drawList();
     return;

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import signal
@@ -8,15 +9,18 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+import psutil
 import pytest
 
 from lightning_memprof.cli.main import main
 from lightning_memprof.cli.numbers import numbers
+from lightning_memprof.cli.signals import ended_by_sigterm
 from lightning_memprof.cli.tensorboard import tensorboard_directory
 from lightning_memprof.errors import ConfigError, ReportError
 from lightning_memprof.testing import FakeRun, make_run
@@ -52,6 +56,18 @@ def viewing(environment: dict[str, str], *arguments: str, end: int = signal.SIGI
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def processes_of_the_profiler_tab(pid: int) -> list[psutil.Process]:
+    """All processes below one, when the profiler tab has begun to read."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        found = psutil.Process(pid).children(recursive=True)
+        with suppress(psutil.NoSuchProcess):
+            if any("multiprocessing.spawn" in " ".join(one.cmdline()) for one in found):
+                return found
+        time.sleep(0.1)
+    pytest.fail("the profiler tab reads nothing")
 
 
 def fetched(address: str) -> bytes:
@@ -162,8 +178,13 @@ def test_a_snapshot_has_no_timeline_and_says_where_to_look(tmp_path, capsys):
     assert "lightning-memprof report" in capsys.readouterr().err
 
 
-def test_tensorboard_is_started_on_the_directory_of_the_traces_and_ended(tmp_path, environment):
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_tensorboard_is_started_on_the_directory_of_the_traces_and_ended_with_all_its_processes(
+    tmp_path, environment, end
+):
     run = make_run(tmp_path / "run", FakeRun(steps=5))
+    # The process in which the profiler tab reads it waits for ever.
+    os.mkfifo(tmp_path / "run/slow.pt.trace.json")
     process = subprocess.Popen(
         [sys.executable, "-m", "lightning_memprof", "view", "--tensorboard", "--no-browser", str(run)],
         env=environment,
@@ -181,14 +202,27 @@ def test_tensorboard_is_started_on_the_directory_of_the_traces_and_ended(tmp_pat
         assert tabs == [f"{address}#{tab}" for tab in ("memprof", "pytorch_profiler", "timeseries", "custom_scalars")]
         with urllib.request.urlopen(address, timeout=20) as answer:  # noqa: S310 it is ours
             assert answer.status == 200
-        process.send_signal(signal.SIGTERM)
+        began = processes_of_the_profiler_tab(process.pid)
+        process.send_signal(end)
         assert process.wait(20) == 0
+        assert psutil.wait_procs(began, timeout=5)[1] == []
         with pytest.raises(OSError, match="refused"):
             urllib.request.urlopen(address, timeout=20)  # noqa: S310 it is ours
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def test_what_a_command_was_told_to_ignore_it_goes_on_ignoring():
+    # As nohup does.
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ended_by_sigterm():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_tensorboard_that_does_not_start_says_why(tmp_path, environment):
