@@ -131,7 +131,8 @@ class MemprofPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard 
             return _json(request, job.document(key))
         runs = [self._run(request, "run")]
         if request.args.get("other"):
-            runs.append(self._run(request, "other"))
+            # What is open is compared with a baseline, which is A.
+            runs.insert(0, self._run(request, "other"))
         state = ".".join(map(revision, runs))
         asked = Asked(tuple(runs), _number(request, "rank"), _number(request, "window"), state)
         key, job = self._pages.ask(asked, again="again" in request.args)

@@ -126,7 +126,7 @@ def test_a_run_shows_the_figures_of_its_report_and_of_one_window_and_rank(tab, l
         sentence = view.verdict.sentence
         rss = format_bytes(view.lead.host.peak_rss_bytes or 0)
     assert frame.inner_text("h1") == sentence
-    assert figures(frame)["host memory, peak"] == rss
+    assert figures(frame)["host rss peak"] == rss
     frame.wait_for_selector(".drawn .chart canvas")
     assert frame.evaluate("document.querySelectorAll('.chart-failed').length") == 0
     assert frame.evaluate("window.hacked") is None
@@ -139,7 +139,7 @@ def test_a_run_shows_the_figures_of_its_report_and_of_one_window_and_rank(tab, l
 
 
 def test_two_runs_stand_beside_each_other(tab, heard):
-    choose(tab, run="sweep/version_0", other="sweep/waiting")
+    choose(tab, run="sweep/waiting", other="sweep/version_0")
     frame = inside(tab, "comparison")
     row = frame.eval_on_selector(
         "#quantity-data_wait_ns", "cell => [...cell.parentElement.cells].map(one => one.innerText)"

@@ -176,7 +176,7 @@ async function refresh() {
     return;
   }
   await drawNow();
-  const revision = [run, of(state.other)].filter(Boolean).map((one) => one.revision).join(".");
+  const revision = [of(state.other), run].filter(Boolean).map((one) => one.revision).join(".");
   const isOld = shown.revision && shown.revision !== revision;
   // What ended is shown as it ended; what goes on, a few seconds later.
   // Nobody waits for it here: the run is followed while its page is made.
