@@ -14,7 +14,7 @@ from lightning_memprof.errors import ArtifactError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["MAX_DEPTH", "Place", "Walk", "find_run", "has_run", "is_run_directory"]
+__all__ = ["MAX_DEPTH", "Place", "Walk", "find_run", "has_run", "has_several_runs", "is_run_directory"]
 
 STAGES: Final = ("validate", "test", "predict")
 MAX_DEPTH: Final = 6
@@ -110,6 +110,12 @@ def has_run(path: Path) -> bool:
     """Say whether a directory is a run, or has one or several somewhere in it."""
     start = path.absolute()
     return is_run_directory(start) or bool(_runs_in(start) or _homes(Walk(start)))
+
+
+def has_several_runs(path: Path) -> bool:
+    """Say whether a directory has several log directories with runs somewhere in it, and so means none of them."""
+    start = path.absolute()
+    return not is_run_directory(start) and not _runs_in(start) and len(_homes(Walk(start))) > 1
 
 
 def is_run_directory(path: Path) -> bool:

@@ -305,7 +305,12 @@ def _export_options(export: ArgumentParser) -> None:
 
 
 def _view_options(view: ArgumentParser) -> None:
-    view.add_argument("TARGET", nargs="+", help="a run as for show, or trace files and folders of them")
+    view.add_argument(
+        "TARGET",
+        nargs="*",
+        default=["."],
+        help="a run as for show, or trace files and folders of them (default: this directory)",
+    )
     view.add_argument("--steps", metavar="A-B", default=None, help="open only these steps, as in 2-3 or 2,5-7")
     view.add_argument(
         "--trace-processor", metavar="PATH", default=None, help="start this trace_processor_shell, for large traces"

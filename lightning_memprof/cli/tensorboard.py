@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from lightning_memprof.analysis.fetch import local_run
 from lightning_memprof.analysis.findings import shown_path, trace_directory
 from lightning_memprof.analysis.findings.model import log_directory
+from lightning_memprof.analysis.locate import has_several_runs
 from lightning_memprof.analysis.run import load_run
 from lightning_memprof.analysis.targets import find_targets
 from lightning_memprof.cli.signals import ended_by_sigterm
@@ -88,13 +89,16 @@ def tensorboard(what: Sequence[str], *, port: int = 0, browser: bool = True) -> 
 def tensorboard_directory(paths: Sequence[Path]) -> Path:
     """Return the directory in which TensorBoard finds what paths mean: a run's curves, its report and its traces.
 
-    Where the user sent a run's traces elsewhere, that place: nothing else of TensorBoard's shows them.
+    A directory with several runs is one. Where the user sent a run's traces elsewhere, it is that place: nothing else of
+    TensorBoard's shows them.
 
     Raises:
         ArtifactError: there is neither a run nor a trace.
         ReportError: there is no trace for it.
 
     """
+    if len(paths) == 1 and paths[0].is_dir() and has_several_runs(paths[0]):
+        return paths[0].absolute()
     targets = find_targets(paths)
     if targets.run is not None:
         run = load_run(targets.run)

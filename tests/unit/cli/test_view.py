@@ -244,6 +244,22 @@ def test_tensorboard_gets_a_run_s_log_directory_also_where_it_has_no_trace(tmp_p
     assert tensorboard_directory([tmp_path / "logs"]) == tmp_path / "logs/version_0"
 
 
+def test_tensorboard_shows_several_runs_of_a_directory_and_without_one_what_is_here(tmp_path, monkeypatch, capsys):
+    for name in ("a", "b"):
+        make_run(tmp_path / name / "version_0", FakeRun())
+    assert tensorboard_directory([tmp_path]) == tmp_path
+    started: list[list[str]] = []
+    program = "lightning_memprof.cli.tensorboard.subprocess.Popen"
+    monkeypatch.setattr(program, lambda command, **_: started.append(command))
+    monkeypatch.setattr("lightning_memprof.cli.tensorboard._follow", lambda *_, **__: 0)
+    monkeypatch.setattr("lightning_memprof.cli.tensorboard._end", lambda _: None)
+    monkeypatch.chdir(tmp_path)
+    assert main(["view", "--tensorboard", "--no-browser"]) == 0
+    (command,) = started
+    assert command[command.index("--logdir") + 1] == str(tmp_path)
+    assert capsys.readouterr().out == "tensorboard --logdir .\n"
+
+
 def test_tensorboard_gets_what_it_can_read_and_nothing_else(tmp_path):
     for name in ("a/x.pt.trace.json", "b/y.pt.trace.json", "odd.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
