@@ -89,7 +89,7 @@ def tensorboard(what: Sequence[str], *, port: int = 0, browser: bool = True) -> 
 def tensorboard_directory(paths: Sequence[Path]) -> Path:
     """Return the directory in which TensorBoard finds what paths mean: a run's curves, its report and its traces.
 
-    A directory with several runs is one. Where the user sent a run's traces elsewhere, it is that place: nothing else of
+    A directory with several runs is one. Where the user sent a run's traces elsewhere, that place: nothing else of
     TensorBoard's shows them.
 
     Raises:
