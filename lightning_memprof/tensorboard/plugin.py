@@ -21,8 +21,6 @@ from lightning_memprof.tensorboard.profiler_tab import place_in_profiler_tab
 from lightning_memprof.tensorboard.runs import FoundRun, RunList, revision
 
 if TYPE_CHECKING:
-    from _typeshed.wsgi import WSGIEnvironment
-
     from lightning_memprof.analysis.confined import RunFile
 
 __all__ = ["MemprofPlugin"]
@@ -220,7 +218,7 @@ def _json(request: Request, document: Mapping[str, Any], code: int = 200) -> Res
     return answer
 
 
-def _file_answer(one: RunFile, environ: WSGIEnvironment, *, is_shown: bool) -> Response:
+def _file_answer(one: RunFile, environ: dict[str, Any], *, is_shown: bool) -> Response:
     """Return a file as it lies there; nothing of it runs in the browser, whatever it is."""
     packed = one.file.suffix == ".gz"
     answer = send_file(

@@ -264,7 +264,13 @@ class FakeCuda:
 
     def _nested_stats(self, device: Any = None) -> dict[str, Any]:  # noqa: ARG002 torch's
         allocated = {"current": self.allocated_bytes, "peak": self.peak_bytes}
-        return {"allocated_bytes": {"all": allocated}, "num_alloc_retries": self.ooms, "num_ooms": self.ooms}
+        reserved = self._reserved_bytes()
+        return {
+            "allocated_bytes": {"all": allocated},
+            "reserved_bytes": {"all": {"current": reserved, "peak": reserved}},
+            "num_alloc_retries": self.ooms,
+            "num_ooms": self.ooms,
+        }
 
     def _memory_stats(self, device: Any = None) -> dict[str, Any]:  # noqa: ARG002 torch's
         allocated, peak = self.allocated_bytes, self.peak_bytes

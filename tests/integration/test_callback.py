@@ -27,6 +27,7 @@ from lightning_memprof import (
 )
 from lightning_memprof.artifacts import naming
 from lightning_memprof.artifacts.series import PHASES, read_pulse
+from lightning_memprof.artifacts.trace_categories import original_categories
 from training import Perceptron, loader, manifest, only_run, rows_of, trainer
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def windows(run: Path) -> list[dict[str, Any]]:
 
 def trace_events(root: Path) -> list[list[dict[str, Any]]]:
     paths = sorted(root.glob("*.pt.trace.json.gz"))
-    return [json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] for path in paths]
+    return [json.loads(original_categories(gzip.decompress(path.read_bytes())))["traceEvents"] for path in paths]
 
 
 def test_the_default_leaves_every_artifact_under_its_documented_name(tmp_path: Path) -> None:

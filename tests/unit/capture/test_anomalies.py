@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,7 +110,10 @@ def test_growth_on_the_cpu_is_that_of_the_resident_size(tmp_path: Path) -> None:
     watch = watching(tmp_path, MemoryGrowth(grows_bytes=16 * MIB, steps=16))
     kept, found = [], []
     for number in range(40):
-        kept.append(bytearray(b"x" * (4 * MIB)))
+        # Not from the heap, which may have room.
+        kept.append(mmap.mmap(-1, 4 * MIB))
+        for _ in range(4):
+            kept[-1].write(bytes(MIB))
         found.append(watch(step(number)))
     assert any(text is not None and text.startswith("the resident size rose") for text in found)
 
