@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.artifacts.naming import system_name
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from lightning_memprof.analysis.run import Rank, Run
 
-__all__ = ["Figure", "RankSystem", "figures_of", "samples", "stretches", "systems"]
+__all__ = ["Figure", "RankSystem", "figures_of", "stretches", "systems"]
 
 # No figures of the machine: where and when.
 _PLACE: Final = frozenset({"step", "global_step", "point", "recorded", "time_ns"})
@@ -76,17 +76,11 @@ def systems(run: Run) -> tuple[RankSystem, ...]:
     return tuple(islice(found, MAX_RANKS))
 
 
-def samples(rank: Rank, directory: Path, most_bytes: int = MAX_BYTES) -> Iterator[dict[str, Any]]:
-    """Yield a rank's readable samples one at a time: those of its windows, then those of the whole run.
+def stretches(rank: Rank, directory: Path, most_bytes: int = MAX_BYTES) -> Iterator[Iterator[dict[str, Any]]]:
+    """Yield the samples of each window, then those of the whole run: between two stretches nothing was sampled.
 
     Of a file of more than ``most_bytes`` the last part is read; a line that a dying process tore is left out.
     """
-    for stretch in stretches(rank, directory, most_bytes):
-        yield from stretch
-
-
-def stretches(rank: Rank, directory: Path, most_bytes: int = MAX_BYTES) -> Iterator[Iterator[dict[str, Any]]]:
-    """Yield the samples of each window, then those of the whole run: between two stretches nothing was sampled."""
     for path in (*(window.series.get("system") for window in rank.windows), directory / system_name(rank.rank)):
         if path is not None and path.exists():
             yield _rows(path, most_bytes)
@@ -116,7 +110,7 @@ def figures_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 def _of_rank(rank: Rank, directory: Path) -> RankSystem | None:
     sums = _Sums()
-    for row in samples(rank, directory):
+    for row in chain.from_iterable(stretches(rank, directory)):
         sums.add(row)
     if not sums.samples:
         return None

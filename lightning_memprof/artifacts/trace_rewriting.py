@@ -18,9 +18,9 @@ from isal import igzip
 from lightning_memprof.artifacts.own_program import own_program
 from lightning_memprof.artifacts.trace_categories import tensorboard_categories
 
-__all__ = ["main", "write_trace"]
+__all__ = ["FAST_LEVEL", "main", "write_trace"]
 
-_FAST_LEVEL: Final = 1
+FAST_LEVEL: Final = 1
 # Starting a process costs about what rewriting this much does.
 _SMALL_BYTES: Final = 8 << 20
 
@@ -46,7 +46,7 @@ def _by_process(raw: Path, target: Path) -> bool:
 
 
 def _write(raw: Path, target: Path) -> None:
-    with raw.open("rb") as source, igzip.open(target, "wb", compresslevel=_FAST_LEVEL) as gz:  # type: ignore[no-untyped-call]
+    with raw.open("rb") as source, igzip.open(target, "wb", compresslevel=FAST_LEVEL) as gz:  # type: ignore[no-untyped-call]
         tensorboard_categories(source, gz)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -18,7 +19,6 @@ from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Action, Mark, Point, Schedule, Window, plan_window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from lightning_memprof.capture.base import Collector, RunContext
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 _OTHER: Final = PHASES.index("other")
 _NO_WISHES: Final = NoWishes()
+WindowClosed = Callable[[int, Sequence[int], str | None], None]
 _RECORDING: Final = (Action.RECORD, Action.RECORD_AND_SAVE)
 
 
@@ -65,7 +66,8 @@ class Session:
         run: what collectors are given.
         schedule: decides by ``Position.schedule_step``.
         collectors: those that are available in this run.
-        window_closed: called with the number of windows so far when one has come to its end.
+        window_closed: called when a window is saved, with its index, the steps that it recorded, and why the
+            recording ends with it, None where it goes on.
         wishes: asks for windows that were not planned; looked at once a step.
 
     """
@@ -75,7 +77,7 @@ class Session:
         run: RunContext,
         schedule: Callable[[int], Action],
         collectors: Sequence[Collector],
-        window_closed: Callable[[int], None] = lambda _: None,
+        window_closed: WindowClosed = lambda *_: None,
         wishes: Wishes = _NO_WISHES,
     ) -> None:
         self._run = run
@@ -330,8 +332,7 @@ class Session:
                 truncated=truncated,
                 reason=reason if truncated else None,
             )
-        if reason is None:
-            self._window_closed(self._windows)
+        self._window_closed(recording.window.index, recording.steps, reason)
 
 
 def _span(steps: tuple[int, ...]) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from isal import igzip
 
-from lightning_memprof.artifacts.trace_rewriting import write_trace
+from lightning_memprof.artifacts.trace_rewriting import FAST_LEVEL, write_trace
 from lightning_memprof.units import format_bytes
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TraceFile"]
 
-_FAST_LEVEL: Final = 1
 _TAIL_BYTES: Final = 16
 
 
@@ -79,7 +78,7 @@ class TraceFile:
 
     def _copy_compressed(self, target: Path) -> None:
         """Write what Kineto wrote as gzip; isal releases the GIL."""
-        with self.raw.open("rb") as source, igzip.open(target, "wb", compresslevel=_FAST_LEVEL) as gz:  # type: ignore[no-untyped-call]
+        with self.raw.open("rb") as source, igzip.open(target, "wb", compresslevel=FAST_LEVEL) as gz:  # type: ignore[no-untyped-call]
             shutil.copyfileobj(source, gz, 1 << 20)
 
     def export(self, path: str, use_python_export: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 torch's

@@ -209,11 +209,14 @@ class Attachment:
             except Exception as error:  # noqa: BLE001 what follows must be written too
                 self.run.faults.report(Curves.name, "exit", None, error)
 
-    def _window_closed(self, windows: int) -> None:
+    def _window_closed(self, window: int, steps: Sequence[int], reason: str | None) -> None:
+        if self._curves is not None:
+            self._curves.window_closed(window, steps)
         # The last window of a schedule that ends: its table is made while the training goes on.
         schedule = self._settings.schedule
-        if isinstance(schedule, Schedule) and schedule.anchor == "fit" and windows == schedule.windows:
-            self._tabled = windows
+        is_last = isinstance(schedule, Schedule) and schedule.anchor == "fit" and window + 1 == schedule.windows
+        if is_last and reason is None:
+            self._tabled = window + 1
             self.run.sink.in_background(self._write_table)
 
     def _write_table(self) -> None:

@@ -7,8 +7,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.artifacts.manifest import read_manifest
-from lightning_memprof.artifacts.naming import curves_path, manifest_name, series_path
+from lightning_memprof.artifacts.naming import curves_path, series_path
 from lightning_memprof.artifacts.series import PULSE_COLUMNS, read_series
 from lightning_memprof.artifacts.sink import Artifact
 from lightning_memprof.artifacts.tfevents import EventFile, Layout
@@ -143,6 +142,10 @@ class Curves:
         # Last: from here on the other thread asks for the interpreter.
         self._sink.in_background(lambda: self._draw(places, rows, reserved))
 
+    def window_closed(self, window: int, steps: Sequence[int]) -> None:
+        """Take which steps a window recorded; the pulse also has those of its warm-up."""
+        self._drawing.recorded[window] = frozenset(steps)
+
     def end(self) -> None:
         """Draw what is left and close the file; called when all background work is done."""
         if self._ended:
@@ -230,9 +233,15 @@ class _Maxima:
 
 
 class _Drawing:
-    """A rank's file; one thread at a time may use it."""
+    """A rank's file; one thread at a time may use it.
+
+    Attributes:
+        recorded: by window, the steps that it recorded; given by another thread before the next step's row is.
+
+    """
 
     def __init__(self, sink: Sink) -> None:
+        self.recorded: dict[int, frozenset[int]] = {}
         self._sink = sink
         self._path = sink.place.directory / curves_path(sink.rank)
         self._file: EventFile | None = None
@@ -319,7 +328,7 @@ class _Drawing:
         if window is None:
             return
         directory, rank = self._sink.place.directory, self._sink.rank
-        steps = _recorded(read_manifest(directory / manifest_name(rank)).rows, window)
+        steps = self.recorded.pop(window, frozenset())
         values = _values([row for row in rows if row[_STEP] in steps])
         for name, series, column in _OF_SERIES:
             path = directory / series_path(window, rank, series)
@@ -339,8 +348,3 @@ def _values(rows: Sequence[_Row]) -> _Values:
         if found:
             values[curve] = max(found) / scale
     return values
-
-
-def _recorded(rows: Iterable[Mapping[str, Any]], window: int) -> set[int]:
-    closed = [row for row in rows if row["kind"] == "window" and row["window"] == window and row["event"] == "close"]
-    return {step for row in closed for step in row["steps"]}

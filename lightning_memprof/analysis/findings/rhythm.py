@@ -141,10 +141,11 @@ def _period(steps: Sequence[int]) -> int | None:
 
 def _period_of_places(steps: Sequence[int], seen: Sequence[int]) -> int | None:
     """Return the distance at which nearly each step is slow, where odd ones between them break the count."""
-    slow, found = set(steps), Counter[int]()
+    slow, known, found = set(steps), set(seen), Counter[int]()
+    first, last = min(known), max(known)
     for before, after in itertools.combinations(steps[:LOOKED_AT], 2):
         period = after - before
-        places = [step for step in seen if step % period == before % period]
+        places = [step for step in range(first + (before - first) % period, last + 1, period) if step in known]
         hits = sum(step in slow for step in places)
         if period > 1 and len(places) > MIN_STEPS and hits >= max(EACH * len(places), REGULAR * len(slow)):
             found[period] = max(found[period], hits)

@@ -12,6 +12,7 @@ import pytest
 from kineto import Made, event_fields, torch_table, write_trace
 from lightning_memprof.analysis.operator_nesting import OperatorRow
 from lightning_memprof.analysis.operator_rows import collect_rows
+from lightning_memprof.analysis.operator_times import operators
 from lightning_memprof.analysis.operators import (
     AVAILABLE_SORT_KEYS,
     TableOptions,
@@ -19,6 +20,7 @@ from lightning_memprof.analysis.operators import (
     operator_table,
     write_operator_table,
 )
+from lightning_memprof.analysis.trace_columns import read_columns
 from lightning_memprof.errors import ArtifactError, ConfigError
 
 ALL = TableOptions(row_limit=-1)
@@ -75,6 +77,14 @@ def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     recording.stop_trace()
     save(recording, path)
     return Recorded(path, recording, request.param)
+
+
+def test_the_report_of_a_trace_gives_operators_the_time_that_the_table_gives_them(recorded: Recorded) -> None:
+    table = {row.name: row for row in collect_rows([recorded.path], group_by_input_shapes=False).rows}
+    found = operators(read_columns(recorded.path))
+    assert len(found) > 30
+    # Counts may differ: the table takes an operator and its only child of the same name for one.
+    assert {one.name: one.own_ns for one in found} == {one.name: table[one.name].self_cpu_ns for one in found}
 
 
 def rows_of(

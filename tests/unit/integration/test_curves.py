@@ -48,12 +48,12 @@ class Run:
         self.curves = Curves(self.trainer, loggers, self.sink, Faults(self.sink.manifest, "raise"))
         self.step = 0
 
-    def steps(self, durations_ms, *, peaks=None, device=None, in_window=False):
+    def steps(self, durations_ms, *, peaks=None, device=None, in_window=False, window=None):
         rows = []
         for duration, peak in zip(durations_ms, peaks or [None] * len(durations_ms), strict=True):
             row = dict.fromkeys(PULSE_COLUMNS) | {
                 "step": self.step, "global_step": self.step, "duration_ns": duration * MS, "data_wait_ns": 0,
-                "device_peak_bytes": peak,
+                "device_peak_bytes": peak, "window": window,
             }  # fmt: skip
             rows.append(tuple(row.values()))
             self.step += 1
@@ -99,6 +99,18 @@ def test_a_logger_is_left_alone_while_a_window_is_open(tmp_path):
     run.steps([1] * CHUNK)
     run.end()
     assert [(step, metrics["memprof/step_time_ms"]) for step, metrics in logger.got] == [(63, 1), (191, 9)]
+
+
+def test_a_window_s_point_is_the_largest_of_what_it_recorded_without_a_look_at_the_manifest(tmp_path):
+    run = Run(tmp_path / "log")
+    # The manifest grows with the windows: to read it after each would take the square of their number.
+    (run.place.directory / "manifest.rank00000.jsonl").unlink()
+    for window in range(2):
+        _, *recorded = range(run.step, run.step + 3)
+        run.steps([90, 5 + window, 7 + window], in_window=True, window=window)
+        run.curves.window_closed(window, recorded)
+        run.steps([50] * CHUNK)
+    assert run.end()["memprof_windows/step_time_ms"] == [(2, 7.0), (5 + CHUNK, 8.0)]
 
 
 def test_a_device_has_its_peaks(tmp_path, monkeypatch):
