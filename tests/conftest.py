@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 
 import leaks
+from warm_python import WarmPython
 
 # An example that waits for a busy machine is no failure; the timeout of a test ends what hangs.
 hypothesis.settings.register_profile("busy machines", deadline=None)
@@ -70,7 +71,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("no accelerator")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
     """The variables for a helper process: this process's, less what could change what it imports or records."""
     ours = ("PYTHONPATH", "LIGHTNING_MEMPROF", "PL_TRAINER_PROFILER")
@@ -92,5 +93,27 @@ def run_python(tmp_path: Path, environment: dict[str, str]) -> Callable[..., sub
             timeout=timeout,
             check=False,
         )
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def warm_python(environment: dict[str, str]) -> Iterator[WarmPython]:
+    """A process that has imported Lightning, for the programs of one module."""
+    with WarmPython(environment) as found:
+        yield found
+
+
+@pytest.fixture
+def run_program(
+    tmp_path: Path, environment: dict[str, str], warm_python: WarmPython
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run a file with the given arguments as ``run_python`` does, without the seconds that importing takes.
+
+    For programs that train; what is said of Python's start or of what is imported wants ``run_python``.
+    """
+
+    def run(*arguments: str, timeout: float = 240, **variables: str) -> subprocess.CompletedProcess[str]:
+        return warm_python.run(arguments, tmp_path, environment | variables, timeout)
 
     return run

@@ -42,17 +42,17 @@ def test_every_command_is_listed_and_told_on_the_page_of_the_command_line() -> N
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_the_python_of_a_page_runs_from_top_to_bottom(
-    page: Path, tmp_path: Path, run_python: Callable[..., object]
+    page: Path, tmp_path: Path, run_program: Callable[..., object]
 ) -> None:
     # Imports of the future may only stand at the top of a file.
     body = "\n".join(block.replace("from __future__ import annotations\n", "") for block in blocks(page, "python"))
     (tmp_path / "page.py").write_text(PRELUDE + body)
-    done = run_python("page.py", **SHORT)
+    done = run_program("page.py", **SHORT)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "yaml")], ids=lambda page: page.name)
-def test_the_yaml_of_a_page_is_accepted(page: Path, tmp_path: Path, run_python: Callable[..., object]) -> None:
+def test_the_yaml_of_a_page_is_accepted(page: Path, tmp_path: Path, run_program: Callable[..., object]) -> None:
     files = []
     for index, block in enumerate(blocks(page, "yaml")):
         content = yaml.safe_load(block)
@@ -70,5 +70,5 @@ def test_the_yaml_of_a_page_is_accepted(page: Path, tmp_path: Path, run_python: 
             MemProfilerCLI(BoringModel, run=False, args=["--config", name])
         """)
     )
-    done = run_python("accept.py")
+    done = run_program("accept.py")
     assert done.returncode == 0, done.stderr[-2000:]

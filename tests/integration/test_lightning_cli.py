@@ -25,7 +25,7 @@ Run: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def cli(tmp_path: Path, run_python: Run) -> Run:
+def cli(tmp_path: Path, run_program: Run) -> Run:
     """Run a LightningCLI program with the given arguments in ``tmp_path``."""
     program = tmp_path / "train.py"
     program.write_text(
@@ -45,7 +45,7 @@ def cli(tmp_path: Path, run_python: Run) -> Run:
     )
 
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        done = run_python("train.py", *COMMON, *arguments, **variables)
+        done = run_program("train.py", *COMMON, *arguments, **variables)
         assert done.returncode == 0, done.stderr[-3000:]
         return done
 
@@ -67,7 +67,7 @@ def test_the_profilers_name_on_the_command_line(tmp_path: Path, cli: Run) -> Non
     assert recorded_steps(tmp_path) == [[2, 3]]
 
 
-def test_the_profilers_name_in_lightnings_environment_variable(tmp_path: Path, run_python: Run) -> None:
+def test_the_profilers_name_in_lightnings_environment_variable(tmp_path: Path, run_program: Run) -> None:
     (tmp_path / "train.py").write_text(
         dedent(f"""
         import sys
@@ -77,7 +77,7 @@ def test_the_profilers_name_in_lightnings_environment_variable(tmp_path: Path, r
         trainer(Path("logs")).fit(Perceptron(), loader())
         """)
     )
-    done = run_python("train.py", PL_TRAINER_PROFILER="fts_extended")
+    done = run_program("train.py", PL_TRAINER_PROFILER="fts_extended")
     assert done.returncode == 0, done.stderr[-3000:]
     assert recorded_steps(tmp_path) == [[2, 3]]
 
@@ -152,14 +152,14 @@ def test_the_fragment_for_curves_draws_them_and_records_nothing_else(tmp_path: P
 
 
 def test_the_snapshot_fragment_fails_clearly_without_cuda_and_dumps_with_it(
-    tmp_path: Path, run_python: Run, cli: Run
+    tmp_path: Path, run_program: Run, cli: Run
 ) -> None:
     fragment = f"--config={CONFIGS / 'snapshot'}.yaml"
     if torch.cuda.is_available():
         cli(fragment, "--trainer.accelerator=gpu", "--trainer.devices=1")
         assert list(tmp_path.rglob("cuda_alloc_rank_0.training_step.*.pickle"))
         return
-    done = run_python("train.py", *COMMON, fragment)
+    done = run_program("train.py", *COMMON, fragment)
     assert done.returncode == 1
     assert (
         done.stderr.strip()
@@ -189,12 +189,12 @@ PLAIN = dedent(f"""
 
 
 @pytest.fixture
-def plain(tmp_path: Path, run_python: Run) -> Run:
+def plain(tmp_path: Path, run_program: Run) -> Run:
     """Run a program that fits on its own, under an environment variable."""
 
     def run(value: str, before: str = "", arguments: str = "") -> subprocess.CompletedProcess[str]:
         (tmp_path / "train.py").write_text(PLAIN.format(before=before, arguments=arguments))
-        return run_python("train.py", LIGHTNING_MEMPROF=value)
+        return run_program("train.py", LIGHTNING_MEMPROF=value)
 
     return run
 
@@ -252,7 +252,7 @@ def test_without_the_variable_a_program_loads_nothing_of_ours_but_the_entry_poin
     )
 
 
-def test_the_profilers_name_works_for_the_pytorch_lightning_distribution(tmp_path: Path, run_python: Run) -> None:
+def test_the_profilers_name_works_for_the_pytorch_lightning_distribution(tmp_path: Path, run_program: Run) -> None:
     pytest.importorskip("pytorch_lightning")
     (tmp_path / "train.py").write_text(
         dedent("""
@@ -263,6 +263,6 @@ def test_the_profilers_name_works_for_the_pytorch_lightning_distribution(tmp_pat
                    enable_checkpointing=False, enable_progress_bar=False, limit_val_batches=0).fit(BoringModel())
         """)
     )
-    done = run_python("train.py")
+    done = run_program("train.py")
     assert done.returncode == 0, done.stderr[-3000:]
     assert recorded_steps(tmp_path) == [[2, 3]]

@@ -86,7 +86,7 @@ Run: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def program(tmp_path: Path, run_python: Run) -> Run:
+def program(tmp_path: Path, run_program: Run) -> Run:
     """Run a LightningCLI program with the given arguments in ``tmp_path``."""
 
     def run(
@@ -94,7 +94,7 @@ def program(tmp_path: Path, run_python: Run) -> Run:
     ) -> subprocess.CompletedProcess[str]:
         (tmp_path / "train.py").write_text(dedent(PROGRAM.format(support=str(SUPPORT), cli=cli)))
         (tmp_path / "its.yaml").write_text(ITS_YAML)
-        done = run_python("train.py", stage, *COMMON, *arguments, OMP_NUM_THREADS="1")
+        done = run_program("train.py", stage, *COMMON, *arguments, OMP_NUM_THREADS="1")
         assert done.returncode == code, done.stderr[-3000:]
         return done
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
+
+from warm_python import WarmPython
 
 __all__ = ["launch"]
 
@@ -31,23 +32,13 @@ def launch(script: str, directory: Path, *options: str, world: int) -> list[int]
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world), "NODE_RANK": "0",
         "OMP_NUM_THREADS": "1", "PYTHONPATH": str(support),
     }  # fmt: skip
-    processes = []
-    for rank in range(world):
-        with (directory / f"out{rank}").open("w") as out:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(support / script), str(directory), *options],
-                    env=common | {"LOCAL_RANK": str(rank)},
-                    cwd=directory,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    deadline = time.monotonic() + 120
-    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-    return [process.wait() for process in processes]
+    with WarmPython(common) as python:
+        program = [str(support / script), str(directory), *options]
+        outs = [directory / f"out{rank}" for rank in range(world)]
+        pids = [
+            python.start(program, directory, common | {"LOCAL_RANK": str(rank)}, out, out)
+            for rank, out in enumerate(outs)
+        ]
+        deadline = time.monotonic() + 120
+        codes = [python.wait(pid, max(0.1, deadline - time.monotonic())) for pid in pids]
+    return [-signal.SIGKILL if code is None else code for code in codes]
