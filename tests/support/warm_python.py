@@ -87,7 +87,7 @@ class WarmPython(AbstractContextManager["WarmPython"]):
 def serve() -> dict[str, Any] | None:
     """Answer requests until there are no more; in a forked process, return what it is to run."""
     while line := sys.stdin.readline():
-        asked = json.loads(line)
+        asked: dict[str, Any] = json.loads(line)
         if "wait" in asked:
             told = _waited(asked["wait"], asked["seconds"])
         elif (told := os.fork()) == 0:
