@@ -3,9 +3,16 @@
 #
 #   make demo     train a small model and show what was recorded
 #   make test     the tests               (make test ARGS="-k schedule")
-#   make lint     ruff, mypy, import rules, documentation
+#   make lint     ruff, mypy, import rules, bandit, documentation
 #   make docs     the documentation, as HTML in build/docs
-#   make bench    what recording costs, and how fast traces are analysed    (minutes; wants a quiet machine)
+#   make bench    what recording costs, beside its peers, and how cost grows (half an hour; make bench ARGS=--quick)
+#   make torture  every fault at every moment of a training     (make torture ARGS=--quick)
+#   make power-cut    a crash between any two file operations of a training    (some minutes)
+#   make soak         20,000 steps with a window every 100         (some ten minutes)
+#   make compatibility  versions, strategies and kinds of training that were tried   (some ten minutes)
+#   make test-gpu       the tests that need a GPU; says so where there is none
+#   make fuzz     the readers of traces, snapshots and run directories, ten minutes each   (make fuzz ARGS=--quick)
+#   make audit    known vulnerabilities in what constraints.txt pins, where their database can be reached
 #   make clean    remove what was built, the environment included
 
 PYTHON ?= python3
@@ -13,7 +20,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 WHEELS := build/wheel
 ARGS ?=
-TRACES ?=
 
 # Every pip below, those that build dependencies in isolation included, keeps to the versions that the tests ran with. Without
 # this an unconstrained step could fetch another PyTorch, which is gigabytes.
@@ -28,7 +34,7 @@ SOURCES := $(shell find lightning_memprof \( -name __pycache__ -o -name '.*' \) 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint docs bench clean
+.PHONY: help demo test lint docs bench torture power-cut soak fuzz audit clean compatibility test-gpu
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -46,15 +52,36 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/bandit -q -c pyproject.toml -r lightning_memprof
 	$(BIN)/sphinx-build -n -W -q -b html docs build/docs
 
 docs: $(VENV)/dev.stamp
 	$(BIN)/sphinx-build -n -W -q -b html docs build/docs
 	@echo build/docs/index.html
 
-bench: $(VENV)/test.stamp
-	$(BIN)/python tests/benchmarks/bench.py $(ARGS)
-	$(BIN)/python tests/benchmarks/traces.py $(TRACES)
+bench: $(VENV)/bench.stamp $(VENV)/peers.stamp
+	$(BIN)/python tests/benchmarks/run.py $(ARGS)
+
+torture: $(VENV)/test.stamp
+	$(BIN)/python tests/torture/run.py $(ARGS)
+
+power-cut: $(VENV)/test.stamp
+	$(BIN)/python tests/torture/power_cut.py $(ARGS)
+
+soak: $(VENV)/test.stamp
+	$(BIN)/python tests/torture/soak.py $(ARGS)
+
+compatibility: $(VENV)/test.stamp
+	$(BIN)/python tests/compatibility/run.py $(ARGS)
+
+test-gpu: $(VENV)/test.stamp
+	$(BIN)/python tests/compatibility/gpu.py $(ARGS)
+
+fuzz: $(VENV)/fuzz.stamp
+	$(BIN)/python tests/fuzz/fuzz.py $(ARGS)
+
+audit: $(VENV)/dev.stamp
+	$(BIN)/python tests/fuzz/audit.py
 
 clean:
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
@@ -65,6 +92,10 @@ $(VENV)/pyvenv.cfg:
 	@echo "Making $(VENV); the first time takes some minutes, PyTorch is large."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q hatchling
+
+# What the benchmarks compare with. A peer that cannot be had stops nothing; it is tried again the next time.
+$(VENV)/peers.stamp: tests/benchmarks/peers.txt tests/benchmarks/make_peers.py | $(VENV)/test.stamp
+	$(BIN)/python tests/benchmarks/make_peers.py $(VENV)/peers && touch $@ || true
 
 # Without isolation: a build for each change of the sources should neither ask the index nor take ten seconds.
 $(VENV)/wheel.stamp: pyproject.toml README.md LICENSE constraints.txt $(SOURCES) | $(VENV)/pyvenv.cfg
@@ -77,7 +108,9 @@ $(VENV)/wheel.stamp: pyproject.toml README.md LICENSE constraints.txt $(SOURCES)
 $(VENV)/run.stamp: EXTRAS :=
 $(VENV)/test.stamp: EXTRAS := [test]
 $(VENV)/dev.stamp: EXTRAS := [test,docs,dev]
-$(VENV)/run.stamp $(VENV)/test.stamp $(VENV)/dev.stamp: $(VENV)/wheel.stamp
+$(VENV)/fuzz.stamp: EXTRAS := [test,fuzz]
+$(VENV)/bench.stamp: EXTRAS := [test,bench]
+$(VENV)/run.stamp $(VENV)/test.stamp $(VENV)/dev.stamp $(VENV)/fuzz.stamp $(VENV)/bench.stamp: $(VENV)/wheel.stamp
 	@if [ ! -e $@ ] || [ pyproject.toml -nt $@ ] || [ constraints.txt -nt $@ ]; then \
 		set -e; wheel=$$(echo $(WHEELS)/*.whl); \
 		echo "$(BIN)/pip install $$wheel$(EXTRAS)"; $(BIN)/pip install -q "$$wheel$(EXTRAS)"; \

@@ -20,7 +20,8 @@ version = release
 extensions = ["myst_parser"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
-exclude_patterns = ["_build"]
+# Measured figures are parts of pages and no pages.
+exclude_patterns = ["_build", "measured"]
 nitpicky = True
 
 html_theme = "furo"

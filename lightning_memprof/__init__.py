@@ -106,6 +106,12 @@ def __getattr__(name: str) -> object:
         raise AttributeError(msg)
     import importlib
 
+    if home.startswith("integration."):
+        import sys
+
+        from lightning_memprof.integration.distributions import check_asked
+
+        check_asked(name, sys._getframe(1))  # noqa: SLF001 there is no public way to know who asks
     return getattr(importlib.import_module(f"{__name__}.{home}"), name)
 
 

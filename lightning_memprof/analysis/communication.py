@@ -19,6 +19,7 @@ from typing import IO, Any, Final, Literal, TypeAlias
 
 from isal import igzip, isal_zlib
 
+from lightning_memprof.artifacts.plain_file import open_plain
 from lightning_memprof.errors import ArtifactError
 
 __all__ = ["Collective", "Lane", "Span", "collectives", "collectives_among", "described"]
@@ -30,7 +31,7 @@ _CHUNK: Final = 1 << 18
 _LONGEST: Final = 1 << 16
 _WORDS: Final = (b'"gloo:', b'"mpi:', b'"ucc:', b'"nccl', b'"record_param_comms"', b'"baseTimeNanoseconds"')
 _LARGEST: Final = 1 << 53
-_BASE: Final = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d+)')
+_BASE: Final = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d{1,19})\b')
 _OPENINGS_TO_TRY: Final = 6
 
 _ON_HOST: Final = re.compile(r"(gloo|mpi|ucc):(\w+)\Z")
@@ -174,7 +175,7 @@ class _Found:
         """Keep what belongs to a collective."""
         args = event.get("args")
         name, category = str(event.get("name")), event.get("cat")
-        lane = (event.get("pid"), event.get("tid"))
+        lane = (_part(event.get("pid")), _part(event.get("tid")))
         start, duration = _nanoseconds(event.get("ts")), _nanoseconds(event.get("dur"))
         if start is None or duration is None or event.get("ph") != "X":
             return
@@ -193,6 +194,11 @@ class _Found:
             self.calls.setdefault(lane, []).append(span)
         elif (host := _ON_HOST.match(name)) and category == "user_annotation" and host[2] not in _POINT_TO_POINT:
             self.on_host.append(_Row(_common(host[2]), "", _input_bytes(span.args), span.start_ns, span.end_ns, "host"))
+
+
+def _part(of_lane: Any) -> Any:
+    """Return what stands for a process or a thread; what a damaged file has there may be no key."""
+    return of_lane if isinstance(of_lane, int | str | None) else str(of_lane)
 
 
 def _on_device(found: _Found) -> list[_Row]:
@@ -246,7 +252,7 @@ def _around(spans: list[Span], inner: Span) -> Span | None:
 
 def _message_bytes(args: dict[str, Any]) -> int | None:
     count, item = _whole(args.get("In msg nelems")), _item_bytes(args.get("dtype"))
-    return None if count is None or item is None else count * item
+    return None if count is None or item is None else _bounded(count * item)
 
 
 def _input_bytes(args: dict[str, Any]) -> int | None:
@@ -259,11 +265,14 @@ def _input_bytes(args: dict[str, Any]) -> int | None:
         if item is None or not isinstance(shape, list):
             return None
         for size in shape:
-            if not isinstance(size, int):
+            if not isinstance(size, int) or _bounded(item := item * size) is None:
                 return None
-            item *= size
         total += item
-    return total
+    return _bounded(total)
+
+
+def _bounded(size: int) -> int | None:
+    return size if -_LARGEST < size < _LARGEST else None
 
 
 def _item_bytes(kind: Any) -> int | None:
@@ -297,7 +306,7 @@ def _events(trace: Path, found: _Found) -> Iterator[dict[str, Any]]:
 
 
 def _open(trace: Path) -> IO[bytes]:
-    with trace.open("rb") as stream:
+    with open_plain(trace) as stream:
         magic = stream.read(2)
     if magic == b"\x1f\x8b":
         compressed: IO[bytes] = igzip.open(trace, "rb")  # type: ignore[no-untyped-call]  # isal ships no types for it
@@ -341,7 +350,7 @@ def _event_around(text: bytes, at: int) -> dict[str, Any] | None:
             return None
         try:
             event = _DECODE(text[opening : at + _LONGEST].decode(errors="replace"))[0]
-        except (ValueError, RecursionError):
+        except (ValueError, ArithmeticError, RecursionError):  # a decimal's exponent has more digits than fit
             continue
         if isinstance(event, dict) and "ph" in event:
             return event

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_memprof.analysis.many_ranks import in_full
 from lightning_memprof.analysis.rows import text, whole, whole_numbers
 from lightning_memprof.artifacts.naming import manifest_name, parse_manifest_name, pulse_name
+from lightning_memprof.artifacts.plain_file import open_plain
 from lightning_memprof.artifacts.series import PHASES, parse_pulse_row
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from lightning_memprof.artifacts.series import PulseRow
+from lightning_memprof.artifacts.series import PulseRow
 
 __all__ = ["RECENT_STEPS", "Follower", "RankSoFar", "RecordedWindow", "Tail", "progress_of"]
 
@@ -48,7 +49,7 @@ class Tail:
         try:
             if self._path.stat().st_size <= self._offset:
                 return []
-            with self._path.open("rb") as stream:
+            with open_plain(self._path) as stream:
                 stream.seek(self._offset)
                 data = stream.read(MOST_BYTES)
         except OSError:

@@ -14,7 +14,7 @@ from lightning_memprof.errors import ArtifactError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["MAX_DEPTH", "Place", "Walk", "find_run", "has_run", "has_several_runs", "is_run_directory"]
+__all__ = ["MAX_DEPTH", "Place", "Walk", "find_run", "has_run", "has_several_runs", "is_run_directory", "names_in"]
 
 STAGES: Final = ("validate", "test", "predict")
 MAX_DEPTH: Final = 6
@@ -127,13 +127,29 @@ def is_run_directory(path: Path) -> bool:
         return False
 
 
+def names_in(directory: Path) -> list[str]:
+    """Return the names of what is in a directory; none where it is none, or may not be looked at."""
+    try:
+        return sorted(os.listdir(directory))  # noqa: PTH208 names of thousands
+    except OSError:
+        return []
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        # A link to itself is nothing, and hides nothing beside it.
+        return False
+
+
 def _entries(directory: Path) -> tuple[list[str], list[str], set[str]]:
     """Return the names of the directories in one, of its files, and which of the directories are links."""
     directories, files, links = [], [], set()
     try:
         with os.scandir(directory) as entries:
             for entry in entries:
-                if not entry.is_dir():
+                if not _is_directory(entry):
                     files.append(entry.name)
                     continue
                 directories.append(entry.name)
@@ -148,7 +164,7 @@ def _entries(directory: Path) -> tuple[list[str], list[str], set[str]]:
 def _runs_in(home: Path) -> list[Path]:
     """Return the runs of one log directory, oldest first."""
     try:
-        names = [(parse_numbered(entry.name), entry.name) for entry in os.scandir(home) if entry.is_dir()]
+        names = [(parse_numbered(entry.name), entry.name) for entry in os.scandir(home) if _is_directory(entry)]
     except OSError:
         return []
     runs = sorted((number, name) for (base, number), name in names if base == RUN_DIRECTORY)

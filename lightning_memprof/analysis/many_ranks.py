@@ -10,6 +10,7 @@ import msgspec
 
 from lightning_memprof.analysis.rows import Row, manifest_rows
 from lightning_memprof.artifacts.naming import pulse_name
+from lightning_memprof.artifacts.plain_file import read_plain
 
 __all__ = ["in_full", "light_rows", "missing_ranks", "within"]
 
@@ -48,7 +49,7 @@ def light_rows(path: Path) -> tuple[list[Row], str | None]:
     Those lists are nine tenths of a manifest.
     """
     try:
-        *lines, last = path.read_bytes().split(b"\n")
+        *lines, last = read_plain(path).split(b"\n")
         if last:
             return manifest_rows(path)
         return [_decode(line) for line in lines if _ARTIFACT not in line and _SPACED not in line], None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_memprof.analysis.rows import Row, rows_of, text, whole
 from lightning_memprof.artifacts.naming import oom_name
+from lightning_memprof.artifacts.plain_file import read_plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,7 +54,7 @@ def oom_events(directory: Path, rank: int, rows: list[Row]) -> tuple[OomEvent, .
 
 def _in_file(path: Path) -> dict[int, Row]:
     try:
-        events = json.loads(path.read_bytes())["events"]
+        events = json.loads(read_plain(path))["events"]
         return {number: one for one in events if (number := whole(one, "number")) is not None}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         # The manifest's rows are left; that the file is damaged is said with the other files.

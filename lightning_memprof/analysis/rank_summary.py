@@ -13,8 +13,10 @@ import msgspec
 
 from lightning_memprof.analysis.communication import Collective, collectives
 from lightning_memprof.analysis.rows import series_rows, text, whole
+from lightning_memprof.artifacts.plain_file import read_plain
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.errors import ArtifactError
+from lightning_memprof.units import MIB
 
 __all__ = [
     "Arrivals",
@@ -31,6 +33,8 @@ SCHEMA_VERSION: Final = 1
 # A step has some tens of them: the first steps of a window tell who comes late, and the file stays below 10 kB.
 MOST_COLLECTIVES: Final = 200
 MOST_CALLBACKS: Final = 10
+# A thousand times what it usually has.
+_MOST_BYTES: Final = 16 * MIB
 
 _MEMORY: Final = {
     "host": ("peak_rss_bytes", "rss_bytes"),
@@ -124,9 +128,7 @@ def read_summary(path: str | Path) -> RankSummary:
         ArtifactError: it is missing, damaged, or newer than this version.
     """
     try:
-        # A run has thousands of them, and to make a `Path` takes half as long as to read the file.
-        with open(path, "rb", buffering=0) as stream:  # noqa: PTH123
-            summary = _decode(stream.read())
+        summary = _decode(read_plain(path, _MOST_BYTES))
     except (OSError, msgspec.DecodeError) as error:
         raise ArtifactError(f"{path}: cannot be read ({error}); the other ranks' summaries do without it") from error
     lists = summary.arrivals

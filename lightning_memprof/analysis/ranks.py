@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import os
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from lightning_memprof.analysis.arrivals import (
     track,
     window_waits,
 )
+from lightning_memprof.analysis.locate import names_in
 from lightning_memprof.analysis.rank_summary import Figures, RankSummary, read_summary
 from lightning_memprof.analysis.run import Problem
 from lightning_memprof.artifacts.naming import parse_summary_path
@@ -240,10 +240,10 @@ class _Gathered:
 
 def _windows(directory: Path) -> Iterator[list[tuple[int, str]]]:
     """Yield the summaries of each window in order, by rank."""
-    for window in sorted(entry.name for entry in os.scandir(directory) if entry.is_dir()):
+    for window in names_in(directory):
         files = [
             (place[1], f"{directory}/{window}/{name}")
-            for name in sorted(entry.name for entry in os.scandir(directory / window))
+            for name in names_in(directory / window)
             if (place := parse_summary_path(f"{window}/{name}")) is not None
         ]
         if files:

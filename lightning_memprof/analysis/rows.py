@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION, read_manifest
+from lightning_memprof.artifacts.plain_file import read_plain
 from lightning_memprof.artifacts.series import PULSE_COLUMNS, PulseRow, parse_pulse_row, read_pulse, read_series
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.units import format_count
@@ -146,7 +147,7 @@ def noted(rows: list[Row]) -> list[tuple[str, str]]:
 def _salvage(path: Path) -> list[Row]:
     rows: list[Row] = []
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = read_plain(path).split(b"\n")
     except OSError:
         return rows
     for line in lines:
@@ -162,7 +163,7 @@ def _salvage(path: Path) -> list[Row]:
 def _salvage_pulse(path: Path) -> list[PulseRow]:
     rows: list[PulseRow] = []
     try:
-        lines = path.read_text(encoding="ascii", errors="replace").split("\n")
+        lines = read_plain(path).decode("ascii", "replace").split("\n")
     except OSError:
         return rows
     if tuple(lines[0].split(",")) != PULSE_COLUMNS:

@@ -25,6 +25,7 @@ from lightning_memprof.analysis.rows import (
     whole,
     whole_numbers,
 )
+from lightning_memprof.analysis.unfinished import cut_lines, unfinished_files
 from lightning_memprof.artifacts.naming import (
     manifest_name,
     parse_manifest_name,
@@ -285,13 +286,27 @@ def _read_rank(layout: Layout, rank: int, *, in_full: bool) -> _RankReport:
             for row in rows_of(rows, "unavailable")
         ],
         [Note(rank, collector, message) for collector, message in noted(rows)],
-        [*problems, *_damage(pulse_name(rank), pulse_damage, rank), *artifact_problems],
+        [
+            *problems,
+            *_damage(pulse_name(rank), pulse_damage, rank),
+            *artifact_problems,
+            *_unfinished(layout, read, rows),
+        ],
         oom_events(layout.directory, rank, rows),
     )
 
 
 def _damage(piece: str, message: str | None, rank: int) -> list[Problem]:
     return [Problem(piece, message, rank)] if message else []
+
+
+def _unfinished(layout: Layout, rank: Rank, rows: list[Row]) -> list[Problem]:
+    if not rank.in_full:
+        return []
+    failed = {window for row in rows_of(rows, "error") if (window := whole(row, "window")) is not None}
+    windows = [window.index for window in rank.windows]
+    found = (*cut_lines(layout, rank.rank), *unfinished_files(layout, rank.rank, windows, failed))
+    return [Problem(piece, message, rank.rank) for piece, message in found]
 
 
 def _artifacts(layout: Layout, rows: list[Row], rank: int) -> tuple[list[Artifact], list[Problem]]:

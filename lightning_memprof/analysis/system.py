@@ -9,6 +9,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.artifacts.naming import system_name
+from lightning_memprof.artifacts.plain_file import open_plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -82,12 +83,12 @@ def stretches(rank: Rank, directory: Path, most_bytes: int = MAX_BYTES) -> Itera
     Of a file of more than ``most_bytes`` the last part is read; a line that a dying process tore is left out.
     """
     for path in (*(window.series.get("system") for window in rank.windows), directory / system_name(rank.rank)):
-        if path is not None and path.exists():
+        if path is not None and path.is_file():
             yield _rows(path, most_bytes)
 
 
 def _rows(path: Path, most_bytes: int) -> Iterator[dict[str, Any]]:
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         if (too_long := path.stat().st_size - most_bytes) > 0:
             file.seek(too_long)
             file.readline()

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning_memprof.analysis.run import Artifact, Problem
-from lightning_memprof.artifacts.naming import TraceName, table_name, temporary_name
+from lightning_memprof.artifacts.naming import TraceName, table_name
+from lightning_memprof.artifacts.placing import own_temporary
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,7 +48,7 @@ def _write_table(table: Path, sources: list[Artifact]) -> None:
     from lightning_memprof.analysis.operators import TableOptions, operator_table
 
     text = operator_table([one.file for one in sources], TableOptions(sort_by=None))
-    temporary = table.with_name(temporary_name(table.name))
+    temporary = own_temporary(table)
     try:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(table)

@@ -8,9 +8,12 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from lightning_memprof.artifacts.plain_file import read_plain
+from lightning_memprof.artifacts.secrets import FREE_TEXTS, masked
 from lightning_memprof.errors import ArtifactError
 
 if TYPE_CHECKING:
@@ -21,6 +24,8 @@ __all__ = ["SCHEMA_VERSION", "Manifest", "ManifestWriter", "read_manifest", "rea
 log = logging.getLogger(__name__)
 
 SCHEMA_VERSION: Final = 1
+# Rows that a full disk has refused, of some hundred bytes each; beyond, the oldest go.
+_MOST_WAITING: Final = 4096
 
 
 class ManifestWriter:
@@ -28,7 +33,7 @@ class ManifestWriter:
 
     Every row is one ``write`` to a descriptor that was opened for appending: a process that dies loses no row that
     was written before, and tears at most the last one. Safe to use from several threads. A disk that refuses a row
-    is logged once; it never stops the training.
+    is logged once; it never stops the training. What was refused is written with the next row that the disk takes.
 
     Args:
         path: the file; created where it is missing.
@@ -40,27 +45,41 @@ class ManifestWriter:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self._lock = threading.Lock()
         self._refused = False
+        self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
 
     def append(self, kind: str, **facts: Any) -> None:
-        """Write one row. Values that JSON does not know are written as their ``str``."""
+        """Write one row. Values that JSON does not know are written as their ``str``, free texts without secrets."""
+        for name in FREE_TEXTS.intersection(facts):
+            if isinstance(facts[name], str):
+                facts[name] = masked(facts[name])
         row = {"kind": kind, "time_ns": time.time_ns(), **facts}
         line = (json.dumps(row, default=str, separators=(",", ":")) + "\n").encode()
         with self._lock:
             if self._fd < 0:
                 return
-            try:
-                self._write(line)
-            except OSError as error:
-                if not self._refused:
-                    log.warning("%s cannot be written (%s); facts of this run are lost", self.path, error.strerror)
-                self._refused = True
+            self._waiting.append(line)
+            self._write_waiting()
 
     def close(self) -> None:
         """Release the file; further rows are dropped."""
         with self._lock:
             if self._fd >= 0:
+                self._write_waiting()
                 os.close(self._fd)
                 self._fd = -1
+
+    def _write_waiting(self) -> None:
+        try:
+            while self._waiting:
+                self._write(self._waiting[0])
+                self._waiting.popleft()
+        except OSError as error:
+            if not self._refused:
+                log.warning(
+                    "%s cannot be written (%s); facts of this run are lost where it stays so",
+                    self.path, error.strerror,
+                )  # fmt: skip
+            self._refused = True
 
     def _write(self, line: bytes) -> None:
         written = os.write(self._fd, line)
@@ -87,7 +106,7 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], bool]:
 
     """
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = read_plain(path).split(b"\n")
     except OSError as error:
         msg = f"{path}: cannot be read ({error.strerror}); is the run directory complete?"
         raise ArtifactError(msg) from error

@@ -1,13 +1,16 @@
-"""Where a result may be written: never in the place of a device, a pipe or a directory."""
+"""Where a result may be written: never in the place of a device, a pipe or a directory, nor through a planted link."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["place_of"]
+from lightning_memprof.artifacts.naming import temporary_name
+
+__all__ = ["own_temporary", "place_of"]
 
 
 def place_of(out: Path) -> Path:
@@ -32,3 +35,19 @@ def place_of(out: Path) -> Path:
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "it is a pipe or a device, not a file")
     return place
+
+
+def own_temporary(place: Path) -> Path:
+    """Return the name under which a file is written before it is renamed to ``place``, with nothing under it.
+
+    A process that was stopped may have left a file there. Whoever made the directory, as by unpacking it, may have left
+    a link: what is written would go through it, into a file of the person who only looks at a run.
+
+    Raises:
+        OSError: what is there cannot be removed.
+
+    """
+    temporary = place.with_name(temporary_name(place.name))
+    with suppress(FileNotFoundError):
+        temporary.unlink()
+    return temporary

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.artifacts.manifest import read_rows
+from lightning_memprof.artifacts.plain_file import read_plain
 from lightning_memprof.errors import ArtifactError
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def read_pulse(path: Path) -> list[PulseRow]:
 
     """
     try:
-        lines = path.read_text(encoding="ascii", errors="replace").split("\n")
+        lines = read_plain(path).decode("ascii", "replace").split("\n")
     except OSError as error:
         msg = f"{path}: cannot be read ({error.strerror}); is the run directory complete?"
         raise ArtifactError(msg) from error

@@ -18,8 +18,8 @@ from lightning_memprof.artifacts.naming import (
     numbered,
     pulse_name,
     series_path,
-    temporary_name,
 )
+from lightning_memprof.artifacts.placing import own_temporary
 from lightning_memprof.artifacts.upload import Uploads
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Sink:
         is there. Where the body raises, the temporary file is removed and nothing is listed.
         """
         artifact.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = artifact.path.with_name(temporary_name(artifact.path.name))
+        temporary = own_temporary(artifact.path)
         try:
             yield temporary
             if again := artifact.path.is_file():

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import stat
+import uuid
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -16,11 +17,21 @@ from lightning_memprof.errors import ArtifactError
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["MOST_STEPS", "Plan", "Request", "read_plan", "read_request", "write_plan", "write_request"]
+__all__ = [
+    "MOST_STEPS",
+    "Plan",
+    "Request",
+    "check_private",
+    "read_plan",
+    "read_request",
+    "write_plan",
+    "write_request",
+]
 
 MOST_STEPS: Final = 10_000
 """Of warmup or recording in one window that is asked for: more is a slip of the hand."""
 _MOST_BYTES: Final = 1 << 16
+_ROOT: Final = 0
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,23 @@ class Plan:
         return first, first + self.active - 1
 
 
+def check_private(directory: Path) -> None:
+    """Refuse a run directory in which every user of the machine may put a file in the place of another.
+
+    Raises:
+        ArtifactError: it is one.
+        OSError: it cannot be looked at.
+
+    """
+    mode = directory.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        msg = (
+            f"{directory}: every user may write into it (mode {stat.S_IMODE(mode):04o}), so no file there is taken for "
+            f"a request; chmod o-w {directory}, or send SIGUSR2 to the ranks"
+        )
+        raise ArtifactError(msg)
+
+
 def write_request(directory: Path, request: Request) -> None:
     """Put a request into a run directory, in place of one that nobody has seen yet.
 
@@ -83,7 +111,7 @@ def read_request(directory: Path) -> Request | None:
     """Return the request that waits in a run directory, or None.
 
     Raises:
-        ArtifactError: it is no request.
+        ArtifactError: it is no request, or of another user than root and the one who trains.
 
     """
     path = directory / TRIGGER_REQUEST
@@ -113,7 +141,7 @@ def read_plan(directory: Path) -> Plan | None:
     """Return rank 0's last decision, or None where there was none.
 
     Raises:
-        ArtifactError: it is no plan.
+        ArtifactError: it is no plan, or of another user than root and the one who trains.
 
     """
     path = directory / TRIGGER_PLAN
@@ -132,10 +160,11 @@ def _count(value: Any, least: int) -> bool:
 
 
 def _write(path: Path, row: dict[str, Any]) -> None:
-    # Of a name of its own: several ranks may ask at once.
-    temporary = path.with_name(temporary_name(f"{path.name}.{os.getpid()}"))
+    # Of a name of its own: several ranks may ask at once. One that can be foreseen could be a link of somebody else's.
+    temporary = path.with_name(temporary_name(f"{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}"))
     try:
-        temporary.write_text(json.dumps(row) + "\n", encoding="utf-8")
+        with temporary.open("x", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
         temporary.replace(path)
     except OSError:
         with suppress(OSError):
@@ -159,13 +188,26 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _content(path: Path) -> bytes:
-    # Opening somebody's pipe, or reading without an end, would stop the training.
-    status = path.stat()
+    # Opening somebody's pipe, or reading without an end, would stop the training. A link is none of ours.
+    status = path.lstat()
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
         raise _damaged(path)
-    return path.read_bytes()
+    check_private(path.parent)
+    opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(opened, "rb", buffering=0) as file:
+        # Of what was opened: the file that was looked at may have been replaced since.
+        status = os.fstat(opened)
+        if not stat.S_ISREG(status.st_mode):
+            raise _damaged(path)
+        trains = path.parent.stat().st_uid
+        if status.st_uid not in {os.geteuid(), trains, _ROOT}:
+            msg = (
+                f"{path}: is of user {status.st_uid}; only user {trains}, who trains, and root may ask: remove the file"
+            )
+            raise ArtifactError(msg)
+        return file.read(_MOST_BYTES) or b""
 
 
 def _damaged(path: Path) -> ArtifactError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -30,6 +31,8 @@ __all__ = [
     "StepRecord",
     "TimedPart",
     "TrainingFeed",
+    "no_training_step",
+    "unix_offset_ns",
 ]
 
 OnMark = Callable[["Mark"], None]
@@ -111,6 +114,15 @@ class TimedPart(NamedTuple):
     action: str
 
 
+def unix_offset_ns() -> int:
+    """Return what a reading of ``time.perf_counter_ns`` lacks to be Unix time, by the machine's clock of this moment.
+
+    A run takes it once. A machine may set its clock while it trains: times of one run that were turned into Unix time
+    before and afterwards would lie apart by as much, or in another order.
+    """
+    return time.time_ns() - time.perf_counter_ns()
+
+
 @dataclass(frozen=True)
 class RunContext:
     """What a collector may know of the run.
@@ -133,6 +145,7 @@ class RunContext:
         parts: gives the methods that the Trainer's profiler does not tell of, as they are now.
         ledger: what traces have cost so far, and may cost.
         pulse_written: is given rows of the pulse when they are written, some dozens of steps at a time.
+        unix_offset_ns: makes a reading of ``time.perf_counter_ns`` Unix time, the same for all of the run.
 
     """
 
@@ -152,6 +165,7 @@ class RunContext:
     parts: Callable[[], Sequence[TimedPart]] = tuple
     ledger: Ledger = field(default_factory=Ledger)
     pulse_written: OnRows = lambda _: None
+    unix_offset_ns: int = field(default_factory=unix_offset_ns)
 
     def guarded(
         self, call: Callable[..., None], *, collector: str, window: Window | None = None
@@ -180,6 +194,11 @@ class RunContext:
                 self.faults.report(collector, "write", window.index, error)
 
         self.sink.in_background(guarded, window=window.index)
+
+
+def no_training_step(run: RunContext) -> str | None:
+    """Return why what needs a training step cannot work in this run, or None in a fit."""
+    return None if run.stage == "fit" else f"{run.stage} has no training step"
 
 
 class Collector(ABC):

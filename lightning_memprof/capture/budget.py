@@ -28,7 +28,7 @@ _USUAL_RATIO: Final = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What the traces of one rank may cost; None is no bound.
+    """What the recording of one rank may cost; None is no bound.
 
     A bound is kept by the next windows: after a window that cost more they leave out Python stacks, then input shapes,
     then active steps. Where the bound of the whole run is reached, further windows have no trace.
@@ -39,6 +39,8 @@ class Budget:
         max_run_trace_bytes: size of all traces of the run, as they lie on the disk.
         max_run_export_seconds: time for which the training stands still in the whole run.
         keep_windows: number of windows to keep on the disk; the oldest go first.
+        max_collector_seconds: time for which one collector may hold the training at one mark, or at one end of a
+            window. One that takes longer hangs: it is interrupted, where Python can be, and switched off.
 
     Raises:
         ConfigError: a bound is no positive number.
@@ -50,6 +52,7 @@ class Budget:
     max_run_trace_bytes: int | None = None
     max_run_export_seconds: float | None = None
     keep_windows: int | None = None
+    max_collector_seconds: float | None = 600.0
 
     def __post_init__(self) -> None:
         """Refuse what bounds nothing."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry
 
@@ -62,6 +64,10 @@ class FlopCount(TorchDispatchMode):
         kwargs = kwargs or {}
         if not self.counting:
             return func(*args, **kwargs)
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            # A sharded tensor tries an operator with shapes alone. Left to others it would fail: the fake mode, which
+            # torch asks after every other mode, is the only one that can run it.
+            return func(*args, **kwargs)
         if not _PLAIN.issuperset(types):
             # A subclass, a sharded tensor for instance: what it runs inside is this process's part, and comes by.
             return NotImplemented
@@ -73,7 +79,7 @@ class FlopCount(TorchDispatchMode):
             if parts is not NotImplemented:
                 return parts
         result = func(*args, **kwargs)
-        if formula is not None:
+        if formula is not None and active_fake_mode() is None:
             try:
                 self.flops += formula(*args, **kwargs, out_val=result)
             except Exception as error:  # noqa: BLE001 nothing of ours may raise into the user's code

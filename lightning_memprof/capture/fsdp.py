@@ -10,7 +10,7 @@ import yaml
 
 from lightning_memprof.artifacts.naming import fsdp_log_name, fsdp_stats_name
 from lightning_memprof.artifacts.sink import Artifact
-from lightning_memprof.capture.base import Collector, NotNowError, OnMark
+from lightning_memprof.capture.base import Collector, NotNowError, OnMark, no_training_step
 from lightning_memprof.capture.module_calls import COMPILED, is_compiled
 from lightning_memprof.capture.tracked_step import TrackedStep, missing_tracker, track_step, write_log
 from lightning_memprof.capture.tracker_report import Layout
@@ -68,8 +68,8 @@ class FSDPMemory(Collector):
 
     def unavailable(self, run: RunContext) -> str | None:
         """Only a model under ``fully_shard`` has shards; it gets them between this question and the first step."""
-        if run.stage != "fit":
-            return f"{run.stage} has no training step"
+        if reason := no_training_step(run):
+            return reason
         if reason := missing_tracker():
             return reason
         from lightning_memprof.capture.sharded_tracker import sharded_modules

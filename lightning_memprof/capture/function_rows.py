@@ -12,7 +12,6 @@ import psutil
 from lightning_memprof.artifacts.naming import SnapshotName
 from lightning_memprof.capture.allocator_history import write_snapshot
 from lightning_memprof.capture.allocator_stats import memory_stats
-from lightning_memprof.capture.clock import unix_ns
 from lightning_memprof.capture.memory_stats_file import stats_key
 
 if TYPE_CHECKING:
@@ -156,7 +155,7 @@ class FunctionRows:
                 "global_step": entry.moment.global_step,
                 "point": edge,
                 "recorded": True,
-                "time_ns": unix_ns(time.perf_counter_ns()),
+                "time_ns": time.perf_counter_ns() + self._run.unix_offset_ns,
                 "function": entry.function,
                 "number": entry.moment.number,
                 "depth": entry.depth,

@@ -13,7 +13,6 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_memprof.capture.base import Collector, OnMark
-from lightning_memprof.capture.clock import unix_ns
 from lightning_memprof.capture.held import PLAIN_TENSORS, local_bytes, storages
 from lightning_memprof.schedule import Point
 
@@ -51,7 +50,7 @@ class Garbage(Collector):
     @contextmanager
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
         """Listen to the collector of garbage."""
-        pauses = _Pauses(watches_tensors=self._cycles)
+        pauses = _Pauses(watches_tensors=self._cycles, offset_ns=run.unix_offset_ns)
         told = pauses.told
         gc.callbacks.append(told)
         try:
@@ -66,14 +65,14 @@ class Garbage(Collector):
 class _Pauses:
     """The collections of a window's steps."""
 
-    def __init__(self, *, watches_tensors: bool) -> None:
+    def __init__(self, *, watches_tensors: bool, offset_ns: int) -> None:
         self.rows: list[dict[str, Any]] = []
         self._watches_tensors = watches_tensors
         self._mark: Mark | None = None
         self._began: int | None = None
         self._error: Exception | None = None
         self._tensors: list[_Watched] = []
-        self._offset_ns = unix_ns(now := time.perf_counter_ns()) - now
+        self._offset_ns = offset_ns
 
     def mark(self, mark: Mark) -> None:
         """Take where the training is; what lies between two steps is not the training's."""

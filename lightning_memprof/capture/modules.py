@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lightning_memprof.artifacts.naming import module_log_name
 from lightning_memprof.artifacts.sink import Artifact
-from lightning_memprof.capture.base import Collector, NotNowError, OnMark
+from lightning_memprof.capture.base import Collector, NotNowError, OnMark, no_training_step
 from lightning_memprof.capture.module_calls import COMPILED, is_compiled
 from lightning_memprof.capture.tracked_step import TrackedStep, missing_tracker, track_step, write_log
 from lightning_memprof.capture.tracker_report import Layout
@@ -63,8 +63,8 @@ class ModuleMemory(Collector):
 
     def unavailable(self, run: RunContext) -> str | None:
         """Only fit has batches that can be heard, and gradients."""
-        if run.stage != "fit":
-            return f"{run.stage} has no training step"
+        if reason := no_training_step(run):
+            return reason
         return missing_tracker()
 
     @contextmanager

@@ -198,14 +198,29 @@ class OperatorTrace(Collector):
         size = 0
         try:
             if self.export:
-                with run.sink.file(Artifact(saved.trace, "trace", self.name, window.index)) as temporary:
-                    saved.compress(temporary)
-                size = saved.trace.stat().st_size
-                log.info("saved %s (%s)", saved.trace.name, format_bytes(size))
+                kept = self._keep(run, window, saved)
+                size = kept.stat().st_size
+                log.info("saved %s (%s)", kept.name, format_bytes(size))
         finally:
             run.ledger.wrote(window.index, size)
             with suppress(FileNotFoundError):
                 saved.raw.unlink()
+
+    def _keep(self, run: RunContext, window: Window, saved: TraceFile) -> Path:
+        """Compress a trace, or keep it as torch wrote it where there is no room for that; return its path."""
+        try:
+            with run.sink.file(Artifact(saved.trace, "trace", self.name, window.index)) as temporary:
+                saved.compress(temporary)
+        except Exception as error:  # noqa: BLE001 reported below, or raised again
+            plain = saved.trace.with_suffix("")
+            try:
+                saved.raw.replace(plain)
+            except OSError:
+                raise error from None
+            run.sink.list_artifact(Artifact(plain, "trace", self.name, window.index))
+            run.faults.report(self.name, "write", window.index, error)
+            return plain
+        return saved.trace
 
     def _cost(self, window: Window, trace: _Trace, size: int) -> Export:
         return Export(

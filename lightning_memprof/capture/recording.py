@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.capture.base import NotNowError
 from lightning_memprof.capture.budget import remove_old_windows
+from lightning_memprof.capture.watchdog import Watchdog
 from lightning_memprof.schedule import Point
 
 if TYPE_CHECKING:
@@ -44,9 +45,11 @@ class Recording:
         self._faults = run.faults
         self._spent_ns = spent_ns
         self._open: dict[str, tuple[AbstractContextManager[OnMark | None], OnMark | None]] = {}
+        self._watchdog = Watchdog(run.ledger.budget.max_collector_seconds)
 
     def open(self, collectors: Sequence[Collector]) -> None:
         """Enter the collectors that have not been switched off; only the light ones where the writer is behind."""
+        self._watchdog.start()
         behind = self._run.sink.behind()
         for collector in collectors:
             if collector.name in self._faults.switched_off:
@@ -56,7 +59,7 @@ class Recording:
                 if behind is not None and not collector.every_rank:
                     raise NotNowError(behind)  # noqa: TRY301 told as its own refusal would be
                 context = collector.record(self._run, self.window)
-                self._open[collector.name] = (context, context.__enter__())
+                self._open[collector.name] = (context, self._watchdog.call(context.__enter__))
             except NotNowError as reason:
                 self._run.sink.manifest.append(
                     "unavailable", collector=collector.name, window=self.window.index, reason=str(reason)
@@ -75,6 +78,7 @@ class Recording:
     def close(self) -> None:
         """Leave the collectors; each saves what it has, also where Ctrl-C interrupts another."""
         with ExitStack() as all_of_them:
+            all_of_them.callback(self._watchdog.stop)
             for name, (context, _) in self._open.items():
                 leave = partial(context.__exit__, None, None, None)
                 all_of_them.callback(self._guard, name, "exit", leave)
@@ -87,7 +91,7 @@ class Recording:
     def _guard(self, name: str, where: str, call: Callable[[], object]) -> None:
         started = time.perf_counter_ns()
         try:
-            call()
+            self._watchdog.call(call)
         except _FAILURES as error:
             self._leave(name, where, error)
             self._faults.report(name, where, self.window.index, error)
@@ -99,7 +103,7 @@ class Recording:
         if entry is None or where == "exit":
             return
         try:
-            entry[0].__exit__(type(error), error, error.__traceback__)
+            self._watchdog.call(partial(entry[0].__exit__, type(error), error, error.__traceback__))
         except Exception as second:  # noqa: BLE001 its way out may fail as its mark did
             if second is not error:
                 self._faults.report(name, "exit", self.window.index, second)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.capture.base import OnStep, StepRecord
-from lightning_memprof.capture.clock import StepClock, unix_ns
+from lightning_memprof.capture.clock import StepClock
 from lightning_memprof.capture.demands import Demands, NoWishes
 from lightning_memprof.capture.pulse import Pulse
 from lightning_memprof.capture.recording import Recording
@@ -100,7 +100,7 @@ class Session:
         self._unusual = False
         self._resumed_inside = False
         self._overhead = _Overhead()
-        self._unix_offset_ns = unix_ns(now := time.perf_counter_ns()) - now
+        self._unix_offset_ns = run.unix_offset_ns
 
     @property
     def window(self) -> Window | None:

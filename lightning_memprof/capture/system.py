@@ -16,7 +16,6 @@ from lightning_memprof.artifacts.naming import system_name
 from lightning_memprof.artifacts.sink import Artifact
 from lightning_memprof.capture.base import Collector, OnMark, OnStep
 from lightning_memprof.capture.cgroup import memory_limit_bytes
-from lightning_memprof.capture.clock import unix_ns
 from lightning_memprof.capture.nvidia import Gpu, gpu_of, open_gpu, why_not
 from lightning_memprof.errors import ConfigError
 
@@ -85,9 +84,9 @@ def _process_counts() -> tuple[float, int, int]:
 class _Reader:
     """Turns counts into rates since the reading before."""
 
-    def __init__(self) -> None:
+    def __init__(self, offset_ns: int) -> None:
         self._limit_bytes = memory_limit_bytes()
-        self._offset_ns = unix_ns(now := time.perf_counter_ns()) - now
+        self._offset_ns = offset_ns
         self._before = _counts()
         self._read_ns = time.perf_counter_ns()
 
@@ -135,12 +134,16 @@ class _Sampler:
     Args:
         interval_s: from sample to sample.
         gpu: torch's index and the UUID of the GPU to ask; None is none.
+        offset_ns: of the run's times.
         put: called with each sample, in the thread.
 
     """
 
-    def __init__(self, interval_s: float, gpu: tuple[int, str | None] | None, put: Callable[[Row], None]) -> None:
+    def __init__(
+        self, interval_s: float, gpu: tuple[int, str | None] | None, offset_ns: int, put: Callable[[Row], None]
+    ) -> None:
         self._interval_s = interval_s
+        self._offset_ns = offset_ns
         self._gpu = gpu
         self._put = put
         self._stop = threading.Event()
@@ -170,7 +173,7 @@ class _Sampler:
     def _run(self) -> None:
         try:
             with ExitStack() as opened:
-                reader = _Reader()
+                reader = _Reader(self._offset_ns)
                 gpu = None
                 if self._gpu is not None:
                     # The manifest has the reason from the start of the run.
@@ -229,7 +232,9 @@ class System(Collector):
             nonlocal place
             place = {"step": mark.step, "global_step": mark.global_step, "recorded": mark.recorded}
 
-        sampler = _Sampler(self._interval_s, gpu_of(run.device), lambda sample: rows.append({**place, **sample}))
+        sampler = _Sampler(
+            self._interval_s, gpu_of(run.device), run.unix_offset_ns, lambda sample: rows.append({**place, **sample})
+        )
         sampler.start()
         try:
             yield on_mark
@@ -252,7 +257,9 @@ class System(Collector):
         path = run.sink.place.directory / system_name(run.rank)
         nowhere: Row = {"step": None, "global_step": None, "recorded": True}
         with path.open("x", encoding="utf-8", buffering=1) as file:
-            sampler = _Sampler(self._interval_s, gpu, lambda sample: _write_line(file, {**nowhere, **sample}))
+            sampler = _Sampler(
+                self._interval_s, gpu, run.unix_offset_ns, lambda sample: _write_line(file, {**nowhere, **sample})
+            )
             sampler.start()
             try:
                 yield None

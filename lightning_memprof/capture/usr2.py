@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from types import FrameType
 
-__all__ = ["Usr2"]
+__all__ = ["Usr2", "caught_elsewhere"]
 
 _STATUS: Final = Path("/proc/self/status")
 
@@ -37,7 +37,7 @@ class Usr2:
         if threading.current_thread() is not threading.main_thread():
             return "the training does not run in the main thread"
         before = signal.getsignal(signal.SIGUSR2)
-        if before is None or (not callable(before) and _caught_elsewhere()):
+        if before is None or (not callable(before) and caught_elsewhere(signal.SIGUSR2)):
             return "a handler that is not Python's has it"
         self._before = before
         signal.signal(signal.SIGUSR2, self._own)
@@ -58,11 +58,11 @@ class Usr2:
             self._before(number, frame)
 
 
-def _caught_elsewhere() -> bool:
+def caught_elsewhere(number: int) -> bool:
     """Whether a handler of C has the signal, `faulthandler.register` for instance, of which Python does not know."""
     try:
         status = _STATUS.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError):
         return False
     caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
-    return bool(int(caught, 16) >> (signal.SIGUSR2 - 1) & 1)
+    return bool(int(caught, 16) >> (number - 1) & 1)

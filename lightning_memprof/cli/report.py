@@ -11,7 +11,7 @@ from lightning_memprof.errors import ConfigError, ReportError
 from lightning_memprof.report.files_view import FilesView
 from lightning_memprof.report.opened import opened
 from lightning_memprof.report.view import View
-from lightning_memprof.report.written import PAGE_NAME, write_page
+from lightning_memprof.report.written import PAGE_NAME, own_page, write_page
 from lightning_memprof.units import format_bytes
 
 __all__ = ["report"]
@@ -53,7 +53,7 @@ def report(targets: Sequence[str], out: Path | None = None, *, open_it: bool = F
 def _place(view: View | FilesView) -> Path:
     if isinstance(view, FilesView) or view.url is not None:
         return Path(PAGE_NAME)
-    return view.directory / PAGE_NAME
+    return own_page(view.directory)
 
 
 def _spare(view: View | FilesView, out: Path) -> None:

@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
 from lightning_memprof.errors import ConfigError
+from lightning_memprof.integration.options_file import options_fault
 from lightning_memprof.integration.registration import ENVIRONMENT_VARIABLE
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ def run(program: Sequence[str], config: Path | None = None) -> int:
     os.environ[ENVIRONMENT_VARIABLE] = "1" if config is None else str(_checked_config(config))
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, *program])  # noqa: S606 the user's own program, and no shell
+    os.execv(sys.executable, [sys.executable, *program])  # noqa: S606 the user's own  # nosec B606
 
 
 def _check_program(program: Sequence[str]) -> None:
@@ -78,11 +77,11 @@ def _importable(package: str) -> bool:
 
 def _checked_config(config: Path) -> Path:
     try:
-        yaml.safe_load(config.read_text(encoding="utf-8"))
+        fault = options_fault(config)
     except OSError as error:
         raise ConfigError(
             f"run: --config {str(config)!r}: {error.strerror}; name a YAML file that can be read"
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"run: --config {str(config)!r} is no YAML: {error}") from error
+    if fault is not None:
+        raise ConfigError(f"run: --config {str(config)!r} is no YAML of options: {fault}")
     return config.absolute()

@@ -11,7 +11,7 @@ from typing import Final
 from lightning_memprof.analysis.locate import find_run
 from lightning_memprof.artifacts.manifest import read_manifest
 from lightning_memprof.artifacts.naming import TRIGGER_REQUEST, manifest_name
-from lightning_memprof.artifacts.trigger import MOST_STEPS, Plan, Request, read_plan, write_request
+from lightning_memprof.artifacts.trigger import MOST_STEPS, Plan, Request, check_private, read_plan, write_request
 from lightning_memprof.errors import ArtifactError, ConfigError
 
 __all__ = ["trigger"]
@@ -41,6 +41,7 @@ def trigger(run: str, *, active: int | None = None, warmup: int | None = None, t
             raise ConfigError(f"trigger: --{name} {value}: must be from {least} to {MOST_STEPS}")
     directory = find_run(Path(run)).directory
     world_size = _listening(directory)
+    check_private(directory)
     request = Request(uuid.uuid4().hex, "lightning-memprof trigger", active, warmup)
     try:
         write_request(directory, request)

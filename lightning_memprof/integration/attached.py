@@ -9,6 +9,7 @@ from jsonargparse import ArgumentParser
 
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.callback import MemProfilerCallback
+from lightning_memprof.integration.options_file import options_fault
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,9 +46,15 @@ def load_options(path: Path) -> dict[str, Any]:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(MemProfilerCallback)
     try:
-        options = parser.instantiate_classes(parser.parse_path(str(path)))
+        fault = options_fault(path)
+        options = {} if fault else parser.instantiate_classes(parser.parse_path(str(path)))
     except Exception as error:
-        reason = " ".join(str(error).split())
-        msg = f"LIGHTNING_MEMPROF={path}: {reason}; give a YAML file of MemProfilerCallback's options, or 1"
-        raise ConfigError(msg) from error
+        raise _unusable(path, str(error)) from error
+    if fault:
+        raise _unusable(path, fault)
     return dict(options)
+
+
+def _unusable(path: Path, reason: str) -> ConfigError:
+    reason = " ".join(reason.split())
+    return ConfigError(f"LIGHTNING_MEMPROF={path}: {reason}; give a YAML file of MemProfilerCallback's options, or 1")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_memprof.artifacts.naming import regions_name
 from lightning_memprof.artifacts.sink import Artifact, RunPlace, Sink
-from lightning_memprof.capture.base import RunContext
+from lightning_memprof.capture.base import RunContext, no_training_step
 from lightning_memprof.capture.budget import Ledger
 from lightning_memprof.capture.clock import device_timer
 from lightning_memprof.capture.faults import Faults, describe
@@ -96,14 +96,15 @@ class Attachment:
         try:
             available = self._available()
             self.triggers = TriggerWatch(settings.triggers, self.run)
+            across = [RankSummaries()] if trainer.world_size > 1 else []
+            collectors = [*across, *available]
+            self.session = Session(self.run, settings.schedule, collectors, self._window_closed, self.triggers)
+            self._oom = watch_memory(self.run, self.session, available)
         except BaseException as error:
             sink.manifest.append("end", status="exception", exception=describe(error), steps=0)
             sink.close()
             release_place(sink)
             raise
-        across = [RankSummaries()] if trainer.world_size > 1 else []
-        self.session = Session(self.run, settings.schedule, [*across, *available], self._window_closed, self.triggers)
-        self._oom = watch_memory(self.run, self.session, available)
 
     @property
     def raises(self) -> bool:
@@ -239,7 +240,9 @@ class Attachment:
         if self._trainer.is_global_zero and (note := choice_note(self._settings.ranks, self._trainer.world_size)):
             manifest.append("note", collector="ranks", message=note)
         missing = [(collector, asked, reason) for collector, asked, reason in reasons if reason is not None]
-        if refused := [f"{type(collector).__name__} ({reason})" for collector, asked, reason in missing if asked]:
+        # What was asked for the fit must not stop the test after it.
+        wrong = [(collector, why) for collector, asked, why in missing if asked and why != no_training_step(self.run)]
+        if refused := [f"{type(collector).__name__} ({why})" for collector, why in wrong]:
             msg = f"asked for and not available in this run: {', '.join(refused)}; take it out of `collectors`"
             raise ConfigError(msg)
         for collector, _, reason in missing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.artifacts.naming import curves_path, series_path
@@ -12,10 +13,11 @@ from lightning_memprof.artifacts.series import PULSE_COLUMNS, read_series
 from lightning_memprof.artifacts.sink import Artifact
 from lightning_memprof.artifacts.tfevents import EventFile, Layout
 from lightning_memprof.capture.allocator_stats import peak_reserved_bytes
+from lightning_memprof.integration.csv_rows import save_rows, take_back
 from lightning_memprof.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
     from lightning.pytorch import Trainer
@@ -156,6 +158,8 @@ class Curves:
         finally:
             if self._every:
                 self._log()
+                for logger in tuple(self._loggers):
+                    self._ask(logger, save_rows, logger)
 
     def _has_time(self) -> bool:
         return self._spent_seconds < _START_SECONDS + _SHARE * (time.perf_counter() - self._began)
@@ -175,12 +179,17 @@ class Curves:
             self._logged = self._steps.place
         for place, values in points:
             for logger in tuple(self._loggers):
-                try:
-                    logger.log_metrics(values, place)
-                except Exception:
-                    self._loggers.remove(logger)
-                    log.warning("%s took no curves and gets no more of them", type(logger).__name__, exc_info=True)
+                self._ask(logger, logger.log_metrics, values, place)
         self._spent_seconds += time.perf_counter() - began
+
+    def _ask(self, logger: Any, call: Callable[..., object], *values: Any) -> None:
+        try:
+            call(*values)
+        except Exception:
+            self._loggers.remove(logger)
+            log.warning("%s took no curves and gets no more of them", type(logger).__name__, exc_info=True)
+            with suppress(Exception):
+                take_back(logger, (f"{_STEPS}/", f"{_WINDOWS}/"))
 
 
 class _Axis:

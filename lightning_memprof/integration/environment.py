@@ -61,7 +61,13 @@ def run_facts(
 def _schedule_facts(schedule: Any) -> dict[str, Any] | None:
     if schedule is no_window:
         return None
-    return asdict(schedule) if isinstance(schedule, Schedule) else {"callable": repr(schedule)}
+    return asdict(schedule) if isinstance(schedule, Schedule) else {"callable": _name(schedule)}
+
+
+def _name(schedule: Any) -> str:
+    # Not its `repr`, which has the arguments of a `functools.partial`.
+    called = schedule if hasattr(schedule, "__qualname__") else type(schedule)
+    return f"{called.__module__}.{called.__qualname__}"
 
 
 def training_facts(trainer: Trainer) -> dict[str, Any]:

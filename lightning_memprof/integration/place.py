@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.artifacts.manifest import ManifestWriter
 from lightning_memprof.artifacts.naming import manifest_name, parse_manifest_name
+from lightning_memprof.artifacts.plain_file import open_plain
 from lightning_memprof.artifacts.sink import RunPlace, claim_run_place
-from lightning_memprof.artifacts.upload import is_url, url_path
+from lightning_memprof.artifacts.upload import check_url, is_url, url_path
 from lightning_memprof.artifacts.upload_worker import claim_url
 from lightning_memprof.errors import MemprofError
 
@@ -100,6 +101,7 @@ def _claim_url(trainer: Trainer, stage: str, url: str) -> RunPlace | None:
         log.warning("no working copy of %s can be made (%s): this run is not recorded; training goes on", url, error)
         return None
     try:
+        check_url(url)
         number = claim_url(url)
     except MemprofError as error:
         log.warning("%s; recording into %s instead", error, root)
@@ -109,7 +111,7 @@ def _claim_url(trainer: Trainer, stage: str, url: str) -> RunPlace | None:
 
 def _working_copy(trainer: Trainer, url: str) -> Path:
     """Make a directory of this run's own: beside the Trainer's other files, or among the temporary ones."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", url.partition("://")[2]).strip("-.")[-60:]
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", url.partition("://")[2].rpartition("@")[2]).strip("-.")[-60:]
     base = trainer.default_root_dir
     home = Path.cwd() if is_url(str(base)) else Path(base)
     try:
@@ -122,7 +124,7 @@ def _working_copy(trainer: Trainer, url: str) -> Path:
 def _is_uploaded(manifest: Path) -> bool:
     """Say whether the last row of a rank's manifest is that everything is at the URL."""
     try:
-        with manifest.open("rb") as file:
+        with open_plain(manifest) as file:
             file.seek(max(0, manifest.stat().st_size - _TAIL))
             last = file.read().splitlines()[-1]
         return bool(json.loads(last).get("kind") == "uploaded")

@@ -63,6 +63,7 @@ def _wrap_init_profiler(module: Any) -> None:
 def _profiler_for(profiler: Any) -> Any:
     named = isinstance(profiler, str) and profiler.lower() == PROFILER_NAME
     if named or (profiler is None and _asked() is not None):
+        _check_installed(f"profiler='{PROFILER_NAME}'" if named else ENVIRONMENT_VARIABLE)
         from lightning_memprof.integration.profiler import ExtendedPyTorchProfiler
 
         # The name promises the whole page; the class has the defaults of torch's profiler.
@@ -79,7 +80,17 @@ def _attached_callbacks() -> list[Any]:
     value = _asked()
     if value is None:
         return []
+    _check_installed(f"{ENVIRONMENT_VARIABLE}={value}")
     from lightning_memprof.integration.attached import AttachedCallback, load_options
 
     options = {} if value.lower() in _ON else load_options(Path(value))
     return [AttachedCallback(**options)]
+
+
+def _check_installed(what: str) -> None:
+    from lightning_memprof.integration.distributions import missing_lightning
+
+    if message := missing_lightning(what):
+        from lightning_memprof.errors import ConfigError
+
+        raise ConfigError(message)

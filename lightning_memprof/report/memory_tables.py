@@ -125,10 +125,10 @@ def table(
     """
     least = TEXT_WIDTH * (1 + tail) + GAP * tail
     middle = list(range(1, len(names) - tail))
-    widths = {place: max(len(names[place]), *(len(row[place]) for row in rows)) for place in middle}
+    widths = {place: max([len(names[place]), *(len(row[place]) for row in rows)]) for place in middle}
     while (room := width - 2 - sum(widths[place] + GAP for place in middle)) < least and len(middle) > 1:
         middle.pop()
-    longest = max(len(names[0]), *(len(clean(row[0])) for row in rows))
+    longest = max([len(names[0]), *(len(clean(row[0])) for row in rows)])
     first = min(longest, max(width // 4, 8) if tail else room)
     last = room - first - GAP
     lines: list[Line] = []

@@ -313,9 +313,8 @@ def _did_not_start(rank: Rank) -> bool:
     """Say whether a rank left nothing but its setup: it ended there, or is there still."""
     if rank.status != "running or killed" or rank.windows or rank.pulse:
         return False
-    collectors = rank.facts.get("collectors")
-    # Without a pulse a training leaves no trace before its first window.
-    return rank.training is None or not isinstance(collectors, list) or "pulse" in collectors
+    # With it the loop has begun: the first step goes on, or its process was killed in it.
+    return rank.training is None
 
 
 def _others(run: Run) -> tuple[Path, ...]:

@@ -11,8 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.artifacts.naming import temporary_name
-from lightning_memprof.artifacts.placing import place_of
+from lightning_memprof.artifacts.placing import own_temporary, place_of
 from lightning_memprof.errors import ReportError
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from lightning_memprof.report.files_view import FilesView
     from lightning_memprof.report.view import View
 
-__all__ = ["LOG_NAME", "PAGE_NAME", "main", "write_page"]
+__all__ = ["LOG_NAME", "PAGE_NAME", "main", "own_page", "write_page"]
 
 PAGE_NAME: Final = "report.html"
 LOG_NAME: Final = "report.log"
@@ -47,7 +46,7 @@ def write_page(view: View | FilesView, out: Path) -> None:
     temporary: Path | None = None
     try:
         place = place_of(out)
-        temporary = place.with_name(temporary_name(place.name))
+        temporary = own_temporary(place)
         # A file's name may be no UTF-8; Python then holds it with halves of characters that no encoding has.
         temporary.write_text(page, encoding="utf-8", errors="backslashreplace")
         temporary.replace(place)
@@ -58,6 +57,20 @@ def write_page(view: View | FilesView, out: Path) -> None:
         if temporary is not None:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+
+def own_page(directory: Path) -> Path:
+    """Return the place of a run's page in its own directory.
+
+    Raises:
+        ReportError: a link is there. It was not made by us, and the page would be written over what it points to.
+
+    """
+    page = directory / PAGE_NAME
+    if page.is_symlink():
+        msg = f"{page}: is a link, and the page would be written where it leads; name a place with -o, or remove it"
+        raise ReportError(msg)
+    return page
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from lightning_memprof.report.opened import opened
 
         with opened([str(directory)]) as view:
-            write_page(view, directory / PAGE_NAME)
+            write_page(view, own_page(directory))
         log.unlink(missing_ok=True)
     except Exception as error:  # noqa: BLE001 nobody is there to hear of it: the log says what was wrong
         _write_log(log, f"{type(error).__name__}: {error}\n")
@@ -82,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _write_log(log: Path, text: str) -> None:
     """Write why there is no page, or nothing at all: on a full disk an empty file would be left."""
     try:
+        log.unlink(missing_ok=True)
         log.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError:
         with suppress(OSError):

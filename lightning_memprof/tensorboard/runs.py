@@ -17,6 +17,7 @@ from lightning_memprof.analysis.locate import MAX_DEPTH, MAX_DIRECTORIES
 from lightning_memprof.analysis.many_ranks import light_rows
 from lightning_memprof.analysis.rows import first_row, last_row, rows_of, text, whole, whole_numbers
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, manifest_name, parse_manifest_name, pulse_name
+from lightning_memprof.artifacts.plain_file import open_plain
 from lightning_memprof.artifacts.series import parse_pulse_row
 
 if TYPE_CHECKING:
@@ -249,7 +250,7 @@ def _steps_so_far(found: FoundRun, rank: int) -> int | None:
     try:
         if path.is_symlink():
             return None
-        with path.open("rb") as stream:
+        with open_plain(path) as stream:
             stream.seek(max(stream.seek(0, os.SEEK_END) - LAST_BYTES, 0))
             lines = stream.read().split(b"\n")[:-1]
     except OSError:

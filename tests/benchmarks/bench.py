@@ -1,9 +1,12 @@
-"""What recording costs: CPU and wall time of fits with and without it.
+"""What recording costs: CPU and wall time of fits with and without it, for this package and its peers.
 
-Two processes on one core take turns, step by step: one trains under a configuration, the other bare. A machine that is
-slow for a second is slow for both, so each step is compared with the bare one beside it. Figures are medians over the
-rounds; the processes change roles from round to round. The null pair trains bare in both: its distance from 1.00 is
-what the machine makes up.
+Two trainings on one core take turns, step by step: one under a configuration, the other bare. A machine that is slow
+for a second is slow for both, so each step is compared with the bare one beside it. Figures are medians over the
+rounds; the two change roles from round to round. The null pair trains bare in both: its distance from 1.00 is what the
+machine makes up. What misses its target is fitted once more, with a profile.
+
+    python tests/benchmarks/bench.py --quick
+    python tests/benchmarks/bench.py --workloads network --only default lightning --rounds 9 --out fits.json
 """
 
 from __future__ import annotations
@@ -11,232 +14,214 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
-import tempfile
 import time
-from dataclasses import asdict
-from importlib.metadata import version
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+# The installed package is measured: the repository's root is not on the path.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 if TYPE_CHECKING:
-    from tests.benchmarks import configurations, figures, pair, workload
+    from rich.progress import Progress
+
+    from measured import write_fragment
+    from tests.benchmarks import (
+        aims,
+        composed,
+        configurations,
+        figures,
+        measuring,
+        misses,
+        networks,
+        part,
+        schedule,
+        told,
+    )
 else:
-    # This script's directory is on the path and the repository's root is not: the installed package is measured.
+    import aims
+    import composed
     import configurations
     import figures
-    import pair
-    import workload
+    import measuring
+    import misses
+    import networks
+    import part
+    import schedule
+    import told
 
-SMALL_STEPS = 500
-SMALL_TURN = 20
-IMPORTS = 10
-IMPORT_PROGRAM = """
-import sys, time
-began = time.perf_counter()
-import lightning_memprof
-took = time.perf_counter() - began
-print(1000 * took, *(name for name in ("torch", "lightning") if name in sys.modules))
-"""
+    from measured import write_fragment
+
+PEERS = Path(".venv") / "peers" / "bin" / "python"
+DISTRIBUTIONS = ("finetuning-scheduler", "mosaicml")
+WORKLOADS = (*configurations.EVERYWHERE, composed.WORKLOAD)
+STRETCHES = figures.Stretches(schedule.WAIT, schedule.WARMUP, schedule.ACTIVE)
+QUICK = ("bare", "default-idle", "default", "hand-gz", "lightning")
 
 
 def main() -> None:
     options = parse()
-    known = configurations.configurations()
-    names = [figures.BARE, *(name for name in options.only or known if name not in (figures.BARE, "callback"))]
-    stretches = figures.Stretches(configurations.WAIT, configurations.WARMUP, configurations.ACTIVE)
-    deadline = time.monotonic() + 60 * options.minutes
-    workers = pair.Pair()
-    with progress() as bar:
-        import_ms, loads = measure_import(bar)
-        first = warm_up(bar, workers, stretches)
-        apart = figures.Apart(import_ms, loads, measure_pulse(bar, workers, pairs=2 if options.quick else 3))
-        rounds = measure_rounds(bar, workers, [workload.Job(name, options.steps) for name in names], options, deadline)
-    workers.close()
-    windowed = [name for name, configuration in known.items() if configuration.has_window]
-    found = figures.rows(rounds, stretches, windowed)
-    bare = [median(bare.cpu.steps) for pairs in rounds for _, bare in pairs]
-    verdicts = figures.verdicts(found, apart, steps=options.steps, bare_step=median(bare))
-    raw = {
-        "environment": environment(),
-        "arguments": {**vars(options), "out": str(options.out)},
-        "schedule": asdict(stretches),
-        "bare_step_ms": [1000 * step for step in bare],
-        "first_window_ms": first,
-        "apart": asdict(apart),
-        "rounds": [[{"fit": asdict(fit), "bare": asdict(bare)} for fit, bare in pairs] for pairs in rounds],
-        "figures": {name: asdict(row) for name, row in found.items()},
-        "verdicts": [asdict(verdict) for verdict in verdicts],
-    }
+    with_peers(options.peers)
+    began = time.monotonic()
+    with part.progress() as drawn:
+        found, raw, profiled = measure(options, drawn)
+    texts = misses.texts(profiled, STRETCHES, options.steps)
+    body = told.markdown(found, says(), configurations.configurations(), texts)
     if options.out is not None:
+        raw |= {
+            "figures": {each: {name: asdict(row) for name, row in rows.items()} for each, rows in found.rows.items()}
+        }
         options.out.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
-    show(raw, found, verdicts)
+    print(body)
+    print(f"\n{time.monotonic() - began:.0f} s")
+    if options.only is None and options.workloads is None:
+        packages = [f"{name} {version(name)}" for name in DISTRIBUTIONS if is_installed(name)]
+        print(write_fragment("fits", part.typed(), body, packages=packages))
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = configurations.configurations()
-    parser.add_argument("--repeats", type=int, help="rounds (default 5; with --quick 1)")
+    parser.add_argument("--rounds", type=int, help="of each workload (default 4 of the network, 2 of the others)")
     parser.add_argument("--steps", type=int, default=60, help="steps of a fit (default %(default)s, at least 32)")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=known, help=f"of: {', '.join(known)}")
-    parser.add_argument("--minutes", type=float, default=8, help="begin no round that would end later (default 8)")
-    parser.add_argument("--quick", action="store_true", help="one round: about a minute where a step takes 18 ms")
+    parser.add_argument("--workloads", nargs="+", metavar="NAME", choices=WORKLOADS, help=f"of: {', '.join(WORKLOADS)}")
+    parser.add_argument("--minutes", type=float, default=15, help="begin no round that would end later (default 15)")
+    parser.add_argument("--quick", action="store_true", help=f"one round of the network: {', '.join(QUICK)}")
     parser.add_argument("--out", type=Path, help="write every fit and every figure to this JSON file")
+    parser.add_argument("--peers", type=Path, default=PEERS, help="the Python that has the peers (default %(default)s)")
     options = parser.parse_args()
     if options.steps < 32:
         parser.error("--steps: the window ends with step 23 and some must follow it; give 32 or more")
-    options.repeats = options.repeats or (1 if options.quick else 5)
+    if options.peers != PEERS and not options.peers.exists():
+        parser.error(f"--peers: there is no {options.peers}")
     return options
 
 
-def progress() -> Progress:
-    columns = (TextColumn("{task.description:22}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Drawn between fits only: drawing takes time on the core that is measured.
-    return Progress(*columns, console=Console(stderr=True), auto_refresh=False)
+def with_peers(python: Path) -> None:
+    """Become a process of the environment that has the peers, if there is one."""
+    if python.exists() and python.absolute() != Path(sys.executable).absolute():
+        os.execv(python, [str(python), *sys.argv])  # noqa: S606 the same program, without a shell
 
 
-def advance(bar: Progress, task: Any, **changes: Any) -> None:
-    bar.update(task, **changes)
-    bar.refresh()
+def measure(options: argparse.Namespace, drawn: Progress) -> tuple[told.Told, dict[str, Any], dict[misses.Miss, Any]]:
+    """Measure all parts in their order."""
+    known = configurations.configurations()
+    bar = measuring.Bar(drawn)
+    deadline = time.monotonic() + 60 * options.minutes
+    found = told.Told(options.steps)
+    missing = {name: each.needs for name, each in known.items() if not each.is_there}
+    found.left_out += [f"`{name}` was not measured: `{needs}` is not installed" for name, needs in missing.items()]
+    apart = aims.Apart()
+    raw: dict[str, Any] = {"arguments": {name: str(value) for name, value in vars(options).items()}, "fits": {}}
+    profiled: dict[misses.Miss, Any] = {}
+    if options.only is None and options.workloads is None:
+        apart = measure_apart(bar, options, found, [name for name in measuring.PEAKS if name not in missing])
+    chosen = ("network",) if options.quick else WORKLOADS
+    for workload in options.workloads or chosen:
+        names = chosen_names(options, workload, set(missing))
+        if len(names) > 1:
+            plan = plan_of(options, workload, names, deadline)
+            rounds = measure_workload(bar, plan, found)
+            profiled |= rounds.profiles
+            raw["fits"][workload] = [[asdict(replace(fit, profile={})) for fit in pair] for pair in rounds.pairs]
+    found.apart = apart
+    bare = found.bare_ms.get("network")
+    goals = list(aims.of_apart(apart, median(bare) / 1000 if bare else aims.REFERENCE_STEP))
+    found.aims = [*found.aims, *goals]
+    return found, raw, profiled | explain_apart(bar, misses.of(goals), options.steps)
 
 
-def measure_import(bar: Progress) -> tuple[list[float], list[str]]:
-    """Import the package in fresh processes; return milliseconds and what of torch and lightning came with it."""
-    task = bar.add_task("import", total=IMPORTS)
-    times, loads = [], set()
-    for _ in range(IMPORTS):
-        # Not in the repository's root: the installed package is meant.
-        done = subprocess.run(
-            [sys.executable, "-c", IMPORT_PROGRAM],
-            check=True,
-            capture_output=True,
-            text=True,
-            cwd=tempfile.gettempdir(),
-        )
-        took, *loaded = done.stdout.split()
-        times.append(float(took))
-        loads.update(loaded)
-        advance(bar, task, advance=1)
-    return times, sorted(loads)
+def explain_apart(bar: measuring.Bar, missed: list[misses.Miss], steps: int) -> dict[misses.Miss, Any]:
+    """Profile the pulse on the small model, where it missed its target."""
+    if not missed:
+        return {}
+    bench = measuring.Bench(measuring.Plan("small", 1, [], steps, 1, 0.0), dict(configurations.configurations()))
+    try:
+        bench.explain(missed, STRETCHES, bar.part("profiles", len(missed)))
+    finally:
+        bench.close()
+    return bench.found.profiles
 
 
-def warm_up(bar: Progress, workers: pair.Pair, stretches: figures.Stretches) -> float:
-    """Pay what is paid once in a process; return the milliseconds that the first window took to open."""
-    task = bar.add_task("warming up", total=1)
-    job = workload.Job("window", 32)
-    first, _ = workers.fit(job, job)
-    usual = median(first.wall.steps[index] for index in stretches.waiting)
-    advance(bar, task, advance=1)
-    return 1000 * sum(first.wall.steps[index] - usual for index in stretches.opening)
+def measure_apart(bar: measuring.Bar, options: argparse.Namespace, found: told.Told, names: list[str]) -> aims.Apart:
+    """Measure what is no round; a part that fails is named and left out."""
+    apart = measuring.measure_import(bar)
+    try:
+        apart = replace(apart, added_us=measuring.measure_pulse(bar, pairs=2 if options.quick else 3))
+        quick = [name for name in names if name in {"bare", "default", "trace", "lightning"}]
+        own, children = measuring.measure_peaks(bar, quick if options.quick else names, 1 if options.quick else 3)
+        return replace(apart, rss_bytes=own, children_bytes=children)
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+        found.left_out.append(f"not measured apart: {str(error).strip().splitlines()[-1]}")
+        return apart
 
 
-def measure_pulse(bar: Progress, workers: pair.Pair, *, pairs: int) -> dict[str, list[float]]:
-    """Give microseconds that the pulse adds to a step that is nearly nothing; so does a callback without methods."""
-    task = bar.add_task("pulse on a small model", total=3 * pairs)
-    costs: dict[str, list[float]] = {"pulse": [], "callback": [], figures.BARE: []}
-    for number in range(pairs):
-        for name, found in costs.items():
-            jobs = [workload.Job(each, SMALL_STEPS, SMALL_TURN, small=True) for each in (name, figures.BARE)]
-            fit, bare = taking_turns(workers, *jobs, swapped=number % 2 == 1)
-            found.append(1e6 * figures.added(fit, bare, turn=SMALL_TURN))
-            advance(bar, task, advance=1)
-    return costs
-
-
-def measure_rounds(
-    bar: Progress, workers: pair.Pair, jobs: list[workload.Job], options: argparse.Namespace, deadline: float
-) -> list[list[tuple[workload.Fit, workload.Fit]]]:
-    """Fit each job against a bare one, round after round, while there is time."""
-    rounds: list[list[tuple[workload.Fit, workload.Fit]]] = []
-    task = bar.add_task("rounds", total=options.repeats * len(jobs))
-    for number in range(options.repeats):
-        began = time.monotonic()
-        rounds.append([])
-        for job in jobs:
-            advance(bar, task, description=f"round {number + 1}: {job.name}")
-            bare = workload.Job(figures.BARE, job.steps)
-            rounds[-1].append(taking_turns(workers, job, bare, swapped=number % 2 == 1))
-            advance(bar, task, advance=1)
-        if 2 * time.monotonic() - began > deadline:
-            break
+def measure_workload(bar: measuring.Bar, plan: measuring.Plan, found: told.Told) -> measuring.Rounds:
+    """Fit one workload's rounds, compare with the targets, and profile what misses them."""
+    known = dict(configurations.configurations())
+    drawn = bar.part(plan.workload, plan.rounds * len(plan.names))
+    bench = measuring.Bench(plan, known)
+    try:
+        bench.warm_up(STRETCHES)
+        bench.rounds(drawn)
+        rounds = bench.found
+        windowed = [name for name, each in known.items() if each.has_window]
+        rows = figures.rows(rounds.pairs, STRETCHES, windowed)
+        goals = list(aims.of_workload(plan.workload, rows))
+        if plan.workload == "network":
+            goals += aims.of_whole_fits(rows, plan.steps)
+            found.first_window_ms = rounds.first_window_ms
+        missed = misses.of(goals)
+        bench.explain(missed, STRETCHES, bar.part("profiles", len(missed)) if missed else drawn)
+    finally:
+        bench.close()
+    if rows:
+        found.rows[plan.workload] = rows
+        found.bare_ms[plan.workload] = [1000 * median(bare.cpu.steps) for _, bare in rounds.pairs]
+        found.rounds[plan.workload] = rounds.count
+        found.aims = [*found.aims, *goals]
+    found.left_out += [f"`{name}` on {plan.workload} failed: {why}" for name, why in rounds.failed.items()]
+    found.left_out += [f"`{name}` on {plan.workload}: {why}" for name, row in rows.items() for why in row.faults]
     return rounds
 
 
-def taking_turns(
-    workers: pair.Pair, job: workload.Job, bare: workload.Job, *, swapped: bool
-) -> tuple[workload.Fit, workload.Fit]:
-    if not swapped:
-        return workers.fit(job, bare)
-    second, first = workers.fit(bare, job)
-    return first, second
+def plan_of(options: argparse.Namespace, workload: str, names: list[str], deadline: float) -> measuring.Plan:
+    known = networks.workloads()
+    ranks = known[workload].ranks if workload in known else 1
+    usual = known[workload].rounds if workload in known else 1
+    rounds = options.rounds or (1 if options.quick else usual)
+    return measuring.Plan(workload, ranks, names, options.steps, rounds, deadline)
 
 
-def environment() -> dict[str, Any]:
-    versions = {name: version(name) for name in ("torch", "lightning", "lightning-memprof")}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"python": platform.python_version(), **versions, "platform": platform.platform(), "cores": cores}
+def chosen_names(options: argparse.Namespace, workload: str, missing: set[str]) -> list[str]:
+    """Give the configurations of a workload, the one that records nothing first."""
+    asked = options.only or (QUICK if options.quick else None)
+    return [
+        name
+        for name, each in configurations.configurations().items()
+        if workload in each.workloads
+        and name not in missing
+        and (asked is None or name in {*asked, each.against, figures.BARE})
+    ]
 
 
-def show(raw: dict[str, Any], found: dict[str, figures.Row], verdicts: list[figures.Verdict]) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
-    console.print(cost_table(raw, found))
-    console.print(
-        "Ratios to bare: CPU time of a step; fit: the whole call, on the CPU with its threads and child processes.\n"
-        "ms: wall time that bare does not take. +-: half of the range over the rounds. bare: the null pair.\n"
-    )
-    bare = raw["bare_step_ms"]
-    console.print(
-        f"A bare step took {median(bare):.1f} ms of CPU time (medians of fits: {min(bare):.1f} to {max(bare):.1f})."
-        f" The first window of a process took {raw['first_window_ms']:.0f} ms to open."
-    )
-    if (noise := figures.noise(found)) > 0.05:
-        console.print(f"[yellow]The null pair is off by up to {noise:.0%}: single ratios are no better than that.")
-    table = Table("target", "measured", "", box=None, header_style="bold", pad_edge=False)
-    for verdict in verdicts:
-        word = {True: "[green]met", False: "[red]missed", None: "[dim]-"}[verdict.met]
-        table.add_row(verdict.target, verdict.measured, word)
-    console.print()
-    console.print(table)
+def says() -> dict[str, str]:
+    """Give what each workload is, in a few words."""
+    own = {name: each.says for name, each in networks.workloads().items()}
+    return {**own, composed.WORKLOAD: "302 small modules in Composer's own Trainer"}
 
 
-def cost_table(raw: dict[str, Any], found: dict[str, figures.Row]) -> Table:
-    facts, count = raw["environment"], len(raw["rounds"])
-    title = (
-        f"{raw['arguments']['steps']} steps, {count} round{'s' * (count != 1)}; {facts['cores']} cores, Python"
-        f" {facts['python']}, torch {facts['torch']}, Lightning {facts['lightning']}"
-    )
-    table = Table(box=None, title=title, title_justify="left", header_style="bold", pad_edge=False)
-    table.add_column("")
-    for heading in (
-        "waiting", "active", "after", "fit, CPU", "fit, wall", "fit start\nms", "window start\nms", "window end\nms",
-        "fit end\nms", "own pulse\nus a step", "on disk\nMiB",
-    ):  # fmt: skip
-        table.add_column(heading, justify="right")
-    for name, row in found.items():
-        ratios = (row.waiting, row.active, row.after, row.fit_cpu, row.fit_wall)
-        stalls = (row.start_ms, row.opening_ms, row.closing_ms, row.end_ms)
-        table.add_row(
-            name,
-            *(cell(values, ".2f", bounds=True) for values in ratios),
-            *(cell(values, ".0f", bounds=True) for values in stalls),
-            cell(row.pulse_us, ".1f"),
-            cell([size / 2**20 for size in row.size_bytes], ".2f"),
-        )
-    return table
-
-
-def cell(values: list[float], form: str, *, bounds: bool = False) -> str:
-    if not values:
-        return "-"
-    text = format(median(values), form)
-    return f"{text} +-{format(figures.spread(values), form)}" if bounds and len(values) > 1 else text
+def is_installed(name: str) -> bool:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -3,56 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
-
-import torch
-from lightning.pytorch import Callback
-from lightning.pytorch.profilers import PyTorchProfiler
-
-from lightning_memprof import (
-    Collector,
-    ExtendedPyTorchProfiler,
-    FunctionMemory,
-    MemProfilerCallback,
-    ModuleRss,
-    OperatorTrace,
-    Output,
-    Pulse,
-    SavedTensors,
-    Schedule,
-)
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-WAIT: Final = 20
-WARMUP: Final = 1
-ACTIVE: Final = 3
-ONE_WINDOW: Final = Schedule(wait=WAIT, warmup=WARMUP, active=ACTIVE, repeat=1)
-NEVER: Final = Schedule(wait=1_000_000)
+    from tests.benchmarks import composed, peers
+else:
+    import composed
+    import peers
 
-
-class ByHand(Callback):
-    """What a program without any of these libraries would write: plain ``torch.profiler``, stepped after each batch."""
-
-    def __init__(self, trace: Path) -> None:
-        self._trace = trace
-        self._profiler: torch.profiler.profile | None = None
-
-    def on_train_start(self, *args: Any) -> None:
-        self._profiler = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU],
-            schedule=_torch_schedule(),
-            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(self._trace)),
-        )
-        self._profiler.start()
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self._profiler.step()
-
-    def on_train_end(self, *args: Any) -> None:
-        self._profiler.stop()
+EVERYWHERE = ("network", "gpt", "cnn", "ddp")
 
 
 @dataclass(frozen=True)
@@ -63,73 +26,122 @@ class Configuration:
         says: what it is, in a few words.
         arguments: given a directory to write to, returns arguments of the Trainer.
         has_window: whether it records steps ``WAIT + WARMUP`` to ``WAIT + WARMUP + ACTIVE - 1``.
+        workloads: what is trained with it.
+        page: whether a process of its own makes a page when the fit is over.
+        needs: what has to be installed.
+        against: the configuration of the same Trainer that records nothing.
 
     """
 
     says: str
     arguments: Callable[[Path], dict[str, Any]]
     has_window: bool = True
+    workloads: tuple[str, ...] = ("network",)
+    page: bool = False
+    needs: str = "lightning"
+    against: str = "bare"
 
-
-def _torch_schedule() -> Callable[..., Any]:
-    return torch.profiler.schedule(wait=WAIT, warmup=WARMUP, active=ACTIVE, repeat=1)
-
-
-def _trace_only(directory: Path, *, names: bool) -> dict[str, Any]:
-    trace = OperatorTrace(record_module_names=names)
-    return {"callbacks": [MemProfilerCallback(ONE_WINDOW, [trace], output=Output(dirpath=directory))]}
-
-
-def _memory(directory: Path, schedule: Schedule) -> dict[str, Any]:
-    collectors: list[Collector] = [FunctionMemory(), SavedTensors()]
-    return {"callbacks": [MemProfilerCallback(schedule, collectors, output=Output(dirpath=directory))]}
-
-
-def _memory_with_rss(directory: Path, schedule: Schedule) -> dict[str, Any]:
-    collectors: list[Collector] = [FunctionMemory(), SavedTensors(), ModuleRss()]
-    return {"callbacks": [MemProfilerCallback(schedule, collectors, output=Output(dirpath=directory))]}
-
-
-def _everything(directory: Path, schedule: Schedule) -> dict[str, Any]:
-    return {
-        "callbacks": [MemProfilerCallback(schedule, output=Output(dirpath=directory))],
-        "profiler": ExtendedPyTorchProfiler(dirpath=directory),
-    }
+    @property
+    def is_there(self) -> bool:
+        """Whether what it needs is installed."""
+        return find_spec(self.needs) is not None
 
 
 def configurations() -> Mapping[str, Configuration]:
     """Give all configurations by name; ``bare`` is what the others are compared with."""
     return {
-        "bare": Configuration("no profiler", lambda _: {}, has_window=False),
+        "bare": Configuration("null pair: no profiler", lambda _: {}, has_window=False, workloads=EVERYWHERE),
         "callback": Configuration(
-            "a callback without methods: what Lightning takes for any", lambda _: {"callbacks": [Callback()]}, False
+            "a callback without methods: what Lightning takes for any", _empty_callback, False, workloads=("small",)
         ),
-        "pulse": Configuration(
-            "MemProfilerCallback, the pulse alone",
-            lambda d: {"callbacks": [MemProfilerCallback(NEVER, [Pulse()], output=Output(dirpath=d))]},
-            has_window=False,
+        **_of_ours(),
+        **_of_torch(),
+        **_of_others(),
+    }
+
+
+def _of_ours() -> dict[str, Configuration]:
+    return {
+        "pulse": Configuration("the pulse alone", lambda d: _ours().pulse(d), has_window=False),
+        "default-idle": Configuration(
+            "callback and profiler, no window reached", lambda d: _ours().default(d, idle=True),
+            has_window=False, workloads=EVERYWHERE,
         ),
-        "idle": Configuration(
-            "callback and profiler, no window reached", lambda d: _everything(d, NEVER), has_window=False
+        "default": Configuration(
+            "callback and profiler, one window", lambda d: _ours().default(d), workloads=EVERYWHERE, page=True
         ),
-        "window": Configuration("callback and profiler, one window", lambda d: _everything(d, ONE_WINDOW)),
-        "memory": Configuration("functions and saved tensors by module", lambda d: _memory(d, ONE_WINDOW)),
+        "everything-idle": Configuration(
+            "every collector and option, no window reached", lambda d: _ours().everything(d, idle=True),
+            has_window=False, workloads=EVERYWHERE,
+        ),
+        "everything": Configuration(
+            "every collector and option, one window", lambda d: _ours().everything(d),
+            workloads=EVERYWHERE,
+        ),
+        "memory": Configuration(
+            "function memory, saved tensors by module, rss at every mark", lambda d: _ours().memory(d),
+            workloads=("network", "gpt"),
+        ),
         "memory-rss": Configuration(
-            "the same, and the resident size at every module's forward", lambda d: _memory_with_rss(d, ONE_WINDOW)
+            "the same, rss at every module's forward", lambda d: _ours().memory(d, modules=True),
+            workloads=("network", "gpt"),
         ),
         "memory-idle": Configuration(
-            "the same, no window reached", lambda d: _memory_with_rss(d, NEVER), has_window=False
+            "the same, no window reached", lambda d: _ours().memory(d, modules=True, idle=True), has_window=False
         ),
-        "trace": Configuration("our operator trace alone, no module names", lambda d: _trace_only(d, names=False)),
-        "trace-names": Configuration("our operator trace alone, module names", lambda d: _trace_only(d, names=True)),
+        "trace": Configuration(
+            "operator trace alone, no module names", lambda d: _ours().trace(d, names=False),
+            workloads=("network", "gpt"),
+        ),
+        "trace-names": Configuration(
+            "operator trace alone, module names", lambda d: _ours().trace(d, names=True)
+        ),
+    }  # fmt: skip
+
+
+def _of_torch() -> dict[str, Configuration]:
+    return {
         "hand-json": Configuration(
-            "torch.profiler by hand, trace as .json", lambda d: {"callbacks": [ByHand(d / "trace.json")]}
+            "`torch.profiler` by hand, `.json`", lambda d: peers.by_hand(d / "trace.json"), workloads=("network", "gpt")
         ),
         "hand-gz": Configuration(
-            "torch.profiler by hand, trace as .json.gz", lambda d: {"callbacks": [ByHand(d / "trace.json.gz")]}
-        ),
-        "lightning": Configuration(
-            "Lightning's PyTorchProfiler",
-            lambda d: {"profiler": PyTorchProfiler(dirpath=d, filename="trace", schedule=_torch_schedule())},
+            "`torch.profiler` by hand, `.json.gz`", lambda d: peers.by_hand(d / "trace.json.gz"), workloads=EVERYWHERE
         ),
     }
+
+
+def _of_others() -> dict[str, Configuration]:
+    return {
+        "lightning": Configuration("Lightning's PyTorchProfiler", peers.lightning, workloads=EVERYWHERE),
+        "device-stats": Configuration("Lightning's DeviceStatsMonitor", peers.device_stats, workloads=EVERYWHERE),
+        "fts-profiler": Configuration(
+            "finetuning-scheduler's ExtendedPyTorchProfiler", peers.finetuning_profiler, needs="fts_examples"
+        ),
+        "fts-memory": Configuration(
+            "finetuning-scheduler's MemProfiler", peers.finetuning_memory,
+            workloads=("network", "gpt"), needs="fts_examples",
+        ),
+        "composer-bare": Configuration(
+            "null pair: Composer's Trainer, no profiler", lambda _: {}, has_window=False,
+            workloads=(composed.WORKLOAD,), needs="composer", against="composer-bare",
+        ),
+        "composer": Configuration(
+            "Composer's Profiler", composed.recording,
+            workloads=(composed.WORKLOAD,), needs="composer", against="composer-bare",
+        ),
+    }  # fmt: skip
+
+
+def _ours() -> Any:
+    # A process that records nothing, or with a peer, should not hold this package's modules.
+    if TYPE_CHECKING:
+        from tests.benchmarks import ours
+    else:
+        import ours
+    return ours
+
+
+def _empty_callback(_: Path) -> dict[str, Any]:
+    from lightning.pytorch import Callback
+
+    return {"callbacks": [Callback()]}

@@ -6,7 +6,8 @@
     python tests/benchmarks/traces.py --peers /path/to/python               peers that are installed elsewhere
 
 Each program is a process of its own on the same file. Given are the CPU time of the analysis without imports, and how
-much the resident memory grew over an interpreter that has loaded nothing.
+much the resident memory grew over an interpreter that has loaded nothing. The figures go into
+``docs/measured/traces.md``, those of a recorded trace into ``traces-recorded.md``.
 """
 
 from __future__ import annotations
@@ -20,13 +21,19 @@ import sys
 import tempfile
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from tests.benchmarks import merge
+    from collections.abc import Mapping, Sequence
+
+    from measured import table, write_fragment
+    from tests.benchmarks import merge, part
 else:
     # This script's directory is on the path and the repository's root is not: the installed package is measured.
     import merge
+    import part
+
+    from measured import table, write_fragment
 
 # Each prints seconds of CPU, how many events it saw, and MiB of the largest resident size.
 FRAME = """
@@ -72,7 +79,11 @@ PROGRAMS = {
         events="0",
     ),
 }
-PEERS = ("hta", "tensorboard")
+PEERS: Final = {"hta": "HolisticTraceAnalysis", "tensorboard": "torch-tb-profiler"}
+SAYS: Final = {"decode": "decoding to columns", "ours": "the whole analysis", **PEERS}
+# `make bench` installs the peers beside the tests' environment, whose torch they use.
+PEERS_PYTHON: Final = Path(sys.prefix) / "peers" / "bin" / "python"
+MIB: Final = 1 << 20
 NUMBERS = re.compile(rb'("ts": *|"correlation": *)(\d+)')
 
 
@@ -111,8 +122,16 @@ def make(out: Path, size: int) -> None:
     out.write_text(head + between + "".join(json.dumps(step) + ",\n" for step in steps) + tail, encoding="utf-8")
 
 
-def measure(python: str, name: str, trace: Path) -> tuple[float, float, int] | None:
-    """Run one program; return seconds, MiB and events, or None where it cannot run."""
+class Run(NamedTuple):
+    """One analysis: seconds of CPU, resident bytes beyond an empty interpreter, and events where they are told."""
+
+    seconds: float
+    resident: float
+    events: int
+
+
+def measure(python: str, name: str, trace: Path) -> Run | None:
+    """Run one program; return None where it cannot run, and say why."""
     begun = subprocess.run([python, "-c", RESIDENT], check=True, capture_output=True, text=True)
     program = [python, "-c", PROGRAMS[name] + RESIDENT, str(trace)]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
@@ -120,41 +139,109 @@ def measure(python: str, name: str, trace: Path) -> tuple[float, float, int] | N
         print(f"{name:12} does not run: {done.stderr.strip().splitlines()[-1]}")
         return None
     seconds, events, mebibytes = done.stdout.strip().splitlines()[-1].split()
-    return float(seconds), float(mebibytes) - float(begun.stdout), int(events)
+    return Run(float(seconds), (float(mebibytes) - float(begun.stdout)) * MIB, int(events))
+
+
+def versions(python: str) -> list[str]:
+    """Give the peers that another Python has, with their versions."""
+    program = "import sys; from importlib.metadata import version; print(sys.argv[1], version(sys.argv[1]))"
+    runs = [
+        subprocess.run([python, "-c", program, name], capture_output=True, text=True, check=False)
+        for name in PEERS.values()
+    ]
+    return [run.stdout.strip() for run in runs if not run.returncode]
+
+
+def measured(trace: Path, options: argparse.Namespace) -> dict[str, list[Run]]:
+    """Run the programs in turn, repeat after repeat; by name, the runs that were made."""
+    found: dict[str, list[Run]] = {}
+    names = list(options.only)
+    with part.progress() as bar:
+        task = bar.add_task("analyses", total=options.repeats * len(names))
+        for _ in range(options.repeats):
+            for name in list(names):
+                run = measure(options.peers if name in PEERS else sys.executable, name, trace)
+                if run is None:
+                    names.remove(name)
+                else:
+                    found.setdefault(name, []).append(run)
+                bar.update(task, advance=1, description=SAYS[name])
+                bar.refresh()
+    return found
+
+
+def fragment(found: Mapping[str, Sequence[Run]], size: int) -> str:
+    ours = min(run.seconds for run in found["ours"]) if "ours" in found else None
+    rows = []
+    for name, runs in found.items():
+        seconds = min(run.seconds for run in runs)
+        spread = max(run.seconds for run in runs) - seconds
+        resident = max(run.resident for run in runs)
+        ratio = f"{seconds / ours:.1f}" if name in PEERS and ours else ""
+        events = runs[0].events
+        beyond = f"{max(0, resident - 64 * MIB) / events:.0f}" if events else ""
+        rows.append([SAYS[name], f"{seconds:.2f} s (+{spread:.2f})", f"{size / seconds / part.MB:.0f} MB", ratio,
+                     f"{resident / MIB:.0f} MiB", beyond])  # fmt: skip
+    headings = ["", "CPU time", "JSON a second", "times ours", "resident", "bytes an event beyond 64 MiB"]
+    return f"{size / part.MB:.0f} MB of JSON.\n\n{table(headings, rows)}\n\n{part.targets(targets(found, size))}"
+
+
+def targets(found: Mapping[str, Sequence[Run]], size: int) -> list[part.Target]:
+    best = {name: min(run.seconds for run in runs) for name, runs in found.items()}
+    # Of a small file the first calls are most of the time.
+    judged = size >= 49 * part.MB
+    verdicts = []
+    for name, least in (("decode", 200), ("ours", 100)):
+        rate = size / best[name] / part.MB if name in best else None
+        shown = f"{rate:.0f} MB/s" if rate else "not measured"
+        met = rate >= least if rate and judged else None
+        verdicts.append(part.Target(f"{SAYS[name]}: {least} MB/s of JSON", shown, met))
+    for name, says in PEERS.items():
+        ratio = best[name] / best["ours"] if {name, "ours"} <= best.keys() else None
+        shown = f"{ratio:.1f} x" if ratio else "not measured"
+        met = ratio >= 3 if ratio and judged else None
+        verdicts.append(part.Target(f"the analysis: at least 3 x as fast as {says}", shown, met))
+    if "ours" in found:
+        beyond = max((run.resident - 64 * MIB) / run.events for run in found["ours"])
+        shown = f"{max(run.resident for run in found['ours']) / MIB:.0f} MiB"
+        verdicts.append(part.Target("resident: at most 64 MiB + 64 bytes an event", shown, beyond <= 64))
+    return verdicts
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, help="a recorded trace, plain or gzip (default: a made-up one)")
+    parser.add_argument("--megabytes", type=int, help="default 50; with --quick 5")
+    parser.add_argument("--repeats", type=int, help="the fastest of so many counts (default 3; with --quick 1)")
+    parser.add_argument("--only", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
+    peers = PEERS_PYTHON if PEERS_PYTHON.exists() else Path(sys.executable)
+    parser.add_argument("--peers", default=str(peers), help="the Python that has the peers (default: of `make bench`)")
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    options.megabytes = options.megabytes or (5 if options.quick else 50)
+    options.repeats = options.repeats or (1 if options.quick else 3)
+    return options
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, help="a recorded trace, plain or gzip (default: a made-up one)")
-    parser.add_argument("--megabytes", type=int, default=50)
-    parser.add_argument("--repeats", type=int, default=3, help="the fastest of so many counts (default %(default)s)")
-    parser.add_argument("--only", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
-    parser.add_argument("--peers", default=sys.executable, help="the Python that has the peers (default: this one)")
-    options = parser.parse_args()
+    options = parse()
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "worker0.1700000000000.pt.trace.json"
-        size = options.megabytes * 1_000_000
+        size = options.megabytes * part.MB
         if options.trace:
             repeat(options.trace, trace, size)
         else:
             make(trace, size)
         size = trace.stat().st_size
-        print(f"{size / 1e6:.0f} MB of JSON")
-        fastest: dict[str, float] = {}
-        for name in options.only:
-            python = options.peers if name in PEERS else sys.executable
-            runs = [measure(python, name, trace) for _ in range(options.repeats)]
-            known = [run for run in runs if run is not None]
-            if not known:
-                continue
-            seconds, mebibytes, events = min(known)
-            fastest[name] = seconds
-            each = f", {(mebibytes - 64) * 1024**2 / events:.0f} bytes an event beyond 64 MiB" if events else ""
-            ratio = f", {seconds / fastest['ours']:.1f} x the time" if name in PEERS and "ours" in fastest else ""
-            print(
-                f"{name:12} {seconds:7.2f} s {size / seconds / 1e6:6.0f} MB/s {mebibytes:6.0f} MiB{each}{ratio}",
-                flush=True,
-            )
+        found = measured(trace, options)
+    if not found:
+        sys.exit("none of the programs ran")
+    body = fragment(found, size)
+    name = "traces-recorded" if options.trace else "traces"
+    write_fragment(name, part.typed(), body, packages=versions(options.peers))
+    print(body)
+    if {"decode", "ours"} & set(options.only) - set(found):
+        sys.exit("our own analysis did not run")
 
 
 if __name__ == "__main__":

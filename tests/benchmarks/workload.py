@@ -1,79 +1,33 @@
-"""What is trained, and the clock that every fit is measured with."""
+"""One fit, and the clock that every fit is measured with."""
 
 from __future__ import annotations
 
+import cProfile
 import gc
 import itertools
 import resource
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from lightning.pytorch import Callback, Trainer
 
-from lightning_memprof.artifacts.manifest import read_manifest
+if TYPE_CHECKING:
+    from tests.benchmarks.networks import BLOCKS, ROWS, WIDTH, Batches, Network, Regression, workloads
+else:
+    from networks import BLOCKS, ROWS, WIDTH, Batches, Network, Regression, workloads
 
-WIDTH = 64
-# 75 blocks of four modules, their container and the network itself: 302 modules, a step of about 18 ms on one core.
-BLOCKS = 75
-ROWS = 128
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.normalize = nn.LayerNorm(WIDTH)
-        self.mix = nn.Linear(WIDTH, WIDTH)
-        self.bend = nn.GELU()
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return rows + self.bend(self.mix(self.normalize(rows)))
+__all__ = [
+    "BLOCKS", "ROWS", "WIDTH", "Batches", "Clock", "Fit", "Job", "Network", "Regression", "Spent", "Times", "fit",
+    "spent",
+]  # fmt: skip
 
 
-class Network(nn.Module):
-    def __init__(self, blocks: int) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(Block() for _ in range(blocks)))
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return self.blocks(rows)
-
-
-class Regression(LightningModule):
-    def __init__(self, blocks: int) -> None:
-        super().__init__()
-        self.network = Network(blocks)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return nn.functional.mse_loss(self.network(batch), batch.flip(0))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-class Batches(Dataset[Tensor]):
-    """A few ready batches over and over: fetching one costs nothing."""
-
-    def __init__(self, count: int, rows: int) -> None:
-        self._count = count
-        generator = torch.Generator().manual_seed(0)
-        self._ready = [torch.randn(rows, WIDTH, generator=generator) for _ in range(4)]
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self._ready[index % len(self._ready)]
-
-
-class Clock(Callback):
-    """Reads the clocks at the start of each batch, ahead of every other callback.
+class Clock:
+    """Reads the clocks at the start of each batch.
 
     From one reading to the next lies one whole turn of the loop, with all that callbacks and profilers do in it. What
     happens between two readings of one batch is left out.
@@ -81,13 +35,16 @@ class Clock(Callback):
     Args:
         pause: called between the two readings.
         every: batches from one pause to the next.
+        profiled: batches whose turns are profiled.
 
     """
 
-    def __init__(self, pause: Callable[[], None], every: int) -> None:
+    def __init__(self, pause: Callable[[], None], every: int = 1, profiled: range = range(0)) -> None:
         self._pause = pause
         self._every = every
+        self._profiled = profiled
         self._batches = 0
+        self.profile = cProfile.Profile()
         # Pairs: the end of one turn and, after the pause, the start of the next.
         self.cpu: list[float] = []
         self.wall: list[float] = []
@@ -96,12 +53,31 @@ class Clock(Callback):
         self.cpu.append(time.process_time())
         self.wall.append(time.perf_counter())
 
-    def on_train_batch_start(self, *args: Any) -> None:
+    def batch(self) -> None:
+        """Say that a batch starts."""
+        self.profile.disable()
         self.read()
         if self._batches % self._every == 0:
             self._pause()
+        if self._batches in self._profiled:
+            self.profile.enable()
         self._batches += 1
         self.read()
+
+    def end(self) -> None:
+        """Say that the fit has returned."""
+        self.profile.disable()
+        self.read()
+
+
+class FirstOfAll(Callback):
+    """Tells the clock of each batch, ahead of every other callback."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self._clock.batch()
 
 
 @dataclass(frozen=True)
@@ -133,6 +109,15 @@ class Times:
 
 
 @dataclass(frozen=True)
+class Spent:
+    """What the profile says of one function: calls, and seconds in it without and with what it calls."""
+
+    calls: int
+    own: float
+    whole: float
+
+
+@dataclass(frozen=True)
 class Fit:
     """One fit.
 
@@ -141,17 +126,23 @@ class Fit:
         cpu: CPU time of this process, all threads.
         wall: wall time.
         children: seconds of CPU time of processes that the fit started and waited for.
+        stop: seconds of wall time in ``stop_trace`` of torch's profiler.
         size_bytes: what it left on disk.
         pulse_us: microseconds a step that the manifest says the pulse took; None without a manifest.
+        faults: what the manifest says of collectors that failed or were not available.
+        profile: by function, where the fit was profiled.
 
     """
 
     name: str
     cpu: Times
     wall: Times
-    children: float
-    size_bytes: int
-    pulse_us: float | None
+    children: float = 0.0
+    stop: float = 0.0
+    size_bytes: int = 0
+    pulse_us: float | None = None
+    faults: tuple[str, ...] = ()
+    profile: dict[str, Spent] = field(default_factory=dict)
 
     @property
     def all_cpu(self) -> float:
@@ -165,70 +156,122 @@ class Job:
 
     Attributes:
         name: of the configuration.
+        workload: what is trained.
         steps: optimizer steps.
         turn: steps from one pause to the next.
-        small: train one block on one row, where Lightning's own loop is nearly all that a step costs.
+        profiled: steps whose turns are profiled.
 
     """
 
     name: str
+    workload: str
     steps: int
     turn: int = 1
-    small: bool = False
+    profiled: range = range(0)
 
 
-def fit(job: Job, configure: Callable[[Path], dict[str, Any]], pause: Callable[[], None]) -> Fit:
-    """Train once under a configuration, measure, and delete what the fit wrote.
+class StopWatch:
+    """Adds up the time in torch's ``stop_trace``, which is torch's own and the same for whoever calls it."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        profiler: Any = torch.profiler.profiler._KinetoProfile
+        stop = profiler.stop_trace
+
+        def stop_trace(this: Any) -> None:
+            began = time.perf_counter()
+            try:
+                stop(this)
+            finally:
+                self.seconds += time.perf_counter() - began
+
+        profiler.stop_trace = stop_trace
+
+
+def fit(
+    job: Job,
+    configure: Callable[[Path], dict[str, Any]],
+    pause: Callable[[], None],
+    directory: Path,
+    watch: StopWatch | None = None,
+) -> Fit:
+    """Train once under a configuration, and measure.
 
     Args:
         job: what to fit.
-        configure: given a directory to write to, returns arguments of the Trainer.
+        configure: given a directory to write to, returns arguments of the Trainer; ``build`` among them makes the
+            model from its class and its arguments.
         pause: called between steps; its time does not count.
+        directory: what the fit writes to.
+        watch: of this process.
 
     """
     torch.manual_seed(0)
-    model = Regression(1 if job.small else BLOCKS)
-    loader = DataLoader(Batches(job.steps + 2, 1 if job.small else ROWS), batch_size=None)
-    with tempfile.TemporaryDirectory(prefix="memprof-bench-") as created:
-        directory = Path(created)
-        clock = Clock(pause, job.turn)
-        arguments = configure(directory)
-        callbacks = [clock, *arguments.pop("callbacks", [])]
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_steps=job.steps,
-            logger=False,
-            default_root_dir=directory,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=callbacks,
-            **arguments,
+    workload = workloads()[job.workload]
+    clock = Clock(pause, job.turn, job.profiled)
+    arguments = configure(directory)
+    build = arguments.pop("build", lambda model, *values: model(*values))
+    model = build(workload.model, *workload.arguments)
+    callbacks = [FirstOfAll(clock), *arguments.pop("callbacks", [])]
+    if workload.ranks > 1:
+        arguments |= {"strategy": "ddp", "use_distributed_sampler": False}
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=workload.ranks,
+        max_steps=job.steps,
+        # DeviceStatsMonitor refuses to go without one.
+        logger=arguments.pop("logger", False),
+        default_root_dir=directory,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
+        **arguments,
+    )
+    loader = workload.loader(job.steps + 2)
+    return measured(job.name, clock, lambda: trainer.fit(model, loader), watch)
+
+
+def measured(name: str, clock: Clock, train: Callable[[], Any], watch: StopWatch | None) -> Fit:
+    """Call what trains, whatever trains it."""
+    gc.collect()
+    children = _children()
+    stopped = 0.0 if watch is None else watch.seconds
+    clock.read()
+    train()
+    clock.end()
+    return Fit(
+        name,
+        Times.of(clock.cpu),
+        Times.of(clock.wall),
+        _children() - children,
+        0.0 if watch is None else watch.seconds - stopped,
+        profile=spent(clock.profile),
+    )
+
+
+def spent(profile: cProfile.Profile) -> dict[str, Spent]:
+    """Give a profile by function, without the machine's own directories."""
+    found: dict[str, Spent] = {}
+    for entry in profile.getstats():
+        code = entry.code
+        name = code if isinstance(code, str) else f"{_short(code.co_filename)}:{code.co_firstlineno} {code.co_name}"
+        before = found.get(name, Spent(0, 0.0, 0.0))
+        found[name] = Spent(
+            before.calls + entry.callcount, before.own + entry.inlinetime, before.whole + entry.totaltime
         )
-        gc.collect()
-        children = _children()
-        clock.read()
-        trainer.fit(model, loader)
-        clock.read()
-        return Fit(
-            job.name,
-            Times.of(clock.cpu),
-            Times.of(clock.wall),
-            _children() - children,
-            sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()),
-            _pulse_us(directory),
-        )
+    return found
+
+
+def _short(path: str) -> str:
+    parts = Path(path).parts
+    for anchor in ("site-packages", "lightning_memprof", "benchmarks"):
+        if anchor in parts:
+            at = len(parts) - 1 - parts[::-1].index(anchor)
+            return "/".join(parts[at + (anchor == "site-packages") :])
+    return "/".join(parts[-2:])
 
 
 def _children() -> float:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
-
-
-def _pulse_us(directory: Path) -> float | None:
-    for path in directory.glob("memprofiler/manifest.*.jsonl"):
-        for row in read_manifest(path).rows:
-            if row["kind"] == "end" and row["steps"]:
-                return row["overhead"]["pulse_ns"] / row["steps"] / 1000
-    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -312,3 +313,18 @@ def test_sigterm_saves_what_there_is_and_ends_as_without_us(tmp_path: Path, envi
     closed = [row for row in rows_of(run, "window") if row["event"] == "close"]
     assert len(closed) >= 2
     assert all((run / f"window{row['window']:03d}/rank00000.host.jsonl").is_file() for row in closed)
+
+
+def test_a_recording_that_cannot_begin_leaves_no_file_open_and_says_how_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise FailsError("ours")
+
+    monkeypatch.setattr("lightning_memprof.integration.attachment.Session", broken)
+    training = trainer(tmp_path, MemProfilerCallback(output=Output(summary=False)))
+    training.fit(Perceptron(), loader(3))
+    assert training.global_step == 3
+    end = manifest(only_run(tmp_path))[-1]
+    assert (end["kind"], end["status"], end["exception"]) == ("end", "exception", "FailsError: ours")
+    assert not [path for path in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(path)]

@@ -21,6 +21,7 @@ from lightning_memprof.analysis.run import Rank, Run, Window
 from lightning_memprof.analysis.timeline.clocks import Clocks
 from lightning_memprof.analysis.timeline.model import Source, TimelineEvent
 from lightning_memprof.artifacts.naming import regions_name, system_name
+from lightning_memprof.artifacts.plain_file import MOST_BYTES, open_plain
 from lightning_memprof.errors import ReportError
 
 __all__ = ["Choice", "rank_label", "run_sources"]
@@ -222,7 +223,7 @@ def _in_trace(trace: Path, span: _Span) -> _Span:
 def _base_ns(trace: Path) -> int:
     """Unix epoch time in ns from which a trace's times count; 0 where it does not say so or cannot be read."""
     try:
-        with trace.open("rb") as raw:
+        with open_plain(trace) as raw:
             packed = raw.read(2) == b"\x1f\x8b"
         opened = igzip.open(trace, "rb") if packed else trace.open("rb")  # type: ignore[no-untyped-call]
         with opened as stream:
@@ -236,7 +237,7 @@ def _rows(path: Path) -> Iterator[Row]:
     """Rows of a series that can be read; a damaged line hides only itself, the run's page names it."""
     decode = msgspec.json.Decoder(dict[str, Any]).decode
     try:
-        with path.open("rb") as lines:
+        with open_plain(path, most=MOST_BYTES) as lines:
             for line in lines:
                 try:
                     yield decode(line)

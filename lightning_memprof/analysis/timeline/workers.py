@@ -104,7 +104,7 @@ class Worker:
             pickle.dump(job, stdin, pickle.HIGHEST_PROTOCOL)
             stdin.flush()
             while True:
-                kind, value = pickle.load(stdout)  # noqa: S301 our own process wrote it
+                kind, value = pickle.load(stdout)  # noqa: S301 our own process wrote it  # nosec B301
                 if kind == "seen":
                     seen(value)
                 elif kind == "failed":
@@ -174,7 +174,7 @@ def serve(jobs: IO[bytes], answers: IO[bytes]) -> None:
 
     while True:
         try:
-            job: Job = pickle.load(jobs)  # noqa: S301 our own process wrote it
+            job: Job = pickle.load(jobs)  # noqa: S301 our own process wrote it  # nosec B301
         except EOFError:
             return
         try:

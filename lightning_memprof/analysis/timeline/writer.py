@@ -12,6 +12,7 @@ from isal import igzip
 
 from lightning_memprof.analysis.timeline.rows import Row
 from lightning_memprof.artifacts.naming import temporary_name
+from lightning_memprof.artifacts.placing import own_temporary
 from lightning_memprof.errors import ArtifactError
 
 __all__ = ["PartWriter", "Parts", "TraceWriter"]
@@ -83,7 +84,7 @@ class TraceWriter:
     def __enter__(self) -> TraceWriter:  # noqa: PYI034 Self needs Python 3.11, or a package more
         head = b'{"schemaVersion":1,"displayTimeUnit":"ms","baseTimeNanoseconds":%d,"traceEvents":[\n'
         try:
-            self._streams.append(self._temporary.open("wb"))
+            self._streams.append(own_temporary(self._out).open("wb"))
             self._put(head % self._origin_ns)
         except OSError as error:
             raise self._unwritable(error) from error
@@ -123,7 +124,7 @@ class Parts:
 
     def place(self, number: int) -> Path:
         """Place of a part."""
-        self._places.append(self._out.with_name(temporary_name(f"{self._out.name}.{number}")))
+        self._places.append(own_temporary(self._out.with_name(f"{self._out.name}.{number}")))
         return self._places[-1]
 
     def __enter__(self) -> Parts:  # noqa: PYI034 Self needs Python 3.11, or a package more

@@ -8,8 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
-from lightning_memprof.artifacts.naming import temporary_name
-from lightning_memprof.artifacts.placing import place_of
+from lightning_memprof.artifacts.placing import own_temporary, place_of
 from lightning_memprof.errors import ConfigError, ReportError
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def whole_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     try:
         place = place_of(path)
         place.parent.mkdir(parents=True, exist_ok=True)
-        temporary = place.with_name(temporary_name(place.name))
+        temporary = own_temporary(place)
         with temporary.open(mode, **text) as out:
             yield out
         temporary.replace(place)

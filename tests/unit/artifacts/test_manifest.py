@@ -88,7 +88,7 @@ def test_a_disk_that_is_full_is_said_once_and_stops_nothing(caplog: pytest.LogCa
         writer.append("note")
     writer.close()
     assert [record.getMessage() for record in caplog.records] == [
-        "/dev/full cannot be written (No space left on device); facts of this run are lost"
+        "/dev/full cannot be written (No space left on device); facts of this run are lost where it stays so"
     ]
 
 
@@ -102,20 +102,20 @@ def test_a_disk_that_went_away_stops_nothing(tmp_path: Path, caplog: pytest.LogC
     assert "cannot be written" in caplog.text
 
 
-def test_a_row_that_fits_on_the_disk_only_in_part_leaves_the_others_readable(tmp_path: Path) -> None:
+def test_a_row_that_a_full_disk_refused_is_written_whole_with_the_next_that_it_takes(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     writer = ManifestWriter(tmp_path / "m")
     writer.append("run", schema_version=1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "m").stat().st_size + 10, limits[1]))
     try:
-        writer.append("note", message="lost")
+        writer.append("note", message="refused")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     writer.append("note", message="kept")
     writer.close()
     manifest = read_manifest(tmp_path / "m")
-    assert [row.get("message") for row in manifest.rows] == [None, "kept"]
+    assert [row.get("message") for row in manifest.rows] == [None, "refused", "kept"]
     assert not manifest.torn
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_memprof.artifacts.placing import place_of
+from lightning_memprof.artifacts.placing import own_temporary, place_of
 
 
 def test_a_file_that_is_new_or_plain_is_its_own_place(tmp_path: Path) -> None:
@@ -33,3 +33,13 @@ def test_a_pipe_a_device_a_directory_and_no_name_are_refused(tmp_path: Path) -> 
         with pytest.raises(OSError, match=r"."):
             place_of(out)
     assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_a_temporary_name_has_nothing_under_it_and_a_link_s_target_stays(tmp_path: Path) -> None:
+    place, victim = tmp_path / "out.json", tmp_path / "victim"
+    assert not own_temporary(place).exists()
+    victim.write_text("mine")
+    own_temporary(place).symlink_to(victim)
+    own_temporary(place).write_text("ours")
+    assert victim.read_text() == "mine"
+    own_temporary(place)

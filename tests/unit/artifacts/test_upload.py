@@ -76,6 +76,7 @@ def test_a_url_is_known_by_its_protocol() -> None:
     [
         ("nowhere://bucket/x", "nowhere://bucket/x: Protocol not known: nowhere; install fsspec's package"),
         ("memory://", "memory://: names no place; give one, as in memory://bucket/runs"),
+        ("sftp://me:hidden@host/runs", r"sftp://me:\*\*\*@host/runs: has a password, .* give it by the environment"),
     ],
 )
 def test_a_url_that_nothing_can_write_to_is_refused_with_the_way_out(url: str, words: str) -> None:

@@ -38,16 +38,12 @@ class Script:
         self.now = 10**12
         self.offset = 10**18
         self.expected: list[dict[str, Any]] = []
-        clock = SimpleNamespace(perf_counter_ns=lambda: self.now, time_ns=lambda: self.now + self.offset)
-        self._patches = (
-            mock.patch("lightning_memprof.capture.hook_timings.time", clock),
-            mock.patch("lightning_memprof.capture.clock.time", clock),
-        )
-        with self._patches[0], self._patches[1]:
-            self.log = ActionLog()
+        clock = SimpleNamespace(perf_counter_ns=lambda: self.now)
+        self._patch = mock.patch("lightning_memprof.capture.hook_timings.time", clock)
+        self.log = ActionLog(self.offset)
 
     def play(self, step: int, trees: list[Node]) -> None:
-        with self._patches[0], self._patches[1]:
+        with self._patch:
             self.mark(step, Point.STEP_START)
             row = self.row("step", step, -1)
             for node in trees:

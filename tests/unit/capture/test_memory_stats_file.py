@@ -13,6 +13,7 @@ import yaml
 from lightning_memprof.artifacts.manifest import read_rows
 from lightning_memprof.artifacts.sink import Sink, claim_run_place
 from lightning_memprof.capture.memory_stats_file import stats_key, write_memory_stats
+from mutations import Runs
 
 FIRST = {"0.training_step.3.start": {"active_bytes.all.allocated": 1, "rss": 2}, "0.training_step.3.end": {"rss": 3}}
 SECOND = {"0.training_step.7.start": {"rss": 4, "note": "yes", "none": None, "share": 0.5}}
@@ -73,3 +74,10 @@ def test_a_write_that_fails_leaves_the_file_that_was_there(sink: Sink, monkeypat
     path = sink.place.directory / "rank_0_memory_stats.yaml"
     assert yaml.safe_load(path.read_text()) == FIRST
     assert [one.name for one in sink.place.directory.iterdir() if "partial" in one.name] == []
+
+
+def test_a_pickle_that_somebody_else_has_put_there_runs_nothing_in_the_training(sink: Sink) -> None:
+    path = sink.place.directory / "rank_0_memory_stats.pickle"
+    path.write_bytes(pickle.dumps({"0.training_step.3.end": Runs()}))
+    with pytest.raises(pickle.UnpicklingError, match=r"names collections\.OrderedDict, which it never does; remove it"):
+        write_memory_stats(sink, "functions", FIRST, ["pickle"])

@@ -131,3 +131,11 @@ def test_asking_needs_neither_torch_nor_lightning(run: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 1
     assert "rank 0 has not begun a step" in done.stderr
+
+
+def test_a_run_that_every_user_may_write_into_is_not_asked(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run.chmod(0o777)
+    assert main(["trigger", str(run)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "every user may write into it (mode 0777)" in line
+    assert not (run / "trigger.request.json").exists()

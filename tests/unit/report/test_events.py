@@ -7,6 +7,7 @@ from lightning_memprof import load_run
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.events import events_document, events_lines
 from lightning_memprof.report.machine import to_json
+from lightning_memprof.report.memory_tables import table
 from lightning_memprof.report.view import run_view
 from lightning_memprof.testing import FakeRun, make_run
 
@@ -60,3 +61,7 @@ def test_the_document_has_every_step_and_the_order_of_its_events(tmp_path: Path)
     for phase in PHASES:
         assert document["parts_ns"][phase] == round(sum(pulse[step][f"{phase}_ns"] or 0 for step in range(2, 25)) / 23)
     assert list(document["callbacks_ns"]) == ["TQDMProgressBar"]
+
+
+def test_a_table_without_rows_is_its_head() -> None:
+    assert table(("longest events", "a step"), [], 80) == [(("  longest events  a step", "bold"),)]

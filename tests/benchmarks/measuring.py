@@ -1,0 +1,220 @@
+"""The parts of the benchmark of fits: rounds of pairs, the import, the pulse on a small model, resident sizes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from tests.benchmarks import figures, misses, peaks
+    from tests.benchmarks.aims import Apart
+    from tests.benchmarks.configurations import Configuration
+    from tests.benchmarks.pair import Pair
+    from tests.benchmarks.workload import Fit, Job
+else:
+    import figures
+    import misses
+    import peaks
+    from aims import Apart
+    from pair import Pair
+    from workload import Job
+
+SMALL_STEPS = 500
+SMALL_TURN = 20
+IMPORTS = 10
+IMPORT_PROGRAM = """
+import sys, time
+began = time.perf_counter()
+import lightning_memprof
+took = time.perf_counter() - began
+print(1000 * took, *(name for name in ("torch", "lightning") if name in sys.modules))
+"""
+PEAKS = ("bare", "trace", "default", "everything", "lightning", "fts-profiler", "fts-memory", "hand-gz")
+# Of a workload's one round no target could be told from noise, where the machine has any.
+FEWEST = 2
+
+
+class Bar:
+    """One line for each part, drawn between fits only: drawing takes time on the core that is measured."""
+
+    def __init__(self, bar: Progress) -> None:
+        self._bar = bar
+
+    def part(self, name: str, total: int) -> Part:
+        return Part(self._bar, self._bar.add_task(name, total=total))
+
+
+@dataclass(frozen=True)
+class Part:
+    bar: Progress
+    task: object
+
+    def at(self, description: str) -> None:
+        self.bar.update(self.task, description=description)  # type: ignore[arg-type]
+        self.bar.refresh()
+
+    def done(self) -> None:
+        self.bar.update(self.task, advance=1)  # type: ignore[arg-type]
+        self.bar.refresh()
+
+
+@dataclass
+class Rounds:
+    """What was fitted of one workload.
+
+    Attributes:
+        pairs: each fit with the one beside it, round after round.
+        count: complete rounds.
+        failed: by configuration, the last line of what it raised; its fits are not in ``pairs``.
+        first_window_ms: what the first window of the process took to open, beyond the steps around it.
+        profiles: of misses.
+
+    """
+
+    pairs: list[tuple[Fit, Fit]] = field(default_factory=list)
+    count: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+    first_window_ms: float = 0.0
+    profiles: dict[misses.Miss, tuple[Fit, Fit]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to fit of one workload.
+
+    Attributes:
+        workload: its name.
+        ranks: of it.
+        names: configurations, the one that records nothing first.
+        steps: of a fit.
+        rounds: at most.
+        deadline: on the monotonic clock; no round begins that would end later.
+
+    """
+
+    workload: str
+    ranks: int
+    names: Sequence[str]
+    steps: int
+    rounds: int
+    deadline: float
+
+
+class Bench:
+    """Fits in pairs of one workload; a fit that fails costs its configuration, and new processes go on."""
+
+    def __init__(self, plan: Plan, known: dict[str, Configuration]) -> None:
+        self._plan = plan
+        self._known = known
+        self._pair = Pair(plan.ranks)
+        self.found = Rounds()
+
+    def close(self) -> None:
+        self._pair.close()
+
+    def fit(
+        self, name: str, *, steps: int, profiled: range = range(0), swapped: bool = False
+    ) -> tuple[Fit, Fit] | None:
+        """Fit a configuration beside the one that records nothing; None where it failed."""
+        jobs = [Job(each, self._plan.workload, steps, profiled=profiled) for each in (name, self._known[name].against)]
+        try:
+            first, second = self._pair.fit(*(jobs[::-1] if swapped else jobs))
+        except RuntimeError as error:
+            self.found.failed[name] = str(error).strip().splitlines()[-1]
+            self._pair = Pair(self._plan.ranks)
+            return None
+        return (second, first) if swapped else (first, second)
+
+    def warm_up(self, stretches: figures.Stretches) -> None:
+        """Pay what is paid once in a process."""
+        name = "default" if "default" in self._plan.names else self._plan.names[-1]
+        fits = self.fit(name, steps=max(32, stretches.closing + 4))
+        self.found.failed.pop(name, None)
+        if fits is not None:
+            steps = fits[0].wall.steps
+            usual = median(steps[index] for index in stretches.waiting)
+            self.found.first_window_ms = 1000 * sum(steps[index] - usual for index in stretches.opening)
+
+    def rounds(self, part: Part) -> None:
+        """Fit each configuration against the one that records nothing, round after round, while there is time."""
+        for number in range(self._plan.rounds):
+            began = time.monotonic()
+            for name in self._plan.names:
+                part.at(f"{self._plan.workload} {number + 1}: {name}")
+                if name not in self.found.failed:
+                    fits = self.fit(name, steps=self._plan.steps, swapped=number % 2 == 1)
+                    self.found.pairs += [fits] if fits is not None else []
+                part.done()
+            self.found.count += 1
+            if 2 * time.monotonic() - began > self._plan.deadline and self.found.count >= FEWEST:
+                break
+        self.found.pairs = [pair for pair in self.found.pairs if pair[0].name not in self.found.failed]
+
+    def explain(self, missed: Sequence[misses.Miss], stretches: figures.Stretches, part: Part) -> None:
+        """Fit again what missed a target, with a profile of the stretch in which it was missed."""
+        for miss in missed:
+            part.at(f"profile: {miss.name} {miss.stretch}")
+            profiled = misses.steps(miss.stretch, stretches, self._plan.steps)
+            fits = self.fit(miss.name, steps=self._plan.steps, profiled=profiled)
+            if fits is not None:
+                self.found.profiles[miss] = fits
+            part.done()
+
+
+def measure_import(bar: Bar) -> Apart:
+    """Import the package in fresh processes; give milliseconds and what of torch and lightning came with it."""
+    part = bar.part("import", IMPORTS)
+    times, loads = [], set()
+    for _ in range(IMPORTS):
+        # Not in the repository's root: the installed package is meant.
+        done = subprocess.run(
+            [sys.executable, "-c", IMPORT_PROGRAM],
+            check=True,
+            capture_output=True,
+            text=True,
+            cwd=tempfile.gettempdir(),
+        )
+        took, *loaded = done.stdout.split()
+        times.append(float(took))
+        loads.update(loaded)
+        part.done()
+    return Apart(times, sorted(loads))
+
+
+def measure_pulse(bar: Bar, *, pairs: int) -> dict[str, list[float]]:
+    """Give microseconds that the pulse adds to a step that is nearly nothing; so does a callback without methods."""
+    costs: dict[str, list[float]] = {"pulse": [], "callback": [], figures.BARE: []}
+    part = bar.part("pulse on a small model", len(costs) * pairs)
+    with Pair() as workers:
+        for number in range(pairs):
+            for name, found in costs.items():
+                jobs = [Job(each, "small", SMALL_STEPS, SMALL_TURN) for each in (name, figures.BARE)]
+                swapped = number % 2 == 1
+                fits = workers.fit(*(jobs[::-1] if swapped else jobs))
+                fit, bare = fits[::-1] if swapped else fits
+                found.append(1e6 * figures.added(fit, bare, turn=SMALL_TURN))
+                part.done()
+    return costs
+
+
+def measure_peaks(bar: Bar, names: Sequence[str], repeats: int) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """Give bytes of the largest resident size by configuration, and those of the largest child process."""
+    part = bar.part("resident size", repeats * len(names))
+    own: dict[str, list[int]] = {name: [] for name in names}
+    children: dict[str, list[int]] = {name: [] for name in names}
+    for _ in range(repeats):
+        for name in names:
+            part.at(f"resident size: {name}")
+            found, largest = peaks.measure(name)
+            own[name].append(found)
+            children[name].append(largest)
+            part.done()
+    return own, children

@@ -1,0 +1,74 @@
+"""Where a missed target's time goes: the profile of the training thread, beside that of the bare fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from measured import table
+    from tests.benchmarks.aims import Aim
+    from tests.benchmarks.figures import Stretches
+    from tests.benchmarks.workload import Fit, Spent
+else:
+    from figures import Stretches
+    from workload import Spent
+
+    from measured import table
+
+LINES = 14
+
+
+@dataclass(frozen=True, order=True)
+class Miss:
+    """A stretch of a configuration that is too slow; one may miss several targets."""
+
+    workload: str
+    name: str
+    stretch: str
+
+
+def of(aims: Iterable[Aim]) -> list[Miss]:
+    """Give what a profile can explain, once each."""
+    return sorted({Miss(aim.workload, aim.name, aim.stretch) for aim in aims if aim.met is False and aim.stretch})
+
+
+def steps(stretch: str, stretches: Stretches, count: int) -> range:
+    """Give the batches whose turns make up a stretch of a fit of ``count`` steps."""
+    return {
+        "waiting": stretches.waiting,
+        "active": stretches.recording,
+        "closing": range(stretches.closing, stretches.closing + 1),
+        "after": range(stretches.closing + 2, count - 1),
+        "end": range(count - 1, count),
+    }[stretch]
+
+
+def text(miss: Miss, fit: Fit, bare: Fit, count: int) -> str:
+    """Give the functions in which a step was longer than a bare one, as Markdown; of the ends, the whole."""
+    nothing = Spent(0, 0.0, 0.0)
+    more = sorted(
+        ((now.own - bare.profile.get(name, nothing).own, name, now) for name, now in fit.profile.items()), reverse=True
+    )
+    rows = [
+        [f"`{name}`", f"{now.calls / count:.0f}", f"{1000 * own / count:.2f}", f"{1000 * now.whole / count:.2f}"]
+        for own, name, now in more[:LINES]
+    ]
+    total = sum(now.own for now in fit.profile.values()) - sum(now.own for now in bare.profile.values())
+    headings = ["function", "calls", "ms more than bare, own", "ms, with what it calls"]
+    return (
+        f"#### `{miss.name}` on {miss.workload}: {miss.stretch}\n\n"
+        f"{1000 * total / count:.2f} ms more than bare{' a step' if count > 1 else ''}, by the profile of the training"
+        f" thread, which makes each call of Python longer than it is.\n\n{table(headings, rows)}"
+    )
+
+
+def texts(profiled: Mapping[Miss, tuple[Fit, Fit]], stretches: Stretches, count: int) -> str:
+    """Give all as a section of the page; none, where nothing was missed."""
+    if not profiled:
+        return ""
+    parts = [
+        text(miss, fit, bare, len(steps(miss.stretch, stretches, count))) for miss, (fit, bare) in profiled.items()
+    ]  # fmt: skip
+    return "\n\n".join(["### Where the time of what was missed goes", *parts])

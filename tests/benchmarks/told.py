@@ -1,0 +1,116 @@
+"""The figures of fits as Markdown: a table for each workload, the targets, and what could not be measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from measured import table
+    from tests.benchmarks.aims import Aim, Apart
+    from tests.benchmarks.configurations import Configuration
+    from tests.benchmarks.figures import Row, noise
+    from tests.benchmarks.part import spread, targets
+else:
+    from figures import noise
+    from part import spread, targets
+
+    from measured import table
+
+MIB = 2**20
+HEADINGS = (
+    "", "waiting", "active", "after", "whole fit", "window start, ms", "window end, ms", "of it `stop_trace`",
+    "fit end, ms", "on disk, MiB",
+)  # fmt: skip
+
+
+@dataclass
+class Told:
+    """Everything of one run of the benchmark.
+
+    Attributes:
+        rows: figures by workload and configuration.
+        bare_ms: CPU time of a bare step by workload, one a fit.
+        rounds: by workload, how many.
+        steps: of a fit.
+        first_window_ms: what the first window of a process took to open.
+        apart: what was measured apart.
+        aims: targets.
+        left_out: why something was not measured, or what a collector complained of.
+
+    """
+
+    steps: int
+    rows: dict[str, dict[str, Row]] = field(default_factory=dict)
+    bare_ms: dict[str, list[float]] = field(default_factory=dict)
+    rounds: dict[str, int] = field(default_factory=dict)
+    first_window_ms: float = 0.0
+    apart: Apart | None = None
+    aims: Sequence[Aim] = ()
+    left_out: list[str] = field(default_factory=list)
+
+
+def markdown(told: Told, says: Mapping[str, str], known: Mapping[str, Configuration], profiles: str) -> str:
+    """Give the page's part; ``says`` tells of each workload what it is."""
+    return "\n\n".join(part for part in _parts(told, says, known, profiles) if part)
+
+
+def _parts(told: Told, says: Mapping[str, str], known: Mapping[str, Configuration], profiles: str) -> Iterator[str]:
+    yield "### Targets of fits"
+    yield targets(told.aims)
+    for workload, rows in told.rows.items():
+        bare = told.bare_ms[workload]
+        count = told.rounds[workload]
+        null = noise(rows, next(iter(rows)))
+        yield f"### {says[workload][0].upper()}{says[workload][1:]} (`{workload}`)"
+        yield (
+            f"{told.steps} steps, {count} round{'s' * (count != 1)}; a bare step took {median(bare):.1f} ms of CPU time"
+            f" (medians of fits: {min(bare):.1f} to {max(bare):.1f}); the null pair was off by up to {null:.3f}."
+        )
+        yield table(HEADINGS, [_cells(name, row, known) for name, row in rows.items()])
+    if told.apart is not None and told.apart.rss_bytes:
+        yield "### Largest resident size (`network`)"
+        yield _peaks(told.apart, known)
+    if told.first_window_ms:
+        yield f"The first window of a process took {told.first_window_ms:.0f} ms more to open than a later one's wait."
+    yield "\n".join(f"- {line}" for line in told.left_out)
+    yield profiles
+
+
+def _cells(name: str, row: Row, known: Mapping[str, Configuration]) -> list[str]:
+    return [
+        f"`{name}`: {known[name].says}",
+        *(
+            _both(cpu, wall)
+            for cpu, wall in (
+                (row.waiting, row.waiting_wall), (row.active, row.active_wall), (row.after, row.after_wall),
+                (row.fit_cpu, row.fit_wall),
+            )
+        ),
+        *(spread(values, ".0f") if values else "" for values in (row.opening_ms, row.closing_ms, row.stop_ms)),
+        spread(row.end_ms, ".0f"),
+        f"{median(row.size_bytes) / MIB:.2f}",
+    ]  # fmt: skip
+
+
+def _both(cpu: Sequence[float], wall: Sequence[float]) -> str:
+    return f"{spread(cpu)} (wall {median(wall):.2f})" if cpu else ""
+
+
+def _peaks(apart: Apart, known: Mapping[str, Configuration]) -> str:
+    rows = []
+    for name, sizes in apart.rss_bytes.items():
+        growth = apart.growth(name)
+        children = apart.children_bytes.get(name, ())
+        rows.append(
+            [
+                f"`{name}`: {known[name].says}",
+                spread([size / MIB for size in sizes], ".0f"),
+                "" if growth is None else f"{growth / MIB:.0f}",
+                f"{median(children) / MIB:.0f}" if children and max(children) else "",
+            ]
+        )
+    headings = ["", "MiB", "beyond bare, MiB", "largest child process, MiB"]
+    return table(headings, rows)

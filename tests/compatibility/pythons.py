@@ -1,0 +1,102 @@
+"""Other versions of Python: what needs no torch runs for real, the rest is compiled.
+
+PyTorch is never fetched: it is gigabytes. What is tried is what a person does on a laptop with a run directory that was
+recorded elsewhere, and the tests of the parts that read.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from tests.compatibility.environments import clean, environment
+    from tests.compatibility.row import ROOT, Row, Verdict
+else:
+    from environments import clean, environment
+    from row import ROOT, Row, Verdict
+
+__all__ = ["OTHERS", "on_path", "other_python"]
+
+OTHERS: Final = ("3.10", "3.12", "3.13")
+# What reading needs; torch and all that depends on it are left out.
+NEEDED: Final = (
+    "bokeh", "fsspec", "isal", "jinja2", "jsonargparse[signatures]", "markupsafe", "msgspec", "numpy", "psutil",
+    "pyyaml", "rich", "hypothesis", "pytest", "pytest-timeout",
+)  # fmt: skip
+# Tests of parts that know no torch.
+TESTS: Final = (
+    "tests/unit/analysis",
+    "tests/unit/artifacts",
+    "tests/unit/test_schedule.py",
+    "tests/unit/test_units.py",
+)
+
+
+def on_path(version: str) -> str | None:
+    """Give the interpreter of a version, from PATH or among pyenv's; None where there is none."""
+    installed = sorted(map(str, Path.home().glob(f".pyenv/versions/{version}.*/bin/python")), reverse=True)
+    # What pyenv puts on PATH is there for every version, and fails for those that are not switched on.
+    return next((found for found in (shutil.which(f"python{version}"), *installed) if found and _works(found)), None)
+
+
+def other_python(version: str, python: str, run: Path, directory: Path) -> Iterator[Row]:
+    """Try one version; ``run`` is a run directory that this Python's torch has recorded."""
+    what = f"Python {version}"
+    made = environment(directory, python)
+    pip = [str(made), "-m", "pip", "install", "--quiet", "--constraint", str(ROOT / "constraints.txt"), *NEEDED]
+    done = subprocess.run(pip, env=clean(), capture_output=True, text=True, check=False, timeout=600)
+    if done.returncode != 0:
+        said = [line.strip() for line in done.stderr.splitlines() if "requested" in line or "ERROR" in line]
+        yield Row(what, Verdict.RED, f"what reading needs cannot be installed: {'; '.join(said)[:600]}")
+        return
+    (site,) = directory.glob("lib/python*/site-packages")
+    shutil.copytree(
+        ROOT / "lightning_memprof", site / "lightning_memprof", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    yield _step(
+        f"{what}: every file compiles", made, "-W", "error", "-m", "compileall", "-q", str(site / "lightning_memprof")
+    )
+    for words in (("show", str(run)), ("show", str(run), "--format", "json"), ("report", str(run))):
+        saw = f"`lightning-memprof {' '.join(word for word in words if word != str(run))} RUN`"
+        yield _step(f"{what}: {saw}", made, "-m", "lightning_memprof", *words)
+    yield _tests(what, made)
+    yield Row(f"{what}: training", Verdict.UNTESTED, "PyTorch was not installed for this version of Python")
+
+
+def _works(python: str) -> bool:
+    return subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0
+
+
+def _step(what: str, python: Path, *arguments: str) -> Row:
+    done = subprocess.run(
+        [str(python), *arguments], env=clean(), capture_output=True, text=True, check=False, timeout=300
+    )
+    if done.returncode == 0:
+        return Row(what, Verdict.RAN, "exit code 0")
+    lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+    return Row(what, Verdict.RED, f"exit code {done.returncode}: {lines[-1] if lines else ''}")
+
+
+def _tests(what: str, python: Path) -> Row:
+    paths = [str(ROOT / path) for path in TESTS]
+    command = [str(python), "-m", "pytest", "-q", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
+    # They are those of this repository: what needs torch among them is left out by name.
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", "--continue-on-collection-errors", *paths],
+        cwd=python.parent, env=clean(), capture_output=True, text=True, check=False, timeout=1200,
+    )  # fmt: skip
+    lines = done.stdout.strip().splitlines() or ["nothing was said"]
+    counts = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|error|skipped)", lines[-1])}
+    # A module or a test that asks for torch says so itself.
+    told = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    torch = [line for line in told if "torch" in line or "lightning'" in line]
+    ours = [line for line in told if line not in torch]
+    verdict = Verdict.RED if ours or not counts.get("passed") else Verdict.IN_PART if torch else Verdict.RAN
+    saw = f"{counts.get('passed', 0)} passed, {counts.get('skipped', 0)} skipped"
+    saw += f", {len(torch)} need torch" if torch else ""
+    return Row(f"{what}: unit tests of what reads", verdict, f"{saw}{': ' + ours[0] if ours else ''}")

@@ -1,0 +1,176 @@
+"""``make compatibility``: what was tried with this package, and what became of it.
+
+    python tests/compatibility/run.py                                     everything; minutes
+    python tests/compatibility/run.py --quick                             a few rows; nothing is installed
+    python tests/compatibility/run.py --only features/bf16 lightning      rows whose name begins so
+    python tests/compatibility/run.py --lightning-tests test_profiler.py  Lightning's own tests too, from its repository
+
+Writes ``docs/measured/compatibility.md``, with all rows, and ``docs/measured/lightning_tests.md``; a part of the rows
+is only printed. The exit code is 1 where a row is red.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from tests.compatibility.distributions import VERSIONS, distributions, feature, of_version
+    from tests.compatibility.features import FEATURES
+    from tests.compatibility.lightning_tests import compare
+    from tests.compatibility.pythons import OTHERS, on_path, other_python
+    from tests.compatibility.row import Row, Verdict
+    from tests.compatibility.strategies import STRATEGIES, strategy
+else:
+    from row import Row, Verdict  # noqa: I001 it puts tests/support on the path
+    from distributions import VERSIONS, distributions, feature, of_version
+    from features import FEATURES
+    from lightning_tests import compare
+    from pythons import OTHERS, on_path, other_python
+    from strategies import STRATEGIES, strategy
+
+from measured import table, write_fragment
+
+QUICK: Final = ("features/plain", "features/accumulate", "distributions/class path")
+UNTESTED: Final = (
+    Row("DeepSpeed", Verdict.UNTESTED, "it needs a GPU and is not installed"),
+    Row(
+        "torch 2.9 to 2.12",
+        Verdict.UNTESTED,
+        "only the version of constraints.txt was installed; `torch>=2.9` is allowed",
+    ),
+    Row("TPU, MPS, XPU, ROCm", Verdict.UNTESTED, "not at hand"),
+)
+Rows = Callable[[], Iterable[Row]]
+
+
+def main() -> None:
+    """Run the rows that are asked for, and write what became of them."""
+    options = parse()
+    with tempfile.TemporaryDirectory(prefix="compatibility-") as name:
+        wanted = [
+            (row, make) for row, make in known(Path(name)) if not options.only or row.startswith(tuple(options.only))
+        ]
+        rows: list[Row] = []
+        for index, (row, make) in enumerate(wanted, 1):
+            began = time.monotonic()
+            say(f"[{index}/{len(wanted)}] {row} ...")
+            rows += [told(each) for each in tried(row, make)]
+            say(f"    {time.monotonic() - began:.0f} s")
+    lightnings = (
+        [told(row) for row in tried("Lightning's tests", lambda: compare(options.lightning_tests))]
+        if options.lightning_tests
+        else []
+    )
+    if not options.only:
+        rows += UNTESTED
+        write_fragment("compatibility", "make compatibility", body(rows), packages=("pytorch-lightning",))
+    if lightnings:
+        command = "make compatibility ARGS='--lightning-tests test_profiler.py'"
+        write_fragment("lightning_tests", command, body(lightnings, "test"), packages=("pytest",))
+    red = [row for row in (*rows, *lightnings) if row.verdict is Verdict.RED]
+    say(f"{len(rows) + len(lightnings)} rows, {len(red)} red")
+    sys.exit(1 if red else 0)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="What was tried with this package, and what became of it.")
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="rows whose name begins so")
+    parser.add_argument("--quick", action="store_true", help="a few rows")
+    parser.add_argument(
+        "--lightning-tests", type=Path, metavar="FILE", help="test_profiler.py of Lightning's repository"
+    )
+    options = parser.parse_args()
+    if options.quick:
+        options.only = [*options.only, *QUICK]
+    if options.lightning_tests and not (path := options.lightning_tests.resolve()).is_file():
+        parser.error(
+            f"--lightning-tests {path}: there is no such file; give tests/tests_pytorch/profilers/test_profiler.py"
+        )
+    elif options.lightning_tests:
+        options.lightning_tests = path
+    return options
+
+
+def known(directory: Path) -> Iterator[tuple[str, Rows]]:
+    """Give every row by its name, in the order of the table."""
+    for name, (what, _) in FEATURES.items():
+        yield f"features/{name}", partial(of_feature, what, name, directory / name)
+    for name in STRATEGIES:
+        yield f"strategies/{name}", partial(of_strategy, name, directory / name)
+    for version in VERSIONS:
+        yield f"lightning/{version}", partial(of_version, version, directory / f"lightning-{version}")
+    for name, make in distributions(directory):
+        yield f"distributions/{name}", partial(of_one, make)
+    for version in OTHERS:
+        yield f"python/{version}", partial(of_python, version, directory)
+
+
+def of_feature(what: str, name: str, directory: Path) -> Iterator[Row]:
+    """Try one kind of training in this environment."""
+    yield Row(what, *feature(name, directory))
+
+
+def of_strategy(name: str, directory: Path) -> Iterator[Row]:
+    """Try one strategy in this environment."""
+    yield strategy(name, directory)
+
+
+def of_one(make: Callable[[], Row]) -> Iterator[Row]:
+    """Give a row that is made alone."""
+    yield make()
+
+
+def of_python(version: str, directory: Path) -> Iterator[Row]:
+    """Try another Python on a run that this one records."""
+    python = on_path(version)
+    if python is None:
+        yield Row(f"Python {version}", Verdict.UNTESTED, "there is none on this machine")
+        return
+    recorded = directory / "recorded"
+    if not recorded.exists():
+        feature("plain", recorded)
+    runs = sorted(path.parent for path in recorded.rglob("manifest.rank00000.jsonl"))
+    if not runs:
+        yield Row(f"Python {version}", Verdict.RED, "there is no run to read: the plain fit recorded none")
+        return
+    yield from other_python(version, python, runs[-1], directory / f"python{version}")
+
+
+def tried(name: str, make: Rows) -> Iterator[Row]:
+    """Give the rows; a failure of the trial itself is a red row and stops none of the others."""
+    try:
+        yield from make()
+    except Exception as error:  # noqa: BLE001 the other rows are worth having
+        yield Row(name, Verdict.RED, f"{type(error).__name__}: {error}")
+
+
+def told(row: Row) -> Row:
+    """Say a row on the terminal, and give it back."""
+    say(f"    {row.verdict.value.strip('*'):20} {row.what}: {row.saw}")
+    return row
+
+
+def body(rows: list[Row], what: str = "tried") -> str:
+    """Give the count of each verdict, and the table."""
+    counts = [(verdict, sum(row.verdict is verdict for row in rows)) for verdict in Verdict]
+    said = ", ".join(
+        f"{count} {verdict.value.strip('*')}" for verdict, count in counts if count or verdict is Verdict.RED
+    )
+    cells = [[row.what, row.verdict.value, row.saw] for row in rows]
+    return f"{len(rows)} rows: {said}.\n\n{table([what, 'became', 'saw'], cells)}"
+
+
+def say(text: str) -> None:
+    """Print at once: a row takes minutes."""
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

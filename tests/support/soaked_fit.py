@@ -1,0 +1,82 @@
+"""A long fit that is looked at once a window: ``python soaked_fit.py DIRECTORY STEPS EVERY ours|bare``.
+
+A line of JSON is printed for each window.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import lightning.pytorch as pl
+import psutil
+
+from lightning_memprof import Budget, ExtendedPyTorchProfiler, MemProfilerCallback, Output, Schedule
+from training import Perceptron, loader, trainer
+
+KEEP: Final = 5
+_PATIENCE_S: Final = 10.0
+
+
+class Watch(pl.Callback):
+    """Looks at the process in the middle between two windows, when their files are written."""
+
+    def __init__(self, directory: Path, every: int) -> None:
+        self._directory = directory
+        self._every = every
+        self._process = psutil.Process()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Print a line in the middle of each stretch."""
+        if trainer.global_step % self._every == self._every // 2:
+            self._wait_for_files()
+            gc.collect()
+            files = {path: path.stat().st_size for path in self._directory.rglob("*") if path.is_file()}
+            # One for each window; the others grow by a line, of a step or of a window.
+            own = [size for path, size in files.items() if "window" in path.parent.name or ".trace." in path.name]
+            line = {
+                "step": trainer.global_step,
+                "bytes": self._process.memory_info().rss,
+                "handles": self._process.num_fds(),
+                "threads": threading.active_count(),
+                "window_files": len(own),
+                "window_bytes": sum(own),
+                "other_bytes": sum(files.values()) - sum(own),
+            }
+            print(json.dumps(line), flush=True)
+
+    def _wait_for_files(self) -> None:
+        deadline = time.monotonic() + _PATIENCE_S
+        while any(self._directory.rglob("*.partial*")) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        # The oldest window is removed behind the last file.
+        time.sleep(0.01)
+
+
+def main(directory: Path, steps: int, every: int, how: str) -> None:
+    """Fit."""
+    directory.mkdir(parents=True)
+    callbacks: list[pl.Callback] = []
+    options: dict[str, Any] = {"log_every_n_steps": 50, "max_epochs": -1, "max_steps": steps}
+    if how != "bare":
+        callbacks = [
+            MemProfilerCallback(
+                schedule=Schedule(wait=every - 3, warmup=1, active=2, repeat=0),
+                budget=Budget(keep_windows=KEEP),
+                output=Output(summary=False, report=False),
+            )
+        ]
+        options["profiler"] = ExtendedPyTorchProfiler()
+    watch = Watch(directory, every)
+    trainer(directory, *callbacks, watch, **options).fit(Perceptron(), loader(min(steps, 1000)))
+
+
+if __name__ == "__main__":
+    os.environ["KINETO_LOG_LEVEL"] = "6"
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

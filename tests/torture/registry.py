@@ -1,0 +1,40 @@
+"""All faults, in the order of the table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.torture import (
+        clock_faults,
+        fault,
+        memory_faults,
+        process_faults,
+        recorder_faults,
+        storage_faults,
+        user_faults,
+        writer_faults,
+    )
+else:
+    import clock_faults
+    import memory_faults
+    import process_faults
+    import recorder_faults
+    import storage_faults
+    import user_faults
+    import writer_faults
+
+__all__ = ["faults"]
+
+
+def faults() -> tuple[fault.Fault, ...]:
+    """Give the rows of the matrix."""
+    return (
+        *user_faults.FAULTS,
+        *process_faults.FAULTS,
+        *memory_faults.FAULTS,
+        *recorder_faults.FAULTS,
+        *storage_faults.FAULTS,
+        *clock_faults.FAULTS,
+        *writer_faults.FAULTS,
+    )

@@ -1,0 +1,144 @@
+"""The matrix of faults: ``python tests/torture/run.py [--only TEXT ...] [--jobs N] [--quick]``.
+
+Every cell is a fit in which one fault strikes at one moment, in one process or in two, with this package and without
+it. The exit code is 1 where a cell is red.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+import measured
+
+if TYPE_CHECKING:
+    from tests.torture import workers
+else:
+    import workers
+
+# One cell of each kind: the short form, which the tests run.
+QUICK: Final = (
+    ("exception in training_step", "before", 1),
+    ("exception in backward", "warmup", 1),
+    ("exception in the optimizer's step", "active", 1),
+    ("exception in validation", "save", 1),
+    ("exception in a callback", "teardown", 1),
+    ("exception in a data loader worker (fork)", "active", 1),
+    ("Ctrl-C", "save", 1),
+    ("SIGTERM", "teardown", 1),
+    ("SIGKILL of all ranks", "save", 1),
+    ("SIGKILL of one rank", "active", 2),
+    ("host out of memory (refused)", "active", 1),
+    ("a collector hangs (waits)", "active", 1),
+)
+
+
+def main() -> int:
+    options = parse()
+    if options.quick and not options.only:
+        asked = [workers.Asked(*one, number) for number, one in enumerate(QUICK)]
+    else:
+        asked = cells(options)
+    directory = Path(tempfile.mkdtemp(prefix="torture-"))
+    began = time.monotonic()
+    found = watch(asked, directory, options.jobs)
+    if options.results is not None:
+        options.results.write_text("".join(json.dumps(one) + "\n" for one in found.values()))
+    seconds = time.monotonic() - began
+    if not (options.quick or options.only):
+        print(write_page(found, seconds))
+    red = sum(bool(one["red"]) for one in found.values())
+    lost = sum(one.get("lost", 0) for one in found.values())
+    print(f"{len(found)} cells, {red} red, {lost} windows lost, {seconds:.0f} s")
+    if red:
+        print(f"what the red ones left: {directory}")
+    else:
+        shutil.rmtree(directory, ignore_errors=True)
+    return 1 if red or len(found) < len(asked) else 0
+
+
+def watch(asked: list[workers.Asked], directory: Path, jobs: int) -> dict[tuple[str, str, int], dict[str, Any]]:
+    """Run the cells and say on the way what is red."""
+    found: dict[tuple[str, str, int], dict[str, Any]] = {}
+    console = Console(stderr=True)
+    with progress(console) as bar:
+        task = bar.add_task("faults", total=len(asked))
+        for result in workers.results(asked, directory, jobs):
+            found[result["fault"], result["moment"], result["world"]] = result
+            bar.advance(task)
+            if result["red"]:
+                where = f"{result['fault']}, {result['moment']}, world={result['world']}"
+                console.print(f"[red]red[/red]: {escape(where)}: {escape(' | '.join(result['red'])[-600:])}")
+    return found
+
+
+def write_page(found: dict[tuple[str, str, int], dict[str, Any]], seconds: float) -> Path:
+    # Not above: these load torch, and the short form needs neither.
+    if TYPE_CHECKING:
+        from tests.torture import page, registry
+    else:
+        import page
+        import registry
+    return measured.write_fragment("faults", "make torture", page.body(registry.faults(), found, seconds))
+
+
+def cells(options: argparse.Namespace) -> list[workers.Asked]:
+    """Give the cells that are asked for: two ranks last, they take longest."""
+    if TYPE_CHECKING:
+        from tests.torture import moments, registry
+    else:
+        import moments
+        import registry
+    rows = registry.faults()
+    every = [
+        (row.name, moment.name, world)
+        for world in (1, 2)
+        for row in rows
+        for moment in moments.MOMENTS
+        if moment.name not in row.absent and world in row.worlds
+    ]
+    if options.quick:
+        every = [one for one in every if one in QUICK]
+    for text in options.only or ():
+        every = [one for one in every if text.lower() in f"{one[0]} {one[1]} world={one[2]}".lower()]
+    if not every:
+        sys.exit(f"no cell has {' and '.join(options.only)}; faults: {', '.join(row.name for row in rows)}")
+    return [workers.Asked(*one, number) for number, one in enumerate(every)]
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--only", nargs="+", metavar="TEXT", help="cells whose fault, moment or world=N have all of these"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="cells at a time")
+    parser.add_argument("--quick", action="store_true", help="a dozen cells, one of each kind")
+    parser.add_argument("--results", type=Path, help="also write every cell's result there, a line of JSON each")
+    return parser.parse_args()
+
+
+def progress(console: Console) -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""Does anything grow in a long fit? ``python tests/torture/soak.py [--steps N] [--every N] [--quick]``.
+
+20,000 steps with a window every 100, with this package and bare. The exit code is 1 where something grows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import measured
+from soak_judge import Soaked, command, environment
+
+COMMAND: Final = "python tests/torture/soak.py"
+STEPS, EVERY = 20_000, 100
+QUICK_STEPS: Final = 3000
+
+
+def watch(directory: Path, steps: int, every: int, how: str) -> Soaked:
+    """Run one fit with a bar.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
+
+    """
+    lines = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    asked = command(directory / how, steps, every, how)
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(f"soak, {how}", total=steps // every)
+        with subprocess.Popen(
+            asked, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ) as process:
+            for line in process.stdout or ():
+                if line.startswith("{"):
+                    lines.append(json.loads(line))
+                    bar.advance(task)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, asked)
+    return Soaked(lines)
+
+
+def page(ours: Soaked, bare: Soaked, every: int) -> str:
+    """Give the table."""
+
+    def row(what: str, column: str, unit: str) -> tuple[str, ...]:
+        cells = [f"{one.slope(column):+,.0f} {unit}".rstrip() for one in (ours, bare)]
+        ranges = ["{:,} to {:,}".format(*one.spread(column)) for one in (ours, bare)]
+        return (what, cells[0], ranges[0], cells[1], ranges[1])
+
+    rows = [
+        row("resident size", "bytes", "B"),
+        row("file handles", "handles", ""),
+        row("threads", "threads", ""),
+        row("files of windows", "window_files", ""),
+        row("size of the files of windows", "window_bytes", "B"),
+        row("size of the files that grow by lines", "other_bytes", "B"),
+    ]
+    head = ("after the tenth window", "a window more", "least to most", "bare: a window more", "bare: least to most")
+    steps = ours.lines[-1]["step"] + every // 2
+    said = f"{steps:,} steps, {len(ours.lines)} windows, one every {every} steps, of which 5 are kept."
+    return f"{said}\n\n{measured.table(head, rows)}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of each fit ({STEPS})")
+    parser.add_argument("--every", type=int, default=EVERY, help=f"steps from window to window ({EVERY})")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps only; nothing is written")
+    options = parser.parse_args()
+    steps = QUICK_STEPS if options.quick else options.steps
+    with tempfile.TemporaryDirectory(prefix="soak-") as directory:
+        ours, bare = (watch(Path(directory), steps, options.every, how) for how in ("ours", "bare"))
+    faults = ours.faults(resident=not options.quick)
+    print(*faults, sep="\n")
+    body = page(ours, bare, options.every)
+    print(body)
+    if not options.quick:
+        print(measured.write_fragment("soak", COMMAND, body))
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+# One program for all: importing torch and Lightning is most of the time that each takes.
+CLI = """
+    import sys
+    from pytorch_lightning.cli import LightningCLI
+    from pytorch_lightning.demos.boring_classes import BoringModel
+    paths, sys.argv[1:] = sys.argv[1:], []
+    for path in paths:
+        try:
+            LightningCLI(BoringModel, run=False, save_config_callback=None, args=[path])
+        except SystemExit as error:
+            print(error.code, file=sys.stderr)
+"""
+HIDDEN = """
+    import importlib.abc, sys
+    class Hidden(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] == "lightning":
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    sys.modules["lightning"] = None
+    sys.meta_path.insert(0, Hidden())
+"""
+ASKED = """
+    import pytorch_lightning as pl
+    import lightning_memprof
+    for ask in (lambda: lightning_memprof.MemProfilerCallback, lambda: pl.Trainer(profiler="fts_extended")):
+        try:
+            ask()
+        except Exception as error:
+            print(type(error).__name__, error)
+"""
+
+
+def program(directory: Path, *texts: str) -> str:
+    (directory / "train.py").write_text("".join(dedent(text) for text in texts))
+    return "train.py"
+
+
+def test_a_class_path_in_the_cli_of_pytorch_lightning_is_refused_in_one_line(tmp_path: Path, run_python: Run) -> None:
+    pytest.importorskip("pytorch_lightning")
+    named = {"MemProfilerCallback": "callbacks", "MemProfiler": "callbacks", "ExtendedPyTorchProfiler": "profiler"}
+    paths = [f"--trainer.{option}=lightning_memprof.{name}" for name, option in named.items()]
+    done = run_python(program(tmp_path, CLI), *paths)
+    lines = done.stderr.splitlines()
+    assert (done.returncode, len(lines), lines[1::2]) == (0, 6, ["2", "2", "2"]), done.stderr
+    for name, line in zip(named, lines[::2], strict=True):
+        assert line.startswith(
+            f"error: lightning_memprof.{name} is a class for lightning.pytorch, and this CLI is that"
+        )
+        assert "import LightningCLI from lightning.pytorch.cli, or use what works with both" in line
+
+
+def test_without_the_package_lightning_one_line_says_what_is_missing(tmp_path: Path, run_python: Run) -> None:
+    pytest.importorskip("pytorch_lightning")
+    done = run_python(program(tmp_path, HIDDEN, ASKED))
+    assert done.returncode == 0, done.stderr[-3000:]
+    rest = "is not installed; pytorch_lightning alone is not enough: pip install lightning"
+    assert [line for line in done.stdout.splitlines() if "Error" in line] == [
+        f"ModuleNotFoundError lightning_memprof.MemProfilerCallback needs the package lightning, which {rest}",
+        f"ConfigError profiler='fts_extended' needs the package lightning, which {rest}",
+    ]

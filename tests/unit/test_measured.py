@@ -1,0 +1,42 @@
+"""A measured figure says where it comes from."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import measured
+
+
+def test_a_fragment_begins_with_its_command_the_machine_and_the_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured, "MEASURED", tmp_path)
+    path = measured.write_fragment("fits", "make bench", "body", packages=["numpy", "composer 0.30", "no-such-package"])
+    made, machine, versions, empty, body = path.read_text().splitlines()
+    assert path == tmp_path / "fits.md"
+    assert made.startswith("Made by `make bench` on 20")
+    assert measured.processor() in machine
+    assert versions.startswith(f"Python {platform.python_version()}, torch {version('torch')}, lightning ")
+    assert versions.endswith(f", numpy {version('numpy')}, composer 0.30, no-such-package not installed")
+    assert (empty, body) == ("", "body")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["fits.md"]
+
+
+def test_a_bar_in_a_cell_makes_no_further_cell() -> None:
+    assert measured.table(["a", "b"], [[1, "x | y\nz"]]) == "| a | b |\n| --- | --- |\n| 1 | x \\| y z |"
+
+
+def test_a_row_with_a_cell_too_few_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs 2 cells"):
+        measured.table(["a", "b"], [[1]])
+
+
+def test_every_fragment_says_which_command_made_it() -> None:
+    fragments = sorted((Path(__file__).parents[2] / "docs" / "measured").glob("*.md"))
+    assert fragments
+    for path in fragments:
+        assert path.read_text(encoding="utf-8").startswith("Made by `"), path
