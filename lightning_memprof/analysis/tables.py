@@ -21,8 +21,9 @@ __all__ = ["ensure_operator_tables"]
 def ensure_operator_tables(run: Run) -> Run:
     """Return the run with an operator table for every rank that has traces.
 
-    A table that is missing is computed from the traces and written beside them. Where that fails, the run is returned
-    with a problem that says why.
+    A table that is missing is computed from the traces and written beside them, but never outside of the run: a run
+    that somebody else sent may name any place. Where it cannot be made, the run is returned with a problem that says
+    why.
     """
     traces: dict[Path, list[Artifact]] = defaultdict(list)
     for one in run.artifacts:
@@ -36,6 +37,12 @@ def ensure_operator_tables(run: Run) -> Run:
             continue
         try:
             if not table.exists():
+                if not table.resolve().is_relative_to(run.root.resolve()):
+                    why = (
+                        f"is not made outside of the run; `lightning-memprof show {sources[0].file}` has the operators"
+                    )
+                    problems.append(Problem(table.name, why, sources[0].rank))
+                    continue
                 _write_table(table, sources)
             kept.append(_listed(run, table, sources[0]))
             problems = [one for one in problems if one.piece.rpartition("/")[2] != table.name]

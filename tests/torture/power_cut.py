@@ -28,7 +28,7 @@ from crash_judge import Verdict, judge
 from file_operations import Photograph, State, crashes, lost_data
 
 SUPPORT: Final = Path(__file__).resolve().parents[1] / "support"
-COMMAND: Final = "python tests/torture/power_cut.py"
+COMMAND: Final = "make power-cut"
 Case = tuple[str | None, State]
 
 

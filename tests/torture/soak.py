@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import measured
 from soak_judge import Soaked, command, environment
 
-COMMAND: Final = "python tests/torture/soak.py"
+COMMAND: Final = "make soak"
 STEPS, EVERY = 20_000, 100
 QUICK_STEPS: Final = 3000
 

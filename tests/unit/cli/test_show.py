@@ -46,6 +46,24 @@ def test_show_makes_the_operator_table_where_it_is_missing_and_keeps_it(
     assert not list(tmp_path.glob("*.partial"))
 
 
+def test_a_run_that_names_a_trace_elsewhere_gets_no_table_written_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "sent")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (manifest,) = (tmp_path / "sent").rglob("manifest.*.jsonl")
+    for trace in (tmp_path / "sent").glob("*.pt.trace.json.gz"):
+        trace.rename(elsewhere / trace.name)
+        manifest.write_text(manifest.read_text().replace(f'"{trace.name}"', f'"{elsewhere / trace.name}"'))
+    before = sorted(elsewhere.iterdir())
+    problems = shown(capsys, tmp_path / "sent")["problems"]
+    assert [one["message"] for one in problems if one["piece"] == TABLE] == [
+        f"is not made outside of the run; `lightning-memprof show {before[0]}` has the operators"
+    ]
+    assert sorted(elsewhere.iterdir()) == before
+
+
 def test_a_table_that_cannot_be_made_is_a_problem_and_not_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
