@@ -71,11 +71,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("no accelerator")
 
 
-@pytest.fixture(scope="module")
-def environment() -> dict[str, str]:
-    """The variables for a helper process: this process's, less what could change what it imports or records."""
+def _environment() -> dict[str, str]:
     ours = ("PYTHONPATH", "LIGHTNING_MEMPROF", "PL_TRAINER_PROFILER")
     return {name: value for name, value in os.environ.items() if name not in ours}
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    """The variables for a helper process: this process's, less what could change what it imports or records."""
+    return _environment()
 
 
 @pytest.fixture
@@ -98,9 +102,9 @@ def run_python(tmp_path: Path, environment: dict[str, str]) -> Callable[..., sub
 
 
 @pytest.fixture(scope="module")
-def warm_python(environment: dict[str, str]) -> Iterator[WarmPython]:
+def warm_python() -> Iterator[WarmPython]:
     """A process that has imported Lightning, for the programs of one module."""
-    with WarmPython(environment) as found:
+    with WarmPython(_environment()) as found:
         yield found
 
 

@@ -49,8 +49,8 @@ def read_plain(path: str | Path, most: int = MOST_BYTES) -> bytes:
 
     """
     with open_plain(path, buffering=0, most=most) as stream:
-        # One call reads 2 GiB at most; no limit here is larger.
-        return stream.read(most + 1) or b""
+        # As much as is asked for is allocated first. One call reads 2 GiB at most; no limit here is larger.
+        return stream.read(os.fstat(stream.fileno()).st_size + 1) or b""
 
 
 def _check(status: os.stat_result, most: int | None = None) -> None:

@@ -113,6 +113,9 @@ def test_a_trace_that_cannot_be_compressed_is_kept_as_torch_wrote_it(
     assert "collector operator_trace failed on write" in caplog.text
     run = load_run(only_run(tmp_path))
     assert run.problems == ()
-    (trace,) = [one for one in run.artifacts if one.type == "trace"]
-    assert trace.path.endswith(".pt.trace.json")
-    assert sum(1 for _ in read_events(trace.file)) == len(json.loads(trace.file.read_text())["traceEvents"])
+    traces = [one for one in run.artifacts if one.type == "trace"]
+    # A second window had begun where the first one's failure was not known yet.
+    assert traces
+    for trace in traces:
+        assert trace.path.endswith(".pt.trace.json")
+        assert sum(1 for _ in read_events(trace.file)) == len(json.loads(trace.file.read_text())["traceEvents"])

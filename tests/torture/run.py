@@ -51,7 +51,8 @@ def main() -> int:
         asked = [workers.Asked(*one, number) for number, one in enumerate(QUICK)]
     else:
         asked = cells(options)
-    directory = Path(tempfile.mkdtemp(prefix="torture-"))
+    # Below it a data loader's worker listens on a socket, whose path may have 107 characters.
+    directory = Path(tempfile.mkdtemp(prefix="torture-", dir="/tmp"))
     began = time.monotonic()
     found = watch(asked, directory, options.jobs)
     if options.results is not None:

@@ -170,7 +170,8 @@ def test_fixtures_undo_first(borrowed):
 def test_the_fixture_fails_the_leaking_test_by_name(tmp_path, run_python):
     here = Path(__file__).resolve().parents[1]
     shutil.copy(here / "conftest.py", tmp_path)
-    shutil.copy(here / "support" / "leaks.py", tmp_path)
+    for name in ("leaks.py", "warm_python.py"):
+        shutil.copy(here / "support" / name, tmp_path)
     (tmp_path / "test_leaking.py").write_text(LEAKING)
     (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\naddopts = --import-mode=importlib\n")
     result = run_python("-m", "pytest", "-p", "no:cacheprovider", str(tmp_path))
