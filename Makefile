@@ -43,9 +43,9 @@ demo: $(VENV)/run.stamp
 	$(BIN)/lightning-memprof demo $(ARGS)
 
 # The script and not `python -m pytest`, which would put the working tree first on the path. A file's tests stay in one
-# process: they share what is slow to make.
+# process: they share what is slow to make. One process more than cores: many tests wait for a program of their own.
 test: $(VENV)/test.stamp
-	$(BIN)/pytest --numprocesses auto --dist loadfile $(ARGS)
+	$(BIN)/pytest --numprocesses $$($(BIN)/python -c 'import os; print(os.cpu_count() + 1)') --dist loadfile $(ARGS)
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
