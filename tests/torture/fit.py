@@ -95,6 +95,13 @@ class Striking(pl.Callback):
             cell.directory / f"trail.rank{cell.rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         )
 
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        cell = self.cell
+        # Of the bare twin whose batches a worker loads, which has no cell; else `Fetched` does it.
+        in_saving = not cell.ours and cell.fault.place == fault.ANYWHERE and cell.moment.name == "save"
+        if in_saving and cell.fault.workers is not None and batch_idx == cell.moment.step:
+            cell.strike()
+
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         cell = self.cell
         # One unbuffered write: it must be there when the next line of the program kills the process.
