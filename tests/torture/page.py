@@ -18,23 +18,28 @@ __all__ = ["body"]
 Results = Mapping[tuple[str, str, int], Mapping[str, Any]]
 
 
-def body(rows: Sequence[fault.Fault], results: Results, seconds: float) -> str:
-    """Give the fragment's text."""
-    return "\n\n".join([_counted(results, seconds), _matrix(rows, results), _reds(results), _rows(rows), _absent(rows)])
+def body(rows: Sequence[fault.Fault], results: Results, seconds: float, again: int | None = None) -> str:
+    """Give the fragment's text; ``again`` is the number of cells of this run where the others are of an earlier one."""
+    counted = _counted(results, seconds, again)
+    return "\n\n".join([counted, _matrix(rows, results), _reds(results), _rows(rows), _absent(rows)])
 
 
-def _counted(results: Results, seconds: float) -> str:
+def _counted(results: Results, seconds: float, again: int | None) -> str:
     found = list(results.values())
     green = sum(not one["red"] for one in found)
     windows, lost, files = (sum(one.get(name, 0) for one in found) for name in ("windows", "lost", "files"))
-    torn = sum(bool(one.get("named")) for one in found)
     cells = f"{format_count(len(found), 'cell')}, {green} green, {len(found) - green} red"
     torn = sum(bool(one.get("named")) for one in found)
     lines = [
         f"**{cells}; {windows} closed windows were read, {lost} lost.**",
         f"{files} files of closed windows were read and compared with their digests.",
         f"In {torn} cells something is unfinished or has failed, and is named by `show`.",
-        f"The run took {seconds / 60:.1f} min.",
+        f"The run took {seconds / 60:.1f} min."
+        + (
+            f" It had {format_count(again, 'cell')} that an earlier run had not seen green."
+            if again is not None
+            else ""
+        ),
     ]
     return "\n".join(lines)
 
