@@ -182,6 +182,15 @@ def test_the_judge_sees_an_exit_code_a_process_that_runs_on_and_a_fault_that_did
     assert "rank 0 was killed and is called finished" in red
 
 
+def test_a_rank_looks_for_what_it_left_itself(torture: Any) -> None:
+    trace = "fit-fts_extended_pytorch_profiler-1[Strategy]DDPStrategy.training_step.17.pt.trace.json.gz.partial"
+    for name in ("memprofiler/window001/rank00001.operator_trace.jsonl.partial", trace):
+        assert torture.life._of_another(f"file still there: /log/{name}", 0)
+        assert not torture.life._of_another(f"file still there: /log/{name}", 1)
+    assert not torture.life._of_another("file still there: /log/memprofiler/place.partial", 0)
+    assert not torture.life._of_another("thread still running: rank00001.writer", 0)
+
+
 def judged(torture: Any, bare: Path, ours: Path, healthy: Any, **changed: Any) -> Any:
     judge = torture.judge
     return judge.judge(
@@ -197,11 +206,11 @@ def judged(torture: Any, bare: Path, ours: Path, healthy: Any, **changed: Any) -
 def torture(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The modules of the matrix, by the names by which its programs know them; forgotten afterwards."""
     monkeypatch.syspath_prepend(str(TORTURE))
-    names = ("moments", "fault", "judge")
+    names = ("moments", "fault", "judge", "data", "fit", "life")
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    moments, fault, judge = (importlib.import_module(name) for name in names)
+    moments, fault, judge, _, _, life = (importlib.import_module(name) for name in names)
     row = fault.Fault(name="mine", says="", place="training_step", strike=lambda cell: None)
-    yield SimpleNamespace(moments=moments, judge=judge, fault=row)
+    yield SimpleNamespace(moments=moments, judge=judge, life=life, fault=row)
     for name in names:
         sys.modules.pop(name, None)

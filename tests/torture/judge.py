@@ -143,13 +143,8 @@ def _outcome(struck: fault.Fault, rank: int, bare: Lived, ours: Lived) -> list[s
     if right["after"] is not None and "ended with" in right["after"]:
         red.append(f"bare: {right['after']}")
     allowed = [PIDS.sub("0", text) for text in right["leaks"]]
-    # What cannot be removed stays, and what another rank was killed over; the page has to name it.
-    dead = [f"/rank{other:05d}." for other, code in enumerate(ours.codes) if code == KILLED]
-    ours_left = [
-        one
-        for one in is_["leaks"]
-        if not (one.startswith("file still there:") and (struck.harms or any(name in one for name in dead)))
-    ]
+    # What cannot be removed stays; the page has to name it.
+    ours_left = [one for one in is_["leaks"] if not (struck.harms and one.startswith("file still there:"))]
     return red + [f"left behind: {text}" for text in ours_left if PIDS.sub("0", text) not in allowed]
 
 

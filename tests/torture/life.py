@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import leaks
+from lightning_memprof.artifacts.naming import TraceName, temporary_name
 
 if TYPE_CHECKING:
     from tests.torture import fault, fit
@@ -26,6 +27,7 @@ else:
 __all__ = ["Outcome", "live", "outcome"]
 
 NUMBERS = re.compile(r"\d+")
+SERIES = re.compile(r"rank(\d{5})\.")
 GONE = re.compile(r"(?i)connection (closed|reset) by peer|peer .*(closed|reset)|gloo/transport|broken pipe")
 
 
@@ -59,7 +61,7 @@ def live(cell: fault.Cell, port: int) -> int:
     """Train, write the outcome, and give the exit code; for a process that was forked for this."""
     _settle_in(cell, port)
     cell.write_pid()
-    before, files = leaks.state(cell.directory), _open_files()
+    before, files = leaks.state(cell.log_dir), _open_files()
     error: BaseException | None = None
     with cell.fault.prepare(cell):
         try:
@@ -75,7 +77,7 @@ def live(cell: fault.Cell, port: int) -> int:
         traceback.clear_frames(error.__traceback__)
     error = model = None
     gc.collect()
-    left = leaks.leftovers(before, cell.directory)
+    left = [one for one in leaks.leftovers(before, cell.log_dir) if not _of_another(one, cell.rank)]
     left += [f"file still open: {path}" for path in sorted(_open_files() - files)]
     after = _after(cell) if cell.fault.survives else None
     told = Outcome(said, code, weights, left, after)
@@ -101,6 +103,14 @@ def _settle_in(cell: fault.Cell, port: int) -> None:
         }  # fmt: skip
     logging.getLogger("lightning_memprof").addHandler(logging.StreamHandler(sys.stderr))
     warnings.simplefilter("ignore")
+
+
+def _of_another(leak: str, rank: int) -> bool:
+    """Whether a file is another rank's: that one looks itself, or was killed over it, and the page has to name it."""
+    name = leak.rpartition("/")[2] if leak.startswith("file still there:") else ""
+    series, trace = SERIES.match(name), TraceName.parse(name.partition(temporary_name(""))[0])
+    whose = int(series[1]) if series is not None else trace.rank if trace is not None else rank
+    return whose != rank
 
 
 def _after(cell: fault.Cell) -> str:

@@ -34,13 +34,10 @@ def _counted(results: Results, seconds: float, again: int | None) -> str:
         f"**{cells}; {windows} closed windows were read, {lost} lost.**",
         f"{files} files of closed windows were read and compared with their digests.",
         f"In {torn} cells something is unfinished or has failed, and is named by `show`.",
-        f"The run took {seconds / 60:.1f} min."
-        + (
-            f" It had {format_count(again, 'cell')} that an earlier run had not seen green."
-            if again is not None
-            else ""
-        ),
+        f"The run took {seconds / 60:.1f} min.",
     ]
+    if again is not None:
+        lines.append(f"It had {format_count(again, 'cell')} that an earlier run had not seen green.")
     return "\n".join(lines)
 
 

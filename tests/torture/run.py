@@ -39,7 +39,7 @@ QUICK: Final = (
     ("Ctrl-C", "save", 1),
     ("SIGTERM", "teardown", 1),
     ("SIGKILL of all ranks", "save", 1),
-    ("SIGKILL of one rank", "active", 2),
+    ("SIGKILL of one rank", "save", 2),
     ("host out of memory (refused)", "active", 1),
     ("a collector hangs (waits)", "active", 1),
 )
