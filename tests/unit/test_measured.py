@@ -41,4 +41,5 @@ def test_every_fragment_says_which_command_made_it() -> None:
     for path in fragments:
         lines = path.read_text(encoding="utf-8").splitlines()
         # What was not measured has the command that would, and no figure.
-        assert lines[0].startswith("Made by `") or (lines[0].startswith("Not measured yet: `") and len(lines) == 1), path
+        is_empty = lines[0].startswith("Not measured yet: `") and len(lines) == 1
+        assert is_empty or lines[0].startswith("Made by `"), path
