@@ -112,7 +112,8 @@ class Sink:
     def __init__(self, place: RunPlace, rank: int) -> None:
         self.place = place
         self.rank = rank
-        self.artifacts: list[Artifact] = []
+        # A file that is written again, window after window, has one entry.
+        self._artifacts: dict[Path, Artifact] = {}
         place.directory.mkdir(parents=True, exist_ok=True)
         self.manifest = ManifestWriter(place.directory / manifest_name(rank))
         self.uploads: Uploads | None = None
@@ -123,6 +124,11 @@ class Sink:
         # By window, the number of its jobs that are not done.
         self._waiting: Counter[int] = Counter()
         self._waiting_lock = threading.Lock()
+
+    @property
+    def artifacts(self) -> list[Artifact]:
+        """What is listed and not removed, each file as it was listed last."""
+        return list(self._artifacts.values())
 
     @contextmanager
     def file(self, artifact: Artifact) -> Iterator[Path]:
@@ -214,14 +220,11 @@ class Sink:
         A file that another window has listed since, because it holds several, stays. What cannot be removed stays too,
         listed as removed.
         """
-        others = {artifact.path for artifact in self.artifacts if artifact.window != window}
-        mine = [artifact for artifact in self.artifacts if artifact.window == window]
-        gone = [artifact.path for artifact in mine if artifact.path not in others]
+        gone = [artifact.path for artifact in self.artifacts if artifact.window == window]
         paths = [self._manifest_path(path) for path in gone]
         self.manifest.append("removed", window=window, paths=paths, reason=reason)
-        for artifact in mine:
-            self.artifacts.remove(artifact)
         for path in gone:
+            del self._artifacts[path]
             with suppress(OSError):
                 path.unlink()
             if self.uploads is not None:
@@ -263,7 +266,7 @@ class Sink:
         )
 
     def _listed(self, artifact: Artifact) -> None:
-        self.artifacts.append(artifact)
+        self._artifacts[artifact.path] = artifact
         if self.uploads is not None:
             self.uploads.add(artifact.path)
 
@@ -274,6 +277,8 @@ class Sink:
             if window is not None:
                 with self._waiting_lock:
                     self._waiting[window] -= 1
+                    if not self._waiting[window]:
+                        del self._waiting[window]
 
     def _manifest_path(self, path: Path) -> str:
         if path.is_relative_to(self.place.root):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import pickle
+import shutil
 from typing import TYPE_CHECKING, Any, Final
 
 import yaml
@@ -13,6 +13,7 @@ from lightning_memprof.artifacts.sink import Artifact
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from lightning_memprof.artifacts.sink import Sink
 
@@ -44,15 +45,18 @@ def write_memory_stats(
     for form in forms:
         path = sink.place.directory / memory_stats_name(sink.rank, form)
         new: Stats = {key: dict(values) for key, values in stats.items()}
-        before = path.read_bytes() if path.exists() else b""
+        add = _add_yaml if form == "yaml" else _add_pickle
         with sink.file(Artifact(path, "blob", collector)) as temporary:
-            temporary.write_bytes(_yaml(before, new) if form == "yaml" else _pickle(before, new))
+            add(path, temporary, new)
 
 
-def _yaml(before: bytes, new: Stats) -> bytes:
+def _add_yaml(before: Path, target: Path, new: Stats) -> None:
     # Mappings in block style, one behind the other, are one mapping: what is there need not be read.
+    if before.exists():
+        shutil.copyfile(before, target)
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    return before + yaml.dump(new, Dumper=dumper, sort_keys=False, allow_unicode=True, encoding="utf-8")
+    with target.open("ab") as file:
+        file.write(yaml.dump(new, Dumper=dumper, sort_keys=False, allow_unicode=True, encoding="utf-8"))
 
 
 class _Plain(pickle.Unpickler):
@@ -63,6 +67,9 @@ class _Plain(pickle.Unpickler):
         raise pickle.UnpicklingError(f"the file of memory names {module}.{name}, which it never does; remove it")
 
 
-def _pickle(before: bytes, new: Stats) -> bytes:
-    there: Stats = _Plain(io.BytesIO(before)).load() if before else {}
-    return pickle.dumps(there | new, protocol=_PROTOCOL)
+def _add_pickle(before: Path, target: Path, new: Stats) -> None:
+    there: Stats = {}
+    if before.exists():
+        with before.open("rb") as file:
+            there = _Plain(file).load()
+    target.write_bytes(pickle.dumps(there | new, protocol=_PROTOCOL))

@@ -290,3 +290,23 @@ def test_a_file_that_a_later_window_has_written_too_stays(sink: Sink) -> None:
     assert read_rows(sink.manifest.path)[0][-1]["paths"] == []
     sink.remove_window(1, "why")
     assert not both.exists()
+
+
+def test_a_file_that_is_written_again_in_each_window_has_one_entry_and_belongs_to_the_last(sink: Sink) -> None:
+    path = sink.place.directory / "all_windows"
+    for window in range(50):
+        with sink.file(Artifact(path, "blob", "fake", window)) as temporary:
+            temporary.write_text(str(window))
+    assert sink.artifacts == [Artifact(path, "blob", "fake", 49)]
+    sink.remove_window(48, "why")
+    assert path.exists()
+    sink.remove_window(49, "why")
+    assert not path.exists()
+    assert sink.artifacts == []
+
+
+def test_what_waited_for_the_writer_is_forgotten_when_it_is_done(sink: Sink) -> None:
+    for window in range(20):
+        sink.in_background(lambda: None, window=window)
+    sink.drain()
+    assert not sink._waiting

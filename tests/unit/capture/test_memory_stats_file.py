@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import pickletools
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import yaml
 from lightning_memprof.artifacts.manifest import read_rows
 from lightning_memprof.artifacts.sink import Sink, claim_run_place
 from lightning_memprof.capture.memory_stats_file import stats_key, write_memory_stats
+from lightning_memprof.units import MIB
 from mutations import Runs
 
 FIRST = {"0.training_step.3.start": {"active_bytes.all.allocated": 1, "rss": 2}, "0.training_step.3.end": {"rss": 3}}
@@ -44,6 +46,21 @@ def test_the_file_is_plain_mappings_and_holds_all_windows_so_far(sink: Sink) -> 
     assert list(yaml.safe_load(path.read_text())) == [*FIRST, *SECOND]
     assert "!" not in path.read_text()
     assert listed(sink) == [("functions", "blob", "memprofiler/rank_0_memory_stats.yaml")] * 2
+
+
+def test_a_long_run_s_file_is_added_to_and_not_read(sink: Sink) -> None:
+    path = sink.place.directory / "rank_0_memory_stats.yaml"
+    path.write_bytes(b"".join(b"0.training_step.%d.end: {rss: 1}\n" % step for step in range(300_000)))
+    size = path.stat().st_size
+    assert size > 8 * MIB
+    tracemalloc.start()
+    try:
+        write_memory_stats(sink, "functions", FIRST, ["yaml"])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < size / 2
+    assert path.stat().st_size > size
 
 
 def test_the_pickle_is_of_protocol_4_and_says_the_same(sink: Sink) -> None:
