@@ -12,15 +12,10 @@ from lightning_memprof.artifacts.series import PHASES
 if TYPE_CHECKING:
     from lightning_memprof.capture.base import DeviceTimer
 
-__all__ = ["AcceleratorTimer", "StepClock", "device_timer", "unix_ns"]
+__all__ = ["AcceleratorTimer", "StepClock", "device_timer"]
 
 _OTHER: Final = PHASES.index("other")
 _HOST_ONLY: Final = (PHASES.index("callbacks"), _OTHER)
-
-
-def unix_ns(perf_counter_ns: int) -> int:
-    """Turn a reading of ``time.perf_counter_ns`` of now or just before into Unix time."""
-    return perf_counter_ns + time.time_ns() - time.perf_counter_ns()
 
 
 class StepClock:

@@ -11,7 +11,6 @@ import torch
 
 from lightning_memprof.artifacts.naming import regions_name
 from lightning_memprof.capture.allocator_stats import memory_stats
-from lightning_memprof.capture.clock import unix_ns
 from lightning_memprof.capture.host import ResidentSize, peak_rss_bytes
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class NamedSnapshots:
             "point": point,
             "step": None if position is None else position.step,
             "global_step": None if position is None else position.global_step,
-            "time_ns": unix_ns(time.perf_counter_ns()),
+            "time_ns": time.time_ns(),
             "rss_bytes": rss,
             "peak_rss_bytes": peak_rss_bytes(rss),
         }

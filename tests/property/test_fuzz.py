@@ -9,18 +9,18 @@ import pickle
 import random
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fuzz_targets import LONGEST_LINE, outcome
 from lightning_memprof.analysis.findings import examine_files
 from lightning_memprof.analysis.snapshot_report import snapshot_report
 from lightning_memprof.analysis.trace_report import trace_report
 from lightning_memprof.cli.main import main
-from lightning_memprof.errors import MemprofError
 from lightning_memprof.units import GIB, MIB
 from mutations import Runs, changed, damaged
 from snapshots import MODEL, TRAIN, block, event, failed, freed, segment, snapshot, unused
@@ -28,7 +28,6 @@ from snapshots import MODEL, TRAIN, block, event, failed, freed, segment, snapsh
 CORPUS = Path(os.environ.get("MEMPROF_CORPUS") or Path(__file__).parents[2].parent / "shared" / "corpus")
 ROUNDS = 20
 FILES_A_ROUND = {"trace": 150, "snapshot": 350}  # 10,000 in all
-LONGEST_LINE = 2_000
 # Of one small file, which takes milliseconds; the machines that run this are slow and busy.
 MOST_SECONDS = 5.0
 # Every so many of them `show` is asked as well, which takes ten times as long.
@@ -178,18 +177,6 @@ def bounded(seconds: float = MOST_SECONDS, size: int = MOST_BYTES) -> Iterator[N
 def resident(field: str) -> int:
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
-
-
-def outcome(read: Callable[[], Any]) -> str:
-    """The words of the refusal, which are one line; nothing where there is a result."""
-    try:
-        read()
-    except MemprofError as error:
-        said = str(error)
-        assert "\n" not in said
-        assert len(said) < LONGEST_LINE
-        return said
-    return ""
 
 
 def read_trace(path: Path) -> None:
