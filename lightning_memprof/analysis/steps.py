@@ -35,6 +35,8 @@ __all__ = [
 Clock = Literal["host", "device"]
 Rows = list[dict[str, Any]]
 Breakdown = Mapping[str, int | None]
+_Timing = tuple[int, Breakdown, Clock, Literal["hooks", "pulse"]]
+_TimedRow = tuple["PulseRow", _Timing]
 
 # A recorded step pays for its recording and the first step for lazy initialisation: neither is a typical step, but
 # with fewer others than these the picture would rest on a single step.
@@ -182,12 +184,12 @@ def recorded_actions(rank: Rank) -> dict[int, Rows]:
 
 def typical_steps(rank: Rank) -> TypicalSteps | None:
     """Return the steps of a rank's pulse that are typical, or None where it has no timed step."""
-    timed = [row for row in rank.pulse if _host_timing(row) is not None]
+    timed = [(row, timing) for row in rank.pulse if (timing := _host_timing(row)) is not None]
     if not timed:
         return None
     used, basis = _typical(timed)
-    on_host = [(row["step"], timing) for row in used if (timing := _host_timing(row)) is not None]
-    on_device = [(row["step"], timing) for row in used if (timing := _device_timing(row)) is not None]
+    on_host = [(row["step"], timing) for row, timing in used]
+    on_device = [(row["step"], timing) for row, _ in used if (timing := _device_timing(row)) is not None]
     clock: Clock = "host"
     timings = on_host
     if 2 * len(on_device) >= len(used):
@@ -260,22 +262,19 @@ def _mean(values: Sequence[int | None]) -> int | None:
     return round(sum(known) / len(known)) if known else None
 
 
-def _typical(rows: list[PulseRow]) -> tuple[list[PulseRow], str]:
+def _typical(timed: list[_TimedRow]) -> tuple[list[_TimedRow], str]:
     """Leave out the steps that are not typical, as long as enough others remain; say which are used."""
-    used, left_out = rows, []
-    outside = [row for row in used if row["window"] is None]
+    used, left_out = timed, []
+    outside = [one for one in used if one[0]["window"] is None]
     if len(outside) < len(used) and len(outside) >= OTHERS_TO_DROP_WINDOWS:
         used = outside
         left_out.append("those in windows")
-    if used[0] is rows[0] and len(used) > OTHERS_TO_DROP_FIRST:
+    if used[0] is timed[0] and len(used) > OTHERS_TO_DROP_FIRST:
         used = used[1:]
         left_out.insert(0, "the first")
     if not left_out:
         return used, "all steps" if len(used) > 1 else "the only step"
-    return used, f"{len(used)} of {len(rows)} steps, without {' and '.join(left_out)}"
-
-
-_Timing = tuple[int, Breakdown, Clock, Literal["hooks", "pulse"]]
+    return used, f"{len(used)} of {len(timed)} steps, without {' and '.join(left_out)}"
 
 
 def _host_timing(row: PulseRow | None) -> _Timing | None:

@@ -135,9 +135,15 @@ class Ledger:
         return list(fresh.values())
 
     def wrote(self, window: int, size_bytes: int) -> None:
-        """Write down what lies on the disk of a window's trace; 0 where it was removed."""
+        """Write down what lies on the disk of a window's trace."""
         with self._lock:
             self._disk_bytes[window] = size_bytes
+
+    def removed(self, window: int) -> None:
+        """Forget a window of which nothing lies on the disk any more."""
+        with self._lock:
+            self._raw_bytes.pop(window, None)
+            self._disk_bytes.pop(window, None)
 
     def tighten(self) -> str | None:
         """Judge the last trace, once; where it was too expensive lower the level and return the reason."""
@@ -205,7 +211,7 @@ class Ledger:
                 return known
             raw = sum(self._raw_bytes[one] for one, size in self._disk_bytes.items() if size and one in self._raw_bytes)
             ratio = sum(self._disk_bytes.values()) / raw if raw else _USUAL_RATIO
-            return int(self._raw_bytes[window] * ratio)
+            return int(self._raw_bytes.get(window, 0) * ratio)
 
     def _timeout_warning(self, export: Export) -> str | None:
         timeout = self._timeout_seconds
@@ -266,7 +272,7 @@ def remove_old_windows(run: RunContext, newest: int) -> None:
         held = {artifact.window for artifact in list(run.sink.artifacts) if artifact.window is not None}
         for window in sorted(window for window in held if window <= newest)[:-keep]:
             run.sink.remove_window(window, f"keep_windows is {keep}")
-            run.ledger.wrote(window, 0)
+            run.ledger.removed(window)
     except Exception as error:  # noqa: BLE001 nobody hears what a background thread raises
         run.faults.report("keep_windows", "write", newest, error)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from lightning_memprof.report.opened import opened
@@ -40,6 +41,23 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(logs: Path, chromium_path: str) -> Iterator[str]:
     with tensorboard(logs) as url:
         yield url
+
+
+@pytest.fixture(autouse=True)
+def pages_made() -> Iterator[None]:
+    """Wait for the pages that TensorBoard is still making for the tab, which follows its run to the last file."""
+    yield
+    deadline = time.monotonic() + LONG_MS / 1000
+    while any(_makes_a_page(one) for one in psutil.Process().children(recursive=True)):
+        assert time.monotonic() < deadline, "TensorBoard still makes a page"
+        time.sleep(0.1)
+
+
+def _makes_a_page(process: psutil.Process) -> bool:
+    try:
+        return any("tensorboard.page_process" in word for word in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.fixture(scope="module")

@@ -179,7 +179,7 @@ def _children() -> dict[tuple[int, float], str]:
 def _command(process: psutil.Process) -> str:
     if process.status() == psutil.STATUS_ZOMBIE:
         return f"{process.name()}, ended but never waited for"
-    return " ".join(process.cmdline())[:200] or process.name()
+    return " ".join(process.cmdline())[:400] or process.name()
 
 
 def _profiling() -> bool:

@@ -1,6 +1,6 @@
-"""A long fit that is looked at once a window: ``python soaked_fit.py DIRECTORY STEPS EVERY ours|bare``.
+"""A long fit that is looked at once a window: ``python soaked_fit.py DIRECTORY STEPS EVERY ours|plain|bare``.
 
-A line of JSON is printed for each window.
+``plain`` is torch.profiler by hand, with the same windows. A line of JSON is printed for each window.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import lightning.pytorch as pl
 import psutil
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from lightning_memprof import Budget, ExtendedPyTorchProfiler, MemProfilerCallback, Output, Schedule
 from training import Perceptron, loader, trainer
@@ -59,12 +60,43 @@ class Watch(pl.Callback):
         time.sleep(0.01)
 
 
+class Plain(pl.Callback):
+    """torch.profiler by hand: as many steps in as many windows, as many kept."""
+
+    def __init__(self, directory: Path, every: int) -> None:
+        self._directory = directory
+        self._profiler = profile(
+            activities=[ProfilerActivity.CPU],
+            schedule=schedule(wait=every - 3, warmup=1, active=2, repeat=0),
+            on_trace_ready=self._export,
+        )
+
+    def on_train_start(self, *_: Any) -> None:
+        """Wait for the first window."""
+        self._profiler.start()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Tell the step."""
+        self._profiler.step()
+
+    def on_train_end(self, *_: Any) -> None:
+        """Save what is open."""
+        self._profiler.stop()
+
+    def _export(self, profiler: profile) -> None:
+        profiler.export_chrome_trace(str(self._directory / f"{profiler.step_num:06}.trace.json.gz"))
+        for old in sorted(self._directory.glob("*.trace.json.gz"))[:-KEEP]:
+            old.unlink()
+
+
 def main(directory: Path, steps: int, every: int, how: str) -> None:
     """Fit."""
     directory.mkdir(parents=True)
     callbacks: list[pl.Callback] = []
     options: dict[str, Any] = {"log_every_n_steps": 50, "max_epochs": -1, "max_steps": steps}
-    if how != "bare":
+    if how == "plain":
+        callbacks = [Plain(directory, every)]
+    if how == "ours":
         callbacks = [
             MemProfilerCallback(
                 schedule=Schedule(wait=every - 3, warmup=1, active=2, repeat=0),

@@ -1,6 +1,7 @@
 """Does anything grow in a long fit? ``python tests/torture/soak.py [--steps N] [--every N] [--quick]``.
 
-20,000 steps with a window every 100, with this package and bare. The exit code is 1 where something grows.
+20,000 steps with a window every 100: with this package, with torch.profiler by hand and the same windows, and bare.
+The exit code is 1 where something of the first grows.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +27,8 @@ from soak_judge import Soaked, command, environment
 COMMAND: Final = "make soak"
 STEPS, EVERY = 20_000, 100
 QUICK_STEPS: Final = 3000
+# By what soaked_fit.py calls a fit, how the head of the table begins.
+FITS: Final = {"ours": "", "plain": "torch.profiler by hand: ", "bare": "bare: "}
 
 
 def watch(directory: Path, steps: int, every: int, how: str) -> Soaked:
@@ -50,13 +55,13 @@ def watch(directory: Path, steps: int, every: int, how: str) -> Soaked:
     return Soaked(lines)
 
 
-def page(ours: Soaked, bare: Soaked, every: int) -> str:
+def page(fits: Mapping[str, Soaked], every: int) -> str:
     """Give the table."""
 
     def row(what: str, column: str, unit: str) -> tuple[str, ...]:
-        cells = [f"{one.slope(column):+,.0f} {unit}".rstrip() for one in (ours, bare)]
-        ranges = ["{:,} to {:,}".format(*one.spread(column)) for one in (ours, bare)]
-        return (what, cells[0], ranges[0], cells[1], ranges[1])
+        slopes = [f"{one.slope(column):+,.0f} {unit}".rstrip() for one in fits.values()]
+        ranges = ["{:,} to {:,}".format(*one.spread(column)) for one in fits.values()]
+        return (what, *chain.from_iterable(zip(slopes, ranges, strict=True)))
 
     rows = [
         row("resident size", "bytes", "B"),
@@ -66,10 +71,11 @@ def page(ours: Soaked, bare: Soaked, every: int) -> str:
         row("size of the files of windows", "window_bytes", "B"),
         row("size of the files that grow by lines", "other_bytes", "B"),
     ]
-    head = ("after the tenth window", "a window more", "least to most", "bare: a window more", "bare: least to most")
-    steps = ours.lines[-1]["step"] + every // 2
-    said = f"{steps:,} steps, {len(ours.lines)} windows, one every {every} steps, of which 5 are kept."
-    return f"{said}\n\n{measured.table(head, rows)}"
+    named = (f"{name}{what}" for name in FITS.values() for what in ("a window more", "least to most"))
+    lines = fits["ours"].lines
+    steps = lines[-1]["step"] + every // 2
+    said = f"{steps:,} steps, {len(lines)} windows, one every {every} steps, of which 5 are kept."
+    return f"{said}\n\n{measured.table(('after the tenth window', *named), rows)}"
 
 
 def main() -> int:
@@ -80,10 +86,10 @@ def main() -> int:
     options = parser.parse_args()
     steps = QUICK_STEPS if options.quick else options.steps
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
-        ours, bare = (watch(Path(directory), steps, options.every, how) for how in ("ours", "bare"))
-    faults = ours.faults(resident=not options.quick)
+        fits = {how: watch(Path(directory), steps, options.every, how) for how in FITS}
+    faults = fits["ours"].faults(resident=not options.quick)
     print(*faults, sep="\n")
-    body = page(ours, bare, options.every)
+    body = page(fits, options.every)
     print(body)
     if not options.quick:
         print(measured.write_fragment("soak", COMMAND, body))

@@ -147,7 +147,7 @@ def test_what_was_removed_from_the_disk_no_longer_counts() -> None:
     ledger.charge(export())
     ledger.wrote(0, 10)
     assert ledger.refusal() is not None
-    ledger.wrote(0, 0)
+    ledger.removed(0)
     assert ledger.refusal() is None
 
 
