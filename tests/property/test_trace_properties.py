@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from kineto import DEVICE_CATEGORIES, Made, event_fields, torch_table, write_trace
@@ -179,6 +179,18 @@ def profiles(draw: st.DrawFn) -> list[Made]:
     return found
 
 
+# A call of CUDA's runtime and no kernel: the profile was one of a GPU all the same.
+@example(
+    events=[
+        Made("a", 0, 0, id=1),
+        Made("a", 0, 0, "cuda_runtime"),
+        Made("[memory]", 0, 0, "cpu_instant_event", bytes=1, device_type=1),
+    ],
+    by_shapes=False,
+    sort_by=None,
+    limit=-1,
+    top=False,
+)
 @PROFILE
 @given(
     events=profiles(),

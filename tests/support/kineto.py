@@ -95,7 +95,8 @@ def torch_table(events: Sequence[Made], *, by_shapes: bool = False, **table: Any
 
     untyped: Any = profiler_util
     result = SimpleNamespace(events=lambda: [_KinetoEvent(made) for made in events], trace_start_ns=lambda: 0)
-    use_device = "cuda" if any(made.cat in DEVICE_CATEGORIES for made in events) else None
+    # A call of its runtime is enough: only a profile of the device has one.
+    use_device = "cuda" if any(made.cat in {*DEVICE_CATEGORIES, "cuda_runtime"} for made in events) else None
     stand_in: Any = SimpleNamespace(use_device=use_device)
     parsed = profiler.profile._parse_kineto_results(stand_in, result)  # type: ignore[arg-type]
     profile_memory = any(made.name == "[memory]" for made in events)
