@@ -341,13 +341,13 @@ def test_a_host_that_runs_out_of_memory_ends_with_the_same_exception_and_exit_co
     asked: int | None,
     cause: str,
     tmp_path: Path,
-    run_python: Callable[..., subprocess.CompletedProcess[str]],
+    run_program: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
     support = str(Path(__file__).parents[1] / "support")
     # The address space of torch itself is some GiB large, resident or not.
     program = dedent(PROGRAM).format(support=support, ask=ask, mib=100, limit=6 * GIB)
     (tmp_path / "program.py").write_text(program)
-    bare, recorded = (run_python("program.py", how, OMP_NUM_THREADS="1") for how in ("without", "with"))
+    bare, recorded = (run_program("program.py", how, OMP_NUM_THREADS="1") for how in ("without", "with"))
     assert recorded.returncode == bare.returncode == 1, recorded.stderr[-3000:]
     assert recorded.stdout.splitlines()[-1] == bare.stdout.splitlines()[-1]
     assert recorded.stderr.splitlines()[-1] == bare.stderr.splitlines()[-1]
@@ -396,11 +396,11 @@ SMALL_OBJECTS = """
 
 @pytest.mark.slow
 def test_where_small_objects_took_the_last_byte_there_is_room_to_say_so(
-    tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
+    tmp_path: Path, run_program: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     support = str(Path(__file__).parents[1] / "support")
     (tmp_path / "program.py").write_text(dedent(SMALL_OBJECTS).format(support=support))
-    done = run_python("program.py", OMP_NUM_THREADS="1")
+    done = run_program("program.py", OMP_NUM_THREADS="1")
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "MemoryError"), done.stderr[-3000:]
     (row,) = rows_of(only_run(tmp_path / "run"), "oom")
     assert (row["memory"], row["step"], row["ended_run"]) == ("host", 3, True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import subprocess
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MEASURED", "processor", "table", "write_fragment"]
 
-MEASURED: Final = Path(__file__).resolve().parents[2] / "docs" / "measured"
+ROOT: Final = Path(__file__).resolve().parents[2]
+MEASURED: Final = ROOT / "docs" / "measured"
 ALWAYS: Final = ("torch", "lightning", "lightning-memprof")
 
 
@@ -46,7 +48,7 @@ def origin(command: str, packages: Sequence[str] = ()) -> str:
     found = ", ".join([f"Python {platform.python_version()}", *(_versioned(each) for each in (*ALWAYS, *packages))])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     lines = (
-        f"Made by `{command}` on {time.strftime('%Y-%m-%d', time.gmtime())}",
+        f"Made by `{command}` on {time.strftime('%Y-%m-%d', time.gmtime())}{_commit()}",
         f"{cores} core{'s' * (cores != 1)}, {processor()}, {platform.system()}",
         f"{found}",
     )
@@ -70,6 +72,21 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
         msg = f"every row needs {len(headings)} cells, one for each of {', '.join(headings)}"
         raise ValueError(msg)
     return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
+
+
+def _commit() -> str:
+    """Say which sources were measured, where git tells: a version that is not released yet is many."""
+    sources = ("lightning_memprof", "tests")
+    asked = ("rev-parse --short=10 HEAD", f"status --porcelain -- {' '.join(sources)}")
+    answers = []
+    for arguments in asked:
+        try:
+            done = subprocess.run(["git", "-C", ROOT, *arguments.split()], capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return ""
+        answers.append(done.stdout.strip())
+    commit, changed = answers
+    return f", at commit {commit}{' and changes' if changed else ''}"
 
 
 def _versioned(package: str) -> str:

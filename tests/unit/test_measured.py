@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,6 +25,26 @@ def test_a_fragment_begins_with_its_command_the_machine_and_the_versions(
     assert versions.endswith(f", numpy {version('numpy')}, composer 0.30, no-such-package not installed")
     assert (empty, body) == ("", "body")
     assert [entry.name for entry in tmp_path.iterdir()] == ["fits.md"]
+
+
+def test_a_fragment_names_the_commit_and_whether_its_sources_were_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*arguments: str) -> str:
+        named = ("-c", "user.name=A", "-c", "user.email=a@b")
+        return subprocess.run(["git", *named, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    monkeypatch.setattr(measured, "ROOT", tmp_path)
+    git("init", "-q")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "one.py").touch()
+    git("add", "-A")
+    git("commit", "-q", "-m", "first")
+    commit = git("rev-parse", "--short=10", "HEAD").strip()
+    (tmp_path / "docs.md").touch()
+    assert measured.origin("make bench").splitlines()[0].rstrip().endswith(f", at commit {commit}")
+    (tmp_path / "tests" / "two.py").touch()
+    assert measured.origin("make bench").splitlines()[0].rstrip().endswith(f", at commit {commit} and changes")
 
 
 def test_a_bar_in_a_cell_makes_no_further_cell() -> None:
