@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -25,6 +26,7 @@ from lightning_memprof.analysis.rows import (
     whole,
     whole_numbers,
 )
+from lightning_memprof.analysis.typical_steps import TypicalSteps, typical_steps
 from lightning_memprof.analysis.unfinished import cut_lines, unfinished_files
 from lightning_memprof.artifacts.naming import (
     manifest_name,
@@ -148,6 +150,11 @@ class Rank:
     steps: int
     overhead: Mapping[str, Any] | None
     in_full: bool = True
+
+    @cached_property
+    def typical_steps(self) -> TypicalSteps | None:
+        """The steps of the pulse that are typical, None where it has no timed step; several rules rest on them."""
+        return typical_steps(self.pulse)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from lightning_memprof.analysis.measures import (
 )
 from lightning_memprof.analysis.memory import memory_report
 from lightning_memprof.analysis.rows import text
-from lightning_memprof.analysis.steps import typical_steps, window_steps
+from lightning_memprof.analysis.steps import window_steps
 from lightning_memprof.analysis.throughput import rank_throughput
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.errors import ArtifactError
@@ -145,7 +145,7 @@ def _last(traces: Sequence[Path]) -> list[Path]:
 
 
 def _add_times(found: _Gathered, rank: Rank) -> None:
-    steps = typical_steps(rank)
+    steps = rank.typical_steps
     if steps is not None:
         rows = [(duration, breakdown) for _, duration, breakdown in steps.steps]
         source = f"the pulse, on the {steps.clock}'s clock"

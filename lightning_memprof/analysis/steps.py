@@ -12,6 +12,15 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from lightning_memprof.analysis.phases import exclusive_times
 from lightning_memprof.analysis.rows import series_rows, text, whole
 from lightning_memprof.analysis.run import Problem
+from lightning_memprof.analysis.typical_steps import (
+    Breakdown,
+    Clock,
+    Timing,
+    TypicalSteps,
+    device_timing,
+    host_timing,
+    mean,
+)
 from lightning_memprof.artifacts.series import PHASES
 
 if TYPE_CHECKING:
@@ -25,23 +34,13 @@ __all__ = [
     "HostMemory",
     "PulseStatistics",
     "StepReport",
-    "TypicalSteps",
     "pulse_statistics",
     "recorded_actions",
-    "typical_steps",
     "window_steps",
 ]
 
-Clock = Literal["host", "device"]
 Rows = list[dict[str, Any]]
-Breakdown = Mapping[str, int | None]
-_Timing = tuple[int, Breakdown, Clock, Literal["hooks", "pulse"]]
-_TimedRow = tuple["PulseRow", _Timing]
 
-# A recorded step pays for its recording and the first step for lazy initialisation: neither is a typical step, but
-# with fewer others than these the picture would rest on a single step.
-OTHERS_TO_DROP_WINDOWS: Final = 5
-OTHERS_TO_DROP_FIRST: Final = 3
 NOT_TAPPED: Final = "step"
 # Only a training has them; elsewhere they are not 0 but do not exist.
 TRAINING_PHASES: Final = frozenset({"backward", "optimizer"})
@@ -133,16 +132,6 @@ class PulseStatistics:
         return (self.breakdown_ns[phase] or 0) / self.mean_ns if self.mean_ns else 0.0
 
 
-@dataclass(frozen=True)
-class TypicalSteps:
-    """The steps that a rank's figures rest on, in order: ``(step, duration_ns, breakdown_ns)``, all on one clock."""
-
-    steps: tuple[tuple[int, int, Breakdown], ...]
-    basis: str
-    clock: Clock
-    host_callbacks_ns: int
-
-
 def window_steps(rank: Rank, window: Window) -> tuple[list[StepReport], list[Problem]]:
     """Return what each recorded step of a window cost, and which series could not be read.
 
@@ -163,7 +152,7 @@ def window_steps(rank: Rank, window: Window) -> tuple[list[StepReport], list[Pro
     reports = []
     for step in window.steps:
         row = pulse.get(step)
-        timing = _device_timing(row) or _host_timing(row) or _hook_timing(hooks.get(step, []), stage)
+        timing = device_timing(row) or host_timing(row) or _hook_timing(hooks.get(step, []), stage)
         duration, breakdown, clock, source = timing or (None, None, None, None)
         breakdown = None if breakdown is None else _of_stage(breakdown, stage)
         marks = host.get(step) or allocator.get(step) or hooks.get(step) or []
@@ -182,35 +171,13 @@ def recorded_actions(rank: Rank) -> dict[int, Rows]:
     return {step: rows for window in rank.windows for step, rows in _recorded_rows(window, "hooks")[0].items()}
 
 
-def typical_steps(rank: Rank) -> TypicalSteps | None:
-    """Return the steps of a rank's pulse that are typical, or None where it has no timed step."""
-    timed = [(row, timing) for row in rank.pulse if (timing := _host_timing(row)) is not None]
-    if not timed:
-        return None
-    used, basis = _typical(timed)
-    on_host = [(row["step"], timing) for row, timing in used]
-    on_device = [(row["step"], timing) for row, _ in used if (timing := _device_timing(row)) is not None]
-    clock: Clock = "host"
-    timings = on_host
-    if 2 * len(on_device) >= len(used):
-        clock, timings = "device", on_device
-        if len(on_device) < len(used):
-            basis += f", of which {len(on_device)} have the device's clock"
-    return TypicalSteps(
-        tuple((step or 0, timing[0], timing[1]) for step, timing in timings),
-        basis,
-        clock,
-        _mean([timing[1]["callbacks"] for _, timing in on_host]) or 0,
-    )
-
-
 def pulse_statistics(rank: Rank) -> PulseStatistics | None:
     """Return the statistics of a rank's pulse, or None where it has no timed step."""
-    typical = typical_steps(rank)
+    typical = rank.typical_steps
     if typical is None:
         return None
     durations = sorted(duration for _, duration, _ in typical.steps)
-    means = {phase: _mean([one[phase] for _, _, one in typical.steps]) for phase in PHASES}
+    means = {phase: mean([one[phase] for _, _, one in typical.steps]) for phase in PHASES}
     breakdown = _of_stage(means, _stage(rank))
     return PulseStatistics(
         steps=len(rank.pulse),
@@ -257,45 +224,7 @@ def _median_share(typical: TypicalSteps, phase: str) -> float:
     return statistics.median([share for share in shares if share > 0] or [0.0])
 
 
-def _mean(values: Sequence[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return round(sum(known) / len(known)) if known else None
-
-
-def _typical(timed: list[_TimedRow]) -> tuple[list[_TimedRow], str]:
-    """Leave out the steps that are not typical, as long as enough others remain; say which are used."""
-    used, left_out = timed, []
-    outside = [one for one in used if one[0]["window"] is None]
-    if len(outside) < len(used) and len(outside) >= OTHERS_TO_DROP_WINDOWS:
-        used = outside
-        left_out.append("those in windows")
-    if used[0] is timed[0] and len(used) > OTHERS_TO_DROP_FIRST:
-        used = used[1:]
-        left_out.insert(0, "the first")
-    if not left_out:
-        return used, "all steps" if len(used) > 1 else "the only step"
-    return used, f"{len(used)} of {len(timed)} steps, without {' and '.join(left_out)}"
-
-
-def _host_timing(row: PulseRow | None) -> _Timing | None:
-    return _pulse_timing(row, "", "host")
-
-
-def _device_timing(row: PulseRow | None) -> _Timing | None:
-    return _pulse_timing(row, "device_", "device")
-
-
-def _pulse_timing(row: PulseRow | None, prefix: str, clock: Clock) -> _Timing | None:
-    """Return the timing of one clock; what the phases leave of the duration is ``other``."""
-    duration = row[f"{prefix}duration_ns"] if row else None
-    if row is None or duration is None:
-        return None
-    breakdown = {phase: row[f"{prefix}{phase}_ns"] for phase in PHASES}
-    breakdown["other"] = duration - sum(ns or 0 for phase, ns in breakdown.items() if phase != "other")
-    return duration, breakdown, clock, "pulse"
-
-
-def _hook_timing(rows: Rows, stage: str) -> _Timing | None:
+def _hook_timing(rows: Rows, stage: str) -> Timing | None:
     span = next((row for row in rows if row.get("action") == NOT_TAPPED and row.get("depth") == -1), None)
     start, duration = whole(span, "start_ns"), whole(span, "duration_ns")
     if start is None or duration is None or duration < 0:

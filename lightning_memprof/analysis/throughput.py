@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.rows import Row, series_rows, whole
 from lightning_memprof.analysis.run import Problem
-from lightning_memprof.analysis.steps import typical_steps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,7 +109,7 @@ def _rows(rank: Rank) -> tuple[list[Row], list[Problem]]:
 
 
 def _durations(rank: Rank, rows: list[Row]) -> tuple[list[int], str]:
-    typical = typical_steps(rank)
+    typical = rank.typical_steps
     if typical is not None:
         return [duration for _, duration, _ in typical.steps if duration > 0], typical.basis
     return [duration for row in rows if (duration := whole(row, "duration_ns")) and duration > 0], IN_WINDOWS

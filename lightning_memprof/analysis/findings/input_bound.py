@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_memprof.analysis.findings.model import MIN_STEPS, SHORT_STEP_NS, Facts, Finding, percent
 from lightning_memprof.analysis.findings.rhythm import rhythm, severity
 from lightning_memprof.analysis.rows import mapping, text, whole
-from lightning_memprof.analysis.steps import typical_steps
 from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ def _in_few_steps(rank: Rank, share: float, loaders: Sequence[Mapping[str, Any]]
     Workers that began together finish together: of N of them one step in N waits for all. So what counts is the
     waiting in a turn of as many steps as there are workers.
     """
-    typical = typical_steps(rank)
+    typical = rank.typical_steps
     turn = max((whole(loaders[0], "num_workers") if loaders else None) or 1, 1)
     if typical is None or (turn > 1 and len(typical.steps) < MIN_TURNS * turn):
         return False

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.phases import OWN_WORK
 from lightning_memprof.analysis.rows import series_rows, text, whole
-from lightning_memprof.analysis.steps import typical_steps
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.run import Rank
@@ -32,7 +31,7 @@ def own_marks(rank: Rank) -> dict[int, int]:
 
 def typical_in_windows(rank: Rank) -> tuple[int, ...]:
     """Return the steps in windows among those that a rank's figures rest on."""
-    typical = typical_steps(rank)
+    typical = rank.typical_steps
     in_windows = {row["step"] for row in rank.pulse if row["window"] is not None}
     return tuple(step for step, _, _ in typical.steps if step in in_windows) if typical is not None else ()
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.model import MIN_STEPS, Finding, Severity, percent
 from lightning_memprof.analysis.findings.own_cost import own_marks
-from lightning_memprof.analysis.steps import typical_steps
 from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ def part_cost(facts: Facts, rank: Rank, part: str) -> PartCost | None:
     if each_ns < MIN_TOLD_NS:
         return None
     rows = [row for row in rank.pulse[1:] if row["window"] is None and row["duration_ns"]]
-    typical = typical_steps(rank)
+    typical = rank.typical_steps
     if not rows or typical is None:
         return None
     around = [(row["callbacks_ns"] or 0) + (row["other_ns"] or 0) for row in rows]

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.model import Severity
-from lightning_memprof.analysis.steps import typical_steps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,7 +85,7 @@ class Rhythm:
 
 def rhythm(rank: Rank, phase: str) -> Rhythm | None:
     """Return the few steps that hold most of a phase's time, or None where it is spread over all."""
-    typical = typical_steps(rank)
+    typical = rank.typical_steps
     if typical is None:
         return None
     spent = [(step, breakdown[phase] or 0) for step, _, breakdown in typical.steps]

@@ -16,7 +16,6 @@ from lightning_memprof.analysis.findings.model import MIN_STEPS, Facts, Finding,
 from lightning_memprof.analysis.findings.rhythm import few_steps, severity
 from lightning_memprof.analysis.phases import OWN_WORK
 from lightning_memprof.analysis.rows import whole
-from lightning_memprof.analysis.steps import typical_steps
 from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.findings.rhythm import Rhythm
     from lightning_memprof.analysis.run import Rank
     from lightning_memprof.analysis.step_events import StepEvents
-    from lightning_memprof.analysis.steps import TypicalSteps
+    from lightning_memprof.analysis.typical_steps import TypicalSteps
 
 __all__ = ["slow_steps"]
 
@@ -94,7 +93,7 @@ def slow_steps(facts: Facts) -> list[Finding]:
 
 
 def _finding(facts: Facts, rank: Rank) -> Finding | None:
-    typical = typical_steps(rank)
+    typical = rank.typical_steps
     if typical is None or len(typical.steps) < MIN_STEPS:
         return None
     spent = [(step, duration) for step, duration, _ in typical.steps]

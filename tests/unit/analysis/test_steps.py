@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_memprof.analysis.phases import classify, exclusive_times
 from lightning_memprof.analysis.run import load_run
-from lightning_memprof.analysis.steps import pulse_statistics, recorded_actions, typical_steps, window_steps
+from lightning_memprof.analysis.steps import pulse_statistics, recorded_actions, window_steps
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.testing import FakeRun, make_run
 from lightning_memprof.units import MIB
@@ -209,12 +209,12 @@ def test_statistics_say_which_steps_they_rest_on(
 
 def test_a_run_without_a_step_has_no_statistics(tmp_path: Path) -> None:
     assert pulse_statistics(load_run(make_run(tmp_path, FakeRun(steps=0, windows=()))).lead) is None
-    assert typical_steps(load_run(tmp_path).lead) is None
+    assert load_run(tmp_path).lead.typical_steps is None
 
 
 def test_typical_steps_are_those_that_the_statistics_rest_on(tmp_path: Path) -> None:
     rank = load_run(make_run(tmp_path)).lead
-    typical, statistics = typical_steps(rank), pulse_statistics(rank)
+    typical, statistics = rank.typical_steps, pulse_statistics(rank)
     assert typical is not None
     assert statistics is not None
     assert [step for step, _, _ in typical.steps] == list(range(4, 30))
