@@ -60,11 +60,13 @@ class Recording:
                     raise NotNowError(behind)  # noqa: TRY301 told as its own refusal would be
                 context = collector.record(self._run, self.window)
                 self._open[collector.name] = (context, self._watchdog.call(context.__enter__))
+                self._watchdog.raise_swallowed()
             except NotNowError as reason:
                 self._run.sink.manifest.append(
                     "unavailable", collector=collector.name, window=self.window.index, reason=str(reason)
                 )
             except Exception as error:  # noqa: BLE001 a collector of anybody's must not stop the training
+                self._leave(collector.name, "enter", error)
                 self._faults.report(collector.name, "enter", self.window.index, error)
             self._charge(collector.name, started)
 
@@ -92,6 +94,7 @@ class Recording:
         started = time.perf_counter_ns()
         try:
             self._watchdog.call(call)
+            self._watchdog.raise_swallowed()
         except _FAILURES as error:
             self._leave(name, where, error)
             self._faults.report(name, where, self.window.index, error)

@@ -47,6 +47,7 @@ class Watchdog:
     def __init__(self, seconds: float | None) -> None:
         self._seconds = seconds
         self._since: float | None = None
+        self._raised: CollectorHungError | None = None
         self._sent = 0
         self._handled = 0
         self._number = 0
@@ -63,11 +64,26 @@ class Watchdog:
             CollectorHungError: within ``work``, when it took too long.
 
         """
+        self._raised = None
         self._since = time.monotonic()
         try:
             return work()
+        except BaseException:
+            self._raised = None
+            raise
         finally:
             self._since = None
+
+    def raise_swallowed(self) -> None:
+        """Raise what interrupted the last call and did not come out of it: a collector may catch every exception.
+
+        Raises:
+            CollectorHungError: the last call took too long, and returned all the same.
+
+        """
+        swallowed, self._raised = self._raised, None
+        if swallowed is not None:
+            raise swallowed
 
     def start(self) -> None:
         """Begin to watch; never raises."""
@@ -123,7 +139,8 @@ class Watchdog:
             # Where it goes on all the same, it has as long again.
             self._since = time.monotonic()
             msg = f"did not come back within {seconds:g} s, which is Budget(max_collector_seconds=...)"
-            raise CollectorHungError(msg)
+            self._raised = CollectorHungError(msg)
+            raise self._raised
 
 
 def _free_signal() -> int | None:

@@ -4,7 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -40,6 +40,22 @@ def swallow_and_wait() -> None:
         time.sleep(600)
 
 
+def swallow_and_return() -> None:
+    with suppress(Exception):
+        time.sleep(600)
+
+
+class Dying:
+    """Python prints what `__del__` raises and goes on."""
+
+    def __del__(self) -> None:
+        time.sleep(600)
+
+
+def hang_while_dying() -> None:
+    Dying()
+
+
 class Hanging(Collector):
     name: ClassVar[str] = "hanging"
 
@@ -67,7 +83,7 @@ def watched(tmp_path: Path) -> Iterator[RunContext]:
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("hang", [wait_for_ever, turn_for_ever, swallow_and_wait])
+@pytest.mark.parametrize("hang", [wait_for_ever, turn_for_ever, swallow_and_wait, swallow_and_return])
 @pytest.mark.parametrize("where", ["enter", "mark", "exit"])
 def test_a_collector_that_hangs_is_interrupted_and_switched_off(
     tmp_path: Path, where: str, hang: Callable[[], None]
@@ -81,6 +97,34 @@ def test_a_collector_that_hangs_is_interrupted_and_switched_off(
     # It says where it hung.
     assert f"in {hang.__name__}" in row["traceback"]
     assert len(read_series(tmp_path / "memprofiler/window000/rank00000.host.jsonl")) == 16
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_collector_whose_objects_hang_as_they_die_is_switched_off(tmp_path: Path) -> None:
+    with watched(tmp_path) as run:
+        with session(run, WINDOW, [Hanging("mark", hang_while_dying)]) as made:
+            drive(made, range(4))
+        (row,) = [row for row in read_rows(run.sink.manifest.path)[0] if row["kind"] == "error"]
+    assert (row["collector"], row["where"]) == ("hanging", "mark")
+
+
+@pytest.mark.timeout(20)
+def test_one_that_swallows_the_interrupt_as_it_is_entered_is_left_again(tmp_path: Path) -> None:
+    left: list[bool] = []
+
+    class Entered(Hanging):
+        @contextmanager
+        def record(self, run: RunContext, window: Window) -> Iterator[Any]:
+            self.hang()
+            try:
+                yield None
+            finally:
+                left.append(True)
+
+    with watched(tmp_path) as run, session(run, WINDOW, [Entered("enter", swallow_and_return)]) as made:
+        drive(made, range(4))
+    assert left == [True]
 
 
 @pytest.mark.timeout(20)
