@@ -50,6 +50,22 @@ def test_a_dozen_faults_change_no_training_and_lose_no_window(results: list[dict
     assert sum(one["windows"] for one in results) > 15
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--jobs", "0"], "--jobs 0: must be at least 1"),
+        (["--results", "none/file"], "--results none/file: there is no directory none"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_line(
+    arguments: list[str], said: str, tmp_path: Path, module_environment: dict[str, str]
+) -> None:
+    command = [sys.executable, str(TORTURE / "run.py"), "--quick", *arguments]
+    done = subprocess.run(command, env=module_environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith(said)
+
+
 def test_what_a_killed_process_leaves_half_done_is_named(results: list[dict[str, Any]]) -> None:
     (killed,) = [one for one in results if one["fault"] == "SIGKILL of all ranks"]
     assert "rank 0: window 1 is not closed" in killed["named"]

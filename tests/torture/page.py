@@ -18,13 +18,13 @@ __all__ = ["body"]
 Results = Mapping[tuple[str, str, int], Mapping[str, Any]]
 
 
-def body(rows: Sequence[fault.Fault], results: Results, seconds: float, again: int | None = None) -> str:
-    """Give the fragment's text; ``again`` is the number of cells of this run where the others are of an earlier one."""
-    counted = _counted(results, seconds, again)
+def body(rows: Sequence[fault.Fault], results: Results, seconds: float) -> str:
+    """Give the fragment's text."""
+    counted = _counted(results, seconds)
     return "\n\n".join([counted, _matrix(rows, results), _reds(results), _rows(rows), _absent(rows)])
 
 
-def _counted(results: Results, seconds: float, again: int | None) -> str:
+def _counted(results: Results, seconds: float) -> str:
     found = list(results.values())
     green = sum(not one["red"] for one in found)
     windows, lost, files = (sum(one.get(name, 0) for one in found) for name in ("windows", "lost", "files"))
@@ -36,8 +36,6 @@ def _counted(results: Results, seconds: float, again: int | None) -> str:
         f"In {torn} cells something is unfinished or has failed, and is named by `show`.",
         f"The run took {seconds / 60:.1f} min.",
     ]
-    if again is not None:
-        lines.append(f"It had {format_count(again, 'cell')} that an earlier run had not seen green.")
     return "\n".join(lines)
 
 

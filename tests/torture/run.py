@@ -54,14 +54,12 @@ def main() -> int:
     # Below it a data loader's worker listens on a socket, whose path may have 107 characters.
     directory = Path(tempfile.mkdtemp(prefix="torture-", dir="/tmp"))
     began = time.monotonic()
-    before = earlier(options.again)
-    asked = [one for one in asked if (one.fault, one.moment, one.world) not in before]
-    found = before | watch(asked, directory, options.jobs)
+    found = watch(asked, directory, options.jobs)
     if options.results is not None:
         options.results.write_text("".join(json.dumps(one) + "\n" for one in found.values()))
     seconds = time.monotonic() - began
     if not (options.quick or options.only):
-        print(write_page(found, seconds, len(asked) if before else None))
+        print(write_page(found, seconds))
     red = sum(bool(one["red"]) for one in found.values())
     lost = sum(one.get("lost", 0) for one in found.values())
     print(f"{len(found)} cells, {red} red, {lost} windows lost, {seconds:.0f} s")
@@ -69,14 +67,7 @@ def main() -> int:
         print(f"what the red ones left: {directory}")
     else:
         shutil.rmtree(directory, ignore_errors=True)
-    return 1 if red or len(found) < len(before) + len(asked) else 0
-
-
-def earlier(results: Path | None) -> dict[tuple[str, str, int], dict[str, Any]]:
-    """Give the green cells of an earlier run."""
-    lines = results.read_text().splitlines() if results is not None else []
-    told = [json.loads(line) for line in lines]
-    return {(one["fault"], one["moment"], one["world"]): one for one in told if not one["red"]}
+    return 1 if red or len(found) < len(asked) else 0
 
 
 def watch(asked: list[workers.Asked], directory: Path, jobs: int) -> dict[tuple[str, str, int], dict[str, Any]]:
@@ -94,14 +85,14 @@ def watch(asked: list[workers.Asked], directory: Path, jobs: int) -> dict[tuple[
     return found
 
 
-def write_page(found: dict[tuple[str, str, int], dict[str, Any]], seconds: float, again: int | None) -> Path:
+def write_page(found: dict[tuple[str, str, int], dict[str, Any]], seconds: float) -> Path:
     # Not above: these load torch, and the short form needs neither.
     if TYPE_CHECKING:
         from tests.torture import page, registry
     else:
         import page
         import registry
-    return measured.write_fragment("faults", "make torture", page.body(registry.faults(), found, seconds, again))
+    return measured.write_fragment("faults", "make torture", page.body(registry.faults(), found, seconds))
 
 
 def cells(options: argparse.Namespace) -> list[workers.Asked]:
@@ -136,8 +127,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="cells at a time")
     parser.add_argument("--quick", action="store_true", help="a dozen cells, one of each kind")
     parser.add_argument("--results", type=Path, help="also write every cell's result there, a line of JSON each")
-    parser.add_argument("--again", type=Path, metavar="RESULTS", help="only the cells that are not green in RESULTS")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.jobs < 1:
+        parser.error(f"--jobs {options.jobs}: must be at least 1")
+    if options.results is not None and not options.results.parent.is_dir():
+        parser.error(f"--results {options.results}: there is no directory {options.results.parent}")
+    return options
 
 
 def progress(console: Console) -> Progress:
