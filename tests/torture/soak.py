@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -27,6 +27,8 @@ from soak_judge import Soaked, command, environment
 COMMAND: Final = "make soak"
 STEPS, EVERY = 20_000, 100
 QUICK_STEPS: Final = 3000
+# Ten windows are not judged, and a slope needs some more; a window has three steps and some wait before it.
+LEAST_WINDOWS, LEAST_EVERY = 15, 5
 # By what soaked_fit.py calls a fit, how the head of the table begins.
 FITS: Final = {"ours": "", "plain": "torch.profiler by hand: ", "bare": "bare: "}
 
@@ -55,8 +57,8 @@ def watch(directory: Path, steps: int, every: int, how: str) -> Soaked:
     return Soaked(lines)
 
 
-def page(fits: Mapping[str, Soaked], every: int) -> str:
-    """Give the table."""
+def page(fits: Mapping[str, Soaked], every: int, faults: Sequence[str]) -> str:
+    """Give the table and what is judged."""
 
     def row(what: str, column: str, unit: str) -> tuple[str, ...]:
         slopes = [f"{one.slope(column):+,.0f} {unit}".rstrip() for one in fits.values()]
@@ -75,23 +77,33 @@ def page(fits: Mapping[str, Soaked], every: int) -> str:
     lines = fits["ours"].lines
     steps = lines[-1]["step"] + every // 2
     said = f"{steps:,} steps, {len(lines)} windows, one every {every} steps, of which 5 are kept."
-    return f"{said}\n\n{measured.table(('after the tenth window', *named), rows)}"
+    judged = "\n".join(f"- **red**: {one}" for one in faults) or "Nothing grows beyond its bound."
+    return f"{said}\n\n{measured.table(('after the tenth window', *named), rows)}\n\n{judged}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=STEPS, help=f"of each fit ({STEPS})")
     parser.add_argument("--every", type=int, default=EVERY, help=f"steps from window to window ({EVERY})")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps only; nothing is written")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"{QUICK_STEPS} steps only; the resident size is not judged, nothing is written",
+    )
     options = parser.parse_args()
+    if options.steps < LEAST_WINDOWS * options.every or options.every < LEAST_EVERY:
+        parser.error(
+            f"--steps {options.steps} --every {options.every}: at least {LEAST_WINDOWS} windows of {LEAST_EVERY} steps"
+        )
     steps = QUICK_STEPS if options.quick else options.steps
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
         fits = {how: watch(Path(directory), steps, options.every, how) for how in FITS}
     faults = fits["ours"].faults(resident=not options.quick)
-    print(*faults, sep="\n")
-    body = page(fits, options.every)
+    body = page(fits, options.every, faults)
     print(body)
-    if not options.quick:
+    if options.quick:
+        print("The resident size is not judged: that needs some hundred windows.")
+    else:
         print(measured.write_fragment("soak", COMMAND, body))
     return 1 if faults else 0
 
