@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rich.progress import Progress
 
-    from measured import write_fragment
     from tests.benchmarks import (
         aims,
         composed,
@@ -54,8 +55,6 @@ else:
     import schedule
     import told
 
-    from measured import write_fragment
-
 PEERS = Path(".venv") / "peers" / "bin" / "python"
 DISTRIBUTIONS = ("finetuning-scheduler", "mosaicml")
 WORKLOADS = (*configurations.EVERYWHERE, composed.WORKLOAD)
@@ -69,18 +68,27 @@ def main() -> None:
     began = time.monotonic()
     with part.progress() as drawn:
         found, raw, profiled = measure(options, drawn)
-    texts = misses.texts(profiled, STRETCHES, options.steps)
-    body = told.markdown(found, says(), configurations.configurations(), texts)
     if options.out is not None:
         raw |= {
             "figures": {each: {name: asdict(row) for name, row in rows.items()} for each, rows in found.rows.items()}
         }
         options.out.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
-    print(body)
+    publish(options, found, profiled)
     print(f"\n{time.monotonic() - began:.0f} s")
-    if options.only is None and options.workloads is None:
-        packages = [f"{name} {version(name)}" for name in DISTRIBUTIONS if is_installed(name)]
-        print(write_fragment("fits", part.typed(), body, packages=packages))
+
+
+def publish(options: argparse.Namespace, found: told.Told, profiled: Mapping[misses.Miss, Any]) -> None:
+    """Print the fragments, and write them if they are of the whole measurement."""
+    fragments = {
+        "fits": told.markdown(found, says(), configurations.configurations()),
+        "fits-profiles": misses.texts(profiled, STRETCHES, options.steps),
+    }
+    if found.is_trial:
+        # What is not judged is not missed.
+        del fragments["fits-profiles"]
+    part_only = options.only is not None or options.workloads is not None
+    packages = [f"{name} {version(name)}" for name in DISTRIBUTIONS if is_installed(name)]
+    part.publish(fragments, trial=found.is_trial or part_only, packages=packages)
 
 
 def parse() -> argparse.Namespace:
@@ -91,7 +99,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=known, help=f"of: {', '.join(known)}")
     parser.add_argument("--workloads", nargs="+", metavar="NAME", choices=WORKLOADS, help=f"of: {', '.join(WORKLOADS)}")
     parser.add_argument("--minutes", type=float, default=15, help="begin no round that would end later (default 15)")
-    parser.add_argument("--quick", action="store_true", help=f"one round of the network: {', '.join(QUICK)}")
+    parser.add_argument("--quick", action="store_true", help=f"a trial, one round of: {', '.join(QUICK)}")
     parser.add_argument("--out", type=Path, help="write every fit and every figure to this JSON file")
     parser.add_argument("--peers", type=Path, default=PEERS, help="the Python that has the peers (default %(default)s)")
     options = parser.parse_args()
@@ -113,7 +121,7 @@ def measure(options: argparse.Namespace, drawn: Progress) -> tuple[told.Told, di
     known = configurations.configurations()
     bar = measuring.Bar(drawn)
     deadline = time.monotonic() + 60 * options.minutes
-    found = told.Told(options.steps)
+    found = told.Told(options.steps, is_trial=options.quick)
     missing = {name: each.needs for name, each in known.items() if not each.is_there}
     found.left_out += [f"`{name}` was not measured: `{needs}` is not installed" for name, needs in missing.items()]
     apart = aims.Apart()
@@ -131,7 +139,8 @@ def measure(options: argparse.Namespace, drawn: Progress) -> tuple[told.Told, di
             raw["fits"][workload] = [[asdict(replace(fit, profile={})) for fit in pair] for pair in rounds.pairs]
     found.apart = apart
     bare = found.bare_ms.get("network")
-    goals = list(aims.of_apart(apart, median(bare) / 1000 if bare else aims.REFERENCE_STEP))
+    apart_goals = aims.of_apart(apart, median(bare) / 1000 if bare else aims.REFERENCE_STEP)
+    goals = part.judged(apart_goals, trial=found.is_trial)
     found.aims = [*found.aims, *goals]
     return found, raw, profiled | explain_apart(bar, misses.of(goals), options.steps)
 
@@ -176,6 +185,7 @@ def measure_workload(bar: measuring.Bar, plan: measuring.Plan, found: told.Told)
         if plan.workload == "network":
             goals += aims.of_whole_fits(rows, plan.steps)
             found.first_window_ms = rounds.first_window_ms
+        goals = part.judged(goals, trial=found.is_trial)
         missed = misses.of(goals)
         bench.explain(missed, STRETCHES, bar.part("profiles", len(missed)) if missed else drawn)
     finally:

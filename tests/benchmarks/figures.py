@@ -138,6 +138,11 @@ def spread(values: Sequence[float]) -> float:
     return (max(values) - min(values)) / 2
 
 
+def is_lost(values: Sequence[float]) -> bool:
+    """Say whether a difference of two times is smaller than its own spread, or below zero."""
+    return median(values) < spread(values)
+
+
 def noise(found: Mapping[str, Row], bare: str = BARE) -> float:
     """Give the largest distance of the null pair from 1, over the rounds: what a ratio of one round can be off by."""
     null = found.get(bare)

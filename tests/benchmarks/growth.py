@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from many_ranks import make_many_ranks
-    from measured import table, write_fragment
+    from measured import table
     from tests.benchmarks import child, curve, made_trace, part, plots
 else:
     # This script's directory is on the path and the repository's root is not: the installed package is measured.
@@ -32,7 +32,7 @@ else:
     import plots
 
     from many_ranks import make_many_ranks
-    from measured import table, write_fragment
+    from measured import table
 
 HERE: Final = Path(__file__).resolve().parent
 MIB: Final = 1 << 20
@@ -222,12 +222,12 @@ def fragment(name: str, costs: Costs, *, judged: bool) -> str:
         [each.name, each.unit, f"{each.exponent:.2f}", _beyond(each), _word(each, judged=judged)] for each in curves
     ]
     parts = [
-        # Read from the page, which lies beside the pictures' folder.
-        f"![{FAMILIES[name].title}](images/growth_{name}.png)",
+        # As it is seen from the fragment; the page that includes it turns the path.
+        f"![{FAMILIES[name].title}](../images/growth_{name}.png)",
         table(headings, zip(*columns, strict=True)),
         table(["cost", "unit", "exponent", "beyond the fixed part", "no worse than linear"], exponents),
     ]
-    return "\n\n".join([*parts, part.targets(costs.targets)] if costs.targets else parts)
+    return "\n\n".join([*parts, part.targets(part.judged(costs.targets, trial=not judged))] if costs.targets else parts)
 
 
 def _figure(value: float | None, unit: str) -> str:
@@ -246,7 +246,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--repeats", type=int, help="of what scatters (default 3; with --quick 1)")
-    parser.add_argument("--quick", action="store_true", help="small sizes, once; nothing is judged")
+    parser.add_argument("--quick", action="store_true", help="small sizes, once; nothing is judged, nothing written")
     options = parser.parse_args()
     failed: list[str] = []
     with part.progress() as bar:
@@ -264,10 +264,12 @@ def main() -> None:
             except (RuntimeError, OSError) as error:
                 failed.append(f"{name}: {error}")
                 continue
-            plots.draw(name, family.title, costs.size, costs.curves())
+            print(f"{family.title}\n")
+            if not options.quick:
+                plots.draw(name, family.title, costs.size, costs.curves())
             body = fragment(name, costs, judged=not options.quick)
-            write_fragment(f"growth-{name}", part.typed(), body, packages=["matplotlib"])
-            print(f"{family.title}\n\n{body}\n")
+            part.publish({f"growth-{name}": body}, trial=options.quick, packages=["matplotlib"])
+            print()
     if failed:
         sys.exit("\n".join(failed))
 

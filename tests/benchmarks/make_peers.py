@@ -6,15 +6,22 @@ peers of ``peers.txt`` come on top. One that cannot be installed is named and le
 
 from __future__ import annotations
 
+import os
 import site
 import subprocess
 import sys
 import venv
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 REQUIRED = Path(__file__).with_name("peers.txt")
 # Built from its source: its wheel is without the examples, and the profilers are part of them.
 FROM_SOURCE = "finetuning-scheduler"
+# What the tests are pinned to: peers.txt pins other versions of the same packages, and pip would refuse both.
+PINS = ("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT")
 
 
 def main(directory: Path) -> int:
@@ -26,6 +33,7 @@ def main(directory: Path) -> int:
         "".join(f"import site; site.addsitedir({found!r})\n" for found in site.getsitepackages()), encoding="utf-8"
     )
     if install(python, "setuptools", "wheel") != 0:
+        print("No peer can be installed: setuptools and wheel, which build them, cannot be", file=sys.stderr)
         return 1
     wanted = [line for line in REQUIRED.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
     # One by one where they cannot be had together: one that is missing takes no other with it.
@@ -37,12 +45,16 @@ def main(directory: Path) -> int:
     return 1 if missing else 0
 
 
-def install(python: Path, *arguments: str) -> int:
-    return subprocess.run([python, "-m", "pip", "install", "-q", *arguments], check=False).returncode
+def install(python: Path, *arguments: str, without: Sequence[str] = ()) -> int:
+    environment = {name: value for name, value in os.environ.items() if name not in without}
+    command = [str(python), "-m", "pip", "install", "-q", *arguments]
+    return subprocess.run(command, check=False, env=environment).returncode
 
 
 def install_alone(python: Path, *wanted: str) -> int:
-    return install(python, "--no-deps", "--no-build-isolation", "--no-binary", FROM_SOURCE, *wanted)
+    """Install just these, whatever they require: what they depend on is there, torch above all, or is not needed."""
+    alone = ("--no-deps", "--no-build-isolation", "--no-binary", FROM_SOURCE)
+    return install(python, *alone, *wanted, without=PINS)
 
 
 def site_packages(python: Path) -> Path:

@@ -51,24 +51,27 @@ def text(miss: Miss, fit: Fit, bare: Fit, count: int) -> str:
     more = sorted(
         ((now.own - bare.profile.get(name, nothing).own, name, now) for name, now in fit.profile.items()), reverse=True
     )
+    # What rounds to nothing, or is shorter than in the bare fit, explains nothing.
     rows = [
         [f"`{name}`", f"{now.calls / count:.0f}", f"{1000 * own / count:.2f}", f"{1000 * now.whole / count:.2f}"]
         for own, name, now in more[:LINES]
+        if 1000 * own / count >= 0.005
     ]
     total = sum(now.own for now in fit.profile.values()) - sum(now.own for now in bare.profile.values())
     headings = ["function", "calls", "ms more than bare, own", "ms, with what it calls"]
+    shown = table(headings, rows) if rows else "No function took longer than in the bare fit."
     return (
-        f"#### `{miss.name}` on {miss.workload}: {miss.stretch}\n\n"
-        f"{1000 * total / count:.2f} ms more than bare{' a step' if count > 1 else ''}, by the profile of the training"
-        f" thread, which makes each call of Python longer than it is.\n\n{table(headings, rows)}"
+        f"### `{miss.name}` on {miss.workload}: {miss.stretch}\n\n"
+        f"{abs(1000 * total / count):.2f} ms {'less' if total < 0 else 'more'} than bare{' a step' * (count > 1)}.\n\n"
+        f"{shown}"
     )
 
 
 def texts(profiled: Mapping[Miss, tuple[Fit, Fit]], stretches: Stretches, count: int) -> str:
-    """Give all as a section of the page; none, where nothing was missed."""
+    """Give all as a fragment of the page, below a heading each."""
     if not profiled:
-        return ""
+        return "Nothing was missed."
     parts = [
         text(miss, fit, bare, len(steps(miss.stretch, stretches, count))) for miss, (fit, bare) in profiled.items()
     ]  # fmt: skip
-    return "\n\n".join(["### Where the time of what was missed goes", *parts])
+    return "\n\n".join(parts)

@@ -1,7 +1,7 @@
 """All benchmarks, one after the other: what `make bench` runs.
 
     python tests/benchmarks/run.py                       everything, about half an hour on a quiet machine
-    python tests/benchmarks/run.py --quick               small and once, some minutes; nothing is judged by it
+    python tests/benchmarks/run.py --quick               small and once, some minutes; a trial: nothing is written
     python tests/benchmarks/run.py --only fits growth
 
 Each part writes its figures below ``docs/measured``. A part that fails does not keep the others from running; its name
@@ -90,7 +90,7 @@ def tell(outcomes: Sequence[Outcome], console: Console) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, help=f"of: {', '.join(PARTS)}")
-    parser.add_argument("--quick", action="store_true", help="small and once")
+    parser.add_argument("--quick", action="store_true", help="small and once; nothing is judged, nothing written")
     options = parser.parse_args()
     chosen = {name: part for name, part in PARTS.items() if name in (options.only or PARTS)}
     console = Console(stderr=True)

@@ -11,18 +11,22 @@ if TYPE_CHECKING:
     from measured import table
     from tests.benchmarks.aims import Aim, Apart
     from tests.benchmarks.configurations import Configuration
-    from tests.benchmarks.figures import Row, noise
+    from tests.benchmarks.figures import Row, is_lost, noise
     from tests.benchmarks.part import spread, targets
 else:
-    from figures import noise
+    from figures import is_lost, noise
     from part import spread, targets
 
     from measured import table
 
 MIB = 2**20
+SHOWN = "default"
 HEADINGS = (
     "", "waiting", "active", "after", "whole fit", "window start, ms", "window end, ms", "of it `stop_trace`",
     "fit end, ms", "on disk, MiB",
+)  # fmt: skip
+SHORT = (
+    "", "waiting", "after", "active", "window end, ms", "fit end, ms", "resident size beyond bare, MiB", "on disk, MiB",
 )  # fmt: skip
 
 
@@ -39,6 +43,7 @@ class Told:
         apart: what was measured apart.
         aims: targets.
         left_out: why something was not measured, or what a collector complained of.
+        is_trial: it is too small for the targets.
 
     """
 
@@ -50,14 +55,16 @@ class Told:
     apart: Apart | None = None
     aims: Sequence[Aim] = ()
     left_out: list[str] = field(default_factory=list)
+    is_trial: bool = False
 
 
-def markdown(told: Told, says: Mapping[str, str], known: Mapping[str, Configuration], profiles: str) -> str:
+def markdown(told: Told, says: Mapping[str, str], known: Mapping[str, Configuration]) -> str:
     """Give the page's part; ``says`` tells of each workload what it is."""
-    return "\n\n".join(part for part in _parts(told, says, known, profiles) if part)
+    return "\n\n".join(part for part in _parts(told, says, known) if part)
 
 
-def _parts(told: Told, says: Mapping[str, str], known: Mapping[str, Configuration], profiles: str) -> Iterator[str]:
+def _parts(told: Told, says: Mapping[str, str], known: Mapping[str, Configuration]) -> Iterator[str]:
+    yield from _in_short(told, says)
     yield "### Targets of fits"
     yield targets(told.aims)
     for workload, rows in told.rows.items():
@@ -76,7 +83,27 @@ def _parts(told: Told, says: Mapping[str, str], known: Mapping[str, Configuratio
     if told.first_window_ms:
         yield f"The first window of a process took {told.first_window_ms:.0f} ms more to open than a later one's wait."
     yield "\n".join(f"- {line}" for line in told.left_out)
-    yield profiles
+
+
+def _in_short(told: Told, says: Mapping[str, str]) -> Iterator[str]:
+    """Give what most want to know: of the default configuration, a line each workload."""
+    growth = None if told.apart is None else told.apart.growth(SHOWN)
+    lines = [
+        [
+            says[workload],
+            *(spread(values) if values else "" for values in (row.waiting, row.after, row.active)),
+            _stall(row.closing_ms),
+            spread(row.end_ms, ".0f"),
+            # Measured on one workload.
+            f"{growth / MIB:.0f}" if growth is not None and workload == "network" else "",
+            f"{median(row.size_bytes) / MIB:.2f}",
+        ]
+        for workload, rows in told.rows.items()
+        if (row := rows.get(SHOWN)) is not None
+    ]
+    if lines:
+        yield f"### The defaults (`{SHOWN}`) in short"
+        yield table(SHORT, lines)
 
 
 def _cells(name: str, row: Row, known: Mapping[str, Configuration]) -> list[str]:
@@ -89,10 +116,19 @@ def _cells(name: str, row: Row, known: Mapping[str, Configuration]) -> list[str]
                 (row.fit_cpu, row.fit_wall),
             )
         ),
-        *(spread(values, ".0f") if values else "" for values in (row.opening_ms, row.closing_ms, row.stop_ms)),
+        spread(row.opening_ms, ".0f") if row.opening_ms else "",
+        _stall(row.closing_ms),
+        spread(row.stop_ms, ".0f") if row.stop_ms else "",
         spread(row.end_ms, ".0f"),
         f"{median(row.size_bytes) / MIB:.2f}",
     ]  # fmt: skip
+
+
+def _stall(values: Sequence[float]) -> str:
+    """Give the stall at the end of a window; a dash where it was lost in its spread."""
+    if not values:
+        return ""
+    return "-" if is_lost(values) else spread(values, ".0f")
 
 
 def _both(cpu: Sequence[float], wall: Sequence[float]) -> str:

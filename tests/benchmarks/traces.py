@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from measured import table, write_fragment
+    from measured import table
     from tests.benchmarks import merge, part
 else:
     # This script's directory is on the path and the repository's root is not: the installed package is measured.
     import merge
     import part
 
-    from measured import table, write_fragment
+    from measured import table
 
 # Each prints seconds of CPU, how many events it saw, and MiB of the largest resident size.
 FRAME = """
@@ -170,7 +170,7 @@ def measured(trace: Path, options: argparse.Namespace) -> dict[str, list[Run]]:
     return found
 
 
-def fragment(found: Mapping[str, Sequence[Run]], size: int) -> str:
+def fragment(found: Mapping[str, Sequence[Run]], size: int, *, trial: bool = False) -> str:
     ours = min(run.seconds for run in found["ours"]) if "ours" in found else None
     rows = []
     for name, runs in found.items():
@@ -183,7 +183,8 @@ def fragment(found: Mapping[str, Sequence[Run]], size: int) -> str:
         rows.append([SAYS[name], f"{seconds:.2f} s (+{spread:.2f})", f"{size / seconds / part.MB:.0f} MB", ratio,
                      f"{resident / MIB:.0f} MiB", beyond])  # fmt: skip
     headings = ["", "CPU time", "JSON a second", "times ours", "resident", "bytes an event beyond 64 MiB"]
-    return f"{size / part.MB:.0f} MB of JSON.\n\n{table(headings, rows)}\n\n{part.targets(targets(found, size))}"
+    verdicts = part.targets(part.judged(targets(found, size), trial=trial))
+    return f"{size / part.MB:.0f} MB of JSON.\n\n{table(headings, rows)}\n\n{verdicts}"
 
 
 def targets(found: Mapping[str, Sequence[Run]], size: int) -> list[part.Target]:
@@ -216,7 +217,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     peers = PEERS_PYTHON if PEERS_PYTHON.exists() else Path(sys.executable)
     parser.add_argument("--peers", default=str(peers), help="the Python that has the peers (default: of `make bench`)")
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="small and once; nothing is judged, nothing written")
     options = parser.parse_args()
     options.megabytes = options.megabytes or (5 if options.quick else 50)
     options.repeats = options.repeats or (1 if options.quick else 3)
@@ -236,10 +237,9 @@ def main() -> None:
         found = measured(trace, options)
     if not found:
         sys.exit("none of the programs ran")
-    body = fragment(found, size)
+    body = fragment(found, size, trial=options.quick)
     name = "traces-recorded" if options.trace else "traces"
-    write_fragment(name, part.typed(), body, packages=versions(options.peers))
-    print(body)
+    part.publish({name: body}, trial=options.quick, packages=versions(options.peers))
     if {"decode", "ours"} & set(options.only) - set(found):
         sys.exit("our own analysis did not run")
 

@@ -21,13 +21,13 @@ from lightning_memprof.capture.tracker import ModuleTracker
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from measured import table, write_fragment
+    from measured import table
     from tests.benchmarks import networks, part
 else:
     import networks
     import part
 
-    from measured import table, write_fragment
+    from measured import table
 
 OURS_LIMIT = 15
 CPU = torch.device("cpu")
@@ -129,7 +129,7 @@ def same(ours: Totals, torchs: Totals) -> Totals:
     return ours
 
 
-def fragment(found: Mapping[str, list[float]], totals: Totals, modules: int) -> str:
+def fragment(found: Mapping[str, list[float]], totals: Totals, modules: int, *, trial: bool = False) -> str:
     bare, ours, torchs = found["bare"], found["ours"], found["torch"]
     rows = [
         ["bare", f"{part.spread(bare, '.1f')} ms", "1"],
@@ -146,7 +146,7 @@ def fragment(found: Mapping[str, list[float]], totals: Totals, modules: int) -> 
         [
             table(["a step", "CPU time", "ratio to bare"], rows),
             f"Median ± half of the range over {len(ours)} rounds.",
-            part.targets([verdict, equal]),
+            part.targets(part.judged([verdict, equal], trial=trial)),
         ]
     )
 
@@ -154,14 +154,13 @@ def fragment(found: Mapping[str, list[float]], totals: Totals, modules: int) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, help="default 9; with --quick 2")
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="two rounds; nothing is judged, nothing written")
     options = parser.parse_args()
     torch.set_num_threads(1)
     training = Training(networks.BLOCKS)
     found, totals = measure(training, options.rounds or (2 if options.quick else 9))
-    body = fragment(found, totals, len(list(training.model.modules())))
-    write_fragment("tracker", part.typed(), body)
-    print(body)
+    body = fragment(found, totals, len(list(training.model.modules())), trial=options.quick)
+    part.publish({"tracker": body}, trial=options.quick)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,13 @@ from __future__ import annotations
 import cProfile
 import gc
 import itertools
+import re
 import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -24,6 +25,8 @@ __all__ = [
     "BLOCKS", "ROWS", "WIDTH", "Batches", "Clock", "Fit", "Job", "Network", "Regression", "Spent", "Times", "fit",
     "spent",
 ]  # fmt: skip
+
+ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 
 
 class Clock:
@@ -251,11 +254,16 @@ def measured(name: str, clock: Clock, train: Callable[[], Any], watch: StopWatch
 
 
 def spent(profile: cProfile.Profile) -> dict[str, Spent]:
-    """Give a profile by function, without the machine's own directories."""
+    """Give a profile by function, without the machine's own directories and addresses."""
     found: dict[str, Spent] = {}
     for entry in profile.getstats():
         code = entry.code
-        name = code if isinstance(code, str) else f"{_short(code.co_filename)}:{code.co_firstlineno} {code.co_name}"
+        # Built-in names hold addresses, which differ from process to process.
+        name = (
+            ADDRESS.sub("", code)
+            if isinstance(code, str)
+            else f"{_short(code.co_filename)}:{code.co_firstlineno} {code.co_name}"
+        )
         before = found.get(name, Spent(0, 0.0, 0.0))
         found[name] = Spent(
             before.calls + entry.callcount, before.own + entry.inlinetime, before.whole + entry.totaltime

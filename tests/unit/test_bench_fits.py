@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import cProfile
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,12 +15,16 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
 if TYPE_CHECKING:
-    from tests.benchmarks import aims, figures, misses, pair, workload
+    from tests.benchmarks import aims, bench, configurations, figures, measuring, misses, pair, told, workload
 else:
     import aims
+    import bench
+    import configurations
     import figures
+    import measuring
     import misses
     import pair
+    import told
     import workload
 
 STRETCHES = figures.Stretches(20, 1, 3)
@@ -34,6 +40,10 @@ def fit(name: str, *, step: float = 0.02, active: float = 0.02, closing: float =
 
 def rows(*fits: workload.Fit) -> dict[str, figures.Row]:
     return figures.rows([(each, fit("bare")) for each in fits], STRETCHES, ["default", "hand-gz", "memory"])
+
+
+def told_of(found: dict[str, figures.Row]) -> told.Told:
+    return told.Told(60, {"gpt": found}, {"gpt": [20.0]}, {"gpt": 1})
 
 
 def by_name(found: dict[str, figures.Row]) -> dict[str, aims.Aim]:
@@ -65,6 +75,87 @@ def test_the_stall_at_the_end_of_a_window_is_compared_with_and_without_torchs_ow
     assert measured["without `stop_trace`"].met is False
     assert measured["`stop_trace` counted in both"].measured == "0.364"
     assert measured["`stop_trace` counted in both"].met is True
+
+
+def test_a_stall_that_is_lost_in_its_own_spread_is_neither_shown_nor_judged():
+    found = rows(
+        fit("hand-gz", closing=1.12), fit("default", closing=0.42), fit("hand-gz", closing=1.12),
+        # The step beside it stood still for longer: this round says that saving took less than nothing.
+        fit("default", closing=-9.0),
+    )  # fmt: skip
+    aim = next(aim for aim in by_name(found).values() if "`default`, `stop_trace` counted in both" in aim.target)
+    assert (aim.met, aim.verdict) == (None, "not measurable")
+    assert aim.measured == "-4310 ± 4710 ms, by hand 1100 ± 0 ms"
+    assert misses.of([aim]) == []
+    page = told.markdown(told_of(found), {"gpt": "a GPT"}, configurations.configurations())
+    cells = next(line for line in page.splitlines() if line.startswith("| `default`")).split(" | ")
+    assert cells[told.HEADINGS.index("window end, ms")] == "-"
+    cells = next(line for line in page.splitlines() if line.startswith("| `hand-gz`")).split(" | ")
+    assert cells[told.HEADINGS.index("window end, ms")] == "1100 ± 0"
+
+
+def test_the_page_begins_with_what_the_defaults_cost_on_each_workload():
+    found = told_of(rows(fit("bare"), fit("default", active=0.03, closing=0.42)))
+    found.apart = aims.Apart(rss_bytes={"bare": [0], "default": [70 << 20]})
+    found.rows["network"], found.bare_ms["network"], found.rounds["network"] = found.rows["gpt"], [20.0], 1
+    page = told.markdown(found, {"gpt": "a GPT", "network": "modules"}, configurations.configurations())
+    first, table = page.split("\n\n")[:2]
+    assert first == "### The defaults (`default`) in short"
+    assert table.splitlines()[2:] == [
+        "| a GPT | 1.00 | 1.00 | 1.50 | 390 | 0 |  | 0.00 |",
+        "| modules | 1.00 | 1.00 | 1.50 | 390 | 0 | 70 | 0.00 |",
+    ]
+
+
+def test_a_profile_shows_what_took_longer_without_addresses_and_says_when_a_fit_was_shorter():
+    spent = workload.Spent
+    ours = replace(fit("default"), profile={"slower": spent(2, 0.003, 0.003), "faster": spent(1, 0.001, 0.001)})
+    bare = replace(fit("bare"), profile={"slower": spent(2, 0.001, 0.001), "faster": spent(1, 0.005, 0.005)})
+    shown = misses.text(misses.Miss("gpt", "default", "active"), ours, bare, 2)
+    assert shown.startswith("### `default` on gpt: active\n\n1.00 ms less than bare a step.\n\n")
+    assert "| `slower` | 1 | 1.00 | 1.50 |" in shown
+    assert "faster" not in shown
+    profile = cProfile.Profile()
+    profile.enable()
+    object.__new__(object)
+    profile.disable()
+    assert any("0x" in str(entry.code) for entry in profile.getstats())
+    assert "<built-in method __new__ of type object>" in workload.spent(profile)
+
+
+def test_a_trial_judges_nothing_and_profiles_nothing(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("measured.MEASURED", tmp_path)
+    explained = []
+
+    class Quick(measuring.Bench):
+        """Fits nothing: what was fitted is given."""
+
+        def __init__(self, plan, known):
+            slow = [(fit("bare", step=0.0201), fit("bare")), (fit("default", step=0.021, closing=0.9), fit("bare"))]
+            self.found = measuring.Rounds(slow, 1)
+
+        def warm_up(self, stretches): ...
+        def rounds(self, part): ...
+        def close(self): ...
+        def explain(self, missed, stretches, part):
+            explained.extend(missed)
+
+    monkeypatch.setattr(measuring, "Bench", Quick)
+    plan = measuring.Plan("gpt", 1, ["bare", "default"], 60, 1, 0.0)
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--quick", "--peers", sys.executable])
+    options = bench.parse()
+    for trial, word in ((False, "**missed**"), (True, "not judged")):
+        found = told.Told(60, is_trial=trial)
+        with bench.part.progress() as drawn:
+            bench.measure_workload(measuring.Bar(drawn), plan, found)
+        assert {aim.verdict for aim in found.aims} == {word}
+        assert bool(explained) is not trial
+        explained.clear()
+        bench.publish(options, found, {})
+    printed = capsys.readouterr().out
+    assert printed.rstrip().endswith("A trial: nothing was written.")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fits-profiles.md", "fits.md"]
+    assert "not judged" not in (tmp_path / "fits.md").read_text(encoding="utf-8")
 
 
 def test_the_end_of_a_fit_is_compared_with_that_of_lightnings_profiler():

@@ -32,7 +32,9 @@ def test_a_fragment_names_the_commit_and_whether_its_sources_were_changed(
 ) -> None:
     def git(*arguments: str) -> str:
         named = ("-c", "user.name=A", "-c", "user.email=a@b")
-        return subprocess.run(["git", *named, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            ["git", *named, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout
 
     monkeypatch.setattr(measured, "ROOT", tmp_path)
     git("init", "-q")
