@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from lightning_memprof.analysis.rows import Row, manifest_rows
+from lightning_memprof.analysis.rows import ManifestRows, manifest_rows
+from lightning_memprof.artifacts.manifest import MOST_LINES, is_fact
 from lightning_memprof.artifacts.naming import pulse_name
 from lightning_memprof.artifacts.plain_file import read_plain
 
@@ -43,16 +45,17 @@ def within(directory: Path, ranks: list[int], max_pulse_bytes: int | None) -> li
     return ranks
 
 
-def light_rows(path: Path) -> tuple[list[Row], str | None]:
+def light_rows(path: Path) -> tuple[ManifestRows, str | None]:
     """Return the rows of a manifest without its lists of files, and what is wrong with it, as ``manifest_rows`` does.
 
     Those lists are nine tenths of a manifest.
     """
     try:
-        *lines, last = read_plain(path).split(b"\n")
-        if last:
+        content = read_plain(path)
+        if not content.endswith(b"\n") or content.count(b"\n") > MOST_LINES:
             return manifest_rows(path)
-        return [_decode(line) for line in lines if _ARTIFACT not in line and _SPACED not in line], None
+        lines = (line for line in io.BytesIO(content) if _ARTIFACT not in line and _SPACED not in line)
+        return ManifestRows(row for line in lines if is_fact(row := _decode(line))), None
     except (OSError, ValueError, msgspec.DecodeError):
         return manifest_rows(path)
 

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-import json
+from functools import cached_property
+from itertools import islice
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.artifacts.manifest import SCHEMA_VERSION, read_manifest
+from lightning_memprof.artifacts.manifest import (
+    MOST_LINES,
+    SCHEMA_VERSION,
+    decode_line,
+    is_fact,
+    plain_lines,
+    read_manifest,
+)
 from lightning_memprof.artifacts.plain_file import read_plain
 from lightning_memprof.artifacts.series import PULSE_COLUMNS, PulseRow, parse_pulse_row, read_pulse, read_series
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 __all__ = [
+    "ManifestRows",
     "Row",
     "first_row",
     "integer",
@@ -40,15 +49,30 @@ _MOST: Final = 1 << 63
 _LESS: Final = MappingProxyType({"no_stack": "no Python stacks", "no_shapes": "no input shapes"})
 
 
-def manifest_rows(path: Path) -> tuple[list[Row], str | None]:
+class ManifestRows(list[Row]):
+    """The rows of a manifest, each with a kind; those of one kind are found without a look at the others."""
+
+    @cached_property
+    def by_kind(self) -> Mapping[str, list[Row]]:
+        """The rows of every kind, oldest first."""
+        found: dict[str, list[Row]] = {}
+        for row in self:
+            found.setdefault(row["kind"], []).append(row)
+        return found
+
+
+def manifest_rows(path: Path) -> tuple[ManifestRows, str | None]:
     """Return the readable rows of a manifest (none where it is newer than this version) and what is wrong with it."""
     try:
         manifest = read_manifest(path)
     except ArtifactError as error:
-        rows = _salvage(path)
+        rows = ManifestRows(row for row in _salvage(path, most=MOST_LINES) if is_fact(row))
         version = whole(first_row(rows, "run"), "schema_version")
-        return (rows if version is not None and version <= SCHEMA_VERSION else []), str(error)
-    return manifest.rows, "its last line is torn: the process died while it wrote" if manifest.torn else None
+        return (rows if version is not None and version <= SCHEMA_VERSION else ManifestRows()), str(error)
+    wrong = "its last line is torn: the process died while it wrote" if manifest.torn else None
+    if manifest.cut:
+        wrong = f"it has more than {format_count(MOST_LINES, 'line')}; those behind them are not read"
+    return ManifestRows(manifest.rows), wrong
 
 
 def pulse_rows(path: Path) -> tuple[list[PulseRow], str | None]:
@@ -67,12 +91,14 @@ def series_rows(path: Path) -> tuple[list[Row], str | None]:
     try:
         return read_series(path), None
     except ArtifactError as error:
-        rows = _salvage(path)
+        rows = list(_salvage(path))
         return rows, f"{error}; {format_count(len(rows), 'row')} could be read"
 
 
 def rows_of(rows: list[Row], kind: str) -> list[Row]:
     """Return the rows of one kind."""
+    if isinstance(rows, ManifestRows):
+        return rows.by_kind.get(kind, [])
     return [row for row in rows if row.get("kind") == kind]
 
 
@@ -144,20 +170,18 @@ def noted(rows: list[Row]) -> list[tuple[str, str]]:
     return found
 
 
-def _salvage(path: Path) -> list[Row]:
-    rows: list[Row] = []
+def _salvage(path: Path, most: int | None = None) -> Iterator[Row]:
     try:
-        lines = read_plain(path).split(b"\n")
+        lines = plain_lines(path)
     except OSError:
-        return rows
-    for line in lines:
+        return
+    for line in islice(lines, most):
         try:
-            row = json.loads(line)
+            row = decode_line(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(row, dict):
-            rows.append(row)
-    return rows
+            yield row
 
 
 def _salvage_pulse(path: Path) -> list[PulseRow]:

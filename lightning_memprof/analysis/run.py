@@ -26,6 +26,7 @@ from lightning_memprof.analysis.rows import (
     whole,
     whole_numbers,
 )
+from lightning_memprof.analysis.run_messages import CollectorError, Note, Problem, Unavailable
 from lightning_memprof.analysis.typical_steps import TypicalSteps, typical_steps
 from lightning_memprof.analysis.unfinished import cut_lines, unfinished_files
 from lightning_memprof.artifacts.naming import (
@@ -61,15 +62,6 @@ UNCHECKED_TYPES: Final = frozenset({"pulse"})
 
 
 @dataclass(frozen=True)
-class Problem:
-    """A piece of the run that is missing or damaged, and what that means for the reader."""
-
-    piece: str
-    message: str
-    rank: int | None = None
-
-
-@dataclass(frozen=True)
 class Artifact:
     """A file that the run wrote.
 
@@ -86,36 +78,6 @@ class Artifact:
     size_bytes: int | None
     sha256: str | None = None
     state: Literal["present", "missing", "torn"] = "present"
-
-
-@dataclass(frozen=True)
-class CollectorError:
-    """A collector that failed and was switched off; the training went on without it."""
-
-    rank: int
-    collector: str
-    where: str
-    window: int | None
-    message: str
-    traceback: str
-
-
-@dataclass(frozen=True)
-class Unavailable:
-    """What could not be measured, and why."""
-
-    rank: int
-    collector: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Note:
-    """A warning that the run left for its reader."""
-
-    rank: int
-    collector: str
-    message: str
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import logging
 import os
@@ -12,18 +13,34 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from lightning_memprof.artifacts.plain_file import read_plain
-from lightning_memprof.artifacts.secrets import FREE_TEXTS, masked
+from lightning_memprof.artifacts.secrets import FREE_TEXTS, masking
 from lightning_memprof.errors import ArtifactError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["SCHEMA_VERSION", "Manifest", "ManifestWriter", "read_manifest", "read_rows"]
+__all__ = [
+    "MOST_LINES",
+    "SCHEMA_VERSION",
+    "Manifest",
+    "ManifestWriter",
+    "decode_line",
+    "is_fact",
+    "plain_lines",
+    "read_manifest",
+    "read_rows",
+]
 
 log = logging.getLogger(__name__)
 
 SCHEMA_VERSION: Final = 1
+MOST_LINES: Final = 1_000_000
+"""Of a manifest, that are read. A window writes some ten."""
+_decode: Final = msgspec.json.Decoder().decode
 # Rows that a full disk has refused, of some hundred bytes each; beyond, the oldest go.
 _MOST_WAITING: Final = 4096
 
@@ -49,9 +66,9 @@ class ManifestWriter:
 
     def append(self, kind: str, **facts: Any) -> None:
         """Write one row. Values that JSON does not know are written as their ``str``, free texts without secrets."""
-        for name in FREE_TEXTS.intersection(facts):
-            if isinstance(facts[name], str):
-                facts[name] = masked(facts[name])
+        if texts := [name for name in FREE_TEXTS.intersection(facts) if isinstance(facts[name], str)]:
+            mask = masking()
+            facts |= {name: mask(facts[name]) for name in texts}
         row = {"kind": kind, "time_ns": time.time_ns(), **facts}
         line = (json.dumps(row, default=str, separators=(",", ":")) + "\n").encode()
         with self._lock:
@@ -91,11 +108,46 @@ class ManifestWriter:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The rows of one rank's manifest, oldest first; ``torn`` where the last line was cut by a dying process."""
+    """The rows of one rank's manifest, oldest first.
+
+    ``torn`` where the last line was cut by a dying process, ``cut`` where there are more than ``MOST_LINES`` lines.
+    """
 
     path: Path
     rows: list[dict[str, Any]]
     torn: bool
+    cut: bool = False
+
+
+def plain_lines(path: Path) -> Iterator[bytes]:
+    """Give the lines of a file one after the other, with their ends; a torn last line has none.
+
+    Raises:
+        OSError: the file cannot be read.
+
+    """
+    # A list of all of them takes twenty times as much as a file of short lines.
+    return io.BytesIO(read_plain(path))
+
+
+def decode_line(line: bytes) -> object:
+    """Return what a line of JSON says.
+
+    Raises:
+        ValueError: it is none.
+        RecursionError: it is too deep.
+
+    """
+    try:
+        return _decode(line)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        # Python writes and reads NaN and halves of characters, which are no JSON.
+        return json.loads(line)
+
+
+def is_fact(row: object) -> bool:
+    """Say whether a row of a manifest says of what kind it is; nobody looks for another."""
+    return isinstance(row, dict) and isinstance(row.get("kind"), str)
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], bool]:
@@ -105,35 +157,50 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], bool]:
         ArtifactError: the file cannot be read, or a line other than the last is no JSON object.
 
     """
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.endswith(b"\n"):
+            return rows, True
+        rows.append(_row(path, number, line))
+    return rows, False
+
+
+def _lines(path: Path) -> Iterator[bytes]:
     try:
-        lines = read_plain(path).split(b"\n")
+        return plain_lines(path)
     except OSError as error:
         msg = f"{path}: cannot be read ({error.strerror}); is the run directory complete?"
         raise ArtifactError(msg) from error
-    tail = lines.pop()
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            msg = f"{path}:{number}: not a JSON object; the file is damaged, remove the line to read the rest"
-            raise ArtifactError(msg) from error
-        if not isinstance(row, dict):
-            msg = f"{path}:{number}: holds {type(row).__name__}, a JSON object is expected; remove the line"
-            raise ArtifactError(msg)
-        rows.append(row)
-    return rows, bool(tail)
+
+
+def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        row = decode_line(line)
+    except (ValueError, RecursionError) as error:
+        msg = f"{path}:{number}: not a JSON object; the file is damaged, remove the line to read the rest"
+        raise ArtifactError(msg) from error
+    if not isinstance(row, dict):
+        msg = f"{path}:{number}: holds {type(row).__name__}, a JSON object is expected; remove the line"
+        raise ArtifactError(msg)
+    return row
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read one rank's manifest.
+    """Read one rank's manifest: of its first ``MOST_LINES`` lines the rows that have a kind.
 
     Raises:
         ArtifactError: the file is missing, damaged, holds no run, or was written by a newer version.
 
     """
-    rows, torn = read_rows(path)
-    run = next((row for row in rows if row.get("kind") == "run"), None)
+    rows: list[dict[str, Any]] = []
+    torn = cut = False
+    for number, line in enumerate(_lines(path), start=1):
+        torn, cut = not line.endswith(b"\n"), number > MOST_LINES
+        if torn or cut:
+            break
+        if is_fact(row := _row(path, number, line)):
+            rows.append(row)
+    run = next((row for row in rows if row["kind"] == "run"), None)
     if run is None:
         msg = f"{path}: holds no run; it is no manifest of lightning-memprof, or its process died at once"
         raise ArtifactError(msg)
@@ -144,4 +211,4 @@ def read_manifest(path: Path) -> Manifest:
     if version > SCHEMA_VERSION:
         msg = f"{path}: schema version {version!r} is newer than {SCHEMA_VERSION}; upgrade lightning-memprof"
         raise ArtifactError(msg)
-    return Manifest(path, rows, torn)
+    return Manifest(path, rows, torn and not cut, cut)

@@ -1,26 +1,47 @@
 """Take out of a free text what must not stand in a file that others are given.
 
 What is written of the process, the Trainer and the machine is an allow-list; an exception's words are anybody's.
+Where it cannot be told what is a secret and what is not, it is taken out.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from typing import TYPE_CHECKING, Final
+from urllib.parse import quote, quote_plus, unquote
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["FREE_TEXTS", "masked"]
+__all__ = ["FREE_TEXTS", "has_password", "masked", "masking", "without_password"]
 
 FREE_TEXTS: Final = frozenset({"exception", "message", "reason", "traceback"})
 """Fields of the manifest that hold what somebody else's code says."""
 
-_SECRET: Final = re.compile(r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTHORIZATION")
+_SECRET: Final = re.compile(
+    r"TOKEN|SECRET|PASSW|PASSPHRASE|PASS(?![A-Z])|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTHORIZATION"
+    r"|(?<![A-Z])(?:PWD|PAT|AUTH)(?![A-Z])"
+)
+# The shell's own, which would match.
+_DIRECTORY: Final = "PWD"
 # Shorter values are words that a text may have by chance: "true", "1".
 _SHORTEST: Final = 8
-_PASSWORD: Final = re.compile(r"(://[^/\s:@]*):[^/\s@]+@")
+_WORD: Final = re.compile(r"\S+")
+_COLON: Final = re.compile(r":|%3a", re.IGNORECASE)
+# Bounded: a text of a megabyte without a blank must not take seconds.
+_PARAMETER: Final = re.compile(
+    r"(?<=[?&;#])"
+    r"(?=[\w.%~+-]{0,80}?(?:pass|pwd|token|secret|key|credential|auth|signature|(?<![a-z])sig(?![a-z])))"
+    r"([\w.%~+-]{1,99})=([^&#\s]+)",
+    re.IGNORECASE,
+)
+_CLOSING: Final = "'\")>],.;:}"
+# HDFS and others name a port, and a directory may be called as a mail address.
+_PORT: Final = re.compile(r"[^/:@]*:\d{1,5}/[^:]*")
+_CHAINED: Final = re.compile(r"::[\w+.-]*://")
+_PLAIN: Final = re.compile(r"[^\s%]+")
 _MASK: Final = "***"
 
 
@@ -32,17 +53,93 @@ def masked(text: str, environment: Mapping[str, str] | None = None) -> str:
         environment: variables by name; None are this process's.
 
     """
-    for secret in _secrets(os.environ if environment is None else environment):
-        text = text.replace(secret, _MASK)
-    return _PASSWORD.sub(rf"\1:{_MASK}@", text)
+    return masking(environment)(text)
 
 
-def _secrets(environment: Mapping[str, str]) -> list[str]:
-    found = {
-        value
-        for name, value in environment.items()
-        # The place of a file with a secret is none.
-        if len(value) >= _SHORTEST and not value.startswith("/") and _SECRET.search(name.upper())
-    }
+def masking(environment: Mapping[str, str] | None = None) -> Callable[[str], str]:
+    """Return what :func:`masked` does, for several texts: the variables are looked through once, some 100 us.
+
+    Args:
+        environment: variables by name; None are this process's.
+
+    """
+    forms = _forms(os.environ if environment is None else environment)
+
+    def mask(text: str) -> str:
+        for form in forms:
+            text = text.replace(form, _MASK)
+        if "=" in text:
+            text = _PARAMETER.sub(_without_value, text)
+        return _WORD.sub(_without_password, text) if "://" in text else text
+
+    return mask
+
+
+def has_password(url: str) -> bool:
+    """Say whether a URL tells a password, a key or a token: before an ``@``, or as a parameter of that name."""
+    for text in (url, unquote(url)):
+        rest = _CHAINED.sub("/", text.partition("://")[2])
+        user, is_named, _ = rest.rpartition("@")
+        if (is_named and ":" in user and not _PORT.fullmatch(user)) or _PARAMETER.search(text):
+            return True
+    return False
+
+
+def without_password(url: str) -> str:
+    """Return a URL that :func:`has_password` without it; only the protocol of one that is not plain."""
+    return masked(url) if _PLAIN.fullmatch(url) else f"{url.partition('://')[0]}://{_MASK}"
+
+
+def _forms(environment: Mapping[str, str]) -> list[str]:
+    """Return every way in which a text may say the secrets of the environment."""
+    found: set[str] = set()
+    # Another thread may change the variables meanwhile.
+    for name in list(environment):
+        value = environment.get(name, "").strip()
+        if len(value) < _SHORTEST or name == _DIRECTORY or not _SECRET.search(name.upper()):
+            continue
+        # The place of a file with a secret is none; but a key may begin as a path does.
+        if not (value.startswith("/") and os.path.exists(value)):  # noqa: PTH110 a Path raises where a name is too long
+            found.update(_ways(value))
     # One may begin with another.
     return sorted(found, key=len, reverse=True)
+
+
+def _ways(value: str) -> set[str]:
+    # A page of a key is also told line by line, each behind an indent.
+    plain = {value, *(line for one in value.splitlines() if len(line := one.strip()) >= _SHORTEST)}
+    once = {way for one in plain for way in _written(one)}
+    # An exception that is told by another is escaped again.
+    return plain | once | {way for one in once for way in _written(one)}
+
+
+def _written(value: str) -> Iterator[str]:
+    raw = os.fsencode(value) if value.isascii() else value.encode(errors="surrogateescape")
+    # Python chooses the quotes by what else is in the text.
+    for text in (repr(value), ascii(value), repr(raw)[1:]):
+        yield text[1:-1]
+    for text in (repr(value + "'\""), ascii(value + "'\""), repr(raw + b"'\"")[1:]):
+        yield text[1:-4]
+    for to_ascii in (True, False):
+        yield json.dumps(value, ensure_ascii=to_ascii)[1:-1]
+    for quoted in (quote(raw), quote(raw, safe=""), quote_plus(raw)):
+        yield quoted
+        yield re.sub("%..", lambda match: match[0].lower(), quoted)
+
+
+def _without_value(match: re.Match[str]) -> str:
+    name, value = match.groups()
+    return f"{name}={_MASK}{value[len(value.rstrip(_CLOSING)) :]}"
+
+
+def _without_password(match: re.Match[str]) -> str:
+    """Mask what stands before the last ``@`` behind a ``://``, whatever is in it: passwords are not always quoted."""
+    scheme, _, rest = match[0].partition("://")
+    user, is_named, place = rest.rpartition("@")
+    colon = _COLON.search(user)
+    if colon is not None:
+        return f"{scheme}://{user[: colon.start()]}:{_MASK}@{place}"
+    # A token alone: other protocols have a user or a container there.
+    if is_named and "/" not in user and scheme.lower().endswith(("http", "https")):
+        return f"{scheme}://{_MASK}@{place}"
+    return match[0]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, numbered, temporary_name
-from lightning_memprof.artifacts.secrets import masked
+from lightning_memprof.artifacts.secrets import has_password, without_password
 from lightning_memprof.errors import ArtifactError, ConfigError
 from lightning_memprof.units import MIB
 
@@ -98,16 +98,15 @@ def check_url(url: str) -> None:
     """Refuse a URL that nothing here can write to; does not ask the network.
 
     Raises:
-        ConfigError: fsspec does not know the protocol, its package is not installed, or there is a password in it.
+        ConfigError: fsspec does not know the protocol, its package is not installed, or it tells a password.
 
     """
     from fsspec import get_filesystem_class
 
-    user, is_named, _ = url.partition("://")[2].partition("/")[0].rpartition("@")
-    if is_named and ":" in user:
+    if has_password(url):
         msg = (
-            f"{masked(url)}: has a password, which would stand in the run's files and in the list of processes; "
-            "give it by the environment or by fsspec's configuration"
+            f"{without_password(url)}: has a password, a key or a token, which would stand in the run's files and in "
+            "the list of processes; give it by the environment or by fsspec's configuration"
         )
         raise ConfigError(msg)
     protocol = protocol_of(url).partition("::")[0]

@@ -7,6 +7,8 @@ import traceback
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
+from lightning_memprof.artifacts.secrets import masked
+
 if TYPE_CHECKING:
     from lightning_memprof.artifacts.manifest import ManifestWriter
 
@@ -18,9 +20,9 @@ OnError = Literal["warn", "raise"]
 
 
 def describe(error: BaseException) -> str:
-    """Write an exception as one line, also one whose own text cannot be had."""
+    """Write an exception as one line without the secrets in it, also one whose own text cannot be had."""
     try:
-        return f"{type(error).__name__}: {error}"
+        return masked(f"{type(error).__name__}: {error}")
     except Exception:  # noqa: BLE001 the text of anybody's exception may fail
         return type(error).__name__
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from jsonargparse import Namespace
 
+from lightning_memprof.cli.own_files import is_one_of
 from lightning_memprof.errors import ConfigError, ReportError
 from lightning_memprof.units import format_count
 
@@ -149,9 +150,8 @@ def _spare(source: _Source, out: Path) -> None:
         ConfigError: the result would be a file of the target.
 
     """
-    place = out.resolve()
     artifacts = [one.file for one in source.run.artifacts] if source.run is not None else []
-    if any(one.resolve() == place for one in (*source.traces, *source.snapshots, *artifacts)):
+    if is_one_of(out, (*source.traces, *source.snapshots, *artifacts)):
         raise ConfigError(f"{out}: is what is read; give the result another name with -o")
 
 

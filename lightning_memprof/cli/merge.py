@@ -14,6 +14,7 @@ from jsonargparse import Namespace
 
 from lightning_memprof.artifacts.naming import parse_manifest_name, parse_pulse_name
 from lightning_memprof.cli.numbers import numbers
+from lightning_memprof.cli.own_files import is_one_of
 from lightning_memprof.cli.signals import ended_by_sigterm
 from lightning_memprof.errors import ConfigError, ReportError
 from lightning_memprof.units import format_count
@@ -145,9 +146,9 @@ def _spare(run: Run, out: Path) -> None:
         ConfigError: the result would be one.
 
     """
-    place = out.resolve()
     own = parse_manifest_name(out.name) is not None or parse_pulse_name(out.name) is not None
-    if (own and place.parent == run.directory.resolve()) or any(one.file.resolve() == place for one in run.artifacts):
+    of_the_run = [run.directory / out.name] if own else []
+    if is_one_of(out, (*of_the_run, *(one.file for one in run.artifacts))):
         raise ConfigError(f"{out}: is a file of this run; give the result another name")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_memprof.artifacts.naming import parse_manifest_name, parse_pulse_name
+from lightning_memprof.cli.own_files import is_one_of
 from lightning_memprof.errors import ConfigError, ReportError
 from lightning_memprof.report.files_view import FilesView
 from lightning_memprof.report.opened import opened
@@ -63,12 +64,11 @@ def _spare(view: View | FilesView, out: Path) -> None:
         ConfigError: the page would be a file of the target.
 
     """
-    place = out.resolve()
     if isinstance(view, FilesView):
-        is_read = place in {one.resolve() for one in view.sizes}
+        is_read = is_one_of(out, view.sizes)
     else:
         own = parse_manifest_name(out.name) is not None or parse_pulse_name(out.name) is not None
-        is_read = own and place.parent == view.directory.resolve()
-        is_read = is_read or any(one.file.resolve() == place for one in view.artifacts)
+        of_the_run = [view.directory / out.name] if own else []
+        is_read = is_one_of(out, (*of_the_run, *(one.file for one in view.artifacts)))
     if is_read:
         raise ConfigError(f"-o {out}: is what is read; give the page another name")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from lightning_memprof.artifacts.manifest import ManifestWriter
 from lightning_memprof.artifacts.naming import manifest_name, parse_manifest_name
 from lightning_memprof.artifacts.plain_file import open_plain
+from lightning_memprof.artifacts.secrets import has_password
 from lightning_memprof.artifacts.sink import RunPlace, claim_run_place
 from lightning_memprof.artifacts.upload import check_url, is_url, url_path
 from lightning_memprof.artifacts.upload_worker import claim_url
@@ -111,7 +112,8 @@ def _claim_url(trainer: Trainer, stage: str, url: str) -> RunPlace | None:
 
 def _working_copy(trainer: Trainer, url: str) -> Path:
     """Make a directory of this run's own: beside the Trainer's other files, or among the temporary ones."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", url.partition("://")[2].rpartition("@")[2]).strip("-.")[-60:]
+    place = "refused" if has_password(url) else url.partition("://")[2].rpartition("@")[2]
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", place).strip("-.")[-60:]
     base = trainer.default_root_dir
     home = Path.cwd() if is_url(str(base)) else Path(base)
     try:

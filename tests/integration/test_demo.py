@@ -35,23 +35,16 @@ sys.exit(main(["demo", "--out", "out"]))
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory):
+def demo(tmp_path_factory, warm_python):
     """Run a short demo in a process of its own: its directory and its output."""
     out = tmp_path_factory.mktemp("demo") / "memprof-demo"
-    return out, run_demo(out)
+    return out, run_demo(out, warm_python)
 
 
-def run_demo(out):
+def run_demo(out, warm_python):
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LIGHTNING_MEMPROF")}
-    ended = subprocess.run(
-        [sys.executable, "-c", DEMO, out.name],
-        cwd=out.parent,
-        env=inherited | {"COLUMNS": "80"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    (out.parent / "run_demo.py").write_text(DEMO)
+    ended = warm_python.run(["run_demo.py", out.name], out.parent, inherited | {"COLUMNS": "80"}, 240)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended
 
@@ -124,8 +117,8 @@ def test_the_demos_run_can_be_shown(demo, run_python):
     assert page["errors"] == []
 
 
-def test_a_second_demo_lies_beside_the_first(demo):
-    ended = run_demo(demo[0])
+def test_a_second_demo_lies_beside_the_first(demo, warm_python):
+    ended = run_demo(demo[0], warm_python)
     assert "Recorded in memprof-demo/version_1\n" in ended.stdout
     assert (demo[0] / "version_1" / "memprofiler" / manifest_name(0)).is_file()
 

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_memprof.artifacts.secrets import masked
-
 SUPPORT = Path(__file__).parents[1] / "support"
 # None of them is a word that a run has otherwise.
 SECRETS = {
@@ -124,21 +122,3 @@ def test_an_exception_s_words_are_written_without_the_secrets_in_them(fit: Fit) 
     assert set(first["schedule"]) == {"callable"}
     assert end["exception"] == "ConnectionError: 401 for https://me:***@example.org/?token=***"
     only_as(0o077, root)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("nothing to hide", "nothing to hide"),
-        ("key sk-abcdefgh0 and sk-abcdefgh0-more", "key *** and ***"),
-        ("short: 1234567", "short: 1234567"),
-        ("ftp://me:pw@host/x s3://bucket/a@b", "ftp://me:***@host/x s3://bucket/a@b"),
-        ("/run/secrets/token", "/run/secrets/token"),
-    ],
-)
-def test_values_of_variables_that_hold_secrets_and_passwords_in_urls_are_taken_out(text: str, expected: str) -> None:
-    variables = {
-        "A_TOKEN": "sk-abcdefgh0", "B_SECRET": "sk-abcdefgh0-more", "C_PASSWORD": "1234567",
-        "TOKEN_FILE": "/run/secrets/token", "PATH": "nothing",
-    }  # fmt: skip
-    assert masked(text, variables) == expected

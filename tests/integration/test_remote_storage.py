@@ -201,6 +201,21 @@ def test_ctrl_c_ends_a_program_whose_place_does_not_answer(tmp_path: Path, monke
     assert re.match(rf"(1 file is|\d+ files are) not at {URL}: no answer", row["message"])
 
 
+def test_a_trainers_url_with_a_password_is_recorded_here_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    callback = MemProfilerCallback(collectors=[HostMemory()], output=Output(summary=False, curves=False, report=False))
+    url = "memory://me:hid/HIDDEN@host/x?sig=HIDDEN"
+    trainer(tmp_path, callback, default_root_dir=url, logger=False).fit(Perceptron(), loader(6))
+    assert "memory://me:***@host/x?sig=***" in caplog.text
+    copies = working_copies(tmp_path)
+    assert [path.name for path in copies if path.suffix == ".jsonl" and "manifest" in path.name]
+    for path in copies:
+        assert "HIDDEN" not in str(path)
+        assert path.is_dir() or b"HIDDEN" not in path.read_bytes()
+
+
 def test_a_refused_setup_leaves_no_working_copy(tmp_path: Path) -> None:
     from lightning_memprof import AllocatorHistory
 

@@ -165,6 +165,26 @@ def test_a_manifest_without_a_run_is_refused(tmp_path: Path, rows: list[object])
         read_manifest(write(tmp_path / "m", *rows))
 
 
+def test_rows_without_a_kind_are_not_kept_and_lines_behind_the_most_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "m", RUN, *[{}] * 3, {"kind": 3}, {"kind": "note"}, {"kind": "end"})
+    assert [row["kind"] for row in read_manifest(path).rows] == ["run", "note", "end"]
+    assert not read_manifest(path).cut
+    monkeypatch.setattr("lightning_memprof.artifacts.manifest.MOST_LINES", 6)
+    cut = read_manifest(path)
+    assert [row["kind"] for row in cut.rows] == ["run", "note"]
+    assert cut.cut
+
+
+def test_values_that_python_writes_and_json_does_not_know_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    path.write_text('{"a":NaN}\n{"a":-Infinity}\n{"a":"\\ud800"}\n{"a":36893488147419103232}\n')
+    rows, torn = read_rows(path)
+    assert [repr(row["a"]) for row in rows] == ["nan", "-inf", "'\\ud800'", "36893488147419103232"]
+    assert not torn
+
+
 def test_a_missing_manifest_is_an_artifact_error(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="No such file or directory"):
         read_manifest(tmp_path / "m")

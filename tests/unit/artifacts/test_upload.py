@@ -77,6 +77,9 @@ def test_a_url_is_known_by_its_protocol() -> None:
         ("nowhere://bucket/x", "nowhere://bucket/x: Protocol not known: nowhere; install fsspec's package"),
         ("memory://", "memory://: names no place; give one, as in memory://bucket/runs"),
         ("sftp://me:hidden@host/runs", r"sftp://me:\*\*\*@host/runs: has a password, .* give it by the environment"),
+        ("memory://me:hid/den@host/runs", r"memory://me:\*\*\*@host/runs: has a password, "),
+        ("memory://me%3Ahidden@host/runs", r"memory://\*\*\*: has a password, "),
+        ("memory://host/runs?sig=hidden", r"memory://host/runs\?sig=\*\*\*: has a password, a key or a token, "),
     ],
 )
 def test_a_url_that_nothing_can_write_to_is_refused_with_the_way_out(url: str, words: str) -> None:

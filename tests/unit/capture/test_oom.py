@@ -299,6 +299,27 @@ def test_a_fact_that_cannot_be_had_says_why_and_hides_no_other(
     assert event["held"] is not None
 
 
+def test_no_file_of_the_autopsy_has_the_secrets_that_an_exception_told(
+    run: RunContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
+    words = "CUDA out of memory. Tried to allocate 20.00 MiB. hf_0123456789 of https://me:hidden@host/x"
+
+    def broken(*_: object) -> None:
+        raise RuntimeError(words)
+
+    monkeypatch.setattr("lightning_memprof.capture.oom.host_facts", broken)
+    with watched(run) as (_, watch):
+        watch.ended_by(torch.OutOfMemoryError(words))
+    (event,) = events(run)
+    told = "CUDA out of memory. Tried to allocate 20.00 MiB. *** of https://me:***@host/x"
+    assert event["exception"] == f"OutOfMemoryError: {told}"
+    assert event["unavailable"]["host"] == f"RuntimeError: {told}"
+    assert event["asked_bytes"] == 20 * MIB
+    for path in run.sink.place.directory.iterdir():
+        assert not any(secret in path.read_bytes() for secret in (b"hf_0123456789", b"hidden")), path
+
+
 def test_the_time_of_recording_is_no_time_of_the_step(
     cuda: FakeCuda, run: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
