@@ -35,10 +35,9 @@ except Exception as error:
     print(f"{type(error).__name__}: {error}")
 """
 OTHER_CLI: Final = """
-import sys
 from pytorch_lightning.cli import LightningCLI
 from pytorch_lightning.demos.boring_classes import BoringModel
-LightningCLI(BoringModel, run=False, save_config_callback=None, args=sys.argv[1:])
+LightningCLI(BoringModel, run=False, save_config_callback=None)
 """
 OTHER_TRAINER: Final = """
 import json, sys

@@ -2,11 +2,13 @@
 
     python tests/compatibility/gpu.py [ARGUMENTS OF PYTEST]
 
-Writes ``docs/measured/gpu.md``. Without an accelerator nothing runs, and the fragment says so.
+Writes ``docs/measured/gpu.md``. Without an accelerator nothing runs; the fragment says so where it says nothing yet,
+and what another machine's accelerator has measured stays.
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -21,24 +23,45 @@ if TYPE_CHECKING:
 else:
     from row import ROOT
 
-from measured import table, write_fragment
+import measured
 
+DEVICE: Final = "Device: "
 NONE: Final = "No GPU was at hand. The tests of `tests/gpu` are there, and were not run."
 
 
 def main() -> None:
     """Run the tests, and write down what became of each."""
+    asked = parse()
     if not torch.accelerator.is_available():
-        write_fragment("gpu", "make test-gpu", NONE)
-        print("No GPU was at hand: nothing was run.")
+        none_at_hand()
         return
     with tempfile.TemporaryDirectory() as directory:
         said = Path(directory) / "said.xml"
-        command = [sys.executable, "-m", "pytest", str(ROOT / "tests" / "gpu"), f"--junitxml={said}", *sys.argv[1:]]
+        command = [sys.executable, "-m", "pytest", str(ROOT / "tests" / "gpu"), f"--junitxml={said}", *asked]
         code = subprocess.run(command, cwd=directory, check=False).returncode
         if said.exists():
-            write_fragment("gpu", "make test-gpu", f"Device: {device()}.\n\n{results(said)}")
+            measured.write_fragment("gpu", "make test-gpu", f"{DEVICE}{device()}.\n\n{results(said)}")
     sys.exit(code)
+
+
+def parse() -> list[str]:
+    """Give the arguments that pytest is to have."""
+    parser = argparse.ArgumentParser(
+        description="Run the tests that need a GPU, and write docs/measured/gpu.md.",
+        usage="%(prog)s [-h] [ARGUMENTS OF PYTEST]",
+        allow_abbrev=False,
+    )
+    return parser.parse_known_args()[1]
+
+
+def none_at_hand() -> None:
+    """Say that nothing ran; write it down only where nothing is written that is as true."""
+    path = measured.MEASURED / "gpu.md"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    kept = NONE in text or f"\n{DEVICE}" in text
+    if not kept:
+        measured.write_fragment("gpu", "make test-gpu", NONE)
+    print(f"No GPU was at hand: nothing was run. docs/measured/gpu.md {'is left as it is' if kept else 'says so'}.")
 
 
 def device() -> str:
@@ -55,7 +78,7 @@ def results(path: Path) -> str:
         bad = [kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None]
         figures = ", ".join(f"{found.get('name')} {found.get('value')}" for found in case.iter("property"))
         rows.append([f"`{case.get('name')}`", bad[0] if bad else "passed", figures])
-    return table(["test", "outcome", "measured"], rows)
+    return measured.table(["test", "outcome", "measured"], rows)
 
 
 if __name__ == "__main__":

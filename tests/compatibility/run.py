@@ -4,9 +4,10 @@
     python tests/compatibility/run.py --quick                             a few rows; nothing is installed
     python tests/compatibility/run.py --only features/bf16 lightning      rows whose name begins so
     python tests/compatibility/run.py --lightning-tests test_profiler.py  Lightning's own tests too, from its repository
+                                      --only lightning-tests              they alone
 
 Writes ``docs/measured/compatibility.md``, with all rows, and ``docs/measured/lightning_tests.md``; a part of the rows
-is only printed. The exit code is 1 where a row is red.
+is only printed. The exit code is 1 where a row is red, and 2 where no row has such a name.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 if TYPE_CHECKING:
     from tests.compatibility.distributions import VERSIONS, distributions, feature, of_version
     from tests.compatibility.features import FEATURES
-    from tests.compatibility.lightning_tests import compare
+    from tests.compatibility.lightning_tests import compare, reasons
     from tests.compatibility.pythons import OTHERS, on_path, other_python
     from tests.compatibility.row import Row, Verdict
     from tests.compatibility.strategies import STRATEGIES, strategy
@@ -31,7 +32,7 @@ else:
     from row import Row, Verdict  # noqa: I001 it puts tests/support on the path
     from distributions import VERSIONS, distributions, feature, of_version
     from features import FEATURES
-    from lightning_tests import compare
+    from lightning_tests import compare, reasons
     from pythons import OTHERS, on_path, other_python
     from strategies import STRATEGIES, strategy
 
@@ -47,6 +48,8 @@ UNTESTED: Final = (
     ),
     Row("TPU, MPS, XPU, ROCm", Verdict.UNTESTED, "not at hand"),
 )
+# With --only: none but Lightning's own tests.
+LIGHTNINGS: Final = "lightning-tests"
 Rows = Callable[[], Iterable[Row]]
 
 
@@ -72,8 +75,10 @@ def main() -> None:
         rows += UNTESTED
         write_fragment("compatibility", "make compatibility", body(rows), packages=("pytorch-lightning",))
     if lightnings:
-        command = "make compatibility ARGS='--lightning-tests test_profiler.py'"
-        write_fragment("lightning_tests", command, body(lightnings, "test"), packages=("pytest",))
+        say(reasons())
+        command = f"make compatibility ARGS='--lightning-tests test_profiler.py --only {LIGHTNINGS}'"
+        text = f"{body(lightnings, 'test')}\n\nReasons:\n\n{reasons()}"
+        write_fragment("lightning_tests", command, text, packages=("pytest",))
     red = [row for row in (*rows, *lightnings) if row.verdict is Verdict.RED]
     say(f"{len(rows) + len(lightnings)} rows, {len(red)} red")
     sys.exit(1 if red else 0)
@@ -81,7 +86,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="What was tried with this package, and what became of it.")
-    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="rows whose name begins so")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows whose name begins so")
     parser.add_argument("--quick", action="store_true", help="a few rows")
     parser.add_argument(
         "--lightning-tests", type=Path, metavar="FILE", help="test_profiler.py of Lightning's repository"
@@ -89,13 +94,22 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if options.quick:
         options.only = [*options.only, *QUICK]
+    names = [name for name, _ in known(Path())]
+    there = (*names, LIGHTNINGS) if options.lightning_tests else names
+    if wrong := [each for each in options.only if not any(name.startswith(each) for name in there)]:
+        told = f"{', '.join(names)}, and with --lightning-tests FILE {LIGHTNINGS}"
+        refuse(f"no row's name begins with {' or '.join(map(repr, wrong))}; rows: {told}")
     if options.lightning_tests and not (path := options.lightning_tests.resolve()).is_file():
-        parser.error(
-            f"--lightning-tests {path}: there is no such file; give tests/tests_pytorch/profilers/test_profiler.py"
-        )
+        refuse(f"--lightning-tests {path}: there is no such file; give tests/tests_pytorch/profilers/test_profiler.py")
     elif options.lightning_tests:
         options.lightning_tests = path
     return options
+
+
+def refuse(text: str) -> NoReturn:
+    """End with one line: what was asked for cannot be done."""
+    say(text)
+    sys.exit(2)
 
 
 def known(directory: Path) -> Iterator[tuple[str, Rows]]:

@@ -4,6 +4,9 @@ make fuzz                                     ten minutes each of: trace, snapsh
 make fuzz ARGS="--only trace --seconds 60"    one of them, a minute
 make fuzz ARGS=--quick                        twenty seconds each
 
+The time is that of fuzzing. To start a reader's process takes some seconds more, twenty on a slow machine: every line
+of the package is prepared for counting.
+
 Where no atheris is installed (it has wheels for some versions of Python on Linux only) inputs are changed without
 knowing which lines they reach, and the first line says so. What was found interesting is kept in build/fuzz/corpus and
 is where the next call begins. An input that crashed a reader lies in build/fuzz/crashes: mend the reader, and put the
@@ -38,7 +41,7 @@ def main() -> int:
     seconds = QUICK_SECONDS if given.quick else given.seconds
     with_atheris = importlib.util.find_spec("atheris") is not None and not given.without_atheris
     print(
-        f"{', '.join(names)}: {seconds} s each, "
+        f"{', '.join(names)}: {seconds} s of fuzzing each, beside the start of its process, "
         + ("led by coverage (atheris)" if with_atheris else "by chance: atheris is not installed for this Python"),
         flush=True,
     )
@@ -54,8 +57,8 @@ def main() -> int:
 def _parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Fuzz the readers of traces, snapshots and run directories.")
     parser.add_argument("--only", choices=NAMES, action="append", help="fuzz this reader alone")
-    parser.add_argument("--seconds", type=int, default=600, help="for each reader")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_SECONDS} s for each reader")
+    parser.add_argument("--seconds", type=int, default=600, help="of fuzzing for each reader, beside its start")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_SECONDS} s of fuzzing for each reader")
     parser.add_argument("--without-atheris", action="store_true", help="by chance, though atheris is installed")
     parser.add_argument("--out", type=Path, default=Path("build") / "fuzz", help="corpus, crashes and logs")
     return parser.parse_args()
@@ -83,9 +86,11 @@ def _fuzzed(name: str, seconds: int, out: Path, *, with_atheris: bool) -> int:
             _sweep(process.pid)
     text = log.read_text(encoding="utf-8", errors="replace")
     runs = re.findall(r"stat::number_of_executed_units: *(\d+)", text)
+    fuzzed = re.findall(r"^Done \d+ runs in (\d+) second", text, re.MULTILINE)
     took = f"{time.monotonic() - start:.0f} s"
     if code == 0:
-        print(f"\r{name}: {int(runs[-1]) if runs else 0:,} inputs in {took}, no crash; the log is {log}", flush=True)
+        read = f"{int(runs[-1]) if runs else 0:,} inputs in {fuzzed[-1] if fuzzed else '?'} s of fuzzing"
+        print(f"\r{name}: {read} ({took} with its start), no crash; the log is {log}", flush=True)
     else:
         print(f"\r{name}: ended with {code} after {took}; the end of {log}:", flush=True)
         print("\n".join(text.splitlines()[-LAST_LINES:]), flush=True)
@@ -100,7 +105,8 @@ def _watched(process: subprocess.Popen[bytes], name: str, seconds: int, log: Pat
             return 124
         if sys.stdout.isatty():
             inputs = re.findall(r"^#(\d+)", log.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
-            print(f"\r{name}: {passed:.0f} of {seconds} s, {inputs[-1] if inputs else 0} inputs ", end="", flush=True)
+            done = f"{inputs[-1] if inputs else 0} inputs"
+            print(f"\r{name}: {passed:.0f} s, {seconds} s of them to fuzz, {done} ", end="", flush=True)
         time.sleep(1)
     return code
 

@@ -81,8 +81,8 @@ def by_chance(name: str, seconds: float, corpus: Path, crashes: Path) -> None:
     try:
         read = fuzz_targets.target(name, directory)
         said: set[str] = set()
-        count, end = 0, time.monotonic() + seconds
-        while time.monotonic() < end:
+        count, start = 0, time.monotonic()
+        while time.monotonic() < start + seconds:
             content = mutated(name, chance.choice(pool), chance)
             answer = _read(read, content, crashes / f"{name}-crash")
             count += 1
@@ -93,6 +93,8 @@ def by_chance(name: str, seconds: float, corpus: Path, crashes: Path) -> None:
                 pool.append(content)
             if count % 50 == 0:
                 print(f"#{count} corp: {len(pool)}", file=sys.stderr, flush=True)
+        # As libFuzzer says it.
+        print(f"Done {count} runs in {time.monotonic() - start:.0f} second(s)", file=sys.stderr)
         print(f"stat::number_of_executed_units: {count}", file=sys.stderr)
     finally:
         fuzz_targets.remove(directory)

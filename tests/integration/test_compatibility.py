@@ -14,7 +14,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 PROGRAM = Path(__file__).resolve().parents[1] / "compatibility" / "run.py"
 # Stands for Lightning's module: a test that both classes pass, one that differs for a reason that is known, one that
-# differs without, one of another profiler.
+# differs in part, two that fail with both, one that differs without a reason, one of another profiler.
 TESTS = """
 import pytest
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
@@ -26,6 +26,17 @@ def test_profiler_invalid_table_kwargs(tmp_path):
 
 def test_profile_callbacks():
     assert PyTorchProfiler.__name__ == "PyTorchProfiler"
+
+@pytest.mark.parametrize("name", ["PyTorchProfiler", "ExtendedPyTorchProfiler"])
+def test_pytorch_profiler_nested(name):
+    assert PyTorchProfiler.__name__ in ("PyTorchProfiler", name)
+
+@pytest.mark.xfail(PyTorchProfiler.__name__ == "PyTorchProfiler", reason="Lightning's own")
+def test_pytorch_profiler_describe():
+    raise AssertionError(PyTorchProfiler)
+
+def test_pytorch_profiler_deepcopy():
+    assert not PyTorchProfiler, "it fails with any"
 
 def test_unknown():
     assert PyTorchProfiler.__name__ == "PyTorchProfiler"
@@ -55,22 +66,32 @@ def test_lightnings_own_tests_meet_our_class_and_each_difference_has_its_reason(
     (tmp_path / "test_profiler.py").write_text(TESTS)
     program = (
         "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
-        "from lightning_tests import compare\n"
-        "for row in compare(Path(sys.argv[2])): print(row.verdict.name, row.what, row.saw, sep='|')"
+        "from lightning_tests import compare, reasons\n"
+        "for row in compare(Path(sys.argv[2])): print(row.verdict.name, row.what, row.saw, sep='|')\n"
+        "print(reasons())"
     )
     arguments = [sys.executable, "-c", program, str(PROGRAM.parent), str(tmp_path / "test_profiler.py")]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     found = {
-        name.strip("`"): (verdict, saw) for verdict, name, saw in (row.split("|") for row in done.stdout.splitlines())
+        name.strip("`"): (verdict, saw)
+        for verdict, name, saw in (row.split("|") for row in done.stdout.splitlines() if "|" in row)
     }
     assert {name: verdict for name, (verdict, _) in found.items()} == {
         "test_profiler_invalid_table_kwargs": "RAN",
-        "test_profile_callbacks": "IN_PART",
+        "test_profile_callbacks": "DIFFERS",
+        "test_pytorch_profiler_nested": "IN_PART",
+        "test_pytorch_profiler_describe": "FAILS",
+        "test_pytorch_profiler_deepcopy": "FAILS",
         "test_unknown": "RED",
         "test_pytorch_profiler_trainer_ddp": "UNTESTED",
     }
-    assert "function_events" in found["test_profile_callbacks"][1]
+    assert found["test_profile_callbacks"][1] == "Lightning's 1 passed, ours 1 failed: reason 1"
+    assert found["test_pytorch_profiler_nested"][1] == "Lightning's 2 passed, ours 1 failed, 1 passed: reasons 1 and 2"
+    assert found["test_pytorch_profiler_deepcopy"][1].startswith("1 failed with each: ")
+    first, second = [line for line in done.stdout.splitlines() if line.startswith(("1. ", "2. "))]
+    assert "`function_events`" in first
+    assert "`profile()` without a Trainer" in second
     assert found["test_pytorch_profiler_trainer_ddp"][1].endswith("needs 99 GPUs, standalone")
 
 
@@ -82,3 +103,47 @@ def test_the_command_runs_rows_by_name_and_says_what_became_of_each(tmp_path: Pa
     assert lines[0].split()[0] == "ran"
     assert "bit-identical" in lines[0]
     assert "1 rows, 0 red" in done.stderr
+
+
+def test_names_that_no_row_has_are_refused_in_one_line() -> None:
+    command = [sys.executable, str(PROGRAM), "--only", "features/plain", "nosuch", "lightning-tests"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert line.startswith("no row's name begins with 'nosuch' or 'lightning-tests'; rows: features/plain, ")
+    assert line.endswith(", and with --lightning-tests FILE lightning-tests")
+
+
+def test_a_class_path_of_ours_in_the_other_cli_is_seen_to_be_refused_in_one_line() -> None:
+    command = [sys.executable, str(PROGRAM), "--only", "distributions/class path MemProfilerCallback"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "    refused in one line  CLI of `pytorch_lightning`" in done.stderr
+
+
+def test_without_a_gpu_what_a_gpu_has_measured_stays(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv.pop(1))\n"
+        "import torch; torch.accelerator.is_available = lambda: False\n"
+        "import gpu, measured; measured.MEASURED = Path(sys.argv.pop(1))\n"
+        "path = measured.MEASURED / 'gpu.md'\n"
+        "for text in ('', 'Not measured yet.', 'From another day\\n\\n' + gpu.NONE, 'Made\\n\\nDevice: A GPU.'):\n"
+        "    path.write_text(text)\n"
+        "    gpu.main()\n"
+        "    print(path.read_text() == text)\n"
+        "path.unlink()\n"
+        "sys.argv.append('--help')\n"
+        "try:\n"
+        "    gpu.main()\n"
+        "finally:\n"
+        "    print(path.exists())\n"
+    )
+    command = [sys.executable, "-c", program, str(PROGRAM.parent), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    told, asked = done.stdout.partition("usage: ")[::2]
+    none = "No GPU was at hand: nothing was run. docs/measured/gpu.md"
+    says, left = (f"{none} says so.", f"{none} is left as it is.")
+    assert told.splitlines() == [says, "False", says, "False", left, "True", left, "True"]
+    assert "[ARGUMENTS OF PYTEST]" in asked
+    assert asked.splitlines()[-1] == "False"

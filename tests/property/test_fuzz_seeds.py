@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,4 +58,7 @@ def test_fuzzing_by_chance_reads_inputs_and_keeps_what_is_new(tmp_path: Path, na
     assert done.returncode == 0, done.stdout + done.stderr
     assert "by chance" in done.stdout
     assert "no crash" in done.stdout
+    # What the seconds are: the start of the process is none of them.
+    assert f"{name}: 1 s of fuzzing each, beside the start" in done.stdout
+    assert re.search(r"inputs in [1-9]\d* s of fuzzing \(\d+ s with its start\)", done.stdout)
     assert list((tmp_path / "corpus" / name).iterdir())
