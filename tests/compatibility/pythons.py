@@ -24,10 +24,10 @@ else:
 __all__ = ["OTHERS", "on_path", "other_python"]
 
 OTHERS: Final = ("3.10", "3.12", "3.13")
-# What reading needs; torch and all that depends on it are left out.
+# What reading and its tests need; torch and all that depends on it are left out.
 NEEDED: Final = (
     "bokeh", "fsspec", "isal", "jinja2", "jsonargparse[signatures]", "markupsafe", "msgspec", "numpy", "psutil",
-    "pyyaml", "rich", "hypothesis", "pytest", "pytest-timeout",
+    "pyyaml", "rich", "s3fs", "tensorboard", "hypothesis", "pytest", "pytest-timeout",
 )  # fmt: skip
 # Tests of parts that know no torch.
 TESTS: Final = (

@@ -61,7 +61,10 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_SECONDS} s of fuzzing for each reader")
     parser.add_argument("--without-atheris", action="store_true", help="by chance, though atheris is installed")
     parser.add_argument("--out", type=Path, default=Path("build") / "fuzz", help="corpus, crashes and logs")
-    return parser.parse_args()
+    given = parser.parse_args()
+    if given.seconds < 1:
+        parser.error(f"--seconds {given.seconds}: must be at least 1")
+    return given
 
 
 def _fuzzed(name: str, seconds: int, out: Path, *, with_atheris: bool) -> int:

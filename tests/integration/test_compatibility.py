@@ -147,3 +147,25 @@ def test_without_a_gpu_what_a_gpu_has_measured_stays(tmp_path: Path) -> None:
     assert told.splitlines() == [says, "False", says, "False", left, "True", left, "True"]
     assert "[ARGUMENTS OF PYTEST]" in asked
     assert asked.splitlines()[-1] == "False"
+
+
+def test_another_python_is_red_for_what_fails_without_asking_for_torch(tmp_path: Path) -> None:
+    (tmp_path / "test_torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")")
+    (tmp_path / "test_reads.py").write_text("def test_reads():\n    assert True\n")
+    said = tmp_path / "said.xml"
+    pytest = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "--rootdir", str(tmp_path), f"--junitxml={said}"]
+    pytest += ["-p", "no:cacheprovider", "--continue-on-collection-errors", str(tmp_path)]
+    program = (
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
+        "from pythons import outcome; print(*outcome(Path(sys.argv[2])))"
+    )
+
+    def judged() -> str:
+        subprocess.run(pytest, capture_output=True, check=False, timeout=120)
+        command = [sys.executable, "-c", program, str(PROGRAM.parent), str(said)]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.strip()
+
+    assert judged() == "Verdict.IN_PART 1 passed, 0 skipped, 1 need torch"
+    (tmp_path / "test_ours.py").write_text("def test_with_torch_in_its_name():\n    assert not 'ours'\n")
+    told = judged()
+    assert told.startswith("Verdict.RED 1 passed, 0 skipped, 1 need torch, 1 failed: test_ours test_with_torch_in_its_")

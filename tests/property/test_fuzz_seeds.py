@@ -62,3 +62,10 @@ def test_fuzzing_by_chance_reads_inputs_and_keeps_what_is_new(tmp_path: Path, na
     assert f"{name}: 1 s of fuzzing each, beside the start" in done.stdout
     assert re.search(r"inputs in [1-9]\d* s of fuzzing \(\d+ s with its start\)", done.stdout)
     assert list((tmp_path / "corpus" / name).iterdir())
+
+
+def test_no_time_is_refused_in_one_line() -> None:
+    command = [sys.executable, str(FUZZ / "fuzz.py"), "--seconds", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith("--seconds 0: must be at least 1")
