@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,9 @@ class Output:
         """Refuse what means nothing."""
         if self.on_error not in ("warn", "raise"):
             msg = f"Output(on_error={self.on_error!r}): must be 'warn' or 'raise'"
+            raise ConfigError(msg)
+        if self.dirpath is not None and not isinstance(self.dirpath, str | os.PathLike):
+            msg = f"Output(dirpath={self.dirpath!r}): must be a path or a URL"
             raise ConfigError(msg)
         if isinstance(self.dirpath, Path) and _MANGLED.match(str(self.dirpath)):
             msg = f"Output(dirpath={self.dirpath!r}): a Path drops one '/' of a URL; give the URL as a string"

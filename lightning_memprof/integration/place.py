@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
 import tempfile
@@ -41,7 +42,7 @@ def claim_place(trainer: Trainer, stage: str, dirpath: str | Path | None) -> Run
         The place, or None where rank 0 could not write there; training goes on without us.
 
     """
-    wanted = str(dirpath or trainer.log_dir or trainer.default_root_dir)
+    wanted = os.fspath(dirpath or trainer.log_dir or trainer.default_root_dir)
     if is_url(wanted) and (path := url_path(wanted)) is not None:
         wanted = path
     place: RunPlace | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -179,7 +180,7 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
             export=self._export_to_chrome,
             stacks_metric=profiler_kwargs.get("metric", "self_cpu_time_total") if flames else None,
             filename=str(self.filename),
-            dirpath=None if self.dirpath is None else str(self.dirpath),
+            dirpath=None if self.dirpath is None else os.fspath(self.dirpath),
             options={name: value for name, value in profiler_kwargs.items() if name in known},
         )
 

@@ -44,6 +44,18 @@ def test_it_is_lightnings_profiler_and_takes_all_its_arguments(tmp_path: Path) -
     assert profiler.summary() == table
 
 
+def test_a_path_of_ones_own_kind_is_taken_for_what_it_says(tmp_path: Path) -> None:
+    class Elsewhere:
+        def __fspath__(self) -> str:
+            return str(tmp_path / "elsewhere")
+
+    place: Any = Elsewhere()
+    profiler = ExtendedPyTorchProfiler(dirpath=place)
+    trainer(tmp_path, MemProfilerCallback(output=Output(dirpath=place)), profiler=profiler).fit(Perceptron(), loader())
+    assert traces(tmp_path / "elsewhere")
+    assert only_run(tmp_path / "elsewhere").is_dir()
+
+
 def test_alone_it_records_its_own_schedule_and_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:
     profiler = ExtendedPyTorchProfiler(schedule=Schedule(wait=1, warmup=1, active=2, repeat=2))
     training = trainer(tmp_path, profiler=profiler)

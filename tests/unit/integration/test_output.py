@@ -14,6 +14,11 @@ def test_a_policy_that_does_not_exist_is_refused_by_its_name() -> None:
         Output(on_error="explode")  # type: ignore[arg-type]
 
 
+def test_what_is_no_path_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Output\(dirpath=3\): must be a path or a URL"):
+        Output(dirpath=3)  # type: ignore[arg-type]
+
+
 def test_a_url_whose_package_is_not_there_is_refused_before_the_training() -> None:
     with pytest.raises(ConfigError, match="nowhere://b/x: Protocol not known: nowhere; install fsspec's package"):
         Output(dirpath="nowhere://b/x")
