@@ -95,9 +95,8 @@ def test_lightnings_own_tests_meet_our_class_and_each_difference_has_its_reason(
     assert found["test_pytorch_profiler_trainer_ddp"][1].endswith("needs 99 GPUs, standalone")
 
 
-def test_the_command_runs_rows_by_name_and_says_what_became_of_each(tmp_path: Path) -> None:
-    command = [sys.executable, str(PROGRAM), "--only", "features/manual"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=280)
+def test_the_command_runs_rows_by_name_and_says_what_became_of_each(run_program: Run) -> None:
+    done = run_program(str(PROGRAM), "--only", "features/manual")
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line for line in done.stderr.splitlines() if "manual optimization" in line]
     assert lines[0].split()[0] == "ran"
@@ -105,18 +104,16 @@ def test_the_command_runs_rows_by_name_and_says_what_became_of_each(tmp_path: Pa
     assert "1 rows, 0 red" in done.stderr
 
 
-def test_names_that_no_row_has_are_refused_in_one_line() -> None:
-    command = [sys.executable, str(PROGRAM), "--only", "features/plain", "nosuch", "lightning-tests"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+def test_names_that_no_row_has_are_refused_in_one_line(run_program: Run) -> None:
+    done = run_program(str(PROGRAM), "--only", "features/plain", "nosuch", "lightning-tests")
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2
     assert line.startswith("no row's name begins with 'nosuch' or 'lightning-tests'; rows: features/plain, ")
     assert line.endswith(", and with --lightning-tests FILE lightning-tests")
 
 
-def test_a_class_path_of_ours_in_the_other_cli_is_seen_to_be_refused_in_one_line() -> None:
-    command = [sys.executable, str(PROGRAM), "--only", "distributions/class path MemProfilerCallback"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+def test_a_class_path_of_ours_in_the_other_cli_is_seen_to_be_refused_in_one_line(run_program: Run) -> None:
+    done = run_program(str(PROGRAM), "--only", "distributions/class path MemProfilerCallback")
     assert done.returncode == 0, done.stderr[-2000:]
     assert "    refused in one line  CLI of `pytorch_lightning`" in done.stderr
 
