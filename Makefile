@@ -5,11 +5,11 @@
 #   make test     the tests               (make test ARGS="-k schedule")
 #   make lint     ruff, mypy, import rules, bandit, documentation
 #   make docs     the documentation, as HTML in build/docs
-#   make bench    what recording costs, beside its peers, and how cost grows (half an hour; make bench ARGS=--quick)
-#   make torture  every fault at every moment of a training     (make torture ARGS=--quick)
+#   make bench    what recording costs, beside its peers, and how cost grows (an hour; make bench ARGS=--quick)
+#   make torture  every fault at every moment of a training (half an hour; make torture ARGS=--quick)
 #   make power-cut    a crash between any two file operations of a training    (some minutes)
 #   make soak         20,000 steps with a window every 100         (some ten minutes)
-#   make compatibility  versions, strategies and kinds of training that were tried   (some ten minutes)
+#   make compatibility  versions, strategies and kinds of training that were tried   (half an hour)
 #   make test-gpu       the tests that need a GPU; says so where there is none
 #   make fuzz     the readers of traces, snapshots and run directories, ten minutes each   (make fuzz ARGS=--quick)
 #   make audit    known vulnerabilities in what constraints.txt pins; NOT AUDITED is error 3 (0 with ARGS=--allow-unaudited)

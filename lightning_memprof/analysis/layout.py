@@ -22,13 +22,15 @@ class Layout:
         return self.directory.parent
 
     def resolve(self, path: str) -> Path | None:
-        """Return where a manifest's path lies, or None where it points out of the run's root."""
+        """Return where a manifest's path lies, or None where it points out of the run's root or cannot be looked at."""
         pure = PurePosixPath(path)
-        if pure.is_absolute():
-            return Path(path)
-        if ".." in pure.parts or not pure.parts:
+        if not pure.parts or (".." in pure.parts and not pure.is_absolute()):
             return None
         in_root = self.root.joinpath(*pure.parts)
-        if parse_numbered(pure.parts[0])[0] == RUN_DIRECTORY and not in_root.exists():
+        try:
+            lies_there = in_root.exists()
+        except OSError:  # a name is too long for any file, or a directory may not be read
+            return None
+        if not lies_there and parse_numbered(pure.parts[0])[0] == RUN_DIRECTORY:
             return self.directory.joinpath(*pure.parts[1:])
         return in_root

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_memprof.analysis.rows import Row, rows_of, text, whole
+from lightning_memprof.analysis.rows import ManifestRows, Row, rows_of, text, whole
 from lightning_memprof.artifacts.naming import oom_name
 from lightning_memprof.artifacts.plain_file import read_plain
 
@@ -30,7 +30,7 @@ class OomEvent:
     snapshot: Path | None
 
 
-def oom_events(directory: Path, rank: int, rows: list[Row]) -> tuple[OomEvent, ...]:
+def oom_events(directory: Path, rank: int, rows: ManifestRows) -> tuple[OomEvent, ...]:
     """Return a rank's events in their order.
 
     Args:
@@ -46,10 +46,18 @@ def oom_events(directory: Path, rank: int, rows: list[Row]) -> tuple[OomEvent, .
     events = []
     for number, row in sorted(listed.items()):
         facts = {**row, **full.get(number, {})}
-        name = text(facts, "snapshot")
-        snapshot = directory / name if name and "/" not in name and (directory / name).is_file() else None
-        events.append(OomEvent(rank, number, facts, snapshot))
+        events.append(OomEvent(rank, number, facts, _snapshot(directory, text(facts, "snapshot"))))
     return tuple(events)
+
+
+def _snapshot(directory: Path, name: str | None) -> Path | None:
+    if not name or "/" in name:
+        return None
+    path = directory / name
+    try:
+        return path if path.is_file() else None
+    except OSError:  # a name is too long for any file
+        return None
 
 
 def _in_file(path: Path) -> dict[int, Row]:

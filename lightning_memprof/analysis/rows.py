@@ -69,7 +69,7 @@ def manifest_rows(path: Path) -> tuple[ManifestRows, str | None]:
         rows = ManifestRows(row for row in _salvage(path, most=MOST_LINES) if is_fact(row))
         version = whole(first_row(rows, "run"), "schema_version")
         return (rows if version is not None and version <= SCHEMA_VERSION else ManifestRows()), str(error)
-    wrong = "its last line is torn: the process died while it wrote" if manifest.torn else None
+    wrong = "its last line is torn: it is being written, or the process died while it wrote" if manifest.torn else None
     if manifest.cut:
         wrong = f"it has more than {format_count(MOST_LINES, 'line')}; those behind them are not read"
     return ManifestRows(manifest.rows), wrong
@@ -95,19 +95,17 @@ def series_rows(path: Path) -> tuple[list[Row], str | None]:
         return rows, f"{error}; {format_count(len(rows), 'row')} could be read"
 
 
-def rows_of(rows: list[Row], kind: str) -> list[Row]:
+def rows_of(rows: ManifestRows, kind: str) -> list[Row]:
     """Return the rows of one kind."""
-    if isinstance(rows, ManifestRows):
-        return rows.by_kind.get(kind, [])
-    return [row for row in rows if row.get("kind") == kind]
+    return rows.by_kind.get(kind, [])
 
 
-def first_row(rows: list[Row], kind: str) -> Row | None:
+def first_row(rows: ManifestRows, kind: str) -> Row | None:
     """Return the first row of a kind."""
     return next(iter(rows_of(rows, kind)), None)
 
 
-def last_row(rows: list[Row], kind: str) -> Row | None:
+def last_row(rows: ManifestRows, kind: str) -> Row | None:
     """Return the last row of a kind."""
     return next(reversed(rows_of(rows, kind)), None)
 
@@ -156,7 +154,7 @@ def kept_artifacts(rows: list[Row]) -> list[Row]:
     return list(kept.values())
 
 
-def noted(rows: list[Row]) -> list[tuple[str, str]]:
+def noted(rows: ManifestRows) -> list[tuple[str, str]]:
     """Return the collector and the text of every warning: those written out, and what a budget has left out."""
     found = [(text(row, "collector") or "?", text(row, "message") or "") for row in rows_of(rows, "note")]
     for row in rows_of(rows, "budget"):

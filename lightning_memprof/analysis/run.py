@@ -13,6 +13,7 @@ from lightning_memprof.analysis.locate import find_run
 from lightning_memprof.analysis.many_ranks import in_full, light_rows, missing_ranks, within
 from lightning_memprof.analysis.oom_events import OomEvent, oom_events
 from lightning_memprof.analysis.rows import (
+    ManifestRows,
     Row,
     first_row,
     kept_artifacts,
@@ -269,7 +270,7 @@ def _damage(piece: str, message: str | None, rank: int) -> list[Problem]:
     return [Problem(piece, message, rank)] if message else []
 
 
-def _unfinished(layout: Layout, rank: Rank, rows: list[Row]) -> list[Problem]:
+def _unfinished(layout: Layout, rank: Rank, rows: ManifestRows) -> list[Problem]:
     if not rank.in_full:
         return []
     failed = {window for row in rows_of(rows, "error") if (window := whole(row, "window")) is not None}
@@ -278,7 +279,7 @@ def _unfinished(layout: Layout, rank: Rank, rows: list[Row]) -> list[Problem]:
     return [Problem(piece, message, rank.rank) for piece, message in found]
 
 
-def _artifacts(layout: Layout, rows: list[Row], rank: int) -> tuple[list[Artifact], list[Problem]]:
+def _artifacts(layout: Layout, rows: ManifestRows, rank: int) -> tuple[list[Artifact], list[Problem]]:
     """Return every listed file once, checked against the disk.
 
     A file that was written again is listed before it takes its place: it is as its last row has it, or the one before.
@@ -292,7 +293,9 @@ def _artifacts(layout: Layout, rows: list[Row], rank: int) -> tuple[list[Artifac
     for path, versions in listed.items():
         file = layout.resolve(path)
         if file is None:
-            problems.append(Problem(path, "points out of the run's directory and is not read", rank))
+            problems.append(
+                Problem(path, "points out of the run's directory or cannot be looked at, and is not read", rank)
+            )
             continue
         checked = [_checked(row, path, file, rank) for row in reversed(versions[-2:])]
         artifact = next((one for one in checked if one.state == "present"), checked[0])
@@ -318,7 +321,7 @@ def _checked(row: Row, path: str, file: Path, rank: int) -> Artifact:
     return Artifact(rank, collector, kind, path, file, whole(row, "window"), size, text(row, "sha256"), state)
 
 
-def _windows(rows: list[Row], artifacts: list[Artifact], rank: int) -> tuple[Window, ...]:
+def _windows(rows: ManifestRows, artifacts: list[Artifact], rank: int) -> tuple[Window, ...]:
     opened = {index: row for row in rows_of(rows, "window") if (index := _event(row, "open")) is not None}
     closed = {index: row for row in rows_of(rows, "window") if (index := _event(row, "close")) is not None}
     windows = []

@@ -42,7 +42,8 @@ def claim_place(trainer: Trainer, stage: str, dirpath: str | Path | None) -> Run
         The place, or None where rank 0 could not write there; training goes on without us.
 
     """
-    wanted = os.fspath(dirpath or trainer.log_dir or trainer.default_root_dir)
+    # What a logger of anybody's calls its directory may be no path at all.
+    wanted = os.fspath(dirpath) if dirpath else str(trainer.log_dir or trainer.default_root_dir)
     if is_url(wanted) and (path := url_path(wanted)) is not None:
         wanted = path
     place: RunPlace | None = None

@@ -212,20 +212,16 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Host") not in self.server.hosts:
             self._refuse(HTTPStatus.FORBIDDEN)
             return
-        path = urlsplit(self.path).path
-        if (made := self.server.made(path)) is not None:
-            self._send(*made)
-            return
         try:
+            path = urlsplit(self.path).path
+            if (made := self.server.made(path)) is not None:
+                self._send(*made)
+                return
             found = self.server.find(path)
-        except ValueError:
-            found = None
-        if found is None:
-            self._refuse(HTTPStatus.NOT_FOUND)
-            return
-        try:
-            stream = found.open("rb")
-        except OSError:
+            stream = None if found is None else found.open("rb")
+        except (OSError, ValueError):  # no file can have such a name, or this one cannot be read
+            found = stream = None
+        if found is None or stream is None:
             self._refuse(HTTPStatus.NOT_FOUND)
             return
         with stream, contextlib.suppress(ConnectionError, TimeoutError):

@@ -23,7 +23,7 @@ from lightning_memprof.artifacts.series import parse_pulse_row
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from lightning_memprof.analysis.rows import Row
+    from lightning_memprof.analysis.rows import ManifestRows, Row
 
 __all__ = ["FoundRun", "RunList", "revision"]
 
@@ -82,7 +82,7 @@ class RunList:
         self._looked_at = -math.inf
         self._found: dict[str, FoundRun] = {}
         self._is_cut = False
-        self._rows: OrderedDict[Path, tuple[tuple[int, int], list[Row]]] = OrderedDict()
+        self._rows: OrderedDict[Path, tuple[tuple[int, int], ManifestRows]] = OrderedDict()
 
     def look(self) -> list[FoundRun]:
         """Return all runs, the latest made last."""
@@ -140,7 +140,7 @@ class RunList:
             "revision": revision(found),
         }
 
-    def _manifest(self, found: FoundRun, rank: int) -> list[Row]:
+    def _manifest(self, found: FoundRun, rank: int) -> ManifestRows:
         path = found.directory / manifest_name(rank)
         state = _state_of(path)
         with self._lock:
@@ -264,7 +264,7 @@ def _steps_so_far(found: FoundRun, rank: int) -> int | None:
     return 0
 
 
-def _windows(rows: list[Row]) -> list[dict[str, Any]]:
+def _windows(rows: ManifestRows) -> list[dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
     for row in rows_of(rows, "window"):
         index = whole(row, "window")

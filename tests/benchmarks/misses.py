@@ -10,10 +10,11 @@ if TYPE_CHECKING:
     from measured import table
     from tests.benchmarks.aims import Aim
     from tests.benchmarks.figures import Stretches
-    from tests.benchmarks.workload import Fit, Spent
+    from tests.benchmarks.profiles import Spent
+    from tests.benchmarks.workload import Fit
 else:
     from figures import Stretches
-    from workload import Spent
+    from profiles import Spent
 
     from measured import table
 

@@ -1,6 +1,6 @@
 """All benchmarks, one after the other: what `make bench` runs.
 
-    python tests/benchmarks/run.py                       everything, about half an hour on a quiet machine
+    python tests/benchmarks/run.py                       everything, about an hour on a quiet machine
     python tests/benchmarks/run.py --quick               small and once, some minutes; a trial: nothing is written
     python tests/benchmarks/run.py --only fits growth
 

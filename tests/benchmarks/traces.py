@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import os
 import re
 import subprocess
 import sys
@@ -28,62 +29,24 @@ if TYPE_CHECKING:
 
     from measured import table
     from tests.benchmarks import merge, part
+    from tests.benchmarks.analyses import PROGRAMS, RESIDENT
 else:
     # This script's directory is on the path and the repository's root is not: the installed package is measured.
     import merge
     import part
+    from analyses import PROGRAMS, RESIDENT
 
     from measured import table
 
-# Each prints seconds of CPU, how many events it saw, and MiB of the largest resident size.
-FRAME = """
-import os, sys, time
-path = sys.argv[1]
-{setup}
-begun = time.process_time()
-{work}
-print(time.process_time() - begun, {events}, end=" ")
-"""
-# The resident size of `getrusage` begins with that of the process that started this one.
-RESIDENT = """
-for line in open("/proc/self/status"):
-    if line.startswith("VmHWM"):
-        print(int(line.split()[1]) / 1024)
-"""
-TELL = """
-def tell(done, of):
-    print(f"\\r{100 * done / of:5.1f} %", end="", file=sys.stderr)
-"""
-PROGRAMS = {
-    "decode": FRAME.format(
-        setup="from pathlib import Path\nfrom lightning_memprof.analysis.trace_columns import read_columns" + TELL,
-        work="found = read_columns(Path(path), tell)",
-        events="found.events",
-    ),
-    "ours": FRAME.format(
-        setup="from pathlib import Path\nfrom lightning_memprof.analysis.trace_report import trace_report" + TELL,
-        work="found = trace_report(Path(path), tell)",
-        events="found.events",
-    ),
-    "hta": FRAME.format(
-        setup="import logging; logging.disable()\nfrom hta.trace_analysis import TraceAnalysis",
-        work="found = TraceAnalysis(trace_files={0: path}, trace_dir=os.path.dirname(path))\n"
-        "found.get_temporal_breakdown(visualize=False)\n"
-        "found.get_comm_comp_overlap(visualize=False)\n"
-        "found.get_idle_time_breakdown(ranks=[0], visualize=False)",
-        events="0",
-    ),
-    "tensorboard": FRAME.format(
-        setup="import logging; logging.disable()\nfrom torch_tb_profiler.profiler.data import RunProfileData",
-        work="RunProfileData.parse('worker0', None, path, os.path.dirname(path))",
-        events="0",
-    ),
-}
 PEERS: Final = {"hta": "HolisticTraceAnalysis", "tensorboard": "torch-tb-profiler"}
 SAYS: Final = {"decode": "decoding to columns", "ours": "the whole analysis", **PEERS}
 # `make bench` installs the peers beside the tests' environment, whose torch they use.
 PEERS_PYTHON: Final = Path(sys.prefix) / "peers" / "bin" / "python"
 MIB: Final = 1 << 20
+LEAST_RATE: Final = {"decode": 200, "ours": 100}
+# Of a small file the first calls are most of the time.
+LEAST_BYTES: Final = 49 * part.MB
+PROFILED_FUNCTIONS: Final = 8
 NUMBERS = re.compile(rb'("ts": *|"correlation": *)(\d+)')
 
 
@@ -133,7 +96,7 @@ class Run(NamedTuple):
 def measure(python: str, name: str, trace: Path) -> Run | None:
     """Run one program; return None where it cannot run, and say why."""
     begun = subprocess.run([python, "-c", RESIDENT], check=True, capture_output=True, text=True)
-    program = [python, "-c", PROGRAMS[name] + RESIDENT, str(trace)]
+    program = [python, "-c", PROGRAMS[name].timed, str(trace)]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
     if done.returncode:
         print(f"{name:12} does not run: {done.stderr.strip().splitlines()[-1]}")
@@ -189,10 +152,9 @@ def fragment(found: Mapping[str, Sequence[Run]], size: int, *, trial: bool = Fal
 
 def targets(found: Mapping[str, Sequence[Run]], size: int) -> list[part.Target]:
     best = {name: min(run.seconds for run in runs) for name, runs in found.items()}
-    # Of a small file the first calls are most of the time.
-    judged = size >= 49 * part.MB
+    judged = size >= LEAST_BYTES
     verdicts = []
-    for name, least in (("decode", 200), ("ours", 100)):
+    for name, least in LEAST_RATE.items():
         rate = size / best[name] / part.MB if name in best else None
         shown = f"{rate:.0f} MB/s" if rate else "not measured"
         met = rate >= least if rate and judged else None
@@ -207,6 +169,27 @@ def targets(found: Mapping[str, Sequence[Run]], size: int) -> list[part.Target]:
         shown = f"{max(run.resident for run in found['ours']) / MIB:.0f} MiB"
         verdicts.append(part.Target("resident: at most 64 MiB + 64 bytes an event", shown, beyond <= 64))
     return verdicts
+
+
+def slow(found: Mapping[str, Sequence[Run]], size: int) -> list[str]:
+    """Name our programs that miss their rate."""
+    rates = {name: size / min(run.seconds for run in found[name]) / part.MB for name in LEAST_RATE if name in found}
+    return [name for name, rate in rates.items() if size >= LEAST_BYTES and rate < LEAST_RATE[name]]
+
+
+def profile(name: str, trace: Path) -> str:
+    """Run one of our programs once more under a profile; the functions that took longest themselves, as Markdown."""
+    program = [sys.executable, "-c", PROGRAMS[name].profiled, str(trace)]
+    beside = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(program, capture_output=True, text=True, check=True, env=beside)
+    functions = sorted(json.loads(done.stdout.splitlines()[-1]), key=lambda one: one[2], reverse=True)
+    whole = sum(own for _, _, own, _ in functions)
+    rows = [
+        [f"`{function}`", f"{calls:,}", f"{1000 * own:.0f}", f"{own / whole:.0%}"]
+        for function, calls, own, _ in functions[:PROFILED_FUNCTIONS]
+    ]
+    headings = ["function", "calls", "ms, own", "of the whole"]
+    return f"Missed: {SAYS[name]}, once more with a profile.\n\n{table(headings, rows)}"
 
 
 def parse() -> argparse.Namespace:
@@ -235,9 +218,10 @@ def main() -> None:
             make(trace, size)
         size = trace.stat().st_size
         found = measured(trace, options)
-    if not found:
-        sys.exit("none of the programs ran")
-    body = fragment(found, size, trial=options.quick)
+        if not found:
+            sys.exit("none of the programs ran")
+        profiles = [profile(name, trace) for name in slow(found, size) if not options.quick]
+    body = "\n\n".join([fragment(found, size, trial=options.quick), *profiles])
     name = "traces-recorded" if options.trace else "traces"
     part.publish({name: body}, trial=options.quick, packages=versions(options.peers))
     if {"decode", "ours"} & set(options.only) - set(found):

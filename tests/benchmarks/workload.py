@@ -5,28 +5,24 @@ from __future__ import annotations
 import cProfile
 import gc
 import itertools
-import re
 import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
 
 if TYPE_CHECKING:
     from tests.benchmarks.networks import BLOCKS, ROWS, WIDTH, Batches, Network, Regression, workloads
+    from tests.benchmarks.profiles import Spent, spent
 else:
     from networks import BLOCKS, ROWS, WIDTH, Batches, Network, Regression, workloads
+    from profiles import Spent, spent
 
-__all__ = [
-    "BLOCKS", "ROWS", "WIDTH", "Batches", "Clock", "Fit", "Job", "Network", "Regression", "Spent", "Times", "fit",
-    "spent",
-]  # fmt: skip
-
-ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
+__all__ = ["BLOCKS", "ROWS", "WIDTH", "Batches", "Clock", "Fit", "Job", "Network", "Regression", "Times", "fit"]
 
 
 class Clock:
@@ -109,15 +105,6 @@ class Times:
     @property
     def fit(self) -> float:
         return self.start + sum(self.steps) + self.end
-
-
-@dataclass(frozen=True)
-class Spent:
-    """What the profile says of one function: calls, and seconds in it without and with what it calls."""
-
-    calls: int
-    own: float
-    whole: float
 
 
 @dataclass(frozen=True)
@@ -251,33 +238,6 @@ def measured(name: str, clock: Clock, train: Callable[[], Any], watch: StopWatch
         0.0 if watch is None else watch.seconds - stopped,
         profile=spent(clock.profile),
     )
-
-
-def spent(profile: cProfile.Profile) -> dict[str, Spent]:
-    """Give a profile by function, without the machine's own directories and addresses."""
-    found: dict[str, Spent] = {}
-    for entry in profile.getstats():
-        code = entry.code
-        # Built-in names hold addresses, which differ from process to process.
-        name = (
-            ADDRESS.sub("", code)
-            if isinstance(code, str)
-            else f"{_short(code.co_filename)}:{code.co_firstlineno} {code.co_name}"
-        )
-        before = found.get(name, Spent(0, 0.0, 0.0))
-        found[name] = Spent(
-            before.calls + entry.callcount, before.own + entry.inlinetime, before.whole + entry.totaltime
-        )
-    return found
-
-
-def _short(path: str) -> str:
-    parts = Path(path).parts
-    for anchor in ("site-packages", "lightning_memprof", "benchmarks"):
-        if anchor in parts:
-            at = len(parts) - 1 - parts[::-1].index(anchor)
-            return "/".join(parts[at + (anchor == "site-packages") :])
-    return "/".join(parts[-2:])
 
 
 def _children() -> float:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -54,6 +55,20 @@ def test_a_path_of_ones_own_kind_is_taken_for_what_it_says(tmp_path: Path) -> No
     trainer(tmp_path, MemProfilerCallback(output=Output(dirpath=place)), profiler=profiler).fit(Perceptron(), loader())
     assert traces(tmp_path / "elsewhere")
     assert only_run(tmp_path / "elsewhere").is_dir()
+
+
+def test_a_logger_whose_directory_is_no_path_stops_nothing(tmp_path: Path) -> None:
+    class Said:
+        def __str__(self) -> str:
+            return str(tmp_path / "said")
+
+    class Mine(DummyLogger):
+        @property
+        def save_dir(self) -> Any:
+            return Said()
+
+    trainer(tmp_path, MemProfilerCallback(), logger=Mine()).fit(Perceptron(), loader())
+    assert only_run(tmp_path / "said").is_dir()
 
 
 def test_alone_it_records_its_own_schedule_and_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from soak_judge import Soaked, soaked
+
+# The soak is a script: its directory is on the path while it runs.
+sys.path.append(str(Path(__file__).parents[1] / "torture"))
+
+if TYPE_CHECKING:
+    from tests.torture import soak
+else:
+    import soak
 
 
 @pytest.mark.slow
@@ -25,3 +35,14 @@ def test_what_grows_is_found() -> None:
         for window in range(40)
     ]  # fmt: skip
     assert len(Soaked(grown).faults(resident=True)) == 5
+
+
+def test_each_fit_has_its_column_and_one_has_all_free_memory_touched() -> None:
+    line = {"step": 10, "bytes": 7, "handles": 1, "threads": 1, "window_files": 1, "window_bytes": 1, "other_bytes": 1}
+    shown = soak.page({fit: Soaked([line] * 15) for fit in soak.FITS}, 10, ["rss grows"])
+    (head,) = [row for row in shown.splitlines() if row.startswith("| a window more")]
+    assert [fit.name for fit in soak.FITS] == [cell.strip() for cell in head.strip("|").split("|")][1:]
+    assert "- **red**: rss grows" in shown
+    assert [fit.name for fit in soak.FITS if "MALLOC_PERTURB_" in fit.environment] == [
+        "lightning-memprof, free memory touched"
+    ]

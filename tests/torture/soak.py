@@ -1,7 +1,9 @@
 """Does anything grow in a long fit? ``python tests/torture/soak.py [--steps N] [--every N] [--quick]``.
 
 20,000 steps with a window every 100: with this package, with torch.profiler by hand and the same windows, and bare.
-The exit code is 1 where something of the first grows.
+Once more with this package, the C library touches all memory that it hands out or takes back (MALLOC_PERTURB_): what
+the resident size grows by then is no page that was free since the first windows. The exit code is 1 where something of
+the first grows.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -29,11 +31,32 @@ STEPS, EVERY = 20_000, 100
 QUICK_STEPS: Final = 3000
 # Ten windows are not judged, and a slope needs some more; a window has three steps and some wait before it.
 LEAST_WINDOWS, LEAST_EVERY = 15, 5
-# By what soaked_fit.py calls a fit, how the head of the table begins.
-FITS: Final = {"ours": "", "plain": "torch.profiler by hand: ", "bare": "bare: "}
 
 
-def watch(directory: Path, steps: int, every: int, how: str) -> Soaked:
+@dataclass(frozen=True)
+class Fit:
+    """A fit that is watched: what soaked_fit.py calls it, its name, whether free memory is touched."""
+
+    how: str
+    name: str
+    touched: bool = False
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables of its process."""
+        return environment() | ({"MALLOC_PERTURB_": "1"} if self.touched else {})
+
+
+JUDGED: Final = Fit("ours", "lightning-memprof")
+FITS: Final = (
+    JUDGED,
+    Fit("ours", "lightning-memprof, free memory touched", touched=True),
+    Fit("plain", "torch.profiler by hand"),
+    Fit("bare", "bare"),
+)
+
+
+def watch(directory: Path, steps: int, every: int, fit: Fit) -> Soaked:
     """Run one fit with a bar.
 
     Raises:
@@ -42,11 +65,11 @@ def watch(directory: Path, steps: int, every: int, how: str) -> Soaked:
     """
     lines = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    asked = command(directory / how, steps, every, how)
+    asked = command(directory, steps, every, fit.how)
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(f"soak, {how}", total=steps // every)
+        task = bar.add_task(f"soak: {fit.name}", total=steps // every)
         with subprocess.Popen(
-            asked, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            asked, env=fit.environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         ) as process:
             for line in process.stdout or ():
                 if line.startswith("{"):
@@ -57,13 +80,15 @@ def watch(directory: Path, steps: int, every: int, how: str) -> Soaked:
     return Soaked(lines)
 
 
-def page(fits: Mapping[str, Soaked], every: int, faults: Sequence[str]) -> str:
+def page(fits: Mapping[Fit, Soaked], every: int, faults: Sequence[str]) -> str:
     """Give the table and what is judged."""
 
+    def cell(one: Soaked, column: str, unit: str) -> str:
+        slope = f"{round(one.slope(column)):+,} {unit}".rstrip()
+        return "{} ({:,} to {:,})".format(slope, *one.spread(column))
+
     def row(what: str, column: str, unit: str) -> tuple[str, ...]:
-        slopes = [f"{one.slope(column):+,.0f} {unit}".rstrip() for one in fits.values()]
-        ranges = ["{:,} to {:,}".format(*one.spread(column)) for one in fits.values()]
-        return (what, *chain.from_iterable(zip(slopes, ranges, strict=True)))
+        return (what, *(cell(one, column, unit) for one in fits.values()))
 
     rows = [
         row("resident size", "bytes", "B"),
@@ -73,12 +98,12 @@ def page(fits: Mapping[str, Soaked], every: int, faults: Sequence[str]) -> str:
         row("size of the files of windows", "window_bytes", "B"),
         row("size of the files that grow by lines", "other_bytes", "B"),
     ]
-    named = (f"{name}{what}" for name in FITS.values() for what in ("a window more", "least to most"))
-    lines = fits["ours"].lines
+    head = ("a window more, after the tenth (least to most)", *(fit.name for fit in fits))
+    lines = fits[JUDGED].lines
     steps = lines[-1]["step"] + every // 2
     said = f"{steps:,} steps, {len(lines)} windows, one every {every} steps, of which 5 are kept."
     judged = "\n".join(f"- **red**: {one}" for one in faults) or "Nothing grows beyond its bound."
-    return f"{said}\n\n{measured.table(('after the tenth window', *named), rows)}\n\n{judged}"
+    return f"{said}\n\n{measured.table(head, rows)}\n\n{judged}"
 
 
 def main() -> int:
@@ -97,8 +122,8 @@ def main() -> int:
         )
     steps = QUICK_STEPS if options.quick else options.steps
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
-        fits = {how: watch(Path(directory), steps, options.every, how) for how in FITS}
-    faults = fits["ours"].faults(resident=not options.quick)
+        fits = {fit: watch(Path(directory, str(row)), steps, options.every, fit) for row, fit in enumerate(FITS)}
+    faults = fits[JUDGED].faults(resident=not options.quick)
     body = page(fits, options.every, faults)
     print(body)
     if options.quick:

@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
 if TYPE_CHECKING:
-    from tests.benchmarks import aims, bench, configurations, figures, measuring, misses, pair, told, workload
+    from tests.benchmarks import aims, bench, configurations, figures, measuring, misses, pair, profiles, told, workload
 else:
     import aims
     import bench
@@ -24,6 +24,7 @@ else:
     import measuring
     import misses
     import pair
+    import profiles
     import told
     import workload
 
@@ -108,7 +109,7 @@ def test_the_page_begins_with_what_the_defaults_cost_on_each_workload():
 
 
 def test_a_profile_shows_what_took_longer_without_addresses_and_says_when_a_fit_was_shorter():
-    spent = workload.Spent
+    spent = profiles.Spent
     ours = replace(fit("default"), profile={"slower": spent(2, 0.003, 0.003), "faster": spent(1, 0.001, 0.001)})
     bare = replace(fit("bare"), profile={"slower": spent(2, 0.001, 0.001), "faster": spent(1, 0.005, 0.005)})
     shown = misses.text(misses.Miss("gpt", "default", "active"), ours, bare, 2)
@@ -120,7 +121,7 @@ def test_a_profile_shows_what_took_longer_without_addresses_and_says_when_a_fit_
     object.__new__(object)
     profile.disable()
     assert any("0x" in str(entry.code) for entry in profile.getstats())
-    assert "<built-in method __new__ of type object>" in workload.spent(profile)
+    assert "<built-in method __new__ of type object>" in profiles.spent(profile)
 
 
 def test_a_trial_judges_nothing_and_profiles_nothing(monkeypatch, tmp_path, capsys):

@@ -15,6 +15,7 @@ from lightning_memprof.analysis.module_stacks import ModuleStacks
 from lightning_memprof.analysis.oom import Autopsy, autopsies, autopsy
 from lightning_memprof.analysis.oom_events import OomEvent, oom_events
 from lightning_memprof.analysis.oom_snapshot import snapshot_memory
+from lightning_memprof.analysis.rows import ManifestRows
 from lightning_memprof.analysis.run import load_run
 from lightning_memprof.artifacts.sink import RunPlace, Sink
 from lightning_memprof.testing import make_run
@@ -391,11 +392,12 @@ def test_where_the_file_is_damaged_the_manifests_rows_are_left(tmp_path: Path, f
     assert found.next_steps
 
 
-@pytest.mark.parametrize("name", ["../elsewhere.pickle", "/etc/passwd", "gone.pickle", "", 3])
+@pytest.mark.parametrize("name", ["../elsewhere.pickle", "/etc/passwd", "gone.pickle", "", 3, "a" * 300])
 def test_a_snapshot_is_looked_for_in_the_run_directory_only(tmp_path: Path, name: Any) -> None:
     (tmp_path / "elsewhere.pickle").write_bytes(b"")
     (tmp_path / "run").mkdir()
-    (event,) = oom_events(tmp_path / "run", 0, [{"kind": "oom", "number": 0, "snapshot": name}])
+    rows = ManifestRows([{"kind": "oom", "number": 0, "snapshot": name}])
+    (event,) = oom_events(tmp_path / "run", 0, rows)
     assert event.snapshot is None
 
 

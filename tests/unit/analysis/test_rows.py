@@ -30,12 +30,14 @@ def test_a_damaged_row_removes_nothing(damage: dict[str, Any]) -> None:
 
 
 def test_what_a_budget_left_out_is_a_note() -> None:
-    rows: list[dict[str, Any]] = [
-        {"kind": "note", "collector": "schedule", "message": "late"},
-        {"kind": "budget", "window": 1, "level": "no_stack", "active_steps": None, "reason": "r1"},
-        {"kind": "budget", "window": 2, "level": "active_steps", "active_steps": 1, "reason": "r2"},
-        removed(0, "a"),
-    ]
+    rows = ManifestRows(
+        [
+            {"kind": "note", "collector": "schedule", "message": "late"},
+            {"kind": "budget", "window": 1, "level": "no_stack", "active_steps": None, "reason": "r1"},
+            {"kind": "budget", "window": 2, "level": "active_steps", "active_steps": 1, "reason": "r2"},
+            removed(0, "a"),
+        ]
+    )
     assert noted(rows) == [
         ("schedule", "late"),
         ("budget", "from window 1 on traces have no Python stacks: r1"),

@@ -106,7 +106,9 @@ def test_a_torn_last_line_of_the_manifest_is_named_and_costs_nothing_else(tmp_pa
     with manifest.open("ab") as file:
         file.write(b'{"kind":"artifact","path":"tra')
     run = load_run(directory)
-    assert [problem.message for problem in run.problems] == ["its last line is torn: the process died while it wrote"]
+    assert [problem.message for problem in run.problems] == [
+        "its last line is torn: it is being written, or the process died while it wrote"
+    ]
     assert run.status == "finished"
 
 
@@ -140,6 +142,18 @@ def test_a_pulse_with_foreign_columns_is_a_problem_and_no_data(tmp_path: Path) -
     run = load_run(directory)
     assert run.lead.pulse == ()
     assert any("columns" in problem.message for problem in run.problems)
+
+
+@pytest.mark.parametrize("path", ["/" + "a" * 300, "a" * 300, "memprofiler/window000/" + "a" * 300])
+def test_a_listed_name_that_is_too_long_for_a_file_is_a_problem_and_hides_nothing(tmp_path: Path, path: str) -> None:
+    directory = make_run(tmp_path)
+    manifest = ManifestWriter(directory / "manifest.rank00000.jsonl")
+    manifest.append("artifact", collector="hooks", type="series", path=path, size_bytes=1, window=0)
+    manifest.close()
+    run = load_run(directory)
+    named = {problem.piece: problem.message for problem in run.problems}
+    assert named == {path: "points out of the run's directory or cannot be looked at, and is not read"}
+    assert run.artifacts
 
 
 def test_missing_and_torn_artifacts_are_named(tmp_path: Path) -> None:

@@ -223,6 +223,11 @@ def test_typical_steps_are_those_that_the_statistics_rest_on(tmp_path: Path) -> 
     assert statistics.between_ns == statistics.breakdown_ns["other"]
 
 
+def test_the_typical_steps_of_a_rank_are_found_once(tmp_path: Path) -> None:
+    rank = load_run(make_run(tmp_path)).lead
+    assert rank.typical_steps is rank.typical_steps
+
+
 def test_the_devices_clock_has_callbacks_within_other_only(tmp_path: Path) -> None:
     statistics = pulse_statistics(load_run(make_run(tmp_path, FakeRun(device_bytes=lambda _: MIB))).lead)
     assert statistics is not None

@@ -11,7 +11,11 @@ from lightning_memprof.cli.own_files import is_one_of
 from lightning_memprof.testing import make_run
 
 
-@pytest.mark.parametrize("path", ["zero\x00byte", "loop"])
+@pytest.mark.parametrize(
+    "path",
+    ["zero\x00byte", "loop", "a" * 300, "memprofiler/window000/" + "a" * 300],
+    ids=["zero", "loop", "long", "file"],
+)
 @pytest.mark.parametrize("command", ["merge", "report", "export"])
 def test_a_listed_path_that_cannot_be_a_file_does_not_stop_a_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, path: str

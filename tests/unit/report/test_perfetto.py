@@ -48,7 +48,17 @@ def test_with_a_native_trace_processor_the_page_may_speak_to_it_and_the_trace_is
 
 
 @pytest.mark.parametrize(
-    "path", ["/../viewer.py", "/%2e%2e/viewer.py", "//etc/passwd", "/nothing", "/%00", "/service_worker.js"]
+    "path",
+    [
+        "/../viewer.py",
+        "/%2e%2e/viewer.py",
+        "//etc/passwd",
+        "/nothing",
+        "/%00",
+        "/service_worker.js",
+        "/" + "a" * 9000,
+        "//[a",
+    ],
 )
 def test_nothing_but_the_page_is_given(trace: Path, path: str) -> None:
     with serve_trace(trace) as served:
