@@ -26,9 +26,9 @@ from lightning_memprof.report.words import about, clean, cost, ending, file_rows
 from lightning_memprof.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from rich.console import RenderableType
+    from rich.console import ConsoleOptions, RenderableType
 
     from lightning_memprof.report.files_view import FilesView
     from lightning_memprof.report.view import RankView, View
@@ -71,12 +71,12 @@ MAX_FINDINGS: Final = 8
 
 def print_view(view: View, file: TextIO | None = None) -> None:
     """Print a view to ``file``, standard output where it is None; without colours where that is no terminal."""
-    render(view, Console(file=file or sys.stdout))
+    render(view, _console(file))
 
 
 def print_files(view: FilesView, file: TextIO | None = None) -> None:
     """Print a view of traces and snapshots, as :func:`print_view` does a run's."""
-    render_files(view, Console(file=file or sys.stdout))
+    render_files(view, _console(file))
 
 
 def render(view: View, console: Console) -> None:
@@ -85,29 +85,38 @@ def render(view: View, console: Console) -> None:
     Text from outside (names of modules, paths, messages) is shown as it is: it is never read as markup, and its control
     characters are made visible.
     """
-    _write(console, lambda: _print_page(view, console))
+    _write(console, _page(view, console))
 
 
 def render_files(view: FilesView, console: Console) -> None:
     """Print a view of traces and snapshots; text from outside as in :func:`render`."""
-    _write(console, lambda: _print_files(view, console))
+    _write(console, _files_page(view, console))
 
 
-def _write(console: Console, print_page: Callable[[], None]) -> None:
-    # Written by us: where the reader of a pipe has gone, rich would end the process.
+def _console(file: TextIO | None) -> Console:
+    console = Console(file=file or sys.stdout)
+    # Otherwise rich asks the environment for it hundreds of times a page, a fifth of the time that the page takes.
+    console.size = console.size
+    return console
+
+
+def _write(console: Console, page: Iterable[Segment]) -> None:
+    # Written by us: where the reader of a pipe has gone, rich would end the process. Printed at once: a print of each
+    # line takes as long as making them.
     with console.capture() as captured:
-        print_page()
-    page = captured.get()
+        console.print(Segments(page), end="", soft_wrap=True)
+    text = captured.get()
     if console.options.ascii_only:
         # Rich would raise on the first character that the terminal's encoding does not have.
         encoding = console.encoding
-        page = page.translate(ASCII).encode(encoding, "backslashreplace").decode(encoding)
-    console.file.write(page)
+        text = text.translate(ASCII).encode(encoding, "backslashreplace").decode(encoding)
+    console.file.write(text)
     console.file.flush()
 
 
-def _print_page(view: View, console: Console) -> None:
+def _page(view: View, console: Console) -> Iterator[Segment]:
     width = min(console.width, WIDTH)
+    narrow = _options(console, width)
     parts: list[RenderableType] = [_verdict(view), Text(), _about(view), Text(), *_ooms(view)]
     parts += _steps(view, console, width)
     if len(view.ranks) > 1:
@@ -121,45 +130,50 @@ def _print_page(view: View, console: Console) -> None:
     for lines in filter(None, (events_lines(view, width), throughput_lines(view, width), system_lines(view, width))):
         parts += [Text(), *(Text.assemble(*line) for line in lines)]
     for part in (*parts, Text()):
-        _print(part, console, width)
-    _print(_files(view), console, min(console.width, FILES_WIDTH))
+        yield from _lines(part, console, narrow)
+    yield from _lines(_files(view), console, _options(console, FILES_WIDTH))
     for section in (_named(view), _trouble(view), _cost(view)):
         if section is not None:
-            _print(Text(), console, width)
-            _print(section, console, width)
-    _print(Text(), console, width)
-    _print_commands(view, console, width)
+            yield from _lines(Text(), console, narrow)
+            yield from _lines(section, console, narrow)
+    yield from _lines(Text(), console, narrow)
+    yield from _commands(view, console, width)
 
 
-def _print_files(view: FilesView, console: Console) -> None:
+def _files_page(view: FilesView, console: Console) -> Iterator[Segment]:
     width = min(console.width, WIDTH)
+    narrow = _options(console, width)
     parts: list[RenderableType] = [_verdict(view)]
     for lines in file_sections(view, width, ascii_only=console.options.ascii_only):
         parts += [Text(), *(Text.assemble(*line) for line in lines)]
     for part in (*parts, Text()):
-        _print(part, console, width)
-    _print(_file_rows(files_rows(view)), console, min(console.width, FILES_WIDTH))
+        yield from _lines(part, console, narrow)
+    yield from _lines(_file_rows(files_rows(view)), console, _options(console, FILES_WIDTH))
     if view.problems:
         table = _labelled()
         for problem in view.problems:
             table.add_row(
                 Text("damaged", TROUBLE_STYLES["damaged"]), Text(clean(f"{problem.piece}: {problem.message}"))
             )
-        _print(Text(), console, width)
-        _print(table, console, width)
-    _print(Text(), console, width)
-    _print_commands(view, console, width)
+        yield from _lines(Text(), console, narrow)
+        yield from _lines(table, console, narrow)
+    yield from _lines(Text(), console, narrow)
+    yield from _commands(view, console, width)
 
 
-def _print(part: RenderableType, console: Console, width: int) -> None:
-    """Print without the blanks with which tables fill their lines."""
-    options = console.options.update(width=width, highlight=False, markup=False)
+def _options(console: Console, width: int) -> ConsoleOptions:
+    return console.options.update(width=min(console.width, width), highlight=False, markup=False)
+
+
+def _lines(part: RenderableType, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+    """Yield lines without the blanks with which tables fill them."""
     for line in console.render_lines(part, options, pad=False):
         while line and not line[-1].text.rstrip():
             line.pop()
         if line:
             line[-1] = Segment(line[-1].text.rstrip(), line[-1].style)
-        console.print(Segments([*line, Segment.line()]), end="")
+        yield from line
+        yield Segment.line()
 
 
 def _verdict(view: View | FilesView) -> Table:
@@ -361,14 +375,15 @@ def _cost(view: View) -> Table | None:
     return table
 
 
-def _print_commands(view: View | FilesView, console: Console, width: int) -> None:
-    """Print what to type next; a path is never broken, so that it can be copied."""
+def _commands(view: View | FilesView, console: Console, width: int) -> Iterator[Segment]:
+    """Yield what to type next; a path is never broken, so that it can be copied."""
+    whole = console.options.update(no_wrap=True, overflow="ignore")
     for index, command in enumerate(view.commands):
         line = Text.assemble((f"{'' if index else 'type':<{LABEL_WIDTH + 2}}", "bold"))
         whole_line = clean(str(command))
         if len(line) + len(whole_line) > width:
             whole_line = f"{clean(command.program)} \\\n{'':<{LABEL_WIDTH + 4}}{clean(command.arguments)}"
-        console.print(line.append(whole_line, "cyan"), soft_wrap=True)
+        yield from console.render(line.append(whole_line, "cyan"), whole)
 
 
 def _labelled() -> Table:

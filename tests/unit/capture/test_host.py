@@ -4,11 +4,16 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, ClassVar
 
 import psutil
 import pytest
 
+from lightning_memprof import Collector, RunContext, Window
 from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.host import HostMemory, ResidentSize, peak_rss_bytes
 from lightning_memprof.schedule import Point, Schedule
@@ -90,3 +95,28 @@ def test_every_mark_has_sizes_and_only_the_end_of_the_window_the_unique_one(tmp_
         assert (row["uss_bytes"] is not None) == ((row["step"], row["point"]) == (3, "step_end"))
         assert row["recorded"] == (row["step"] > 1)
     assert [row["time_ns"] for row in rows] == sorted(row["time_ns"] for row in rows)
+
+
+def test_the_unique_size_is_read_while_the_others_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = threading.Event()
+    others: list[bool] = []
+
+    class Saving(Collector):
+        name: ClassVar[str] = "saving"
+
+        @contextmanager
+        def record(self, run: RunContext, window: Window) -> Iterator[None]:
+            yield
+            saved.set()
+
+    read = psutil.Process.memory_full_info
+
+    def slow(process: psutil.Process) -> Any:
+        others.append(saved.wait(5))
+        return read(process)
+
+    monkeypatch.setattr(psutil.Process, "memory_full_info", slow)
+    with context(tmp_path) as run, session(run, Schedule(), [HostMemory(), Saving()]) as made:
+        drive(made, range(6))
+    assert others == [True]
+    assert read_series(tmp_path / "memprofiler/window000/rank00000.host.jsonl")[-1]["uss_bytes"] > MIB
