@@ -32,7 +32,7 @@ __all__ = ["Artifact", "ArtifactType", "RunPlace", "SeriesWriter", "Sink", "clai
 
 ArtifactType = Literal["series", "trace", "table", "snapshot", "blob", "pulse"]
 
-_DIGEST_CHUNK: Final = 1 << 20
+_DIGEST_CHUNK: Final = 1 << 16
 # Windows whose files are still being written; with one more the disk would fill faster than it is written.
 _MOST_WAITING: Final = 2
 
@@ -290,7 +290,10 @@ class Sink:
 
 def _digest(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_DIGEST_CHUNK):
-            digest.update(chunk)
+    # A read takes as much from the heap as it may return. A large one lands somewhere else every time, and what it
+    # writes there is resident from then on.
+    chunk = memoryview(bytearray(_DIGEST_CHUNK))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(chunk):
+            digest.update(chunk[:size])
     return digest.hexdigest()
