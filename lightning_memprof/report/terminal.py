@@ -129,14 +129,12 @@ def _page(view: View, console: Console) -> Iterator[Segment]:
         parts += [Text(), *(Text.assemble(*line) for line in lines)]
     for lines in filter(None, (events_lines(view, width), throughput_lines(view, width), system_lines(view, width))):
         parts += [Text(), *(Text.assemble(*line) for line in lines)]
-    for part in (*parts, Text()):
-        yield from _lines(part, console, narrow)
-    yield from _lines(_files(view), console, _options(console, FILES_WIDTH))
+    yield from _lines(console, narrow, *parts, Text())
+    yield from _lines(console, _options(console, FILES_WIDTH), _files(view))
     for section in (_named(view), _trouble(view), _cost(view)):
         if section is not None:
-            yield from _lines(Text(), console, narrow)
-            yield from _lines(section, console, narrow)
-    yield from _lines(Text(), console, narrow)
+            yield from _lines(console, narrow, Text(), section)
+    yield from _lines(console, narrow, Text())
     yield from _commands(view, console, width)
 
 
@@ -146,18 +144,16 @@ def _files_page(view: FilesView, console: Console) -> Iterator[Segment]:
     parts: list[RenderableType] = [_verdict(view)]
     for lines in file_sections(view, width, ascii_only=console.options.ascii_only):
         parts += [Text(), *(Text.assemble(*line) for line in lines)]
-    for part in (*parts, Text()):
-        yield from _lines(part, console, narrow)
-    yield from _lines(_file_rows(files_rows(view)), console, _options(console, FILES_WIDTH))
+    yield from _lines(console, narrow, *parts, Text())
+    yield from _lines(console, _options(console, FILES_WIDTH), _file_rows(files_rows(view)))
     if view.problems:
         table = _labelled()
         for problem in view.problems:
             table.add_row(
                 Text("damaged", TROUBLE_STYLES["damaged"]), Text(clean(f"{problem.piece}: {problem.message}"))
             )
-        yield from _lines(Text(), console, narrow)
-        yield from _lines(table, console, narrow)
-    yield from _lines(Text(), console, narrow)
+        yield from _lines(console, narrow, Text(), table)
+    yield from _lines(console, narrow, Text())
     yield from _commands(view, console, width)
 
 
@@ -165,9 +161,9 @@ def _options(console: Console, width: int) -> ConsoleOptions:
     return console.options.update(width=min(console.width, width), highlight=False, markup=False)
 
 
-def _lines(part: RenderableType, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+def _lines(console: Console, options: ConsoleOptions, *parts: RenderableType) -> Iterator[Segment]:
     """Yield lines without the blanks with which tables fill them."""
-    for line in console.render_lines(part, options, pad=False):
+    for line in (line for part in parts for line in console.render_lines(part, options, pad=False)):
         while line and not line[-1].text.rstrip():
             line.pop()
         if line:

@@ -1,6 +1,7 @@
 """One rank of the demo's model under DDP on gloo: ``python straggling_ranks.py DIRECTORY [slow=R] [steps=N]``.
 
-Every sample of the slow rank takes 50 ms more.
+Every sample of the slow rank takes as much more as its training step took, at least 50 ms: on a machine of any speed it
+is the straggler.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lightning_memprof.demo.model import GPTConfig
 from lightning_memprof.demo.train import LitGPT
 from training import trainer
 
-SLEEP_SECONDS = 0.05
+LEAST_SECONDS = 0.05
 
 
 class Bytes(Dataset[Any]):
@@ -30,13 +31,16 @@ class Bytes(Dataset[Any]):
         generator = torch.Generator().manual_seed(5)
         self._batches = torch.randint(0, 256, (batches, 2, context + 1), generator=generator)
         self._slow = slow
+        self._handed_out: float | None = None
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self._slow:
-            time.sleep(SLEEP_SECONDS)
+            now = time.monotonic()
+            time.sleep(max(LEAST_SECONDS, now - (self._handed_out or now)))
+            self._handed_out = time.monotonic()
         return self._batches[index, :, :-1], self._batches[index, :, 1:]
 
 
