@@ -16,7 +16,8 @@ from lightning_memprof.schedule import Point
 from lightning_memprof.units import KIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
 
     from lightning_memprof.capture.base import RunContext
     from lightning_memprof.schedule import Mark, Window
@@ -80,8 +81,8 @@ def _status() -> bytes:
 class HostMemory(Collector):
     """Resident, unique and virtual size of this process at every mark, and its peak so far.
 
-    The unique size (``uss_bytes``) walks the process's page tables, some 40 ms a GiB: it is read once a window, behind
-    its last step, by a thread, while the other collectors save what they have.
+    The unique size (``uss_bytes``) walks the process's page tables, some 40 to 70 ms a GiB: it is read once a window,
+    behind its last step, by a thread, while the other collectors save what they have.
     """
 
     name: ClassVar[str] = "host"
@@ -107,8 +108,17 @@ class HostMemory(Collector):
                 )
                 if is_last(mark):
                     unique = thread.submit(lambda: process.memory_full_info().uss)
-                    last.callback(lambda: row(uss_bytes=unique.result()))
+                    last.callback(_finish, row, unique)
                 else:
                     row(uss_bytes=None)
 
             yield sample
+
+
+def _finish(row: Callable[..., None], unique: Future[int]) -> None:
+    """Write the last row, without the unique size where it cannot be read."""
+    uss_bytes = None
+    try:
+        uss_bytes = unique.result()
+    finally:
+        row(uss_bytes=uss_bytes)

@@ -102,7 +102,7 @@ def _console(file: TextIO | None) -> Console:
 
 def _write(console: Console, page: Iterable[Segment]) -> None:
     # Written by us: where the reader of a pipe has gone, rich would end the process. Printed at once: a print of each
-    # line takes as long as making them.
+    # line takes half as long again as making them.
     with console.capture() as captured:
         console.print(Segments(page), end="", soft_wrap=True)
     text = captured.get()

@@ -19,6 +19,7 @@ from lightning_memprof.capture.host import HostMemory, ResidentSize, peak_rss_by
 from lightning_memprof.schedule import Point, Schedule
 from lightning_memprof.units import MIB
 from sessions import POINTS, context, drive, session
+from training import manifest
 
 PEAK = "from lightning_memprof.capture.host import peak_rss_bytes; print(peak_rss_bytes(0))"
 
@@ -120,3 +121,16 @@ def test_the_unique_size_is_read_while_the_others_save(tmp_path: Path, monkeypat
         drive(made, range(6))
     assert others == [True]
     assert read_series(tmp_path / "memprofiler/window000/rank00000.host.jsonl")[-1]["uss_bytes"] > MIB
+
+
+def test_a_unique_size_that_cannot_be_read_costs_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(process: psutil.Process) -> Any:
+        raise psutil.AccessDenied
+
+    monkeypatch.setattr(psutil.Process, "memory_full_info", refuse)
+    with context(tmp_path) as run, session(run, Schedule(), [HostMemory()]) as made:
+        drive(made, range(6))
+    last = read_series(tmp_path / "memprofiler/window000/rank00000.host.jsonl")[-1]
+    assert (last["step"], last["point"], last["uss_bytes"]) == (3, "step_end", None)
+    assert last["rss_bytes"] > MIB
+    assert [row["collector"] for row in manifest(run.sink.place.directory) if row["kind"] == "error"] == ["host"]
