@@ -8,7 +8,7 @@ from __future__ import annotations
 # `typing` alone is most of the time that importing this package takes.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.run import load_run
+    from lightning_memprof.analysis.run.load import load_run
     from lightning_memprof.capture.allocator_history import AllocatorHistory, start_memory_history
     from lightning_memprof.capture.allocator_stats import AllocatorStats
     from lightning_memprof.capture.anomalies import AllocatorRetries, Anomaly, MemoryGrowth, NearOOM, SlowStep
@@ -168,7 +168,7 @@ def _home(name: str) -> str | None:
         "UserHooks": "capture.forward_hooks",
         "Window": "schedule",
         "add_memprofiler_arguments": "integration.memprofiler_cli",
-        "load_run": "analysis.run",
+        "load_run": "analysis.run.load",
         "memprofilable": "capture.methods",
         "start_memory_history": "capture.allocator_history",
     }.get(name)

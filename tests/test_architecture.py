@@ -284,7 +284,7 @@ def test_import_loads_neither_torch_nor_lightning(module, run_python):
 
 
 @pytest.mark.parametrize(
-    "module", ["lightning_memprof.cli.main", "lightning_memprof.report", "lightning_memprof.analysis.run"]
+    "module", ["lightning_memprof.cli.main", "lightning_memprof.report", "lightning_memprof.analysis.run.load"]
 )
 def test_reading_works_where_torch_and_lightning_cannot_be_imported(module, run_python):
     blocked = "import sys; sys.modules.update(dict.fromkeys(['torch', 'lightning', 'pytorch_lightning']))"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Literal, get_args
 from jsonargparse import Namespace
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.compare_model import Side
+    from lightning_memprof.analysis.compare.model import Side
     from lightning_memprof.report.compare import Line
 
 __all__ = ["FORMATS", "CompareOptions", "compare"]
@@ -54,14 +54,14 @@ def compare(a: str, b: str, options: CompareOptions | None = None) -> int:
         ConfigError: they are of two kinds, or a limit is none.
 
     """
-    from lightning_memprof.analysis import compare as comparing
-    from lightning_memprof.analysis.limits import check, parse_limit
+    from lightning_memprof.analysis.compare.comparison import compare as compare_sides
+    from lightning_memprof.analysis.compare.limits import check, parse_limit
     from lightning_memprof.report.compare import comparison_document, comparison_lines, comparison_markdown
 
     options = options or CompareOptions()
     limits = [parse_limit(one) for one in options.fail_on]
     with _side(a) as before, _side(b) as after:
-        comparison = comparing.compare(before, after)
+        comparison = compare_sides(before, after)
     outcomes = [check(comparison, one) for one in limits]
     if options.format == "json":
         sys.stdout.write(json.dumps(comparison_document(comparison, outcomes), indent=2, allow_nan=False) + "\n")
@@ -75,10 +75,10 @@ def compare(a: str, b: str, options: CompareOptions | None = None) -> int:
 @contextmanager
 def _side(given: str) -> Iterator[Side]:
     """Read one of the two."""
-    from lightning_memprof.analysis.fetch import local_run
-    from lightning_memprof.analysis.run import load_run
-    from lightning_memprof.analysis.sides import run_side, snapshots_side, traces_side
-    from lightning_memprof.analysis.targets import find_targets
+    from lightning_memprof.analysis.compare.sides import run_side, snapshots_side, traces_side
+    from lightning_memprof.analysis.run.fetch import local_run
+    from lightning_memprof.analysis.run.load import load_run
+    from lightning_memprof.analysis.run.targets import find_targets
     from lightning_memprof.errors import ConfigError
 
     if "://" not in given:

@@ -17,8 +17,8 @@ from lightning_memprof.errors import ConfigError, ReportError
 from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.run import Run
-    from lightning_memprof.analysis.targets import Targets
+    from lightning_memprof.analysis.run.load import Run
+    from lightning_memprof.analysis.run.targets import Targets
     from lightning_memprof.report.export.stacks import Stack
     from lightning_memprof.report.export.tables import Table
 
@@ -116,9 +116,9 @@ def _of(source: _Source, options: ExportOptions) -> Quantity:
 
 @contextmanager
 def _source(target: str) -> Iterator[_Source]:
-    from lightning_memprof.analysis.fetch import local_run
-    from lightning_memprof.analysis.run import load_run
-    from lightning_memprof.analysis.targets import find_targets
+    from lightning_memprof.analysis.run.fetch import local_run
+    from lightning_memprof.analysis.run.load import load_run
+    from lightning_memprof.analysis.run.targets import find_targets
 
     if "://" not in target:
         targets: Targets = find_targets([Path(target)])
@@ -172,19 +172,19 @@ def _tables(source: _Source) -> Iterator[Table]:
     if source.traces and source.snapshots:
         raise ConfigError("traces and snapshots have tables of the same names: export the files of one kind at a time")
     if source.traces:
-        from lightning_memprof.analysis.trace_report import trace_report
+        from lightning_memprof.analysis.trace.report import trace_report
 
         yield from trace_tables([trace_report(path) for path in source.traces])
     if source.snapshots:
-        from lightning_memprof.analysis.snapshot_report import snapshot_report
+        from lightning_memprof.analysis.snapshot.report import snapshot_report
 
         yield from snapshot_tables([snapshot_report(path) for path in source.snapshots])
 
 
 def _write_snapshot(source: _Source, out: Path) -> None:
     """Write the last snapshot, or what the last trace with allocations knows of them."""
-    from lightning_memprof.analysis.memory_history import history_of_trace
-    from lightning_memprof.analysis.snapshot import load_snapshot
+    from lightning_memprof.analysis.memory.history import history_of_trace
+    from lightning_memprof.analysis.snapshot.reader import load_snapshot
     from lightning_memprof.report.export.memory_viz import viewable, write_snapshot
     from lightning_memprof.report.export.write import whole_file
 
@@ -206,7 +206,7 @@ def _write_snapshot(source: _Source, out: Path) -> None:
 
 
 def _write_stacks(source: _Source, options: ExportOptions, out: Path) -> None:
-    from lightning_memprof.analysis.lanes import read_lanes
+    from lightning_memprof.analysis.trace.lanes import read_lanes
     from lightning_memprof.report.export.stacks import Speedscope, write_folded
     from lightning_memprof.report.export.write import whole_file
 
@@ -243,8 +243,8 @@ def _write_stacks(source: _Source, options: ExportOptions, out: Path) -> None:
 
 def _memory_stacks(source: _Source) -> Iterator[tuple[str, Counter[Stack]]]:
     """Yield what was held at the peak: of each device of each snapshot, else of each trace."""
-    from lightning_memprof.analysis.allocations import window_allocations
-    from lightning_memprof.analysis.snapshot_report import snapshot_report
+    from lightning_memprof.analysis.memory.allocations import window_allocations
+    from lightning_memprof.analysis.snapshot.report import snapshot_report
     from lightning_memprof.report.export.stacks import holder_stacks, site_stacks
 
     for path in source.snapshots:

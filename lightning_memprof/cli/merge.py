@@ -20,7 +20,7 @@ from lightning_memprof.errors import ConfigError, ReportError
 from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.run import Run
+    from lightning_memprof.analysis.run.load import Run
     from lightning_memprof.analysis.timeline.merge import Merged, Progress
     from lightning_memprof.analysis.timeline.model import Source
 
@@ -94,7 +94,7 @@ def _trace_files(what: Sequence[str]) -> list[Path] | None:
         ReportError: there are snapshots, which have no timeline.
 
     """
-    from lightning_memprof.analysis.targets import find_targets
+    from lightning_memprof.analysis.run.targets import find_targets
     from lightning_memprof.artifacts.upload import is_url
 
     given = [Path(one) for one in what]
@@ -112,8 +112,8 @@ def _trace_files(what: Sequence[str]) -> list[Path] | None:
 
 
 def _merge_run(what: str, options: MergeOptions) -> Merged:
-    from lightning_memprof.analysis.fetch import local_run
-    from lightning_memprof.analysis.run import load_run
+    from lightning_memprof.analysis.run.fetch import local_run
+    from lightning_memprof.analysis.run.load import load_run
     from lightning_memprof.analysis.timeline.clocks import align_clocks
     from lightning_memprof.analysis.timeline.merge import merge_traces
     from lightning_memprof.analysis.timeline.sources import run_sources

@@ -14,12 +14,12 @@ import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.fetch import local_run
 from lightning_memprof.analysis.findings import shown_path, trace_directory
 from lightning_memprof.analysis.findings.model import log_directory
-from lightning_memprof.analysis.locate import has_several_runs
-from lightning_memprof.analysis.run import load_run
-from lightning_memprof.analysis.targets import find_targets
+from lightning_memprof.analysis.run.fetch import local_run
+from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.analysis.run.locate import has_several_runs
+from lightning_memprof.analysis.run.targets import find_targets
 from lightning_memprof.cli.signals import ended_by_sigterm
 from lightning_memprof.errors import ConfigError, ReportError
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from lightning_memprof.analysis.locate import find_run
+from lightning_memprof.analysis.run.locate import find_run
 from lightning_memprof.artifacts.manifest import read_manifest
 from lightning_memprof.artifacts.naming import TRIGGER_REQUEST, manifest_name
 from lightning_memprof.artifacts.trigger import MOST_STEPS, Plan, Request, check_private, read_plan, write_request

@@ -21,7 +21,7 @@ from lightning_memprof.errors import ConfigError, ReportError
 from lightning_memprof.report.perfetto import TRACE_PROCESSOR_PAGE_PORT, TRACE_PROCESSOR_PORT, Served, serve_trace
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.targets import Targets
+    from lightning_memprof.analysis.run.targets import Targets
 
 __all__ = ["ViewOptions", "view"]
 
@@ -102,7 +102,7 @@ def view(what: str | Sequence[str], options: ViewOptions = ViewOptions()) -> int
 
 def _prepare(names: Sequence[str], options: ViewOptions, folder: Path) -> Path:
     """Return one file that can be opened, in ``folder`` where it has to be made."""
-    from lightning_memprof.analysis.targets import find_targets
+    from lightning_memprof.analysis.run.targets import find_targets
     from lightning_memprof.artifacts.upload import is_url
 
     given = [Path(one) for one in names]
@@ -123,8 +123,8 @@ def _prepare(names: Sequence[str], options: ViewOptions, folder: Path) -> Path:
 
 
 def _one_trace(given: Path, options: ViewOptions, folder: Path) -> Path:
-    from lightning_memprof.analysis.targets import file_kind
-    from lightning_memprof.analysis.trace import read_trace
+    from lightning_memprof.analysis.run.targets import file_kind
+    from lightning_memprof.analysis.trace.reader import read_trace
 
     if file_kind(given) == "snapshot":
         raise ReportError(f"{given}: is a snapshot, which has no timeline; look at it with lightning-memprof report")
@@ -165,8 +165,8 @@ def _several(targets: Targets, options: ViewOptions, folder: Path) -> Path:
 
 
 def _merged(what: str, options: ViewOptions, folder: Path) -> Path:
-    from lightning_memprof.analysis.fetch import local_run
-    from lightning_memprof.analysis.run import load_run
+    from lightning_memprof.analysis.run.fetch import local_run
+    from lightning_memprof.analysis.run.load import load_run
     from lightning_memprof.analysis.timeline.clocks import align_clocks
     from lightning_memprof.analysis.timeline.merge import merge_traces
     from lightning_memprof.analysis.timeline.sources import run_sources

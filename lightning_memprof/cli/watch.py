@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings import Facts, Severity, examine, shown_path
-from lightning_memprof.analysis.following import Follower
-from lightning_memprof.analysis.locate import find_run
-from lightning_memprof.analysis.run import load_run
+from lightning_memprof.analysis.run.following import Follower
+from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.analysis.run.locate import find_run
 from lightning_memprof.artifacts.upload import is_url
 from lightning_memprof.errors import ArtifactError, ConfigError, MemprofError
 from lightning_memprof.report.watching import SILENT_NS, Watched, watch_line, watch_page

@@ -8,7 +8,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.analysis.run import load_run
+from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.sink import Artifact
 from lightning_memprof.report.machine import to_json
 from lightning_memprof.report.summary import MAX_MEMORY_BYTES, MAX_PULSE_BYTES

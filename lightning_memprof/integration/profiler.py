@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
 
-from lightning_memprof.analysis.operators import AVAILABLE_SORT_KEYS, TableOptions
+from lightning_memprof.analysis.trace.operators import AVAILABLE_SORT_KEYS, TableOptions
 from lightning_memprof.capture.allocator_history import AllocatorHistory
 from lightning_memprof.capture.hook_timings import HookTimings
 from lightning_memprof.capture.oom import OutOfMemory

@@ -7,7 +7,7 @@ from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from lightning_memprof.analysis.rank_summary import RankSummary, StepTime, WindowFiles, encode_summary, summarise
+from lightning_memprof.analysis.ranks.summary import RankSummary, StepTime, WindowFiles, encode_summary, summarise
 from lightning_memprof.artifacts.naming import summary_path
 from lightning_memprof.artifacts.sink import Artifact
 from lightning_memprof.capture.base import Collector

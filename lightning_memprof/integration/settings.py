@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from lightning_memprof.analysis.operators import TableOptions
+from lightning_memprof.analysis.trace.operators import TableOptions
 from lightning_memprof.capture.allocator_history import AllocatorHistory
 from lightning_memprof.capture.allocator_stats import AllocatorStats
 from lightning_memprof.capture.base import Collector

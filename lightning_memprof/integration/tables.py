@@ -14,7 +14,7 @@ from lightning_memprof.artifacts.sink import Artifact
 from lightning_memprof.errors import ReportError
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.operators import TableOptions
+    from lightning_memprof.analysis.trace.operators import TableOptions
     from lightning_memprof.capture.base import RunContext
 
 __all__ = ["write_operator_table"]
@@ -39,7 +39,7 @@ def write_operator_table(run: RunContext, options: TableOptions) -> Path | None:
     order = {"traces": [str(path) for path in traces], "out": str(table), "options": asdict(options)}
     try:
         subprocess.run(
-            own_program("lightning_memprof.analysis.operators", "-"),
+            own_program("lightning_memprof.analysis.trace.operators", "-"),
             check=True,
             capture_output=True,
             input=json.dumps(order),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.steps import DeviceMemory, HostMemory, StepReport
+from lightning_memprof.analysis.steps.statistics import DeviceMemory, HostMemory, StepReport
 from lightning_memprof.artifacts.series import PHASES
 
 if TYPE_CHECKING:

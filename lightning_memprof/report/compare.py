@@ -7,15 +7,15 @@ import textwrap
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.analysis.compare_model import GROUPS
+from lightning_memprof.analysis.compare.model import GROUPS
 from lightning_memprof.report.words import clean
 from lightning_memprof.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from lightning_memprof.analysis.compare_model import Comparison, Difference, Measure, NamedChange
-    from lightning_memprof.analysis.limits import Outcome
+    from lightning_memprof.analysis.compare.limits import Outcome
+    from lightning_memprof.analysis.compare.model import Comparison, Difference, Measure, NamedChange
 
 __all__ = [
     "by_group",

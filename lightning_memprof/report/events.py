@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.analysis.findings import percent
 from lightning_memprof.analysis.findings.actions import action_name
-from lightning_memprof.analysis.phases import OWN_WORK
-from lightning_memprof.analysis.step_events import PARTS, event_totals
+from lightning_memprof.analysis.steps.events import PARTS, event_totals
+from lightning_memprof.analysis.steps.phases import OWN_WORK
 from lightning_memprof.report.memory_tables import Line, notes, table
 from lightning_memprof.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from lightning_memprof.analysis.step_events import EventTotals, StepEvents
+    from lightning_memprof.analysis.steps.events import EventTotals, StepEvents
     from lightning_memprof.report.view import View
 
 __all__ = ["events_document", "events_lines"]

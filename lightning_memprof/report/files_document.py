@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from lightning_memprof.analysis.findings import Finding, Verdict
-    from lightning_memprof.analysis.replay import Holder
-    from lightning_memprof.analysis.snapshot_model import DeviceReport, SnapshotReport
-    from lightning_memprof.analysis.trace_model import TraceReport
+    from lightning_memprof.analysis.snapshot.model import DeviceReport, SnapshotReport
+    from lightning_memprof.analysis.snapshot.replay import Holder
+    from lightning_memprof.analysis.trace.model import TraceReport
     from lightning_memprof.report.files_view import FilesView
 
 __all__ = [

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings import Finding, Verdict, conclude, examine_files, shown_path
 from lightning_memprof.analysis.findings.nothing_in_files import nothing_in_files
-from lightning_memprof.analysis.run import Problem
-from lightning_memprof.analysis.snapshot_report import snapshot_report
+from lightning_memprof.analysis.run.load import Problem
+from lightning_memprof.analysis.snapshot.report import snapshot_report
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.report.view import Command
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
-    from lightning_memprof.analysis.snapshot_model import SnapshotReport
-    from lightning_memprof.analysis.targets import Targets
-    from lightning_memprof.analysis.trace_model import TraceReport
+    from lightning_memprof.analysis.run.targets import Targets
+    from lightning_memprof.analysis.snapshot.model import SnapshotReport
+    from lightning_memprof.analysis.trace.model import TraceReport
 
 __all__ = ["FileReports", "FilesView", "files_view", "read_files"]
 
@@ -76,7 +76,7 @@ def read_files(
     problems: list[Problem] = []
     for path in traces:
         # numpy, which a page without traces spares
-        from lightning_memprof.analysis.trace_report import of_rank, trace_report
+        from lightning_memprof.analysis.trace.report import of_rank, trace_report
 
         try:
             report = trace_report(path, None if progress is None else _of_file(path, progress))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.snapshot_model import DeviceReport
-    from lightning_memprof.analysis.trace_model import GpuTimes
+    from lightning_memprof.analysis.snapshot.model import DeviceReport
+    from lightning_memprof.analysis.trace.model import GpuTimes
 
 __all__ = ["BEFORE_RECORDING", "PEAKS", "Peak", "called", "device_parts", "peak_note", "reserved_parts"]
 

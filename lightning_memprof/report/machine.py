@@ -24,7 +24,7 @@ from lightning_memprof.report.throughput import throughput_document
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from lightning_memprof.analysis.steps import StepReport
+    from lightning_memprof.analysis.steps.statistics import StepReport
     from lightning_memprof.report.view import Overhead, RankView, View, WindowView
 
 __all__ = ["to_json"]

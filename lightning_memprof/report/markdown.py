@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from lightning_memprof.analysis.findings import Finding, Verdict
-    from lightning_memprof.analysis.snapshot_model import SnapshotReport
-    from lightning_memprof.analysis.trace_model import TraceReport
+    from lightning_memprof.analysis.snapshot.model import SnapshotReport
+    from lightning_memprof.analysis.trace.model import TraceReport
     from lightning_memprof.report.columns import Column
     from lightning_memprof.report.view import Command, View
 

@@ -27,10 +27,10 @@ from lightning_memprof.units import format_bytes, format_ns
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from lightning_memprof.analysis.allocations import DeviceAllocations
-    from lightning_memprof.analysis.checkpointing import CheckpointedGroup
-    from lightning_memprof.analysis.function_memory import FunctionReport
-    from lightning_memprof.analysis.memory import CategoryPeak, RankMemory
+    from lightning_memprof.analysis.memory.allocations import DeviceAllocations
+    from lightning_memprof.analysis.memory.checkpointing import CheckpointedGroup
+    from lightning_memprof.analysis.memory.functions import FunctionReport
+    from lightning_memprof.analysis.memory.report import CategoryPeak, RankMemory
     from lightning_memprof.report.view import View
 
 __all__ = ["memory_sections", "peak_allocations"]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.analysis.memory import CATEGORIES
+from lightning_memprof.analysis.memory.report import CATEGORIES
 from lightning_memprof.report.memory import peak_allocations
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.allocations import WindowAllocations
-    from lightning_memprof.analysis.checkpointing import CheckpointedGroup
-    from lightning_memprof.analysis.function_memory import FunctionReport
-    from lightning_memprof.analysis.memory import CategoryPeak, MemoryReport, RankMemory
+    from lightning_memprof.analysis.memory.allocations import WindowAllocations
+    from lightning_memprof.analysis.memory.checkpointing import CheckpointedGroup
+    from lightning_memprof.analysis.memory.functions import FunctionReport
+    from lightning_memprof.analysis.memory.report import CategoryPeak, MemoryReport, RankMemory
 
 __all__ = ["memory_document"]
 

@@ -8,14 +8,14 @@ import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.checkpointing import patterns
+from lightning_memprof.analysis.memory.checkpointing import patterns
 from lightning_memprof.report.words import clean
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from lightning_memprof.analysis.allocations import Site
-    from lightning_memprof.analysis.memory import Activations, ModuleBytes
+    from lightning_memprof.analysis.memory.allocations import Site
+    from lightning_memprof.analysis.memory.report import Activations, ModuleBytes
 
 __all__ = [
     "DIM",

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lightning_memprof.analysis.rows import series_rows, text, whole
-from lightning_memprof.analysis.run import Problem
+from lightning_memprof.analysis.run.load import Problem
+from lightning_memprof.analysis.run.rows import series_rows, text, whole
 from lightning_memprof.artifacts.naming import regions_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightning_memprof.analysis.run import Run
+    from lightning_memprof.analysis.run.load import Run
 
 __all__ = ["NamedMoment", "NamedSummary", "named_moments", "summarize"]
 

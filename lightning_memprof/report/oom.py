@@ -7,9 +7,9 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO
 
-from lightning_memprof.analysis.oom import Autopsy, autopsy
-from lightning_memprof.analysis.oom_events import oom_events
-from lightning_memprof.analysis.rows import first_row, last_row, manifest_rows
+from lightning_memprof.analysis.oom.autopsy import Autopsy, autopsy
+from lightning_memprof.analysis.oom.events import oom_events
+from lightning_memprof.analysis.run.rows import first_row, last_row, manifest_rows
 from lightning_memprof.artifacts.naming import manifest_name, oom_name
 from lightning_memprof.report.words import clean
 from lightning_memprof.units import format_bytes
@@ -17,7 +17,7 @@ from lightning_memprof.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from lightning_memprof.analysis.oom import Holder
+    from lightning_memprof.analysis.oom.autopsy import Holder
     from lightning_memprof.report.view import View
 
 __all__ = ["autopsy_lines", "print_autopsy", "view_lines"]

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.allocations import run_allocations
-from lightning_memprof.analysis.confined import load_confined
-from lightning_memprof.analysis.fetch import LocalRun, local_run
-from lightning_memprof.analysis.run import Artifact, Note, Run
-from lightning_memprof.analysis.tables import ensure_operator_tables
-from lightning_memprof.analysis.targets import find_targets
+from lightning_memprof.analysis.memory.allocations import run_allocations
+from lightning_memprof.analysis.run.confined import load_confined
+from lightning_memprof.analysis.run.fetch import LocalRun, local_run
+from lightning_memprof.analysis.run.load import Artifact, Note, Run
+from lightning_memprof.analysis.run.targets import find_targets
+from lightning_memprof.analysis.trace.tables import ensure_operator_tables
 from lightning_memprof.artifacts.upload import is_url
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.report.files_view import FileReports, FilesView, files_view, read_files

@@ -14,8 +14,8 @@ from lightning_memprof.units import format_bytes, format_ns
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from lightning_memprof.analysis.arrivals import CollectiveWait
-    from lightning_memprof.analysis.ranks import RankReport, Spread, Waiting
+    from lightning_memprof.analysis.ranks.arrivals import CollectiveWait
+    from lightning_memprof.analysis.ranks.report import RankReport, Spread, Waiting
     from lightning_memprof.report.view import View
 
 __all__ = ["NAMES", "ranks_document", "ranks_lines"]

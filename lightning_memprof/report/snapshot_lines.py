@@ -14,7 +14,7 @@ from lightning_memprof.units import format_bytes, format_ns
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from lightning_memprof.analysis.snapshot_model import DeviceReport, FailedRequest, SnapshotReport
+    from lightning_memprof.analysis.snapshot.model import DeviceReport, FailedRequest, SnapshotReport
 
 __all__ = ["snapshot_sections"]
 

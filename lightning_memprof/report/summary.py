@@ -11,7 +11,7 @@ from lightning_memprof.units import MIB
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from lightning_memprof.analysis.run import Run
+    from lightning_memprof.analysis.run.load import Run
 
 __all__ = ["print_summary", "without_unfinished"]
 
@@ -34,7 +34,7 @@ def print_summary(run_dir: Path, file: TextIO | None = None, *, url: str | None 
 
     """
     try:
-        from lightning_memprof.analysis.run import load_run
+        from lightning_memprof.analysis.run.load import load_run
         from lightning_memprof.report.terminal import print_view
         from lightning_memprof.report.view import run_view
 
@@ -48,8 +48,8 @@ def print_summary(run_dir: Path, file: TextIO | None = None, *, url: str | None 
 
 def _with_what_was_not_read(run: Run) -> Run:
     """Note that the files of a device are left to those who need not wait: reading them takes as long as they are."""
-    from lightning_memprof.analysis.rows import text
-    from lightning_memprof.analysis.run import Note
+    from lightning_memprof.analysis.run.load import Note
+    from lightning_memprof.analysis.run.rows import text
 
     lead = run.lead
     files = sum(one.rank == lead.rank and one.type in {"trace", "snapshot"} for one in run.artifacts)
@@ -65,7 +65,7 @@ def without_unfinished(run: Run) -> Run:
     What such a rank has written so far would be compared with the whole of the others. Where no rank has come to its
     end, all stay.
     """
-    from lightning_memprof.analysis.run import Note
+    from lightning_memprof.analysis.run.load import Note
 
     finished = tuple(rank for rank in run.ranks if rank.status != "running or killed")
     late = [str(rank.rank) for rank in run.ranks if rank not in finished]

@@ -12,7 +12,7 @@ from lightning_memprof.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from lightning_memprof.analysis.system import Figure
+    from lightning_memprof.analysis.steps.system import Figure
     from lightning_memprof.report.view import View
 
 __all__ = ["system_document", "system_lines"]

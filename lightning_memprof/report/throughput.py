@@ -10,7 +10,7 @@ from lightning_memprof.report.memory_tables import DIM, Line, notes
 from lightning_memprof.report.words import clean
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.throughput import RankThroughput, Rate
+    from lightning_memprof.analysis.steps.throughput import RankThroughput, Rate
     from lightning_memprof.report.view import View
 
 __all__ = ["amount", "throughput_document", "throughput_lines"]

@@ -15,7 +15,7 @@ from lightning_memprof.units import format_bytes, format_count, format_ns
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from lightning_memprof.analysis.trace_model import Collective, GpuTimes, TraceReport
+    from lightning_memprof.analysis.trace.model import Collective, GpuTimes, TraceReport
 
 __all__ = ["trace_sections"]
 

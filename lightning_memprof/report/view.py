@@ -18,15 +18,21 @@ from lightning_memprof.analysis.findings import (
     trace_directory,
 )
 from lightning_memprof.analysis.findings.memory_growth import left_by_windows
-from lightning_memprof.analysis.locate import find_run, is_run_directory
-from lightning_memprof.analysis.memory import MemoryReport, memory_report
-from lightning_memprof.analysis.oom import Autopsy, autopsies
-from lightning_memprof.analysis.pauses import Pauses, pauses
-from lightning_memprof.analysis.rows import mapping, text, whole
-from lightning_memprof.analysis.step_events import StepEvents, rank_events
-from lightning_memprof.analysis.steps import DeviceMemory, HostMemory, PulseStatistics, StepReport, window_steps
-from lightning_memprof.analysis.system import RankSystem, systems
-from lightning_memprof.analysis.throughput import RankThroughput, throughputs
+from lightning_memprof.analysis.memory.report import MemoryReport, memory_report
+from lightning_memprof.analysis.oom.autopsy import Autopsy, autopsies
+from lightning_memprof.analysis.run.locate import find_run, is_run_directory
+from lightning_memprof.analysis.run.rows import mapping, text, whole
+from lightning_memprof.analysis.steps.events import StepEvents, rank_events
+from lightning_memprof.analysis.steps.pauses import Pauses, pauses
+from lightning_memprof.analysis.steps.statistics import (
+    DeviceMemory,
+    HostMemory,
+    PulseStatistics,
+    StepReport,
+    window_steps,
+)
+from lightning_memprof.analysis.steps.system import RankSystem, systems
+from lightning_memprof.analysis.steps.throughput import RankThroughput, throughputs
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, parse_numbered
 from lightning_memprof.errors import ArtifactError
@@ -36,9 +42,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from lightning_memprof.analysis.allocations import WindowAllocations
-    from lightning_memprof.analysis.ranks import RankReport
-    from lightning_memprof.analysis.run import (
+    from lightning_memprof.analysis.memory.allocations import WindowAllocations
+    from lightning_memprof.analysis.ranks.report import RankReport
+    from lightning_memprof.analysis.run.load import (
         Artifact,
         CollectorError,
         Note,
@@ -48,8 +54,8 @@ if TYPE_CHECKING:
         Unavailable,
         Window,
     )
-    from lightning_memprof.analysis.snapshot_model import SnapshotReport
-    from lightning_memprof.analysis.trace_model import TraceReport
+    from lightning_memprof.analysis.snapshot.model import SnapshotReport
+    from lightning_memprof.analysis.trace.model import TraceReport
 
 __all__ = ["Command", "Overhead", "RankView", "ShownStatus", "View", "WindowView", "run_view"]
 
@@ -172,7 +178,7 @@ def run_view(
     Args:
         run: the run.
         allocations: its allocations over time; empty where they were not read, which takes as long as its traces are.
-        max_memory_bytes: as ``max_bytes`` of :func:`lightning_memprof.analysis.memory.memory_report`.
+        max_memory_bytes: as ``max_bytes`` of :func:`lightning_memprof.analysis.memory.report.memory_report`.
         traces: those of its traces that were analysed.
         snapshots: those of its snapshots that were analysed.
 

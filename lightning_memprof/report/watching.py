@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings import Severity, percent
-from lightning_memprof.analysis.following import progress_of
-from lightning_memprof.analysis.rows import text
+from lightning_memprof.analysis.run.following import progress_of
+from lightning_memprof.analysis.run.rows import text
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.memory_tables import DIM, Line, bar, cut, notes, sparkline, table, tops
 from lightning_memprof.report.words import clean
@@ -17,7 +17,7 @@ from lightning_memprof.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.findings import Finding
-    from lightning_memprof.analysis.following import Follower, RankSoFar, RecordedWindow
+    from lightning_memprof.analysis.run.following import Follower, RankSoFar, RecordedWindow
 
 __all__ = ["SILENT_NS", "Watched", "watch_line", "watch_page"]
 

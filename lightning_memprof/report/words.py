@@ -6,14 +6,14 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings import percent, shown_place
-from lightning_memprof.analysis.rows import text, whole
+from lightning_memprof.analysis.run.rows import text, whole
 from lightning_memprof.report.named import NamedSummary, summarize
 from lightning_memprof.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from lightning_memprof.analysis.run import Artifact
+    from lightning_memprof.analysis.run.load import Artifact
     from lightning_memprof.report.view import View
 
 __all__ = ["about", "clean", "cost", "ending", "file_rows", "named_lines", "trouble"]

@@ -48,9 +48,9 @@ def _made(asked: Mapping[str, Any]) -> str:
 
     runs = [(Path(one["directory"]), Path(one["top"]), str(one["label"])) for one in asked["runs"]]
     if len(runs) == 2:
-        from lightning_memprof.analysis.compare import compare
-        from lightning_memprof.analysis.confined import load_confined
-        from lightning_memprof.analysis.sides import run_side
+        from lightning_memprof.analysis.compare.comparison import compare
+        from lightning_memprof.analysis.compare.sides import run_side
+        from lightning_memprof.analysis.run.confined import load_confined
         from lightning_memprof.report.page.comparison import comparison_page
 
         a, b = (run_side(load_confined(directory, top), label) for directory, top, label in runs)

@@ -13,7 +13,7 @@ from tensorboard.plugins import base_plugin
 from werkzeug.utils import send_file
 from werkzeug.wrappers import Request, Response
 
-from lightning_memprof.analysis.confined import run_files
+from lightning_memprof.analysis.run.confined import run_files
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.tensorboard.live import Live
 from lightning_memprof.tensorboard.pages import Asked, Pages
@@ -21,7 +21,7 @@ from lightning_memprof.tensorboard.profiler_tab import place_in_profiler_tab
 from lightning_memprof.tensorboard.runs import FoundRun, RunList, revision
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.confined import RunFile
+    from lightning_memprof.analysis.run.confined import RunFile
 
 __all__ = ["MemprofPlugin"]
 

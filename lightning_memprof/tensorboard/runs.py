@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.analysis.locate import MAX_DEPTH, MAX_DIRECTORIES
-from lightning_memprof.analysis.many_ranks import light_rows
-from lightning_memprof.analysis.rows import first_row, last_row, rows_of, text, whole, whole_numbers
+from lightning_memprof.analysis.run.locate import MAX_DEPTH, MAX_DIRECTORIES
+from lightning_memprof.analysis.run.many_ranks import light_rows
+from lightning_memprof.analysis.run.rows import first_row, last_row, rows_of, text, whole, whole_numbers
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, manifest_name, parse_manifest_name, pulse_name
 from lightning_memprof.artifacts.plain_file import open_plain
 from lightning_memprof.artifacts.series import parse_pulse_row
@@ -23,7 +23,7 @@ from lightning_memprof.artifacts.series import parse_pulse_row
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from lightning_memprof.analysis.rows import ManifestRows, Row
+    from lightning_memprof.analysis.run.rows import ManifestRows, Row
 
 __all__ = ["FoundRun", "RunList", "revision"]
 

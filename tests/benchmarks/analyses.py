@@ -60,12 +60,12 @@ class Analysis(NamedTuple):
 
 PROGRAMS: Final = {
     "decode": Analysis(
-        "from pathlib import Path\nfrom lightning_memprof.analysis.trace_columns import read_columns" + TELL,
+        "from pathlib import Path\nfrom lightning_memprof.analysis.trace.columns import read_columns" + TELL,
         "found = read_columns(Path(path), tell)",
         "found.events",
     ),
     "ours": Analysis(
-        "from pathlib import Path\nfrom lightning_memprof.analysis.trace_report import trace_report" + TELL,
+        "from pathlib import Path\nfrom lightning_memprof.analysis.trace.report import trace_report" + TELL,
         "found = trace_report(Path(path), tell)",
         "found.events",
     ),

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_memprof.analysis.block_lives import live_by_kind, lives_of_replay
-from lightning_memprof.analysis.device_timeline import device_timeline
-from lightning_memprof.analysis.replay import replay
-from lightning_memprof.analysis.snapshot import read_snapshot
+from lightning_memprof.analysis.memory.block_lives import live_by_kind, lives_of_replay
+from lightning_memprof.analysis.snapshot.reader import read_snapshot
+from lightning_memprof.analysis.snapshot.replay import replay
+from lightning_memprof.analysis.trace.device_timeline import device_timeline
 
 pytestmark = pytest.mark.corpus
 

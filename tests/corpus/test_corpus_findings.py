@@ -8,7 +8,7 @@ import pytest
 
 from lightning_memprof.analysis.findings import Finding, Severity
 from lightning_memprof.analysis.findings.of_traces import TRACE_RULES
-from lightning_memprof.analysis.trace_report import trace_report
+from lightning_memprof.analysis.trace.report import trace_report
 
 pytestmark = pytest.mark.corpus
 

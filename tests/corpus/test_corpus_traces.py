@@ -11,8 +11,8 @@ from typing import Any, get_args
 
 import pytest
 
-from lightning_memprof.analysis.trace_model import GpuTimes, KernelKind, TraceReport
-from lightning_memprof.analysis.trace_report import trace_report
+from lightning_memprof.analysis.trace.model import GpuTimes, KernelKind, TraceReport
+from lightning_memprof.analysis.trace.report import trace_report
 from lightning_memprof.artifacts.trace_categories import tensorboard_categories
 
 pytestmark = pytest.mark.corpus

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from lightning_memprof import MemProfilerCallback, Output, Pulse
-from lightning_memprof.analysis.oom import Autopsy, autopsies
-from lightning_memprof.analysis.run import load_run
+from lightning_memprof.analysis.oom.autopsy import Autopsy, autopsies
+from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.oom import OomWatch, OutOfMemory
 from lightning_memprof.capture.session import Session

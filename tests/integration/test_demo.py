@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from lightning_memprof.analysis.allocations import run_allocations
-from lightning_memprof.analysis.run import load_run
+from lightning_memprof.analysis.memory.allocations import run_allocations
+from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.manifest import read_manifest
 from lightning_memprof.artifacts.naming import manifest_name, pulse_name, series_path
 from lightning_memprof.artifacts.series import read_pulse, read_series

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from faults import Samples, Steady
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, Output, Pulse, Schedule
 from lightning_memprof.analysis.findings import Finding, Severity, examine_files
-from lightning_memprof.analysis.trace_report import trace_report
+from lightning_memprof.analysis.trace.report import trace_report
 from lightning_memprof.cli.main import main
 from training import only_run, trainer
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from lightning_memprof import load_run
-from lightning_memprof.analysis.communication import collectives
-from lightning_memprof.analysis.rank_summary import read_summary
-from lightning_memprof.analysis.rows import series_rows
-from lightning_memprof.analysis.trace import read_events
+from lightning_memprof.analysis.ranks.summary import read_summary
+from lightning_memprof.analysis.run.rows import series_rows
+from lightning_memprof.analysis.trace.communication import collectives
+from lightning_memprof.analysis.trace.reader import read_events
 from lightning_memprof.report.view import run_view
 from training import only_run
 

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from lightning_memprof import MemProfilerCallback, Output, Pulse, Schedule
-from lightning_memprof.analysis.restricted_pickle import read_pickle
-from lightning_memprof.analysis.run import load_run
+from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.analysis.snapshot.restricted_pickle import read_pickle
 from lightning_memprof.capture.allocator_history import AllocatorHistory
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.oom import OutOfMemory

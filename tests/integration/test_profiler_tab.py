@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lightning_memprof.analysis.communication import collectives
-from lightning_memprof.analysis.operator_rows import collect_rows
-from lightning_memprof.analysis.trace import read_events
-from lightning_memprof.analysis.trace_report import trace_report
+from lightning_memprof.analysis.trace.communication import collectives
+from lightning_memprof.analysis.trace.operator_rows import collect_rows
+from lightning_memprof.analysis.trace.reader import read_events
+from lightning_memprof.analysis.trace.report import trace_report
 from lightning_memprof.artifacts.naming import TraceName
 from lightning_memprof.artifacts.series import read_pulse
 from profiler_tab import CORPUS, GPU_TRACES, Tab, fetches_us, made_runs, profiler_tab
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from lightning_memprof.analysis.operator_nesting import OperatorRow
+    from lightning_memprof.analysis.trace.nesting import OperatorRow
 
 WORKER = "fit-fts_extended_pytorch_profiler-{}[Strategy]{}.training_step"
 ON_A_GPU = pytest.mark.skipif(not CORPUS.is_dir(), reason=f"no recorded traces in {CORPUS}; set MEMPROF_CORPUS")

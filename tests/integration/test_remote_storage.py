@@ -16,8 +16,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_memprof import ConfigError, HostMemory, MemProfilerCallback, Output
-from lightning_memprof.analysis.fetch import local_run
-from lightning_memprof.analysis.run import load_run
+from lightning_memprof.analysis.run.fetch import local_run
+from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts import upload
 from lightning_memprof.cli.show import show
 from lightning_memprof.errors import ArtifactError

@@ -18,8 +18,8 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.utils.data import DataLoader
 
 from lightning_memprof import Garbage, HookTimings, MemProfilerCallback, Pulse, Schedule, load_run
-from lightning_memprof.analysis.pauses import pauses
-from lightning_memprof.analysis.step_events import StepEvents, rank_events
+from lightning_memprof.analysis.steps.events import StepEvents, rank_events
+from lightning_memprof.analysis.steps.pauses import pauses
 from training import Noise, Perceptron, trainer
 
 MS = 1_000_000

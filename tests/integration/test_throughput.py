@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memprof import MemProfilerCallback, Output, Pulse, Schedule, System, Throughput
-from lightning_memprof.analysis.run import load_run
+from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.report.machine import to_json
 from lightning_memprof.report.view import run_view

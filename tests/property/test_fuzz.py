@@ -18,8 +18,8 @@ import pytest
 
 from fuzz_targets import LONGEST_LINE, outcome
 from lightning_memprof.analysis.findings import examine_files
-from lightning_memprof.analysis.snapshot_report import snapshot_report
-from lightning_memprof.analysis.trace_report import trace_report
+from lightning_memprof.analysis.snapshot.report import snapshot_report
+from lightning_memprof.analysis.trace.report import trace_report
 from lightning_memprof.cli.main import main
 from lightning_memprof.units import GIB, MIB
 from mutations import Runs, changed, damaged

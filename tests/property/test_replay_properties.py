@@ -8,9 +8,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_memprof.analysis.replay import replay
-from lightning_memprof.analysis.restricted_pickle import read_pickle
-from lightning_memprof.analysis.snapshot import parse_snapshot
+from lightning_memprof.analysis.snapshot.reader import parse_snapshot
+from lightning_memprof.analysis.snapshot.replay import replay
+from lightning_memprof.analysis.snapshot.restricted_pickle import read_pickle
 from lightning_memprof.errors import ArtifactError
 
 PROFILE = settings(max_examples=60)

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_memprof import Garbage, HookTimings, MemProfilerCallback, Output, Pulse, Schedule
-from lightning_memprof.analysis.allocations import run_allocations
-from lightning_memprof.analysis.run import load_run
+from lightning_memprof.analysis.memory.allocations import run_allocations
+from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.report.view import run_view
 from training import only_run, trainer
 

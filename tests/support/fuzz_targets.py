@@ -14,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_memprof.analysis.allocations import run_allocations
-from lightning_memprof.analysis.communication import collectives
 from lightning_memprof.analysis.findings import examine_files
-from lightning_memprof.analysis.run import load_run
-from lightning_memprof.analysis.snapshot_report import snapshot_report
-from lightning_memprof.analysis.trace_report import trace_report
+from lightning_memprof.analysis.memory.allocations import run_allocations
+from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.analysis.snapshot.report import snapshot_report
+from lightning_memprof.analysis.trace.communication import collectives
+from lightning_memprof.analysis.trace.report import trace_report
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.report.machine import to_json
 from lightning_memprof.report.view import run_view

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from lightning_memprof.analysis.rank_summary import Arrivals, Figures, RankSummary, encode_summary
+from lightning_memprof.analysis.ranks.summary import Arrivals, Figures, RankSummary, encode_summary
 from lightning_memprof.artifacts.naming import manifest_name, pulse_name, summary_path
 from lightning_memprof.testing import FakeRun, make_run
 from lightning_memprof.units import GIB, MIB

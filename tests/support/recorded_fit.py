@@ -22,7 +22,7 @@ from lightning_memprof import (
     Schedule,
     System,
 )
-from lightning_memprof.analysis.run import load_run
+from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.report.opened import OpenOptions, opened
 from lightning_memprof.report.written import PAGE_NAME, write_page
 from training import Perceptron, loader, only_run, trainer

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from lightning_memprof.analysis.trace_model import (
+from lightning_memprof.analysis.trace.model import (
     Cause,
     Collective,
     GpuTimes,

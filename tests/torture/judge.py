@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_memprof import ArtifactError, load_run
-from lightning_memprof.analysis.rows import series_rows
-from lightning_memprof.analysis.trace import read_events
+from lightning_memprof.analysis.run.rows import series_rows
+from lightning_memprof.analysis.trace.reader import read_events
 from lightning_memprof.cli.main import main as command
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.run import Artifact, Rank, Run
+    from lightning_memprof.analysis.run.load import Artifact, Rank, Run
     from tests.torture import fault, moments
 
 __all__ = ["Healthy", "Lived", "Verdict", "judge"]

@@ -42,9 +42,9 @@ from lightning_memprof.analysis.findings.straggler import straggler
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from lightning_memprof.analysis.run import Run
-    from lightning_memprof.analysis.snapshot_model import SnapshotReport
-    from lightning_memprof.analysis.trace_model import TraceReport
+    from lightning_memprof.analysis.run.load import Run
+    from lightning_memprof.analysis.snapshot.model import SnapshotReport
+    from lightning_memprof.analysis.trace.model import TraceReport
 
 __all__ = [
     "NOTHING_FOUND",

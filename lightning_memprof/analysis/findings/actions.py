@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.analysis.phases import OWN_WORK, classify
-from lightning_memprof.analysis.rows import text, whole
-from lightning_memprof.analysis.steps import recorded_actions
+from lightning_memprof.analysis.run.rows import text, whole
+from lightning_memprof.analysis.steps.phases import OWN_WORK, classify
+from lightning_memprof.analysis.steps.statistics import recorded_actions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from lightning_memprof.analysis.run import Rank
+    from lightning_memprof.analysis.run.load import Rank
 
 __all__ = ["action_name", "between_phases", "is_validation", "slowest_callback"]
 

@@ -8,8 +8,8 @@ from lightning_memprof.analysis.findings.model import Facts, Finding, Severity, 
 from lightning_memprof.units import MIB, format_bytes, format_ns
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.checkpointing import CheckpointedGroup
-    from lightning_memprof.analysis.memory import Activations, RankMemory
+    from lightning_memprof.analysis.memory.checkpointing import CheckpointedGroup
+    from lightning_memprof.analysis.memory.report import Activations, RankMemory
 
 __all__ = ["activation_peak"]
 

@@ -10,7 +10,7 @@ from lightning_memprof.analysis.stacks import user_frame
 from lightning_memprof.units import MIB, format_bytes
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.snapshot_model import DeviceReport, SnapshotReport
+    from lightning_memprof.analysis.snapshot.model import DeviceReport, SnapshotReport
 
 __all__ = ["allocator_churn"]
 

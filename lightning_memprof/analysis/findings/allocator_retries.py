@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Severity
-from lightning_memprof.analysis.rows import text, whole
+from lightning_memprof.analysis.run.rows import text, whole
 from lightning_memprof.artifacts.naming import series_path
 from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.units import format_bytes
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.run import Rank, Window
+    from lightning_memprof.analysis.run.load import Rank, Window
 
 __all__ = ["allocator_retries"]
 

@@ -17,7 +17,7 @@ from lightning_memprof.analysis.findings.trace_parts import (
 from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.trace_model import Collective, RuntimeCall, TraceReport
+    from lightning_memprof.analysis.trace.model import Collective, RuntimeCall, TraceReport
 
 __all__ = ["allocator_thrash"]
 

@@ -14,8 +14,8 @@ from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.findings.rhythm import Rhythm
-    from lightning_memprof.analysis.run import Rank
-    from lightning_memprof.analysis.steps import PulseStatistics
+    from lightning_memprof.analysis.run.load import Rank
+    from lightning_memprof.analysis.steps.statistics import PulseStatistics
 
 __all__ = ["NOTABLE_SHARE", "between_steps"]
 

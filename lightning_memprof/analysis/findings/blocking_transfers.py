@@ -15,7 +15,7 @@ from lightning_memprof.analysis.findings.trace_parts import (
 from lightning_memprof.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.trace_model import Copies, TraceReport
+    from lightning_memprof.analysis.trace.model import Copies, TraceReport
 
 __all__ = ["blocking_transfers"]
 

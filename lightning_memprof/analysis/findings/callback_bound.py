@@ -18,7 +18,7 @@ from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.findings.rhythm import Rhythm
-    from lightning_memprof.analysis.steps import PulseStatistics
+    from lightning_memprof.analysis.steps.statistics import PulseStatistics
 
 __all__ = ["NOTABLE_SHARE", "callback_bound"]
 

@@ -16,7 +16,7 @@ from lightning_memprof.analysis.findings.trace_parts import (
 from lightning_memprof.units import MIB, format_bytes, format_ns
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.trace_model import Collective, TraceReport
+    from lightning_memprof.analysis.trace.model import Collective, TraceReport
 
 __all__ = ["communication_exposed"]
 

@@ -13,9 +13,9 @@ from lightning_memprof.units import MIB, format_bytes
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from lightning_memprof.analysis.allocation_model import WindowAllocations
-    from lightning_memprof.analysis.run import Artifact
-    from lightning_memprof.analysis.snapshot_model import DeviceReport
+    from lightning_memprof.analysis.memory.model import WindowAllocations
+    from lightning_memprof.analysis.run.load import Artifact
+    from lightning_memprof.analysis.snapshot.model import DeviceReport
 
 __all__ = ["device_memory_growth"]
 

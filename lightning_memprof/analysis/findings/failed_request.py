@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from lightning_memprof.analysis.findings.model import Finding, Severity
 from lightning_memprof.analysis.findings.snapshot_parts import alloc_conf, device_name, in_snapshot, shown_line
-from lightning_memprof.analysis.snapshot_report import held_lines
+from lightning_memprof.analysis.snapshot.report import held_lines
 from lightning_memprof.units import format_bytes
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.snapshot_model import DeviceReport, FailedRequest, HeldLine, SnapshotReport
+    from lightning_memprof.analysis.snapshot.model import DeviceReport, FailedRequest, HeldLine, SnapshotReport
 
 __all__ = ["failed_request"]
 

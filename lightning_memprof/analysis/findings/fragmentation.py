@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.model import Finding, Severity, percent
 from lightning_memprof.analysis.findings.snapshot_parts import alloc_conf, device_name, in_snapshot
-from lightning_memprof.analysis.free_ranges import free_ranges
+from lightning_memprof.analysis.snapshot.free_ranges import free_ranges
 from lightning_memprof.units import MIB, format_bytes
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.snapshot_model import DeviceReport, SnapshotReport
+    from lightning_memprof.analysis.snapshot.model import DeviceReport, SnapshotReport
 
 __all__ = ["fragmentation"]
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.model import Facts, Finding, Severity, percent
-from lightning_memprof.analysis.pauses import pauses
-from lightning_memprof.analysis.rows import series_rows, whole
+from lightning_memprof.analysis.run.rows import series_rows, whole
+from lightning_memprof.analysis.steps.pauses import pauses
 from lightning_memprof.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.pauses import Pauses
-    from lightning_memprof.analysis.run import Rank
+    from lightning_memprof.analysis.run.load import Rank
+    from lightning_memprof.analysis.steps.pauses import Pauses
 
 __all__ = ["garbage", "pauses_by_step"]
 

@@ -18,7 +18,7 @@ from lightning_memprof.analysis.findings.trace_parts import (
 from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.trace_model import Cause, IdleCause, TraceReport
+    from lightning_memprof.analysis.trace.model import Cause, IdleCause, TraceReport
 
 __all__ = ["gpu_idle"]
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.analysis.findings.model import MIN_STEPS, SHORT_STEP_NS, Facts, Finding, percent
 from lightning_memprof.analysis.findings.rhythm import rhythm, severity
-from lightning_memprof.analysis.rows import mapping, text, whole
+from lightning_memprof.analysis.run.rows import mapping, text, whole
 from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from lightning_memprof.analysis.run import Rank
+    from lightning_memprof.analysis.run.load import Rank
 
 __all__ = ["input_bound"]
 

@@ -14,9 +14,9 @@ from lightning_memprof.units import GIB, MIB, format_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightning_memprof.analysis.allocation_model import Site
     from lightning_memprof.analysis.findings.model import Evidence
-    from lightning_memprof.analysis.run import Rank
+    from lightning_memprof.analysis.memory.model import Site
+    from lightning_memprof.analysis.run.load import Rank
     from lightning_memprof.artifacts.series import PulseRow
 
 __all__ = ["Growth", "left_by_windows", "memory_growth", "steady_growth"]

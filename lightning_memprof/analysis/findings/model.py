@@ -9,22 +9,22 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.analysis.ranks import rank_report
-from lightning_memprof.analysis.rows import text
-from lightning_memprof.analysis.step_events import rank_events
-from lightning_memprof.analysis.steps import pulse_statistics
+from lightning_memprof.analysis.ranks.report import rank_report
+from lightning_memprof.analysis.run.rows import text
+from lightning_memprof.analysis.steps.events import rank_events
+from lightning_memprof.analysis.steps.statistics import pulse_statistics
 from lightning_memprof.artifacts.naming import pulse_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from lightning_memprof.analysis.memory import MemoryReport
-    from lightning_memprof.analysis.ranks import RankReport
-    from lightning_memprof.analysis.run import Artifact, Rank, Run
-    from lightning_memprof.analysis.snapshot_model import SnapshotReport
-    from lightning_memprof.analysis.step_events import StepEvents
-    from lightning_memprof.analysis.steps import PulseStatistics
-    from lightning_memprof.analysis.trace_model import TraceReport
+    from lightning_memprof.analysis.memory.report import MemoryReport
+    from lightning_memprof.analysis.ranks.report import RankReport
+    from lightning_memprof.analysis.run.load import Artifact, Rank, Run
+    from lightning_memprof.analysis.snapshot.model import SnapshotReport
+    from lightning_memprof.analysis.steps.events import StepEvents
+    from lightning_memprof.analysis.steps.statistics import PulseStatistics
+    from lightning_memprof.analysis.trace.model import TraceReport
 
 __all__ = [
     "MIN_STEPS",

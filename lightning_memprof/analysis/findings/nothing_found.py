@@ -21,8 +21,8 @@ from lightning_memprof.analysis.findings.own_cost import program_between_ns
 from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.run import Rank, Run
-    from lightning_memprof.analysis.steps import PulseStatistics
+    from lightning_memprof.analysis.run.load import Rank, Run
+    from lightning_memprof.analysis.steps.statistics import PulseStatistics
 
 __all__ = ["nothing_found"]
 

@@ -11,8 +11,8 @@ from lightning_memprof.units import format_bytes, format_ns
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightning_memprof.analysis.snapshot_model import HeldLine, SnapshotReport
-    from lightning_memprof.analysis.trace_model import TraceReport
+    from lightning_memprof.analysis.snapshot.model import HeldLine, SnapshotReport
+    from lightning_memprof.analysis.trace.model import TraceReport
 
 __all__ = ["nothing_in_files"]
 

@@ -14,7 +14,7 @@ from lightning_memprof.analysis.findings.private_pools import private_pools
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.findings.model import Finding
-    from lightning_memprof.analysis.snapshot_model import SnapshotReport
+    from lightning_memprof.analysis.snapshot.model import SnapshotReport
 
 __all__ = ["SNAPSHOT_RULES"]
 

@@ -19,7 +19,7 @@ from lightning_memprof.analysis.findings.tensor_cores_unused import tensor_cores
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.findings.model import Finding
-    from lightning_memprof.analysis.trace_model import TraceReport
+    from lightning_memprof.analysis.trace.model import TraceReport
 
 __all__ = ["TRACE_RULES", "findings_of_traces"]
 

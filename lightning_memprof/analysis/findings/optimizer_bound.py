@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.analysis.findings.model import MIN_STEPS, SHORT_STEP_NS, Facts, Finding, Severity, percent
-from lightning_memprof.analysis.rows import text, whole
+from lightning_memprof.analysis.run.rows import text, whole
 from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from lightning_memprof.analysis.run import Rank
+    from lightning_memprof.analysis.run.load import Rank
 
 __all__ = ["optimizer_bound"]
 

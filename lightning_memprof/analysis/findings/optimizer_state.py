@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.model import Facts, Finding, Severity, percent
-from lightning_memprof.analysis.rows import text
+from lightning_memprof.analysis.run.rows import text
 from lightning_memprof.units import MIB, format_bytes
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.memory import CategoryPeak
-    from lightning_memprof.analysis.run import Rank
+    from lightning_memprof.analysis.memory.report import CategoryPeak
+    from lightning_memprof.analysis.run.load import Rank
 
 __all__ = ["optimizer_state"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.model import Finding, Severity
-from lightning_memprof.analysis.oom import autopsies
+from lightning_memprof.analysis.oom.autopsy import autopsies
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.findings.model import Facts

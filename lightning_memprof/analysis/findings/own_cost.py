@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.phases import OWN_WORK
-from lightning_memprof.analysis.rows import series_rows, text, whole
+from lightning_memprof.analysis.run.rows import series_rows, text, whole
+from lightning_memprof.analysis.steps.phases import OWN_WORK
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.run import Rank
-    from lightning_memprof.analysis.steps import PulseStatistics
+    from lightning_memprof.analysis.run.load import Rank
+    from lightning_memprof.analysis.steps.statistics import PulseStatistics
 
 __all__ = ["own_marks", "own_ns", "program_between_ns", "typical_in_windows"]
 

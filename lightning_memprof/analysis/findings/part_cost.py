@@ -12,7 +12,7 @@ from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.findings.model import Facts
-    from lightning_memprof.analysis.run import Rank
+    from lightning_memprof.analysis.run.load import Rank
 
 __all__ = ["Part", "PartCost", "part_bound", "part_cost"]
 

@@ -12,7 +12,7 @@ from lightning_memprof.units import MIB, format_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightning_memprof.analysis.snapshot_model import DeviceReport, SnapshotReport
+    from lightning_memprof.analysis.snapshot.model import DeviceReport, SnapshotReport
 
 __all__ = ["pending_frees"]
 

@@ -9,7 +9,7 @@ from lightning_memprof.analysis.findings.snapshot_parts import device_name, in_s
 from lightning_memprof.units import MIB, format_bytes
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.snapshot_model import DeviceReport, SnapshotReport
+    from lightning_memprof.analysis.snapshot.model import DeviceReport, SnapshotReport
 
 __all__ = ["private_pools"]
 

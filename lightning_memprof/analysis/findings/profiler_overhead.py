@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.model import Facts, Finding, Severity, percent
 from lightning_memprof.analysis.findings.own_cost import own_ns, typical_in_windows
-from lightning_memprof.analysis.rows import mapping, whole
+from lightning_memprof.analysis.run.rows import mapping, whole
 from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.run import Rank
-    from lightning_memprof.analysis.steps import PulseStatistics
+    from lightning_memprof.analysis.run.load import Rank
+    from lightning_memprof.analysis.steps.statistics import PulseStatistics
 
 __all__ = ["profiler_overhead"]
 

@@ -9,7 +9,7 @@ from lightning_memprof.analysis.findings.trace_parts import NOTABLE_SHARE, idle_
 from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.trace_model import TraceReport
+    from lightning_memprof.analysis.trace.model import TraceReport
 
 __all__ = ["recording_overhead"]
 

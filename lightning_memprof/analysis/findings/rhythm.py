@@ -13,7 +13,7 @@ from lightning_memprof.analysis.findings.model import Severity
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightning_memprof.analysis.run import Rank
+    from lightning_memprof.analysis.run.load import Rank
 
 __all__ = ["Rhythm", "few_steps", "rhythm", "severity"]
 

@@ -14,17 +14,17 @@ from lightning_memprof.analysis.findings.garbage import pauses_by_step
 from lightning_memprof.analysis.findings.input_bound import input_bound
 from lightning_memprof.analysis.findings.model import MIN_STEPS, Facts, Finding, Severity, percent
 from lightning_memprof.analysis.findings.rhythm import few_steps, severity
-from lightning_memprof.analysis.phases import OWN_WORK
-from lightning_memprof.analysis.rows import whole
+from lightning_memprof.analysis.run.rows import whole
+from lightning_memprof.analysis.steps.phases import OWN_WORK
 from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from lightning_memprof.analysis.findings.rhythm import Rhythm
-    from lightning_memprof.analysis.run import Rank
-    from lightning_memprof.analysis.step_events import StepEvents
-    from lightning_memprof.analysis.typical_steps import TypicalSteps
+    from lightning_memprof.analysis.run.load import Rank
+    from lightning_memprof.analysis.steps.events import StepEvents
+    from lightning_memprof.analysis.steps.typical import TypicalSteps
 
 __all__ = ["slow_steps"]
 

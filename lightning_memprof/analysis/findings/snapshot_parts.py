@@ -8,7 +8,7 @@ from lightning_memprof.analysis.findings.model import Evidence
 from lightning_memprof.artifacts.naming import SnapshotName
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.snapshot_model import DeviceReport, HeldLine, SnapshotReport
+    from lightning_memprof.analysis.snapshot.model import DeviceReport, HeldLine, SnapshotReport
 
 __all__ = ["alloc_conf", "device_name", "in_snapshot", "shown_line"]
 

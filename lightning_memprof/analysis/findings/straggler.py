@@ -6,12 +6,12 @@ import dataclasses
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.model import Facts, Finding, Severity, percent
-from lightning_memprof.analysis.rows import text
+from lightning_memprof.analysis.run.rows import text
 from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.findings.model import Evidence
-    from lightning_memprof.analysis.ranks import Straggler
+    from lightning_memprof.analysis.ranks.report import Straggler
 
 __all__ = ["straggler"]
 

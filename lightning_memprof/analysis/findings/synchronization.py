@@ -17,7 +17,7 @@ from lightning_memprof.analysis.findings.trace_parts import (
 from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.trace_model import Synchronization, TraceReport
+    from lightning_memprof.analysis.trace.model import Synchronization, TraceReport
 
 __all__ = ["synchronization"]
 

@@ -10,7 +10,7 @@ from lightning_memprof.analysis.findings.trace_parts import on_rank, seen_in, sh
 from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.trace_model import Kernel, TraceReport
+    from lightning_memprof.analysis.trace.model import Kernel, TraceReport
 
 __all__ = ["tensor_cores_unused"]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from lightning_memprof.analysis.findings.model import Evidence, Severity
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.trace_model import Cause, TraceReport
+    from lightning_memprof.analysis.trace.model import Cause, TraceReport
 
 __all__ = [
     "NOTABLE_SHARE",

@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
-from lightning_memprof.analysis.communication import Collective, collectives
-from lightning_memprof.analysis.rows import text
-from lightning_memprof.analysis.run import Rank, Run
+from lightning_memprof.analysis.run.load import Rank, Run
+from lightning_memprof.analysis.run.rows import text
+from lightning_memprof.analysis.trace.communication import Collective, collectives
 from lightning_memprof.errors import ArtifactError
 
 __all__ = ["Clocks", "align_clocks", "align_hosts"]

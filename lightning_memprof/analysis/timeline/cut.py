@@ -11,7 +11,7 @@ import msgspec
 
 from lightning_memprof.analysis.timeline.merge import Merged, Progress, merge_traces
 from lightning_memprof.analysis.timeline.model import Source
-from lightning_memprof.analysis.trace_text import TraceText
+from lightning_memprof.analysis.trace.text import TraceText
 from lightning_memprof.errors import ArtifactError, ConfigError
 from lightning_memprof.units import nanoseconds
 

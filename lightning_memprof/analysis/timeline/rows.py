@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from lightning_memprof.analysis.timeline.model import Source, TimelineEvent
-from lightning_memprof.analysis.trace_text import TraceText
+from lightning_memprof.analysis.trace.text import TraceText
 from lightning_memprof.errors import ConfigError
 
 __all__ = ["Number", "Reader", "Row", "canonical"]

@@ -16,8 +16,8 @@ import msgspec
 from isal import igzip, isal_zlib
 
 from lightning_memprof.analysis.findings import Facts, Finding, examine
-from lightning_memprof.analysis.rows import integer, text
-from lightning_memprof.analysis.run import Rank, Run, Window
+from lightning_memprof.analysis.run.load import Rank, Run, Window
+from lightning_memprof.analysis.run.rows import integer, text
 from lightning_memprof.analysis.timeline.clocks import Clocks
 from lightning_memprof.analysis.timeline.model import Source, TimelineEvent
 from lightning_memprof.artifacts.naming import regions_name, system_name

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.block_lives import BlockLives, lives_of_replay, lives_of_trace, with_held
-from lightning_memprof.analysis.device_timeline import device_timeline
-from lightning_memprof.analysis.replay import replay
-from lightning_memprof.analysis.snapshot import read_snapshot
+from lightning_memprof.analysis.memory.block_lives import BlockLives, lives_of_replay, lives_of_trace, with_held
+from lightning_memprof.analysis.snapshot.reader import read_snapshot
+from lightning_memprof.analysis.snapshot.replay import replay
+from lightning_memprof.analysis.trace.device_timeline import device_timeline
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.report.charts.embed import Chart, chart_resources
 from lightning_memprof.report.charts.holders import holder_path, holders_chart, site_path
@@ -31,9 +31,9 @@ from lightning_memprof.report.memory import peak_allocations
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from lightning_memprof.analysis.run import Run
-    from lightning_memprof.analysis.snapshot_model import SnapshotReport
-    from lightning_memprof.analysis.trace_model import TraceReport
+    from lightning_memprof.analysis.run.load import Run
+    from lightning_memprof.analysis.snapshot.model import SnapshotReport
+    from lightning_memprof.analysis.trace.model import TraceReport
     from lightning_memprof.report.view import View
 
 __all__ = ["Chart", "chart_resources", "charts", "file_charts"]

@@ -12,7 +12,7 @@ from bokeh.layouts import column
 from bokeh.models import BooleanFilter, CDSView, ColumnDataSource, HoverTool
 from bokeh.models.annotations import Span
 
-from lightning_memprof.analysis.block_lives import KINDS, BlockLives, live_by_kind
+from lightning_memprof.analysis.memory.block_lives import KINDS, BlockLives, live_by_kind
 from lightning_memprof.report.charts.embed import Chart, Extra, made
 from lightning_memprof.report.charts.placing import offsets
 from lightning_memprof.report.charts.style import (

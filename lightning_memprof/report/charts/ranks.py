@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from bokeh.plotting import figure
     from numpy.typing import NDArray
 
-    from lightning_memprof.analysis.ranks import RankReport, RankTimes
+    from lightning_memprof.analysis.ranks.report import RankReport, RankTimes
 
 __all__ = ["ranks_chart"]
 

@@ -11,7 +11,7 @@ import numpy as np
 from bokeh.layouts import column
 from bokeh.models import ColumnDataSource
 
-from lightning_memprof.analysis.system import figures_of, stretches
+from lightning_memprof.analysis.steps.system import figures_of, stretches
 from lightning_memprof.report.charts.embed import Chart, made
 from lightning_memprof.report.charts.style import (
     Renderer,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from bokeh.plotting import figure
 
-    from lightning_memprof.analysis.run import Run
+    from lightning_memprof.analysis.run.load import Run
 
 __all__ = ["system_chart"]
 

@@ -10,7 +10,7 @@ from bokeh.models import ColumnDataSource, FactorRange, Range1d
 from bokeh.models.annotations import BoxAnnotation, Label
 from bokeh.plotting import figure
 
-from lightning_memprof.analysis.device_timeline import STATES, DeviceTimeline
+from lightning_memprof.analysis.trace.device_timeline import STATES, DeviceTimeline
 from lightning_memprof.report.charts.embed import Chart, made
 from lightning_memprof.report.charts.style import hover, legend, new_figure
 from lightning_memprof.report.labels import called
@@ -18,7 +18,7 @@ from lightning_memprof.report.words import clean
 from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.trace_model import TraceReport
+    from lightning_memprof.analysis.trace.model import TraceReport
 
 __all__ = ["shares_chart", "timeline_chart"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.analysis.snapshot import parse_snapshot
+from lightning_memprof.analysis.snapshot.reader import parse_snapshot
 from lightning_memprof.errors import ArtifactError
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from typing import IO
 
-    from lightning_memprof.analysis.allocation_model import Site
-    from lightning_memprof.analysis.lanes import Lane, Lanes
-    from lightning_memprof.analysis.replay import Holder
+    from lightning_memprof.analysis.memory.model import Site
+    from lightning_memprof.analysis.snapshot.replay import Holder
+    from lightning_memprof.analysis.trace.lanes import Lane, Lanes
 
 __all__ = ["Speedscope", "holder_stacks", "site_stacks", "write_folded"]
 

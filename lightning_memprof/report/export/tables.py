@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.analysis.allocations import run_allocations, window_allocations
 from lightning_memprof.analysis.findings import Facts, Finding, examine, examine_files
-from lightning_memprof.analysis.memory import memory_report
-from lightning_memprof.analysis.operator_rows import collect_rows
-from lightning_memprof.analysis.rows import series_rows
-from lightning_memprof.analysis.steps import window_steps
+from lightning_memprof.analysis.memory.allocations import run_allocations, window_allocations
+from lightning_memprof.analysis.memory.report import memory_report
+from lightning_memprof.analysis.run.rows import series_rows
+from lightning_memprof.analysis.steps.statistics import window_steps
+from lightning_memprof.analysis.trace.operator_rows import collect_rows
 from lightning_memprof.errors import ArtifactError
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.allocation_model import DeviceAllocations, WindowAllocations
-    from lightning_memprof.analysis.run import Artifact, Run
-    from lightning_memprof.analysis.snapshot_model import SnapshotReport
-    from lightning_memprof.analysis.trace_model import TraceReport
+    from lightning_memprof.analysis.memory.model import DeviceAllocations, WindowAllocations
+    from lightning_memprof.analysis.run.load import Artifact, Run
+    from lightning_memprof.analysis.snapshot.model import SnapshotReport
+    from lightning_memprof.analysis.trace.model import TraceReport
 
 __all__ = ["Table", "run_tables", "snapshot_tables", "trace_tables"]
 
@@ -106,7 +106,7 @@ def run_tables(run: Run) -> Iterator[Table]:
 
 def _traced(run: Run, problems: list[Row]) -> Iterator[Table]:
     """Yield what the operator traces of a run say; one that cannot be read is a problem and hides no other."""
-    from lightning_memprof.analysis.trace_report import trace_report
+    from lightning_memprof.analysis.trace.report import trace_report
 
     parts: dict[str, list[Row]] = {part: [] for part in _DEVICE_PARTS}
     operators: list[Row] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.compare_model import QUANTITIES
+from lightning_memprof.analysis.compare.model import QUANTITIES
 from lightning_memprof.report.compare import (
     by_group,
     comparison_notes,
@@ -21,7 +21,7 @@ from lightning_memprof.report.page.model import Cell, Head, Page, Section, Table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightning_memprof.analysis.compare_model import Comparison, Difference, NamedChange
+    from lightning_memprof.analysis.compare.model import Comparison, Difference, NamedChange
 
 __all__ = ["comparison_page"]
 

@@ -22,8 +22,8 @@ from lightning_memprof.units import format_bytes, format_count, format_ns
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from lightning_memprof.analysis.snapshot_model import DeviceReport, SnapshotReport
-    from lightning_memprof.analysis.trace_model import GpuTimes, TraceReport
+    from lightning_memprof.analysis.snapshot.model import DeviceReport, SnapshotReport
+    from lightning_memprof.analysis.trace.model import GpuTimes, TraceReport
 
 __all__ = ["snapshots_section", "traces_section"]
 

@@ -16,9 +16,9 @@ from lightning_memprof.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from lightning_memprof.analysis.allocations import Site
-    from lightning_memprof.analysis.function_memory import FunctionReport
-    from lightning_memprof.analysis.memory import Activations, CategoryPeak, RankMemory
+    from lightning_memprof.analysis.memory.allocations import Site
+    from lightning_memprof.analysis.memory.functions import FunctionReport
+    from lightning_memprof.analysis.memory.report import Activations, CategoryPeak, RankMemory
     from lightning_memprof.report.view import View
 
 __all__ = ["holders_section", "memory_section", "modules_section"]

@@ -15,7 +15,7 @@ from lightning_memprof.units import format_bytes, format_ns
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lightning_memprof.analysis.ranks import RankReport, RankTimes, Waiting
+    from lightning_memprof.analysis.ranks.report import RankReport, RankTimes, Waiting
     from lightning_memprof.report.view import RankView, View
 
 __all__ = ["ranks_section"]

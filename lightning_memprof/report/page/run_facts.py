@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.analysis.rows import mapping
+from lightning_memprof.analysis.run.rows import mapping
 from lightning_memprof.report.page.cells import (
     file_command,
     index_cell,
@@ -22,8 +22,8 @@ from lightning_memprof.report.words import cost, trouble
 from lightning_memprof.units import format_bytes, format_count, format_ns
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.run import Artifact
-    from lightning_memprof.analysis.system import Figure
+    from lightning_memprof.analysis.run.load import Artifact
+    from lightning_memprof.analysis.steps.system import Figure
     from lightning_memprof.report.view import View
 
 __all__ = ["configuration", "files_section", "overhead_section", "system_section", "troubles"]

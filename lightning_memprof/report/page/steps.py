@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings import percent
 from lightning_memprof.analysis.findings.actions import action_name
-from lightning_memprof.analysis.phases import OWN_WORK
-from lightning_memprof.analysis.step_events import PARTS, event_totals
+from lightning_memprof.analysis.steps.events import PARTS, event_totals
+from lightning_memprof.analysis.steps.phases import OWN_WORK
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.columns import Column, step_columns
 from lightning_memprof.report.labels import PEAKS, called
@@ -19,7 +19,7 @@ from lightning_memprof.units import format_bytes, format_ns
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from lightning_memprof.analysis.throughput import RankThroughput, Rate
+    from lightning_memprof.analysis.steps.throughput import RankThroughput, Rate
     from lightning_memprof.report.view import View
 
 __all__ = ["steps_section"]

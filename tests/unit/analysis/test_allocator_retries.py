@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from lightning_memprof.analysis.findings import Facts, Finding, Severity, examine
-from lightning_memprof.analysis.run import load_run
+from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.testing import FakeRun, make_run
 from lightning_memprof.units import GIB
 

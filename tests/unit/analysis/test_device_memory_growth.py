@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_memprof.analysis.allocations import run_allocations
 from lightning_memprof.analysis.findings import Facts, Finding, Severity, examine
-from lightning_memprof.analysis.memory import memory_report
-from lightning_memprof.analysis.run import load_run
-from lightning_memprof.analysis.snapshot_report import snapshot_report
+from lightning_memprof.analysis.memory.allocations import run_allocations
+from lightning_memprof.analysis.memory.report import memory_report
+from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.analysis.snapshot.report import snapshot_report
 from lightning_memprof.capture.allocator_history import AllocatorHistory
 from lightning_memprof.schedule import Schedule
 from lightning_memprof.testing import FakeCuda

@@ -11,7 +11,7 @@ import pytest
 from lightning_memprof.analysis.findings import Facts, Finding, Severity, examine, percent, shown_path, verdict
 from lightning_memprof.analysis.findings.memory_growth import left_by_windows, steady_growth
 from lightning_memprof.analysis.findings.rhythm import rhythm
-from lightning_memprof.analysis.run import load_run
+from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.testing import HEALTHY, FakeRun, make_run
 from lightning_memprof.units import GIB, MIB, format_ns
 

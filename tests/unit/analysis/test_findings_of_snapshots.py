@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lightning_memprof.analysis.findings import Finding, Severity, examine_files
-from lightning_memprof.analysis.snapshot_report import snapshot_report
+from lightning_memprof.analysis.snapshot.report import snapshot_report
 from lightning_memprof.units import GIB, MIB
 from snapshots import (
     EMPTY_CACHE,

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from fuzz_targets import outcome
-from lightning_memprof.analysis.following import Follower
-from lightning_memprof.analysis.rank_summary import RankSummary, encode_summary, read_summary
-from lightning_memprof.analysis.run import load_run
+from lightning_memprof.analysis.ranks.summary import RankSummary, encode_summary, read_summary
+from lightning_memprof.analysis.run.following import Follower
+from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.timeline.merge import merge_traces
 from lightning_memprof.analysis.timeline.sources import run_sources
 from lightning_memprof.artifacts.manifest import ManifestWriter

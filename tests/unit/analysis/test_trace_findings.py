@@ -8,7 +8,7 @@ import pytest
 
 from lightning_memprof.analysis.findings import Finding, Severity, examine_files
 from lightning_memprof.analysis.findings.of_traces import TRACE_RULES
-from lightning_memprof.analysis.trace_model import Copies, HostOperators, RuntimeCall, Synchronization, TraceReport
+from lightning_memprof.analysis.trace.model import Copies, HostOperators, RuntimeCall, Synchronization, TraceReport
 from trace_reports import MS, START, STEP_NS, collective, gpu_times, idle, kernel, trace
 
 

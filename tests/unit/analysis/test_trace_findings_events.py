@@ -10,7 +10,7 @@ import pytest
 from device_traces import BASE_NS, Recording
 from lightning_memprof.analysis.findings import Finding, Severity
 from lightning_memprof.analysis.findings.of_traces import TRACE_RULES
-from lightning_memprof.analysis.trace_report import trace_report
+from lightning_memprof.analysis.trace.report import trace_report
 
 STEPS = 4
 KERNELS = 25

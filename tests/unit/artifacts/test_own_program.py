@@ -14,7 +14,7 @@ TABLE = '{"traces": [], "out": "table.txt", "options": {}}'
     ("module", "arguments", "given"),
     [
         ("lightning_memprof.analysis.timeline.worker", [], ""),
-        ("lightning_memprof.analysis.operators", ["-"], TABLE),
+        ("lightning_memprof.analysis.trace.operators", ["-"], TABLE),
     ],
 )
 def test_no_module_of_the_directory_it_is_started_in_is_run(

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_memprof.analysis.compare import compare
-from lightning_memprof.analysis.compare_model import Comparison, Measure, Side, Unit
-from lightning_memprof.analysis.limits import check, parse_limit
+from lightning_memprof.analysis.compare.comparison import compare
+from lightning_memprof.analysis.compare.limits import check, parse_limit
+from lightning_memprof.analysis.compare.model import Comparison, Measure, Side, Unit
 from lightning_memprof.report.compare import comparison_document, comparison_lines, comparison_markdown, conclusion
 
 HOSTILE = "evil|`</script><img onerror=alert(1)>\x1b[31m\n# head"

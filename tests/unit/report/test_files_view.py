@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from lightning_memprof.analysis.findings import Evidence, Finding, Severity
-from lightning_memprof.analysis.targets import find_targets
+from lightning_memprof.analysis.run.targets import find_targets
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.report import html
 from lightning_memprof.report.files_document import files_document

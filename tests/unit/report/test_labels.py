@@ -15,8 +15,8 @@ import pytest
 from rich.console import Console
 
 from lightning_memprof.analysis.findings import Evidence, Finding, Severity
-from lightning_memprof.analysis.targets import find_targets
-from lightning_memprof.analysis.trace_model import Cause
+from lightning_memprof.analysis.run.targets import find_targets
+from lightning_memprof.analysis.trace.model import Cause
 from lightning_memprof.report import html as html_module
 from lightning_memprof.report.files_view import FilesView, files_view
 from lightning_memprof.report.html import to_html

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lightning_memprof.analysis.allocations import run_allocations
-from lightning_memprof.analysis.run import load_run
+from lightning_memprof.analysis.memory.allocations import run_allocations
+from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.manifest import ManifestWriter
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.machine import to_json

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from lightning_memprof.analysis.allocations import run_allocations
-from lightning_memprof.analysis.run import load_run
+from lightning_memprof.analysis.memory.allocations import run_allocations
+from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.report.memory import memory_sections, peak_allocations
 from lightning_memprof.report.memory_tables import bar, cut, notes, over_time, sparkline, table, tops
 from lightning_memprof.report.view import View, run_view

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_memprof.analysis.run import load_run
+from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.sink import RunPlace, Sink
 from lightning_memprof.report.machine import to_json
 from lightning_memprof.report.oom import print_autopsy

@@ -9,7 +9,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from lightning_memprof.analysis.run import load_run
+from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.manifest import ManifestWriter
 from lightning_memprof.report.terminal import render
 from lightning_memprof.report.view import run_view

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lightning_memprof.analysis.run import load_run
+from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.naming import system_name
 from lightning_memprof.artifacts.sink import RunPlace, Sink
 from lightning_memprof.report.machine import to_json

@@ -11,7 +11,7 @@ from kineto import write_trace
 from lightning_memprof.analysis.timeline.cut import cut, step_spans
 from lightning_memprof.analysis.timeline.merge import merge_traces
 from lightning_memprof.analysis.timeline.model import Source, TimelineEvent
-from lightning_memprof.analysis.trace import read_trace
+from lightning_memprof.analysis.trace.reader import read_trace
 from lightning_memprof.errors import ArtifactError, ConfigError
 
 BASE = 1_750_000_000_000_000_000

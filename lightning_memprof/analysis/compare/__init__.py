@@ -1,0 +1,1 @@
+"""Two runs, traces or snapshots compared against noise and limits."""

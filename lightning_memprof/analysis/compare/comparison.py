@@ -1,0 +1,148 @@
+"""Put two runs, traces or snapshots beside each other and tell what differs by more than noise."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.analysis.compare.model import (
+    GROUPS,
+    QUANTITIES,
+    Change,
+    Comparison,
+    Difference,
+    Measure,
+    NamedChange,
+    Side,
+)
+from lightning_memprof.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+__all__ = ["compare"]
+
+# The median of n samples has an error of 1.2533 standard deviations / sqrt(n), and a difference of two of them is
+# chance more rarely than once in three hundred comparisons when it is three errors large.
+_MEDIAN_ERROR: Final = 1.2533
+_ERRORS: Final = 3.0
+# Phases and operators that take less of a step than this are not worth a line, whatever they change by.
+_LEAST_SHARE_OF_STEP: Final = 0.01
+# Clocks and schedulers: no step is timed more exactly.
+_LEAST_NS: Final = 20_000
+# An operator is timed in a few recorded steps only: between two runs of one program a quarter is no news, and neither
+# is what two windows of one run differ by.
+_NAMED_TIME_SHARE: Final = 0.25
+_NAMED_BYTES_SHARE: Final = 0.01
+# Of the bytes at the peak; smaller holders come and go with an allocator's rounding.
+_LEAST_SHARE_OF_PEAK: Final = 0.005
+
+
+def compare(a: Side, b: Side) -> Comparison:
+    """Compare two sides.
+
+    A change counts as more than noise where it is larger than the spread of either side's steps, than three errors of
+    the difference of their medians, and than what cannot be measured.
+
+    Raises:
+        ConfigError: one is a run and the other a trace or a snapshot.
+
+    """
+    if a.kind != b.kind:
+        raise ConfigError(
+            f"{a.label} is {_KIND_WORDS[a.kind]} and {b.label} {_KIND_WORDS[b.kind]}: name two of one kind"
+        )
+    names = [name for name in QUANTITIES if name in a.measures or name in b.measures]
+    scale = _scale(a, b)
+    return Comparison(
+        a=a,
+        b=b,
+        differences=tuple(_difference(name, a.measures.get(name), b.measures.get(name), scale) for name in names),
+        changes=tuple(change for group in GROUPS for change in _changes(group, a, b, scale)),
+        left_out={
+            group: f"only {one.label} has them"
+            for group in GROUPS
+            for one, other in ((a, b), (b, a))
+            if group in one.named and group not in other.named
+        },
+    )
+
+
+_KIND_WORDS: Final = {"run": "a run", "traces": "a trace", "snapshots": "a snapshot"}
+
+
+def _scale(a: Side, b: Side) -> Mapping[str, float]:
+    """Return a step in ns and the peak in bytes, the smaller side's, and what part of a step is noise."""
+    steps = [side.measures["step_ns"] for side in (a, b) if "step_ns" in side.measures]
+    peaks = [
+        side.measures[name].value
+        for side in (a, b)
+        for name in ("peak_allocated_bytes", "peak_requested_bytes")
+        if name in side.measures
+    ]
+    noise = max((step.noise / step.value for step in steps if step.value), default=0.0)
+    return {
+        "ns": min((step.value for step in steps), default=0.0),
+        "bytes": min(peaks, default=0.0),
+        "noise": noise,
+    }
+
+
+def _difference(name: str, a: Measure | None, b: Measure | None, scale: Mapping[str, float]) -> Difference:
+    unit = QUANTITIES[name]
+    problem = None
+    if a is None or b is None:
+        problem = f"not measured in {'A' if a is None else 'B'}"
+    elif a.source != b.source:
+        problem = f"A has it from {a.source}, B from {b.source}"
+    needed = 0.0
+    if a is not None and b is not None:
+        error = math.sqrt(sum((_MEDIAN_ERROR * one.noise) ** 2 / max(one.samples, 1) for one in (a, b)))
+        needed = max(a.noise, b.noise, _ERRORS * error if min(a.samples, b.samples) > 1 else 0.0)
+        if unit == "ns":
+            needed = max(needed, _LEAST_NS, _LEAST_SHARE_OF_STEP * scale["ns"])
+        elif unit == "per_s":
+            needed = _needed_of_rate(a, b)
+    return Difference(name=name, unit=unit, a=a, b=b, needed=needed, problem=problem)
+
+
+def _needed_of_rate(a: Measure, b: Measure) -> float:
+    """Return how much a rate must change: where the times between that many events would differ by more than noise."""
+    if not a.value or not b.value:
+        return max(a.noise, b.noise)
+    noise = max(one.noise / one.value / one.value for one in (a, b))
+    bound = 1 / a.value + math.copysign(noise, a.value - b.value)
+    return abs(a.value - 1 / bound) if bound > 0 else math.inf
+
+
+def _changes(group: str, a: Side, b: Side, scale: Mapping[str, float]) -> list[NamedChange]:
+    """Return what of a group appeared, disappeared or changed, the largest first."""
+    if group not in a.named or group not in b.named:
+        return []
+    found = list(_changes_by_name(group, a, b, scale))
+    return sorted(found, key=lambda one: (-abs((one.b or 0) - (one.a or 0)), one.name))
+
+
+def _changes_by_name(group: str, a: Side, b: Side, scale: Mapping[str, float]) -> Iterator[NamedChange]:
+    unit = GROUPS[group][0]
+    before, after = a.named[group], b.named[group]
+    for name in dict.fromkeys([*before, *after]):
+        old, new = before.get(name), after.get(name)
+        spread = max(side.spreads.get(group, {}).get(name, 0.0) for side in (a, b))
+        if old is not None and new is not None and unit == "ns":
+            # What slows whole steps for a while slows every operator in them.
+            spread = max(spread, scale["noise"] * max(old, new))
+        if abs((new or 0) - (old or 0)) <= max(spread, _needed(group, max(old or 0, new or 0), scale)):
+            continue
+        kind: Change = "appeared" if old is None else "disappeared" if new is None else "changed"
+        sentence = (b if new is not None else a).sentences.get(name) if group == "findings" else None
+        yield NamedChange(group=group, name=name, kind=kind, unit=unit, a=old, b=new, sentence=sentence)
+
+
+def _needed(group: str, value: float, scale: Mapping[str, float]) -> float:
+    unit = GROUPS[group][0]
+    if unit == "ns":
+        return max(_LEAST_NS, _NAMED_TIME_SHARE * value, _LEAST_SHARE_OF_STEP * scale["ns"])
+    if group == "stacks":
+        return max(_NAMED_BYTES_SHARE * value, _LEAST_SHARE_OF_PEAK * scale["bytes"])
+    return _NAMED_BYTES_SHARE * value if unit == "bytes" else 0.0

@@ -1,0 +1,166 @@
+"""Samples to measures: a value, and by how much it differs by chance."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.analysis.compare.model import QUANTITIES, Measure
+from lightning_memprof.analysis.findings import Severity
+from lightning_memprof.analysis.stacks import parse_frame
+from lightning_memprof.analysis.trace.operator_rows import collect_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from lightning_memprof.analysis.findings import Finding
+    from lightning_memprof.analysis.memory.model import Site
+    from lightning_memprof.analysis.snapshot.replay import Holder
+
+__all__ = [
+    "EXACT",
+    "ONE_TIME",
+    "RESIDENT",
+    "Times",
+    "holder_bytes",
+    "operator_times",
+    "peak",
+    "severities",
+    "site_bytes",
+    "typical",
+]
+
+# A single time says nothing of its spread; steps of one program mostly differ by this.
+ONE_TIME: Final = 0.10
+# What an allocator counts is the same in every run of one program, but for blocks of a few bytes.
+EXACT: Final = 0.001
+# Libraries' arenas and threads: the resident size of two processes of one program.
+RESIDENT: Final = 0.02
+# The standard deviation that a median absolute deviation means, where deviations are normal.
+_MAD_TO_SD: Final = 1.4826
+# Of fewer samples the median deviation is often 0 by chance: their range is what is known.
+_FEW_SAMPLES: Final = 5
+# A machine that others use too is slower for a while: as much as the halves of one run differ, two runs do.
+_MANY_SAMPLES: Final = 10
+_BUILTIN: Final = "<built-in "
+_STEPS: Final = "ProfilerStep*"
+
+
+def typical(name: str, samples: Sequence[float], source: str, least_share: float = 0.0) -> Measure | None:
+    """Return the median of some samples and their spread; None without a sample."""
+    if not samples:
+        return None
+    value = statistics.median(samples)
+    noise = max(_spread(samples), least_share * abs(value), ONE_TIME * abs(value) if len(samples) == 1 else 0.0)
+    return Measure(
+        name=name, unit=QUANTITIES[name], value=value, noise=noise, samples=len(samples), source=source
+    )  # fmt: skip
+
+
+def peak(name: str, samples: Sequence[float], source: str, least_share: float = EXACT) -> Measure | None:
+    """Return the largest of some samples of a size, and their spread; None without a sample."""
+    if not samples:
+        return None
+    value = max(samples)
+    noise = max(_spread(samples), least_share * abs(value))
+    return Measure(
+        name=name, unit=QUANTITIES[name], value=value, noise=noise, samples=len(samples), source=source
+    )  # fmt: skip
+
+
+def _spread(samples: Sequence[float]) -> float:
+    """Return how much samples, in the order of time, differ: one from the next, and half from half."""
+    if len(samples) < _FEW_SAMPLES:
+        return max(samples) - min(samples)
+    middle = statistics.median(samples)
+    drift = 0.0
+    half = len(samples) // 2
+    if half >= _MANY_SAMPLES:
+        drift = abs(statistics.median(samples[:half]) - statistics.median(samples[half:]))
+    return max(drift, _MAD_TO_SD * statistics.median(abs(one - middle) for one in samples))
+
+
+def operator_times(traces: Sequence[Path]) -> tuple[Times, Times]:
+    """Return ns a step by name, of operators and annotations on the host, and of kernels; Python's frames left out.
+
+    Each trace is a sample. One without steps counts as one step.
+
+    Raises:
+        ArtifactError: a trace is missing, damaged or cut off.
+
+    """
+    operators, kernels = Times(), Times()
+    for trace in traces:
+        collected = collect_rows([trace], group_by_input_shapes=False)
+        steps = max((row.count for row in collected.rows if row.name == _STEPS and not row.on_device), default=0)
+        on_host: Counter[str] = Counter()
+        on_device: Counter[str] = Counter()
+        for row in collected.rows:
+            if row.on_device and not row.is_annotation:
+                on_device[row.name] += row.self_device_ns
+            elif not row.on_device and parse_frame(row.name) is None and not row.name.startswith(_BUILTIN):
+                on_host[row.name] += row.self_cpu_ns
+        operators.add(on_host, max(steps, 1))
+        kernels.add(on_device, max(steps, 1))
+    return operators, kernels
+
+
+class Times:
+    """Times by name, of several traces."""
+
+    def __init__(self) -> None:
+        self._samples: list[dict[str, float]] = []
+
+    def add(self, sums: Mapping[str, int], steps: int) -> None:
+        """Take the sums over the steps of one trace."""
+        self._samples.append({name: ns / steps for name, ns in sums.items()})
+
+    def _of(self, name: str) -> list[float]:
+        return [one.get(name, 0.0) for one in self._samples]
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The median over the traces, in ns a step."""
+        names = dict.fromkeys(name for one in self._samples for name in one)
+        return {name: statistics.median(self._of(name)) for name in names}
+
+    @property
+    def spreads(self) -> dict[str, float]:
+        """The range over the traces, in ns a step."""
+        return {name: max(known) - min(known) for name in self.values if (known := self._of(name))}
+
+
+def site_bytes(sites: Iterable[Site]) -> dict[str, float]:
+    """Return what is held at the peak by operator, and by module or line, over all steps."""
+    held: Counter[str] = Counter()
+    for site in sites:
+        where = site.module or (_short(site.line) if site.line else None)
+        held[f"{site.operator} in {where}" if where else site.operator] += site.bytes
+    return dict(held)
+
+
+def holder_bytes(holders: Iterable[Holder]) -> dict[str, float]:
+    """Return what is held at the peak by the innermost line of the user's own code."""
+    held: Counter[str] = Counter()
+    for holder in holders:
+        held[_short(holder.site) or "before the history was switched on"] += holder.bytes
+    return dict(held)
+
+
+def _short(line: str) -> str:
+    """Return a line of code without what moves: its number, and the directories above its own."""
+    frame = parse_frame(line)
+    return line if frame is None else f"{'/'.join(frame.filename.split('/')[-2:])}: {frame.name}"
+
+
+def severities(findings: Iterable[Finding]) -> tuple[dict[str, float], Mapping[str, str]]:
+    """Return the severity of each rule that warns, and its sentence."""
+    worst: dict[str, Finding] = {}
+    for one in sorted(findings, key=lambda one: one.severity):
+        if one.severity >= Severity.WARNING:
+            worst[one.rule] = one
+    return {rule: float(one.severity) for rule, one in worst.items()}, {
+        rule: one.sentence for rule, one in worst.items()
+    }

@@ -1,0 +1,264 @@
+"""What a run, traces or snapshots are compared by, read from their files."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.analysis.compare.measures import (
+    RESIDENT,
+    holder_bytes,
+    operator_times,
+    peak,
+    severities,
+    site_bytes,
+    typical,
+)
+from lightning_memprof.analysis.compare.model import QUANTITIES, Measure, Side
+from lightning_memprof.analysis.findings import Facts, examine, examine_files
+from lightning_memprof.analysis.memory.allocations import run_allocations, window_allocations
+from lightning_memprof.analysis.memory.report import memory_report
+from lightning_memprof.analysis.run.rows import text
+from lightning_memprof.analysis.steps.statistics import window_steps
+from lightning_memprof.analysis.steps.throughput import rank_throughput
+from lightning_memprof.artifacts.series import PHASES
+from lightning_memprof.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from lightning_memprof.analysis.findings import Finding
+    from lightning_memprof.analysis.memory.model import DeviceAllocations
+    from lightning_memprof.analysis.memory.report import RankMemory
+    from lightning_memprof.analysis.run.load import Rank, Run
+    from lightning_memprof.analysis.trace.model import GpuTimes, TraceReport
+
+__all__ = ["run_side", "snapshots_side", "traces_side"]
+
+# Operators are summed up at some 10 MB/s of compressed trace: the last traces that are no more together.
+_MOST_TRACE_BYTES: Final = 64 << 20
+_CATEGORIES: Final = ("parameter", "gradient", "optimizer_state", "activation")
+_GPU_TIMES: Final = ("window", "busy", "idle", "compute", "communication", "communication_exposed", "memory_copy")
+
+
+@dataclass
+class _Gathered:
+    """What was found of one side so far."""
+
+    measures: dict[str, Measure] = field(default_factory=dict)
+    named: dict[str, Mapping[str, float]] = field(default_factory=dict)
+    spreads: dict[str, Mapping[str, float]] = field(default_factory=dict)
+    sentences: Mapping[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, *measures: Measure | None) -> None:
+        for one in measures:
+            if one is not None:
+                self.measures.setdefault(one.name, one)
+
+    def add_findings(self, findings: Sequence[Finding]) -> None:
+        self.named["findings"], self.sentences = severities(findings)
+        count = float(len(self.named["findings"]))
+        self.add(
+            Measure(name="warnings", unit=QUANTITIES["warnings"], value=count, noise=0.0, samples=1, source="findings")
+        )
+
+    def add_operators(self, traces: Sequence[Path]) -> None:
+        if not traces:
+            return
+        try:
+            operators, kernels = operator_times(traces)
+        except ArtifactError as error:
+            self.notes.append(str(error))
+            return
+        for group, times in (("operators", operators), ("kernels", kernels)):
+            if times.values:
+                self.named[group], self.spreads[group] = times.values, times.spreads
+
+    def add_allocations(self, found: Sequence[DeviceAllocations], device: str, source: str) -> None:
+        """Take the memory of one device, the model's where it is known, over all windows."""
+        on_it = [one for one in found if one.device == device]
+        if not on_it:
+            return
+        self.add(
+            peak(
+                "peak_allocated_bytes",
+                [(one.start_bytes or 0) + one.peak_bytes for one in on_it],
+                source,
+            )
+        )
+        self.named["stacks"] = site_bytes(max(on_it, key=lambda one: (one.start_bytes or 0) + one.peak_bytes).sites)
+
+    def side(self, label: str, kind: str) -> Side:
+        return Side(
+            label=label,
+            kind=kind,  # type: ignore[arg-type]
+            measures=self.measures,
+            named=self.named,
+            spreads=self.spreads,
+            sentences=self.sentences,
+            notes=tuple(self.notes),
+        )
+
+
+def run_side(run: Run, label: str) -> Side:
+    """Return what a run is compared by: the time of its lead rank, the largest peaks of its ranks."""
+    found = _Gathered()
+    lead = run.lead
+    _add_times(found, lead)
+    rate = rank_throughput(lead)[0]
+    step = found.measures.get("step_ns")
+    if rate is not None and rate.samples and step is not None and step.value:
+        # Of the median step: the mean one follows a single hiccup.
+        speed = rate.samples / step.value * 1e9
+        noise = speed * step.noise / step.value
+        found.add(replace(step, name="samples_per_s", unit="per_s", value=speed, noise=noise))
+    _add_sizes(found, run)
+    allocations = [one for one in run_allocations(run.in_full) if one.rank == lead.rank]
+    found.notes += [one.problem for one in allocations if one.problem]
+    device = text(lead.facts, "device") or "cpu"
+    found.add_allocations([one for window in allocations for one in window.devices], device, _traced(device))
+    _add_memory(found, memory_report(run.in_full).lead)
+    traces = [one for one in run.artifacts if one.type == "trace" and one.rank == lead.rank and one.state == "present"]
+    found.add_operators(_last([one.file for one in traces]))
+    found.add_findings(examine(Facts.of(run)))
+    found.notes += [f"{one.piece}: {one.message}" for one in run.problems]
+    return found.side(label, "run")
+
+
+def _traced(device: str) -> str:
+    where = "above what was there when its window began" if device == "cpu" else "of the allocator"
+    return f"the operator trace, {where}"
+
+
+def _last(traces: Sequence[Path]) -> list[Path]:
+    chosen: list[Path] = []
+    total = 0
+    for path in reversed(traces):
+        total += path.stat().st_size
+        if chosen and total > _MOST_TRACE_BYTES:
+            break
+        chosen.append(path)
+    return chosen[::-1]
+
+
+def _add_times(found: _Gathered, rank: Rank) -> None:
+    steps = rank.typical_steps
+    if steps is not None:
+        rows = [(duration, breakdown) for _, duration, breakdown in steps.steps]
+        source = f"the pulse, on the {steps.clock}'s clock"
+    else:
+        reports = [one for window in rank.windows for one in window_steps(rank, window)[0]]
+        rows = [(one.duration_ns, one.breakdown_ns or {}) for one in reports if one.duration_ns is not None]
+        source = "recorded steps, which pay for being recorded"
+    step = typical("step_ns", [duration for duration, _ in rows], source)
+    found.add(step)
+    # What slows whole steps for a while slows every phase of them.
+    share = step.noise / step.value if step is not None and step.value else 0.0
+    for phase in PHASES:
+        known = [ns for _, breakdown in rows if (ns := breakdown.get(phase)) is not None]
+        found.add(typical(f"{phase}_ns", known, source, share))
+
+
+def _add_sizes(found: _Gathered, run: Run) -> None:
+    """Take resident sizes and the device's peaks: each the largest rank's."""
+    rss = [max(known) for rank in run.ranks if (known := [r for row in rank.pulse if (r := row["rss_bytes"])])]
+    device = [
+        max(known) for rank in run.ranks if (known := [r for row in rank.pulse if (r := row["device_peak_bytes"])])
+    ]
+    found.add(peak("peak_rss_bytes", rss and [max(rss)], "the pulse", RESIDENT))
+    found.add(peak("peak_allocated_bytes", device and [max(device)], "the device's allocator"))
+    steps = [one for window in run.lead.windows for one in window_steps(run.lead, window)[0]]
+    reserved = [r for one in steps if one.device and (r := one.device.reserved_bytes) is not None]
+    found.add(peak("peak_reserved_bytes", reserved, "recorded steps"))
+    resident = [r for one in steps if (r := one.host.max_rss_bytes) is not None]
+    found.add(peak("peak_rss_bytes", resident and [max(resident)], "recorded steps", RESIDENT))
+
+
+def _add_memory(found: _Gathered, memory: RankMemory) -> None:
+    if memory.peak is not None:
+        for category in _CATEGORIES:
+            size = memory.peak.categories.get(category)
+            found.add(peak(f"{category}_bytes", [] if size is None else [size], memory.peak.source))
+    if memory.activations is not None:
+        modules = memory.activations.modules
+        found.named["modules"] = {one.name or "(the model)": float(one.inclusive_activation_bytes) for one in modules}
+        held = {one.name or "(the model)": one.parameter_bytes for one in modules}
+        found.named["parameters"] = {name: float(size) for name, size in held.items() if size}
+
+
+def traces_side(paths: Sequence[Path], label: str) -> Side:
+    """Return what traces are compared by; of several, each counts as a sample.
+
+    Raises:
+        ArtifactError: one is missing, damaged or cut off.
+
+    """
+    from lightning_memprof.analysis.trace.report import trace_report
+
+    reports = [trace_report(path) for path in paths]
+    found = _Gathered()
+    steps = [float(step.duration_ns) for one in reports for step in one.steps]
+    found.add(typical("step_ns", steps, "the steps of the trace"))
+    loading = [float(step.data_loading_ns) for one in reports for step in one.steps]
+    found.add(typical("data_loading_ns", loading, "the steps of the trace"))
+    found.add(typical("duration_ns", [float(one.end_ns - one.start_ns) for one in reports], "first to last event"))
+    _add_gpu_times(found, reports)
+    collectives: Counter[str] = Counter()
+    for one in reports:
+        for collective in one.collectives:
+            collectives[collective.name] += collective.total_ns
+    if collectives:
+        found.named["collectives"] = {name: ns / max(len(steps), 1) for name, ns in collectives.items()}
+    found.add_operators(paths)
+    memory = [device for path in paths for device in window_allocations(path)]
+    devices = sorted({one.device for one in memory}, key=lambda name: (name == "cpu", name))
+    if devices:
+        found.add_allocations(memory, devices[0], _traced(devices[0]))
+    found.add_findings(examine_files(reports, ()))
+    return found.side(label, "traces")
+
+
+def _add_gpu_times(found: _Gathered, reports: Sequence[TraceReport]) -> None:
+    """Take the devices' times: of a mean step where all traces have steps, else of the whole traces."""
+    within = [(one.step_window, len(one.steps)) for one in reports if one.step_window is not None and one.steps]
+    anywhere = [(one.gpu_window, 1) for one in reports if one.gpu_window is not None]
+    chosen: Sequence[tuple[GpuTimes, int]] = within if len(within) == len(reports) else anywhere
+    source = "a step's mean" if chosen is within else "the whole trace"
+    for name in _GPU_TIMES:
+        found.add(typical(f"gpu_{name}_ns", [getattr(one, f"{name}_ns") / steps for one, steps in chosen], source))
+
+
+def snapshots_side(paths: Sequence[Path], label: str) -> Side:
+    """Return what snapshots are compared by: the fullest of their devices.
+
+    Raises:
+        ArtifactError: one is missing, damaged or no snapshot.
+
+    """
+    from lightning_memprof.analysis.snapshot.report import snapshot_report
+
+    reports = [snapshot_report(path) for path in paths]
+    found = _Gathered()
+    sizes: dict[str, list[float]] = defaultdict(list)
+    for device in (device for one in reports for device in one.devices):
+        for name in (
+            "peak_requested_bytes",
+            "peak_reserved_bytes",
+            "allocated_bytes",
+            "requested_bytes",
+            "reserved_bytes",
+            "inactive_bytes",
+        ):
+            sizes[name].append(float(getattr(device, name)))
+    for name, known in sizes.items():
+        found.add(peak(name, [max(known)], "the snapshot"))
+    held: Counter[str] = Counter()
+    for device in (device for one in reports for device in one.devices):
+        for site, count in holder_bytes(device.holders_at_peak).items():
+            held[site] = max(held[site], round(count))
+    found.named["stacks"] = dict(held)
+    found.add_findings(examine_files((), reports))
+    return found.side(label, "snapshots")

@@ -1,0 +1,151 @@
+"""The allocations of an operator trace in the form of a snapshot of the CUDA allocator.
+
+A trace knows blocks and not segments: what its blocks cover, together, is shown as the segments that they lie in. Every
+device has a snapshot's number of its own, the host the one behind the last.
+
+Format: `torch/csrc/cuda/memory_snapshot.cpp` of torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_memprof.analysis.memory.allocations import Origin, Origins, counted_bytes
+from lightning_memprof.analysis.memory.columns import DeviceMemory, MemoryColumns, read_memory
+from lightning_memprof.artifacts.naming import TraceName
+from lightning_memprof.errors import ArtifactError
+
+__all__ = ["history_of_trace"]
+
+_ADDRESS_MASK: Final = (1 << 62) - 1
+_NO_FILE: Final = ""
+Fields = dict[str, Any]
+
+
+def history_of_trace(path: Path) -> Fields:
+    """Return what ``torch.cuda.memory._snapshot()`` would have returned, as far as a trace knows it.
+
+    Raises:
+        ArtifactError: the trace is missing, damaged or cut off, or has no allocations.
+
+    """
+    name = TraceName.parse(path.name)
+    trace = read_memory(path, name.stage if name else "fit")
+    if not trace.devices:
+        raise ArtifactError(f"{path}: has no allocations; record it with profile_memory=True")
+    origins = Origins(trace)
+    traces: list[list[Fields]] = []
+    segments: list[Fields] = []
+    for number, (device, memory) in enumerate(sorted(trace.devices.items(), key=_device_order)):
+        events = list(_events(device, memory, origins, trace.origin_ns))
+        traces.append(events)
+        segments += _segments(number, events)
+    return {"segments": segments, "device_traces": traces, "allocator_settings": {}}
+
+
+def _device_order(one: tuple[DeviceMemory, MemoryColumns]) -> tuple[bool, DeviceMemory]:
+    return one[0].is_host, one[0]
+
+
+def _events(device: DeviceMemory, memory: MemoryColumns, origins: Origins, origin_ns: int) -> Iterator[Fields]:
+    deltas = counted_bytes(device, memory)
+    live: dict[int, int] = {}
+    frames: dict[Origin, list[Fields]] = {}
+    for i, (address, size) in enumerate(zip(memory.address, memory.bytes, strict=True)):
+        # A block without an address cannot be drawn, a free of the host that is of no block of the trace means nothing.
+        if not address or not size or (size < 0 and not deltas[i]):
+            continue
+        time_us = (origin_ns + memory.time[i]) // 1000
+        origin = origins.of(memory, i)._replace(step=None)
+        stack = frames.get(origin)
+        if stack is None:
+            stack = frames[origin] = _frames(origin)
+        at = address & _ADDRESS_MASK
+        common: Fields = {"addr": at, "stream": 0, "time_us": time_us, "frames": stack}
+        if at in live and size > 0:
+            # Its free was not seen, a thread that is not recorded did it.
+            yield {**common, "action": "free_requested", "size": live[at]}
+            yield {**common, "action": "free_completed", "size": live.pop(at)}
+        if size > 0:
+            live[at] = size
+            yield {**common, "action": "alloc", "size": size}
+        else:
+            count = live.pop(at, -size)
+            yield {**common, "action": "free_requested", "size": count}
+            yield {**common, "action": "free_completed", "size": count}
+
+
+def _frames(origin: Origin) -> list[Fields]:
+    """Return a stack, innermost first: the operator and the module, which have no file, before Python's own frames."""
+    names = [one for one in (origin.operator, origin.module) if one]
+    return [
+        *({"name": one, "filename": _NO_FILE, "line": 0} for one in names),
+        *({"name": one.name, "filename": one.filename, "line": one.line} for one in origin.stack),
+    ]
+
+
+def _segments(device: int, events: Sequence[Fields]) -> Iterator[Fields]:
+    """Yield a segment for each stretch of addresses that blocks cover, with what is live at the end."""
+    live: dict[int, Fields] = {}
+    covered: dict[int, int] = {}
+    for event in events:
+        covered[event["addr"]] = max(covered.get(event["addr"], 0), event["size"])
+        if event["action"] == "alloc":
+            live[event["addr"]] = event
+        elif event["action"] == "free_completed":
+            live.pop(event["addr"], None)
+    start = end = 0
+    inside: list[int] = []
+    for address in sorted(covered):
+        if inside and address >= end:
+            yield _segment(device, start, end, inside, live)
+            inside = []
+        if not inside:
+            start, end = address, address
+        end = max(end, address + covered[address])
+        inside.append(address)
+    if inside:
+        yield _segment(device, start, end, inside, live)
+
+
+def _segment(device: int, start: int, end: int, addresses: Sequence[int], live: dict[int, Fields]) -> Fields:
+    blocks: list[Fields] = []
+    at = start
+    allocated = 0
+    for address in addresses:
+        event = live.get(address)
+        if event is None or address < at:
+            continue
+        if address > at:
+            blocks.append(_block(at, address - at, [], is_free=True))
+        blocks.append(_block(address, event["size"], event["frames"], is_free=False))
+        allocated += event["size"]
+        at = address + event["size"]
+    if at < end:
+        blocks.append(_block(at, end - at, [], is_free=True))
+    return {
+        "device": device,
+        "address": start,
+        "total_size": max(at, end) - start,
+        "allocated_size": allocated,
+        "active_size": allocated,
+        "requested_size": allocated,
+        "stream": 0,
+        "segment_type": "large",
+        "segment_pool_id": (0, 0),
+        "is_expandable": False,
+        "frames": [],
+        "blocks": blocks,
+    }
+
+
+def _block(address: int, size: int, frames: list[Fields], *, is_free: bool) -> Fields:
+    return {
+        "address": address,
+        "size": size,
+        "requested_size": 0 if is_free else size,
+        "state": "inactive" if is_free else "active_allocated",
+        "frames": frames,
+    }

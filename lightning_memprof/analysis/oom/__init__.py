@@ -1,0 +1,1 @@
+"""Out-of-memory reports: the failed allocation, its cause, and remedies."""

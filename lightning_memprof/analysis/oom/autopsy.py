@@ -1,0 +1,245 @@
+"""Why memory ran out: what was asked and why it did not fit, who held the rest, and what to try next."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_memprof.analysis.oom.advice import HOST_REST, OTHER_TENSORS, SETUP, UNHELD, Situation, next_steps
+from lightning_memprof.analysis.oom.causes import Cause, Memory, device_cause, device_memory, host_cause, host_memory
+from lightning_memprof.analysis.oom.module_stacks import ModuleStacks
+from lightning_memprof.analysis.oom.snapshot import SnapshotMemory, snapshot_memory
+from lightning_memprof.analysis.run.rows import mapping, text, whole
+from lightning_memprof.analysis.stacks import Frame, parse_frame, user_frame
+from lightning_memprof.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lightning_memprof.analysis.oom.events import OomEvent
+    from lightning_memprof.analysis.run.load import Run
+
+__all__ = ["Autopsy", "Holder", "autopsies", "autopsy"]
+
+TOP: Final = 10
+NO_RING: Final = 'the allocator\'s history was off: OutOfMemory(history="always") keeps it on for the whole run'
+NO_STACK: Final = "no Python stack: allocated by backward's own threads, or while the history was off"
+HELD: Final = (
+    ("parameter", "parameters"),
+    ("gradient", "gradients"),
+    ("optimizer_state", "optimizer state"),
+    ("buffer", "buffers"),
+    ("other", OTHER_TENSORS),
+)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Bytes that were allocated at that moment, by the line or module that asked for them."""
+
+    name: str
+    detail: str | None
+    bytes: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Autopsy:
+    """One out-of-memory event, understood.
+
+    ``place`` has step, global_step, epoch, phase, point, function, stage, window, thread, module and module_class as
+    far as they are known. A list of holders that cannot be had is empty, and its note says why.
+    """
+
+    rank: int
+    number: int
+    device: str
+    is_host: bool
+    ended_run: bool
+    exception: str | None
+    time_ns: int | None
+    seen: str
+    place: Mapping[str, Any]
+    line: str | None
+    asked_bytes: int | None
+    asked_source: str | None
+    cause: Cause
+    why: str
+    memory: Memory
+    held: tuple[Holder, ...]
+    tensors: tuple[Holder, ...]
+    by_stack: tuple[Holder, ...]
+    by_stack_note: str | None
+    by_module: tuple[Holder, ...]
+    by_module_note: str | None
+    next_steps: tuple[str, ...]
+    unavailable: Mapping[str, Any]
+
+
+def autopsies(run: Run, *, max_bytes: int | None = None) -> tuple[Autopsy, ...]:
+    """Understand every event of a run, in order of rank and time.
+
+    Args:
+        run: the run.
+        max_bytes: leave snapshots unread that are larger than this; None reads all, at some 20 MB/s.
+
+    """
+    training = {rank.rank: {**(rank.training or {}), "world_size": rank.facts.get("world_size")} for rank in run.ranks}
+    return tuple(autopsy(event, training.get(event.rank), max_bytes=max_bytes) for event in run.ooms)
+
+
+def autopsy(event: OomEvent, training: Mapping[str, Any] | None = None, *, max_bytes: int | None = None) -> Autopsy:
+    """Understand an event.
+
+    Args:
+        event: what was written down.
+        training: the manifest's ``training`` row, for steps that fit the Trainer, with ``world_size``.
+        max_bytes: leave a snapshot unread that is larger than this; None reads it.
+
+    """
+    facts = event.facts
+    is_host = facts.get("memory") == "host"
+    device = text(facts, "device") or ("cpu" if is_host else "?")
+    snapshot, trouble = _snapshot(event, device, max_bytes)
+    memory = host_memory(facts) if is_host else device_memory(facts, snapshot)
+    asked = whole(facts, "asked_bytes")
+    cause, why = host_cause(asked, facts, memory) if is_host else device_cause(asked, facts, memory, snapshot)
+    stacks = ModuleStacks(mapping(facts, "forwards") or {})
+    by_stack, by_module = _by_stack(snapshot), _by_module(snapshot, stacks)
+    note = trouble or (None if snapshot is not None and snapshot.has_stacks else _no_stacks(facts, is_host=is_host))
+    frames = _frames(facts)
+    user = user_frame(frames)
+    module = text(facts, "module")
+    if module is None and (module := stacks.name_of(frames)) is not None:
+        facts = {**facts, "module": module}
+    held = _held(facts, memory, is_host=is_host)
+    situation = Situation(
+        cause=cause,
+        is_host=is_host,
+        phase=text(facts, "phase") or (SETUP if whole(facts, "step") is None else None),
+        function=text(facts, "function"),
+        modules=tuple(one.name for one in by_module[:2] if one.name not in (OUTSIDE, NO_STACK)),
+        largest=max(held, key=lambda one: one.bytes).name if held else None,
+        is_expandable=snapshot is not None and snapshot.is_expandable,
+        training=training or {},
+    )
+    return Autopsy(
+        rank=event.rank,
+        number=event.number,
+        device=device,
+        is_host=is_host,
+        ended_run=facts.get("ended_run") is True,
+        exception=text(facts, "exception"),
+        time_ns=whole(facts, "time_ns"),
+        seen=text(facts, "seen") or "?",
+        place={key: facts.get(key) for key in PLACE},
+        line=None if user is None else str(user),
+        asked_bytes=asked,
+        asked_source=text(facts, "asked_source"),
+        cause=cause,
+        why=why,
+        memory=memory,
+        held=held,
+        tensors=_tensors(facts),
+        by_stack=tuple(by_stack[:TOP]),
+        by_stack_note=note,
+        by_module=tuple(by_module[:TOP]),
+        by_module_note=note,
+        next_steps=next_steps(situation),
+        unavailable=mapping(facts, "unavailable") or {},
+    )
+
+
+PLACE: Final = (
+    "step", "global_step", "epoch", "phase", "point", "function", "stage", "window", "thread", "module",
+    "module_class",
+)  # fmt: skip
+OUTSIDE: Final = "outside of any module's forward"
+
+
+def _snapshot(event: OomEvent, device: str, max_bytes: int | None) -> tuple[SnapshotMemory | None, str | None]:
+    if event.snapshot is None:
+        return None, None
+    if max_bytes is not None and event.snapshot.stat().st_size > max_bytes:
+        return None, "the snapshot is large and was not read for this page: lightning-memprof show reads it"
+    _, _, index = device.partition(":")
+    try:
+        return snapshot_memory(event.snapshot, int(index or 0)), None
+    except (ArtifactError, ValueError) as error:
+        return None, str(error)
+
+
+def _no_stacks(facts: Mapping[str, Any], *, is_host: bool) -> str:
+    if is_host:
+        return "the host's allocator keeps no history"
+    unavailable = mapping(facts, "unavailable") or {}
+    return text(unavailable, "snapshot") or NO_RING
+
+
+def _by_stack(snapshot: SnapshotMemory | None) -> list[Holder]:
+    """Return live bytes by the innermost line of the program that asked for them, largest first."""
+    sizes = _Sizes()
+    for one in snapshot.holders if snapshot is not None and snapshot.has_stacks else ():
+        inner = parse_frame(one.stack[0]) if one.stack else None
+        called = inner is not None and inner.is_python and str(inner) != one.site
+        detail = f"in {inner.name}" if inner is not None and called else None
+        sizes.add((one.site or NO_STACK, detail), one.bytes, one.blocks)
+    return sizes.largest()
+
+
+def _by_module(snapshot: SnapshotMemory | None, stacks: ModuleStacks) -> list[Holder]:
+    """Return live bytes by the module whose forward asked for them, largest first."""
+    sizes = _Sizes()
+    for one in snapshot.holders if snapshot is not None and snapshot.has_stacks else ():
+        frames = [frame for line in one.stack if (frame := parse_frame(line)) is not None]
+        name = stacks.name_of(frames) or OUTSIDE if frames else NO_STACK
+        sizes.add((name, None), one.bytes, one.blocks)
+    return sizes.largest()
+
+
+class _Sizes:
+    """Bytes and blocks by name and detail."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[tuple[str, str | None], tuple[int, int]] = defaultdict(lambda: (0, 0))
+
+    def add(self, key: tuple[str, str | None], size: int, blocks: int) -> None:
+        known = self._sizes[key]
+        self._sizes[key] = known[0] + size, known[1] + blocks
+
+    def largest(self) -> list[Holder]:
+        holders = [Holder(*key, *sizes) for key, sizes in self._sizes.items()]
+        return sorted(holders, key=lambda one: (-one.bytes, one.name))
+
+
+def _held(facts: Mapping[str, Any], memory: Memory, *, is_host: bool) -> tuple[Holder, ...]:
+    held = mapping(facts, "held")
+    if held is None:
+        return ()
+    found = [Holder(words, None, size, 0) for key, words in HELD if (size := whole(held, f"{key}_bytes"))]
+    rest = (memory.allocated_bytes or 0) - sum(one.bytes for one in found)
+    if rest > 0:
+        found.append(Holder(HOST_REST if is_host else UNHELD, None, rest, 0))
+    return tuple(found)
+
+
+def _tensors(facts: Mapping[str, Any]) -> tuple[Holder, ...]:
+    rows = facts.get("tensors")
+    alike = _Sizes()
+    for row in rows if isinstance(rows, list) else ():
+        if isinstance(row, dict):
+            shape = f"{text(row, 'dtype')} {row.get('shape')}"
+            name = text(row, "name")
+            alike.add((name or shape, shape if name else None), whole(row, "bytes") or 0, 1)
+    return tuple(alike.largest()[:TOP])
+
+
+def _frames(facts: Mapping[str, Any]) -> list[Frame]:
+    rows = facts.get("stack")
+    found = []
+    for row in rows if isinstance(rows, list) else ():
+        match row:
+            case [str() as file, int() as line, str() as name]:
+                found.append(Frame(file, line, name))
+    return found

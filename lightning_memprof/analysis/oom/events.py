@@ -1,0 +1,69 @@
+"""The moments at which a rank's memory ran out, as they were written down."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lightning_memprof.analysis.run.rows import ManifestRows, Row, rows_of, text, whole
+from lightning_memprof.artifacts.naming import oom_name
+from lightning_memprof.artifacts.plain_file import read_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+__all__ = ["OomEvent", "oom_events"]
+
+
+@dataclass(frozen=True)
+class OomEvent:
+    """One event. ``facts`` are those of its file, or of its manifest row where the file has none of it.
+
+    ``snapshot`` is the allocator snapshot of that moment, None where there is none.
+    """
+
+    rank: int
+    number: int
+    facts: Mapping[str, Any]
+    snapshot: Path | None
+
+
+def oom_events(directory: Path, rank: int, rows: ManifestRows) -> tuple[OomEvent, ...]:
+    """Return a rank's events in their order.
+
+    Args:
+        directory: the run directory.
+        rank: the rank.
+        rows: its manifest.
+
+    """
+    listed = {number: row for row in rows_of(rows, "oom") if (number := whole(row, "number")) is not None}
+    if not listed:
+        return ()
+    full = _in_file(directory / oom_name(rank))
+    events = []
+    for number, row in sorted(listed.items()):
+        facts = {**row, **full.get(number, {})}
+        events.append(OomEvent(rank, number, facts, _snapshot(directory, text(facts, "snapshot"))))
+    return tuple(events)
+
+
+def _snapshot(directory: Path, name: str | None) -> Path | None:
+    if not name or "/" in name:
+        return None
+    path = directory / name
+    try:
+        return path if path.is_file() else None
+    except OSError:  # a name is too long for any file
+        return None
+
+
+def _in_file(path: Path) -> dict[int, Row]:
+    try:
+        events = json.loads(read_plain(path))["events"]
+        return {number: one for one in events if (number := whole(one, "number")) is not None}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        # The manifest's rows are left; that the file is damaged is said with the other files.
+        return {}

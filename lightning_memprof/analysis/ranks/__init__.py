@@ -1,0 +1,1 @@
+"""The ranks of a run compared: imbalance, waiting, stragglers."""

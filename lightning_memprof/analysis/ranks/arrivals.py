@@ -1,0 +1,321 @@
+"""Who waits for whom: the same collective in every rank's summary, on one clock."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from lightning_memprof.analysis.ranks.summary import Arrivals, RankSummary
+
+__all__ = ["CollectiveWait", "Keys", "Meeting", "RankTrack", "Signature", "WindowWaits", "track", "window_waits"]
+
+# These end on every rank when the last one has come, so their ends tell what the clocks differ by.
+TOGETHER: Final = frozenset({"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "barrier"})
+# The ends of one collective lie within this on one clock; where they do not, the traces begin at different ones.
+_SAME_NS: Final = 1_000_000
+# So many ends tell what two clocks differ by.
+_ENDS: Final = 32
+_SHIFTS: Final = (1, -1, 2, -2)
+_BEFORE: Final = -(1 << 62)
+# Clocks that differ by more (73 years) are damage, and their sums would be more than 64 bits.
+_FURTHEST: Final = 1 << 61
+
+Kind = tuple[str, str, "int | None"]
+Key = tuple[Kind, int]
+Keys = tuple[Key, ...]
+# What a summary says of its keys, in numbers: thousands of ranks have the same, and share one tuple of keys.
+Signature = tuple[tuple[Kind, ...], tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class RankTrack:
+    """One rank's collectives of a window as columns: starts in ns after ``base_ns`` of its own clock."""
+
+    rank: int
+    host: str
+    keys: Keys
+    base_ns: int
+    start_ns: Sequence[int]
+    duration_ns: Sequence[int]
+
+    def end_ns(self, at: int) -> int:
+        """Return the end of one collective by this rank's clock."""
+        return self.base_ns + self.start_ns[at] + self.duration_ns[at]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One collective that several ranks came to: when the middle one and the last one came, and which was last."""
+
+    kind: Kind
+    ranks: int
+    middle_ns: int
+    last_ns: int
+    last_rank: int
+
+
+@dataclass(frozen=True)
+class CollectiveWait:
+    """All collectives of one kind. ``wait_ns`` is the middle rank's wait for the last one, in the mean of them.
+
+    ``last_rank`` was last in ``last_count`` of ``count``.
+    """
+
+    name: str
+    group: str
+    bytes: int | None
+    count: int
+    ranks: int
+    wait_ns: int
+    last_rank: int
+    last_count: int
+
+
+@dataclass
+class WindowWaits:
+    """The waiting of one window.
+
+    ``waited_ns`` is how long the middle rank waited in all of it, and ``caused_ns`` that time by the rank that was
+    last, ``largest_ns`` the most of it within one step. ``own_wait_ns`` is how long each rank waited itself.
+    ``clock_error_ns`` is how far the ends of one collective still lie apart on the aligned clocks, in the median.
+    """
+
+    meetings: list[Meeting] = field(default_factory=list)
+    waited_ns: int = 0
+    caused_ns: Counter[int] = field(default_factory=Counter)
+    largest_ns: dict[int, int] = field(default_factory=dict)
+    own_wait_ns: Counter[int] = field(default_factory=Counter)
+    clock_offsets_ns: dict[str, int] = field(default_factory=dict)
+    clock_error_ns: int = 0
+
+    def by_kind(self) -> list[CollectiveWait]:
+        """Return the waiting by kind of collective, the longest together first."""
+        groups: dict[Kind, list[Meeting]] = defaultdict(list)
+        for one in self.meetings:
+            groups[one.kind].append(one)
+        waits = []
+        for (name, group, size), found in groups.items():
+            last, count = Counter(one.last_rank for one in found).most_common(1)[0]
+            waits.append(
+                CollectiveWait(
+                    name, group, size, len(found), max(one.ranks for one in found),
+                    sum(one.last_ns - one.middle_ns for one in found) // len(found), last, count,
+                )
+            )  # fmt: skip
+        return sorted(waits, key=lambda one: one.wait_ns * one.count, reverse=True)
+
+
+def track(summary: RankSummary, shared: dict[Signature, Keys]) -> RankTrack | None:
+    """Return a summary's collectives, or None where it has none.
+
+    Args:
+        summary: one rank's.
+        shared: the keys of the tracks so far.
+
+    """
+    arrivals: Arrivals = summary.arrivals
+    if not arrivals.kind:
+        return None
+    signature = (tuple(arrivals.kinds), tuple(arrivals.kind), tuple(arrivals.sequence))
+    keys = shared.get(signature)
+    if keys is None:
+        keys = tuple((arrivals.kinds[kind], number) for kind, number in zip(*signature[1:], strict=True))
+        shared[signature] = keys
+    return RankTrack(
+        summary.rank, summary.host, keys, arrivals.base_ns, arrivals.start_ns, arrivals.duration_ns
+    )  # fmt: skip
+
+
+def window_waits(tracks: Sequence[RankTrack], steps: float = 1.0) -> WindowWaits:
+    """Match the collectives of one window and measure who waited for whom.
+
+    Hosts' clocks are aligned by the ends of the collectives; the ranks of one host share its clock. A trace that begins
+    some collectives later than the others is shifted to where the ends agree. ``steps`` is how many the collectives
+    are of.
+    """
+    waits = WindowWaits()
+    if len(tracks) < 2:
+        return waits
+    lead = _Lead(tracks[0])
+    differences: dict[str, list[int]] = defaultdict(list)
+    errors: list[int] = []
+    placed = [lead.track]
+    alike = _alike(tracks[1:], lead)
+    for one in tracks[1:]:
+        agreed = alike.get(one.rank)
+        if agreed is None or agreed.spread_ns > _SAME_NS:
+            agreed = _agreement(one, lead)
+        shift = agreed.shift
+        placed.append(replace(one, keys=tuple((kind, number + shift) for kind, number in one.keys)) if shift else one)
+        if agreed.middle_ns is not None:
+            differences[one.host].append(agreed.middle_ns)
+            errors.append(agreed.spread_ns)
+    waits.clock_offsets_ns = {
+        host: 0 if host == lead.track.host else statistics.median_low(found) for host, found in differences.items()
+    }
+    waits.clock_error_ns = statistics.median_low(errors) if errors else 0
+    _meet(waits, placed)
+    _share(waits, steps)
+    return waits
+
+
+class _Lead:
+    """The rank whose clock is taken: the ends of its collectives, and of those that end together the first."""
+
+    def __init__(self, track: RankTrack) -> None:
+        self.track = track
+        self.ends = {key: track.end_ns(at) for at, key in enumerate(track.keys)}
+        together = (at for at, (kind, _) in enumerate(track.keys) if kind[0] in TOGETHER)
+        self.first = list(islice(together, _ENDS))
+
+
+class _Agreement(NamedTuple):
+    """By how many collectives a track begins later than the lead's, and how its clock then differs from the lead's.
+
+    ``middle_ns`` is None where they have none in common that tells it.
+    """
+
+    shift: int
+    middle_ns: int | None
+    spread_ns: int
+    common: int
+
+
+def _alike(tracks: Sequence[RankTrack], lead: _Lead) -> dict[int, _Agreement]:
+    """Return by rank how tracks with the lead's own keys agree with it, unshifted: thousands of them in one go."""
+    same = [one for one in tracks if one.keys is lead.track.keys]
+    if not same or not lead.first:
+        return {}
+    first, others, base = lead.first, len(lead.first), lead.track.base_ns
+    ends = np.array([[one.start_ns[at] + one.duration_ns[at] for at in first] for one in (lead.track, *same)])
+    found = ends[1:] - ends[0] + np.array([[one.base_ns - base] for one in same])
+    middle = np.sort(found, axis=1)[:, (others - 1) // 2]
+    spread = np.sort(np.abs(found - middle[:, None]), axis=1)[:, (others - 1) // 2]
+    both = zip(same, middle.tolist(), spread.tolist(), strict=True)
+    return {one.rank: _Agreement(0, middle_ns, spread_ns, others) for one, middle_ns, spread_ns in both}
+
+
+def _agreement(one: RankTrack, lead: _Lead) -> _Agreement:
+    best = _differences(one, lead.ends, 0)
+    if best.spread_ns > _SAME_NS:
+        for shift in _SHIFTS:
+            found = _differences(one, lead.ends, shift)
+            # With few left, anything agrees.
+            if 2 * found.common >= best.common and found.common > 2 and 4 * found.spread_ns < best.spread_ns:
+                best = found
+    return best
+
+
+def _differences(one: RankTrack, ends: Mapping[Key, int], shift: int) -> _Agreement:
+    every = (
+        one.end_ns(at) - other
+        for at, (kind, number) in enumerate(one.keys)
+        if kind[0] in TOGETHER and (other := ends.get((kind, number + shift))) is not None
+    )
+    found = sorted(islice(every, _ENDS))
+    if not found:
+        return _Agreement(shift, None, 0, 0)
+    half = (len(found) - 1) // 2
+    middle = found[half]
+    return _Agreement(shift, middle, sorted(abs(one - middle) for one in found)[half], len(found))
+
+
+@dataclass
+class _Group:
+    """Ranks that have the same collectives.
+
+    ``came_ns`` has a row for each rank and a column for each collective; ``waited_ns`` is by rank, ``until_ns`` the end
+    of their last wait.
+    """
+
+    ranks: list[int]
+    came_ns: NDArray[np.int64]
+    waited_ns: NDArray[np.int64]
+    until_ns: int = _BEFORE
+
+
+def _meet(waits: WindowWaits, tracks: Sequence[RankTrack]) -> None:
+    """Gather who came when to each collective, then the waiting; ranks with the same keys are taken together."""
+    alike: dict[Keys, list[RankTrack]] = defaultdict(list)
+    for one in tracks:
+        alike[one.keys].append(one)
+    groups: list[_Group] = []
+    zero = tracks[0].base_ns
+    came: dict[Key, list[tuple[_Group, int]]] = defaultdict(list)
+    last_ns: dict[Key, int] = {}
+    for keys, members in alike.items():
+        later = [
+            max(-_FURTHEST, min(_FURTHEST, one.base_ns - zero - waits.clock_offsets_ns.get(one.host, 0)))
+            for one in members
+        ]
+        times = np.array([one.start_ns for one in members], dtype=np.int64) + np.array(later, dtype=np.int64)[:, None]
+        group = _Group([one.rank for one in members], np.asfortranarray(times), np.zeros(len(members), dtype=np.int64))
+        groups.append(group)
+        for at, (key, last) in enumerate(zip(keys, times.max(axis=0).tolist(), strict=True)):
+            came[key].append((group, at))
+            last_ns[key] = max(last, last_ns.get(key, _BEFORE))
+    for key in sorted(came, key=last_ns.__getitem__):
+        if (found := _wait(key[0], came[key], last_ns[key])) is not None:
+            waits.meetings.append(replace(found, middle_ns=zero + found.middle_ns, last_ns=zero + found.last_ns))
+    for group in groups:
+        waits.own_wait_ns.update(dict(zip(group.ranks, group.waited_ns.tolist(), strict=True)))
+
+
+def _wait(kind: Kind, parts: list[tuple[_Group, int]], last: int) -> Meeting | None:
+    """Add what one collective, at which the last rank came at ``last``, made each rank wait; None where one rank came.
+
+    A rank cannot wait for two at once: collectives that overlap are one wait.
+    """
+    waits = [last - group.came_ns[:, at] for group, at in parts]
+    everyone = waits[0] if len(waits) == 1 else np.concatenate(waits)
+    if len(everyone) < 2:
+        return None
+    half = len(everyone) // 2
+    middle = int(np.partition(everyone, half)[half])
+    rank = next(
+        group.ranks[int(waited.argmin())] for (group, _), waited in zip(parts, waits, strict=True) if not waited.min()
+    )
+    for (group, _), waited in zip(parts, waits, strict=True):
+        most = last - group.until_ns
+        if most > 0:
+            group.waited_ns += np.minimum(waited, most)
+            group.until_ns = last
+    return Meeting(kind, len(everyone), last - middle, last, rank)
+
+
+def _share(waits: WindowWaits, steps: float) -> None:
+    """Give the middle rank's waiting, each moment of it once, to those who came last."""
+    until = 0
+    parts: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for one in sorted(waits.meetings, key=lambda meeting: meeting.middle_ns):
+        begin = max(one.middle_ns, until)
+        if one.last_ns > begin:
+            waits.waited_ns += one.last_ns - begin
+            waits.caused_ns[one.last_rank] += one.last_ns - begin
+            parts[one.last_rank].append((begin, one.last_ns - begin))
+            until = one.last_ns
+    if waits.meetings:
+        times = [one.middle_ns for one in waits.meetings]
+        step_ns = (max(until, *times) - min(times)) / max(steps, 1)
+        waits.largest_ns = {rank: _most_within(found, step_ns) for rank, found in parts.items()}
+
+
+def _most_within(parts: Sequence[tuple[int, int]], span_ns: float) -> int:
+    """Return the largest sum of the parts that begin within one span."""
+    first, total, most = 0, 0, 0
+    for begin, ns in parts:
+        total += ns
+        while begin - parts[first][0] > span_ns:
+            total -= parts[first][1]
+            first += 1
+        most = max(most, total)
+    return most

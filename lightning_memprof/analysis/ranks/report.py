@@ -1,0 +1,399 @@
+"""The ranks of a run beside each other: imbalance, waiting, and the rank for which the others wait."""
+
+from __future__ import annotations
+
+import heapq
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal
+
+from lightning_memprof.analysis.ranks.arrivals import (
+    CollectiveWait,
+    Keys,
+    Meeting,
+    RankTrack,
+    Signature,
+    WindowWaits,
+    track,
+    window_waits,
+)
+from lightning_memprof.analysis.ranks.summary import Figures, RankSummary, read_summary
+from lightning_memprof.analysis.run.load import Problem
+from lightning_memprof.analysis.run.locate import names_in
+from lightning_memprof.artifacts.naming import parse_summary_path
+from lightning_memprof.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from lightning_memprof.analysis.run.load import Rank, Run
+    from lightning_memprof.analysis.steps.statistics import PulseStatistics
+
+__all__ = ["RankReport", "RankTimes", "Spread", "Straggler", "Waiting", "rank_report"]
+
+# Below this part of the step a rank that never came late would not make the run notably faster.
+NOTABLE_SHARE: Final = 0.05
+# Clocks, schedulers and switches make some of it in every run.
+MIN_WAIT_NS: Final = 1_000_000
+# One rank is the straggler where it causes this part of all waiting; else they take turns.
+MAIN_SHARE: Final = 0.5
+# Of fewer steps the first ones, which differ for other reasons, are most.
+FEW_STEPS: Final = 5
+# What explains this part of the lateness is what the rank was doing.
+EXPLAINS_SHARE: Final = 0.3
+Cause = Literal["data_wait", "callbacks", "optimizer", "other", "compute"]
+# The phases of Lightning in which a rank does not wait for others; forward and backward hold collectives.
+OWN_PHASES: Final[tuple[Cause, ...]] = ("data_wait", "callbacks", "optimizer", "other")
+_ALONE: Final[tuple[Cause, ...]] = ("data_wait", "callbacks")
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """One rank's mean step in ns, on the host's clock, and its peaks of memory in bytes; None where not measured.
+
+    ``steps`` is how many it has come to, as far as is known. ``source`` says what the times are of: the steps of the
+    whole run (``pulse``), the steps before the last window (``summary``), or those of the last window, which pay for
+    being recorded (``window``). ``wait_ns`` is how long it waits for other ranks in a recorded step, ``compute_ns`` its
+    forward and backward there without that waiting.
+    """
+
+    rank: int
+    host: str | None
+    steps: int
+    step_ns: int
+    phases_ns: Mapping[str, int]
+    source: Literal["pulse", "summary", "window"]
+    callbacks_ns: Mapping[str, int] = field(default_factory=dict)
+    wait_ns: int | None = None
+    compute_ns: int | None = None
+    rss_peak_bytes: int | None = None
+    device_peak_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One quantity over the ranks: its extremes and whose they are, and the middle rank's."""
+
+    lowest: int
+    lowest_rank: int
+    median: int
+    highest: int
+    highest_rank: int
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Waiting in collectives, in ns a recorded step: the middle rank's, and how much of it each last rank caused.
+
+    ``collectives`` were matched over the ranks, ``steps`` recorded. ``largest_ns`` is the most in one step.
+    ``clock_error_ns`` is what the hosts' clocks may differ by when the ends of the collectives have aligned them.
+    """
+
+    collectives: int
+    steps: int
+    waited_ns: int
+    caused_ns: Mapping[int, int]
+    largest_ns: Mapping[int, int]
+    last: Mapping[int, int]
+    kinds: tuple[CollectiveWait, ...]
+    clock_offsets_ns: Mapping[str, int]
+    clock_error_ns: int
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The rank for which the others wait, and what it was doing meanwhile.
+
+    ``caused_ns`` is what a step would be shorter by without it, at most, and ``caused_share`` its part of all waiting;
+    None and 0 where no collective was recorded and ``cause`` alone tells. ``own_ns`` is the cause's time a step on this
+    rank, ``others_ns`` on the middle one of the others. ``callback`` is the callback that takes the most more than on
+    the others, where callbacks are the cause.
+    """
+
+    rank: int
+    host: str | None
+    step_ns: int
+    caused_ns: int | None
+    caused_share: float
+    cause: Cause | None
+    own_ns: int | None
+    others_ns: int | None
+    callback: str | None
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """All ranks of a run. ``spreads`` is by quantity: each phase, ``step_ns``, ``rss_peak_bytes``, ..."""
+
+    ranks: tuple[RankTimes, ...]
+    world_size: int
+    summaries: int
+    spreads: Mapping[str, Spread]
+    waiting: Waiting | None
+    straggler: Straggler | None
+    problems: tuple[Problem, ...] = ()
+
+
+def rank_report(run: Run, pulses: Mapping[int, PulseStatistics]) -> RankReport | None:
+    """Compare the ranks of a run, or return None where there is one rank.
+
+    Args:
+        run: the run; each rank's summaries are read from its windows, one window at a time.
+        pulses: the statistics of the pulses that were read, by rank.
+
+    """
+    if len(run.ranks) < 2:
+        return None
+    gathered = _Gathered()
+    here = {rank.rank for rank in run.ranks}
+    for window in _windows(run.directory):
+        gathered.add([(rank, path) for rank, path in window if rank in here])
+    if not all(rank.in_full for rank in run.ranks):
+        # Side by side only what was measured in the same steps.
+        pulses = {rank: pulse for rank, pulse in pulses.items() if rank not in gathered.latest}
+    ranks = tuple(times for rank in run.ranks if (times := _times(rank, pulses.get(rank.rank), gathered)) is not None)
+    waiting = gathered.waiting()
+    return RankReport(
+        ranks=ranks,
+        world_size=max((one.world_size for one in gathered.latest.values()), default=len(run.ranks)),
+        summaries=gathered.count,
+        spreads=_spreads(ranks),
+        waiting=waiting,
+        straggler=_straggler(ranks, waiting),
+        problems=tuple(gathered.problems),
+    )
+
+
+@dataclass
+class _Gathered:
+    """What the summaries say, window after window."""
+
+    latest: dict[int, RankSummary] = field(default_factory=dict)
+    peaks: dict[int, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
+    windows: list[WindowWaits] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
+    """Of each of the windows the steps that its collectives are of."""
+    count: int = 0
+    problems: list[Problem] = field(default_factory=list)
+    shared: dict[Signature, Keys] = field(default_factory=dict)
+
+    def add(self, files: list[tuple[int, str]]) -> None:
+        """Read the summaries of one window."""
+        tracks: list[RankTrack] = []
+        steps = 0.0
+        for rank, path in files:
+            try:
+                summary = read_summary(path)
+            except ArtifactError as error:
+                self.problems.append(Problem(path.rpartition("/")[2], str(error), rank))
+                continue
+            self.count += 1
+            peaks = self.peaks[rank]
+            for name, value in summary.memory.items():
+                peaks[name] = max(value, peaks.get(name, 0))
+            if found := track(summary, self.shared):
+                tracks.append(found)
+                arrivals = summary.arrivals
+                steps = max(steps, len(summary.steps) * len(arrivals.kind) / max(arrivals.count, 1))
+            self.latest[rank] = RankSummary(
+                rank=rank, world_size=summary.world_size, host=summary.host, window=summary.window, steps=summary.steps,
+                recorded=summary.recorded, usual=summary.usual, callbacks_ns=summary.callbacks_ns,
+            )  # fmt: skip
+        if len(tracks) > 1:
+            self.windows.append(window_waits(tracks, steps))
+            self.steps.append(steps)
+
+    def waiting(self) -> Waiting | None:
+        """Return the waiting of all windows together, a step; None where no two ranks have the same collective."""
+        meetings: list[Meeting] = [one for window in self.windows for one in window.meetings]
+        total = sum(self.steps)
+        if not meetings or not total:
+            return None
+        caused: Counter[int] = Counter()
+        largest: Counter[int] = Counter()
+        offsets: dict[str, int] = {}
+        for window in self.windows:
+            caused.update(window.caused_ns)
+            largest |= Counter(window.largest_ns)
+            offsets.update(window.clock_offsets_ns)
+        return Waiting(
+            collectives=len(meetings),
+            steps=round(total),
+            waited_ns=round(sum(one.waited_ns for one in self.windows) / total),
+            caused_ns={rank: round(ns / total) for rank, ns in caused.most_common()},
+            largest_ns=dict(largest.most_common()),
+            last=dict(Counter(one.last_rank for one in meetings).most_common()),
+            kinds=tuple(WindowWaits(meetings).by_kind()),
+            clock_offsets_ns=offsets,
+            clock_error_ns=max(one.clock_error_ns for one in self.windows),
+        )
+
+    def own_wait_ns(self, rank: int) -> int | None:
+        """Return how long a rank waits for others in a recorded step; None where it recorded no collective."""
+        both = zip(self.windows, self.steps, strict=True)
+        found = [(one.own_wait_ns[rank], steps) for one, steps in both if rank in one.own_wait_ns]
+        steps = sum(one for _, one in found)
+        return round(sum(ns for ns, _ in found) / steps) if steps else None
+
+
+def _windows(directory: Path) -> Iterator[list[tuple[int, str]]]:
+    """Yield the summaries of each window in order, by rank."""
+    for window in names_in(directory):
+        files = [
+            (place[1], f"{directory}/{window}/{name}")
+            for name in names_in(directory / window)
+            if (place := parse_summary_path(f"{window}/{name}")) is not None
+        ]
+        if files:
+            yield files
+
+
+def _times(rank: Rank, pulse: PulseStatistics | None, gathered: _Gathered) -> RankTimes | None:
+    summary = gathered.latest.get(rank.rank)
+    figures: Figures | None = (summary.usual or summary.recorded) if summary else None
+    source: Literal["pulse", "summary", "window"]
+    if pulse is not None and pulse.clock == "host":
+        step_ns, source = pulse.mean_ns, "pulse"
+        phases = {name: ns for name, ns in pulse.breakdown_ns.items() if ns is not None}
+    elif summary is not None and figures is not None:
+        step_ns, phases, source = figures.mean_ns, figures.phases_ns, "summary" if summary.usual else "window"
+    else:
+        return None
+    wait = gathered.own_wait_ns(rank.rank)
+    recorded = summary.recorded.phases_ns if summary and summary.recorded else None
+    peaks = gathered.peaks.get(rank.rank, {})
+    rss = max((ns for row in rank.pulse if (ns := row["rss_bytes"]) is not None), default=0)
+    device = max((ns for row in rank.pulse if (ns := row["device_peak_bytes"]) is not None), default=0)
+    return RankTimes(
+        rank=rank.rank,
+        host=summary.host if summary else None,
+        steps=max(rank.steps, max(summary.steps, default=0) if summary else 0),
+        step_ns=step_ns,
+        phases_ns=phases,
+        source=source,
+        callbacks_ns=summary.callbacks_ns if summary else {},
+        wait_ns=wait,
+        compute_ns=(
+            max(0, recorded.get("forward", 0) + recorded.get("backward", 0) - wait)
+            if recorded is not None and wait is not None
+            else None
+        ),
+        rss_peak_bytes=max(rss, peaks.get("peak_rss_bytes", 0)) or None,
+        device_peak_bytes=max(device, peaks.get("allocated_bytes.all.peak", 0)) or None,
+    )
+
+
+def _spreads(ranks: tuple[RankTimes, ...]) -> dict[str, Spread]:
+    quantities: dict[str, Callable[[RankTimes], int | None]] = {
+        "step_ns": lambda one: one.step_ns,
+        **{phase: lambda one, phase=phase: one.phases_ns.get(phase) for phase in _phases(ranks)},  # type: ignore[misc]
+        "wait_ns": lambda one: one.wait_ns,
+        "compute_ns": lambda one: one.compute_ns,
+        "rss_peak_bytes": lambda one: one.rss_peak_bytes,
+        "device_peak_bytes": lambda one: one.device_peak_bytes,
+    }
+    spreads = {}
+    for name, quantity in quantities.items():
+        values = sorted((value, one.rank) for one in ranks if (value := quantity(one)) is not None)
+        if len(values) > 1:
+            middle = statistics.median_low([value for value, _ in values])
+            spreads[name] = Spread(*values[0], middle, *values[-1])
+    return spreads
+
+
+def _phases(ranks: tuple[RankTimes, ...]) -> list[str]:
+    return list(dict.fromkeys(phase for one in ranks for phase in one.phases_ns))
+
+
+def _straggler(ranks: tuple[RankTimes, ...], waiting: Waiting | None) -> Straggler | None:
+    if len(ranks) < 2:
+        return None
+    by_rank = {one.rank: one for one in ranks}
+    # Where some ranks alone record their collectives, one of the others may be the last in all of them.
+    unseen = [one for one in ranks if one.wait_ns is None and one.steps >= FEW_STEPS]
+    if waiting is None:
+        return _without_collectives(unseen, ranks)
+    (rank, caused), (_, next_ns), *_ = (*waiting.caused_ns.items(), (-1, 0), (-1, 0))
+    mine = by_rank.get(rank)
+    # Equal ranks take turns, and one hiccup in a few steps is chance: what counts is what is left without both.
+    steady = caused - waiting.largest_ns.get(rank, 0) / max(waiting.steps, 1) - next_ns
+    least = max(MIN_WAIT_NS, waiting.clock_error_ns, NOTABLE_SHARE * mine.step_ns if mine else 0)
+    if mine is None or caused < MAIN_SHARE * waiting.waited_ns or steady < least:
+        return _without_collectives(unseen, ranks)
+    cause = _cause(mine, [one for one in ranks if one is not mine], EXPLAINS_SHARE * caused)
+    return _found(mine, cause, caused, waiting)
+
+
+def _without_collectives(unseen: Sequence[RankTimes], ranks: Sequence[RankTimes]) -> Straggler | None:
+    """Tell the straggler by the phases in which no rank waits for another; only where one rank stands out."""
+    found: list[tuple[int, RankTimes, _Excess]] = []
+    middles = {phase: _middle(ranks, phase) for phase in _ALONE}
+    # Each is compared with all others, which for thousands takes long: two that stand out say enough.
+    for one in heapq.nlargest(4, unseen, lambda one: max(one.phases_ns.get(key, 0) - middles[key] for key in _ALONE)):
+        others = [other for other in ranks if other is not one]
+        least = max(MIN_WAIT_NS, round(NOTABLE_SHARE * one.step_ns))
+        cause = _cause(one, others, least, phases=_ALONE)
+        if cause is not None:
+            found.append((cause.own_ns - cause.others_ns, one, cause))
+    if not found:
+        return None
+    excess, one, cause = max(found, key=lambda entry: entry[0])
+    second = sorted(entry[0] for entry in found)[-2:-1]
+    return None if second and second[0] > excess * MAIN_SHARE else _found(one, cause, None, None)
+
+
+@dataclass(frozen=True)
+class _Excess:
+    cause: Cause
+    own_ns: int
+    others_ns: int
+    callback: str | None = None
+
+
+def _cause(
+    mine: RankTimes, others: list[RankTimes], least_ns: float, phases: tuple[Cause, ...] = OWN_PHASES
+) -> _Excess | None:
+    """Return what takes this rank longer than the others by at least so many ns.
+
+    A phase of its own comes before computing: that is what remains of forward and backward, and it grows where ranks
+    share the cores of a machine.
+    """
+    found = [_Excess(phase, mine.phases_ns.get(phase, 0), _middle(others, phase)) for phase in phases]
+    computes = [one.compute_ns for one in others if one.compute_ns is not None]
+    compute = None
+    if mine.compute_ns is not None and computes and "other" in phases:
+        compute = _Excess("compute", mine.compute_ns, statistics.median_low(computes))
+    best = max(found, key=lambda one: one.own_ns - one.others_ns)
+    if best.own_ns - best.others_ns >= least_ns:
+        if best.cause != "callbacks":
+            return best
+        return _Excess("callbacks", best.own_ns, best.others_ns, _callback(mine, others))
+    return compute if compute is not None and compute.own_ns - compute.others_ns >= least_ns else None
+
+
+def _middle(others: Sequence[RankTimes], phase: str) -> int:
+    return statistics.median_low([one.phases_ns.get(phase, 0) for one in others])
+
+
+def _callback(mine: RankTimes, others: list[RankTimes]) -> str | None:
+    def excess(name: str) -> int:
+        return mine.callbacks_ns[name] - statistics.median_low([one.callbacks_ns.get(name, 0) for one in others])
+
+    name = max(mine.callbacks_ns, key=excess, default=None)
+    return name if name is not None and excess(name) > 0 else None
+
+
+def _found(mine: RankTimes, cause: _Excess | None, caused_ns: int | None, waiting: Waiting | None) -> Straggler:
+    return Straggler(
+        rank=mine.rank,
+        host=mine.host,
+        step_ns=mine.step_ns,
+        caused_ns=caused_ns,
+        caused_share=caused_ns / waiting.waited_ns if caused_ns and waiting else 0.0,
+        cause=cause.cause if cause else None,
+        own_ns=cause.own_ns if cause else None,
+        others_ns=cause.others_ns if cause else None,
+        callback=cause.callback if cause else None,
+    )

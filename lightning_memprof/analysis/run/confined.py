@@ -1,0 +1,120 @@
+"""A run of which nothing is read outside of one directory: where others may ask for it, as over HTTP."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_memprof.analysis.run.layout import Layout
+from lightning_memprof.analysis.run.load import Problem, Run, load_run
+from lightning_memprof.analysis.run.locate import find_run
+from lightning_memprof.analysis.run.rows import kept_artifacts, manifest_rows, text, whole
+from lightning_memprof.artifacts.naming import manifest_name
+from lightning_memprof.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightning_memprof.analysis.run.load import Rank
+
+__all__ = ["RunFile", "is_below", "load_confined", "refuse_links", "run_files"]
+
+
+@dataclass(frozen=True)
+class RunFile:
+    """A file that a manifest names and that lies where it may be read. ``path`` is as the manifest has it."""
+
+    rank: int
+    window: int | None
+    type: str
+    path: str
+    file: Path
+    size_bytes: int
+
+
+def is_below(path: Path, top: Path) -> bool:
+    """Say whether a file lies in ``top``, itself without symbolic links, when all links are followed."""
+    try:
+        return Path(os.path.realpath(path)).is_relative_to(top)
+    except (OSError, ValueError):
+        return False
+
+
+def load_confined(path: Path, top: Path | None, *, rank: int | None = None) -> Run:
+    """Read a run as :func:`lightning_memprof.analysis.run.load.load_run`, and of it only what lies below ``top``.
+
+    Files that the manifest names elsewhere are left out, each with a problem.
+
+    Args:
+        path: the run.
+        top: a directory without symbolic links; None is no limit.
+        rank: a rank that is read in full however many there are.
+
+    Raises:
+        ArtifactError: as there; or a file of the run directory is a link that leads out.
+
+    """
+    if top is None:
+        return load_run(path, rank=rank)
+    directory = find_run(path).directory
+    refuse_links(directory, top)
+    run = load_run(directory, rank=rank)
+    outside = [one for one in run.artifacts if not is_below(one.file, top)]
+    if not outside:
+        return run
+    left_out = {one.file for one in outside}
+    return replace(
+        run,
+        artifacts=tuple(one for one in run.artifacts if one.file not in left_out),
+        ranks=tuple(_without(one, left_out) for one in run.ranks),
+    ).with_problems(Problem(one.path, f"lies outside of {top} and is not read", one.rank) for one in outside)
+
+
+def run_files(directory: Path, ranks: Sequence[int], top: Path) -> list[RunFile]:
+    """Return the files that the manifests of these ranks name and that lie below ``top``, each once.
+
+    Raises:
+        ArtifactError: a file of the run directory is a link that leads out.
+
+    """
+    refuse_links(directory, top)
+    layout = Layout(directory)
+    found: dict[str, RunFile] = {}
+    for rank in ranks:
+        for row in kept_artifacts(manifest_rows(directory / manifest_name(rank))[0]):
+            path = text(row, "path") or ""
+            file = layout.resolve(path)
+            if file is None or not is_below(file, top) or not file.is_file():
+                continue
+            kind = text(row, "type") or "blob"
+            found[path] = RunFile(rank, whole(row, "window"), kind, path, file, file.stat().st_size)
+    return list(found.values())
+
+
+def _without(rank: Rank, left_out: set[Path]) -> Rank:
+    windows = (
+        replace(one, series={name: file for name, file in one.series.items() if file not in left_out})
+        for one in rank.windows
+    )
+    return replace(rank, windows=tuple(windows))
+
+
+def refuse_links(directory: Path, top: Path) -> None:
+    """Refuse a run whose files, of which some are read by their names alone, are links that lead out of ``top``.
+
+    Raises:
+        ArtifactError: there is one.
+
+    """
+    pending = [directory]
+    while pending:
+        with os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                if entry.is_symlink() and not is_below(Path(entry.path), top):
+                    raise ArtifactError(
+                        f"{entry.path}: is a link that leads out of {top}; copy what it names, or start on its parent"
+                    )
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(Path(entry.path))

@@ -1,0 +1,114 @@
+"""Runs that lie at a URL: what a page needs of them, copied into a temporary directory."""
+
+from __future__ import annotations
+
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.analysis.run.locate import MAX_DEPTH, find_run
+from lightning_memprof.analysis.run.rows import manifest_rows, rows_of, text
+from lightning_memprof.artifacts.naming import RUN_DIRECTORY, parse_manifest_name, parse_numbered
+from lightning_memprof.artifacts.upload import Remote, is_url, url_path
+from lightning_memprof.errors import ArtifactError, MemprofError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+__all__ = ["LocalRun", "local_run"]
+
+# Each waits for the network most of the time.
+_CONNECTIONS: Final = 8
+
+
+@dataclass(frozen=True)
+class LocalRun:
+    """A path that can be read here; ``url`` is that of the run's root where the path is a copy."""
+
+    path: Path
+    url: str | None = None
+
+
+@contextmanager
+def local_run(path: str) -> Iterator[LocalRun]:
+    """Give a local path for what a user calls a run: a path as it is, a run at a URL as a copy for this context.
+
+    Of several runs at a URL one is chosen as :func:`lightning_memprof.analysis.run.locate.find_run` does; only its
+    files are copied.
+
+    Args:
+        path: a path, or an fsspec URL of a run directory, of a log directory, or of a parent with one run in it.
+
+    Raises:
+        ArtifactError: the URL cannot be read, no run is there, or several are.
+        ConfigError: fsspec does not know the URL's protocol, or its package is not installed.
+
+    """
+    if not is_url(path):
+        yield LocalRun(Path(path))
+    elif (local := url_path(path)) is not None:
+        yield LocalRun(Path(local))
+    else:
+        with tempfile.TemporaryDirectory(prefix="lightning-memprof-") as folder:
+            try:
+                fetched = _fetch(path.rstrip("/"), Path(folder))
+            except MemprofError:
+                raise
+            except Exception as error:
+                msg = f"{path}: cannot be read ({type(error).__name__}: {error}); look at the URL and its credentials"
+                raise ArtifactError(msg) from error
+            yield fetched
+
+
+def _fetch(url: str, folder: Path) -> LocalRun:
+    """Copy one run into ``folder``, which stands for the log directory or a directory above it."""
+    head, _, tail = url.rpartition("/")
+    inside = parse_numbered(tail)[0] == RUN_DIRECTORY
+    remote = Remote(head if inside else url)
+    start = folder / tail if inside else folder
+    below = remote.at(tail) if inside else remote.path
+    found = remote.filesystem.find(below, maxdepth=MAX_DEPTH + 2)
+    names = [str(name)[len(remote.path) :].lstrip("/") for name in found]
+    for name in names:
+        if parse_manifest_name(PurePosixPath(name).name) is not None and ".." not in PurePosixPath(name).parts:
+            # Empty: which run is meant is decided by names.
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).touch()
+    try:
+        run = find_run(start).directory.relative_to(folder.absolute()).as_posix()
+    except ArtifactError as error:
+        raise ArtifactError(str(error).replace(str(start), url).replace(str(folder), remote.url)) from error
+    _copy(remote, folder, [name for name in names if name.startswith(f"{run}/")])
+    root = "" if run == PurePosixPath(run).name else run.rpartition("/")[0] + "/"
+    _copy(remote, folder, [f"{root}{name}" for name in sorted(_beside(folder / run))])
+    return LocalRun(folder / run, f"{remote.url}/{root}".rstrip("/"))
+
+
+def _beside(directory: Path) -> Iterator[str]:
+    """Yield the names of listed files that lie in the root of a run and not in its directory."""
+    for path in directory.iterdir():
+        if parse_manifest_name(path.name) is None:
+            continue
+        for row in rows_of(manifest_rows(path)[0], "artifact"):
+            name = PurePosixPath(text(row, "path") or "")
+            outside = name.is_absolute() or ".." in name.parts or not name.parts
+            if not outside and parse_numbered(name.parts[0])[0] != RUN_DIRECTORY:
+                yield name.as_posix()
+
+
+def _copy(remote: Remote, folder: Path, names: Iterable[str]) -> None:
+    def copy(name: str) -> None:
+        if ".." in PurePosixPath(name).parts:
+            return
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            remote.filesystem.get_file(remote.at(name), str(target))
+        except FileNotFoundError:
+            target.unlink(missing_ok=True)  # the page says that it is missing
+
+    with ThreadPoolExecutor(max_workers=_CONNECTIONS) as pool:
+        list(pool.map(copy, names))

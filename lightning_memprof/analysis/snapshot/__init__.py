@@ -1,0 +1,1 @@
+"""Snapshots of the CUDA allocator: reading, replaying and summing them."""

@@ -1,0 +1,358 @@
+"""Snapshots of the CUDA allocator: what `torch.cuda.memory._snapshot()` returns, as a pickle, plain or gzip.
+
+All forms since torch 2.0 are read: the dictionary of segments and rings of events, and the bare list of segments that
+`torch.cuda.memory_snapshot()` gives; blocks without an address and with a history (2.0), rings without times (2.1),
+expandable segments, private pools. A key that is not known is not looked at.
+
+Format: `torch/csrc/cuda/memory_snapshot.cpp` and `torch/cuda/_memory_viz.py` of torch 2.0 to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Final, Literal, NamedTuple
+
+from isal import igzip, isal_zlib
+
+from lightning_memprof.analysis.snapshot.restricted_pickle import Limits, read_pickle
+from lightning_memprof.analysis.stacks import Frame
+from lightning_memprof.errors import ArtifactError
+
+__all__ = [
+    "Block",
+    "DeviceSnapshot",
+    "Event",
+    "Segment",
+    "Snapshot",
+    "load_snapshot",
+    "parse_snapshot",
+    "read_snapshot",
+]
+
+ALLOCATED: Final = "active_allocated"
+INACTIVE: Final = "inactive"
+_LARGEST: Final = 1 << 63
+# isal's stub calls its exception class an instance.
+_UNREADABLE: Final[tuple[type[Exception], ...]] = (OSError, EOFError, isal_zlib.error)  # type: ignore[assignment]
+
+
+class Block(NamedTuple):
+    """A piece of a segment. `state` is torch's word; a block that is neither allocated nor inactive waits to be freed.
+
+    `size` is what the allocator handed out, `requested_size` what was asked for; `stack` a number of
+    `DeviceSnapshot.stacks`.
+    """
+
+    address: int
+    size: int
+    requested_size: int
+    state: str
+    stack: int
+
+
+class Segment(NamedTuple):
+    """Memory that the allocator has from the driver, tiled by its blocks in the order of addresses."""
+
+    address: int
+    size: int
+    stream: int
+    kind: str
+    pool: tuple[int, int]
+    is_expandable: bool
+    blocks: tuple[Block, ...]
+
+
+class Event(NamedTuple):
+    """An entry of the ring; `size` of an allocation or a free is what was asked for, of `oom` what could not be had.
+
+    `device_free` is what the device had free at an `oom`; it has no address.
+    """
+
+    action: str
+    address: int
+    size: int
+    stream: int
+    time_us: int | None
+    stack: int
+    device_free: int | None = None
+
+
+@dataclass(frozen=True)
+class DeviceSnapshot:
+    """One device: its segments, its ring of events, oldest first, and the stacks that both number (0 is no stack)."""
+
+    device: int
+    segments: tuple[Segment, ...]
+    events: tuple[Event, ...]
+    stacks: tuple[tuple[Frame, ...], ...]
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the allocator has from the driver."""
+        return sum(segment.size for segment in self.segments)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What tensors hold, as blocks were handed out."""
+        return sum(block.size for block in self._blocks(ALLOCATED))
+
+    @property
+    def requested_bytes(self) -> int:
+        """What tensors hold, as it was asked for."""
+        return sum(block.requested_size for block in self._blocks(ALLOCATED))
+
+    @property
+    def inactive_bytes(self) -> int:
+        """What is reserved and in no use."""
+        return sum(block.size for block in self._blocks(INACTIVE))
+
+    @property
+    def pending_bytes(self) -> int:
+        """What was freed, but another stream may still use."""
+        return sum(segment.size for segment in self.segments) - self.allocated_bytes - self.inactive_bytes
+
+    @property
+    def free_segment_bytes(self) -> int:
+        """What `torch.cuda.empty_cache()` could give back: segments of which no block is in use."""
+        return sum(
+            segment.size for segment in self.segments if all(block.state == INACTIVE for block in segment.blocks)
+        )
+
+    @property
+    def largest_free_block(self) -> int:
+        """The largest request that needs no new segment, in bytes."""
+        return max((block.size for block in self._blocks(INACTIVE)), default=0)
+
+    def _blocks(self, state: str) -> list[Block]:
+        return [block for segment in self.segments for block in segment.blocks if block.state == state]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A snapshot: one entry of `devices` for each device that has segments or events, by number.
+
+    `annotations` are torch's external ones and `settings` the allocator's, as they stand in the file.
+    """
+
+    source: str
+    form: Literal["dict", "list"]
+    devices: Mapping[int, DeviceSnapshot]
+    annotations: tuple[Mapping[str, Any], ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_snapshot(path: Path, limits: Limits | None = None) -> Snapshot:
+    """Read a snapshot from a pickle, plain or gzip, without running anything that it names.
+
+    Args:
+        path: the file.
+        limits: how large it may be.
+
+    Raises:
+        ArtifactError: the file is missing or damaged, above a limit, no snapshot, or names a global, which is refused
+            with its name.
+
+    """
+    limits = limits or Limits()
+    return parse_snapshot(load_snapshot(path, limits), str(path), limits)
+
+
+def load_snapshot(path: Path, limits: Limits | None = None) -> Any:
+    """Return what a pickle, plain or gzip, holds, as torch wrote it; nothing in it is looked at.
+
+    Raises:
+        ArtifactError: the file is missing or damaged, above a limit, or names a global.
+
+    """
+    limits = limits or Limits()
+    if not path.is_file():
+        raise ArtifactError(f"{path}: no such file; a snapshot is what torch.cuda.memory._dump_snapshot wrote")
+    try:
+        with path.open("rb") as stream:
+            compressed = stream.read(2) == b"\x1f\x8b"
+        opened: IO[bytes] = igzip.open(path, "rb") if compressed else path.open("rb")  # type: ignore[no-untyped-call]
+        with opened as stream:
+            data = stream.read(limits.bytes + 1)
+    except _UNREADABLE as error:
+        raise ArtifactError(f"{path}: cannot be read ({error}); copy it again") from error
+    return read_pickle(data, str(path), limits)
+
+
+def parse_snapshot(data: Any, source: str, limits: Limits | None = None) -> Snapshot:
+    """Make a snapshot of what torch returns.
+
+    Args:
+        data: the dictionary of `torch.cuda.memory._snapshot()`, or the list of `torch.cuda.memory_snapshot()`.
+        source: where it is from, the first words of every error.
+        limits: how large it may be.
+
+    Raises:
+        ArtifactError: it is no snapshot, or something in it has another type than torch writes.
+
+    """
+    return _Parser(source, limits or Limits()).snapshot(data)
+
+
+class _Parser:
+    def __init__(self, source: str, limits: Limits) -> None:
+        self._source = source
+        self._left = limits.containers
+        self._frames: dict[Frame, Frame] = {}
+        self._frame_of: dict[int, Frame] = {}
+        self._stacks: list[tuple[Frame, ...]] = [()]
+        self._number_of: dict[int, int] = {}
+        self._seen: set[int] = set()
+        self._numbers: dict[tuple[int, ...], int] = {}
+        self._stack_numbers: dict[tuple[Frame, ...], int] = {(): 0}
+
+    def snapshot(self, data: Any) -> Snapshot:
+        form: Literal["dict", "list"] = "list" if isinstance(data, list) else "dict"
+        top = {"segments": data} if isinstance(data, list) else self._mapping(data, "the snapshot")
+        if "segments" not in top:
+            raise ArtifactError(f"{self._source}: has no segments: it is no snapshot of the CUDA allocator")
+        segments: dict[int, list[Segment]] = {}
+        for raw in self._own(top["segments"], "segments"):
+            fields = self._mapping(raw, "a segment")
+            segments.setdefault(self._size(fields, "device", 0), []).append(self._segment(fields))
+        events = {
+            device: self._events(ring)
+            for device, ring in enumerate(self._list(top.get("device_traces", []), "device_traces"))
+            if ring
+        }
+        stacks = tuple(self._stacks)
+        devices = {
+            device: DeviceSnapshot(device, tuple(segments.get(device, ())), events.get(device, ()), stacks)
+            for device in sorted(segments.keys() | events.keys())
+        }
+        annotations = self._list(top.get("external_annotations") or [], "external_annotations")
+        return Snapshot(
+            self._source,
+            form,
+            devices,
+            tuple(self._mapping(one, "an annotation") for one in annotations),
+            self._mapping(top.get("allocator_settings") or {}, "allocator_settings"),
+        )
+
+    def _segment(self, fields: Mapping[str, Any]) -> Segment:
+        address = self._size(fields, "address")
+        size = self._size(fields, "total_size")
+        blocks, at = [], address
+        for raw in self._own(fields.get("blocks"), "blocks"):
+            block = self._block(self._mapping(raw, "a block"), at)
+            blocks.append(block)
+            at = block.address + block.size
+        pool = fields.get("segment_pool_id", (0, 0))
+        if not (isinstance(pool, (tuple, list)) and [type(one) for one in pool] == [int, int]):
+            raise self._odd("segment_pool_id", pool, "two numbers")
+        kind = fields.get("segment_type", "")
+        return Segment(
+            address=address,
+            size=size,
+            stream=self._integer(fields, "stream", 0),
+            kind=kind if isinstance(kind, str) else "",
+            pool=(pool[0], pool[1]),
+            is_expandable=fields.get("is_expandable") is True,
+            blocks=tuple(blocks),
+        )
+
+    def _block(self, fields: Mapping[str, Any], address: int) -> Block:
+        size = self._size(fields, "size")
+        frames, requested = fields.get("frames"), self._size(fields, "requested_size", size)
+        history = fields.get("history")
+        if frames is None and history:
+            frames = self._mapping(self._list(history, "history")[0], "a history").get("frames")
+        state = fields.get("state")
+        if not isinstance(state, str):
+            raise self._odd("state", state, "a word")
+        return Block(self._size(fields, "address", address), size, requested, state, self._stack(frames))
+
+    def _events(self, ring: Any) -> tuple[Event, ...]:
+        found = []
+        for raw in self._own(ring, "device_traces"):
+            fields = self._mapping(raw, "an event")
+            action = fields.get("action")
+            if not isinstance(action, str):
+                raise self._odd("action", action, "a word")
+            found.append(
+                Event(
+                    action,
+                    self._integer(fields, "addr", 0),
+                    self._size(fields, "size", 0),
+                    self._integer(fields, "stream", 0),
+                    self._integer(fields, "time_us", 0) if "time_us" in fields else None,
+                    self._stack(fields.get("frames")),
+                    self._size(fields, "device_free") if "device_free" in fields else None,
+                )
+            )
+        return tuple(found)
+
+    def _stack(self, frames: Any) -> int:
+        """Return the number of a stack; torch shares lists of frames, and frames."""
+        if not frames:
+            return 0
+        number = self._number_of.get(id(frames))
+        if number is None:
+            # Most lists differ, but few are new: equal frames are mostly one dictionary.
+            same = tuple(map(id, self._list(frames, "frames")))
+            number = self._numbers.get(same)
+            if number is None:
+                stack = tuple(self._frame(frame) for frame in frames)
+                number = self._numbers[same] = self._stack_numbers.setdefault(stack, len(self._stacks))
+                if number == len(self._stacks):
+                    self._stacks.append(stack)
+            self._number_of[id(frames)] = number
+        return number
+
+    def _frame(self, raw: Any) -> Frame:
+        frame = self._frame_of.get(id(raw))
+        if frame is None:
+            fields = self._mapping(raw, "a frame")
+            filename, name = fields.get("filename"), fields.get("name")
+            made = Frame(
+                filename if isinstance(filename, str) else "",
+                self._integer(fields, "line", 0),
+                name if isinstance(name, str) else "",
+            )
+            frame = self._frame_of[id(raw)] = self._frames.setdefault(made, made)
+        return frame
+
+    def _list(self, value: Any, what: str) -> list[Any]:
+        if not isinstance(value, list):
+            raise self._odd(what, value, "a list")
+        # A list that is shared is walked each time: a small file can mean a very long walk.
+        self._left -= len(value)
+        if self._left < 0:
+            raise ArtifactError(f"{self._source}: holds too many entries; record fewer events (max_entries)")
+        return value
+
+    def _own(self, value: Any, what: str) -> list[Any]:
+        """Return a list of what torch makes anew each time: a small file that shares it could mean any amount."""
+        found = self._list(value, what)
+        if id(found) in self._seen or len(set(map(id, found))) < len(found):
+            raise ArtifactError(f"{self._source}: {what} holds one thing several times; it is damaged: copy it")
+        self._seen.add(id(found))
+        return found
+
+    def _mapping(self, value: Any, what: str) -> Mapping[str, Any]:
+        if not isinstance(value, dict):
+            raise self._odd(what, value, "a dictionary")
+        return value
+
+    def _size(self, fields: Mapping[str, Any], key: str, default: int | None = None) -> int:
+        value = self._integer(fields, key, default)
+        if value < 0:
+            raise self._odd(key, value, "at least 0")
+        return value
+
+    def _integer(self, fields: Mapping[str, Any], key: str, default: int | None = None) -> int:
+        value = fields.get(key, default)
+        if type(value) is not int or not -_LARGEST <= value < 2 * _LARGEST:
+            raise self._odd(key, value, "a number of 64 bits")
+        return value
+
+    def _odd(self, what: str, value: Any, rule: str) -> ArtifactError:
+        # A container's own text may be as long as the file, and endless.
+        shown = repr(value)[:60] if isinstance(value, (int, float, str, type(None))) else type(value).__name__
+        return ArtifactError(f"{self._source}: {what} is {shown} where a snapshot has {rule}; it is damaged: copy it")

@@ -1,0 +1,152 @@
+"""The allocator's rings of a run: the last snapshot of each window, replayed, where its trace knows nothing of CUDA.
+
+A ring knows neither operators nor modules, but the line that allocated: an operator is known from C++ frames only, and
+is `alloc` otherwise. Bytes are those that were asked for. Bytes without a stack are unattributed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from lightning_memprof.analysis.memory.model import (
+    DeviceAllocations,
+    Site,
+    StepBytes,
+    WindowAllocations,
+    curve_corners,
+)
+from lightning_memprof.analysis.run.load import Artifact, Run
+from lightning_memprof.analysis.snapshot.reader import read_snapshot
+from lightning_memprof.analysis.snapshot.replay import BlockLife, Replay, replay
+from lightning_memprof.analysis.stacks import Frame, native_site, user_frame
+from lightning_memprof.errors import ArtifactError
+
+__all__ = ["ring_allocations", "ring_of"]
+
+_ACTION: Final = "alloc"
+
+
+class _Step(NamedTuple):
+    start_ns: int
+    end_ns: int
+    number: int
+
+
+def ring_allocations(run: Run, traced: Sequence[WindowAllocations]) -> list[WindowAllocations]:
+    """What the allocator's rings say of the windows whose traces say nothing of a CUDA device.
+
+    Args:
+        run: the run.
+        traced: what is known from its traces.
+
+    """
+    known = {(one.rank, one.window) for one in traced for device in one.devices if device.device.startswith("cuda")}
+    last: dict[tuple[int, int | None], Artifact] = {}
+    for artifact in run.artifacts:
+        if artifact.type == "snapshot" and artifact.window is not None:
+            last[artifact.rank, artifact.window] = artifact
+    steps = {
+        rank.rank: [
+            _Step(start, start + duration, step)
+            for row in rank.pulse
+            if (step := row["step"]) is not None
+            and (start := row["start_ns"]) is not None
+            and (duration := row["duration_ns"]) is not None
+        ]
+        for rank in run.ranks
+    }
+    return [_read(one, steps.get(one.rank, [])) for key, one in last.items() if key not in known]
+
+
+def _read(artifact: Artifact, steps: Sequence[_Step]) -> WindowAllocations:
+    try:
+        snapshot = read_snapshot(artifact.file)
+    except ArtifactError as error:
+        return WindowAllocations(artifact.rank, artifact.window, (), artifact.file, str(error))
+    devices = tuple(ring_of(replay(snapshot, device), steps) for device, one in snapshot.devices.items() if one.events)
+    problem = None if devices else "its snapshot has no events: the allocator's history was off"
+    return WindowAllocations(artifact.rank, artifact.window, devices, artifact.file, problem)
+
+
+def ring_of(ring: Replay, steps: Sequence[tuple[int, int, int]] = ()) -> DeviceAllocations:
+    """What one device's ring says, in the terms of a trace: above what was live as the ring begins.
+
+    Args:
+        ring: the ring, replayed; it has events, and they have times (torch 2.2 and later), or all times are 0.
+        steps: Unix ns of start and end, and number, of the steps, in the order of time.
+
+    """
+    start = ring.live_at(-1).requested_bytes
+    live = [ring.live_at(event).requested_bytes - start for event in range(ring.events)]
+    times = [(event.time_us or 0) * 1000 for event in ring.snapshot.events]
+    held = [life for life in ring.lives if life.born <= ring.peak_event < life.died]
+    known = [life for life in held if life.born >= 0 and ring.snapshot.stacks[life.stack]]
+    old_bytes = sum(life.requested_size for life in held if life.born < 0)
+    peak_time = times[max(ring.peak_event, 0)]
+    return DeviceAllocations(
+        device=f"cuda:{ring.device}",
+        start_bytes=start,
+        peak_bytes=ring.peak_requested_bytes - start,
+        peak_time_ns=peak_time,
+        peak_step=_step_at(steps, peak_time),
+        sites=_sites(ring, known, times, steps),
+        unattributed_bytes=ring.peak_requested_bytes - old_bytes - sum(life.requested_size for life in known),
+        freed_outside_bytes=start - old_bytes,
+        curve=tuple((times[i], live[i]) for i in curve_corners(live)),
+        steps=tuple(_step_bytes(step, times, live) for step in steps if _holds(step, times)),
+        marks=(),
+        allocations=sum(event.action == _ACTION for event in ring.snapshot.events),
+    )
+
+
+class _Place(NamedTuple):
+    stack: tuple[Frame, ...]
+    step: int | None
+
+
+def _sites(
+    ring: Replay, lives: Sequence[BlockLife], times: Sequence[int], steps: Sequence[tuple[int, int, int]]
+) -> tuple[Site, ...]:
+    held: Counter[_Place] = Counter()
+    blocks: Counter[_Place] = Counter()
+    for life in lives:
+        place = _Place(ring.snapshot.stacks[life.stack], _step_at(steps, times[life.born]))
+        held[place] += life.requested_size
+        blocks[place] += 1
+    return tuple(_site(place, count, blocks[place]) for place, count in held.most_common())
+
+
+def _site(place: _Place, count: int, blocks: int) -> Site:
+    line = user_frame(place.stack)
+    return Site(
+        operator=native_site(place.stack) or _ACTION,
+        module=None,
+        line=str(line) if line else None,
+        stack=tuple(str(frame) for frame in place.stack if frame.is_python),
+        step=place.step,
+        phase=None,
+        bytes=count,
+        blocks=blocks,
+    )
+
+
+def _step_at(steps: Sequence[tuple[int, int, int]], time_ns: int) -> int | None:
+    before = bisect_right(steps, time_ns, key=lambda step: step[0])
+    if not before or steps[before - 1][1] < time_ns:
+        return None
+    return steps[before - 1][2]
+
+
+def _holds(step: tuple[int, int, int], times: Sequence[int]) -> bool:
+    """Whether the ring reaches back to the start of a step, and to its end."""
+    return times[0] <= step[0] and step[1] <= times[-1]
+
+
+def _step_bytes(step: tuple[int, int, int], times: Sequence[int], live: Sequence[int]) -> StepBytes:
+    first, last = (bisect_right(times, time) for time in step[:2])
+    highest = max(range(max(first - 1, 0), last), key=live.__getitem__)
+    at_start = live[first - 1] if first else 0
+    return StepBytes(step[2], at_start, live[highest], max(times[highest], step[0]), live[last - 1])

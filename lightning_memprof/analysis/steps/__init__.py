@@ -1,0 +1,1 @@
+"""Time of the training steps: phases, events, throughput and machine load."""

@@ -1,0 +1,91 @@
+"""Which phase of a step an action of Lightning belongs to, and how nested actions share the step's time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_memprof.analysis.run.rows import text, whole
+from lightning_memprof.artifacts.series import PHASES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+__all__ = ["classify", "exclusive_times"]
+
+FORWARD: Final = {
+    "fit": "training_step",
+    "validate": "validation_step",
+    "test": "test_step",
+    "predict": "predict_step",
+}
+FETCH: Final = {
+    "fit": ("train_dataloader_next",),
+    "validate": ("val_next",),
+    "test": ("test_next",),
+    "predict": ("predict_next",),
+}
+OPTIMIZER: Final = frozenset(
+    {"optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "clip_gradients", "toggle_optimizer"}
+)
+EVALUATION_STEPS: Final = frozenset({"validation_step", "test_step", "predict_step"})
+# Actions of our own at the marks of a step.
+OWN_WORK: Final = "[MemProfiler]"
+
+
+def classify(action: str, stage: str) -> str | None:
+    """Return the phase of one of Lightning's profiler actions, or None where it belongs to the action around it.
+
+    A validation inside ``fit`` is ``other``: its steps and its callbacks' batch hooks belong to no training step.
+    """
+    hook = action.rpartition(".")[2]
+    if action.startswith("[Callback]"):
+        return "other" if stage == "fit" and hook.startswith("on_validation_batch") else "callbacks"
+    if hook == FORWARD.get(stage):
+        return "forward"
+    if hook in FETCH.get(stage, ()):
+        return "data_wait"
+    if hook == "backward" and action.startswith(("[Strategy]", "[Precision]")):
+        return "backward"
+    if hook in OPTIMIZER or action.startswith("[Optimizer]"):
+        return "optimizer"
+    return "other" if hook in EVALUATION_STEPS or action.startswith(OWN_WORK) else None
+
+
+def exclusive_times(rows: Iterable[Mapping[str, Any]], start_ns: int, end_ns: int, stage: str) -> dict[str, int]:
+    """Share the time from ``start_ns`` to ``end_ns`` among the phases, in nanoseconds.
+
+    Every instant counts for the innermost action that covers it, so the phases sum to ``end_ns - start_ns`` exactly,
+    whatever the rows are: an action that outlives the one around it is cut at that one's end.
+    """
+    totals = dict.fromkeys(PHASES, 0)
+    stack = [(end_ns, "other")]
+    cursor = start_ns
+
+    def leave() -> None:
+        nonlocal cursor
+        end, phase = stack.pop()
+        if end > cursor:
+            totals[phase] += end - cursor
+            cursor = end
+
+    for begin, negative_duration, _, action in sorted(_timed(rows)):
+        begins = min(max(begin, start_ns), end_ns)
+        while len(stack) > 1 and stack[-1][0] <= begins:
+            leave()
+        around_end, around_phase = stack[-1]
+        if begins > cursor:
+            totals[around_phase] += begins - cursor
+            cursor = begins
+        ends = min(begin - negative_duration, around_end)
+        stack.append((ends, classify(action, stage) or around_phase))
+    while stack:
+        leave()
+    return totals
+
+
+def _timed(rows: Iterable[Mapping[str, Any]]) -> Iterable[tuple[int, int, int, str]]:
+    """Yield ``(start, -duration, depth, action)``: of two that start together the outer one sorts first."""
+    for row in rows:
+        begin, duration, action = whole(row, "start_ns"), whole(row, "duration_ns"), text(row, "action")
+        if begin is not None and duration is not None and action is not None:
+            yield begin, -max(duration, 0), whole(row, "depth") or 0, action

@@ -1,0 +1,266 @@
+"""What a step cost: its time by phase and its memory, for the steps of a window and for the whole run."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from lightning_memprof.analysis.run.load import Problem
+from lightning_memprof.analysis.run.rows import series_rows, text, whole
+from lightning_memprof.analysis.steps.phases import exclusive_times
+from lightning_memprof.analysis.steps.typical import (
+    Breakdown,
+    Clock,
+    Timing,
+    TypicalSteps,
+    device_timing,
+    host_timing,
+    mean,
+)
+from lightning_memprof.artifacts.series import PHASES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightning_memprof.analysis.run.load import Rank, Window
+    from lightning_memprof.artifacts.series import PulseRow
+
+__all__ = [
+    "DeviceMemory",
+    "HostMemory",
+    "PulseStatistics",
+    "StepReport",
+    "pulse_statistics",
+    "recorded_actions",
+    "window_steps",
+]
+
+Rows = list[dict[str, Any]]
+
+NOT_TAPPED: Final = "step"
+# Only a training has them; elsewhere they are not 0 but do not exist.
+TRAINING_PHASES: Final = frozenset({"backward", "optimizer"})
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of this process over the marks of one step; None where it was not sampled.
+
+    ``rss_bytes``, ``uss_bytes`` and ``vms_bytes`` are the step's last sample, ``max_rss_bytes`` its largest and
+    ``peak_rss_bytes`` the largest of the process so far.
+    """
+
+    rss_bytes: int | None
+    max_rss_bytes: int | None
+    peak_rss_bytes: int | None
+    uss_bytes: int | None
+    vms_bytes: int | None
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of the accelerator's allocator over the marks of one step; None where it was not sampled.
+
+    ``allocated_bytes`` and ``reserved_bytes`` are the step's last sample, ``max_allocated_bytes`` its largest and
+    ``peak_allocated_bytes`` the largest of the process so far.
+    """
+
+    device: str | None
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+    max_allocated_bytes: int | None
+    peak_allocated_bytes: int | None
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step. ``breakdown_ns`` sums to ``duration_ns``; both are None where nothing timed the step.
+
+    A phase that the clock does not tell apart is None and its time lies in the phase around it.
+    """
+
+    step: int
+    global_step: int | None
+    duration_ns: int | None
+    breakdown_ns: Breakdown | None
+    clock: Clock | None
+    source: Literal["hooks", "pulse"] | None
+    host: HostMemory
+    device: DeviceMemory | None
+
+
+@dataclass(frozen=True)
+class PulseStatistics:
+    """The steps of one rank's pulse. Durations are nanoseconds.
+
+    ``steps`` counts all rows; ``used`` those that the figures rest on, and ``basis`` says which. ``breakdown_ns`` is
+    the mean by phase and sums to ``mean_ns``; ``median_shares`` is each phase's median part, 0 to 1, of those steps in
+    which it took any time, and does not follow a few unusual steps as the mean does. ``host_callbacks_ns`` is the mean
+    time in callbacks on the host's clock, whichever clock the rest is on.
+    """
+
+    steps: int
+    used: int
+    basis: str
+    clock: Clock
+    median_ns: int
+    p90_ns: int
+    max_ns: int
+    mean_ns: int
+    breakdown_ns: Breakdown
+    median_shares: Mapping[str, float]
+    host_callbacks_ns: int
+
+    @property
+    def callbacks_ns(self) -> int:
+        """Nanoseconds of the mean step in callbacks; the device's clock has at most its ``other`` for them."""
+        known = self.breakdown_ns["callbacks"]
+        return min(self.host_callbacks_ns, self.breakdown_ns["other"] or 0) if known is None else known
+
+    @property
+    def between_ns(self) -> int:
+        """Nanoseconds of the mean step that neither a phase nor a callback takes."""
+        other = self.breakdown_ns["other"] or 0
+        return other - self.callbacks_ns if self.breakdown_ns["callbacks"] is None else other
+
+    def share(self, phase: str) -> float:
+        """Return the part of the mean step that a phase takes, 0 to 1."""
+        return (self.breakdown_ns[phase] or 0) / self.mean_ns if self.mean_ns else 0.0
+
+
+def window_steps(rank: Rank, window: Window) -> tuple[list[StepReport], list[Problem]]:
+    """Return what each recorded step of a window cost, and which series could not be read.
+
+    The device's clock is preferred where the pulse has it, because a host's times of an asynchronous device are the
+    times of its launches; then the pulse's host clock, which keeps the work at our own marks out of the phases; then
+    the hook timings.
+    """
+    problems: list[Problem] = []
+
+    def by_step(collector: str) -> dict[int, Rows]:
+        groups, found = _recorded_rows(window, collector)
+        problems.extend(found)
+        return groups
+
+    hooks, host, allocator = by_step("hooks"), by_step("host"), by_step("allocator")
+    pulse = {row["step"]: row for row in rank.pulse if row["step"] in window.steps}
+    stage = _stage(rank)
+    reports = []
+    for step in window.steps:
+        row = pulse.get(step)
+        timing = device_timing(row) or host_timing(row) or _hook_timing(hooks.get(step, []), stage)
+        duration, breakdown, clock, source = timing or (None, None, None, None)
+        breakdown = None if breakdown is None else _of_stage(breakdown, stage)
+        marks = host.get(step) or allocator.get(step) or hooks.get(step) or []
+        global_step = row["global_step"] if row else next((whole(mark, "global_step") for mark in marks), None)
+        reports.append(
+            StepReport(
+                step, global_step, duration, breakdown, clock, source,
+                _host_memory(host.get(step, []), row), _device_memory(allocator.get(step, []), row),
+            )
+        )  # fmt: skip
+    return reports, problems
+
+
+def recorded_actions(rank: Rank) -> dict[int, Rows]:
+    """Return the rows of the hook timings of every recorded step that has some."""
+    return {step: rows for window in rank.windows for step, rows in _recorded_rows(window, "hooks")[0].items()}
+
+
+def pulse_statistics(rank: Rank) -> PulseStatistics | None:
+    """Return the statistics of a rank's pulse, or None where it has no timed step."""
+    typical = rank.typical_steps
+    if typical is None:
+        return None
+    durations = sorted(duration for _, duration, _ in typical.steps)
+    means = {phase: mean([one[phase] for _, _, one in typical.steps]) for phase in PHASES}
+    breakdown = _of_stage(means, _stage(rank))
+    return PulseStatistics(
+        steps=len(rank.pulse),
+        used=len(typical.steps),
+        basis=typical.basis,
+        clock=typical.clock,
+        median_ns=round(statistics.median(durations)),
+        p90_ns=durations[math.ceil(0.9 * len(durations)) - 1],
+        max_ns=durations[-1],
+        mean_ns=sum(ns or 0 for ns in breakdown.values()),
+        breakdown_ns=breakdown,
+        median_shares={phase: _median_share(typical, phase) for phase in PHASES},
+        host_callbacks_ns=typical.host_callbacks_ns,
+    )
+
+
+def _recorded_rows(window: Window, collector: str) -> tuple[dict[int, Rows], list[Problem]]:
+    """Return a series' rows of recorded steps, by step, and what is wrong with its file."""
+    groups: dict[int, Rows] = defaultdict(list)
+    path = window.series.get(collector)
+    if path is None:
+        return groups, []
+    rows, damage = series_rows(path)
+    for row in rows:
+        step = whole(row, "step")
+        if step is not None and row.get("recorded") is not False:
+            groups[step].append(row)
+    return groups, [Problem(path.name, damage, window.rank)] if damage else []
+
+
+def _stage(rank: Rank) -> str:
+    return text(rank.facts, "stage") or "fit"
+
+
+def _of_stage(breakdown: Breakdown, stage: str) -> Breakdown:
+    """Leave out the phases that a stage does not have, unless something was timed in them after all."""
+    if stage == "fit":
+        return breakdown
+    return {phase: None if phase in TRAINING_PHASES and not ns else ns for phase, ns in breakdown.items()}
+
+
+def _median_share(typical: TypicalSteps, phase: str) -> float:
+    shares = [(breakdown[phase] or 0) / duration for _, duration, breakdown in typical.steps if duration]
+    return statistics.median([share for share in shares if share > 0] or [0.0])
+
+
+def _hook_timing(rows: Rows, stage: str) -> Timing | None:
+    span = next((row for row in rows if row.get("action") == NOT_TAPPED and row.get("depth") == -1), None)
+    start, duration = whole(span, "start_ns"), whole(span, "duration_ns")
+    if start is None or duration is None or duration < 0:
+        return None
+    actions = [row for row in rows if row is not span]
+    return duration, exclusive_times(actions, start, start + duration, stage), "host", "hooks"
+
+
+def _host_memory(marks: Rows, row: PulseRow | None) -> HostMemory:
+    rss = _values(marks, "rss_bytes") or ([row["rss_bytes"]] if row and row["rss_bytes"] is not None else [])
+    return HostMemory(
+        rss_bytes=_last(rss),
+        max_rss_bytes=max(rss, default=None),
+        peak_rss_bytes=max(_values(marks, "peak_rss_bytes"), default=None),
+        uss_bytes=_last(_values(marks, "uss_bytes")),
+        vms_bytes=_last(_values(marks, "vms_bytes")),
+    )
+
+
+def _device_memory(marks: Rows, row: PulseRow | None) -> DeviceMemory | None:
+    pulse_peak = row["device_peak_bytes"] if row else None
+    allocated = _values(marks, "allocated_bytes.all.current")
+    if not marks and pulse_peak is None:
+        return None
+    return DeviceMemory(
+        device=next((name for mark in marks if (name := text(mark, "device"))), None),
+        allocated_bytes=_last(allocated),
+        reserved_bytes=_last(_values(marks, "reserved_bytes.all.current")),
+        max_allocated_bytes=max(allocated, default=None),
+        peak_allocated_bytes=max(_values(marks, "allocated_bytes.all.peak"), default=pulse_peak),
+    )
+
+
+def _values(marks: Rows, key: str) -> list[int]:
+    return [value for mark in marks if (value := whole(mark, key)) is not None]
+
+
+def _last(values: Sequence[int]) -> int | None:
+    return values[-1] if values else None

@@ -1,0 +1,280 @@
+"""The operator table of saved traces: the text that torch prints for the same profile, without torch.
+
+Started as a process, it writes the table to a file: the training process never pays for it.
+
+    python -m lightning_memprof.analysis.trace.operators '{"traces": ["..."], "out": "...", "options": {...}}'
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+
+import msgspec
+
+from lightning_memprof.analysis.trace.nesting import OperatorRow
+from lightning_memprof.analysis.trace.operator_rows import OperatorRows, collect_rows
+from lightning_memprof.errors import ArtifactError, ConfigError, MemprofError
+
+__all__ = ["AVAILABLE_SORT_KEYS", "TableOptions", "main", "operator_table", "write_operator_table"]
+
+_WIDTH: Final = 12
+_SPACE: Final = "  "
+
+
+def _us(ns: int) -> float:
+    return ns / 1000
+
+
+def _average(ns: int, count: int) -> float:
+    return ns / 1000 / count if count else 0.0
+
+
+_SORT_VALUES: Final[dict[str, Callable[[OperatorRow], float | str]]] = {
+    "key": lambda row: row.name,
+    "count": lambda row: row.count,
+    "cpu_time": lambda row: _average(row.cpu_ns, row.count),
+    "cpu_time_total": lambda row: row.cpu_ns,
+    "self_cpu_time_total": lambda row: row.self_cpu_ns,
+    "device_time": lambda row: _average(row.device_ns, row.count),
+    "device_time_total": lambda row: row.device_ns,
+    "self_device_time_total": lambda row: row.self_device_ns,
+    "cpu_memory_usage": lambda row: row.cpu_bytes,
+    "self_cpu_memory_usage": lambda row: row.self_cpu_bytes,
+    "device_memory_usage": lambda row: row.device_bytes,
+    "self_device_memory_usage": lambda row: row.self_device_bytes,
+}
+_DEVICES: Final = ("cuda", "xpu", "privateuse1")
+
+AVAILABLE_SORT_KEYS: Final = frozenset(_SORT_VALUES) | frozenset(
+    key.replace("device", device) for key in _SORT_VALUES if "device" in key for device in _DEVICES
+)
+"""Every key that torch's table can be sorted by; `cuda_*`, `xpu_*` and `privateuse1_*` mean `device_*`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableOptions:
+    """How the table looks: the parameters of torch's `key_averages().table()`.
+
+    Args:
+        sort_by: one of `AVAILABLE_SORT_KEYS`, largest first; None keeps the order of the first events.
+        row_limit: how many rows are shown; -1 shows all.
+        max_name_column_width: longer names are cut; None cuts none.
+        group_by_input_shapes: a row for every shape of the inputs.
+        max_src_column_width: taken for torch's sake; the column is empty unless rows are grouped by stack.
+        max_shapes_column_width: longer shapes are cut; None cuts none.
+        header: a line above the table.
+        top_level_events_only: leave out operators that others called.
+        time_unit: one unit for all times; None picks the unit by size.
+
+    Raises:
+        ConfigError: `sort_by` or `time_unit` is not known.
+    """
+
+    sort_by: str | None = None
+    row_limit: int = 20
+    max_name_column_width: int | None = 55
+    group_by_input_shapes: bool = False
+    max_src_column_width: int | None = 75
+    max_shapes_column_width: int | None = 80
+    header: str | None = None
+    top_level_events_only: bool = False
+    time_unit: Literal["s", "ms", "us"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.sort_by is not None and self.sort_by not in AVAILABLE_SORT_KEYS:
+            raise ConfigError(
+                f"sort_by={self.sort_by!r} is no sort key; known are {', '.join(sorted(AVAILABLE_SORT_KEYS))}"
+            )
+        if self.time_unit not in {None, "s", "ms", "us"}:
+            raise ConfigError(f"time_unit={self.time_unit!r} is no unit; known are s, ms and us")
+
+
+def operator_table(traces: Sequence[Path], options: TableOptions) -> str:
+    """One table over all traces, a window each.
+
+    Returns:
+        The text that torch prints for the profile, and a last line with the number of windows.
+
+    Raises:
+        ArtifactError: a trace is missing, damaged or cut off, or none of them holds an operator.
+    """
+    collected = collect_rows(traces, group_by_input_shapes=options.group_by_input_shapes)
+    if not collected.rows:
+        names = ", ".join(str(path) for path in traces) or "no trace"
+        raise ArtifactError(f"{names}: holds no operator to tabulate; record at least one step with the CPU activity")
+    return _render(collected, options) + f"Windows: {collected.windows}\n"
+
+
+def write_operator_table(traces: Sequence[Path], out: Path, options: TableOptions) -> None:
+    """Write the table to `out`, under a temporary name first, so that `out` is whole or absent.
+
+    Raises:
+        ArtifactError: as `operator_table` does.
+    """
+    text = operator_table(traces, options)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(out)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class _Column(NamedTuple):
+    title: str
+    width: int
+    text: Callable[[OperatorRow], str]
+
+
+def _render(collected: OperatorRows, options: TableOptions) -> str:
+    rows = collected.rows
+    if options.sort_by is not None:
+        rows = sorted(rows, key=_sort_value(options.sort_by), reverse=True)
+    columns = _columns(collected, options)
+    template = "".join(f"{{: >{column.width}}}{_SPACE}" for column in columns)
+    rule = "".join("-" * column.width + _SPACE for column in columns)
+    double_rule = "=" * (len(rule) - len(_SPACE))
+    lines = [] if options.header is None else [double_rule, options.header]
+    if options.top_level_events_only:
+        lines += [double_rule, "This report only display top-level ops statistics"]
+        rows = [row for row in rows if not row.is_nested]
+    lines += [rule, template.format(*(column.title for column in columns)), rule]
+    shown = rows if options.row_limit < 0 else rows[: options.row_limit]
+    lines += [template.format(*(column.text(row) for column in columns)) for row in shown]
+    lines += [rule, f"Self CPU time total: {_time(_us(_cpu_total(collected)), options.time_unit)}"]
+    if _has_device_time(collected):
+        total = _time(_us(_device_total(collected)), options.time_unit)
+        lines.append(f"Self {collected.device_name} time total: {total}")
+    return "".join(line + "\n" for line in lines)
+
+
+def _columns(collected: OperatorRows, options: TableOptions) -> list[_Column]:
+    def time(ns: Callable[[OperatorRow], float]) -> Callable[[OperatorRow], str]:
+        return lambda row: _time(ns(row), options.time_unit)
+
+    names = max(len(row.name) for row in collected.rows) + 4
+    limit = options.max_name_column_width
+    cpu_total, device_total = _cpu_total(collected), _device_total(collected)
+    columns = [
+        _Column("Name", names if limit is None else min(names, limit), lambda row: _shortened(row.name, limit)),
+        _Column("Self CPU %", _WIDTH, lambda row: _share(row.self_cpu_ns, cpu_total)),
+        _Column("Self CPU", _WIDTH, time(lambda row: _us(row.self_cpu_ns))),
+        _Column("CPU total %", _WIDTH, lambda row: _share(row.cpu_ns, cpu_total)),
+        _Column("CPU total", _WIDTH, time(lambda row: _us(row.cpu_ns))),
+        _Column("CPU time avg", _WIDTH, time(lambda row: _average(row.cpu_ns, row.count))),
+    ]
+    device = collected.device_name
+    if _has_device_time(collected):
+        columns += [
+            _Column(f"Self {device}", _WIDTH, time(lambda row: _us(row.self_device_ns))),
+            _Column(f"Self {device} %", _WIDTH, lambda row: _share(row.self_device_ns, device_total)),
+            _Column(f"{device} total", _WIDTH, time(lambda row: _us(row.device_ns))),
+            _Column(f"{device} time avg", _WIDTH, time(lambda row: _average(row.device_ns, row.count))),
+        ]
+    if collected.profile_memory:
+        columns += [
+            _Column("CPU Mem", _WIDTH, lambda row: _memory(row.cpu_bytes)),
+            _Column("Self CPU Mem", _WIDTH, lambda row: _memory(row.self_cpu_bytes)),
+        ]
+        if device and any(row.self_device_bytes > 0 for row in collected.rows):
+            columns += [
+                _Column(f"{device} Mem", _WIDTH, lambda row: _memory(row.device_bytes)),
+                _Column(f"Self {device} Mem", _WIDTH, lambda row: _memory(row.self_device_bytes)),
+            ]
+    columns.append(_Column("# of Calls", _WIDTH, lambda row: str(row.count)))
+    # Without shapes in the trace every row's list is empty and torch leaves the column out.
+    if any(row.input_shapes not in {"", "[]"} for row in collected.rows):
+        wanted = max(len(row.input_shapes) for row in collected.rows) + 4
+        most = options.max_shapes_column_width
+        width = wanted if most is None else min(wanted, most)
+        columns.append(_Column("Input Shapes", width, lambda row: row.input_shapes[:width]))
+    return columns
+
+
+def _sort_value(key: str) -> Callable[[OperatorRow], Any]:
+    for device in _DEVICES:
+        key = key.replace(device, "device")
+    return _SORT_VALUES[key]
+
+
+def _cpu_total(collected: OperatorRows) -> int:
+    return sum(row.self_cpu_ns for row in collected.rows)
+
+
+def _device_total(collected: OperatorRows) -> int:
+    return sum(row.self_device_ns for row in collected.rows if row.on_device and not row.is_annotation)
+
+
+def _has_device_time(collected: OperatorRows) -> bool:
+    return any(row.self_device_ns > 0 for row in collected.rows)
+
+
+def _shortened(name: str, limit: int | None) -> str:
+    return name if limit is None or len(name) < limit - 3 else name[: max(limit - 3, 0)] + "..."
+
+
+def _time(us: float, unit: str | None) -> str:
+    if unit == "s" or (unit is None and us >= 1_000_000):
+        return f"{us / 1_000_000:.3f}s"
+    if unit == "ms" or (unit is None and us >= 1_000):
+        return f"{us / 1_000:.3f}ms"
+    return f"{us:.3f}us"
+
+
+def _share(ns: int, total_ns: int) -> str:
+    return f"{ns * 100 / total_ns:.2f}%" if total_ns else "NaN"
+
+
+def _memory(count: int) -> str:
+    """Bytes in torch's spelling, whose KB is 1024 bytes."""
+    for unit, size in (("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
+        if abs(count) >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} B"
+
+
+class _Request(msgspec.Struct, forbid_unknown_fields=True):
+    traces: list[str]
+    out: str
+    options: dict[str, Any] = {}
+
+
+def _parse(text: str) -> tuple[list[Path], Path, TableOptions]:
+    try:
+        request = msgspec.json.decode(text, type=_Request)
+        unknown = sorted(set(request.options) - {option.name for option in fields(TableOptions)})
+        if unknown:
+            raise ConfigError(f"options {', '.join(unknown)} are not known to the operator table; leave them out")
+        return (
+            [Path(trace) for trace in request.traces],
+            Path(request.out),
+            msgspec.convert(request.options, TableOptions),
+        )
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f'the request is not understood ({error}); it is {{"traces": [..], "out": .., "options": ..}}'
+        ) from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the table that the one argument, or with ``-`` standard input, asks for: 0, or 1 and a line on stderr."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        if len(arguments) != 1:
+            raise ConfigError(f"one argument is wanted, a JSON object, not {len(arguments)}")
+        # One argument of a process has a limit; a run of many windows has more traces than fit into it.
+        traces, out, options = _parse(sys.stdin.read() if arguments[0] == "-" else arguments[0])
+        write_operator_table(traces, out, options)
+    except (MemprofError, OSError) as error:
+        sys.stderr.write(f"operator table: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""What one operator trace says of the time: steps, device, kernels, copies, collectives, and why the device was idle.
+
+Device time is a union over all streams and devices of the trace, so that what overlaps counts once.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from lightning_memprof.analysis.trace.calls import allocator_spans, calls, copies
+from lightning_memprof.analysis.trace.collectives import trace_collectives
+from lightning_memprof.analysis.trace.columns import Kind, Progress, TraceColumns, read_columns
+from lightning_memprof.analysis.trace.device import DeviceEvents, device_events, kernels
+from lightning_memprof.analysis.trace.host_operators import host_operators
+from lightning_memprof.analysis.trace.idle import idle_causes
+from lightning_memprof.analysis.trace.intervals import Intervals, clip, intersection, length
+from lightning_memprof.analysis.trace.model import GpuTimes, StepTimes, TraceReport
+from lightning_memprof.analysis.trace.operator_times import operators
+from lightning_memprof.analysis.trace.steps import Step, loading_intervals, step_spans, trace_steps
+from lightning_memprof.analysis.trace.waits import synchronizations
+
+__all__ = ["of_rank", "trace_report"]
+
+_RANK: Final = re.compile(r"['\"]rank['\"]\s*:\s*(\d{1,9})\b")
+_WORLD: Final = re.compile(r"['\"]world_size['\"]\s*:\s*(\d{1,9})\b")
+_DEVICE: Final = re.compile(r"['\"]id['\"]\s*:\s*(\d{1,9})\s*,\s*['\"]name['\"]\s*:\s*['\"]([^'\"]*)['\"]")
+_OPTIONS: Final = ("with_stack", "profile_memory", "record_shapes")
+_LARGEST_RANK: Final = 1 << 31
+_NO_RANK: Final = "no rank: torch writes it where a process group was there when the recording ended"
+
+
+def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
+    """Analyse one trace.
+
+    Args:
+        path: a Kineto JSON file of any year and any program, plain or gzip-compressed.
+        progress: called now and then with how many bytes of the file were read, and how many it has.
+
+    Raises:
+        ArtifactError: the file is missing, damaged or cut off, or no trace.
+    """
+    columns = read_columns(path, progress)
+    device = device_events(columns)
+    steps = step_spans(columns)
+    loading = loading_intervals(columns)
+    window = (int(device.busy.starts[0]), int(device.busy.ends[-1])) if len(device.busy.starts) else None
+    rank, world_size = _number(columns.metadata, "rank", _RANK), _number(columns.metadata, "world_size", _WORLD)
+    collectives = trace_collectives(columns, device)
+    some = len(columns.starts) > 0
+    return TraceReport(
+        file=path,
+        rank=rank,
+        world_size=world_size,
+        devices=_device_names(columns, device),
+        start_ns=columns.origin_ns + (int(np.min(columns.starts)) if some else 0),
+        end_ns=columns.origin_ns + (int(np.max(columns.ends)) if some else 0),
+        events=columns.events,
+        gpu_window=GpuTimes(**_times(device, *window)) if window else None,
+        step_window=_step_times(device, steps, loading) if window and steps else None,
+        steps=trace_steps(columns, device, steps, loading),
+        kernels=kernels(columns, device),
+        idle=idle_causes(columns, device) if window and _has_runtime(columns) else (),
+        runtime_calls=calls(columns, Kind.RUNTIME),
+        collectives=collectives,
+        copies=copies(columns, device),
+        missing=tuple(_missing(rank, columns, device, steps)),
+        synchronizations=synchronizations(columns, device),
+        profiler_overhead=calls(columns, Kind.OVERHEAD),
+        allocator_spans=allocator_spans(columns),
+        recorded_with=tuple(option for option in _OPTIONS if columns.metadata.get(option)),
+        operators=() if window else operators(columns),
+        host_operators=None if window else host_operators(columns, steps),
+    )
+
+
+def of_rank(report: TraceReport, rank: int) -> TraceReport:
+    """Return the report with the rank that is known of the file from elsewhere, where the file does not say it."""
+    if report.rank is not None:
+        return report
+    return replace(report, rank=rank, missing=tuple(one for one in report.missing if one != _NO_RANK))
+
+
+def _times(device: DeviceEvents, start: int, end: int) -> dict[str, int]:
+    busy, compute, communication, copied = (
+        clip(each, start, end) for each in (device.busy, device.compute, device.communication, device.memory_copy)
+    )
+    overlapped = length(intersection(communication, compute))
+    return {
+        "window_ns": end - start,
+        "busy_ns": length(busy),
+        "idle_ns": end - start - length(busy),
+        "compute_ns": length(compute),
+        "communication_ns": length(communication),
+        "memory_copy_ns": length(copied),
+        "communication_overlapped_ns": overlapped,
+        "communication_exposed_ns": length(communication) - overlapped,
+    }
+
+
+def _step_times(device: DeviceEvents, steps: list[Step], loading: Intervals) -> StepTimes:
+    start, end = min(step.start for step in steps), max(step.end for step in steps)
+    loading = clip(loading, start, end)
+    return StepTimes(
+        **_times(device, start, end),
+        data_loading_ns=length(loading),
+        data_loading_exposed_ns=length(loading) - length(intersection(loading, device.busy)),
+        mean_step_ns=round(sum(step.end - step.start for step in steps) / len(steps)),
+    )
+
+
+def _number(metadata: dict[str, Any], key: str, pattern: re.Pattern[str]) -> int | None:
+    """Look up what `distributedInfo` says; some programs write it as the text of a Python dictionary."""
+    found = metadata.get("distributedInfo")
+    if isinstance(found, str):
+        match = pattern.search(found)
+        return int(match[1]) if match else None
+    number = found.get(key) if isinstance(found, dict) else None
+    return number if isinstance(number, int) and 0 <= number < _LARGEST_RANK else None
+
+
+def _device_names(columns: TraceColumns, device: DeviceEvents) -> tuple[str, ...]:
+    """Name the devices on which something ran; one that the trace does not name is called by its number."""
+    told = columns.metadata.get("deviceProperties")
+    if isinstance(told, list):
+        known = {str(each.get("id")): str(each.get("name")) for each in told if isinstance(each, dict)}
+    else:
+        known = dict(_DEVICE.findall(told)) if isinstance(told, str) else {}
+    lanes = np.unique(columns.lanes[device.rows])
+    numbers = sorted({str(columns.lane_of[lane][0]) for lane in lanes})
+    return tuple(known.get(number, f"device {number}") for number in numbers)
+
+
+def _missing(rank: int | None, columns: TraceColumns, device: DeviceEvents, steps: list[Step]) -> list[str]:
+    missing = []
+    if not len(columns.starts):
+        missing.append("it has no events with a duration")
+    if not len(device.rows):
+        missing.append("no device event: it was recorded on a CPU, or without the device's activities")
+    if not steps:
+        missing.append("no steps: call `step()` of the profiler once a step, and `ProfilerStep#N` appears")
+    if rank is None:
+        missing.append(_NO_RANK)
+    if len(device.rows) and not _has_runtime(columns):
+        missing.append("no calls of the device's runtime: why the device was idle cannot be told")
+    return missing
+
+
+def _has_runtime(columns: TraceColumns) -> bool:
+    return bool(np.any(columns.kinds == Kind.RUNTIME))

@@ -1,0 +1,301 @@
+"""Ranks beside each other: waiting, imbalance, the straggler, and thousands of ranks."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from lightning_memprof.analysis.findings import Facts, Severity, verdict
+from lightning_memprof.analysis.findings.straggler import straggler
+from lightning_memprof.analysis.ranks.arrivals import RankTrack, track, window_waits
+from lightning_memprof.analysis.ranks.report import Cause, Straggler, rank_report
+from lightning_memprof.analysis.ranks.summary import (
+    Arrivals,
+    RankSummary,
+    StepTime,
+    WindowFiles,
+    encode_summary,
+    read_summary,
+    summarise,
+)
+from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.artifacts.naming import parse_series_path, parse_summary_path, summary_path
+from lightning_memprof.errors import ArtifactError
+from lightning_memprof.report.machine import to_json
+from lightning_memprof.report.terminal import render
+from lightning_memprof.report.view import run_view
+from lightning_memprof.testing import FakeRun, make_run
+from many_ranks import make_many_ranks
+
+MS = 1_000_000
+KINDS: list[tuple[str, str, int | None]] = [("all_reduce", "", 4)]
+
+
+def summary(rank: int, starts_ms: list[float], ends_ms: list[float], *, host: str = "h", first: int = 0) -> RankSummary:
+    return RankSummary(
+        rank=rank, world_size=2, host=host, window=0, steps=[2, 3],
+        arrivals=Arrivals(
+            count=len(starts_ms), base_ns=0, kinds=KINDS, kind=[0] * len(starts_ms),
+            sequence=list(range(first, first + len(starts_ms))), start_ns=[round(ms * MS) for ms in starts_ms],
+            duration_ns=[round((end - start) * MS) for start, end in zip(starts_ms, ends_ms, strict=True)],
+        ),
+    )  # fmt: skip
+
+
+def tracks(*summaries: RankSummary) -> list[RankTrack]:
+    shared: dict[Any, Any] = {}
+    return [found for one in summaries if (found := track(one, shared))]
+
+
+def test_the_last_to_come_causes_the_wait_and_overlapping_collectives_are_one_wait() -> None:
+    waits = window_waits(tracks(summary(0, [0, 2, 100], [51, 52, 111]), summary(1, [50, 51, 110], [51, 52, 111])))
+    assert waits.own_wait_ns[0] == (51 + 10) * MS
+    assert waits.own_wait_ns[1] == 0
+    assert waits.caused_ns == {1: 61 * MS}
+    (kind,) = waits.by_kind()
+    assert (kind.name, kind.count, kind.last_rank, kind.last_count) == ("all_reduce", 3, 1, 3)
+
+
+def test_clocks_of_hosts_are_aligned_by_the_ends() -> None:
+    late = summary(1, [950, 1010, 1130], [951, 1021, 1131], host="other")
+    waits = window_waits(tracks(summary(0, [0, 20, 100], [51, 121, 231]), late))
+    assert waits.clock_offsets_ns == {"other": 900 * MS}
+    assert waits.clock_error_ns == 0
+    assert waits.own_wait_ns == {0: (50 + 59 + 109) * MS, 1: 0} or waits.caused_ns[1] > waits.caused_ns[0]
+
+
+def test_a_trace_that_begins_one_collective_later_is_shifted_to_where_the_ends_agree() -> None:
+    ends = [10.0, 35.0, 81.0, 170.0, 400.0]
+    whole = summary(0, [end - 5 for end in ends], ends)
+    shorter = summary(1, [end - 1 for end in ends[1:]], ends[1:])
+    waits = window_waits(tracks(whole, shorter))
+    assert len(waits.meetings) == 4
+    assert waits.caused_ns == {1: 4 * 4 * MS}
+
+
+def test_a_summary_comes_back_as_it_was_written_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    written = summary(3, [1, 2], [3, 4])
+    path = tmp_path / "rank00003.summary.json"
+    path.write_bytes(encode_summary(written))
+    assert read_summary(path) == written
+    assert path.stat().st_size < 1000
+    for damaged in (
+        b"{",
+        encode_summary(msgspec.structs.replace(written, schema_version=99)),
+        encode_summary(msgspec.structs.replace(written, arrivals=Arrivals(count=1, kind=[7]))),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(ArtifactError, match="rank00003"):
+            read_summary(path)
+
+
+def test_the_path_of_a_summary_is_parsed_back_and_is_no_series() -> None:
+    assert parse_summary_path(summary_path(12, 4095)) == (12, 4095)
+    assert parse_summary_path("window000/rank00000.host.jsonl") is None
+    assert parse_series_path(summary_path(0, 0)) is None
+
+
+def test_a_summary_is_made_of_the_windows_files_and_the_steps_before(tmp_path: Path) -> None:
+    hooks = tmp_path / "hooks.jsonl"
+    rows = [{"step": step, "recorded": step > 2, "action": "[Callback]Slow.on_train_batch_end", "start_ns": 0,
+             "duration_ns": 3 * MS, "depth": 0} for step in (2, 3, 4)]  # fmt: skip
+    hooks.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    host = tmp_path / "host.jsonl"
+    host.write_text('{"rss_bytes": 5, "peak_rss_bytes": 9}\n')
+    times = [StepTime(step, 0 if step > 1 else None, (step + 1) * MS, [MS, 0, 0, 0, 0, step * MS]) for step in range(5)]
+    origin = RankSummary(rank=1, world_size=2, host="h", window=0, steps=[])
+    made = summarise(origin, times, WindowFiles({"hooks": hooks, "host": host}, tmp_path / "missing.json"))
+    assert made.steps == [3, 4]
+    assert made.recorded is not None
+    assert (made.recorded.steps, made.recorded.mean_ns, made.recorded.phases_ns["data_wait"]) == (2, 4_500_000, MS)
+    assert made.usual is not None
+    assert (made.usual.steps, made.usual.max_ns) == (2, 2 * MS)
+    assert made.callbacks_ns == {"Slow": 3 * MS}
+    assert made.memory["peak_rss_bytes"] == 9
+    assert made.arrivals.count == 0
+
+
+def page(directory: Path) -> str:
+    console = Console(file=io.StringIO(), width=80)
+    render(run_view(load_run(directory)), console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_of_hundreds_of_ranks_on_hosts_with_other_clocks_the_late_one_is_named(tmp_path: Path) -> None:
+    directory = make_many_ranks(tmp_path, 96, windows=2, straggler=42)
+    run = load_run(directory)
+    assert [rank.rank for rank in run.ranks if rank.pulse] == list(range(8))
+    report = rank_report(run, {})
+    assert report is not None
+    assert report.straggler is not None
+    assert (report.straggler.rank, report.straggler.host, report.straggler.cause) == (42, "node005", "data_wait")
+    assert report.straggler.caused_ns == pytest.approx(40 * MS, rel=0.02)
+    assert report.waiting is not None
+    assert report.waiting.clock_error_ns < MS
+    assert (report.spreads["data_wait"].highest_rank, report.spreads["data_wait"].median) == (42, 2 * MS)
+    text = " ".join(page(directory).split())
+    assert "Rank 42 is the straggler: its data fetch takes 42.0 ms a step, 2.00 ms on the others." in text
+    assert "for rank 42" in text
+    document = to_json(run_view(run))
+    assert document["across_ranks"]["straggler"]["rank"] == 42
+    assert len(document["across_ranks"]["ranks"]) == 96
+    json.dumps(document, allow_nan=False)
+
+
+def test_ranks_that_take_turns_to_be_last_are_no_stragglers(tmp_path: Path) -> None:
+    directory = make_many_ranks(tmp_path, 80, windows=1, straggler=-1)
+    report = rank_report(load_run(directory), {})
+    assert report is not None
+    assert report.straggler is None
+
+
+def test_a_damaged_summary_hides_only_its_rank(tmp_path: Path) -> None:
+    directory = make_many_ranks(tmp_path, 70, windows=1, straggler=42)
+    (directory / summary_path(0, 7)).write_bytes(b"torn")
+    report = rank_report(load_run(directory), {})
+    assert report is not None
+    assert [problem.rank for problem in report.problems] == [7]
+    assert report.straggler is not None
+    assert report.summaries == 69
+
+
+def test_without_collectives_a_rank_whose_fetch_stands_out_is_named_by_its_phases(tmp_path: Path) -> None:
+    def phases(rank: int, step: int) -> dict[str, int]:
+        wait = 52 * MS if rank == 1 else MS
+        return {
+            "data_wait": wait,
+            "forward": 5 * MS,
+            "backward": 75 * MS - wait,
+            "optimizer": MS,
+            "callbacks": 0,
+            "other": 0,
+        }
+
+    directory = make_run(tmp_path, FakeRun(world_size=2, phases=phases))
+    found = verdict(load_run(directory))
+    assert found.rule == "straggler"
+    assert "Rank 1 is the straggler: its data fetch takes 52.0 ms a step, 1.00 ms on the others." in found.sentence
+    assert "It recorded no collective" in found.why
+
+
+def test_a_late_rank_that_recorded_no_collectives_is_named_and_its_waiting_is_not_zero(tmp_path: Path) -> None:
+    directory = make_many_ranks(tmp_path, 16, windows=1, straggler=5)
+    for rank in range(1, 16):
+        if rank != 8:
+            path = directory / summary_path(0, rank)
+            path.write_bytes(encode_summary(msgspec.structs.replace(read_summary(path), arrivals=Arrivals())))
+    # Their pulses say nothing of the data: the summaries are all there is.
+    for pulse in directory.glob("pulse.*"):
+        pulse.unlink()
+    report = Facts.of(load_run(directory)).ranks
+    assert report is not None
+    assert report.straggler is not None
+    assert (report.straggler.rank, report.straggler.cause) == (5, "data_wait")
+    waits = {one.rank: one.wait_ns for one in report.ranks}
+    assert waits[5] is None
+    assert waits[8] is not None
+
+
+def test_one_hiccup_and_taking_turns_are_no_straggler(tmp_path: Path) -> None:
+    def straggler(late_ms: dict[int, list[int]]) -> int | None:
+        directory = make_many_ranks(tmp_path / str(len(list(tmp_path.iterdir()))), 2, windows=1, straggler=-1)
+        for rank in (0, 1):
+            path = directory / summary_path(0, rank)
+            starts = [100 * step + late_ms[rank][step] for step in range(4)]
+            ends = [100 * step + max(late_ms[0][step], late_ms[1][step]) + 1 for step in range(4)]
+            found = msgspec.structs.replace(
+                read_summary(path), steps=[2, 3, 4, 5], arrivals=summary(rank, [*starts], [*ends]).arrivals
+            )
+            path.write_bytes(encode_summary(found))
+        report = Facts.of(load_run(directory)).ranks
+        assert report is not None
+        return None if report.straggler is None else report.straggler.rank
+
+    assert straggler({0: [0, 0, 0, 0], 1: [20, 20, 20, 20]}) == 1
+    assert straggler({0: [0, 0, 0, 0], 1: [0, 0, 80, 0]}) is None
+    assert straggler({0: [0, 30, 0, 30], 1: [40, 0, 40, 0]}) is None
+
+
+@pytest.mark.parametrize(
+    ("cause", "hosts", "device", "severity"),
+    [
+        ("compute", ("a", "a"), "cpu", Severity.INFO),
+        ("optimizer", ("a", "a"), "cpu", Severity.INFO),
+        (None, ("a", "a"), "cpu", Severity.INFO),
+        ("data_wait", ("a", "a"), "cpu", Severity.CRITICAL),
+        ("callbacks", ("a", "a"), "cpu", Severity.CRITICAL),
+        ("compute", ("a", "b"), "cpu", Severity.CRITICAL),
+        ("compute", ("a", "a"), "cuda", Severity.CRITICAL),
+    ],
+)
+def test_a_rank_that_computes_longer_than_others_on_the_same_cores_is_an_info(
+    tmp_path: Path, cause: Cause | None, hosts: tuple[str, str], device: str, severity: Severity
+) -> None:
+    run = load_run(
+        make_run(tmp_path / "run", FakeRun(world_size=2, device_bytes=None if device == "cpu" else lambda _: 1))
+    )
+    # What the ranks took by the host's clock, whatever the run says of its device.
+    facts = replace(Facts.of(load_run(make_run(tmp_path / "cpu", FakeRun(world_size=2)))), run=run)
+    assert facts.ranks is not None
+    late = Straggler(
+        rank=1, host=hosts[1], step_ns=100 * MS, caused_ns=50 * MS, caused_share=1.0, cause=cause, own_ns=60 * MS,
+        others_ns=10 * MS, callback=None,
+    )  # fmt: skip
+    ranks = tuple(replace(one, host=host) for one, host in zip(facts.ranks.ranks, hosts, strict=True))
+    (found,) = straggler(replace(facts, ranks=replace(facts.ranks, ranks=ranks, straggler=late)))
+    assert found.severity is severity
+    assert ("cores of one machine" in found.why) == (severity is Severity.INFO)
+
+
+def test_one_rank_and_equal_ranks_have_no_straggler(tmp_path: Path) -> None:
+    alone = load_run(make_run(tmp_path / "one", FakeRun()))
+    assert Facts.of(alone).ranks is None
+    several = Facts.of(load_run(make_run(tmp_path / "two", FakeRun(world_size=3))))
+    assert several.ranks is not None
+    assert several.ranks.straggler is None
+    assert "over ranks" in page(tmp_path / "two")
+
+
+def test_a_rank_that_was_read_lightly_keeps_its_end_and_its_errors(tmp_path: Path) -> None:
+    directory = make_many_ranks(tmp_path, 66, windows=1, straggler=-1)
+    manifest = directory / "manifest.rank00050.jsonl"
+    kept = [line for line in manifest.read_text().splitlines() if '"kind":"end"' not in line]
+    error = {
+        "kind": "error",
+        "time_ns": 1,
+        "collector": "host",
+        "where": "mark",
+        "window": 0,
+        "message": "X: y",
+        "traceback": "",
+    }
+    manifest.write_text("\n".join([*kept, json.dumps(error)]) + "\n")
+    run = load_run(directory)
+    (light,) = [rank for rank in run.ranks if rank.rank == 50]
+    assert (light.status, light.in_full, len(light.windows)) == ("running or killed", False, 1)
+    assert [one.rank for one in run.errors] == [50]
+
+
+def test_a_summary_whose_times_are_no_times_is_refused_and_never_overflows(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    good = encode_summary(summary(0, [100, 200], [300, 400]))
+    assert read_summary(write_bytes(path, good)).arrivals.start_ns
+    for field in ("base_ns", "start_ns", "duration_ns"):
+        document = json.loads(good)
+        arrivals = document["arrivals"]
+        arrivals[field] = [1 << 62] * len(arrivals["start_ns"]) if isinstance(arrivals[field], list) else 1 << 63
+        with pytest.raises(ArtifactError, match="cannot be read"):
+            read_summary(write_bytes(path, json.dumps(document).encode()))
+
+
+def write_bytes(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path
