@@ -23,7 +23,9 @@ def plain(markdown: str) -> list[str]:
     text = LINK.sub(lambda found: found[1] or found[2], markdown.strip())
     text = EXAMPLE.sub(r"“\1”", text)
     paragraphs = re.split(r"\n\s*\n|\n(?=- )", text)
-    return [re.sub(r"\s+", " ", re.sub(r"[`*]", "", one)).strip() for one in paragraphs if one.strip()]
+    return [
+        re.sub(r"\s+", " ", re.sub(r"[`*]", "", paragraph)).strip() for paragraph in paragraphs if paragraph.strip()
+    ]
 
 
 def texts() -> dict[str, dict[str, list[str]]]:

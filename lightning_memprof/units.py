@@ -36,9 +36,9 @@ def format_bytes(n: float) -> str:
     return f"{n:.0f} B"
 
 
-def format_count(number: int, one: str) -> str:
-    """Write how many there are of what is called ``one`` alone: ``"1 event"``, ``"12,345 events"``."""
-    return f"{number:,} {one}{'s' * (number != 1)}"
+def format_count(number: int, noun: str) -> str:
+    """Write a count with its noun, in the singular or the plural: ``"1 event"``, ``"12,345 events"``."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def format_ns(ns: float) -> str:

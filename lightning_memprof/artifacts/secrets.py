@@ -107,10 +107,10 @@ def _forms(environment: Mapping[str, str]) -> list[str]:
 
 def _ways(value: str) -> set[str]:
     # A page of a key is also told line by line, each behind an indent.
-    plain = {value, *(line for one in value.splitlines() if len(line := one.strip()) >= _SHORTEST)}
-    once = {way for one in plain for way in _written(one)}
+    plain = {value, *(line for part in value.splitlines() if len(line := part.strip()) >= _SHORTEST)}
+    once = {way for text in plain for way in _written(text)}
     # An exception that is told by another is escaped again.
-    return plain | once | {way for one in once for way in _written(one)}
+    return plain | once | {way for text in once for way in _written(text)}
 
 
 def _written(value: str) -> Iterator[str]:

@@ -153,7 +153,7 @@ class Ledger:
         overruns = self._overruns(last)
         if not overruns:
             return None
-        worst = min(overruns, key=lambda one: one.share)
+        worst = min(overruns, key=lambda overrun: overrun.share)
         if last.stack:
             self.level = replace(self.level, stack=False)
         elif last.shapes:
@@ -209,7 +209,9 @@ class Ledger:
             known = self._disk_bytes.get(window)
             if known is not None:
                 return known
-            raw = sum(self._raw_bytes[one] for one, size in self._disk_bytes.items() if size and one in self._raw_bytes)
+            raw = sum(
+                self._raw_bytes[path] for path, size in self._disk_bytes.items() if size and path in self._raw_bytes
+            )
             ratio = sum(self._disk_bytes.values()) / raw if raw else _USUAL_RATIO
             return int(self._raw_bytes.get(window, 0) * ratio)
 

@@ -94,7 +94,7 @@ class Demands:
                 return self._action(self._open), None
             self._open = None
         if scheduled is Action.NONE:
-            due = next((one for one in self._wanted if one.step is None or one.step <= step), None)
+            due = next((demand for demand in self._wanted if demand.step is None or demand.step <= step), None)
             if due is not None:
                 self._wanted.remove(due)
                 self._open, self._passed = due, 0

@@ -176,15 +176,17 @@ class ForwardWatch:
             return
         self._open.remove(forwards)
         forwards.end(self._rss(), self._packed())
-        for one in [one for one in self._inside if not any(waits in self._open for waits in one.waiting)]:
-            self._drop(one)
+        for forward in [
+            forward for forward in self._inside if not any(waits in self._open for waits in forward.waiting)
+        ]:
+            self._drop(forward)
         self._arm()
 
     def release(self) -> None:
         """Take every hook out."""
         self._open.clear()
-        for one in tuple(self._inside):
-            self._drop(one)
+        for forward in tuple(self._inside):
+            self._drop(forward)
         self._arm()
 
     def _arm(self) -> None:
@@ -208,17 +210,17 @@ class ForwardWatch:
             forwards.begin(rss, packed)
         self._arm()
 
-    def _end(self, one: _OneForward) -> None:
+    def _end(self, forward: _OneForward) -> None:
         rss, packed = self._rss(), self._packed()
-        for forwards in one.waiting:
+        for forwards in forward.waiting:
             forwards.end(rss, packed)
-        self._drop(one)
+        self._drop(forward)
         self._arm()
 
-    def _drop(self, one: _OneForward) -> None:
-        one.remove()
-        if one in self._inside:
-            self._inside.remove(one)
+    def _drop(self, forward: _OneForward) -> None:
+        forward.remove()
+        if forward in self._inside:
+            self._inside.remove(forward)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,7 +137,7 @@ def _tensors_up_to(generation: int) -> list[_Watched]:
         objects = gc.get_objects(generation=number)
         # Not isinstance: it asks an object's own __class__, and a lazy one would be loaded by that.
         tensors = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor)}
-        known = [_watch(one) for one in objects if type(one) in tensors]
+        known = [_watch(item) for item in objects if type(item) in tensors]
         found += [watched for watched in known if watched is not None]
     return found
 
@@ -160,13 +160,13 @@ def _watch(tensor: torch.Tensor) -> _Watched | None:
 
 def _died(tensors: list[_Watched]) -> dict[str, Any]:
     """Give those that are gone; the memory of one whose storage another tensor still holds was not given back."""
-    dead = [one for one in tensors if one.tensor() is None]
-    freed = {storage.cdata: size for one in dead for storage, size in one.storages if storage.expired()}  # type: ignore[no-untyped-call]
-    dead.sort(key=lambda one: -one.bytes)
+    dead = [tensor for tensor in tensors if tensor.tensor() is None]
+    freed = {storage.cdata: size for tensor in dead for storage, size in tensor.storages if storage.expired()}  # type: ignore[no-untyped-call]
+    dead.sort(key=lambda tensor: -tensor.bytes)
     return {
         "tensors": [
-            {"type": one.type, "shape": list(one.shape), "dtype": one.dtype, "bytes": one.bytes}
-            for one in dead[:_LISTED]
+            {"type": tensor.type, "shape": list(tensor.shape), "dtype": tensor.dtype, "bytes": tensor.bytes}
+            for tensor in dead[:_LISTED]
         ],
         "tensor_bytes": sum(freed.values()),
     }

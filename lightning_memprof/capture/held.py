@@ -47,13 +47,13 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     pending = [tensor]
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 torch has no public one
         while pending:
-            one = pending.pop()
-            if parts := _parts(one):
+            part = pending.pop()
+            if parts := _parts(part):
                 pending.extend(parts)
                 continue
             with suppress(NotImplementedError, RuntimeError, ValueError):
-                one.untyped_storage()
-                found.append(one)
+                part.untyped_storage()
+                found.append(part)
     return found
 
 
@@ -122,9 +122,9 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
         elif isinstance(value, (list, tuple, set, frozenset)):
             inner = value
         elif is_dataclass(value) and not isinstance(value, type):
-            inner = (getattr(value, one.name) for one in fields(value))
-        for one in inner:
-            yield from tensors_in(one, depth - 1)
+            inner = (getattr(value, field.name) for field in fields(value))
+        for item in inner:
+            yield from tensors_in(item, depth - 1)
 
 
 def batch_bytes(batch: Any) -> int:
@@ -269,7 +269,9 @@ class Held:
             held = {
                 "parameter_bytes": sum(storage_sizes(parameters).values()),
                 "buffer_bytes": sum(storage_sizes(buffers).values()),
-                "gradient_bytes": sum(storage_sizes(one for one in gradients if one is not None).values()),
+                "gradient_bytes": sum(
+                    storage_sizes(gradient for gradient in gradients if gradient is not None).values()
+                ),
                 "optimizer_state_bytes": optimizer_state_bytes(optimizers),
             }
             self._known = signature, held, self._model.by_module()

@@ -161,7 +161,7 @@ def marked_methods(listener: MethodListener) -> Iterator[None]:
     try:
         yield
     finally:
-        _Marked.listeners = tuple(one for one in _Marked.listeners if one is not listener)
+        _Marked.listeners = tuple(other for other in _Marked.listeners if other is not listener)
 
 
 class _Patch:

@@ -96,13 +96,13 @@ def memory_error(error: BaseException) -> tuple[BaseException, Literal["device",
     ``torch.OutOfMemoryError`` is the device's. ``MemoryError`` and the ``RuntimeError`` of torch's CPU allocator, which
     has no type of its own, are the host's.
     """
-    one: BaseException | None = error
+    cause: BaseException | None = error
     for _ in range(8):
-        if isinstance(one, torch.OutOfMemoryError):
-            return one, "device"
-        if isinstance(one, MemoryError) or (type(one) is RuntimeError and _HOST_REFUSED.search(str(one))):
-            return one, "host"
-        one = None if one is None else one.__cause__
+        if isinstance(cause, torch.OutOfMemoryError):
+            return cause, "device"
+        if isinstance(cause, MemoryError) or (type(cause) is RuntimeError and _HOST_REFUSED.search(str(cause))):
+            return cause, "host"
+        cause = None if cause is None else cause.__cause__
     return None
 
 
@@ -138,7 +138,7 @@ class _Observer:
         try:
             yield
         finally:
-            self._listeners = tuple(one for one in self._listeners if one is not listener)
+            self._listeners = tuple(other for other in self._listeners if other is not listener)
 
 
 _observer: Final = _Observer()
@@ -259,7 +259,7 @@ class OomWatch:
         event = self._last if kind == "device" else None
         if event is None:
             event = self._from_exception(error, kind, frames_of(error, arrived))
-        if not any(one is event for one in self._events):
+        if not any(known is event for known in self._events):
             # What lies between the first few and the last was only counted.
             self._look_around(event, torch.device(event["device"]))
             self._events.append(event)

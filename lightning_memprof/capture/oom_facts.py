@@ -74,8 +74,8 @@ def frames_of(error: BaseException, ended_as: BaseException | None = None) -> li
     """
     chain = [error] if ended_as is None or ended_as is error else [error, ended_as]
     # What caught the first and raised the last is in both.
-    through = {id(one.tb_frame): one for part in chain for one in reversed(list(_tracebacks(part)))}
-    return [_text(one.tb_frame, one.tb_lineno) for one in through.values()][:_MAX_FRAMES]
+    through = {id(traceback.tb_frame): traceback for part in chain for traceback in reversed(list(_tracebacks(part)))}
+    return [_text(traceback.tb_frame, traceback.tb_lineno) for traceback in through.values()][:_MAX_FRAMES]
 
 
 def module_of(error: BaseException, model: nn.Module) -> tuple[str, str] | None:
@@ -84,11 +84,11 @@ def module_of(error: BaseException, model: nn.Module) -> tuple[str, str] | None:
     ``self`` is the first of the locals among what the ended frame refers to, where they are listed in their order.
     """
     paths = {id(module): path for path, module in model.named_modules()}
-    for one in reversed(list(_tracebacks(error))):
-        code = one.tb_frame.f_code
+    for traceback in reversed(list(_tracebacks(error))):
+        code = traceback.tb_frame.f_code
         if not (code.co_flags & _OPTIMIZED and code.co_argcount and code.co_varnames[0] == "self"):
             continue
-        itself = _first_local(one.tb_frame)
+        itself = _first_local(traceback.tb_frame)
         path = paths.get(id(itself))
         if path is not None and issubclass(type(itself), torch.nn.Module):
             return path, type(itself).__name__
@@ -221,7 +221,7 @@ def live_tensors(
                 "dtype": str(tensor.dtype).removeprefix("torch."),
             }
         )
-    found.sort(key=lambda one: -int(one["bytes"]))
+    found.sort(key=lambda row: -int(row["bytes"]))
     return held, found[:_MAX_TENSORS]
 
 
@@ -232,10 +232,10 @@ def _text(frame: FrameType, line: int | None) -> Frame:
 
 
 def _tracebacks(error: BaseException) -> Iterator[TracebackType]:
-    one = error.__traceback__
-    while one is not None:
-        yield one
-        one = one.tb_next
+    traceback = error.__traceback__
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
 
 
 def _labelled(

@@ -182,8 +182,8 @@ class _Collected:
             elif data is not None:
                 self._packed(number, data, value)
         elif isinstance(value, (tuple, list)):
-            for one in value:
-                self._add(number, one, checkpoint)
+            for item in value:
+                self._add(number, item, checkpoint)
         elif isinstance(value, torch.Tensor):
             self._tensor(number, value, checkpoint)
         elif isinstance(value, _Opaque):

@@ -76,7 +76,7 @@ class SavedBytes:
     ) -> None:
         self.total = 0
         # Read anew at each start; walking the modules each time would take as long as a step's hooks.
-        self._tables = [table for one in model.modules() for table in (one._parameters, one._buffers)]  # noqa: SLF001
+        self._tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]  # noqa: SLF001
         self._functions = functions
         self._on_fault = on_fault
         self._own: set[int] = set()
@@ -163,8 +163,8 @@ def _leave(pack: Callable[..., Any]) -> None:
     # Those that began before ours and ended before them have taken ours off, and are themselves the last left.
     if top is None and above:
         above.pop(0)
-    for one in reversed(above):
-        _stack._push_saved_tensors_default_hooks(*one)  # noqa: SLF001 torch has no public one
+    for entry in reversed(above):
+        _stack._push_saved_tensors_default_hooks(*entry)  # noqa: SLF001 torch has no public one
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:

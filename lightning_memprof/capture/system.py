@@ -101,7 +101,9 @@ class _Reader:
         before, self._before = self._before, counts
         elapsed_s = max(now_ns - self._read_ns, 1) / 1e9
         self._read_ns = now_ns
-        grown = {one.name: _grown(getattr(before, one.name), getattr(counts, one.name)) for one in fields(_Counts)}
+        grown = {
+            field.name: _grown(getattr(before, field.name), getattr(counts, field.name)) for field in fields(_Counts)
+        }
         rates = {name: None if value is None else round(value / elapsed_s, 1) for name, value in grown.items()}
         busy_s, machine_s = grown["busy_s"] or 0.0, grown["machine_s"] or 0.0
         memory = psutil.virtual_memory()

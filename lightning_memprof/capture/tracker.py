@@ -344,8 +344,8 @@ def _leave_mode(mode: TorchDispatchMode) -> None:
     # One that began before ours and ended before it has taken ours off, and is itself the last that is left.
     if not count and above:
         above.pop(0)
-    for one in reversed(above):
-        _push_mode(one)
+    for entry in reversed(above):
+        _push_mode(entry)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -59,17 +59,17 @@ def compare(a: str, b: str, options: CompareOptions | None = None) -> int:
     from lightning_memprof.report.compare import comparison_document, comparison_lines, comparison_markdown
 
     options = options or CompareOptions()
-    limits = [parse_limit(one) for one in options.fail_on]
+    limits = [parse_limit(text) for text in options.fail_on]
     with _side(a) as before, _side(b) as after:
         comparison = compare_sides(before, after)
-    outcomes = [check(comparison, one) for one in limits]
+    outcomes = [check(comparison, limit) for limit in limits]
     if options.format == "json":
         sys.stdout.write(json.dumps(comparison_document(comparison, outcomes), indent=2, allow_nan=False) + "\n")
     elif options.format == "markdown":
         sys.stdout.write(comparison_markdown(comparison, outcomes))
     else:
         _print(comparison_lines(comparison, outcomes))
-    return _BROKEN if any(one.is_broken for one in outcomes) else 0
+    return _BROKEN if any(outcome.is_broken for outcome in outcomes) else 0
 
 
 @contextmanager

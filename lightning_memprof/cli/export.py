@@ -127,11 +127,13 @@ def _source(target: str) -> Iterator[_Source]:
             return
     with local_run(target) as found:
         run = replace(load_run(found.path), url=found.url)
-        present = [one for one in run.artifacts if one.state == "present" and one.rank == run.lead.rank]
+        present = [
+            artifact for artifact in run.artifacts if artifact.state == "present" and artifact.rank == run.lead.rank
+        ]
         yield _Source(
             run,
-            tuple(one.file for one in present if one.type == "trace"),
-            tuple(one.file for one in present if one.type == "snapshot"),
+            tuple(artifact.file for artifact in present if artifact.type == "trace"),
+            tuple(artifact.file for artifact in present if artifact.type == "snapshot"),
             _stem(run.root),
         )
 
@@ -150,7 +152,7 @@ def _spare(source: _Source, out: Path) -> None:
         ConfigError: the result would be a file of the target.
 
     """
-    artifacts = [one.file for one in source.run.artifacts] if source.run is not None else []
+    artifacts = [artifact.file for artifact in source.run.artifacts] if source.run is not None else []
     if is_one_of(out, (*source.traces, *source.snapshots, *artifacts)):
         raise ConfigError(f"{out}: is what is read; give the result another name with -o")
 

@@ -349,6 +349,6 @@ def _complain(error: Exception) -> int:
 def _inert(message: str) -> str:
     """Make control characters visible: the name of a file must not steer the terminal."""
     return "".join(
-        one if one.isprintable() else one.encode("unicode_escape", "backslashreplace").decode("ascii")
-        for one in message
+        character if character.isprintable() else character.encode("unicode_escape", "backslashreplace").decode("ascii")
+        for character in message
     )

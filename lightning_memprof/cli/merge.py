@@ -97,9 +97,9 @@ def _trace_files(what: Sequence[str]) -> list[Path] | None:
     from lightning_memprof.analysis.run.targets import find_targets
     from lightning_memprof.artifacts.upload import is_url
 
-    given = [Path(one) for one in what]
+    given = [Path(name) for name in what]
     # What is named by itself is left to the reader of traces, and named twice it is refused.
-    if all(one.is_file() for one in given):
+    if all(path.is_file() for path in given):
         return given
     if len(what) == 1 and is_url(what[0]):
         return None
@@ -148,7 +148,7 @@ def _spare(run: Run, out: Path) -> None:
     """
     own = parse_manifest_name(out.name) is not None or parse_pulse_name(out.name) is not None
     of_the_run = [run.directory / out.name] if own else []
-    if is_one_of(out, (*of_the_run, *(one.file for one in run.artifacts))):
+    if is_one_of(out, (*of_the_run, *(artifact.file for artifact in run.artifacts))):
         raise ConfigError(f"{out}: is a file of this run; give the result another name")
 
 

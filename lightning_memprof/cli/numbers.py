@@ -20,7 +20,7 @@ def numbers(option: str, given: str) -> list[int]:
     """
     found: set[int] = set()
     for part in given.split(","):
-        first, dash, last = (one.strip() for one in part.partition("-"))
+        first, dash, last = (text.strip() for text in part.partition("-"))
         if not (first.isdecimal() and first.isascii()) or (dash and not (last.isdecimal() and last.isascii())):
             raise ConfigError(
                 f"{option} {given!r}: {part.strip()!r} is no number; write numbers and ranges, as in 0,3-5"

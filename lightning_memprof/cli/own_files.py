@@ -17,7 +17,7 @@ def is_one_of(out: Path, files: Iterable[Path]) -> bool:
     A path that cannot be a file, of a loop of links for instance or with a zero byte in it, is none.
     """
     place = _real(out)
-    return place is not None and any(_real(one) == place for one in files)
+    return place is not None and any(_real(file) == place for file in files)
 
 
 def _real(path: Path) -> Path | None:

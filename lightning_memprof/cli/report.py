@@ -69,6 +69,6 @@ def _spare(view: View | FilesView, out: Path) -> None:
     else:
         own = parse_manifest_name(out.name) is not None or parse_pulse_name(out.name) is not None
         of_the_run = [view.directory / out.name] if own else []
-        is_read = is_one_of(out, (*of_the_run, *(one.file for one in view.artifacts)))
+        is_read = is_one_of(out, (*of_the_run, *(artifact.file for artifact in view.artifacts)))
     if is_read:
         raise ConfigError(f"-o {out}: is what is read; give the page another name")

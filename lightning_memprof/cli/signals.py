@@ -19,10 +19,10 @@ def ended_by_sigterm() -> Iterator[None]:
     def leave(*_: object) -> None:
         raise KeyboardInterrupt
 
-    heard = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]
-    before = {one: signal.signal(one, leave) for one in heard}
+    heard = [signum for signum in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(signum) != signal.SIG_IGN]
+    before = {signum: signal.signal(signum, leave) for signum in heard}
     try:
         yield
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

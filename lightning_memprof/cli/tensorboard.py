@@ -102,7 +102,9 @@ def tensorboard_directory(paths: Sequence[Path]) -> Path:
     targets = find_targets(paths)
     if targets.run is not None:
         run = load_run(targets.run)
-        traces = [one.file for one in run.artifacts if one.type == "trace" and one.state == "present"]
+        traces = [
+            artifact.file for artifact in run.artifacts if artifact.type == "trace" and artifact.state == "present"
+        ]
         return trace_directory(run, traces[0]) if traces else log_directory(run)
     named = [path for path in targets.traces if _NAMED.fullmatch(path.name)]
     if not named:
@@ -114,7 +116,7 @@ def tensorboard_directory(paths: Sequence[Path]) -> Path:
 @contextlib.contextmanager
 def _here(what: Sequence[str]) -> Iterator[list[Path]]:
     if len(what) > 1:
-        yield [Path(one) for one in what]
+        yield [Path(name) for name in what]
     else:
         with local_run(what[0]) as local:
             yield [local.path]

@@ -105,7 +105,7 @@ def _prepare(names: Sequence[str], options: ViewOptions, folder: Path) -> Path:
     from lightning_memprof.analysis.run.targets import find_targets
     from lightning_memprof.artifacts.upload import is_url
 
-    given = [Path(one) for one in names]
+    given = [Path(name) for name in names]
     targets = None if len(names) == 1 and (is_url(names[0]) or given[0].is_file()) else find_targets(given)
     if targets is None and given[0].is_file():
         trace = _one_trace(given[0], options, folder)

@@ -82,7 +82,7 @@ class _Watcher:
         """Read what is new, and ask the rules where there is enough of it."""
         self.follower.look()
         lead = self.follower.lead
-        windows = sum(one.closed for one in lead.windows.values())
+        windows = sum(window.closed for window in lead.windows.values())
         is_longer = lead.steps > GROWTH * self._asked_at
         if is_longer or windows > self._asked_windows or (self.follower.has_ended and lead.steps != self._asked_at):
             self._asked_at, self._asked_windows = lead.steps, windows
@@ -95,7 +95,7 @@ class _Watcher:
         except MemprofError:
             # A file that is just being written; it is there at the next look.
             return self._findings
-        return tuple(one for one in found if one.severity is not Severity.NONE)
+        return tuple(request for request in found if request.severity is not Severity.NONE)
 
 
 def _print_page(watched: Watched) -> None:
@@ -128,10 +128,10 @@ def _lines(watcher: _Watcher, interval: float) -> None:
     while True:
         watched = watcher.look()
         print(watch_line(watched), flush=True)
-        for one in watched.findings:
-            if one.rule not in said:
-                said.add(one.rule)
-                print(f"  {one.severity.name.lower()}: {one.sentence}", flush=True)
+        for finding in watched.findings:
+            if finding.rule not in said:
+                said.add(finding.rule)
+                print(f"  {finding.severity.name.lower()}: {finding.sentence}", flush=True)
         if watcher.follower.has_ended or _is_gone(watcher.follower):
             return
         time.sleep(interval)

@@ -84,7 +84,9 @@ def curves_of(trainer: Trainer, stage: str, settings: Settings, sink: Sink, faul
 
     They are drawn of a fit whose Trainer has a logger, on the ranks whose windows have every collector.
     """
-    loggers = [one for one in trainer.loggers if "DummyLogger" not in {base.__name__ for base in type(one).__mro__}]
+    loggers = [
+        logger for logger in trainer.loggers if "DummyLogger" not in {base.__name__ for base in type(logger).__mro__}
+    ]
     if stage != "fit" or not settings.output.curves or not loggers:
         return None
     if not settings.every_collector and not trainer.is_global_zero:

@@ -82,8 +82,10 @@ def training_facts(trainer: Trainer) -> dict[str, Any]:
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "precision": str(trainer.precision),
         "model": type(module).__name__,
-        "parameters": None if parameters is None else sum(one.numel() for one in parameters),
-        "parameter_bytes": None if parameters is None else sum(one.numel() * one.element_size() for one in parameters),
+        "parameters": None if parameters is None else sum(parameter.numel() for parameter in parameters),
+        "parameter_bytes": None
+        if parameters is None
+        else sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         "optimizers": [_optimizer_facts(optimizer) for optimizer in trainer.optimizers],
         "dataloaders": [_loader_facts(loader) for loader in _loaders(trainer)],
     }

@@ -74,6 +74,6 @@ class MemoryWatch:
 def watch_memory(run: RunContext, session: Session, collectors: Sequence[Collector]) -> MemoryWatch:
     """Begin to watch, where one of the collectors is :class:`~lightning_memprof.capture.oom.OutOfMemory`."""
     held = ExitStack()
-    collector = next((one for one in collectors if isinstance(one, OutOfMemory)), None)
+    collector = next((collector for collector in collectors if isinstance(collector, OutOfMemory)), None)
     watch = None if collector is None else held.enter_context(collector.watch(run, session))
     return MemoryWatch(run, session, watch, held)

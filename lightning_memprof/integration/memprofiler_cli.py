@@ -62,7 +62,7 @@ class MemProfiler(MemProfilerCallback):
         settings = super().settings(trainer)
         fitting = [_fitting(collector, trainer) for collector, _ in settings.collectors]
         # None is asked for: what turns out to be unavailable is said, and the rest is recorded.
-        return replace(settings, collectors=[(one, False) for one in fitting if one is not None])
+        return replace(settings, collectors=[(collector, False) for collector in fitting if collector is not None])
 
     def leads(self, trainer: Trainer) -> bool:
         """Only where it is enabled."""

@@ -57,7 +57,9 @@ def resolve(hook: str | Callable[..., Any]) -> Callable[..., Any] | BuiltIn:
     """
     name = hook if isinstance(hook, str) else f"{getattr(hook, '__module__', '')}.{getattr(hook, '__name__', '')}"
     last = name.rpartition(".")[2]
-    if name == BuiltIn.IDENTITY.value or (name.startswith(f"{_HOME}.") and last in {one.value for one in BuiltIn}):
+    if name == BuiltIn.IDENTITY.value or (
+        name.startswith(f"{_HOME}.") and last in {hook_name.value for hook_name in BuiltIn}
+    ):
         return BuiltIn(last)
     found = _imported(hook) if isinstance(hook, str) else hook
     if not callable(found):
@@ -102,7 +104,7 @@ def saved_tensors_pair(
     if isinstance(funcs, str) or len(funcs) != 2:
         msg = f"saved_tensors_funcs={funcs!r}: must be two, a pack and an unpack function"
         raise ConfigError(msg)
-    pack, unpack = (resolve(one) for one in funcs)
+    pack, unpack = (resolve(function) for function in funcs)
     if isinstance(pack, BuiltIn) and isinstance(unpack, BuiltIn):
         return None
     return (

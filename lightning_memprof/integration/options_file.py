@@ -37,8 +37,10 @@ def options_fault(path: Path) -> str | None:
 def _is_small(data: Any) -> bool:
     pending, count = [data], 0
     while pending:
-        one = pending.pop()
-        inside = [*one.keys(), *one.values()] if isinstance(one, dict) else one if isinstance(one, list | set) else ()
+        item = pending.pop()
+        inside = (
+            [*item.keys(), *item.values()] if isinstance(item, dict) else item if isinstance(item, list | set) else ()
+        )
         count += len(inside)
         if count > _MOST_VALUES:
             return False

@@ -44,7 +44,7 @@ def untold_parts(trainer: Trainer, stage: str) -> list[TimedPart]:
     if stage == "fit":
         loop = trainer.fit_loop.epoch_loop
         parts += [
-            *(part for one in trainer.optimizers for part in _of("Optimizer", one, ("step", "zero_grad"))),
+            *(part for optimizer in trainer.optimizers for part in _of("Optimizer", optimizer, ("step", "zero_grad"))),
             TimedPart(loop.val_loop, "run", "run_validation"),
         ]
         if shared:

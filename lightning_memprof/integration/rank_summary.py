@@ -58,10 +58,10 @@ class RankSummaries(Collector):
 
 
 def _write(run: RunContext, window: Window, times: Sequence[StepTime]) -> None:
-    mine = [one for one in list(run.sink.artifacts) if one.window == window.index]
+    mine = [artifact for artifact in list(run.sink.artifacts) if artifact.window == window.index]
     files = WindowFiles(
-        {one.collector: one.path for one in mine if one.type == "series"},
-        next((one.path for one in mine if one.type == "trace"), None),
+        {artifact.collector: artifact.path for artifact in mine if artifact.type == "series"},
+        next((artifact.path for artifact in mine if artifact.type == "trace"), None),
     )
     origin = RankSummary(
         rank=run.rank, world_size=run.world_size, host=socket.gethostname(), window=window.index, steps=[]

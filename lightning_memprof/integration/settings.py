@@ -165,7 +165,10 @@ def as_schedule(value: Any, stage: str = "fit") -> Callable[[int], Action]:
 def _from_mapping(value: Mapping[str, Any], stage: str) -> Callable[[int], Action]:
     try:
         if value and set(value) <= set(Stages.__dataclass_fields__):
-            by_stage = {name: Schedule(**one) if isinstance(one, Mapping) else one for name, one in value.items()}
+            by_stage = {
+                name: Schedule(**options) if isinstance(options, Mapping) else options
+                for name, options in value.items()
+            }
             return Stages(**by_stage).of(stage)
         return Schedule(**value)
     except TypeError as error:

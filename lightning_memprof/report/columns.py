@@ -74,7 +74,7 @@ def _of_step(window: WindowView, step: StepReport) -> Column:
 def _of_window(window: WindowView) -> Column:
     """Average the times of a window's steps; memory is the last step's, or the largest where it is a maximum."""
     timed = [step.breakdown_ns for step in window.steps if step.breakdown_ns is not None]
-    breakdown = {phase: _mean(one[phase] for one in timed) for phase in PHASES} if timed else None
+    breakdown = {phase: _mean(step[phase] for step in timed) for phase in PHASES} if timed else None
     hosts = [step.host for step in window.steps]
     devices = [step.device for step in window.steps if step.device is not None]
     device = None
@@ -83,8 +83,8 @@ def _of_window(window: WindowView) -> Column:
             devices[-1].device,
             devices[-1].allocated_bytes,
             devices[-1].reserved_bytes,
-            _most(one.max_allocated_bytes for one in devices),
-            _most(one.peak_allocated_bytes for one in devices),
+            _most(device.max_allocated_bytes for device in devices),
+            _most(device.peak_allocated_bytes for device in devices),
         )
     clocks = {step.clock for step in window.steps if step.clock}
     return Column(
@@ -95,8 +95,8 @@ def _of_window(window: WindowView) -> Column:
         clocks.pop() if len(clocks) == 1 else None,
         HostMemory(
             hosts[-1].rss_bytes,
-            _most(one.max_rss_bytes for one in hosts),
-            _most(one.peak_rss_bytes for one in hosts),
+            _most(host.max_rss_bytes for host in hosts),
+            _most(host.peak_rss_bytes for host in hosts),
             hosts[-1].uss_bytes,
             hosts[-1].vms_bytes,
         ),

@@ -57,9 +57,9 @@ def conclusion(comparison: Comparison) -> str:
     """Say in one sentence what differs by more than noise."""
     if comparison.is_same:
         return SAME
-    found = [one for one in comparison.differences if one.is_above_noise]
-    found.sort(key=lambda one: _FIRST.index(one.name) if one.name in _FIRST else len(_FIRST))
-    parts = [f"{one.name} {shown_change(one)}" for one in found[:_NAMED_IN_SENTENCE]]
+    found = [difference for difference in comparison.differences if difference.is_above_noise]
+    found.sort(key=lambda difference: _FIRST.index(difference.name) if difference.name in _FIRST else len(_FIRST))
+    parts = [f"{difference.name} {shown_change(difference)}" for difference in found[:_NAMED_IN_SENTENCE]]
     if len(found) > _NAMED_IN_SENTENCE:
         parts.append(f"{len(found) - _NAMED_IN_SENTENCE} more quantities")
     for group, changes in by_group(comparison).items():
@@ -79,14 +79,16 @@ def comparison_lines(comparison: Comparison, outcomes: Sequence[Outcome] = ()) -
         lines += _labelled("limit", _outcome(comparison, outcome), "red" if outcome.is_broken else "green")
     head = f"{'':<{_NAME_WIDTH}}{'A':>{_VALUE_WIDTH}}{'B':>{_VALUE_WIDTH}}{'change':>{_CHANGE_WIDTH}}"
     lines += [[], [(head, "bold")]]
-    lines += [_difference_line(one) for one in comparison.differences]
+    lines += [_difference_line(difference) for difference in comparison.differences]
     for group, changes in by_group(comparison).items():
         lines += [[], [(group, "bold"), (f"  {heading(group)}", "bright_black")]]
-        for one in changes[:_MOST_NAMES]:
-            figures = f"{shown_figure(one.a, one)} -> {shown_figure(one.b, one)}"
-            name = _shortened(clean(one.name), _WIDTH - len(figures) - 5)
-            lines.append([(f"{_SIGNS[one.kind]} {name:<{_WIDTH - len(figures) - 4}}  {figures}", _STYLES[one.kind])])
-            lines += [[(f"    {part}", "")] for part in textwrap.wrap(clean(one.sentence or ""), _WIDTH - 4)]
+        for change in changes[:_MOST_NAMES]:
+            figures = f"{shown_figure(change.a, change)} -> {shown_figure(change.b, change)}"
+            name = _shortened(clean(change.name), _WIDTH - len(figures) - 5)
+            lines.append(
+                [(f"{_SIGNS[change.kind]} {name:<{_WIDTH - len(figures) - 4}}  {figures}", _STYLES[change.kind])]
+            )
+            lines += [[(f"    {part}", "")] for part in textwrap.wrap(clean(change.sentence or ""), _WIDTH - 4)]
         if len(changes) > _MOST_NAMES:
             lines.append([(f"  {len(changes) - _MOST_NAMES} more: --format json", "bright_black")])
     notes = list(comparison_notes(comparison))
@@ -100,32 +102,32 @@ def _labelled(label: str, text: str, style: str = "") -> Iterator[Line]:
         label = ""
 
 
-def _difference_line(one: Difference) -> Line:
-    values = f"{shown_value(one.a):>{_VALUE_WIDTH}}{shown_value(one.b):>{_VALUE_WIDTH}}"
-    if one.problem is not None:
-        return [(f"{one.name:<{_NAME_WIDTH}}{values}", "bright_black"), ("     n/a", "bright_black")]
-    if not one.is_above_noise:
-        return [(f"{one.name:<{_NAME_WIDTH}}{values}", ""), (f"{'~':>{_CHANGE_WIDTH}}", "bright_black")]
-    rises = (one.change or 0) > 0
-    bad = rises != (one.unit == "per_s")
+def _difference_line(difference: Difference) -> Line:
+    values = f"{shown_value(difference.a):>{_VALUE_WIDTH}}{shown_value(difference.b):>{_VALUE_WIDTH}}"
+    if difference.problem is not None:
+        return [(f"{difference.name:<{_NAME_WIDTH}}{values}", "bright_black"), ("     n/a", "bright_black")]
+    if not difference.is_above_noise:
+        return [(f"{difference.name:<{_NAME_WIDTH}}{values}", ""), (f"{'~':>{_CHANGE_WIDTH}}", "bright_black")]
+    rises = (difference.change or 0) > 0
+    bad = rises != (difference.unit == "per_s")
     return [
-        (f"{one.name:<{_NAME_WIDTH}}{values}", ""),
-        (f"{shown_change(one):>{_CHANGE_WIDTH}}", "red" if bad else "green"),
+        (f"{difference.name:<{_NAME_WIDTH}}{values}", ""),
+        (f"{shown_change(difference):>{_CHANGE_WIDTH}}", "red" if bad else "green"),
     ]
 
 
 def comparison_markdown(comparison: Comparison, outcomes: Sequence[Outcome] = ()) -> str:
     """Return the page as Markdown, to be a comment on a change."""
     lines = [f"**{conclusion(comparison)}**", ""]
-    lines += [f"- {_cell(_outcome(comparison, one))}" for one in outcomes]
+    lines += [f"- {_cell(_outcome(comparison, outcome))}" for outcome in outcomes]
     lines += [""] if outcomes else []
     lines += [
         f"| | A: {_cell(comparison.a.label)} | B: {_cell(comparison.b.label)} | change |",
         "|---|---:|---:|---:|",
     ]
-    for one in comparison.differences:
-        change = "n/a" if one.problem else shown_change(one) if one.is_above_noise else "~"
-        lines.append(f"| {one.name} | {shown_value(one.a)} | {shown_value(one.b)} | {change} |")
+    for difference in comparison.differences:
+        change = "n/a" if difference.problem else shown_change(difference) if difference.is_above_noise else "~"
+        lines.append(f"| {difference.name} | {shown_value(difference.a)} | {shown_value(difference.b)} | {change} |")
     for group, changes in by_group(comparison).items():
         lines += ["", f"| {group} ({heading(group)}) | A | B |", "|---|---:|---:|"]
         for named in changes[:_MOST_NAMES]:
@@ -146,29 +148,32 @@ def comparison_document(comparison: Comparison, outcomes: Sequence[Outcome] = ()
         "b": {"label": comparison.b.label, "kind": comparison.b.kind, "notes": list(comparison.b.notes)},
         "differences": [
             {
-                "name": one.name,
-                "unit": one.unit,
-                "a": dataclasses.asdict(one.a) if one.a else None,
-                "b": dataclasses.asdict(one.b) if one.b else None,
-                "change": one.change,
-                "relative": one.relative,
-                "needed": one.needed,
-                "is_above_noise": one.is_above_noise,
-                "problem": one.problem,
+                "name": difference.name,
+                "unit": difference.unit,
+                "a": dataclasses.asdict(difference.a) if difference.a else None,
+                "b": dataclasses.asdict(difference.b) if difference.b else None,
+                "change": difference.change,
+                "relative": difference.relative,
+                "needed": difference.needed,
+                "is_above_noise": difference.is_above_noise,
+                "problem": difference.problem,
             }
-            for one in comparison.differences
+            for difference in comparison.differences
         ],
-        "changes": [dataclasses.asdict(one) for one in comparison.changes],
+        "changes": [dataclasses.asdict(change) for change in comparison.changes],
         "left_out": dict(comparison.left_out),
-        "limits": [{"limit": one.limit.text, "is_broken": one.is_broken, "sentence": one.sentence} for one in outcomes],
+        "limits": [
+            {"limit": outcome.limit.text, "is_broken": outcome.is_broken, "sentence": outcome.sentence}
+            for outcome in outcomes
+        ],
     }
 
 
 def by_group(comparison: Comparison) -> dict[str, list[NamedChange]]:
     """Return what changed by name, by its group."""
     groups: dict[str, list[NamedChange]] = defaultdict(list)
-    for one in comparison.changes:
-        groups[one.group].append(one)
+    for change in comparison.changes:
+        groups[change.group].append(change)
     return groups
 
 
@@ -177,21 +182,21 @@ def comparison_notes(comparison: Comparison) -> Iterator[str]:
     yield "~ is no more than noise; +- is the spread over steps"
     if comparison.changes:
         yield "+ appeared: it is in B alone; - disappeared: it was in A alone; the others are in both"
-    for one in comparison.differences:
-        if one.problem is not None and one.a is not None and one.b is not None:
-            yield f"{one.name}: {one.problem}"
+    for difference in comparison.differences:
+        if difference.problem is not None and difference.a is not None and difference.b is not None:
+            yield f"{difference.name}: {difference.problem}"
     for group, reason in comparison.left_out.items():
         yield f"{group}: {reason}"
     for name, side in (("A", comparison.a), ("B", comparison.b)):
         yield from (f"{name}: {note}" for note in side.notes[:_MOST_NOTES])
 
 
-def _outcome(comparison: Comparison, one: Outcome) -> str:
-    found = comparison.difference(one.limit.name)
+def _outcome(comparison: Comparison, outcome: Outcome) -> str:
+    found = comparison.difference(outcome.limit.name)
     figures = ""
     if found is not None and found.change is not None:
         figures = f" ({_plain(found.a)} -> {_plain(found.b)}, {shown_change(found)})"
-    return f"{one.limit.text} {'BROKEN' if one.is_broken else 'kept'}: {one.sentence}{figures}"
+    return f"{outcome.limit.text} {'BROKEN' if outcome.is_broken else 'kept'}: {outcome.sentence}{figures}"
 
 
 def shown_value(measure: Measure | None) -> str:
@@ -228,11 +233,11 @@ def _write(value: float, unit: str) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def shown_change(one: Difference) -> str:
+def shown_change(difference: Difference) -> str:
     """Write by how much B differs from A."""
-    relative, change = one.relative, one.change or 0.0
-    if one.unit == "count" or relative is None:
-        return f"{'+' if change > 0 else '-'}{_write(abs(change), one.unit)}"
+    relative, change = difference.relative, difference.change or 0.0
+    if difference.unit == "count" or relative is None:
+        return f"{'+' if change > 0 else '-'}{_write(abs(change), difference.unit)}"
     if abs(relative) >= 10:
         return f"x{1 + relative:.0f}"
     digits = 0 if abs(relative) >= 0.1 else 1
@@ -245,4 +250,7 @@ def _shortened(name: str, width: int) -> str:
 
 def _cell(value: str) -> str:
     """Make a text safe inside a table of Markdown: no markup, no HTML, no new column."""
-    return "".join(_ENTITIES.get(one) or (f"\\{one}" if one in _MARKS else one) for one in clean(value))
+    return "".join(
+        _ENTITIES.get(character) or (f"\\{character}" if character in _MARKS else character)
+        for character in clean(value)
+    )

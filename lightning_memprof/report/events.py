@@ -37,18 +37,18 @@ CONTAINERS: Final = frozenset({"run_training_batch", "run_training_epoch"})
 def events_lines(view: View, width: int) -> list[Line]:
     """Return the mean recorded step of the lead rank by part, its callbacks by name, and the longest single events."""
     steps, width = view.events, max(width, NARROWEST)
-    mean = _mean(one.duration_ns for one in steps)
+    mean = _mean(step.duration_ns for step in steps)
     if not mean:
         return []
     count = len(steps)
     rows: list[tuple[str, ...]] = []
     for part in PARTS:
-        ns = _mean(one.parts_ns[part] for one in steps)
+        ns = _mean(step.parts_ns[part] for step in steps)
         if ns >= LEAST_SHARE * mean:
             rows.append(_row(part.replace("_", " "), ns, mean))
         if part == "callbacks":
             rows += _callback_rows(steps, mean)
-    own = _mean(sum(event.self_ns for event in one.events if event.action.startswith(OWN_WORK)) for one in steps)
+    own = _mean(sum(event.self_ns for event in step.events if event.action.startswith(OWN_WORK)) for step in steps)
     if own >= LEAST_SHARE * mean:
         rows.append(_row("  our own marks", own, mean))
     words = f"mean of {count} recorded steps" if count > 1 else "the recorded step"
@@ -78,26 +78,26 @@ def events_document(view: View) -> dict[str, Any]:
     actions = event_totals(steps)
     return {
         "rank": view.lead.rank,
-        "mean_ns": _mean(one.duration_ns for one in steps) if steps else None,
-        "parts_ns": {part: _mean(one.parts_ns[part] for one in steps) if steps else None for part in PARTS},
+        "mean_ns": _mean(step.duration_ns for step in steps) if steps else None,
+        "parts_ns": {part: _mean(step.parts_ns[part] for step in steps) if steps else None for part in PARTS},
         "callbacks_ns": _callbacks(steps),
-        "steps": [_step(one, listed=index < MAX_LISTED_STEPS) for index, one in enumerate(steps)],
-        "actions": [dataclasses.asdict(one) for one in actions[:MAX_TOTALS]],
+        "steps": [_step(step, listed=index < MAX_LISTED_STEPS) for index, step in enumerate(steps)],
+        "actions": [dataclasses.asdict(action) for action in actions[:MAX_TOTALS]],
         "more_actions": len(actions[MAX_TOTALS:]),
         "garbage": None if view.pauses is None else dataclasses.asdict(view.pauses),
     }
 
 
-def _step(one: StepEvents, *, listed: bool) -> dict[str, Any]:
+def _step(step: StepEvents, *, listed: bool) -> dict[str, Any]:
     return {
-        "window": one.window,
-        "step": one.step,
-        "global_step": one.global_step,
-        "start_ns": one.start_ns,
-        "duration_ns": one.duration_ns,
-        "parts_ns": dict(one.parts_ns),
-        "callbacks_ns": dict(one.callbacks_ns),
-        "events": [dataclasses.asdict(event) for event in one.events] if listed else None,
+        "window": step.window,
+        "step": step.step,
+        "global_step": step.global_step,
+        "start_ns": step.start_ns,
+        "duration_ns": step.duration_ns,
+        "parts_ns": dict(step.parts_ns),
+        "callbacks_ns": dict(step.callbacks_ns),
+        "events": [dataclasses.asdict(event) for event in step.events] if listed else None,
     }
 
 
@@ -111,7 +111,7 @@ def _pause_lines(view: View, width: int) -> list[Line]:
         words += f", at most {format_ns(pauses.max_ns)}"
     if pauses.tensor_bytes:
         kinds = pauses.tensors[:1]
-        largest = "".join(f", most {one.type} {list(one.shape)} of {one.dtype}" for one in kinds)
+        largest = "".join(f", most {kind.type} {list(kind.shape)} of {kind.dtype}" for kind in kinds)
         words += (
             f"; tensors that only reference cycles kept alive gave back {format_bytes(pauses.tensor_bytes)}{largest}"
         )
@@ -128,27 +128,29 @@ def _callback_rows(steps: Sequence[StepEvents], mean: int) -> Iterator[tuple[str
 
 def _longest(steps: Sequence[StepEvents], mean: int) -> Iterator[tuple[str, ...]]:
     totals = [
-        one for one in event_totals(steps) if one.action not in CONTAINERS and not one.action.startswith(OWN_WORK)
+        total
+        for total in event_totals(steps)
+        if total.action not in CONTAINERS and not total.action.startswith(OWN_WORK)
     ]
-    for one in sorted(totals, key=lambda one: (-one.self_ns, one.action))[:MAX_EVENTS]:
-        a_step = round(one.self_ns / len(steps))
+    for total in sorted(totals, key=lambda total: (-total.self_ns, total.action))[:MAX_EVENTS]:
+        a_step = round(total.self_ns / len(steps))
         if a_step >= LEAST_SHARE * mean:
-            times = _times(one, len(steps))
-            yield (*_row(action_name(one.action), a_step, mean), times, format_ns(one.max_self_ns))
+            times = _times(total, len(steps))
+            yield (*_row(action_name(total.action), a_step, mean), times, format_ns(total.max_self_ns))
 
 
-def _times(one: EventTotals, steps: int) -> str:
-    a_step = one.count / steps
+def _times(total: EventTotals, steps: int) -> str:
+    a_step = total.count / steps
     return f"{a_step:.0f}" if a_step == round(a_step) else f"{a_step:.1f}"
 
 
 def _callbacks(steps: Sequence[StepEvents]) -> Mapping[str, int]:
     sums: dict[str, int] = defaultdict(int)
-    for one in steps:
-        for name, ns in one.callbacks_ns.items():
+    for step in steps:
+        for name, ns in step.callbacks_ns.items():
             sums[name] += ns
     means = {name: round(ns / len(steps)) for name, ns in sums.items()}
-    return dict(sorted(means.items(), key=lambda one: (-one[1], one[0])))
+    return dict(sorted(means.items(), key=lambda entry: (-entry[1], entry[0])))
 
 
 def _row(name: str, ns: int, mean: int) -> tuple[str, ...]:

@@ -36,33 +36,35 @@ def files_document(view: FilesView) -> dict[str, Any]:
     document = {
         "schema_version": SCHEMA_VERSION,
         "verdict": verdict_document(view.verdict),
-        "findings": [finding_document(one) for one in view.findings],
+        "findings": [finding_document(finding) for finding in view.findings],
         "traces": traces_document(view.traces),
         "snapshots": snapshots_document(view.snapshots),
         "files": [{"file": os.fspath(file), "size_bytes": size} for file, size in view.sizes.items()],
-        "problems": [dataclasses.asdict(one) for one in view.problems],
+        "problems": [dataclasses.asdict(problem) for problem in view.problems],
         "left_out": view.left_out,
-        "commands": [str(one) for one in view.commands],
+        "commands": [str(command) for command in view.commands],
     }
     return {key: plain(value) for key, value in document.items()}
 
 
 def traces_document(traces: Iterable[TraceReport]) -> list[dict[str, Any]]:
     """Return what was found in traces; of long lists the first 100, which are the longest times."""
-    return [_trace(one) for one in traces]
+    return [_trace(trace) for trace in traces]
 
 
 def snapshots_document(snapshots: Iterable[SnapshotReport]) -> list[dict[str, Any]]:
     """Return what was found in snapshots; of the holders the 100 largest, and the sum of the others."""
     return [
         {
-            "file": os.fspath(one.file),
-            "form": one.form,
-            "devices": [_device(device) for device in one.devices],
-            "oom": {**dataclasses.asdict(one.oom), "live": one.oom.live._asdict()} if one.oom is not None else None,
-            "missing": list(one.missing),
+            "file": os.fspath(snapshot.file),
+            "form": snapshot.form,
+            "devices": [_device(device) for device in snapshot.devices],
+            "oom": {**dataclasses.asdict(snapshot.oom), "live": snapshot.oom.live._asdict()}
+            if snapshot.oom is not None
+            else None,
+            "missing": list(snapshot.missing),
         }
-        for one in snapshots
+        for snapshot in snapshots
     ]
 
 
@@ -85,7 +87,7 @@ def finding_document(finding: Finding) -> dict[str, Any]:
         "sentence": finding.sentence,
         "why": finding.why,
         "numbers": finding.numbers,
-        "evidence": [dataclasses.asdict(one) for one in finding.evidence],
+        "evidence": [dataclasses.asdict(source) for source in finding.evidence],
         "next_steps": list(finding.next_steps),
     }
 
@@ -93,9 +95,9 @@ def finding_document(finding: Finding) -> dict[str, Any]:
 def plain(value: Any) -> Any:
     """Return a value without what JSON has no word for: a manifest may hold NaN, and Python's reader takes it."""
     if isinstance(value, dict):
-        return {str(key): plain(one) for key, one in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
@@ -112,10 +114,10 @@ def _trace(trace: TraceReport) -> dict[str, Any]:
         "events": trace.events,
         "gpu_window": _fields(trace.gpu_window),
         "step_window": _fields(trace.step_window),
-        "steps": [dataclasses.asdict(one) for one in trace.steps],
-        "idle": [dataclasses.asdict(one) for one in trace.idle],
+        "steps": [dataclasses.asdict(step) for step in trace.steps],
+        "idle": [dataclasses.asdict(cause) for cause in trace.idle],
         **{
-            key: [dataclasses.asdict(one) for one in getattr(trace, key)[:MAX_ROWS]]
+            key: [dataclasses.asdict(row) for row in getattr(trace, key)[:MAX_ROWS]]
             for key in (
                 "kernels",
                 "collectives",
@@ -140,13 +142,15 @@ def _device(device: DeviceReport) -> dict[str, Any]:
     return {
         "device": device.device,
         **{name: getattr(device, name) for name in sizes},
-        "holders_at_peak": [_holder(one) for one in device.holders_at_peak[:MAX_ROWS]],
-        "other_holders_bytes": sum(one.bytes for one in others),
+        "holders_at_peak": [_holder(holder) for holder in device.holders_at_peak[:MAX_ROWS]],
+        "other_holders_bytes": sum(holder.bytes for holder in others),
         "other_holders": len(others),
-        "lines_at_peak": [dataclasses.asdict(one) for one in device.lines_at_peak[:MAX_ROWS]],
-        "largest_at_peak": [dataclasses.asdict(one) for one in device.largest_at_peak],
-        "oldest": [{**dataclasses.asdict(one), "holder": _holder(one.holder)} for one in device.oldest[:MAX_ROWS]],
-        "pools": [dataclasses.asdict(one) for one in device.pools[:MAX_ROWS]],
+        "lines_at_peak": [dataclasses.asdict(site) for site in device.lines_at_peak[:MAX_ROWS]],
+        "largest_at_peak": [dataclasses.asdict(block) for block in device.largest_at_peak],
+        "oldest": [
+            {**dataclasses.asdict(holder), "holder": _holder(holder.holder)} for holder in device.oldest[:MAX_ROWS]
+        ],
+        "pools": [dataclasses.asdict(pool) for pool in device.pools[:MAX_ROWS]],
         "fragmentation": dataclasses.asdict(device.fragmentation),
         "segments_made": dict(zip(("count", "bytes"), device.segments_made, strict=True)),
         "segments_returned": dict(zip(("count", "bytes"), device.segments_returned, strict=True)),

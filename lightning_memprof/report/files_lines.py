@@ -32,14 +32,17 @@ def device_sections(view: View, width: int, *, ascii_only: bool) -> Iterator[lis
 
     As :func:`file_sections` does.
     """
-    on_device = [one for one in view.traces if one.gpu_window is not None]
+    on_device = [trace for trace in view.traces if trace.gpu_window is not None]
     yield from trace_sections(on_device, width, ascii_only=ascii_only)
     yield from snapshot_sections(view.snapshots, width, ascii_only=ascii_only)
 
 
 def files_rows(view: FilesView) -> Iterator[tuple[str, str, str]]:
     """Yield ``(type, size, name)`` of the files that were read."""
-    kinds = [*(("trace", one.file) for one in view.traces), *(("snapshot", one.file) for one in view.snapshots)]
+    kinds = [
+        *(("trace", trace.file) for trace in view.traces),
+        *(("snapshot", snapshot.file) for snapshot in view.snapshots),
+    ]
     for kind, file in kinds[:MAX_FILES]:
         yield kind, format_bytes(view.sizes[file]), shown_path(file)
     if len(kinds) > MAX_FILES:

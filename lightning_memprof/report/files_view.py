@@ -106,11 +106,11 @@ def files_view(
 
     """
     reports = read_files(targets.traces, targets.snapshots, progress)
-    traces = tuple(one for one in reports.traces if rank is None or one.rank in {rank, None})
+    traces = tuple(trace for trace in reports.traces if rank is None or trace.rank in {rank, None})
     if not traces and not reports.snapshots:
         raise ArtifactError(_nothing(reports, rank))
     findings = examine_files(traces, reports.snapshots) or (nothing_in_files(traces, reports.snapshots),)
-    files = [*(one.file for one in traces), *(one.file for one in reports.snapshots)]
+    files = [*(trace.file for trace in traces), *(snapshot.file for snapshot in reports.snapshots)]
     return FilesView(
         traces=traces,
         snapshots=reports.snapshots,
@@ -134,7 +134,7 @@ def _without(error: ArtifactError, path: Path) -> str:
 
 def _nothing(reports: FileReports, rank: int | None) -> str:
     if reports.traces:
-        ranks = ", ".join(sorted({str(one.rank) for one in reports.traces}))
+        ranks = ", ".join(sorted({str(trace.rank) for trace in reports.traces}))
         return f"--rank {rank}: no trace is of this rank; there are {ranks}"
     first = reports.problems[0]
     more = len(reports.problems) - 1

@@ -66,9 +66,9 @@ def render_page(page: Page, drawn: Mapping[str, Chart]) -> str:
         page=page,
         policy=POLICY.format(nonce=nonce),
         nonce=nonce,
-        charts={name: _Drawn(one, nonce) for name, one in drawn.items()},
+        charts={name: _Drawn(chart, nonce) for name, chart in drawn.items()},
         loose={
-            section.id: [name for name, one in drawn.items() if name not in placed and one.section == section.id]
+            section.id: [name for name, chart in drawn.items() if name not in placed and chart.section == section.id]
             for section in page.sections
         },
         resources=_allowed(chart_resources(), nonce) if drawn else Markup(),
@@ -104,6 +104,8 @@ def _visible(value: Any) -> Any:
         return value
     short = value if len(value) <= MAX_TEXT else f"{value[: MAX_TEXT - 1]}…"
     return "".join(
-        one if one.isprintable() or one == "\n" else one.encode("unicode_escape", "backslashreplace").decode("ascii")
-        for one in short
+        character
+        if character.isprintable() or character == "\n"
+        else character.encode("unicode_escape", "backslashreplace").decode("ascii")
+        for character in short
     )

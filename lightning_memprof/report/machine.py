@@ -39,26 +39,28 @@ def to_json(view: View) -> dict[str, Any]:
         "schema_version": view.schema_version,
         "run": _run(view),
         "verdict": verdict_document(view.verdict),
-        "findings": [finding_document(one) for one in view.findings],
+        "findings": [finding_document(finding) for finding in view.findings],
         "pulse": _pulse(view.lead),
-        "ranks": [_rank(one) for one in view.ranks],
-        "windows": [_window(one) for one in view.lead.windows],
-        "artifacts": [{**dataclasses.asdict(one), "file": _where(view, one.file)} for one in view.artifacts],
-        "errors": [dataclasses.asdict(one) for one in view.errors],
-        "unavailable": [dataclasses.asdict(one) for one in view.unavailable],
+        "ranks": [_rank(rank) for rank in view.ranks],
+        "windows": [_window(window) for window in view.lead.windows],
+        "artifacts": [
+            {**dataclasses.asdict(artifact), "file": _where(view, artifact.file)} for artifact in view.artifacts
+        ],
+        "errors": [dataclasses.asdict(error) for error in view.errors],
+        "unavailable": [dataclasses.asdict(row) for row in view.unavailable],
         "overhead": _overhead(view.lead.overhead),
         "memory": memory_document(view.memory),
         "across_ranks": ranks_document(view),
         "events": events_document(view),
         "throughput": throughput_document(view),
         "system": system_document(view),
-        "oom": [dataclasses.asdict(one) for one in view.ooms],
+        "oom": [dataclasses.asdict(oom) for oom in view.ooms],
         "traces": _in_place(view, traces_document(view.traces)),
         "snapshots": _in_place(view, snapshots_document(view.snapshots)),
-        "named": [dataclasses.asdict(one) for one in view.named],
-        "notes": [dataclasses.asdict(one) for one in view.notes],
-        "problems": [dataclasses.asdict(one) for one in view.problems],
-        "commands": [str(one) for one in view.commands],
+        "named": [dataclasses.asdict(summary) for summary in view.named],
+        "notes": [dataclasses.asdict(note) for note in view.notes],
+        "problems": [dataclasses.asdict(problem) for problem in view.problems],
+        "commands": [str(command) for command in view.commands],
     }
     return {key: plain(value) for key, value in document.items()}
 
@@ -68,7 +70,7 @@ def _where(view: View, path: Path) -> str:
 
 
 def _in_place(view: View, files: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{**one, "file": _where(view, Path(one["file"]))} for one in files]
+    return [{**file, "file": _where(view, Path(file["file"]))} for file in files]
 
 
 def _run(view: View) -> dict[str, Any]:
@@ -123,7 +125,7 @@ def _rank(rank: RankView) -> dict[str, Any]:
         "pulse": _pulse(rank),
         "host": dataclasses.asdict(rank.host),
         "device": dataclasses.asdict(rank.device) if rank.device else None,
-        "windows": [_window(one) for one in rank.windows],
+        "windows": [_window(window) for window in rank.windows],
         "overhead": _overhead(rank.overhead),
     }
 
@@ -136,7 +138,7 @@ def _window(window: WindowView) -> dict[str, Any]:
         "closed": window.closed,
         "truncated": window.truncated,
         "reason": window.reason,
-        "steps": [_step(one) for one in window.steps],
+        "steps": [_step(step) for step in window.steps],
     }
 
 

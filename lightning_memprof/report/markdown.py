@@ -60,7 +60,7 @@ def _run(view: View) -> Iterator[str]:
     if len(view.ranks) > 1:
         yield "## Ranks"
         yield _ranks(view)
-    yield from _traces([one for one in view.traces if one.gpu_window is not None])
+    yield from _traces([trace for trace in view.traces if trace.gpu_window is not None])
     yield from _snapshots(view.snapshots)
     yield "## Artifacts"
     yield _table(("type", "size", "name"), [(kind, size, _code(name)) for kind, size, name in file_rows(view)])
@@ -81,7 +81,7 @@ def _files(view: FilesView) -> Iterator[str]:
     yield "## Artifacts"
     yield _table(("type", "size", "name"), [(kind, size, _code(name)) for kind, size, name in files_rows(view)])
     if view.problems:
-        yield "\n".join(f"- damaged: {_safe(one.piece)}: {_safe(one.message)}" for one in view.problems)
+        yield "\n".join(f"- damaged: {_safe(problem.piece)}: {_safe(problem.message)}" for problem in view.problems)
     yield _commands(view.commands)
 
 
@@ -94,9 +94,9 @@ def _findings(findings: Sequence[Finding]) -> Iterator[str]:
         return
     yield "## Findings"
     yield "\n".join(
-        f"- {_WORDS[one.severity] or 'note'}: {_safe(one.sentence)} {_safe(one.why)}"
-        + "".join(f"\n  - {_safe(step)}" for step in one.next_steps)
-        for one in findings
+        f"- {_WORDS[finding.severity] or 'note'}: {_safe(finding.sentence)} {_safe(finding.why)}"
+        + "".join(f"\n  - {_safe(step)}" for step in finding.next_steps)
+        for finding in findings
     )
 
 
@@ -104,45 +104,47 @@ def _steps(columns: Sequence[Column]) -> str:
     rows = []
     for phase in PHASES:
         cells = []
-        for one in columns:
-            ns = one.breakdown_ns[phase] if one.breakdown_ns is not None else None
-            known = ns is not None and bool(one.duration_ns)
-            cells.append(f"{format_ns(ns or 0)} ({percent((ns or 0) / (one.duration_ns or 1))})" if known else NONE)
+        for column in columns:
+            ns = column.breakdown_ns[phase] if column.breakdown_ns is not None else None
+            known = ns is not None and bool(column.duration_ns)
+            cells.append(f"{format_ns(ns or 0)} ({percent((ns or 0) / (column.duration_ns or 1))})" if known else NONE)
         rows.append((called(phase), *cells))
-    rows.append(("a step", *(NONE if one.duration_ns is None else format_ns(one.duration_ns) for one in columns)))
-    return _table(("", *(_safe(one.title) for one in columns)), rows)
+    rows.append(
+        ("a step", *(NONE if column.duration_ns is None else format_ns(column.duration_ns) for column in columns))
+    )
+    return _table(("", *(_safe(column.title) for column in columns)), rows)
 
 
 def _memory(columns: Sequence[Column]) -> str:
     rows = [
-        ("host rss", *(_bytes(one.host.rss_bytes) for one in columns)),
-        (PEAKS["rss"].label, *(_bytes(one.host.peak_rss_bytes or one.host.max_rss_bytes) for one in columns)),
+        ("host rss", *(_bytes(column.host.rss_bytes) for column in columns)),
+        (PEAKS["rss"].label, *(_bytes(column.host.peak_rss_bytes or column.host.max_rss_bytes) for column in columns)),
     ]
-    if any(one.device is not None for one in columns):
+    if any(column.device is not None for column in columns):
         rows += [
-            (name, *(_bytes(getattr(one.device, field, None)) for one in columns))
+            (name, *(_bytes(getattr(column.device, field, None)) for column in columns))
             for name, field in (
                 ("device allocated", "allocated_bytes"),
                 ("device reserved", "reserved_bytes"),
                 (PEAKS["device"].label, "peak_allocated_bytes"),
             )
         ]
-    return _table(("", *(_safe(one.title) for one in columns)), rows)
+    return _table(("", *(_safe(column.title) for column in columns)), rows)
 
 
 def _ranks(view: View) -> str:
     rows = []
-    for one in view.ranks[:MAX_RANKS]:
-        pulse = one.statistics
+    for rank in view.ranks[:MAX_RANKS]:
+        pulse = rank.statistics
         rows.append(
             (
-                str(one.rank),
-                _safe(one.host_name or NONE),
-                one.status,
-                str(one.steps),
+                str(rank.rank),
+                _safe(rank.host_name or NONE),
+                rank.status,
+                str(rank.steps),
                 format_ns(pulse.median_ns) if pulse else NONE,
                 percent(pulse.share("data_wait")) if pulse else NONE,
-                _bytes(one.host.peak_rss_bytes),
+                _bytes(rank.host.peak_rss_bytes),
             )
         )
     table = _table(("rank", "host", "status", "steps", "median", called("data_wait"), PEAKS["rss"].label), rows)
@@ -155,8 +157,8 @@ def _traces(traces: Sequence[TraceReport]) -> Iterator[str]:
         return
     yield "## Traces"
     rows = []
-    for one in traces[:MAX_ROWS]:
-        window, steps = one.gpu_window, one.step_window
+    for trace in traces[:MAX_ROWS]:
+        window, steps = trace.gpu_window, trace.step_window
         cells = [NONE] * 5
         if window is not None and window.window_ns:
             times = (
@@ -165,8 +167,8 @@ def _traces(traces: Sequence[TraceReport]) -> Iterator[str]:
             cells = [format_ns(window.window_ns), *(percent(ns / window.window_ns) for ns in times)]
         rows.append(
             (
-                _code(one.file.name),
-                NONE if one.rank is None else str(one.rank),
+                _code(trace.file.name),
+                NONE if trace.rank is None else str(trace.rank),
                 *cells,
                 format_ns(steps.mean_step_ns) if steps is not None else NONE,
                 percent(steps.data_loading_ns / steps.window_ns) if steps is not None and steps.window_ns else NONE,
@@ -184,13 +186,13 @@ def _traces(traces: Sequence[TraceReport]) -> Iterator[str]:
         called("data_loading"),
     )
     yield _table(heads, rows)
-    missing = [f"- {_code(one.file.name)}: {_safe(lack)}" for one in traces[:MAX_ROWS] for lack in one.missing]
+    missing = [f"- {_code(trace.file.name)}: {_safe(lack)}" for trace in traces[:MAX_ROWS] for lack in trace.missing]
     yield "\n".join(missing)
-    for one in traces[:1]:
-        if one.kernels:
+    for trace in traces[:1]:
+        if trace.kernels:
             kernels = [
                 (_code(name), format_ns(k.total_ns), f"{k.count:,}")
-                for name, k in zip(kernel_names(k.name for k in one.kernels[:MAX_ROWS]), one.kernels, strict=False)
+                for name, k in zip(kernel_names(k.name for k in trace.kernels[:MAX_ROWS]), trace.kernels, strict=False)
             ]
             yield _table(("kernel", "total", "times"), kernels)
 
@@ -201,18 +203,20 @@ def _snapshots(snapshots: Sequence[SnapshotReport]) -> Iterator[str]:
     yield "## Snapshots"
     rows = [
         (
-            _code(one.file.name),
+            _code(snapshot.file.name),
             str(device.device),
             format_bytes(device.reserved_bytes),
             format_bytes(device.allocated_bytes),
             format_bytes(device.peak_requested_bytes),
             f"{device.events:,}",
         )
-        for one in snapshots[:MAX_ROWS]
-        for device in one.devices
+        for snapshot in snapshots[:MAX_ROWS]
+        for device in snapshot.devices
     ]
     yield _table(("file", "device", "reserved", "allocated", PEAKS["requested"].label, "events"), rows)
-    first = max(snapshots, key=lambda one: max((device.peak_requested_bytes for device in one.devices), default=0))
+    first = max(
+        snapshots, key=lambda snapshot: max((device.peak_requested_bytes for device in snapshot.devices), default=0)
+    )
     for device in first.devices[:1]:
         lines = device.lines_at_peak[:MAX_ROWS]
         if lines:
@@ -224,7 +228,7 @@ def _snapshots(snapshots: Sequence[SnapshotReport]) -> Iterator[str]:
 
 def _commands(commands: Iterable[Command]) -> str:
     # No fence can be closed from within: a command is one line, and its backticks stand behind four blanks.
-    return "Type:\n\n" + "\n".join(f"    {clean(str(one))}" for one in commands)
+    return "Type:\n\n" + "\n".join(f"    {clean(str(command))}" for command in commands)
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -77,13 +77,13 @@ def memory_sections(view: View, width: int, *, ascii_only: bool) -> Iterator[lis
 
 def peak_allocations(memory: RankMemory) -> tuple[int | None, DeviceAllocations] | None:
     """Return the window and device whose live bytes rose highest."""
-    found = [(one.window, device) for one in memory.allocations for device in one.devices]
-    return max(found, key=lambda one: one[1].peak_bytes, default=None)
+    found = [(allocation.window, device) for allocation in memory.allocations for device in allocation.devices]
+    return max(found, key=lambda entry: entry[1].peak_bytes, default=None)
 
 
 def _heading(label: str, words: str, width: int) -> list[Line]:
     first, *more = textwrap.wrap(clean(words), width - LABEL) or [""]
-    return [((f"{label:<{LABEL}}", "bold"), (first, "")), *(((f"{'':<{LABEL}}{one}", ""),) for one in more)]
+    return [((f"{label:<{LABEL}}", "bold"), (first, "")), *(((f"{'':<{LABEL}}{text}", ""),) for text in more)]
 
 
 def _peak(peak: CategoryPeak | None, view: View, width: int, *, ascii_only: bool) -> list[Line]:
@@ -110,8 +110,8 @@ def _peak(peak: CategoryPeak | None, view: View, width: int, *, ascii_only: bool
         lines.append(((f"{words}{format_bytes(size):>9}{share:>6} ", ""), (drawn, STYLES.get(name, DIM))))
     lines.append(((f"  {'sum':<{left}}{format_bytes(peak.total_bytes):>9}{'100 %':>6}", "bold"),))
     lines += [*below, *notes(f"{peak.source}: {peak.moment}", width)]
-    for one in peak.others:
-        lines += notes(f"beside it {format_bytes(one.total_bytes)} on {one.device or '?'}", width)
+    for device_peak in peak.others:
+        lines += notes(f"beside it {format_bytes(device_peak.total_bytes)} on {device_peak.device or '?'}", width)
     allocator = view.lead.device.peak_allocated_bytes if view.lead.device else None
     if allocator is not None:
         over = allocator - peak.total_bytes
@@ -143,7 +143,7 @@ def _modules(memory: RankMemory, width: int) -> list[Line]:
         cells.append([f"{len(rows) - TOP} more", format_bytes(rest), "", "", "", ""])
     cells.append(["unattributed", format_bytes(kept.unattributed_bytes), "", "", "", ""])
     if width < NARROW:
-        names, *cells = [[*one[:4], *one[5:]] for one in (names, *cells)]
+        names, *cells = [[*column[:4], *column[5:]] for column in (names, *cells)]
     if rows:
         lines += table(names, cells, width, dim=len(cells) - min(len(rows), TOP))
     if kept.attribution:
@@ -158,7 +158,7 @@ def _sites(memory: RankMemory, width: int) -> list[Line]:
     found = peak_allocations(memory)
     if found is None or not found[1].sites:
         # Where the traces were not read, the page at the end of training, there is nothing to say.
-        problem = any(one.problem for one in memory.allocations)
+        problem = any(allocation.problem for allocation in memory.allocations)
         return _heading("sites", memory.reasons["sites"], width) if problem else []
     window, device = found
     step = "" if device.peak_step is None else f", step {device.peak_step}"
@@ -167,19 +167,19 @@ def _sites(memory: RankMemory, width: int) -> list[Line]:
     )
     lines = _heading("sites", words, width)
     rows = site_rows(device.sites, memory.activations.parameters if memory.activations else {})
-    cells = [[one.operator, format_bytes(one.bytes), str(one.blocks), one.line, one.place] for one in rows[:TOP]]
-    rest = sum(one.bytes for one in rows[TOP:])
+    cells = [[row.operator, format_bytes(row.bytes), str(row.blocks), row.line, row.place] for row in rows[:TOP]]
+    rest = sum(row.bytes for row in rows[TOP:])
     if rest:
         cells.append(
-            [f"{len(rows) - TOP} more", format_bytes(rest), str(sum(one.blocks for one in rows[TOP:])), "", ""]
+            [f"{len(rows) - TOP} more", format_bytes(rest), str(sum(row.blocks for row in rows[TOP:])), "", ""]
         )
     if device.freed_outside_bytes:
         cells.append(["freed of before", format_bytes(-device.freed_outside_bytes), "", "", ""])
     cells.append(["unattributed", format_bytes(device.unattributed_bytes), "", "", ""])
     dim = len(cells) - min(len(rows), TOP)
     names = ["operator", "bytes", "blocks", "line", "module"]
-    if not any(one.line for one in rows[:TOP]):
-        names, *cells = [[*one[:3], one[4]] for one in (names, *cells)]
+    if not any(row.line for row in rows[:TOP]):
+        names, *cells = [[*column[:3], column[4]] for column in (names, *cells)]
     return lines + table(names, cells, width, dim=dim, tail=True)
 
 
@@ -193,11 +193,11 @@ def _over_time(memory: RankMemory, width: int, *, ascii_only: bool) -> list[Line
         first, last = (format_bytes(device.curve[place][1]) for place in (0, -1))
         words = f"{_window(window)} on {device.device}: {first}, at most {format_bytes(device.peak_bytes)}, then {last}"
         lines += notes(words, width, LABEL)
-        at = [f"{one.point.replace('_', ' ')} {format_bytes(one.live_bytes)}"
-              for one in device.marks if one.step is not None and one.step == device.peak_step]  # fmt: skip
+        at = [f"{mark.point.replace('_', ' ')} {format_bytes(mark.live_bytes)}"
+              for mark in device.marks if mark.step is not None and mark.step == device.peak_step]  # fmt: skip
         if at:
             lines += notes(f"step {device.peak_step}: {', '.join(at)}", width, LABEL)
-    kept = [(one.step, one.activation_bytes) for one in memory.steps if one.activation_bytes is not None]
+    kept = [(step.step, step.activation_bytes) for step in memory.steps if step.activation_bytes is not None]
     if len(kept) > 1:
         sizes = [size for _, size in kept]
         drawn = sparkline(tops(sizes, width - LABEL), ascii_only=ascii_only)
@@ -223,12 +223,12 @@ def _functions(functions: Sequence[FunctionReport], width: int) -> list[Line]:
         ("allocated", "allocated_bytes"),
         ("reserved", "reserved_bytes"),
     )
-    known = [(name, key) for name, key in columns if any(one.changes(key) for one in functions)]
+    known = [(name, key) for name, key in columns if any(function.changes(key) for function in functions)]
     cells = []
-    for one in functions[:MAX_FUNCTIONS]:
-        changes = [one.changes(key) for _, key in known]
+    for function in functions[:MAX_FUNCTIONS]:
+        changes = [function.changes(key) for _, key in known]
         means = [_signed(round(sum(found) / len(found))) if found else NONE for found in changes]
-        cells.append([one.name, str(len(one.calls)), *means])
+        cells.append([function.name, str(len(function.calls)), *means])
     if len(functions) > MAX_FUNCTIONS:
         cells.append([f"{len(functions) - MAX_FUNCTIONS} more", *[""] * (1 + len(known))])
     heading = _heading("functions", "what a call changes from its start to its end, on average", width)
@@ -243,19 +243,19 @@ def _what_if(groups: Sequence[CheckpointedGroup], view: View, width: int) -> lis
     if not groups:
         return []
     cells = []
-    for one in groups[:MAX_GROUPS]:
-        count = len(one.blocks)
-        sums = (one.freed_bytes, one.back_bytes, one.kept_bytes)
+    for group in groups[:MAX_GROUPS]:
+        count = len(group.blocks)
+        sums = (group.freed_bytes, group.back_bytes, group.kept_bytes)
         cells.append(
             [
-                f"{one.name}, {'all' if count == one.repeats else 'these'} {count}",
+                f"{group.name}, {'all' if count == group.repeats else 'these'} {count}",
                 *map(format_bytes, sums),
-                _time(one.recompute_ns),
+                _time(group.recompute_ns),
             ]
         )
         if count > 1:
-            each = None if one.recompute_ns is None else one.recompute_ns / count
-            means = (one.freed_bytes / count, one.kept_bytes / count)
+            each = None if group.recompute_ns is None else group.recompute_ns / count
+            means = (group.freed_bytes / count, group.kept_bytes / count)
             cells.append(["  each", format_bytes(means[0]), "", format_bytes(means[1]), _time(each)])
     heading = _heading("what if", "these were checkpointed: bytes for time, in one step", width)
     note = "back: while a block is recomputed, its bytes are there again"
@@ -269,7 +269,7 @@ def _slower(view: View) -> str:
     """Say by how much recording slows the forward down, where it does: modules are timed in recorded steps."""
     usual = view.lead.statistics.breakdown_ns["forward"] if view.lead.statistics else None
     breakdowns = [step.breakdown_ns for window in view.lead.windows for step in window.steps if step.breakdown_ns]
-    recorded = [ns for one in breakdowns if (ns := one["forward"]) is not None]
+    recorded = [ns for breakdown in breakdowns if (ns := breakdown["forward"]) is not None]
     if not usual or not recorded:
         return ""
     mean = sum(recorded) / len(recorded)

@@ -42,7 +42,7 @@ def memory_document(report: MemoryReport) -> dict[str, Any]:
         "curve",
         "reasons",
     )
-    return {**lead, "ranks": [{name: _rank(one)[name] for name in kept} for one in report.ranks]}
+    return {**lead, "ranks": [{name: _rank(rank)[name] for name in kept} for rank in report.ranks]}
 
 
 def _rank(memory: RankMemory) -> dict[str, Any]:
@@ -63,17 +63,17 @@ def _rank(memory: RankMemory) -> dict[str, Any]:
             "attribution": activations.attribution,
             "uncounted": activations.uncounted,
         },
-        "modules": [dataclasses.asdict(one) for one in activations.modules] if activations else [],
+        "modules": [dataclasses.asdict(module) for module in activations.modules] if activations else [],
         "unattributed_bytes": activations.unattributed_bytes if activations else None,
-        "allocations": [one for window in memory.allocations for one in _allocations(window)],
+        "allocations": [allocation for window in memory.allocations for allocation in _allocations(window)],
         "sites": [
-            {**dataclasses.asdict(one), "window": window, "device": device.device if device is not None else None}
-            for one in sites[:MAX_SITES]
+            {**dataclasses.asdict(site), "window": window, "device": device.device if device is not None else None}
+            for site in sites[:MAX_SITES]
         ],
-        "more_sites": {"count": len(sites[MAX_SITES:]), "bytes": sum(one.bytes for one in sites[MAX_SITES:])},
-        "functions": {one.name: _function(one) for one in memory.functions},
-        "curve": [dataclasses.asdict(one) for one in memory.steps],
-        "checkpointing": [_group(one) for one in memory.checkpointing],
+        "more_sites": {"count": len(sites[MAX_SITES:]), "bytes": sum(site.bytes for site in sites[MAX_SITES:])},
+        "functions": {function.name: _function(function) for function in memory.functions},
+        "curve": [dataclasses.asdict(step) for step in memory.steps],
+        "checkpointing": [_group(group) for group in memory.checkpointing],
         "reasons": dict(memory.reasons),
     }
 
@@ -83,8 +83,12 @@ def _peak(peak: CategoryPeak | None) -> dict[str, Any]:
         empty = dict.fromkeys(("source", "moment", "window", "step", "device", "total_bytes"))
         return {**empty, "peak_bytes": dict.fromkeys(CATEGORIES), "unknown": {}, "other_devices": []}
     others = [
-        {"device": one.device, "total_bytes": one.total_bytes, "peak_bytes": dict(one.categories)}
-        for one in peak.others
+        {
+            "device": device_peak.device,
+            "total_bytes": device_peak.total_bytes,
+            "peak_bytes": dict(device_peak.categories),
+        }
+        for device_peak in peak.others
     ]
     return {
         "source": peak.source,
@@ -99,21 +103,23 @@ def _peak(peak: CategoryPeak | None) -> dict[str, Any]:
     }
 
 
-def _allocations(one: WindowAllocations) -> list[dict[str, Any]]:
-    found = [dataclasses.asdict(dataclasses.replace(device, sites=())) for device in one.devices]
-    return [{"window": one.window, **{name: device[name] for name in device if name != "sites"}} for device in found]
+def _allocations(allocation: WindowAllocations) -> list[dict[str, Any]]:
+    found = [dataclasses.asdict(dataclasses.replace(device, sites=())) for device in allocation.devices]
+    return [
+        {"window": allocation.window, **{name: device[name] for name in device if name != "sites"}} for device in found
+    ]
 
 
-def _function(one: FunctionReport) -> dict[str, Any]:
-    changes = {name: found for name in QUANTITIES if (found := one.changes(name))}
+def _function(function: FunctionReport) -> dict[str, Any]:
+    changes = {name: found for name in QUANTITIES if (found := function.changes(name))}
     return {
-        "calls": len(one.calls),
-        "unfinished": sum(call.end is None for call in one.calls),
-        "raised": sum(call.raised is not None for call in one.calls),
+        "calls": len(function.calls),
+        "unfinished": sum(call.end is None for call in function.calls),
+        "raised": sum(call.raised is not None for call in function.calls),
         "changes": {
             name: {"mean": round(sum(found) / len(found)), "max": max(found)} for name, found in changes.items()
         },
-        "each": [dataclasses.asdict(call) for call in one.calls],
+        "each": [dataclasses.asdict(call) for call in function.calls],
     }
 
 

@@ -64,22 +64,22 @@ class ModuleRow:
 
 def module_rows(kept: Activations) -> list[ModuleRow]:
     """Return the modules, repeated blocks as one row, the largest inclusive bytes first."""
-    shared = patterns((one.name for one in kept.modules), kept.parameters)
+    shared = patterns((module.name for module in kept.modules), kept.parameters)
     groups: dict[str, list[ModuleBytes]] = {}
-    for one in kept.modules:
-        groups.setdefault(shared[one.name], []).append(one)
+    for module in kept.modules:
+        groups.setdefault(shared[module.name], []).append(module)
     rows = [
         ModuleRow(
             name or ROOT,
-            sum(one.own_activation_bytes for one in found),
-            sum(one.inclusive_activation_bytes for one in found),
-            _sum([one.parameter_bytes for one in found]),
-            _sum([one.gradient_bytes for one in found]),
-            sum(one.calls for one in found),
+            sum(module.own_activation_bytes for module in found),
+            sum(module.inclusive_activation_bytes for module in found),
+            _sum([module.parameter_bytes for module in found]),
+            _sum([module.gradient_bytes for module in found]),
+            sum(module.calls for module in found),
         )
         for name, found in groups.items()
     ]
-    return sorted(rows, key=lambda one: (-one.inclusive_bytes, -one.own_bytes, one.name))
+    return sorted(rows, key=lambda row: (-row.inclusive_bytes, -row.own_bytes, row.name))
 
 
 @dataclass(frozen=True)
@@ -98,16 +98,16 @@ class SiteRow:
 
 def site_rows(sites: Sequence[Site], parameters: Mapping[str, int]) -> list[SiteRow]:
     """Return the sites, those of repeated blocks as one row, the largest first; whatever the step and its phase."""
-    shared = patterns({one.module for one in sites if one.module}, parameters)
+    shared = patterns({site.module for site in sites if site.module}, parameters)
     sums: dict[tuple[str, str, str], list[int]] = {}
-    for one in sites:
-        place = shared[one.module] if one.module else f"({one.phase})" if one.phase else NONE
-        operator = one.operator.removeprefix("aten::")
-        row = sums.setdefault((operator, place, short_line(one.line)), [0, 0])
-        row[0] += one.bytes
-        row[1] += one.blocks
+    for site in sites:
+        place = shared[site.module] if site.module else f"({site.phase})" if site.phase else NONE
+        operator = site.operator.removeprefix("aten::")
+        row = sums.setdefault((operator, place, short_line(site.line)), [0, 0])
+        row[0] += site.bytes
+        row[1] += site.blocks
     rows = [SiteRow(*key, *row) for key, row in sums.items()]
-    return sorted(rows, key=lambda one: (-one.bytes, one.operator, one.place, one.line))
+    return sorted(rows, key=lambda row: (-row.bytes, row.operator, row.place, row.line))
 
 
 def table(
@@ -181,8 +181,8 @@ def over_time(curve: Sequence[tuple[int, int]], width: int) -> list[int]:
     places = [min(width - 1, (time - start) * width // max(1, end - start)) for time, _ in curve]
     values = [0] * width
     for (_, value), place, following in zip(curve, places, [*places[1:], width - 1], strict=True):
-        for one in range(place, following + 1):
-            values[one] = max(values[one], value)
+        for column in range(place, following + 1):
+            values[column] = max(values[column], value)
     return values
 
 

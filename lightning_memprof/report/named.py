@@ -75,25 +75,25 @@ def named_moments(run: Run) -> tuple[tuple[NamedMoment, ...], list[Problem]]:
 def summarize(moments: Sequence[NamedMoment]) -> list[NamedSummary]:
     """Return one summary for each rank and name, snapshots and regions apart, in order of first appearance."""
     groups: dict[tuple[int, str, bool], list[NamedMoment]] = {}
-    for one in moments:
-        groups.setdefault((one.rank, one.name, one.point in (START, END)), []).append(one)
+    for moment in moments:
+        groups.setdefault((moment.rank, moment.name, moment.point in (START, END)), []).append(moment)
     return [_summary(rank, name, group, is_region=region) for (rank, name, region), group in groups.items()]
 
 
 def _summary(rank: int, name: str, moments: Sequence[NamedMoment], *, is_region: bool) -> NamedSummary:
     if not is_region:
-        sizes = tuple(one.rss_bytes for one in moments if one.rss_bytes is not None)
+        sizes = tuple(moment.rss_bytes for moment in moments if moment.rss_bytes is not None)
         return NamedSummary(rank, name, len(moments), is_region, sizes, (), 0)
     # A region inside of one with its own name ends first.
     open_regions: list[NamedMoment] = []
     changes: list[int] = []
     times = 0
-    for one in moments:
-        if one.point == START:
+    for moment in moments:
+        if moment.point == START:
             times += 1
-            open_regions.append(one)
+            open_regions.append(moment)
         elif open_regions:
             before = open_regions.pop().rss_bytes
-            if before is not None and one.rss_bytes is not None:
-                changes.append(one.rss_bytes - before)
+            if before is not None and moment.rss_bytes is not None:
+                changes.append(moment.rss_bytes - before)
     return NamedSummary(rank, name, times, is_region, (), tuple(changes), len(open_regions))

@@ -56,9 +56,9 @@ def print_autopsy(directory: Path, rank: int, file: TextIO) -> None:
 
 def view_lines(view: View) -> Iterator[list[tuple[str, str]]]:
     """Yield the lines of each event that the page shows: those that ended a rank first, then the latest."""
-    events = sorted(view.ooms, key=lambda one: (not one.ended_run, one.rank if one.ended_run else -one.number))
-    for one in events[:SHOWN_EVENTS]:
-        yield autopsy_lines(one)
+    events = sorted(view.ooms, key=lambda oom: (not oom.ended_run, oom.rank if oom.ended_run else -oom.number))
+    for event in events[:SHOWN_EVENTS]:
+        yield autopsy_lines(event)
     if len(events) > SHOWN_EVENTS:
         yield [("memory", f"ran out {len(events) - SHOWN_EVENTS} times more: --format json")]
 
@@ -82,24 +82,24 @@ def print_lines(lines: Sequence[tuple[str, str]], file: TextIO) -> None:
     file.flush()
 
 
-def autopsy_lines(one: Autopsy) -> list[tuple[str, str]]:
+def autopsy_lines(oom: Autopsy) -> list[tuple[str, str]]:
     """Return an event as ``(label, text)``; a line that goes on has no label."""
-    lines = [("memory", f"out of memory on {_where(one)}")]
-    lines.append(("asked", _asked(one)))
-    lines.append(("why", f"{one.cause}: {one.why}"))
-    lines.append(("had", _had(one)))
-    lines += _listed("held by", [(held.bytes, held.name, "") for held in one.held])
-    lines += _holders("lines", one.by_stack, one.by_stack_note)
-    lines += _holders("modules", one.by_module, one.by_module_note if one.by_stack else None)
-    tensors = one.tensors[:SHOWN_TENSORS] if not one.by_stack else ()
+    lines = [("memory", f"out of memory on {_where(oom)}")]
+    lines.append(("asked", _asked(oom)))
+    lines.append(("why", f"{oom.cause}: {oom.why}"))
+    lines.append(("had", _had(oom)))
+    lines += _listed("held by", [(held.bytes, held.name, "") for held in oom.held])
+    lines += _holders("lines", oom.by_stack, oom.by_stack_note)
+    lines += _holders("modules", oom.by_module, oom.by_module_note if oom.by_stack else None)
+    tensors = oom.tensors[:SHOWN_TENSORS] if not oom.by_stack else ()
     lines += _listed("tensors", [(held.bytes, held.name, _detail(held)) for held in tensors])
-    lines += [("next" if not index else "", f"{index + 1}. {step}") for index, step in enumerate(one.next_steps)]
+    lines += [("next" if not index else "", f"{index + 1}. {step}") for index, step in enumerate(oom.next_steps)]
     return lines
 
 
-def _where(one: Autopsy) -> str:
-    place = one.place
-    words = [f"{'the host' if one.is_host else one.device} (rank {one.rank})"]
+def _where(oom: Autopsy) -> str:
+    place = oom.place
+    words = [f"{'the host' if oom.is_host else oom.device} (rank {oom.rank})"]
     words.append("before the first step" if place["step"] is None else f"step {place['step']}")
     if place["phase"]:
         function = place["function"]
@@ -111,23 +111,23 @@ def _where(one: Autopsy) -> str:
     elif named:
         words.append(f"in {named}")
     words.append(f"window {place['window']} open" if place["window"] is not None else "no window open")
-    if not one.ended_run:
+    if not oom.ended_run:
         words.append("caught: the run went on")
     return ", ".join(words)
 
 
-def _asked(one: Autopsy) -> str:
-    by = f" by {_short(one.line)}" if one.line else ""
-    if one.asked_bytes is None:
+def _asked(oom: Autopsy) -> str:
+    by = f" by {_short(oom.line)}" if oom.line else ""
+    if oom.asked_bytes is None:
         return f"how much is not known{by}: Python's MemoryError does not say"
-    about = "about " if one.asked_source == "message, rounded" else ""
-    return f"{about}{format_bytes(one.asked_bytes)}{by}"
+    about = "about " if oom.asked_source == "message, rounded" else ""
+    return f"{about}{format_bytes(oom.asked_bytes)}{by}"
 
 
-def _had(one: Autopsy) -> str:
-    memory = one.memory
+def _had(oom: Autopsy) -> str:
+    memory = oom.memory
     named: tuple[tuple[str, int | None], ...]
-    if one.is_host:
+    if oom.is_host:
         named = (
             ("rss", memory.allocated_bytes), ("vms", memory.reserved_bytes), ("available", memory.free_bytes),
             ("limit", memory.limit_bytes), ("machine", memory.total_bytes),
@@ -146,7 +146,7 @@ def _holders(label: str, holders: Sequence[Holder], note: str | None) -> Iterato
     if note is not None:
         yield label, f"not known: {note}"
         return
-    yield from _listed(label, [(one.bytes, _short(one.name), _detail(one)) for one in holders])
+    yield from _listed(label, [(holder.bytes, _short(holder.name), _detail(holder)) for holder in holders])
 
 
 def _listed(label: str, rows: Sequence[tuple[int, str, str]]) -> Iterator[tuple[str, str]]:
@@ -154,10 +154,10 @@ def _listed(label: str, rows: Sequence[tuple[int, str, str]]) -> Iterator[tuple[
         yield "" if index else label, f"{format_bytes(size):>9}  {name}{detail}"
 
 
-def _detail(one: Holder) -> str:
-    words = [] if one.detail is None else [one.detail]
-    if one.blocks > 1:
-        words.append(f"{one.blocks} blocks")
+def _detail(holder: Holder) -> str:
+    words = [] if holder.detail is None else [holder.detail]
+    if holder.blocks > 1:
+        words.append(f"{holder.blocks} blocks")
     return f" ({', '.join(words)})" if words else ""
 
 

@@ -89,9 +89,9 @@ def _run(found: LocalRun, options: OpenOptions, progress: Callable[[Path, int, i
 def _led_by(run: Run, rank: int | None) -> Run:
     if rank is None:
         return run
-    ranks = sorted(run.ranks, key=lambda one: one.rank != rank)
+    ranks = sorted(run.ranks, key=lambda candidate: candidate.rank != rank)
     if ranks[0].rank != rank:
-        there = _listed([one.rank for one in run.ranks])
+        there = _listed([rank.rank for rank in run.ranks])
         raise ArtifactError(f"--rank {rank}: the run has no such rank; there are {there}")
     return replace(run, ranks=tuple(ranks))
 
@@ -99,15 +99,18 @@ def _led_by(run: Run, rank: int | None) -> Run:
 def _of_window(run: Run, window: int | None) -> Run:
     if window is None:
         return run
-    there = sorted({one.index for rank in run.ranks for one in rank.windows})
+    there = sorted({candidate.index for rank in run.ranks for candidate in rank.windows})
     if window not in there:
         what = f"there are {_listed(there)}" if there else "it recorded none"
         raise ArtifactError(f"--window {window}: the run has no such window; {what}")
-    ranks = (replace(rank, windows=tuple(one for one in rank.windows if one.index == window)) for rank in run.ranks)
+    ranks = (
+        replace(rank, windows=tuple(candidate for candidate in rank.windows if candidate.index == window))
+        for rank in run.ranks
+    )
     return replace(
         run,
         ranks=tuple(ranks),
-        artifacts=tuple(one for one in run.artifacts if one.window in {None, window}),
+        artifacts=tuple(artifact for artifact in run.artifacts if artifact.window in {None, window}),
     )
 
 
@@ -115,36 +118,38 @@ def _with_files(run: Run, max_bytes: int, progress: Callable[[Path, int, int], N
     """Analyse the traces and snapshots of the rank that leads, the smallest first as long as they are not too large."""
     lead = run.lead.rank
     files = [
-        one
-        for one in run.artifacts
-        if one.rank == lead and one.type in {"trace", "snapshot"} and one.state == "present"
+        artifact
+        for artifact in run.artifacts
+        if artifact.rank == lead and artifact.type in {"trace", "snapshot"} and artifact.state == "present"
     ]
     chosen: list[Artifact] = []
     taken = 0
-    for one in sorted(files, key=lambda file: file.size_bytes or 0):
-        taken += one.size_bytes or 0
+    for artifact in sorted(files, key=lambda file: file.size_bytes or 0):
+        taken += artifact.size_bytes or 0
         if taken > max_bytes:
             break
-        chosen.append(one)
-    kept = [one for one in files if one in chosen]
+        chosen.append(artifact)
+    kept = [file for file in files if file in chosen]
     reports = read_files(
-        [one.file for one in kept if one.type == "trace"],
-        [one.file for one in kept if one.type == "snapshot"],
+        [file.file for file in kept if file.type == "trace"],
+        [file.file for file in kept if file.type == "snapshot"],
         progress,
         rank=lead,
     )
-    by_file = {str(one.file): one.path for one in kept}
-    problems = [replace(one, piece=by_file.get(one.piece, one.piece), rank=lead) for one in reports.problems]
-    known = {one.piece for one in run.problems}
-    run = run.with_problems(one for one in problems if one.piece not in known)
-    if left_out := [one for one in files if one not in chosen]:
+    by_file = {str(file.file): file.path for file in kept}
+    problems = [
+        replace(problem, piece=by_file.get(problem.piece, problem.piece), rank=lead) for problem in reports.problems
+    ]
+    known = {problem.piece for problem in run.problems}
+    run = run.with_problems(problem for problem in problems if problem.piece not in known)
+    if left_out := [file for file in files if file not in chosen]:
         run = replace(run, notes=(*run.notes, Note(lead, "files", _not_analysed(left_out, len(files), run.url))))
     return run, reports
 
 
 def _not_analysed(left_out: Sequence[Artifact], count: int, url: str | None) -> str:
     """Name the files that were too large, and the command that analyses one of them."""
-    named = ", ".join(one.path for one in left_out[:MAX_NAMED])
+    named = ", ".join(artifact.path for artifact in left_out[:MAX_NAMED])
     more = f" and {len(left_out) - MAX_NAMED} more" if len(left_out) > MAX_NAMED else ""
     where = left_out[0].path if url is not None else str(left_out[0].file.absolute())
     command = f"lightning-memprof report {shlex.quote(where)} -o trace.html"

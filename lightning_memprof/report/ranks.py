@@ -74,7 +74,7 @@ def _imbalance(report: RankReport) -> list[Line]:
         most = f"{form(spread.highest)} (rank {spread.highest_rank})"
         style = "" if _differs(spread) else DIM
         lines.append(((f"{name:<{LABEL}}{least:>{CELL}}{form(spread.median):>{CELL - 8}}{most:>{CELL}}", style),))
-    source = {one.source for one in report.ranks}
+    source = {rank.source for rank in report.ranks}
     if source != {"pulse"}:
         lines.append((("times are of the steps before the last window, or of its own", DIM),))
     return lines
@@ -94,8 +94,8 @@ def _waiting(waiting: Waiting, width: int) -> list[Line]:
     lines: list[Line] = [(), ((f"{'collectives':<{LABEL}}", "bold"), (first, ""))]
     if causes:
         lines.append(((f"{'':<{LABEL}}{', '.join(causes)}", ""),))
-    for one in waiting.kinds[:MOST_KINDS]:
-        kind, waits = _kind(one)
+    for wait in waiting.kinds[:MOST_KINDS]:
+        kind, waits = _kind(wait)
         lines.append(((f"{'':<{LABEL}}{clean(kind)}"[:width], ""),))
         lines.append(((f"{'':<{LABEL + 2}}{waits}", DIM),))
     if len(waiting.clock_offsets_ns) > 1 or waiting.clock_error_ns > 0:
@@ -103,10 +103,10 @@ def _waiting(waiting: Waiting, width: int) -> list[Line]:
     return lines
 
 
-def _kind(one: CollectiveWait) -> tuple[str, str]:
-    size = f" of {format_bytes(one.bytes)}" if one.bytes is not None else ""
-    group = f" in group {one.group}" if one.group else ""
+def _kind(wait: CollectiveWait) -> tuple[str, str]:
+    size = f" of {format_bytes(wait.bytes)}" if wait.bytes is not None else ""
+    group = f" in group {wait.group}" if wait.group else ""
     return (
-        f"{one.name}{size}{group}, {one.count} recorded",
-        f"{format_ns(one.wait_ns)} each; rank {one.last_rank} is the last in {one.last_count}",
+        f"{wait.name}{size}{group}, {wait.count} recorded",
+        f"{format_ns(wait.wait_ns)} each; rank {wait.last_rank} is the last in {wait.last_count}",
     )

@@ -52,8 +52,8 @@ def _sections(snapshot: SnapshotReport, width: int, *, ascii_only: bool) -> Iter
     words = f"{_count(len(snapshot.devices), 'device')} · {_count(events, 'event')} in its history"
     lines: list[Line] = [((f"{'snapshot':<{LABEL}}", "bold"), (cut(clean(snapshot.file.name), width - LABEL), ""))]
     lines += notes(words, width, LABEL)
-    for one in snapshot.missing:
-        lines += notes(one, width, LABEL)
+    for text in snapshot.missing:
+        lines += notes(text, width, LABEL)
     if snapshot.oom is not None:
         lines += _oom(snapshot.oom, width)
     yield lines
@@ -77,21 +77,21 @@ def _count(number: int, what: str) -> str:
 
 def _heading(label: str, words: str, width: int) -> list[Line]:
     first, *more = textwrap.wrap(clean(words), max(width - LABEL, 20)) or [""]
-    return [((f"{label:<{LABEL}}", "bold"), (first, "")), *(((f"{'':<{LABEL}}{one}", ""),) for one in more)]
+    return [((f"{label:<{LABEL}}", "bold"), (first, "")), *(((f"{'':<{LABEL}}{text}", ""),) for text in more)]
 
 
 def _beside_each_other(snapshots: Sequence[SnapshotReport], width: int) -> list[Line]:
     rows = [
         (
-            one.file.name,
+            snapshot.file.name,
             str(device.device),
             format_bytes(device.reserved_bytes),
             format_bytes(device.allocated_bytes),
             format_bytes(device.peak_requested_bytes),
             f"{device.events:,}",
         )
-        for one in snapshots
-        for device in one.devices
+        for snapshot in snapshots
+        for device in snapshot.devices
     ]
     lines = _heading("snapshots", f"{len(snapshots)} of them", width)
     if rows:
@@ -179,17 +179,17 @@ def _holders(device: DeviceReport, width: int) -> list[Line]:
     shown = lines if len(lines) == MAX_HOLDERS + 1 else lines[:MAX_HOLDERS]
     rows = [
         (
-            _place(one.site) if one.site else BEFORE_RECORDING,
-            format_bytes(one.bytes),
-            percent(one.bytes / whole),
-            f"{one.blocks:,}",
+            _place(line.site) if line.site else BEFORE_RECORDING,
+            format_bytes(line.bytes),
+            percent(line.bytes / whole),
+            f"{line.blocks:,}",
         )
-        for one in shown
+        for line in shown
     ]
     others = lines[len(shown) :]
     if others:
-        size = sum(one.bytes for one in others)
-        blocks = sum(one.blocks for one in others)
+        size = sum(line.bytes for line in others)
+        blocks = sum(line.blocks for line in others)
         rows.append((f"{len(others):,} others", format_bytes(size), percent(size / whole), f"{blocks:,}"))
     words = f"who held the {format_bytes(whole)} at the {PEAKS['requested'].label} of device {device.device}"
     head = _heading("holders", words, width)
@@ -205,17 +205,17 @@ def _place(site: str) -> str:
 
 
 def _pools(device: DeviceReport, width: int) -> list[Line]:
-    if len({one.pool for one in device.pools}) < 2:
+    if len({pool.pool for pool in device.pools}) < 2:
         return []
     rows = [
         (
-            "(outside graphs)" if one.pool == (0, 0) else f"pool {one.pool[0]}, {one.pool[1]}",
-            str(one.stream),
-            f"{one.segments:,}",
-            format_bytes(one.reserved_bytes),
-            format_bytes(one.allocated_bytes),
+            "(outside graphs)" if pool.pool == (0, 0) else f"pool {pool.pool[0]}, {pool.pool[1]}",
+            str(pool.stream),
+            f"{pool.segments:,}",
+            format_bytes(pool.reserved_bytes),
+            format_bytes(pool.allocated_bytes),
         )
-        for one in device.pools[:MAX_POOLS]
+        for pool in device.pools[:MAX_POOLS]
     ]
     lines = _heading("pools", f"memory of one serves no other; {len(device.pools)} in all", width)
     return [*lines, *table(("pool", "stream", "segments", "reserved", "allocated"), rows, width)]

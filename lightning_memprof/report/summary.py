@@ -52,7 +52,7 @@ def _with_what_was_not_read(run: Run) -> Run:
     from lightning_memprof.analysis.run.rows import text
 
     lead = run.lead
-    files = sum(one.rank == lead.rank and one.type in {"trace", "snapshot"} for one in run.artifacts)
+    files = sum(artifact.rank == lead.rank and artifact.type in {"trace", "snapshot"} for artifact in run.artifacts)
     if not files or (text(lead.facts, "device") or "cpu").startswith("cpu"):
         return run
     message = "traces and snapshots are not read here; what they show is in the report and in lightning-memprof show"

@@ -91,7 +91,7 @@ _LINES: Final[tuple[tuple[str, tuple[_Words, ...]], ...]] = (
 
 def system_lines(view: View, width: int) -> list[Line]:
     """Return the lead rank's figures in lines of at most ``width`` characters; none where nothing was sampled."""
-    found = next((one for one in view.system if one.rank == view.lead.rank), None)
+    found = next((samples for samples in view.system if samples.rank == view.lead.rank), None)
     if found is None:
         return []
     rows = [(label, _words(words, found.figures)) for label, words in _LINES]
@@ -106,7 +106,7 @@ def system_lines(view: View, width: int) -> list[Line]:
 
 def system_document(view: View) -> list[dict[str, Any]]:
     """Return every rank's figures: mean, least and most of each, in the unit that its name ends with."""
-    return [dataclasses.asdict(one) for one in view.system]
+    return [dataclasses.asdict(samples) for samples in view.system]
 
 
 def _words(words: tuple[_Words, ...], figures: Mapping[str, Figure]) -> list[str]:

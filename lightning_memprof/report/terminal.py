@@ -214,7 +214,8 @@ def _steps(view: View, console: Console, width: int) -> Iterable[RenderableType]
     if not columns:
         yield Text("No step was timed.", "bright_black")
         return
-    most = max((ns or 0) / (one.duration_ns or 1) for one in columns for ns in (one.breakdown_ns or {"": 0}).values())
+    times = [(column.duration_ns or 1, column.breakdown_ns or {"": 0}) for column in columns]
+    most = max((ns or 0) / duration_ns for duration_ns, phases_ns in times for ns in phases_ns.values())
     per_row = max(1, (width - NAME_WIDTH) // COLUMN_WIDTH)
     drawn = "#" if console.options.ascii_only else EIGHTHS
     for start in range(0, len(columns), per_row):
@@ -237,16 +238,16 @@ def _steps(view: View, console: Console, width: int) -> Iterable[RenderableType]
 def _block(view: View, columns: Sequence[Column], drawn: str, most: float) -> Iterable[Text]:
     """Yield the lines of up to three columns: time by phase, their sum, memory."""
     rule = Text("─" * (NAME_WIDTH + COLUMN_WIDTH * len(columns) - 1), "bright_black")
-    yield _line("", [Text(f" {one.title:<{COLUMN_WIDTH - 1}}", "bold") for one in columns])
-    yield _line("", [Text(f" {one.subtitle:<{COLUMN_WIDTH - 1}}", "bright_black") for one in columns])
+    yield _line("", [Text(f" {column.title:<{COLUMN_WIDTH - 1}}", "bold") for column in columns])
+    yield _line("", [Text(f" {column.subtitle:<{COLUMN_WIDTH - 1}}", "bright_black") for column in columns])
     yield rule
     for phase in PHASES:
-        yield _line(called(phase), [_time(one, phase, drawn, most) for one in columns])
+        yield _line(called(phase), [_time(column, phase, drawn, most) for column in columns])
     yield rule
-    yield _line("a step", [_total(one) for one in columns], "bold")
-    yield _line("host rss", [_memory(one.host.rss_bytes, one.rss_moment) for one in columns])
+    yield _line("a step", [_total(column) for column in columns], "bold")
+    yield _line("host rss", [_memory(column.host.rss_bytes, column.rss_moment) for column in columns])
     peaks = [PEAKS["rss"].label, PEAKS["device"].label]
-    yield _line(peaks[0], [_memory(one.host.peak_rss_bytes or one.host.max_rss_bytes) for one in columns])
+    yield _line(peaks[0], [_memory(column.host.peak_rss_bytes or column.host.max_rss_bytes) for column in columns])
     if view.device_note is not None:
         note = clean(view.device_note)
         room = COLUMN_WIDTH * len(columns) - 2
@@ -258,8 +259,8 @@ def _block(view: View, columns: Sequence[Column], drawn: str, most: float) -> It
         (peaks[1], "peak_allocated_bytes"),
     ):
         cells = [
-            _memory(getattr(one.device, attribute, None), "" if name == peaks[1] else one.device_moment)
-            for one in columns
+            _memory(getattr(column.device, attribute, None), "" if name == peaks[1] else column.device_moment)
+            for column in columns
         ]
         yield _line(name, cells)
 
@@ -296,10 +297,8 @@ def _memory(value: int | None, moment: str = "") -> Text:
 def _ranks(view: View) -> Iterable[RenderableType]:
     ranks: Sequence[RankView] = view.ranks
     if len(ranks) > MAX_RANKS:
-        ranks = sorted(ranks, key=lambda one: one.statistics.median_ns if one.statistics else 0, reverse=True)[
-            :MAX_RANKS
-        ]
-    with_device = any(one.device is not None for one in ranks)
+        ranks = sorted(ranks, key=lambda rank: -rank.statistics.median_ns if rank.statistics else 0)[:MAX_RANKS]
+    with_device = any(rank.device is not None for rank in ranks)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold", show_edge=False)
     table.add_column("rank", justify="right")
     table.add_column("host", max_width=14, overflow="ellipsis", no_wrap=True)
@@ -307,23 +306,23 @@ def _ranks(view: View) -> Iterable[RenderableType]:
     rss, device = PEAKS["rss"].label.removeprefix("host "), PEAKS["device"].label
     for name in ("steps", "median", called("data_wait"), rss, *([device] if with_device else [])):
         table.add_column(name, justify="right", no_wrap=True)
-    for one in ranks:
-        pulse = one.statistics
+    for rank in ranks:
+        pulse = rank.statistics
         cells = [
-            Text(str(one.rank)),
-            Text(clean(one.host_name or NONE)),
-            Text(SHORT_STATUS.get(one.status, one.status), STATUS_STYLES.get(one.status, UNFINISHED)),
-            Text(str(one.steps)),
+            Text(str(rank.rank)),
+            Text(clean(rank.host_name or NONE)),
+            Text(SHORT_STATUS.get(rank.status, rank.status), STATUS_STYLES.get(rank.status, UNFINISHED)),
+            Text(str(rank.steps)),
             Text(format_ns(pulse.median_ns) if pulse else NONE),
             Text(
                 f"{format_ns(pulse.breakdown_ns['data_wait'] or 0)} {percent(pulse.share('data_wait')):>5}"
                 if pulse
                 else NONE
             ),
-            Text(_bytes(one.host.peak_rss_bytes)),
+            Text(_bytes(rank.host.peak_rss_bytes)),
         ]
         table.add_row(
-            *cells, *([Text(_bytes(one.device.peak_allocated_bytes if one.device else None))] if with_device else [])
+            *cells, *([Text(_bytes(rank.device.peak_allocated_bytes if rank.device else None))] if with_device else [])
         )
     yield table
     if len(ranks) < len(view.ranks):

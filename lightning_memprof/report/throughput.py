@@ -21,7 +21,7 @@ _STEPS: Final = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 def throughput_lines(view: View, width: int) -> list[Line]:
     """Return the lead rank's throughput in lines of at most ``width`` characters; none where it was not counted."""
-    found = next((one for one in view.throughput if one.rank == view.lead.rank), None)
+    found = next((rate for rate in view.throughput if rate.rank == view.lead.rank), None)
     if found is None:
         return []
     lines: list[Line] = []
@@ -42,7 +42,7 @@ def throughput_lines(view: View, width: int) -> list[Line]:
 
 def throughput_document(view: View) -> list[dict[str, Any]]:
     """Return every rank's throughput: rates per second, null where not known."""
-    return [dataclasses.asdict(one) for one in view.throughput]
+    return [dataclasses.asdict(rate) for rate in view.throughput]
 
 
 def amount(value: float, unit: str = "") -> str:

@@ -80,13 +80,13 @@ def _busy_share(trace: TraceReport) -> float:
 
 def _heading(label: str, words: str, width: int) -> list[Line]:
     first, *more = textwrap.wrap(clean(words), max(width - LABEL, 20)) or [""]
-    return [((f"{label:<{LABEL}}", "bold"), (first, "")), *(((f"{'':<{LABEL}}{one}", ""),) for one in more)]
+    return [((f"{label:<{LABEL}}", "bold"), (first, "")), *(((f"{'':<{LABEL}}{text}", ""),) for text in more)]
 
 
 def _beside_each_other(traces: Sequence[TraceReport], width: int) -> list[Line]:
     rows = []
-    for one in traces[:MAX_LISTED]:
-        window, steps = one.gpu_window, one.step_window
+    for trace in traces[:MAX_LISTED]:
+        window, steps = trace.gpu_window, trace.step_window
         length = window.window_ns if window is not None else 0
         shares = [
             percent(ns / length) if length else "-"
@@ -96,8 +96,8 @@ def _beside_each_other(traces: Sequence[TraceReport], width: int) -> list[Line]:
         ]
         rows.append(
             (
-                one.file.name,
-                "-" if one.rank is None else str(one.rank),
+                trace.file.name,
+                "-" if trace.rank is None else str(trace.rank),
                 format_ns(length) if length else "-",
                 *shares,
                 format_ns(steps.mean_step_ns) if steps is not None else "-",
@@ -117,8 +117,8 @@ def _about(trace: TraceReport, width: int) -> list[Line]:
     words = [rank, ", ".join(dict.fromkeys(trace.devices)) or None, format_count(trace.events, "event")]
     lines: list[Line] = [((f"{'trace':<{LABEL}}", "bold"), (cut(clean(trace.file.name), width - LABEL), ""))]
     lines += notes(" · ".join(word for word in words if word), width, LABEL)
-    for one in trace.missing:
-        lines += notes(one, width, LABEL)
+    for text in trace.missing:
+        lines += notes(text, width, LABEL)
     return lines
 
 
@@ -133,12 +133,12 @@ def _times(trace: TraceReport, width: int, *, ascii_only: bool) -> list[Line]:
     heads = ["all that was recorded", "the steps"][: len(columns)]
     lines: list[Line] = [((f"{'device':<{NAME}}" + "".join(f"{head:<{COLUMN + 9}}" for head in heads), "bold"),)]
     for name, ns in _rows(window):
-        values = [dict(_rows(one))[name] for one in columns]
+        values = [dict(_rows(total))[name] for total in columns]
         if not ns and not any(values):
             continue
         pieces = [(f"{name:<{NAME}}", "")]
-        for value, one in zip(values, columns, strict=True):
-            share = value / one.window_ns if one.window_ns else 0.0
+        for value, total in zip(values, columns, strict=True):
+            share = value / total.window_ns if total.window_ns else 0.0
             drawn = bar(share, COLUMN - 9, ascii_only=ascii_only) if name.strip() != "window" else ""
             pieces.append((f"{format_ns(value):>8} {percent(share):>6} ", ""))
             pieces.append((f"{drawn:<{COLUMN - 7}}", STYLES.get(name.strip(), "")))
@@ -163,7 +163,7 @@ def _rows(times: GpuTimes) -> list[tuple[str, int]]:
 
 
 def _steps(trace: TraceReport, width: int, *, ascii_only: bool) -> list[Line]:
-    durations = [one.duration_ns for one in trace.steps]
+    durations = [step.duration_ns for step in trace.steps]
     if not durations:
         return []
     least, most = min(durations), max(durations)
@@ -181,16 +181,16 @@ def _idle(trace: TraceReport, width: int, *, ascii_only: bool) -> list[Line]:
         return []
     head = f"{format_ns(window.idle_ns)} of the device, by what the host was in meanwhile"
     lines = _heading("idle", head, width)
-    names = {one.cause: called(one.cause) for one in trace.idle}
+    names = {cause.cause: called(cause.cause) for cause in trace.idle}
     left = max(map(len, names.values())) + 1
     room = max(width - 2 - left - 9 - 6 - 1, 8)
-    for one in trace.idle[:MAX_CAUSES]:
-        share = one.total_ns / window.idle_ns
+    for cause in trace.idle[:MAX_CAUSES]:
+        share = cause.total_ns / window.idle_ns
         if share < LEAST_SHARE:
             continue
         drawn = bar(share, room // 3, ascii_only=ascii_only)
-        words = f"at most {format_ns(one.longest_ns)} {clean(one.example)}"
-        line = f"  {names[one.cause]:<{left}}{format_ns(one.total_ns):>8}{percent(share):>6} "
+        words = f"at most {format_ns(cause.longest_ns)} {clean(cause.example)}"
+        line = f"  {names[cause.cause]:<{left}}{format_ns(cause.total_ns):>8}{percent(share):>6} "
         example = _shortened(words, max(room - room // 3 - 1, 1))
         lines.append(((line, ""), (f"{drawn:<{room // 3 + 1}}", "yellow"), (example, DIM)))
     return lines
@@ -201,30 +201,38 @@ def _shortened(words: str, width: int) -> str:
 
 
 def _kernels(trace: TraceReport, width: int) -> list[Line]:
-    whole = sum(one.total_ns for one in trace.kernels)
+    whole = sum(kernel.total_ns for kernel in trace.kernels)
     if not whole:
         return []
     shown = trace.kernels if len(trace.kernels) == MAX_KERNELS + 1 else trace.kernels[:MAX_KERNELS]
     rows = [
-        (name, format_ns(one.total_ns), percent(one.total_ns / whole), f"{one.count:,}")
-        for name, one in zip(kernel_names(one.name for one in shown), shown, strict=True)
+        (name, format_ns(kernel.total_ns), percent(kernel.total_ns / whole), f"{kernel.count:,}")
+        for name, kernel in zip(kernel_names(kernel.name for kernel in shown), shown, strict=True)
     ]
     others = trace.kernels[len(shown) :]
     if others:
-        total = sum(one.total_ns for one in others)
-        count = sum(one.count for one in others)
+        total = sum(kernel.total_ns for kernel in others)
+        count = sum(kernel.count for kernel in others)
         rows.append((f"{len(others):,} others", format_ns(total), percent(total / whole), f"{count:,}"))
-    lines = _heading("kernels", f"{sum(one.count for one in trace.kernels):,} of {len(trace.kernels):,} kinds", width)
+    lines = _heading(
+        "kernels", f"{sum(kernel.count for kernel in trace.kernels):,} of {len(trace.kernels):,} kinds", width
+    )
     return [*lines, *table(("name", "total", "share", "times"), rows, width, dim=bool(others))]
 
 
 def _operators(trace: TraceReport, width: int) -> list[Line]:
-    whole = sum(one.own_ns for one in trace.operators)
+    whole = sum(operator.own_ns for operator in trace.operators)
     if not whole:
         return []
     rows = [
-        (clean(one.name), format_ns(one.own_ns), percent(one.own_ns / whole), format_ns(one.total_ns), f"{one.count:,}")
-        for one in trace.operators[:MAX_KERNELS]
+        (
+            clean(operator.name),
+            format_ns(operator.own_ns),
+            percent(operator.own_ns / whole),
+            format_ns(operator.total_ns),
+            f"{operator.count:,}",
+        )
+        for operator in trace.operators[:MAX_KERNELS]
     ]
     lines = _heading("operators", "on the host, by the time of their own", width)
     lines += table(("name", "own", "share", "total", "times"), rows, width)
@@ -239,14 +247,14 @@ def _collectives(trace: TraceReport, width: int) -> list[Line]:
         return []
     rows = [
         (
-            _collective(one),
-            f"{one.count:,}",
-            format_ns(one.total_ns),
-            format_ns(one.exposed_ns),
-            format_ns(one.median_ns),
-            format_ns(one.max_ns),
+            _collective(collective),
+            f"{collective.count:,}",
+            format_ns(collective.total_ns),
+            format_ns(collective.exposed_ns),
+            format_ns(collective.median_ns),
+            format_ns(collective.max_ns),
         )
-        for one in trace.collectives[:MAX_COLLECTIVES]
+        for collective in trace.collectives[:MAX_COLLECTIVES]
     ]
     share = percent(window.communication_exposed_ns / window.communication_ns) if window.communication_ns else "-"
     lines = _heading("exchange", f"collectives, {share} of their time with nothing computed meanwhile", width)
@@ -256,9 +264,9 @@ def _collectives(trace: TraceReport, width: int) -> list[Line]:
     return lines
 
 
-def _collective(one: Collective) -> str:
-    size = f" of {format_bytes(one.bytes_each)}" if one.bytes_each is not None else ""
-    return f"{one.name}{size}" + (f", {one.group}" if one.group else "")
+def _collective(collective: Collective) -> str:
+    size = f" of {format_bytes(collective.bytes_each)}" if collective.bytes_each is not None else ""
+    return f"{collective.name}{size}" + (f", {collective.group}" if collective.group else "")
 
 
 def _copies(trace: TraceReport, width: int) -> list[Line]:
@@ -267,13 +275,13 @@ def _copies(trace: TraceReport, width: int) -> list[Line]:
     pinned = {None: "-", True: "pageable", False: "pinned"}
     rows = [
         (
-            one.kind,
-            f"{one.count:,}",
-            format_ns(one.total_ns),
-            "-" if one.bytes is None else format_bytes(one.bytes),
-            pinned[one.is_pageable],
+            copies.kind,
+            f"{copies.count:,}",
+            format_ns(copies.total_ns),
+            "-" if copies.bytes is None else format_bytes(copies.bytes),
+            pinned[copies.is_pageable],
         )
-        for one in trace.copies
+        for copies in trace.copies
     ]
     return [
         *_heading("copies", "of the device's memory", width),
@@ -285,10 +293,10 @@ def _calls(trace: TraceReport, width: int) -> list[Line]:
     window = trace.gpu_window
     if window is None or not window.window_ns:
         return []
-    notable = [one for one in trace.runtime_calls if one.total_ns >= NOTABLE_CALL * window.window_ns][:MAX_CALLS]
+    notable = [call for call in trace.runtime_calls if call.total_ns >= NOTABLE_CALL * window.window_ns][:MAX_CALLS]
     if not notable:
         return []
-    rows = [(one.name, f"{one.count:,}", format_ns(one.total_ns), format_ns(one.max_ns)) for one in notable]
+    rows = [(call.name, f"{call.count:,}", format_ns(call.total_ns), format_ns(call.max_ns)) for call in notable]
     return [
         *_heading("host", "calls of the driver that took the longest", width),
         *table(("call", "times", "total", "longest"), rows, width),

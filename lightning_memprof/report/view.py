@@ -202,8 +202,8 @@ def run_view(
         training=run.lead.training,
         verdict=conclude(findings),
         findings=findings,
-        lead=next(one for one in ranks if one.rank == run.lead.rank),
-        ranks=tuple(sorted(ranks, key=lambda one: one.rank)),
+        lead=next(rank for rank in ranks if rank.rank == run.lead.rank),
+        ranks=tuple(sorted(ranks, key=lambda rank: rank.rank)),
         device_note=_device_note(run, ranks),
         artifacts=run.artifacts,
         errors=run.errors,
@@ -242,11 +242,13 @@ def _rank_views(facts: Facts) -> tuple[list[RankView], list[Problem]]:
 
 def _named_as_listed(run: Run, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
     """Return the findings with the files of the run as its manifest names them, wherever they lie now."""
-    paths = {os.fspath(one.file): one.path for one in run.artifacts}
+    paths = {os.fspath(artifact.file): artifact.path for artifact in run.artifacts}
     return tuple(
         replace(
             finding,
-            evidence=tuple(replace(one, artifact=paths.get(one.artifact, one.artifact)) for one in finding.evidence),
+            evidence=tuple(
+                replace(source, artifact=paths.get(source.artifact, source.artifact)) for source in finding.evidence
+            ),
         )
         for finding in findings
     )
@@ -270,7 +272,10 @@ def _rank_view(rank: Rank, statistics: PulseStatistics | None, windows: tuple[Wi
     device_peaks = [row["device_peak_bytes"] for row in rank.pulse]
     devices = [step.device for step in steps if step.device is not None]
     host = HostMemory(
-        rss_bytes=next((one for one in reversed(rss) if one is not None), _last(step.host.rss_bytes for step in steps)),
+        rss_bytes=next(
+            (rss_bytes for rss_bytes in reversed(rss) if rss_bytes is not None),
+            _last(step.host.rss_bytes for step in steps),
+        ),
         max_rss_bytes=_most(*rss, *(step.host.max_rss_bytes for step in steps)),
         peak_rss_bytes=_most(
             *rss, *(step.host.max_rss_bytes for step in steps), *(s.host.peak_rss_bytes for s in steps)
@@ -280,10 +285,10 @@ def _rank_view(rank: Rank, statistics: PulseStatistics | None, windows: tuple[Wi
     )
     device = DeviceMemory(
         device=text(rank.facts, "device"),
-        allocated_bytes=_last(one.allocated_bytes for one in devices),
-        reserved_bytes=_last(one.reserved_bytes for one in devices),
-        max_allocated_bytes=_most(*(one.max_allocated_bytes for one in devices)),
-        peak_allocated_bytes=_most(*device_peaks, *(one.peak_allocated_bytes for one in devices)),
+        allocated_bytes=_last(device.allocated_bytes for device in devices),
+        reserved_bytes=_last(device.reserved_bytes for device in devices),
+        max_allocated_bytes=_most(*(device.max_allocated_bytes for device in devices)),
+        peak_allocated_bytes=_most(*device_peaks, *(device.peak_allocated_bytes for device in devices)),
     )
     return RankView(
         rank=rank.rank,
@@ -331,7 +336,7 @@ def _others(run: Run) -> tuple[Path, ...]:
     names = {RUN_DIRECTORY, name} if parse_numbered(name)[0] == RUN_DIRECTORY else {RUN_DIRECTORY}
     for place in {run.root, home}:
         # Only where a run lies directly in it: looking further down would take long in a large directory.
-        if any(is_run_directory(place / one) for one in names):
+        if any(is_run_directory(place / name) for name in names):
             beside = find_run(place)
             found |= {beside.directory, *beside.others}
     return tuple(sorted(found - {run.directory}))
@@ -342,14 +347,16 @@ def _device_note(run: Run, ranks: Sequence[RankView]) -> str | None:
         return None
     if (text(run.lead.facts, "device") or "cpu").startswith("cpu"):
         return "no accelerator"
-    return next((one.reason for one in run.unavailable if one.collector == "allocator"), "not recorded")
+    return next((row.reason for row in run.unavailable if row.collector == "allocator"), "not recorded")
 
 
 def _commands(run: Run) -> tuple[Command, ...]:
     name = run.root if _is_newest(run) else run.directory
     place = shlex.quote(shown_place(name, run.root, run.url))
     commands = [Command("lightning-memprof report", place), Command("lightning-memprof show", f"{place} --format json")]
-    trace = next((one for one in run.artifacts if one.type == "trace" and one.state == "present"), None)
+    trace = next(
+        (artifact for artifact in run.artifacts if artifact.type == "trace" and artifact.state == "present"), None
+    )
     if trace is not None:
         commands.append(Command("lightning-memprof view", place))
         logs = shown_place(trace_directory(run, trace.file), run.root, run.url)

@@ -93,7 +93,7 @@ def watch_line(watched: Watched) -> str:
 
 def _heading(label: str, words: str, width: int) -> list[Line]:
     first, *more = textwrap.wrap(clean(words), max(width - LABEL, 20)) or [""]
-    return [((f"{label:<{LABEL}}", "bold"), (first, "")), *(((f"{'':<{LABEL}}{one}", ""),) for one in more)]
+    return [((f"{label:<{LABEL}}", "bold"), (first, "")), *(((f"{'':<{LABEL}}{line}", ""),) for line in more)]
 
 
 def _head(watched: Watched, lead: RankSoFar, width: int) -> list[Line]:
@@ -135,7 +135,7 @@ def _steps(lead: RankSoFar) -> str:
 
 def _state(watched: Watched, lead: RankSoFar) -> str:
     if watched.follower.has_ended:
-        exception = next((text(one.end, "exception") for one in watched.follower.ranks.values() if one.end), None)
+        exception = next((text(rank.end, "exception") for rank in watched.follower.ranks.values() if rank.end), None)
         return f"ended: {clean(exception)}" if exception else "finished"
     last = lead.last_ns
     if last is None:
@@ -199,17 +199,17 @@ def _memory(lead: RankSoFar, width: int, *, ascii_only: bool) -> list[Line]:
 
 
 def _ranks(follower: Follower, width: int) -> list[Line]:
-    ranks = sorted(follower.ranks.values(), key=lambda one: -_median(one))[:MAX_RANKS]
+    ranks = sorted(follower.ranks.values(), key=lambda rank: -_median(rank))[:MAX_RANKS]
     rows = []
-    for one in sorted(ranks, key=lambda rank: rank.rank):
-        last = one.recent[-1] if one.recent else None
-        phases = one.phases_ns()
+    for rank_so_far in sorted(ranks, key=lambda rank: rank.rank):
+        last = rank_so_far.recent[-1] if rank_so_far.recent else None
+        phases = rank_so_far.phases_ns()
         whole = sum(phases.values())
         rows.append(
             (
-                f"rank {one.rank}",
-                "ended" if one.end is not None else _steps(one),
-                format_ns(_median(one)) if one.recent else "-",
+                f"rank {rank_so_far.rank}",
+                "ended" if rank_so_far.end is not None else _steps(rank_so_far),
+                format_ns(_median(rank_so_far)) if rank_so_far.recent else "-",
                 percent(phases["data_wait"] / whole) if whole else "-",
                 format_bytes(last["rss_bytes"]) if last and last["rss_bytes"] is not None else "-",
             )
@@ -224,23 +224,23 @@ def _ranks(follower: Follower, width: int) -> list[Line]:
 
 
 def _windows(lead: RankSoFar, width: int) -> list[Line]:
-    windows = sorted(lead.windows.values(), key=lambda one: one.index)
-    recorded = sum(one.closed for one in windows)
-    words = [f"{recorded} recorded", *(_window(one) for one in windows[-MAX_WINDOWS:])]
+    windows = sorted(lead.windows.values(), key=lambda window: window.index)
+    recorded = sum(window.closed for window in windows)
+    words = [f"{recorded} recorded", *(_window(window) for window in windows[-MAX_WINDOWS:])]
     return _heading("windows", " · ".join(words), width)
 
 
-def _window(one: RecordedWindow) -> str:
-    steps = f"steps {one.steps[0]}-{one.steps[-1]}" if one.steps else "no steps"
-    return f"{one.index}: {steps}{'' if one.closed else ', open now'}"
+def _window(window: RecordedWindow) -> str:
+    steps = f"steps {window.steps[0]}-{window.steps[-1]}" if window.steps else "no steps"
+    return f"{window.index}: {steps}{'' if window.closed else ', open now'}"
 
 
 def _findings(watched: Watched, width: int) -> list[Line]:
     lines: list[Line] = []
-    for index, one in enumerate(watched.findings[:MAX_FINDINGS]):
+    for index, finding in enumerate(watched.findings[:MAX_FINDINGS]):
         label = "" if index else "so far"
-        first, *more = textwrap.wrap(clean(one.sentence), max(width - LABEL, 20)) or [""]
-        lines.append(((f"{label:<{LABEL}}", "bold"), (first, SEVERITIES[one.severity])))
-        lines += [((f"{'':<{LABEL}}{line}", SEVERITIES[one.severity]),) for line in more]
-        lines += notes(one.next_steps[0], width, LABEL) if one.next_steps else []
+        first, *more = textwrap.wrap(clean(finding.sentence), max(width - LABEL, 20)) or [""]
+        lines.append(((f"{label:<{LABEL}}", "bold"), (first, SEVERITIES[finding.severity])))
+        lines += [((f"{'':<{LABEL}}{line}", SEVERITIES[finding.severity]),) for line in more]
+        lines += notes(finding.next_steps[0], width, LABEL) if finding.next_steps else []
     return lines

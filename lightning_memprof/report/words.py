@@ -59,17 +59,19 @@ def file_rows(view: View) -> Iterator[tuple[str, str, str]]:
     """Yield ``(type, size or state, name)``, first the directory that the names are in."""
     yield "files", "in", shown_place(view.root, view.root, view.url)
     by_type: dict[str, list[Artifact]] = defaultdict(list)
-    for one in view.artifacts:
-        by_type[one.type].append(one)
-    for kind in sorted(by_type, key=lambda one: TYPE_ORDER.index(one) if one in TYPE_ORDER else len(TYPE_ORDER)):
+    for artifact in view.artifacts:
+        by_type[artifact.type].append(artifact)
+    for kind in sorted(
+        by_type, key=lambda kind_name: TYPE_ORDER.index(kind_name) if kind_name in TYPE_ORDER else len(TYPE_ORDER)
+    ):
         files = by_type[kind]
         if kind == "series":
             for folder, inside in _by_folder(files).items():
-                names = ", ".join(sorted({one.collector for one in inside}))
+                names = ", ".join(sorted({file.collector for file in inside}))
                 yield kind, _size(inside), f"{folder}/ ({names})"
             continue
-        for one in files[:MAX_FILES]:
-            yield kind, "missing" if one.state == "missing" else _size([one]), one.path
+        for file in files[:MAX_FILES]:
+            yield kind, "missing" if file.state == "missing" else _size([file]), file.path
         if len(files) > MAX_FILES:
             yield kind, _size(files[MAX_FILES:]), f"{len(files) - MAX_FILES} more"
 
@@ -77,11 +79,11 @@ def file_rows(view: View) -> Iterator[tuple[str, str, str]]:
 def named_lines(view: View) -> list[str]:
     """Return one line for each named region and snapshot."""
     summaries = summarize(view.named)
-    width = max((len(one.name) for one in summaries[:MAX_NAMES]), default=0)
+    width = max((len(summary.name) for summary in summaries[:MAX_NAMES]), default=0)
     lines = [
-        f"{one.name:<{min(width, MAX_NAMES * 2)}}  {_times(one)} · {_memory(one)}"
-        + (f" (rank {one.rank})" if len(view.ranks) > 1 else "")
-        for one in summaries[:MAX_NAMES]
+        f"{summary.name:<{min(width, MAX_NAMES * 2)}}  {_times(summary)} · {_memory(summary)}"
+        + (f" (rank {summary.rank})" if len(view.ranks) > 1 else "")
+        for summary in summaries[:MAX_NAMES]
     ]
     more = len(summaries) - MAX_NAMES
     return [*lines, f"{more} more: --format json"] if more > 0 else lines
@@ -95,8 +97,8 @@ def trouble(view: View) -> list[tuple[str, str]]:
         lines["failed", f"{error.collector} on {error.where}{window}: {error.message}"].append(error.rank)
     for problem in view.problems:
         lines["damaged", f"{problem.piece}: {problem.message}"].append(problem.rank or 0)
-    for one in view.unavailable:
-        lines["no data", f"{one.collector}: {one.reason}"].append(one.rank)
+    for row in view.unavailable:
+        lines["no data", f"{row.collector}: {row.reason}"].append(row.rank)
     for note in view.notes:
         lines["note", f"{note.collector}: {note.message}"].append(note.rank)
     for cut in view.lead.windows:
@@ -127,7 +129,7 @@ def cost(view: View) -> str | None:
         of_run = f" ({percent(overhead.pulse_ns / overhead.run_ns)})" if overhead.run_ns else ""
         words.append(f"pulse {format_ns(overhead.pulse_ns / overhead.steps)} a step{of_run}")
     if overhead.windows_ns is not None:
-        collectors = sorted(overhead.collectors_ns.items(), key=lambda one: -one[1])
+        collectors = sorted(overhead.collectors_ns.items(), key=lambda entry: -entry[1])
         named = ", ".join(f"{name} {format_ns(ns)}" for name, ns in collectors[:MAX_FILES])
         words.append(f"windows {format_ns(overhead.windows_ns)}" + (f" ({named})" if named else ""))
     if overhead.windows_rss_bytes:
@@ -139,26 +141,27 @@ def clean(value: str) -> str:
     """Make control characters visible, since text from outside must not steer the terminal, and cut what is endless."""
     short = value if len(value) <= MAX_TEXT else value[: MAX_TEXT - 1] + "…"
     return "".join(
-        one if one.isprintable() else one.encode("unicode_escape", "backslashreplace").decode("ascii") for one in short
+        character if character.isprintable() else character.encode("unicode_escape", "backslashreplace").decode("ascii")
+        for character in short
     )
 
 
-def _times(one: NamedSummary) -> str:
-    return "once" if one.times == 1 else f"{one.times} times"
+def _times(total: NamedSummary) -> str:
+    return "once" if total.times == 1 else f"{total.times} times"
 
 
-def _memory(one: NamedSummary) -> str:
-    if not one.is_region:
-        sizes = dict.fromkeys(one.rss_bytes[:1] + one.rss_bytes[-1:])
+def _memory(summary: NamedSummary) -> str:
+    if not summary.is_region:
+        sizes = dict.fromkeys(summary.rss_bytes[:1] + summary.rss_bytes[-1:])
         return "rss " + (" to ".join(map(format_bytes, sizes)) or "unknown")
     words = []
-    if len(one.changes_bytes) == 1:
-        words.append(f"rss {_signed(one.changes_bytes[0])}")
-    elif one.changes_bytes:
-        mean = round(sum(one.changes_bytes) / len(one.changes_bytes))
-        words.append(f"rss {_signed(mean)} a time, at most {_signed(max(one.changes_bytes))}")
-    if one.unfinished:
-        words.append("did not end" if one.times == 1 else f"{one.unfinished} did not end")
+    if len(summary.changes_bytes) == 1:
+        words.append(f"rss {_signed(summary.changes_bytes[0])}")
+    elif summary.changes_bytes:
+        mean = round(sum(summary.changes_bytes) / len(summary.changes_bytes))
+        words.append(f"rss {_signed(mean)} a time, at most {_signed(max(summary.changes_bytes))}")
+    if summary.unfinished:
+        words.append("did not end" if summary.times == 1 else f"{summary.unfinished} did not end")
     return ", ".join(words) or "rss unknown"
 
 
@@ -168,15 +171,15 @@ def _signed(value: int) -> str:
 
 def _by_folder(files: Iterable[Artifact]) -> dict[str, list[Artifact]]:
     folders: dict[str, list[Artifact]] = defaultdict(list)
-    for one in files:
-        folders[one.path.rpartition("/")[0] or "."].append(one)
+    for file in files:
+        folders[file.path.rpartition("/")[0] or "."].append(file)
     shown = dict(list(folders.items())[:MAX_FILES])
-    rest = [one for folder in list(folders)[MAX_FILES:] for one in folders[folder]]
+    rest = [file for folder in list(folders)[MAX_FILES:] for file in folders[folder]]
     return {**shown, f"{len(folders) - MAX_FILES} more windows": rest} if rest else shown
 
 
 def _size(files: Iterable[Artifact]) -> str:
-    return format_bytes(sum(one.size_bytes or 0 for one in files))
+    return format_bytes(sum(file.size_bytes or 0 for file in files))
 
 
 def _count(value: int) -> str:

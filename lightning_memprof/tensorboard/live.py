@@ -53,22 +53,22 @@ class Live:
             follower.look()
             if not follower.ranks:
                 return {"lead": None, "ranks": []}
-            ranks = sorted(follower.ranks.values(), key=lambda one: one.rank)
+            ranks = sorted(follower.ranks.values(), key=lambda rank: rank.rank)
             return {
                 "lead": _rank(follower.lead),
                 "world_size": follower.world_size,
                 "found": follower.found,
-                "ranks": [_short(one) for one in ranks[:MOST_RANKS]] if len(ranks) > 1 else [],
+                "ranks": [_short(rank) for rank in ranks[:MOST_RANKS]] if len(ranks) > 1 else [],
             }
 
 
-def _rank(one: RankSoFar) -> dict[str, Any]:
-    phases = one.phases_ns()
+def _rank(rank: RankSoFar) -> dict[str, Any]:
+    phases = rank.phases_ns()
     whole = sum(phases.values())
-    last = one.recent[-1] if one.recent else None
+    last = rank.recent[-1] if rank.recent else None
     return {
-        **_short(one),
-        "total": progress_of(one) or None,
+        **_short(rank),
+        "total": progress_of(rank) or None,
         "epoch": last["epoch"] if last else None,
         "phases": [
             {
@@ -81,27 +81,27 @@ def _rank(one: RankSoFar) -> dict[str, Any]:
             for phase in PHASES
             if whole
         ],
-        "device_peak": None if one.device_peak_bytes is None else format_bytes(one.device_peak_bytes),
-        "durations_ns": _thinned(one.durations_ns.values),
-        "rss_bytes": _thinned(one.rss_bytes.values),
-        "errors": one.errors,
+        "device_peak": None if rank.device_peak_bytes is None else format_bytes(rank.device_peak_bytes),
+        "durations_ns": _thinned(rank.durations_ns.values),
+        "rss_bytes": _thinned(rank.rss_bytes.values),
+        "errors": rank.errors,
     }
 
 
-def _short(one: RankSoFar) -> dict[str, Any]:
-    durations = [ns for row in one.usual() if (ns := row["duration_ns"]) is not None]
-    phases = one.phases_ns()
+def _short(rank: RankSoFar) -> dict[str, Any]:
+    durations = [ns for row in rank.usual() if (ns := row["duration_ns"]) is not None]
+    phases = rank.phases_ns()
     whole = sum(phases.values())
-    last = one.recent[-1] if one.recent else None
+    last = rank.recent[-1] if rank.recent else None
     step = last["step"] if last else None
     rss = last["rss_bytes"] if last else None
     return {
-        "rank": one.rank,
-        "steps": one.steps if step is None else step + 1,
+        "rank": rank.rank,
+        "steps": rank.steps if step is None else step + 1,
         "step": format_ns(statistics.median(durations)) if durations else None,
         "data_wait": percent(phases["data_wait"] / whole) if whole else None,
         "rss": None if rss is None else format_bytes(rss),
-        "has_ended": one.end is not None,
+        "has_ended": rank.end is not None,
     }
 
 

@@ -46,7 +46,7 @@ def _made(asked: Mapping[str, Any]) -> str:
     from lightning_memprof.report.html import render_page, to_html
     from lightning_memprof.report.opened import OpenOptions, opened
 
-    runs = [(Path(one["directory"]), Path(one["top"]), str(one["label"])) for one in asked["runs"]]
+    runs = [(Path(run["directory"]), Path(run["top"]), str(run["label"])) for run in asked["runs"]]
     if len(runs) == 2:
         from lightning_memprof.analysis.compare.comparison import compare
         from lightning_memprof.analysis.compare.sides import run_side

@@ -48,7 +48,7 @@ class Asked:
     @property
     def key(self) -> str:
         """What the finished page is asked for by."""
-        asked = [[one.id for one in self.runs], self.rank, self.window, self.state]
+        asked = [[run.id for run in self.runs], self.rank, self.window, self.state]
         return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:24]
 
 
@@ -111,7 +111,7 @@ class Pages:
 
 
 def _build(asked: Asked, job: Job) -> None:
-    runs = [{"directory": str(one.directory), "top": str(one.top), "label": one.label} for one in asked.runs]
+    runs = [{"directory": str(run.directory), "top": str(run.top), "label": run.label} for run in asked.runs]
     words = {"runs": runs, "rank": asked.rank, "window": asked.window}
     process = subprocess.Popen(
         own_program("lightning_memprof.tensorboard.page_process"),

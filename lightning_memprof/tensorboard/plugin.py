@@ -150,20 +150,20 @@ class MemprofPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard 
     def _list_files(self, request: Request) -> Response:
         found = self._run(request, "run")
         files = run_files(found.directory, found.ranks, found.top)
-        return _json(request, {"files": [self._file_row(found, one) for one in files]})
+        return _json(request, {"files": [self._file_row(found, file) for file in files]})
 
     @_answers
     def _give_file(self, request: Request) -> Response:
         found = self._run(request, "run")
         path = request.args.get("path")
         files = run_files(found.directory, found.ranks, found.top)
-        one = next((file for file in files if file.path == path), None)
-        if one is None:
+        run_file = next((file for file in files if file.path == path), None)
+        if run_file is None:
             raise _Missing("no manifest below the log directory names this file, or it lies outside")
-        is_shown = request.args.get("as") == "text" and one.type == "trace"
-        if is_shown and one.size_bytes > MOST_TRACE_BYTES:
+        is_shown = request.args.get("as") == "text" and run_file.type == "trace"
+        if is_shown and run_file.size_bytes > MOST_TRACE_BYTES:
             raise _Missing("this trace is too large for a browser; see lightning-memprof view --steps")
-        return _file_answer(one, request.environ, is_shown=is_shown)
+        return _file_answer(run_file, request.environ, is_shown=is_shown)
 
     @_answers
     def _give_static(self, request: Request) -> Response:
@@ -182,15 +182,15 @@ class MemprofPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard 
     def _has_profiler_tab(self) -> bool:
         return PROFILER in (self._context.plugin_name_to_instance or {})
 
-    def _file_row(self, found: FoundRun, one: RunFile) -> dict[str, Any]:
-        is_trace = one.type == "trace" and self._has_profiler_tab()
+    def _file_row(self, found: FoundRun, file: RunFile) -> dict[str, Any]:
+        is_trace = file.type == "trace" and self._has_profiler_tab()
         return {
-            "rank": one.rank,
-            "window": one.window,
-            "type": one.type,
-            "path": one.path,
-            "size_bytes": one.size_bytes,
-            "profiler_tab": place_in_profiler_tab(one.file, found.top) if is_trace and self._has_one_place else None,
+            "rank": file.rank,
+            "window": file.window,
+            "type": file.type,
+            "path": file.path,
+            "size_bytes": file.size_bytes,
+            "profiler_tab": place_in_profiler_tab(file.file, found.top) if is_trace and self._has_one_place else None,
         }
 
 
@@ -218,15 +218,15 @@ def _json(request: Request, document: Mapping[str, Any], code: int = 200) -> Res
     return answer
 
 
-def _file_answer(one: RunFile, environ: dict[str, Any], *, is_shown: bool) -> Response:
+def _file_answer(file: RunFile, environ: dict[str, Any], *, is_shown: bool) -> Response:
     """Return a file as it lies there; nothing of it runs in the browser, whatever it is."""
-    packed = one.file.suffix == ".gz"
+    packed = file.file.suffix == ".gz"
     answer = send_file(
-        one.file.resolve(),
+        file.file.resolve(),
         environ,
         mimetype="application/json" if is_shown else "application/octet-stream",
         as_attachment=not is_shown,
-        download_name=one.file.name.encode("ascii", "replace").decode("ascii"),
+        download_name=file.file.name.encode("ascii", "replace").decode("ascii"),
     )
     answer.headers["X-Content-Type-Options"] = "nosniff"
     answer.headers["Content-Security-Policy"] = "default-src 'none'; sandbox"

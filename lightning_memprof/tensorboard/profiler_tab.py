@@ -27,7 +27,11 @@ def place_in_profiler_tab(file: Path, top: Path) -> dict[str, str] | None:
     worker = named[1]
     try:
         below = real.parent.relative_to(top).as_posix()
-        others = [one for path in real.parent.iterdir() if (one := _NAMED.fullmatch(path.name)) and one[1] == worker]
+        others = [
+            file_match
+            for path in real.parent.iterdir()
+            if (file_match := _NAMED.fullmatch(path.name)) and file_match[1] == worker
+        ]
     except (OSError, ValueError):
         return None
     spans = sorted(match[2] for match in others if match[2])

@@ -89,8 +89,8 @@ class RunList:
         with self._lock:
             if time.monotonic() - self._looked_at > FRESH_SECONDS:
                 walk = _Walk()
-                found = [one for prefix, top in self._tops.items() for one in walk.runs(prefix, top)]
-                self._found = {one.id: one for one in found[:MOST_RUNS]}
+                found = [run for prefix, top in self._tops.items() for run in walk.runs(prefix, top)]
+                self._found = {run.id: run for run in found[:MOST_RUNS]}
                 self._is_cut = walk.is_cut or len(found) > MOST_RUNS
                 self._looked_at = time.monotonic()
             return list(self._found.values())
@@ -99,7 +99,7 @@ class RunList:
         """Return the run of this id, None where there is none; an id is looked up and never part of a path."""
         with self._lock:
             found = self._found.get(run_id)
-        return found or next((one for one in self.look() if one.id == run_id), None)
+        return found or next((run for run in self.look() if run.id == run_id), None)
 
     def any(self) -> bool:
         """Say whether there is a run; looks no further than the first."""
@@ -111,8 +111,8 @@ class RunList:
 
     def document(self) -> dict[str, Any]:
         """Return what the page lists, as JSON: of each run how far it is, its ranks and its windows."""
-        runs = [self.facts(one) for one in self.look()]
-        runs.sort(key=lambda one: (-(one["started_ns"] or 0), one["label"]))
+        runs = [self.facts(run) for run in self.look()]
+        runs.sort(key=lambda run_row: (-(run_row["started_ns"] or 0), run_row["label"]))
         places = [str(top) for top in self._tops.values()]
         return {"places": places, "is_cut": self._is_cut, "runs": runs}
 

@@ -103,10 +103,10 @@ def measure(code: str, out: Path, traces: list[Path]) -> Cost:
     while process.poll() is None:
         total = 0
         try:
-            for one in (process, *process.children(recursive=True)):
-                total += one.memory_info().rss
-                times = one.cpu_times()
-                cpu[one.pid] = times.user + times.system
+            for child in (process, *process.children(recursive=True)):
+                total += child.memory_info().rss
+                times = child.cpu_times()
+                cpu[child.pid] = times.user + times.system
         except psutil.Error:
             continue
         peak = max(peak, total)

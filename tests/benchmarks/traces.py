@@ -182,7 +182,7 @@ def profile(name: str, trace: Path) -> str:
     program = [sys.executable, "-c", PROGRAMS[name].profiled, str(trace)]
     beside = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run(program, capture_output=True, text=True, check=True, env=beside)
-    functions = sorted(json.loads(done.stdout.splitlines()[-1]), key=lambda one: one[2], reverse=True)
+    functions = sorted(json.loads(done.stdout.splitlines()[-1]), key=lambda row: row[2], reverse=True)
     whole = sum(own for _, _, own, _ in functions)
     rows = [
         [f"`{function}`", f"{calls:,}", f"{1000 * own:.0f}", f"{own / whole:.0%}"]

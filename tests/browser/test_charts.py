@@ -60,10 +60,10 @@ def open_charts(browser: Any, tmp_path: Path) -> Iterator[Open]:
         measured.send("Performance.enable", {"timeDomain": "threadTicks"})
         page.goto(file.as_uri())
         page.wait_for_selector(DRAWN, state="attached", timeout=60_000)
-        page.busy_s = {one["name"]: one["value"] for one in measured.send("Performance.getMetrics")["metrics"]}[
-            "TaskDuration"
-        ]
-        assert {one.get_attribute("data-state") for one in page.query_selector_all(".chart")} == {"drawn"}
+        page.busy_s = {
+            metric["name"]: metric["value"] for metric in measured.send("Performance.getMetrics")["metrics"]
+        }["TaskDuration"]
+        assert {chart.get_attribute("data-state") for chart in page.query_selector_all(".chart")} == {"drawn"}
         return page
 
     yield open_

@@ -48,7 +48,7 @@ def pages_made() -> Iterator[None]:
     """Wait for the pages that TensorBoard is still making for the tab, which follows its run to the last file."""
     yield
     deadline = time.monotonic() + LONG_MS / 1000
-    while any(_makes_a_page(one) for one in psutil.Process().children(recursive=True)):
+    while any(_makes_a_page(process) for process in psutil.Process().children(recursive=True)):
         assert time.monotonic() < deadline, "TensorBoard still makes a page"
         time.sleep(0.1)
 
@@ -75,7 +75,7 @@ def open_tab(browser: Any, server: str, heard: list[str]) -> Iterator[Callable[.
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(LONG_MS)
-        page.on("request", lambda one: heard.append(one.url) if not one.url.startswith(OURS) else None)
+        page.on("request", lambda request: heard.append(request.url) if not request.url.startswith(OURS) else None)
         page.on("console", lambda said: heard.append(said.text) if said.type == "error" else None)
         page.on("pageerror", lambda error: heard.append(str(error)))
         page.goto(f"{server}/{route}", timeout=LONG_MS)

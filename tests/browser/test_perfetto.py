@@ -65,9 +65,9 @@ def test_two_ranks_of_one_training_line_up_without_an_import_error(tmp_path, ope
     assert names == [f"rank 0 · {host}", f"rank 1 · {host}"]
     first, second = ([row for row in steps if row["rank"] == name] for name in names)
     assert [row["name"] for row in first] == [row["name"] for row in second]
-    for one, other in zip(first, second, strict=True):
+    for expected, other in zip(first, second, strict=True):
         # DDP lets no rank go on before both have their gradients: the same steps overlap.
-        assert max(one["ts"], other["ts"]) < min(one["ts"] + one["dur"], other["ts"] + other["dur"])
+        assert max(expected["ts"], other["ts"]) < min(expected["ts"] + expected["dur"], other["ts"] + other["dur"])
     tracks = {row["name"] for row in query("select name from thread")}
     assert {"steps", "data fetches", "hooks", "marks"} <= tracks
     counters = {row["name"].removesuffix(" value") for row in query("select name from counter_track")}

@@ -139,7 +139,7 @@ def test_with_stacks_the_view_of_modules_has_torchs(tab: Page) -> None:
 
 def test_the_distributed_view_has_both_ranks(tab: Page) -> None:
     tab.show("ranks/log", "Distributed")
-    found = [one.name for one in collectives(tab.trace("ranks/log"))]
+    found = [collective.name for collective in collectives(tab.trace("ranks/log"))]
     rows = tab.rows("gloo:all_reduce")
     for name in ("all_reduce", "broadcast"):
         assert number(rows[f"gloo:{name}"][0]) == found.count(name)

@@ -61,7 +61,7 @@ def page(page_file, open_page):
 
 
 def outside(heard: list[str]) -> list[str]:
-    return [one for one in heard if not one.startswith(("data:", "blob:"))]
+    return [url for url in heard if not url.startswith(("data:", "blob:"))]
 
 
 def shown(page, table: str) -> list[str]:
@@ -98,8 +98,8 @@ def test_a_script_that_gets_into_the_page_would_not_run(page, heard):
     assert page.evaluate("window.hacked") is None
     refused = heard[before:]
     del heard[before:]
-    assert any("Content Security Policy" in one for one in refused)
-    assert not any(one.startswith("http") for one in refused)
+    assert any("Content Security Policy" in text for text in refused)
+    assert not any(text.startswith("http") for text in refused)
 
 
 def test_the_sections_are_all_there_and_every_link_leads_somewhere(page):

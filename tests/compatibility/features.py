@@ -173,7 +173,9 @@ def main(name: str, directory: Path, recorders: Iterable[str]) -> dict[str, Any]
     found: dict[str, Any] = {"same": True, "errors": [], "unavailable": [], "windows": 0, "pages": 0}
     for recorder in recorders:
         ours = program(directory / recorder, RECORDERS[recorder]())
-        same = len(ours) == len(bare) and all(torch.equal(one, other) for one, other in zip(bare, ours, strict=True))
+        same = len(ours) == len(bare) and all(
+            torch.equal(expected, other) for expected, other in zip(bare, ours, strict=True)
+        )
         found["same"] = found["same"] and same
         for run in sorted(path.parent for path in (directory / recorder).rglob("manifest.rank00000.jsonl")):
             judge(run, found)

@@ -104,8 +104,8 @@ def outcome(said: Path) -> tuple[Verdict, str]:
     """Judge what pytest has written; a test or a module that asks for torch, or for Lightning, says so itself."""
     # pytest has just written it.
     cases = list(ET.parse(said).getroot().iter("testcase"))  # noqa: S314
-    bad = [(case, one) for case in cases for one in case if one.tag in {"failure", "error"}]
-    ours = [(case, _reason(one)) for case, one in bad if not NEEDS_TORCH.search(_reason(one))]
+    bad = [(case, element) for case in cases for element in case if element.tag in {"failure", "error"}]
+    ours = [(case, _reason(element)) for case, element in bad if not NEEDS_TORCH.search(_reason(element))]
     skipped = sum(case.find("skipped") is not None for case in cases)
     passed = len(cases) - skipped - len({case for case, _ in bad})
     saw = f"{passed} passed, {skipped} skipped"

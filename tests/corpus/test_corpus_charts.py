@@ -35,6 +35,6 @@ def test_the_stretches_of_a_recorded_trace_add_up_to_its_reference():
     found = device_timeline(paths[0])
     assert found is not None
     references = json.loads((ROOT / "references" / "traces.json").read_text())
-    known = next(one for one in references["kineto_resnet50_nw0"] if one["file"] == paths[0].name)
+    known = next(step for step in references["kineto_resnet50_nw0"] if step["file"] == paths[0].name)
     busy = sum(sum(found.shares[name]) for name in ("compute", "communication", "memory_copy")) * found.stretch_ns
     assert busy == pytest.approx(1000 * known["gpu_window"]["busy_us"], rel=0.001)

@@ -63,7 +63,9 @@ def test_a_trace_is_a_file_that_speedscope_s_format_allows(trace: Path) -> None:
     scope.write(out)
     document = json.loads(out.getvalue())
     validate(document)
-    assert sum(len(one["events"]) for one in document["profiles"]) == 2 * sum(len(one.start) for one in lanes.lanes)
+    assert sum(len(profile["events"]) for profile in document["profiles"]) == 2 * sum(
+        len(lane.start) for lane in lanes.lanes
+    )
 
 
 @pytest.mark.parametrize("name", ["traces/hta_amd_mi250", "snapshots/snap_cs336_silmont"])

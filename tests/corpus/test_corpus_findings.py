@@ -19,29 +19,29 @@ TRACES: list[Path | None] = [*sorted((ROOT / "traces").glob("*/*.json.gz"))]
 @cache
 def findings_of(path: Path) -> tuple[Finding, ...]:
     report = trace_report(path)
-    return tuple(one for rule in TRACE_RULES for one in rule(report))
+    return tuple(finding for rule in TRACE_RULES for finding in rule(report))
 
 
 def found(name: str) -> dict[str, Finding]:
     paths = sorted((ROOT / "traces" / name).glob("*.json.gz"))
     if not paths:
         pytest.skip(f"no recorded traces in {ROOT}; set MEMPROF_CORPUS to where they are")
-    return {one.rule: one for one in findings_of(paths[0])}
+    return {finding.rule: finding for finding in findings_of(paths[0])}
 
 
 def above_info(name: str) -> set[str]:
-    return {rule for rule, one in found(name).items() if one.severity > Severity.INFO}
+    return {rule for rule, finding in found(name).items() if finding.severity > Severity.INFO}
 
 
 def test_a_training_without_workers_is_input_bound_with_its_share() -> None:
-    one = found("kineto_resnet50_nw0")["input_bound_trace"]
-    assert one.sentence == "Input-bound: loading batches takes 39.6 % of the steps."
-    assert one.severity is Severity.CRITICAL
-    assert one.numbers["steps"] == 6
-    assert one.numbers["data_loading_share"] == pytest.approx(0.39625, rel=1e-3)
-    assert 0.28 < one.numbers["exposed_ns"] / one.numbers["window_ns"] < 0.396
-    assert "num_workers" in one.next_steps[0]
-    longest = one.evidence[-1]
+    finding = found("kineto_resnet50_nw0")["input_bound_trace"]
+    assert finding.sentence == "Input-bound: loading batches takes 39.6 % of the steps."
+    assert finding.severity is Severity.CRITICAL
+    assert finding.numbers["steps"] == 6
+    assert finding.numbers["data_loading_share"] == pytest.approx(0.39625, rel=1e-3)
+    assert 0.28 < finding.numbers["exposed_ns"] / finding.numbers["window_ns"] < 0.396
+    assert "num_workers" in finding.next_steps[0]
+    longest = finding.evidence[-1]
     assert longest.artifact.endswith("worker0.1623143089861.pt.trace.json.gz")
     assert longest.start_ns is not None
     assert longest.end_ns is not None
@@ -50,7 +50,7 @@ def test_a_training_without_workers_is_input_bound_with_its_share() -> None:
 
 def test_input_bound_is_what_weighs_most_in_it() -> None:
     findings = found("kineto_resnet50_nw0").values()
-    assert max(findings, key=lambda one: (one.severity, one.weight)).rule == "input_bound_trace"
+    assert max(findings, key=lambda finding: (finding.severity, finding.weight)).rule == "input_bound_trace"
 
 
 def test_the_first_schema_is_understood_too() -> None:
@@ -71,11 +71,11 @@ def test_trainings_that_load_well_are_not_input_bound(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "share"), [("tl_h100_bert", 0.9208), ("sidnb13_h100_transformer", 0.8505)])
 def test_small_transformers_are_launch_bound(name: str, share: float) -> None:
-    one = found(name)["gpu_idle"]
-    assert one.severity is Severity.CRITICAL
-    assert one.numbers["launch_bound"] is True
-    assert one.numbers["idle_share"] == pytest.approx(share, rel=1e-3)
-    assert sum(one.numbers["causes_ns"].values()) == pytest.approx(one.numbers["idle_ns"], abs=10)
+    finding = found(name)["gpu_idle"]
+    assert finding.severity is Severity.CRITICAL
+    assert finding.numbers["launch_bound"] is True
+    assert finding.numbers["idle_share"] == pytest.approx(share, rel=1e-3)
+    assert sum(finding.numbers["causes_ns"].values()) == pytest.approx(finding.numbers["idle_ns"], abs=10)
 
 
 @pytest.mark.parametrize(
@@ -87,10 +87,10 @@ def test_small_transformers_are_launch_bound(name: str, share: float) -> None:
     ],
 )
 def test_exposed_communication_names_its_collective(name: str, share: float, collective: str) -> None:
-    one = found(name)["communication_exposed"]
-    assert one.numbers["exposed_share"] == pytest.approx(share, rel=1e-3)
-    assert one.sentence.endswith(f"most of it {collective}.")
-    worst = one.numbers["collectives"][0]
+    finding = found(name)["communication_exposed"]
+    assert finding.numbers["exposed_share"] == pytest.approx(share, rel=1e-3)
+    assert finding.sentence.endswith(f"most of it {collective}.")
+    worst = finding.numbers["collectives"][0]
     assert worst["bytes_each"] > 10_000_000
     assert worst["exposed_ns"] <= worst["max_ns"] * worst["count"]
 
@@ -101,10 +101,10 @@ def test_a_single_rank_communicates_nothing(name: str) -> None:
 
 
 def test_batches_that_were_not_pinned_are_copied_from_pageable_memory() -> None:
-    one = found("kineto_resnet50_nw0")["blocking_transfers"]
-    assert one.numbers["count"] == 12
-    assert one.numbers["total_ns"] == 11_492_000
-    assert one.severity is Severity.INFO
+    finding = found("kineto_resnet50_nw0")["blocking_transfers"]
+    assert finding.numbers["count"] == 12
+    assert finding.numbers["total_ns"] == 11_492_000
+    assert finding.severity is Severity.INFO
     for name in ("hta_trace_diff_control", "hta_sampled_128", "hta_ns_resolution"):
         assert "blocking_transfers" not in found(name)
 
@@ -117,8 +117,8 @@ def test_tensor_cores_are_missed_where_they_are_and_are_not_used() -> None:
 
 
 def test_layouts_that_change_at_each_convolution_are_many_small_kernels() -> None:
-    one = found("tl_mi300_resnet_ddp_rank0of8")["many_small_kernels"]
-    assert "channels_last" in one.next_steps[0]
+    finding = found("tl_mi300_resnet_ddp_rank0of8")["many_small_kernels"]
+    assert "channels_last" in finding.next_steps[0]
     assert "many_small_kernels" not in found("hta_ns_resolution")
 
 
@@ -131,23 +131,23 @@ def test_dense_recordings_of_small_models_say_how_far_to_believe_them() -> None:
 def test_none_of_them_is_a_host_that_calls_tiny_operators(path: Path | None) -> None:
     if path is None:
         pytest.skip(f"no recorded traces in {ROOT}; set MEMPROF_CORPUS to where they are")
-    assert "many_small_operators" not in {one.rule for one in findings_of(path)}
+    assert "many_small_operators" not in {finding.rule for finding in findings_of(path)}
 
 
 @pytest.mark.parametrize("path", TRACES or [None], ids=lambda path: path.parent.name if path else "none")
 def test_every_finding_is_whole_and_points_into_its_trace(path: Path | None) -> None:
     if path is None:
         pytest.skip(f"no recorded traces in {ROOT}; set MEMPROF_CORPUS to where they are")
-    for one in findings_of(path):
-        assert one.sentence.endswith(".")
-        assert one.why.endswith(".")
-        assert one.next_steps
-        assert 0 < one.weight <= 1
-        assert one.evidence[0].artifact == os.fspath(path)
-        whole = one.evidence[0]
+    for finding in findings_of(path):
+        assert finding.sentence.endswith(".")
+        assert finding.why.endswith(".")
+        assert finding.next_steps
+        assert 0 < finding.weight <= 1
+        assert finding.evidence[0].artifact == os.fspath(path)
+        whole = finding.evidence[0]
         assert whole.start_ns is not None
         assert whole.end_ns is not None
-        for each in one.evidence[1:]:
+        for each in finding.evidence[1:]:
             assert each.start_ns is not None
             assert each.end_ns is not None
             assert whole.start_ns <= each.start_ns <= each.end_ns <= whole.end_ns

@@ -57,8 +57,10 @@ def shown(corpus: Path) -> dict[str, dict[str, Any]]:
     document = json.loads(written.getvalue())
     assert document["problems"] == []
     return {
-        "traces": {one["file"].removeprefix(f"{corpus / 'traces'}/"): one for one in document["traces"]},
-        "snapshots": {one["file"].removeprefix(f"{corpus / 'snapshots'}/"): one for one in document["snapshots"]},
+        "traces": {trace["file"].removeprefix(f"{corpus / 'traces'}/"): trace for trace in document["traces"]},
+        "snapshots": {
+            snapshot["file"].removeprefix(f"{corpus / 'snapshots'}/"): snapshot for snapshot in document["snapshots"]
+        },
     }
 
 
@@ -84,12 +86,12 @@ def test_every_trace_agrees_with_its_reference(shown: dict[str, dict[str, Any]],
 def test_every_snapshot_agrees_with_its_reference_to_the_byte(shown: dict[str, dict[str, Any]], corpus: Path) -> None:
     references = json.loads((corpus / "references" / "snapshots.json").read_text())
     for file, reference in references.items():
-        devices = {str(one["device"]): one for one in shown["snapshots"][file]["devices"]}
+        devices = {str(device["device"]): device for device in shown["snapshots"][file]["devices"]}
         for device, expected in reference["devices"].items():
             found = devices[device]
             known = {key: expected[name] for key, name in SIZES.items() if name in expected}
             assert {key: found[key] for key in known} == known
-            held = sum(one["bytes"] for one in found["holders_at_peak"]) + found["other_holders_bytes"]
+            held = sum(holder["bytes"] for holder in found["holders_at_peak"]) + found["other_holders_bytes"]
             assert held == found["peak_requested_bytes"]
 
 

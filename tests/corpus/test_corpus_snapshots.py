@@ -123,4 +123,4 @@ def test_the_report_of_every_recorded_snapshot_has_the_references_figures_and_sa
 
 
 def test_no_recorded_snapshot_has_a_fault(path):
-    assert all(one.severity <= Severity.INFO for one in examine_files((), [snapshot_report(path)]))
+    assert all(finding.severity <= Severity.INFO for finding in examine_files((), [snapshot_report(path)]))

@@ -58,15 +58,15 @@ def unaudited(reason: str) -> int:
 
 def told(packages: list[dict[str, Any]]) -> int:
     """Say what was found."""
-    skipped = [one for one in packages if "skip_reason" in one]
+    skipped = [package for package in packages if "skip_reason" in package]
     if len(skipped) == len(packages):
         return unaudited(nothing(skipped))
-    found = [(one, vulnerability) for one in packages for vulnerability in one.get("vulns", ())]
-    for one, vulnerability in found:
+    found = [(package, vulnerability) for package in packages for vulnerability in package.get("vulns", ())]
+    for package, vulnerability in found:
         fixed = ", ".join(vulnerability["fix_versions"]) or "no version yet"
-        print(f"{one['name']} {one['version']}: {vulnerability['id']}, mended in {fixed}")
+        print(f"{package['name']} {package['version']}: {vulnerability['id']}, mended in {fixed}")
     print(f"{len(packages) - len(skipped)} packages were audited, {len(found)} vulnerabilities")
-    code = unaudited(f"{len(skipped)} packages: {', '.join(one['name'] for one in skipped)}") if skipped else 0
+    code = unaudited(f"{len(skipped)} packages: {', '.join(package['name'] for package in skipped)}") if skipped else 0
     return 1 if found else code
 
 
@@ -75,7 +75,7 @@ def nothing(skipped: list[dict[str, Any]]) -> str:
     if not skipped:
         return f"{PINNED.name} pins no packages"
     first = skipped[0]["skip_reason"]
-    if all(MISSING in one["skip_reason"] for one in skipped):
+    if all(MISSING in package["skip_reason"] for package in skipped):
         return (
             f"the index answers, but has vulnerability records of none of the {len(skipped)} packages, as a mirror of "
             f"packages alone; of the first pip-audit says: {first}"

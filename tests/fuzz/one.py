@@ -63,10 +63,10 @@ def by_coverage(name: str, seconds: int, corpus: Path, crashes: Path) -> None:
 
 
 def _quiet(read: Callable[[bytes], str]) -> Callable[[bytes], None]:
-    def one(content: bytes) -> None:
+    def read_quietly(content: bytes) -> None:
         read(content)
 
-    return one
+    return read_quietly
 
 
 def by_chance(name: str, seconds: float, corpus: Path, crashes: Path) -> None:

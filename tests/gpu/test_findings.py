@@ -39,7 +39,7 @@ def found(tmp_path: Path, step: Callable[[], object]) -> dict[str, Finding]:
     report = trace_report(path)
     assert report.gpu_window is not None
     assert len(report.steps) == STEPS
-    return {one.rule: one for rule in TRACE_RULES for one in rule(report)}
+    return {finding.rule: finding for rule in TRACE_RULES for finding in rule(report)}
 
 
 def products(device: torch.device, dtype: torch.dtype, count: int = 40) -> Callable[[], torch.Tensor]:
@@ -56,7 +56,7 @@ def products(device: torch.device, dtype: torch.dtype, count: int = 40) -> Calla
 
 def test_large_products_in_bfloat16_have_nothing_above_info(cuda: torch.device, tmp_path: Path) -> None:
     findings = found(tmp_path, products(cuda, torch.bfloat16))
-    assert not {rule for rule, one in findings.items() if one.severity > Severity.INFO}
+    assert not {rule for rule, finding in findings.items() if finding.severity > Severity.INFO}
     assert "tensor_cores_unused" not in findings
 
 
@@ -67,9 +67,9 @@ def test_tiny_kernels_are_launch_bound(cuda: torch.device, tmp_path: Path) -> No
         for _ in range(500):
             small.add_(1).mul_(0.5)
 
-    one = found(tmp_path, step)["gpu_idle"]
-    assert one.severity is Severity.CRITICAL
-    assert one.numbers["launch_bound"] is True
+    finding = found(tmp_path, step)["gpu_idle"]
+    assert finding.severity is Severity.CRITICAL
+    assert finding.numbers["launch_bound"] is True
 
 
 def test_values_that_are_read_after_each_product_are_synchronizations(cuda: torch.device, tmp_path: Path) -> None:
@@ -79,9 +79,9 @@ def test_values_that_are_read_after_each_product_are_synchronizations(cuda: torc
         for _ in range(50):
             (made @ made).sum().item()
 
-    one = found(tmp_path, step)["synchronization"]
-    assert one.severity > Severity.INFO
-    assert one.numbers["by_name"]["aten::item"]["calls"] == 50 * STEPS
+    finding = found(tmp_path, step)["synchronization"]
+    assert finding.severity > Severity.INFO
+    assert finding.numbers["by_name"]["aten::item"]["calls"] == 50 * STEPS
 
 
 @pytest.mark.parametrize("pinned", [False, True])
@@ -117,9 +117,9 @@ def test_a_cache_that_is_emptied_in_each_step_is_thrash(cuda: torch.device, tmp_
             kept.clear()
             torch.cuda.empty_cache()
 
-    one = found(tmp_path, step)["allocator_thrash"]
-    assert one.severity > Severity.INFO
-    assert one.numbers["freed"] >= 10 * STEPS
+    finding = found(tmp_path, step)["allocator_thrash"]
+    assert finding.severity > Severity.INFO
+    assert finding.numbers["freed"] >= 10 * STEPS
 
 
 def test_a_slow_loader_is_input_bound(cuda: torch.device, tmp_path: Path) -> None:
@@ -139,5 +139,5 @@ def test_a_slow_loader_is_input_bound(cuda: torch.device, tmp_path: Path) -> Non
         next(batches).to(cuda)
         multiply()
 
-    one = found(tmp_path, step)["input_bound_trace"]
-    assert one.severity is Severity.CRITICAL
+    finding = found(tmp_path, step)["input_bound_trace"]
+    assert finding.severity is Severity.CRITICAL

@@ -84,7 +84,7 @@ def test_the_training_is_the_same_and_its_kernels_are_recorded(
 ) -> None:
     bare = train(kind(), tmp_path / "bare", recorded=False)
     ours = train(kind(), tmp_path / "ours", recorded=True)
-    assert all(torch.equal(one, other) for one, other in zip(bare, ours, strict=True))
+    assert all(torch.equal(expected, other) for expected, other in zip(bare, ours, strict=True))
     run = only_run(tmp_path / "ours")
     assert rows_of(run, "error") == []
     found = kernels(tmp_path / "ours")

@@ -130,7 +130,7 @@ def test_too_large_and_limited_are_told_apart(cuda: torch.device, run: RunContex
         runs_out(lambda: torch.empty(600 * MIB, dtype=torch.uint8, device=cuda))
         del kept
     run.sink.manifest.append("run", schema_version=1)
-    assert [one.cause for one in autopsies(load_run(tmp_path))] == ["too large", "limited"]
+    assert [autopsy.cause for autopsy in autopsies(load_run(tmp_path))] == ["too large", "limited"]
 
 
 def test_unused_pieces_between_blocks_are_fragmentation(cuda: torch.device, run: RunContext, tmp_path: Path) -> None:

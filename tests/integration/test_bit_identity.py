@@ -80,9 +80,9 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
     return trained
 
 
-def assert_same(one: Outcome, other: Outcome) -> None:
-    assert len(one) == len(other)
-    differing = [index for index, (a, b) in enumerate(zip(one, other, strict=True)) if not torch.equal(a, b)]
+def assert_same(outcome: Outcome, other: Outcome) -> None:
+    assert len(outcome) == len(other)
+    differing = [index for index, (a, b) in enumerate(zip(outcome, other, strict=True)) if not torch.equal(a, b)]
     assert not differing
 
 

@@ -65,13 +65,21 @@ def test_a_model_twice_as_wide_breaks_the_limit_and_is_named_by_peak_and_modules
     narrow, wide = runs
     assert main(["compare", narrow, wide, "--fail-on", "peak_allocated_bytes>5%", "--format", "json"]) == 1
     document = json.loads(capsys.readouterr().out)
-    assert [one["is_broken"] for one in document["limits"]] == [True]
-    above = {one["name"]: one["relative"] for one in document["differences"] if one["is_above_noise"]}
+    assert [limit["is_broken"] for limit in document["limits"]] == [True]
+    above = {
+        difference["name"]: difference["relative"]
+        for difference in document["differences"]
+        if difference["is_above_noise"]
+    }
     assert above["peak_allocated_bytes"] > 0.9
     assert above["activation_bytes"] == pytest.approx(0.9, abs=0.2)
-    modules = {one["name"]: (one["a"], one["b"]) for one in document["changes"] if one["group"] == "modules"}
+    modules = {
+        change["name"]: (change["a"], change["b"]) for change in document["changes"] if change["group"] == "modules"
+    }
     assert modules["encoder.1"] == (64 * 256 * 4, 64 * 512 * 4)
-    parameters = {one["name"]: (one["a"], one["b"]) for one in document["changes"] if one["group"] == "parameters"}
+    parameters = {
+        change["name"]: (change["a"], change["b"]) for change in document["changes"] if change["group"] == "parameters"
+    }
     assert parameters["encoder.2"] == ((256 * 256 + 256) * 4, (512 * 512 + 512) * 4)
     assert main(["compare", narrow, wide]) == 0
     page = capsys.readouterr().out
@@ -92,7 +100,7 @@ def test_the_allocations_of_a_training_become_a_snapshot_with_their_peak(runs, t
     (memory,) = window_allocations(trace)
     ring = replay(read_snapshot(out))
     assert ring.peak_requested_bytes == memory.peak_bytes > 500_000
-    assert {one.name for frames in ring.snapshot.stacks for one in frames} >= {"aten::addmm", "encoder.0"}
+    assert {frame.name for frames in ring.snapshot.stacks for frame in frames} >= {"aten::addmm", "encoder.0"}
     # What torch itself makes of it.
     with out.open("rb") as stream:
         written = pickle.load(stream)  # noqa: S301 written above

@@ -114,14 +114,14 @@ def test_each_window_has_a_point_with_its_largest_values(fitted: Path) -> None:
     assert len(closed) == 2
     for index, row in enumerate(closed):
         assert len(row["steps"]) == 2
-        held = [one for one in read_series(run / f"window{index:03d}/rank00000.host.jsonl") if one["recorded"]]
+        held = [row for row in read_series(run / f"window{index:03d}/rank00000.host.jsonl") if row["recorded"]]
         saved = read_series(run / f"window{index:03d}/rank00000.saved_tensors.jsonl")
         expected = {
             "memprof_windows/step_time_ms": max(pulse[step]["duration_ns"] for step in row["steps"]) / MS,
             "memprof_windows/data_wait_ms": max(pulse[step]["data_wait_ns"] for step in row["steps"]) / MS,
-            "memprof_windows/rss_mib": max(one["rss_bytes"] for one in held) / MIB,
+            "memprof_windows/rss_mib": max(row["rss_bytes"] for row in held) / MIB,
             "memprof_windows/activation_mib": max(
-                one["activation_bytes"] for one in saved if one["recorded"] and "activation_bytes" in one
+                row["activation_bytes"] for row in saved if row["recorded"] and "activation_bytes" in row
             ) / MIB,
         }  # fmt: skip
         for tag, value in expected.items():
@@ -158,7 +158,7 @@ def test_the_user_s_own_metrics_and_hparams_are_as_without_curves(fitted: Path, 
     assert {tag: points for tag, points in ours.items() if not tag.startswith("memprof")} == theirs
     assert [step for step, _ in theirs["loss"]] == list(range(EVERY - 1, STEPS, EVERY))
     assert (fitted / "log/hparams.yaml").read_text() == (without / "log/hparams.yaml").read_text()
-    with_tensors, without_tensors = (events(one / "log").Tags()["tensors"] for one in (fitted, without))
+    with_tensors, without_tensors = (events(directory / "log").Tags()["tensors"] for directory in (fitted, without))
     assert with_tensors == without_tensors
     assert not rank_file(without).exists()
 
@@ -192,7 +192,7 @@ def test_training_is_the_same_to_the_last_bit_with_curves(fitted: Path, tmp_path
 
     bare, drawn = outcome(tmp_path / "bare"), outcome(tmp_path / "drawn", callback())
     assert len(curves(rank_file(tmp_path / "drawn"))) > 3
-    assert all(torch.equal(one, other) for one, other in zip(bare, drawn, strict=True))
+    assert all(torch.equal(expected, other) for expected, other in zip(bare, drawn, strict=True))
 
 
 @pytest.mark.parametrize("options", [{"logger": False}, {"fast_dev_run": 3}, {"logger": DummyLogger()}])

@@ -36,7 +36,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finding]:
 
 
 def severities(found: dict[str, Finding]) -> dict[str, Severity]:
-    return {rule: one.severity for rule, one in found.items() if one.severity > Severity.INFO}
+    return {rule: finding.severity for rule, finding in found.items() if finding.severity > Severity.INFO}
 
 
 def test_a_healthy_training_has_nothing_above_info(healthy: dict[str, Finding]) -> None:
@@ -82,7 +82,7 @@ def test_other_healthy_trainings_have_nothing_above_info(training: Any, tmp_path
 def test_a_validation_alone_is_healthy_and_gets_no_advice_for_a_training(tmp_path: Path) -> None:
     found = findings_of(tmp_path, Training(collectors=None), stage="validate")
     assert not severities(found)
-    advice = " ".join(step for one in found.values() for step in one.next_steps)
+    advice = " ".join(step for finding in found.values() for step in finding.next_steps)
     assert "Train" not in advice.replace("Trainer(", "")
 
 

@@ -31,17 +31,17 @@ def found(directory: Path, data: Samples, workers: int = 0) -> dict[str, Finding
     report = trace_report(path)
     assert len(report.steps) == STEPS
     assert report.gpu_window is None
-    return {one.rule: one for one in examine_files([report], [])}
+    return {finding.rule: finding for finding in examine_files([report], [])}
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_slow_dataset_is_input_bound_in_the_trace_alone(tmp_path: Path, workers: int) -> None:
-    one = found(tmp_path, Samples(11, seconds=0.12), workers)["input_bound_trace"]
-    assert one.severity >= Severity.WARNING
-    assert one.numbers["steps"] == STEPS
-    assert one.numbers["data_loading_share"] > 0.3
-    assert one.evidence[0].steps is not None
-    assert "num_workers" in one.next_steps[0]
+    finding = found(tmp_path, Samples(11, seconds=0.12), workers)["input_bound_trace"]
+    assert finding.severity >= Severity.WARNING
+    assert finding.numbers["steps"] == STEPS
+    assert finding.numbers["data_loading_share"] > 0.3
+    assert finding.evidence[0].steps is not None
+    assert "num_workers" in finding.next_steps[0]
 
 
 def test_a_fast_dataset_is_not(tmp_path: Path) -> None:
@@ -87,15 +87,15 @@ def test_a_forward_of_many_tiny_operators_is_launch_bound_on_the_host(
 ) -> None:
     document = shown(tmp_path, Sums(), capsys)
     assert document["verdict"]["rule"] != "nothing_found"
-    (one,) = [one for one in document["findings"] if one["rule"] == "many_small_operators"]
-    assert one["severity"] == "warning"
-    assert one["numbers"]["steps"] == STEPS
+    (finding,) = [finding for finding in document["findings"] if finding["rule"] == "many_small_operators"]
+    assert finding["severity"] == "warning"
+    assert finding["numbers"]["steps"] == STEPS
     # Each addition, and the calls in backward that add up what it gives to the parameter.
-    assert one["numbers"]["operators"] > 4 * 1_500
-    assert one["numbers"]["median_ns"] < 10_000
-    assert set(one["numbers"]["most_frequent"][:2]) == {"aten::add", "AddBackward0"}
-    assert {place.rpartition(".")[2] for place in one["numbers"]["most_in"][:2]} == {"training_step", "backward"}
-    assert "torch.compile" in one["next_steps"][0]
+    assert finding["numbers"]["operators"] > 4 * 1_500
+    assert finding["numbers"]["median_ns"] < 10_000
+    assert set(finding["numbers"]["most_frequent"][:2]) == {"aten::add", "AddBackward0"}
+    assert {place.rpartition(".")[2] for place in finding["numbers"]["most_in"][:2]} == {"training_step", "backward"}
+    assert "torch.compile" in finding["next_steps"][0]
 
 
 @pytest.mark.parametrize("model", [SumsAtOnce, Steady])
@@ -104,4 +104,4 @@ def test_the_same_in_one_operator_is_not(
 ) -> None:
     document = shown(tmp_path, model(), capsys)
     assert document["traces"]
-    assert "many_small_operators" not in {one["rule"] for one in document["findings"]}
+    assert "many_small_operators" not in {finding["rule"] for finding in document["findings"]}

@@ -204,9 +204,9 @@ def test_the_model_is_pickled_and_copied_inside_a_window(tmp_path: Path) -> None
             attached, self.trainer = self.trainer, None
             twin, thawed = copy.deepcopy(self), pickle.loads(pickle.dumps(self))  # noqa: S301 our own
             self.trainer = attached
-            for one in (twin, thawed):
-                assert set(vars(one)) == set(vars(self))
-                assert torch.equal(one.eval().loss(batch), twin.loss(batch))
+            for module in (twin, thawed):
+                assert set(vars(module)) == set(vars(self))
+                assert torch.equal(module.eval().loss(batch), twin.loss(batch))
                 Copied.copies += 1
             return self.loss(batch)
 

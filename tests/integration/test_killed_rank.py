@@ -40,25 +40,27 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_killing_either_rank_at_any_moment_leaves_every_closed_window_readable(killed: list[dict[str, Any]]) -> None:
     assert len(killed) == MOMENTS
-    assert {one["victim"] for one in killed} == {0, 1}
+    assert {result["victim"] for result in killed} == {0, 1}
     windows = 0
-    for one in killed:
-        assert one["killed"] == -9, one
-        assert one["other"] is not None, f"the other rank hung: {one}"
-        run = load_run(only_run(Path(one["directory"])))
+    for result in killed:
+        assert result["killed"] == -9, result
+        assert result["other"] is not None, f"the other rank hung: {result}"
+        run = load_run(only_run(Path(result["directory"])))
         expected = ("torn", "died at once", "is not whole", "as torch wrote it")
-        assert not [one for one in run.problems if not any(word in one.message for word in expected)], one
+        assert not [problem for problem in run.problems if not any(word in problem.message for word in expected)], (
+            result
+        )
         for rank in run.ranks:
             for window in rank.windows:
                 if window.closed:
                     windows += 1
-                    assert "hooks" in window.series, (one, window)
+                    assert "hooks" in window.series, (result, window)
                 for path in window.series.values():
                     rows, damage = series_rows(path)
-                    assert rows, (one, path)
-                    assert damage is None, (one, path)
+                    assert rows, (result, path)
+                    assert damage is None, (result, path)
         for artifact in run.artifacts:
-            assert artifact.state == "present", (one, artifact)
+            assert artifact.state == "present", (result, artifact)
             if artifact.type == "trace":
                 assert sum(1 for _ in read_events(artifact.file)) > 10
                 collectives(artifact.file)

@@ -25,7 +25,7 @@ class Experiment:
 
     def log_artifact(self, *arguments: Any, **named: Any) -> None:
         self.calls.append((*arguments, named))
-        path = next(Path(one) for one in arguments if str(one).endswith((".json", ".txt")))
+        path = next(Path(argument) for argument in arguments if str(argument).endswith((".json", ".txt")))
         shutil.copy(path, self.directory)
 
 

@@ -217,7 +217,7 @@ def test_a_cli_that_is_derived_keeps_the_arguments(tmp_path: Path) -> None:
     (tmp_path / "its.yaml").write_text(ITS_YAML)
     arguments = [f"--config={tmp_path / 'its.yaml'}", "--mine=2", "--trainer.logger=false"]
     cli = DerivedCLI(Perceptron, run=False, args=arguments, save_config_callback=None, seed_everything_default=False)
-    (found,) = [one for one in cli.trainer.callbacks if isinstance(one, MemProfiler)]
+    (found,) = [entry for entry in cli.trainer.callbacks if isinstance(entry, MemProfiler)]
     expected = MemProfilerCfg(
         enabled=True, cuda_allocator_history=True, track_fsdp_mem=True, fsdp_mem_track_module_depth=3,
         fsdp_mem_tracker_tabulate=True, fsdp_mem_tracker_root_module="model",
@@ -299,7 +299,9 @@ def test_training_is_the_same_with_all_of_it_and_the_modules_are_as_before(tmp_p
     trainer(tmp_path / "bare").fit(bare, loader(8))
     torch.manual_seed(0)
     run = fit(tmp_path / "ours", cfg, ours)
-    assert all(torch.equal(one, other) for one, other in zip(bare.parameters(), ours.parameters(), strict=True))
+    assert all(
+        torch.equal(expected, other) for expected, other in zip(bare.parameters(), ours.parameters(), strict=True)
+    )
     assert [set(vars(module)) for module in ours.modules()] == [set(vars(module)) for module in bare.modules()]
     end = stats_of(run)["0.training_step.3.end"]
     assert {"forwards", "process_bytes"} <= set(end)

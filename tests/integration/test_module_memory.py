@@ -191,7 +191,7 @@ def test_a_module_that_is_called_twice_ends_the_collector_and_not_the_training(t
         schedule=schedule, collectors=[ModuleMemory()], output=Output(on_error=on_error, summary=False)
     )
     recorded = fit(CalledTwice, tmp_path / "ours", ours)
-    assert all(torch.equal(one, other) for one, other in zip(bare, recorded, strict=True))
+    assert all(torch.equal(expected, other) for expected, other in zip(bare, recorded, strict=True))
     run = only_run(tmp_path / "ours")
     (row,) = rows_of(run, "unavailable")
     assert (row["collector"], row["window"]) == ("module_memory", 0)
@@ -209,7 +209,7 @@ def test_training_is_the_same_to_the_last_bit(tmp_path: Path, kind: Any) -> None
         output=Output(on_error="raise"),
     )
     bare, recorded = fit(kind, tmp_path / "bare"), fit(kind, tmp_path / "ours", ours)
-    assert all(torch.equal(one, other) for one, other in zip(bare, recorded, strict=True))
+    assert all(torch.equal(expected, other) for expected, other in zip(bare, recorded, strict=True))
     assert rows_of(only_run(tmp_path / "ours"), "unavailable") == []
 
 

@@ -53,7 +53,7 @@ class SparseGradients(TracedModel):
         return self.embedding((batch.abs() * 10).long() % 32).square().mean()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.seen.extend(one.grad.to_dense() for one in self.parameters() if one.grad is not None)
+        self.seen.extend(parameter.grad.to_dense() for parameter in self.parameters() if parameter.grad is not None)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SparseAdam(list(self.parameters()), 1e-2)
@@ -183,7 +183,9 @@ def test_training_is_the_same_to_the_last_bit_and_nothing_fails(kind: type[Trace
     for name, collector in EACH.items():
         ours = MemProfilerCallback(schedule=WINDOWS, collectors=[collector()], output=Output(summary=False))
         recorded = fit(kind, tmp_path / name, ours)
-        assert [torch.equal(one, other) for one, other in zip(bare, recorded, strict=True)] == [True] * len(bare), name
+        assert [torch.equal(expected, other) for expected, other in zip(bare, recorded, strict=True)] == [True] * len(
+            bare
+        ), name
         run = only_run(tmp_path / name)
         assert rows_of(run, "error") == []
         assert rows_of(run, "unavailable") == []

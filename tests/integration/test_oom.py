@@ -130,7 +130,7 @@ def test_the_holders_are_named_by_line_and_module_and_add_up(cuda: FakeCuda, tmp
     document = to_json(run_view(load_run(tmp_path)))
     (found,) = document["oom"]
     assert (found["cause"], found["memory"]["allocated_bytes"]) == ("full", 8 * 5 * GIB)
-    assert [(one["name"], one["bytes"] // GIB, one["blocks"]) for one in found["by_module"]] == [
+    assert [(holder["name"], holder["bytes"] // GIB, holder["blocks"]) for holder in found["by_module"]] == [
         ("net.1", 24, 8),
         ("net.3", 16, 8),
     ]
@@ -149,7 +149,7 @@ def test_the_same_training_that_does_not_run_out_of_memory_has_no_such_finding(c
     document = to_json(run_view(load_run(tmp_path)))
     assert rows_of(only_run(tmp_path), "oom") == []
     assert not document["oom"]
-    assert not {one["rule"] for one in document["findings"]} & {"out_of_memory", "failed_request"}
+    assert not {finding["rule"] for finding in document["findings"]} & {"out_of_memory", "failed_request"}
 
 
 @pytest.mark.parametrize(("step", "window"), [(1, None), (4, 0)])
@@ -292,8 +292,8 @@ def test_a_real_ring_that_is_replayed_by_the_device_is_understood(cuda: FakeCuda
     assert (memory["allocated_bytes"], memory["reserved_bytes"]) == (device["allocated"], device["reserved"])
     assert found["by_stack_note"] is None
     for holders in (found["by_stack"], found["by_module"]):
-        assert sum(one["bytes"] for one in holders) == device["requested_live"]
-    names = [one["name"] for one in found["by_stack"]]
+        assert sum(holder["bytes"] for holder in holders) == device["requested_live"]
+    names = [holder["name"] for holder in found["by_stack"]]
     assert any(name.endswith("cs336_basics/optimizer.py(76): step") for name in names)
     # Backward's threads have C++ frames in this ring: they name the node.
     assert "AccumulateGrad" in names
@@ -362,7 +362,7 @@ def test_a_host_that_runs_out_of_memory_ends_with_the_same_exception_and_exit_co
     (found,) = to_json(run_view(load_run(run)))["oom"]
     assert found["cause"] == cause
     assert len(found["next_steps"]) == 3
-    tensors = {one["name"]: one["bytes"] for one in found["tensors"]}
+    tensors = {tensor["name"]: tensor["bytes"] for tensor in found["tensors"]}
     assert tensors["float32 [100, 262144]"] == 100 * MIB
     assert manifest(run)[-1]["kind"] == "end"
     assert json.loads((run / "oom.rank00000.json").read_text())["events"][0]["host"]["rlimit_as_bytes"] == 6 * GIB

@@ -152,7 +152,7 @@ def test_a_model_pickled_copied_or_scripted_inside_a_window_takes_nothing_of_our
             return self.loss(batch)
 
     trainer(tmp_path, warning()).fit(Keeping(), loader())
-    hooks = [module._forward_hooks or module._forward_pre_hooks for one in copies for module in one.modules()]
+    hooks = [module._forward_hooks or module._forward_pre_hooks for copied in copies for module in copied.modules()]
     assert len(hooks) == 10
     assert not any(hooks)
 

@@ -38,9 +38,9 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_operations_of_a_fit_are_recorded(photographs: list[Photograph]) -> None:
-    kinds = {one.operation.kind for one in photographs if one.operation is not None}
+    kinds = {photograph.operation.kind for photograph in photographs if photograph.operation is not None}
     assert kinds >= {"create", "write", "rename", "remove", "mkdir", "rmdir"}
-    said = {str(one.operation).rpartition("/")[2] for one in photographs}
+    said = {str(photograph.operation).rpartition("/")[2] for photograph in photographs}
     assert {"manifest.rank00000.jsonl", "rank00000.hooks.jsonl"} <= said
 
 

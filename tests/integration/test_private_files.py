@@ -82,7 +82,7 @@ def told(content: bytes) -> list[str]:
     """Return which secrets are in it, in any of the ways that a file has text."""
     forms = {name: [value, json.dumps(value)[1:-1], value[4:]] for name, value in SECRETS.items()}
     forms["argument"] = [ON_THE_COMMAND_LINE]
-    return [name for name, texts in forms.items() if any(one.encode() in content for one in texts)]
+    return [name for name, texts in forms.items() if any(text.encode() in content for text in texts)]
 
 
 def modes(root: Path) -> dict[str, tuple[bool, int]]:

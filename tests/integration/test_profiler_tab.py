@@ -108,10 +108,10 @@ def test_the_operator_view_has_our_calls_and_times_of_operators_and_nothing_else
     assert len(theirs) > 40
     assert not [row["name"] for row in theirs if row["name"].startswith(("[pl]", "enumerate", "ProfilerStep"))]
     for row in theirs:
-        one = ours[row["name"]]
-        assert row["calls"] == one.count
-        assert row["host_total_duration"] == pytest.approx(one.cpu_ns / 1000, abs=2)
-        assert row["host_self_duration"] == pytest.approx(one.self_cpu_ns / 1000, abs=2)
+        operator = ours[row["name"]]
+        assert row["calls"] == operator.count
+        assert row["host_total_duration"] == pytest.approx(operator.cpu_ns / 1000, abs=2)
+        assert row["host_self_duration"] == pytest.approx(operator.self_cpu_ns / 1000, abs=2)
 
 
 def test_the_memory_view_has_our_peak_and_our_allocations(tab: Tab, logdir: Path) -> None:
@@ -166,9 +166,9 @@ def test_the_distributed_view_has_both_ranks_collectives(tab: Tab, logdir: Path)
     answer = tab.ask("distributed/commops", **query)["data"]
     for rank in (0, 1):
         found = list(collectives(traces(logdir, "ranks/log", rank)[0]))
-        ours, times = Counter(one.name for one in found), Counter[str]()
-        for one in found:
-            times[one.name] += one.end_ns - one.start_ns
+        ours, times = Counter(collective.name for collective in found), Counter[str]()
+        for collective in found:
+            times[collective.name] += collective.end_ns - collective.start_ns
         rows = {row["Name"]: row for row in table(answer[WORKER.format(rank, "DDPStrategy")])}
         assert {name.removeprefix("gloo:"): row["Calls"] for name, row in rows.items()} == ours
         for name, row in rows.items():

@@ -64,8 +64,8 @@ def test_a_run_goes_to_its_url_whole_and_leaves_nothing_here(tmp_path: Path) -> 
         run = load_run(found.path)
         assert run.status == "finished"
         assert run.problems == ()
-        assert {one.type for one in run.artifacts} >= {"trace", "pulse", "series", "table"}
-        assert all(one.state == "present" for one in run.artifacts)
+        assert {artifact.type for artifact in run.artifacts} >= {"trace", "pulse", "series", "table"}
+        assert all(artifact.state == "present" for artifact in run.artifacts)
         assert found.url == URL
         assert run.lead.facts["root"] == URL
 
@@ -130,7 +130,7 @@ def test_the_summary_and_show_name_the_url_and_no_path_of_a_copy(
     assert show(URL, "json") == 0
     document = json.loads(capsys.readouterr().out)
     assert document["run"]["directory"] == f"{URL}/memprofiler"
-    assert {one["file"].startswith(URL) for one in document["artifacts"]} == {True}
+    assert {artifact["file"].startswith(URL) for artifact in document["artifacts"]} == {True}
 
 
 def test_a_place_without_a_run_is_said_with_its_url(tmp_path: Path) -> None:

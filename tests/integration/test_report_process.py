@@ -64,7 +64,7 @@ def wait_for(path: Path) -> str:
 
 def makers(directory: Path) -> list[psutil.Process]:
     return [
-        one for one in psutil.process_iter(["cmdline"]) if str(directory) in (one.info["cmdline"] or [])
+        process for process in psutil.process_iter(["cmdline"]) if str(directory) in (process.info["cmdline"] or [])
     ]  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def test_a_fit_leaves_its_page_and_does_not_wait_for_it(tmp_path, monkeypatch):
     trainer(tmp_path, recorder).fit(model, loader(), loader(2))
     run = only_run(tmp_path)
     (maker,) = makers(run)
-    assert maker.pid not in {one.pid for one in psutil.Process().children(recursive=True)}
+    assert maker.pid not in {child.pid for child in psutil.Process().children(recursive=True)}
     assert not (run / "report.html").exists()
     page = wait_for(run / "report.html")
     assert page.rstrip().endswith("</html>")
@@ -108,8 +108,8 @@ def test_the_page_at_the_end_has_all_that_the_command_has_traces_included(tmp_pa
 def texts(page: str) -> list[str]:
     """Return what a page says, without when it was made."""
     bare = re.sub(r"<(script|style)\b.*?</\1>", "", page, flags=re.DOTALL)
-    found = [one.strip() for one in re.sub(r"<[^>]+>", "\n", bare).splitlines()]
-    return [one for one in found if one and not one.startswith("Made at ")]
+    found = [line.strip() for line in re.sub(r"<[^>]+>", "\n", bare).splitlines()]
+    return [line for line in found if line and not line.startswith("Made at ")]
 
 
 @pytest.mark.parametrize("how", ["option", "variable", "stage"])

@@ -37,7 +37,7 @@ def hooked(kind: type[TracedModel]) -> tuple[type[TracedModel], list[int]]:
 
     class Hooked(kind):  # type: ignore[misc, valid-type]
         def loss(self, batch: torch.Tensor) -> torch.Tensor:
-            left_out = {one.untyped_storage().data_ptr() for one in (*self.parameters(), *self.buffers())}
+            left_out = {parameter.untyped_storage().data_ptr() for parameter in (*self.parameters(), *self.buffers())}
             kept: dict[int, torch.UntypedStorage] = {}
 
             def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -73,7 +73,7 @@ def test_the_bytes_of_every_backward_are_those_that_hooks_are_handed(tmp_path: P
 def test_every_step_has_the_bytes_that_it_holds(tmp_path: Path, name: str) -> None:
     fit(MODELS[name], tmp_path, callback())
     model = MODELS[name]()
-    parameters, buffers = (sum(one.nbytes for one in given) for given in (model.parameters(), model.buffers()))
+    parameters, buffers = (sum(tensor.nbytes for tensor in given) for given in (model.parameters(), model.buffers()))
     found = [row for row in rows(tmp_path) if row["point"] == "step_end"]
     assert [row["step"] for row in found] == [2, 3, 4]
     for row in found:

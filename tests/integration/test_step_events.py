@@ -149,11 +149,11 @@ def fit(directory: Path, model: pl.LightningModule, *more: pl.Callback, **option
     rank = load_run(ours.run_directory).lead
     steps, problems = rank_events(rank)
     assert problems == []
-    assert [one.step for one in steps] == [1, 2, 3, 4, 5]
-    for one in steps:
-        assert sum(one.parts_ns.values()) == one.duration_ns
+    assert [step.step for step in steps] == [1, 2, 3, 4, 5]
+    for step in steps:
+        assert sum(step.parts_ns.values()) == step.duration_ns
         # Another clock of ours, which begins some microseconds before the first event.
-        assert one.duration_ns == pytest.approx(rank.pulse[one.step]["duration_ns"], rel=0.01)
+        assert step.duration_ns == pytest.approx(rank.pulse[step.step]["duration_ns"], rel=0.01)
     return steps
 
 
@@ -242,7 +242,7 @@ def test_events_come_in_the_order_of_lightning_with_what_its_profiler_does_not_t
         ("[Logger]SlowLogger.save", 1),
     ]
     told = [(event.action, event.depth) for event in step.events]
-    assert [one for one in told if one in expected] == expected
+    assert [action for action in told if action in expected] == expected
 
 
 def test_what_the_user_collects_in_a_step_is_a_pause_of_that_step(tmp_path: Path) -> None:

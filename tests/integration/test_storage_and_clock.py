@@ -113,7 +113,7 @@ def test_a_trace_that_cannot_be_compressed_is_kept_as_torch_wrote_it(
     assert "collector operator_trace failed on write" in caplog.text
     run = load_run(only_run(tmp_path))
     assert run.problems == ()
-    traces = [one for one in run.artifacts if one.type == "trace"]
+    traces = [artifact for artifact in run.artifacts if artifact.type == "trace"]
     # A second window had begun where the first one's failure was not known yet.
     assert traces
     for trace in traces:

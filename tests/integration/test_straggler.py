@@ -64,8 +64,8 @@ def test_the_gradients_all_reduce_is_in_both_traces_under_the_same_name(run: Pat
     first, second = (read_summary(run / summary_path(0, rank)).arrivals for rank in (0, 1))
     assert (first.kinds, first.kind, first.sequence) == (second.kinds, second.kind, second.sequence)
     ends = [
-        [one.base_ns + start + ns for start, ns in zip(one.start_ns, one.duration_ns, strict=True)]
-        for one in (first, second)
+        [collective.base_ns + start + ns for start, ns in zip(collective.start_ns, collective.duration_ns, strict=True)]
+        for collective in (first, second)
     ]
     # One clock: an all-reduce ends on both ranks nearly at once.
     apart = sorted(abs(a - b) for a, b in zip(*ends, strict=True))
@@ -79,4 +79,4 @@ def test_the_same_ranks_with_none_late_have_no_straggler(tmp_path: Path, capsys:
     document = json.loads(capsys.readouterr().out)
     assert document["across_ranks"]["waiting"]["collectives"] >= 3
     assert document["verdict"]["rule"] != "straggler"
-    assert {one["severity"] for one in document["findings"] if one["rule"] == "straggler"} <= {"info"}
+    assert {finding["severity"] for finding in document["findings"] if finding["rule"] == "straggler"} <= {"info"}

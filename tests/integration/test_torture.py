@@ -42,12 +42,12 @@ def module_environment() -> dict[str, str]:
 
 def test_a_dozen_faults_change_no_training_and_lose_no_window(results: list[dict[str, Any]]) -> None:
     assert len(results) == 12
-    assert {one["moment"] for one in results} == {"before", "warmup", "active", "save", "teardown"}
-    assert {one["world"] for one in results} == {1, 2}
-    assert [one for one in results if one["red"]] == []
-    assert sum(one["lost"] for one in results) == 0
+    assert {result["moment"] for result in results} == {"before", "warmup", "active", "save", "teardown"}
+    assert {result["world"] for result in results} == {1, 2}
+    assert [result for result in results if result["red"]] == []
+    assert sum(result["lost"] for result in results) == 0
     # Every cell but the one before the first window has at least that one to lose.
-    assert sum(one["windows"] for one in results) > 15
+    assert sum(result["windows"] for result in results) > 15
 
 
 @pytest.mark.parametrize(
@@ -67,12 +67,12 @@ def test_what_cannot_be_run_is_refused_in_one_line(
 
 
 def test_what_a_killed_process_leaves_half_done_is_named(results: list[dict[str, Any]]) -> None:
-    (killed,) = [one for one in results if one["fault"] == "SIGKILL of all ranks"]
+    (killed,) = [result for result in results if result["fault"] == "SIGKILL of all ranks"]
     assert "rank 0: window 1 is not closed" in killed["named"]
 
 
 def test_a_collector_that_hangs_is_named(results: list[dict[str, Any]]) -> None:
-    (hung,) = [one for one in results if one["fault"] == "a collector hangs (waits)"]
+    (hung,) = [result for result in results if result["fault"] == "a collector hangs (waits)"]
     assert any("CollectorHungError" in text for text in hung["named"])
 
 

@@ -52,14 +52,14 @@ def test_merged_slices_nest_none_is_lost_and_an_arrow_begins_once(given, one_lab
         ]  # fmt: skip
         merge_traces(sources, here / "out.json", workers=0)
         found = json.loads((here / "out.json").read_text())["traceEvents"]
-    slices = [one for one in found if one["ph"] == "X"]
-    assert Counter(one["name"] for one in slices) == Counter(
-        one["name"] for events in given for one in events if one["ph"] == "X"
+    slices = [event for event in found if event["ph"] == "X"]
+    assert Counter(event["name"] for event in slices) == Counter(
+        event["name"] for events in given for event in events if event["ph"] == "X"
     )
     tracks = defaultdict(list)
-    for one in slices:
-        start = round(one["ts"] * 1000)
-        tracks[one["pid"], one["tid"]].append((start, -start - round(one["dur"] * 1000)))
+    for event in slices:
+        start = round(event["ts"] * 1000)
+        tracks[event["pid"], event["tid"]].append((start, -start - round(event["dur"] * 1000)))
     for track in tracks.values():
         open_ends: list[int] = []
         for start, negative_end in sorted(track):
@@ -67,16 +67,19 @@ def test_merged_slices_nest_none_is_lost_and_an_arrow_begins_once(given, one_lab
                 open_ends.pop()
             assert not open_ends or -negative_end <= open_ends[-1]
             open_ends.append(-negative_end)
-    begun = [(one["cat"], one["name"], one["id"]) for one in found if one["ph"] == "s"]
+    begun = [(event["cat"], event["name"], event["id"]) for event in found if event["ph"] == "s"]
     assert len(set(begun)) == len(begun)
-    for one in found:
-        assert one["pid"] > 0
-        assert one.get("ts", 0) >= 0
-        if one["ph"] in "sf":
-            at = round(one["ts"] * 1000)
-            assert any(start <= at <= -end for start, end in tracks[one["pid"], one["tid"]])
-    cut_short = [one for one in slices if one["cat"] != "python_function"]
-    told = Counter((one["name"], one["dur"]) for one in cut_short)
+    for event in found:
+        assert event["pid"] > 0
+        assert event.get("ts", 0) >= 0
+        if event["ph"] in "sf":
+            at = round(event["ts"] * 1000)
+            assert any(start <= at <= -end for start, end in tracks[event["pid"], event["tid"]])
+    cut_short = [event for event in slices if event["cat"] != "python_function"]
+    told = Counter((event["name"], event["dur"]) for event in cut_short)
     assert told == Counter(
-        (one["name"], one["dur"]) for events in given for one in events if one["ph"] == "X" and one["cat"] == "cpu_op"
+        (event["name"], event["dur"])
+        for events in given
+        for event in events
+        if event["ph"] == "X" and event["cat"] == "cpu_op"
     )

@@ -128,7 +128,7 @@ def _faults_of_window(state: State, rows: list[Row], window: int, named: set[str
             continue
         if content is None:
             yield f"window {window} is closed and {name} is missing"
-        elif _sha(content) not in {one["sha256"] for one in _listed(rows, row["path"])}:
+        elif _sha(content) not in {entry["sha256"] for entry in _listed(rows, row["path"])}:
             yield f"window {window} is closed and {name} is torn"
     if not any(row["type"] == "trace" for row in own):
         yield from _faults_of_raw_trace(state.files, window, named)

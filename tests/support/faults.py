@@ -100,4 +100,4 @@ def findings_of_run(directory: Path) -> dict[str, Finding]:
     run = load_run(directory)
     view = run_view(run, run_allocations(run))
     assert not view.errors
-    return {one.rule: one for one in view.findings}
+    return {finding.rule: finding for finding in view.findings}

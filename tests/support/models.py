@@ -43,7 +43,9 @@ class TracedModel(pl.LightningModule):
         return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.seen.extend(one.grad.detach().clone() for one in self.parameters() if one.grad is not None)
+        self.seen.extend(
+            parameter.grad.detach().clone() for parameter in self.parameters() if parameter.grad is not None
+        )
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), 1e-2)

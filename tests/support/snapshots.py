@@ -42,8 +42,8 @@ def unused(address: int, size: int) -> dict[str, Any]:
 
 def segment(*blocks: dict[str, Any], device: int = 0, **fields: Any) -> dict[str, Any]:
     """A segment of the blocks that tile it."""
-    size = sum(one["size"] for one in blocks)
-    allocated = sum(one["size"] for one in blocks if one["state"] == "active_allocated")
+    size = sum(block["size"] for block in blocks)
+    allocated = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
     own = {"device": device, "address": blocks[0]["address"], "total_size": size, "allocated_size": allocated}
     return {**own, "stream": 0, "segment_type": "large", "blocks": list(blocks), **fields}
 

@@ -36,13 +36,13 @@ class Soaked:
 
     def slope(self, column: str) -> float:
         """Give the growth a window after the tenth: the median of the slopes between all pairs (Theil and Sen)."""
-        points = list(enumerate(one[column] for one in self.settled))
+        points = list(enumerate(sample[column] for sample in self.settled))
         pairs = combinations(points, 2)
         return float(median((later - first) / (after - before) for (before, first), (after, later) in pairs))
 
     def spread(self, column: str) -> tuple[int, int]:
         """Give the least and the most after the tenth window."""
-        values = [one[column] for one in self.settled]
+        values = [sample[column] for sample in self.settled]
         return min(values), max(values)
 
     def faults(self, *, resident: bool) -> list[str]:

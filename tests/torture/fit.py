@@ -243,7 +243,9 @@ def _ours(cell: fault.Cell) -> list[pl.Callback]:
         System(), Garbage(), Throughput(), ModuleRss(), ModuleMemory(), OperatorTrace(profile_memory=True),
         *cell.fault.collectors(cell), Saving(cell),
     ]  # fmt: skip
-    available = [one for one in collectors if one.name != AllocatorStats.name or torch.cuda.is_available()]
+    available = [
+        collector for collector in collectors if collector.name != AllocatorStats.name or torch.cuda.is_available()
+    ]
     schedule = Schedule(wait=moments.WAIT, warmup=moments.WARMUP, active=moments.ACTIVE, repeat=0)
     arguments = {"output": Output(summary=False, report=False)} | dict(cell.fault.arguments(cell))
     return [MemProfilerCallback(schedule, available, **arguments)]

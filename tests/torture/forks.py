@@ -50,7 +50,7 @@ def serve(directory: Path) -> None:
 
 def run(directory: Path, asked: dict[str, Any], healthy: dict[int, judge.Healthy]) -> dict[str, Any]:
     """Run one cell and its bare twin, and judge."""
-    chosen = next(one for one in registry.faults() if one.name == asked["fault"])
+    chosen = next(known for known in registry.faults() if known.name == asked["fault"])
     moment, world = moments.moment(asked["moment"]), int(asked["world"])
     if world not in healthy:
         quiet = fault.Fault(name="none", says="", place="training_step", strike=lambda cell: None)
@@ -119,13 +119,13 @@ def orphans(known: set[int]) -> list[str]:
     deadline = time.monotonic() + ORPHAN_SECONDS
     while True:
         reap()
-        running = [one for one in psutil.Process().children(recursive=True) if one.pid not in known]
+        running = [child for child in psutil.Process().children(recursive=True) if child.pid not in known]
         if not running or time.monotonic() > deadline:
             break
         time.sleep(0.05)
-    for one in running:
-        left.append(" ".join(one.cmdline())[:200] or one.name())
-        one.kill()
+    for child in running:
+        left.append(" ".join(child.cmdline())[:200] or child.name())
+        child.kill()
     reap()
     return left
 

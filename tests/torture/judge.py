@@ -104,7 +104,10 @@ def judge(struck: fault.Fault, moment: moments.Moment, bare: Lived, ours: Lived,
     except ArtifactError as error:
         (verdict.named if excuse else verdict.red).append(f"no run can be read: {error}")
         return verdict
-    errors = [f"rank {one.rank}: collector {one.collector} failed on {one.where}: {one.message}" for one in run.errors]
+    errors = [
+        f"rank {error.rank}: collector {error.collector} failed on {error.where}: {error.message}"
+        for error in run.errors
+    ]
     (verdict.named if struck.harms or struck.only_ours or excuse else verdict.red).extend(errors)
     _windows(verdict, run, moment, healthy, excuse)
     page, code = _page(ours.run_directory)
@@ -117,7 +120,7 @@ def judge(struck: fault.Fault, moment: moments.Moment, bare: Lived, ours: Lived,
 def _did_not_strike(struck: fault.Fault, bare: Lived, ours: Lived) -> list[str]:
     red = []
     for lived in (ours,) if struck.only_ours else (bare, ours):
-        told = [one["error"] for one in lived.outcomes if one is not None and one["error"]]
+        told = [outcome["error"] for outcome in lived.outcomes if outcome is not None and outcome["error"]]
         if not any(lived.directory.glob("struck.*")) and not told:
             red.append(f"the fault did not strike in {lived.directory.name}")
     return red
@@ -144,7 +147,7 @@ def _outcome(struck: fault.Fault, rank: int, bare: Lived, ours: Lived) -> list[s
         red.append(f"bare: {right['after']}")
     allowed = [PIDS.sub("0", text) for text in right["leaks"]]
     # What cannot be removed stays; the page has to name it.
-    ours_left = [one for one in is_["leaks"] if not (struck.harms and one.startswith("file still there:"))]
+    ours_left = [leak for leak in is_["leaks"] if not (struck.harms and leak.startswith("file still there:"))]
     return red + [f"left behind: {text}" for text in ours_left if PIDS.sub("0", text) not in allowed]
 
 
@@ -177,7 +180,11 @@ def _lost(verdict: Verdict, run: Run, rank: Rank, window: int, expected: frozens
 
 
 def _files(run: Run, rank: int, window: int) -> frozenset[tuple[str, str]]:
-    return frozenset((one.collector, one.type) for one in run.artifacts if (one.rank, one.window) == (rank, window))
+    return frozenset(
+        (artifact.collector, artifact.type)
+        for artifact in run.artifacts
+        if (artifact.rank, artifact.window) == (rank, window)
+    )
 
 
 def _damage(artifact: Artifact) -> str | None:

@@ -77,7 +77,7 @@ def live(cell: fault.Cell, port: int) -> int:
         traceback.clear_frames(error.__traceback__)
     error = model = None
     gc.collect()
-    left = [one for one in leaks.leftovers(before, cell.log_dir) if not _of_another(one, cell.rank)]
+    left = [leftover for leftover in leaks.leftovers(before, cell.log_dir) if not _of_another(leftover, cell.rank)]
     left += [f"file still open: {path}" for path in sorted(_open_files() - files)]
     after = _after(cell) if cell.fault.survives else None
     told = Outcome(said, code, weights, left, after)

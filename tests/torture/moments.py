@@ -44,4 +44,4 @@ MOMENTS: Final = (
 
 def moment(name: str) -> Moment:
     """Give the moment of this name."""
-    return next(one for one in MOMENTS if one.name == name)
+    return next(moment for moment in MOMENTS if moment.name == name)

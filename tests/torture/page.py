@@ -26,10 +26,10 @@ def body(rows: Sequence[fault.Fault], results: Results, seconds: float) -> str:
 
 def _counted(results: Results, seconds: float) -> str:
     found = list(results.values())
-    green = sum(not one["red"] for one in found)
-    windows, lost, files = (sum(one.get(name, 0) for one in found) for name in ("windows", "lost", "files"))
+    green = sum(not result["red"] for result in found)
+    windows, lost, files = (sum(result.get(name, 0) for result in found) for name in ("windows", "lost", "files"))
     cells = f"{format_count(len(found), 'cell')}, {green} green, {len(found) - green} red"
-    torn = sum(bool(one.get("named")) for one in found)
+    torn = sum(bool(result.get("named")) for result in found)
     lines = [
         f"**{cells}; {windows} closed windows were read, {lost} lost.**",
         f"{files} files of closed windows were read and compared with their digests.",
@@ -40,7 +40,7 @@ def _counted(results: Results, seconds: float) -> str:
 
 
 def _matrix(rows: Sequence[fault.Fault], results: Results) -> str:
-    headings = ["fault", *(f"{one.name}" for one in moments.MOMENTS)]
+    headings = ["fault", *(f"{moment.name}" for moment in moments.MOMENTS)]
     lines = []
     for row in rows:
         cells = []
@@ -63,7 +63,7 @@ def _reds(results: Results) -> str:
     lines = []
     for (name, moment, world), told in results.items():
         if told["red"]:
-            why = "; ".join(" ".join(one.split())[:300] for one in told["red"])
+            why = "; ".join(" ".join(reason.split())[:300] for reason in told["red"])
             lines.append(f"- {name}, {moment}, {'one process' if world == 1 else 'two ranks'}: {why}")
     return "\n".join(["What is red:", "", *lines]) if lines else "Nothing is red."
 

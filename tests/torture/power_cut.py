@@ -66,7 +66,7 @@ def judge_all(chosen: Iterable[Case], jobs: int, total: int) -> list[tuple[str, 
 
 def page(photographs: list[Photograph], found: list[tuple[str, Verdict]]) -> str:
     """Give the table."""
-    kinds = [one.operation.kind for one in photographs if one.operation is not None]
+    kinds = [photograph.operation.kind for photograph in photographs if photograph.operation is not None]
     operations = ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds)))
     verdicts = [verdict for _, verdict in found]
     closed = sum(verdict.closed for verdict in verdicts)

@@ -48,7 +48,7 @@ QUICK: Final = (
 def main() -> int:
     options = parse()
     if options.quick and not options.only:
-        asked = [workers.Asked(*one, number) for number, one in enumerate(QUICK)]
+        asked = [workers.Asked(*case, number) for number, case in enumerate(QUICK)]
     else:
         asked = cells(options)
     # Below it a data loader's worker listens on a socket, whose path may have 107 characters.
@@ -56,12 +56,12 @@ def main() -> int:
     began = time.monotonic()
     found = watch(asked, directory, options.jobs)
     if options.results is not None:
-        options.results.write_text("".join(json.dumps(one) + "\n" for one in found.values()))
+        options.results.write_text("".join(json.dumps(result) + "\n" for result in found.values()))
     seconds = time.monotonic() - began
     if not (options.quick or options.only):
         print(write_page(found, seconds))
-    red = sum(bool(one["red"]) for one in found.values())
-    lost = sum(one.get("lost", 0) for one in found.values())
+    red = sum(bool(result["red"]) for result in found.values())
+    lost = sum(result.get("lost", 0) for result in found.values())
     print(f"{len(found)} cells, {red} red, {lost} windows lost, {seconds:.0f} s")
     if red:
         print(f"what the red ones left: {directory}")
@@ -111,12 +111,12 @@ def cells(options: argparse.Namespace) -> list[workers.Asked]:
         if moment.name not in row.absent and world in row.worlds
     ]
     if options.quick:
-        every = [one for one in every if one in QUICK]
+        every = [cell for cell in every if cell in QUICK]
     for text in options.only or ():
-        every = [one for one in every if text.lower() in f"{one[0]} {one[1]} world={one[2]}".lower()]
+        every = [cell for cell in every if text.lower() in f"{cell[0]} {cell[1]} world={cell[2]}".lower()]
     if not every:
         sys.exit(f"no cell has {' and '.join(options.only)}; faults: {', '.join(row.name for row in rows)}")
-    return [workers.Asked(*one, number) for number, one in enumerate(every)]
+    return [workers.Asked(*cell, number) for number, cell in enumerate(every)]
 
 
 def parse() -> argparse.Namespace:

@@ -83,12 +83,12 @@ def watch(directory: Path, steps: int, every: int, fit: Fit) -> Soaked:
 def page(fits: Mapping[Fit, Soaked], every: int, faults: Sequence[str]) -> str:
     """Give the table and what is judged."""
 
-    def cell(one: Soaked, column: str, unit: str) -> str:
-        slope = f"{round(one.slope(column)):+,} {unit}".rstrip()
-        return "{} ({:,} to {:,})".format(slope, *one.spread(column))
+    def cell(soaked: Soaked, column: str, unit: str) -> str:
+        slope = f"{round(soaked.slope(column)):+,} {unit}".rstrip()
+        return "{} ({:,} to {:,})".format(slope, *soaked.spread(column))
 
     def row(what: str, column: str, unit: str) -> tuple[str, ...]:
-        return (what, *(cell(one, column, unit) for one in fits.values()))
+        return (what, *(cell(fit, column, unit) for fit in fits.values()))
 
     rows = [
         row("resident size", "bytes", "B"),
@@ -102,7 +102,7 @@ def page(fits: Mapping[Fit, Soaked], every: int, faults: Sequence[str]) -> str:
     lines = fits[JUDGED].lines
     steps = lines[-1]["step"] + every // 2
     said = f"{steps:,} steps, {len(lines)} windows, one every {every} steps, of which 5 are kept."
-    judged = "\n".join(f"- **red**: {one}" for one in faults) or "Nothing grows beyond its bound."
+    judged = "\n".join(f"- **red**: {fault}" for fault in faults) or "Nothing grows beyond its bound."
     return f"{said}\n\n{measured.table(head, rows)}\n\n{judged}"
 
 

@@ -26,7 +26,7 @@ def _deleted(directory: Path, moment: moments.Moment) -> str | None:
 
 def _no_disk() -> dict[str, str]:
     reason = storage.why_no_disk()
-    return {} if reason is None else {one.name: reason for one in moments.MOMENTS}
+    return {} if reason is None else {moment.name: reason for moment in moments.MOMENTS}
 
 
 FAULTS: Final = (

@@ -34,8 +34,8 @@ def results(asked: Sequence[Asked], directory: Path, jobs: int) -> Iterator[dict
     """Run the cells in ``jobs`` processes; give each result as it comes."""
     waiting: queue.Queue[Asked] = queue.Queue()
     told: queue.Queue[dict[str, Any] | None] = queue.Queue()
-    for one in asked:
-        waiting.put(one)
+    for request in asked:
+        waiting.put(request)
     threads = [
         threading.Thread(target=_work, args=(waiting, told, directory / f"job{job}"), daemon=True)
         for job in range(min(jobs, len(asked)))
@@ -76,21 +76,21 @@ def _one_process(waiting: queue.Queue[Asked], told: queue.Queue[dict[str, Any] |
             env=environment, cwd=directory, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err, text=True,
         )  # fmt: skip
     try:
-        while (one := _next(waiting)) is not None:
-            line = _ask(process, one)
+        while (request := _next(waiting)) is not None:
+            line = _ask(process, request)
             if not line.startswith("{"):
-                told.put(asdict(one) | {"red": [f"the process of the cells ended: {directory}/zygote.err"]})
+                told.put(asdict(request) | {"red": [f"the process of the cells ended: {directory}/zygote.err"]})
                 return
             told.put(json.loads(line))
     finally:
         process.communicate()
 
 
-def _ask(process: subprocess.Popen[str], one: Asked) -> str:
+def _ask(process: subprocess.Popen[str], request: Asked) -> str:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        process.stdin.write(json.dumps(asdict(one)) + "\n")
+        process.stdin.write(json.dumps(asdict(request)) + "\n")
         process.stdin.flush()
         return process.stdout.readline()
     except OSError:

@@ -60,10 +60,10 @@ def compare(a: Side, b: Side) -> Comparison:
         differences=tuple(_difference(name, a.measures.get(name), b.measures.get(name), scale) for name in names),
         changes=tuple(change for group in GROUPS for change in _changes(group, a, b, scale)),
         left_out={
-            group: f"only {one.label} has them"
+            group: f"only {side.label} has them"
             for group in GROUPS
-            for one, other in ((a, b), (b, a))
-            if group in one.named and group not in other.named
+            for side, other in ((a, b), (b, a))
+            if group in side.named and group not in other.named
         },
     )
 
@@ -97,7 +97,7 @@ def _difference(name: str, a: Measure | None, b: Measure | None, scale: Mapping[
         problem = f"A has it from {a.source}, B from {b.source}"
     needed = 0.0
     if a is not None and b is not None:
-        error = math.sqrt(sum((_MEDIAN_ERROR * one.noise) ** 2 / max(one.samples, 1) for one in (a, b)))
+        error = math.sqrt(sum((_MEDIAN_ERROR * measure.noise) ** 2 / max(measure.samples, 1) for measure in (a, b)))
         needed = max(a.noise, b.noise, _ERRORS * error if min(a.samples, b.samples) > 1 else 0.0)
         if unit == "ns":
             needed = max(needed, _LEAST_NS, _LEAST_SHARE_OF_STEP * scale["ns"])
@@ -110,7 +110,7 @@ def _needed_of_rate(a: Measure, b: Measure) -> float:
     """Return how much a rate must change: where the times between that many events would differ by more than noise."""
     if not a.value or not b.value:
         return max(a.noise, b.noise)
-    noise = max(one.noise / one.value / one.value for one in (a, b))
+    noise = max(measure.noise / measure.value / measure.value for measure in (a, b))
     bound = 1 / a.value + math.copysign(noise, a.value - b.value)
     return abs(a.value - 1 / bound) if bound > 0 else math.inf
 
@@ -120,7 +120,7 @@ def _changes(group: str, a: Side, b: Side, scale: Mapping[str, float]) -> list[N
     if group not in a.named or group not in b.named:
         return []
     found = list(_changes_by_name(group, a, b, scale))
-    return sorted(found, key=lambda one: (-abs((one.b or 0) - (one.a or 0)), one.name))
+    return sorted(found, key=lambda change: (-abs((change.b or 0) - (change.a or 0)), change.name))
 
 
 def _changes_by_name(group: str, a: Side, b: Side, scale: Mapping[str, float]) -> Iterator[NamedChange]:

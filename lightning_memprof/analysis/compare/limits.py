@@ -79,7 +79,7 @@ def parse_limit(given: str) -> Limit:
         return Limit(given, name, is_upper, amount / 100, is_relative=True)
     scales = _SCALES[QUANTITIES[name]]
     if unit not in scales:
-        known = ", ".join(one for one in scales if one) or "a number alone"
+        known = ", ".join(scale for scale in scales if scale) or "a number alone"
         raise ConfigError(f"--fail-on {given!r}: {unit or 'no unit'} is no unit of {name}; use % or {known}")
     return Limit(given, name, is_upper, amount * scales[unit], is_relative=False)
 

@@ -79,7 +79,7 @@ def _spread(samples: Sequence[float]) -> float:
     half = len(samples) // 2
     if half >= _MANY_SAMPLES:
         drift = abs(statistics.median(samples[:half]) - statistics.median(samples[half:]))
-    return max(drift, _MAD_TO_SD * statistics.median(abs(one - middle) for one in samples))
+    return max(drift, _MAD_TO_SD * statistics.median(abs(sample - middle) for sample in samples))
 
 
 def operator_times(traces: Sequence[Path]) -> tuple[Times, Times]:
@@ -118,12 +118,12 @@ class Times:
         self._samples.append({name: ns / steps for name, ns in sums.items()})
 
     def _of(self, name: str) -> list[float]:
-        return [one.get(name, 0.0) for one in self._samples]
+        return [sample.get(name, 0.0) for sample in self._samples]
 
     @property
     def values(self) -> dict[str, float]:
         """The median over the traces, in ns a step."""
-        names = dict.fromkeys(name for one in self._samples for name in one)
+        names = dict.fromkeys(name for sample in self._samples for name in sample)
         return {name: statistics.median(self._of(name)) for name in names}
 
     @property
@@ -158,9 +158,9 @@ def _short(line: str) -> str:
 def severities(findings: Iterable[Finding]) -> tuple[dict[str, float], Mapping[str, str]]:
     """Return the severity of each rule that warns, and its sentence."""
     worst: dict[str, Finding] = {}
-    for one in sorted(findings, key=lambda one: one.severity):
-        if one.severity >= Severity.WARNING:
-            worst[one.rule] = one
-    return {rule: float(one.severity) for rule, one in worst.items()}, {
-        rule: one.sentence for rule, one in worst.items()
+    for finding in sorted(findings, key=lambda finding: finding.severity):
+        if finding.severity >= Severity.WARNING:
+            worst[finding.rule] = finding
+    return {rule: float(finding.severity) for rule, finding in worst.items()}, {
+        rule: finding.sentence for rule, finding in worst.items()
     }

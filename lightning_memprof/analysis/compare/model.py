@@ -166,8 +166,8 @@ class Comparison:
     @property
     def is_same(self) -> bool:
         """Whether nothing differs by more than noise, and nothing appeared or disappeared."""
-        return not self.changes and not any(one.is_above_noise for one in self.differences)
+        return not self.changes and not any(difference.is_above_noise for difference in self.differences)
 
     def difference(self, name: str) -> Difference | None:
         """Return one quantity, None where neither side has it."""
-        return next((one for one in self.differences if one.name == name), None)
+        return next((difference for difference in self.differences if difference.name == name), None)

@@ -54,9 +54,9 @@ class _Gathered:
     notes: list[str] = field(default_factory=list)
 
     def add(self, *measures: Measure | None) -> None:
-        for one in measures:
-            if one is not None:
-                self.measures.setdefault(one.name, one)
+        for measure in measures:
+            if measure is not None:
+                self.measures.setdefault(measure.name, measure)
 
     def add_findings(self, findings: Sequence[Finding]) -> None:
         self.named["findings"], self.sentences = severities(findings)
@@ -79,17 +79,19 @@ class _Gathered:
 
     def add_allocations(self, found: Sequence[DeviceAllocations], device: str, source: str) -> None:
         """Take the memory of one device, the model's where it is known, over all windows."""
-        on_it = [one for one in found if one.device == device]
+        on_it = [device_memory for device_memory in found if device_memory.device == device]
         if not on_it:
             return
         self.add(
             peak(
                 "peak_allocated_bytes",
-                [(one.start_bytes or 0) + one.peak_bytes for one in on_it],
+                [(device_memory.start_bytes or 0) + device_memory.peak_bytes for device_memory in on_it],
                 source,
             )
         )
-        self.named["stacks"] = site_bytes(max(on_it, key=lambda one: (one.start_bytes or 0) + one.peak_bytes).sites)
+        self.named["stacks"] = site_bytes(
+            max(on_it, key=lambda device_memory: (device_memory.start_bytes or 0) + device_memory.peak_bytes).sites
+        )
 
     def side(self, label: str, kind: str) -> Side:
         return Side(
@@ -116,15 +118,21 @@ def run_side(run: Run, label: str) -> Side:
         noise = speed * step.noise / step.value
         found.add(replace(step, name="samples_per_s", unit="per_s", value=speed, noise=noise))
     _add_sizes(found, run)
-    allocations = [one for one in run_allocations(run.in_full) if one.rank == lead.rank]
-    found.notes += [one.problem for one in allocations if one.problem]
+    allocations = [allocation for allocation in run_allocations(run.in_full) if allocation.rank == lead.rank]
+    found.notes += [allocation.problem for allocation in allocations if allocation.problem]
     device = text(lead.facts, "device") or "cpu"
-    found.add_allocations([one for window in allocations for one in window.devices], device, _traced(device))
+    found.add_allocations(
+        [device_memory for window in allocations for device_memory in window.devices], device, _traced(device)
+    )
     _add_memory(found, memory_report(run.in_full).lead)
-    traces = [one for one in run.artifacts if one.type == "trace" and one.rank == lead.rank and one.state == "present"]
-    found.add_operators(_last([one.file for one in traces]))
+    traces = [
+        artifact
+        for artifact in run.artifacts
+        if artifact.type == "trace" and artifact.rank == lead.rank and artifact.state == "present"
+    ]
+    found.add_operators(_last([trace.file for trace in traces]))
     found.add_findings(examine(Facts.of(run)))
-    found.notes += [f"{one.piece}: {one.message}" for one in run.problems]
+    found.notes += [f"{problem.piece}: {problem.message}" for problem in run.problems]
     return found.side(label, "run")
 
 
@@ -150,8 +158,8 @@ def _add_times(found: _Gathered, rank: Rank) -> None:
         rows = [(duration, breakdown) for _, duration, breakdown in steps.steps]
         source = f"the pulse, on the {steps.clock}'s clock"
     else:
-        reports = [one for window in rank.windows for one in window_steps(rank, window)[0]]
-        rows = [(one.duration_ns, one.breakdown_ns or {}) for one in reports if one.duration_ns is not None]
+        reports = [window_step for window in rank.windows for window_step in window_steps(rank, window)[0]]
+        rows = [(step.duration_ns, step.breakdown_ns or {}) for step in reports if step.duration_ns is not None]
         source = "recorded steps, which pay for being recorded"
     step = typical("step_ns", [duration for duration, _ in rows], source)
     found.add(step)
@@ -170,10 +178,10 @@ def _add_sizes(found: _Gathered, run: Run) -> None:
     ]
     found.add(peak("peak_rss_bytes", rss and [max(rss)], "the pulse", RESIDENT))
     found.add(peak("peak_allocated_bytes", device and [max(device)], "the device's allocator"))
-    steps = [one for window in run.lead.windows for one in window_steps(run.lead, window)[0]]
-    reserved = [r for one in steps if one.device and (r := one.device.reserved_bytes) is not None]
+    steps = [window_step for window in run.lead.windows for window_step in window_steps(run.lead, window)[0]]
+    reserved = [r for step in steps if step.device and (r := step.device.reserved_bytes) is not None]
     found.add(peak("peak_reserved_bytes", reserved, "recorded steps"))
-    resident = [r for one in steps if (r := one.host.max_rss_bytes) is not None]
+    resident = [r for step in steps if (r := step.host.max_rss_bytes) is not None]
     found.add(peak("peak_rss_bytes", resident and [max(resident)], "recorded steps", RESIDENT))
 
 
@@ -184,8 +192,10 @@ def _add_memory(found: _Gathered, memory: RankMemory) -> None:
             found.add(peak(f"{category}_bytes", [] if size is None else [size], memory.peak.source))
     if memory.activations is not None:
         modules = memory.activations.modules
-        found.named["modules"] = {one.name or "(the model)": float(one.inclusive_activation_bytes) for one in modules}
-        held = {one.name or "(the model)": one.parameter_bytes for one in modules}
+        found.named["modules"] = {
+            module.name or "(the model)": float(module.inclusive_activation_bytes) for module in modules
+        }
+        held = {module.name or "(the model)": module.parameter_bytes for module in modules}
         found.named["parameters"] = {name: float(size) for name, size in held.items() if size}
 
 
@@ -200,21 +210,23 @@ def traces_side(paths: Sequence[Path], label: str) -> Side:
 
     reports = [trace_report(path) for path in paths]
     found = _Gathered()
-    steps = [float(step.duration_ns) for one in reports for step in one.steps]
+    steps = [float(step.duration_ns) for trace in reports for step in trace.steps]
     found.add(typical("step_ns", steps, "the steps of the trace"))
-    loading = [float(step.data_loading_ns) for one in reports for step in one.steps]
+    loading = [float(step.data_loading_ns) for trace in reports for step in trace.steps]
     found.add(typical("data_loading_ns", loading, "the steps of the trace"))
-    found.add(typical("duration_ns", [float(one.end_ns - one.start_ns) for one in reports], "first to last event"))
+    found.add(
+        typical("duration_ns", [float(trace.end_ns - trace.start_ns) for trace in reports], "first to last event")
+    )
     _add_gpu_times(found, reports)
     collectives: Counter[str] = Counter()
-    for one in reports:
-        for collective in one.collectives:
+    for trace in reports:
+        for collective in trace.collectives:
             collectives[collective.name] += collective.total_ns
     if collectives:
         found.named["collectives"] = {name: ns / max(len(steps), 1) for name, ns in collectives.items()}
     found.add_operators(paths)
     memory = [device for path in paths for device in window_allocations(path)]
-    devices = sorted({one.device for one in memory}, key=lambda name: (name == "cpu", name))
+    devices = sorted({window_allocation.device for window_allocation in memory}, key=lambda name: (name == "cpu", name))
     if devices:
         found.add_allocations(memory, devices[0], _traced(devices[0]))
     found.add_findings(examine_files(reports, ()))
@@ -223,12 +235,14 @@ def traces_side(paths: Sequence[Path], label: str) -> Side:
 
 def _add_gpu_times(found: _Gathered, reports: Sequence[TraceReport]) -> None:
     """Take the devices' times: of a mean step where all traces have steps, else of the whole traces."""
-    within = [(one.step_window, len(one.steps)) for one in reports if one.step_window is not None and one.steps]
-    anywhere = [(one.gpu_window, 1) for one in reports if one.gpu_window is not None]
+    within = [
+        (trace.step_window, len(trace.steps)) for trace in reports if trace.step_window is not None and trace.steps
+    ]
+    anywhere = [(trace.gpu_window, 1) for trace in reports if trace.gpu_window is not None]
     chosen: Sequence[tuple[GpuTimes, int]] = within if len(within) == len(reports) else anywhere
     source = "a step's mean" if chosen is within else "the whole trace"
     for name in _GPU_TIMES:
-        found.add(typical(f"gpu_{name}_ns", [getattr(one, f"{name}_ns") / steps for one, steps in chosen], source))
+        found.add(typical(f"gpu_{name}_ns", [getattr(times, f"{name}_ns") / steps for times, steps in chosen], source))
 
 
 def snapshots_side(paths: Sequence[Path], label: str) -> Side:
@@ -243,7 +257,7 @@ def snapshots_side(paths: Sequence[Path], label: str) -> Side:
     reports = [snapshot_report(path) for path in paths]
     found = _Gathered()
     sizes: dict[str, list[float]] = defaultdict(list)
-    for device in (device for one in reports for device in one.devices):
+    for device in (device for snapshot in reports for device in snapshot.devices):
         for name in (
             "peak_requested_bytes",
             "peak_reserved_bytes",
@@ -256,7 +270,7 @@ def snapshots_side(paths: Sequence[Path], label: str) -> Side:
     for name, known in sizes.items():
         found.add(peak(name, [max(known)], "the snapshot"))
     held: Counter[str] = Counter()
-    for device in (device for one in reports for device in one.devices):
+    for device in (device for snapshot in reports for device in snapshot.devices):
         for site, count in holder_bytes(device.holders_at_peak).items():
             held[site] = max(held[site], round(count))
     found.named["stacks"] = dict(held)

@@ -91,7 +91,11 @@ def examine(facts: Facts) -> tuple[Finding, ...]:
     """Return every finding, the most severe first; where none is above info, one that says so comes before them."""
     run_findings = [finding for rule in RULES for finding in rule(facts)]
     told = {finding.rule for finding in run_findings}
-    of_files = [one for one in examine_files(facts.traces, facts.snapshots) if SAME_FAULT.get(one.rule, "") not in told]
+    of_files = [
+        finding
+        for finding in examine_files(facts.traces, facts.snapshots)
+        if SAME_FAULT.get(finding.rule, "") not in told
+    ]
     found = _by_severity([*run_findings, *of_files])
     return found if found and found[0].severity > Severity.INFO else (nothing_found(facts), *found)
 

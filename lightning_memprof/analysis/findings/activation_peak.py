@@ -35,7 +35,7 @@ def activation_peak(facts: Facts) -> list[Finding]:
     if kept < MIN_BYTES or kept < NOTABLE_SHARE * total:
         return []
     group = _best(memory, total)
-    rank = next(one for one in facts.run.ranks if one.rank == memory.rank)
+    rank = next(rank for rank in facts.run.ranks if rank.rank == memory.rank)
     steps = (memory.peak.step,)
     return [
         Finding(
@@ -62,13 +62,15 @@ def activation_peak(facts: Facts) -> list[Finding]:
 
 def _best(memory: RankMemory, total: int) -> CheckpointedGroup | None:
     """Return the blocks that save the most when they are checkpointed, None where that is little."""
-    groups = [one for one in memory.checkpointing if one.freed_bytes - one.back_bytes >= MIN_SAVED_SHARE * total]
-    return max(groups, key=lambda one: one.freed_bytes - one.back_bytes, default=None)
+    groups = [
+        group for group in memory.checkpointing if group.freed_bytes - group.back_bytes >= MIN_SAVED_SHARE * total
+    ]
+    return max(groups, key=lambda group: group.freed_bytes - group.back_bytes, default=None)
 
 
 def _why(activations: Activations, group: CheckpointedGroup | None) -> str:
-    largest = sorted(activations.modules, key=lambda one: -one.own_activation_bytes)[:SHOWN]
-    named = ", ".join(f"{one.name} {format_bytes(one.own_activation_bytes)}" for one in largest)
+    largest = sorted(activations.modules, key=lambda module: -module.own_activation_bytes)[:SHOWN]
+    named = ", ".join(f"{module.name} {format_bytes(module.own_activation_bytes)}" for module in largest)
     said = f"Backward of step {activations.step} found them kept" + (f", most by {named}" if named else "")
     if group is None:
         return f"{said}."

@@ -44,14 +44,14 @@ class _Retries:
 def allocator_retries(facts: Facts) -> list[Finding]:
     """Say that the allocator retried, in the recorded steps or before, and with how much memory."""
     found = [
-        one
+        retries
         for rank in facts.run.ranks[:MAX_RANKS]
         for window in rank.windows[-MAX_WINDOWS:]
-        if (one := _of_window(rank, window)) is not None
+        if (retries := _of_window(rank, window)) is not None
     ]
     if not found:
         return []
-    worst = max(found, key=lambda one: (one.grown, one.total))
+    worst = max(found, key=lambda retries: (retries.grown, retries.total))
     steps = max(len(worst.window.steps) + len(worst.window.warmup_steps), 1)
     rate = worst.grown / steps
     return [

@@ -40,17 +40,17 @@ NEXT: Final = (
 def allocator_thrash(trace: TraceReport) -> list[Finding]:
     """Say that the driver is asked for memory in the steps, and which collectives took long meanwhile."""
     window = trace.gpu_window
-    calls = [one for one in trace.runtime_calls if _bare(one.name) in GIVING_BACK | GETTING]
+    calls = [call for call in trace.runtime_calls if _bare(call.name) in GIVING_BACK | GETTING]
     if window is None or not window.window_ns or not calls:
         return []
-    total_ns = sum(one.total_ns for one in calls)
-    freed = sum(one.count for one in calls if _bare(one.name) in GIVING_BACK)
+    total_ns = sum(call.total_ns for call in calls)
+    freed = sum(call.count for call in calls if _bare(call.name) in GIVING_BACK)
     slow = _slow_collectives(trace)
-    waited_ns = sum(one.max_ns - one.median_ns for one in slow)
+    waited_ns = sum(slow_collective.max_ns - slow_collective.median_ns for slow_collective in slow)
     share = min((total_ns + waited_ns) / window.window_ns, 1.0)
     if share <= NOTABLE_PART:
         return []
-    worst = max(calls, key=lambda one: one.total_ns)
+    worst = max(calls, key=lambda call: call.total_ns)
     return [
         Finding(
             rule="allocator_thrash",
@@ -67,10 +67,15 @@ def allocator_thrash(trace: TraceReport) -> list[Finding]:
                 "share": share,
                 "allocator_ns": total_ns,
                 "window_ns": window.window_ns,
-                "calls": {one.name: one.count for one in calls},
+                "calls": {call.name: call.count for call in calls},
                 "freed": freed,
                 "slow_collectives": [
-                    {"name": one.name, "median_ns": one.median_ns, "max_ns": one.max_ns} for one in slow
+                    {
+                        "name": slow_collective.name,
+                        "median_ns": slow_collective.median_ns,
+                        "max_ns": slow_collective.max_ns,
+                    }
+                    for slow_collective in slow
                 ],
                 "waited_ns": waited_ns,
             },
@@ -97,14 +102,16 @@ def _slow_collectives(trace: TraceReport) -> list[Collective]:
     """Return the collectives whose longest took many times the median while the allocator was with the driver."""
     return sorted(
         (
-            one
-            for one in trace.collectives
-            if one.count > 1
-            and one.longest_start_ns is not None
-            and one.max_ns >= SLOW_FACTOR * max(one.median_ns, 1)
-            and _touches(trace.allocator_spans, one.longest_start_ns, one.longest_start_ns + one.max_ns)
+            collective
+            for collective in trace.collectives
+            if collective.count > 1
+            and collective.longest_start_ns is not None
+            and collective.max_ns >= SLOW_FACTOR * max(collective.median_ns, 1)
+            and _touches(
+                trace.allocator_spans, collective.longest_start_ns, collective.longest_start_ns + collective.max_ns
+            )
         ),
-        key=lambda one: one.max_ns,
+        key=lambda collective: collective.max_ns,
         reverse=True,
     )
 
@@ -127,11 +134,11 @@ def _sentence(trace: TraceReport, share: float, freed: int, slow: list[Collectiv
 
 
 def _why(calls: list[RuntimeCall], slow: list[Collective], window_ns: int) -> str:
-    shown = sorted(calls, key=lambda one: one.total_ns, reverse=True)[:3]
-    named = ", ".join(f"{one.name} {times(one.count)} ({format_ns(one.total_ns)})" for one in shown)
+    shown = sorted(calls, key=lambda call: call.total_ns, reverse=True)[:3]
+    named = ", ".join(f"{call.name} {times(call.count)} ({format_ns(call.total_ns)})" for call in shown)
     text = f"In {format_ns(window_ns)}: {named}"
     if slow:
         text += f"; {len(slow)} kind{'s' * (len(slow) > 1)} of collective waited meanwhile, on all ranks"
-    if any(_bare(one.name) in GIVING_BACK for one in calls):
+    if any(_bare(call.name) in GIVING_BACK for call in calls):
         text += "; giving memory back waits for all kernels"
     return text + "."

@@ -42,41 +42,41 @@ def blocking_transfers(trace: TraceReport) -> list[Finding]:
     return [
         finding
         for kind in WORDS
-        for one in trace.copies
-        if one.kind == kind and one.is_pageable
-        for finding in _of_copies(trace, one, window.window_ns)
+        for copies in trace.copies
+        if copies.kind == kind and copies.is_pageable
+        for finding in _of_copies(trace, copies, window.window_ns)
     ]
 
 
-def _of_copies(trace: TraceReport, one: Copies, window_ns: int) -> list[Finding]:
+def _of_copies(trace: TraceReport, copies: Copies, window_ns: int) -> list[Finding]:
     # A copy from pageable memory blocks the host for as long as it takes, so without the overlap all of it counts.
-    cost_ns = one.total_ns if one.exposed_ns is None else one.exposed_ns
+    cost_ns = copies.total_ns if copies.exposed_ns is None else copies.exposed_ns
     share = cost_ns / window_ns
     if share <= NOTABLE_SHARE:
         return []
-    size = f"{format_bytes(one.bytes)} in " if one.bytes is not None else ""
-    rate = f", {format_bytes(one.bytes * 1e9 / one.total_ns)}/s" if one.bytes and one.total_ns else ""
+    size = f"{format_bytes(copies.bytes)} in " if copies.bytes is not None else ""
+    rate = f", {format_bytes(copies.bytes * 1e9 / copies.total_ns)}/s" if copies.bytes and copies.total_ns else ""
     return [
         Finding(
             rule="blocking_transfers",
             severity=severity_of(share),
             sentence=(
-                f"Copies {WORDS[one.kind]} use pageable memory{on_rank(trace)} and take {exact_percent(share)} of the "
-                "time, in which nothing is computed."
+                f"Copies {WORDS[copies.kind]} use pageable memory{on_rank(trace)} and take {exact_percent(share)} "
+                "of the time, in which nothing is computed."
             ),
             why=(
-                f"{times(one.count).capitalize()}, {size}{format_ns(one.total_ns)}{rate}: the driver copies such "
+                f"{times(copies.count).capitalize()}, {size}{format_ns(copies.total_ns)}{rate}: the driver copies such "
                 "memory twice, and the call returns only then."
             ),
-            next_steps=NEXT[one.kind],
-            evidence=longest_in(trace, one.longest_start_ns, one.total_ns // max(one.count, 1)),
+            next_steps=NEXT[copies.kind],
+            evidence=longest_in(trace, copies.longest_start_ns, copies.total_ns // max(copies.count, 1)),
             numbers={
-                "kind": one.kind,
+                "kind": copies.kind,
                 "share": share,
-                "exposed_ns": one.exposed_ns,
-                "total_ns": one.total_ns,
-                "count": one.count,
-                "bytes": one.bytes,
+                "exposed_ns": copies.exposed_ns,
+                "total_ns": copies.total_ns,
+                "count": copies.count,
+                "bytes": copies.bytes,
                 "window_ns": window_ns,
             },
             weight=share,

@@ -71,7 +71,7 @@ def communication_exposed(trace: TraceReport) -> list[Finding]:
     share = exposed_ns / window.window_ns
     if share <= NOTABLE_SHARE:
         return []
-    collectives = sorted(trace.collectives, key=lambda one: one.exposed_ns, reverse=True)
+    collectives = sorted(trace.collectives, key=lambda collective: collective.exposed_ns, reverse=True)
     worst = collectives[0] if collectives else None
     hidden = window.communication_overlapped_ns / window.communication_ns if window.communication_ns else 0.0
     late = _late(collectives)
@@ -85,7 +85,7 @@ def communication_exposed(trace: TraceReport) -> list[Finding]:
             ),
             why=(
                 f"{format_ns(exposed_ns)} of {format_ns(window.window_ns)}; {percent(hidden)} of all communication "
-                "runs beside kernels" + "".join(f"; {_told(one)}" for one in collectives[:SHOWN]) + "."
+                "runs beside kernels" + "".join(f"; {_told(collective)}" for collective in collectives[:SHOWN]) + "."
             ),
             next_steps=_next_steps(trace, collectives, late),
             evidence=longest_in(trace, worst.longest_start_ns if worst else None, worst.max_ns if worst else 0),
@@ -99,15 +99,15 @@ def communication_exposed(trace: TraceReport) -> list[Finding]:
                 "late": late.name if late else None,
                 "collectives": [
                     {
-                        "name": one.name,
-                        "group": one.group,
-                        "bytes_each": one.bytes_each,
-                        "count": one.count,
-                        "exposed_ns": one.exposed_ns,
-                        "median_ns": one.median_ns,
-                        "max_ns": one.max_ns,
+                        "name": collective.name,
+                        "group": collective.group,
+                        "bytes_each": collective.bytes_each,
+                        "count": collective.count,
+                        "exposed_ns": collective.exposed_ns,
+                        "median_ns": collective.median_ns,
+                        "max_ns": collective.max_ns,
                     }
-                    for one in collectives[:SHOWN]
+                    for collective in collectives[:SHOWN]
                 ],
             },
             weight=share,
@@ -117,11 +117,15 @@ def communication_exposed(trace: TraceReport) -> list[Finding]:
 
 def _late(collectives: list[Collective]) -> Collective | None:
     """Return the collective whose durations differ as only those do that wait for another rank."""
-    waits = [one for one in collectives if one.count > 1 and one.max_ns >= LATE_FACTOR * max(one.median_ns, 1)]
-    found = max(waits, key=lambda one: one.max_ns, default=None)
+    waits = [
+        collective
+        for collective in collectives
+        if collective.count > 1 and collective.max_ns >= LATE_FACTOR * max(collective.median_ns, 1)
+    ]
+    found = max(waits, key=lambda wait: wait.max_ns, default=None)
     return (
         found
-        if found is not None and found.max_ns >= NOTABLE_SHARE * sum(one.total_ns for one in collectives)
+        if found is not None and found.max_ns >= NOTABLE_SHARE * sum(collective.total_ns for collective in collectives)
         else None
     )
 
@@ -130,14 +134,20 @@ def _plain(name: str) -> str:
     return UNKNOWN if name == "unknown" else shorter_name(name).removeprefix("nccl:").removeprefix("gloo:")
 
 
-def _told(one: Collective) -> str:
-    size = f" of {format_bytes(one.bytes_each)}" if one.bytes_each is not None else ""
-    each = f"{format_ns(one.median_ns)} each and {format_ns(one.max_ns)} at most, " if one.count > 1 else ""
-    return f"{_plain(one.name)}{size}, {times(one.count)}, {each}{format_ns(one.exposed_ns)} exposed"
+def _told(collective: Collective) -> str:
+    size = f" of {format_bytes(collective.bytes_each)}" if collective.bytes_each is not None else ""
+    each = (
+        f"{format_ns(collective.median_ns)} each and {format_ns(collective.max_ns)} at most, "
+        if collective.count > 1
+        else ""
+    )
+    return (
+        f"{_plain(collective.name)}{size}, {times(collective.count)}, {each}{format_ns(collective.exposed_ns)} exposed"
+    )
 
 
-def _kind(one: Collective) -> str:
-    bare = one.name.lower().replace("_", "").replace("-", "")
+def _kind(collective: Collective) -> str:
+    bare = collective.name.lower().replace("_", "").replace("-", "")
     return next((kind for kind, names in KINDS.items() if any(name in bare for name in names)), "other")
 
 
@@ -148,7 +158,11 @@ def _next_steps(trace: TraceReport, collectives: list[Collective], late: Collect
             f"Find the rank that comes late: the same {_plain(late.name)} takes {format_ns(late.median_ns)} or "
             f"{format_ns(late.max_ns)}. Record all ranks and look at them beside each other."
         )
-    small = sum(one.count for one in collectives if one.bytes_each is not None and one.bytes_each < SMALL_BYTES)
+    small = sum(
+        collective.count
+        for collective in collectives
+        if collective.bytes_each is not None and collective.bytes_each < SMALL_BYTES
+    )
     if small >= MANY_SMALL * max(len(trace.steps), 1):
         steps.append(f"Send together what is sent in {small:,} collectives of less than {format_bytes(SMALL_BYTES)}.")
     return (*steps, *OVERLAP[_kind(collectives[0]) if collectives else "other"])

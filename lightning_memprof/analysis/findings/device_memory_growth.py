@@ -59,11 +59,11 @@ def _levels(facts: Facts) -> Mapping[tuple[int, str], Sequence[Level]]:
         levels.setdefault((artifact.rank, name), {})[level.window] = level
     others: dict[tuple[int, str], dict[int, Level]] = {}
     for window in _allocations(facts):
-        for one in window.devices:
-            if one.start_bytes is not None and one.device != "cpu" and window.window is not None:
+        for device_memory in window.devices:
+            if device_memory.start_bytes is not None and device_memory.device != "cpu" and window.window is not None:
                 path = _path(facts, window.trace)
-                level = Level(window.window, one.start_bytes, path)
-                others.setdefault((window.rank, one.device), {})[level.window] = level
+                level = Level(window.window, device_memory.start_bytes, path)
+                others.setdefault((window.rank, device_memory.device), {})[level.window] = level
     for key, by_window in others.items():
         if len(by_window) > len(levels.get(key, {})):
             levels[key] = by_window
@@ -71,12 +71,20 @@ def _levels(facts: Facts) -> Mapping[tuple[int, str], Sequence[Level]]:
 
 
 def _allocations(facts: Facts) -> list[WindowAllocations]:
-    return [one for rank in facts.memory.ranks for one in rank.allocations] if facts.memory is not None else []
+    return (
+        [allocation for rank in facts.memory.ranks for allocation in rank.allocations]
+        if facts.memory is not None
+        else []
+    )
 
 
 def _snapshots(facts: Facts) -> list[tuple[Artifact, DeviceReport]]:
     """Return the devices of the snapshots that windows made, in the order in which they were written."""
-    artifacts = {str(one.file): one for one in facts.run.artifacts if one.type == "snapshot" and one.window is not None}
+    artifacts = {
+        str(artifact.file): artifact
+        for artifact in facts.run.artifacts
+        if artifact.type == "snapshot" and artifact.window is not None
+    }
     return [
         (artifact, device)
         for snapshot in facts.snapshots
@@ -86,7 +94,7 @@ def _snapshots(facts: Facts) -> list[tuple[Artifact, DeviceReport]]:
 
 
 def _path(facts: Facts, file: object) -> str:
-    return next((one.path for one in facts.run.artifacts if one.file == file), str(file))
+    return next((artifact.path for artifact in facts.run.artifacts if artifact.file == file), str(file))
 
 
 def _grows(levels: Sequence[Level]) -> bool:
@@ -154,8 +162,8 @@ def _lines(device: DeviceReport) -> Counter[str]:
 def _kept(facts: Facts, rank: int, device: str, window: int) -> list[tuple[str, int]]:
     """Return the lines whose blocks outlive their step within a window, as its trace or ring has them, most first."""
     kept: Counter[str] = Counter()
-    for one in _allocations(facts):
-        for found in one.devices if (one.rank, one.window) == (rank, window) else ():
+    for allocation in _allocations(facts):
+        for found in allocation.devices if (allocation.rank, allocation.window) == (rank, window) else ():
             for site in found.sites if found.device == device else ():
                 if site.step is not None and found.peak_step is not None and site.step < found.peak_step:
                     kept[site.line or site.operator] += site.bytes

@@ -26,7 +26,9 @@ LESS: Final = (
 def failed_request(snapshot: SnapshotReport) -> list[Finding]:
     """Say what could not be had, why, and who held the most at that moment."""
     failed = snapshot.oom
-    device = next((one for one in snapshot.devices if failed is not None and one.device == failed.device), None)
+    device = next(
+        (device for device in snapshot.devices if failed is not None and device.device == failed.device), None
+    )
     if failed is None or device is None:
         return []
     at = _moment(device)

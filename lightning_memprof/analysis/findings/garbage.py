@@ -46,7 +46,7 @@ class _Cost:
 def garbage(facts: Facts) -> list[Finding]:
     """Say that collections of garbage take much of the recorded steps, and how to have fewer."""
     costs = [cost for rank in facts.run.ranks if (cost := _cost(facts, rank)) is not None]
-    worst = max(costs, key=lambda one: one.steady_share, default=None)
+    worst = max(costs, key=lambda cost: cost.steady_share, default=None)
     if worst is None or worst.steady_share <= NOTABLE_SHARE or worst.mean_ns < MIN_COST_NS:
         return []
     found = pauses(worst.rank)[0]
@@ -69,7 +69,7 @@ def garbage(facts: Facts) -> list[Finding]:
                 "garbage_ns": worst.mean_ns,
                 "pauses": found.count,
                 "longest_ns": found.max_ns,
-                "generations": {str(number): list(one) for number, one in found.generations.items()},
+                "generations": {str(number): list(counts) for number, counts in found.generations.items()},
                 "tensor_bytes": found.tensor_bytes,
             },
             weight=worst.share,
@@ -96,7 +96,7 @@ def _cost(facts: Facts, rank: Rank) -> _Cost | None:
     recorded = {step for window in rank.windows for step in window.steps}
     durations = {row["step"]: row["duration_ns"] for row in rank.pulse if row["step"] in recorded}
     if not durations:
-        durations = {one.step: one.duration_ns for one in facts.events(rank)}
+        durations = {event.step: event.duration_ns for event in facts.events(rank)}
     pairs = sorted((spent.get(step or 0, 0), duration) for step, duration in durations.items() if duration)
     if len(pairs) < MIN_RECORDED:
         return None

@@ -84,8 +84,8 @@ def gpu_idle(trace: TraceReport) -> list[Finding]:
     share = rest_ns / window.window_ns
     if share <= NOTABLE_SHARE:
         return []
-    causes = [one for one in trace.idle if one.cause not in TOLD_ELSEWHERE and one.total_ns > 0]
-    main = max(causes, key=lambda one: one.total_ns, default=None)
+    causes = [cause for cause in trace.idle if cause.cause not in TOLD_ELSEWHERE and cause.total_ns > 0]
+    main = max(causes, key=lambda cause: cause.total_ns, default=None)
     launching_ns = idle_ns(trace, *LAUNCHING)
     kernels, mean_ns = _kernels(trace)
     launch_bound = launching_ns >= MAIN_PART * rest_ns and bool(kernels) and mean_ns <= SHORT_KERNEL_NS
@@ -104,7 +104,7 @@ def gpu_idle(trace: TraceReport) -> list[Finding]:
                 "idle_ns": window.idle_ns,
                 "window_ns": window.window_ns,
                 "launch_bound": launch_bound,
-                "causes_ns": {one.cause: one.total_ns for one in trace.idle},
+                "causes_ns": {cause.cause: cause.total_ns for cause in trace.idle},
                 "main_cause": main.cause if main else None,
                 "kernels": kernels,
                 "mean_kernel_ns": mean_ns,
@@ -116,9 +116,9 @@ def gpu_idle(trace: TraceReport) -> list[Finding]:
 
 def _kernels(trace: TraceReport) -> tuple[int, int]:
     """Return how many kernels computed something, and their mean duration in ns."""
-    computing = [one for one in trace.kernels if one.kind == "compute"]
-    count = sum(one.count for one in computing)
-    return count, round(sum(one.total_ns for one in computing) / count) if count else 0
+    computing = [kernel for kernel in trace.kernels if kernel.kind == "compute"]
+    count = sum(kernel.count for kernel in computing)
+    return count, round(sum(kernel.total_ns for kernel in computing) / count) if count else 0
 
 
 def _sentence(trace: TraceReport, share: float, main: IdleCause | None, *, launch_bound: bool) -> str:
@@ -134,9 +134,9 @@ def _why(trace: TraceReport, idle: int, causes: list[IdleCause], kernels: int, m
     whole = format_ns(window.window_ns) if window else ""
     parts = [f"{format_ns(idle)} of {whole} pass with nothing on the device"]
     named = [
-        f"{format_ns(one.total_ns)} while {DOING[one.cause]}"
-        + (f" (most in {shorter_name(one.example)})" if one.example else "")
-        for one in sorted(causes, key=lambda one: one.total_ns, reverse=True)[:2]
+        f"{format_ns(cause.total_ns)} while {DOING[cause.cause]}"
+        + (f" (most in {shorter_name(cause.example)})" if cause.example else "")
+        for cause in sorted(causes, key=lambda cause: cause.total_ns, reverse=True)[:2]
     ]
     parts += named
     if kernels:

@@ -82,7 +82,7 @@ def input_bound(facts: Facts) -> list[Finding]:
 
 def _dataloaders(rank: Rank) -> list[Mapping[str, Any]]:
     loaders = rank.training.get("dataloaders") if rank.training else None
-    return [one for one in loaders if isinstance(one, dict)] if isinstance(loaders, list) else []
+    return [loader for loader in loaders if isinstance(loader, dict)] if isinstance(loaders, list) else []
 
 
 def _in_few_steps(rank: Rank, share: float, loaders: Sequence[Mapping[str, Any]]) -> bool:
@@ -97,7 +97,7 @@ def _in_few_steps(rank: Rank, share: float, loaders: Sequence[Mapping[str, Any]]
         return False
     waits = [(breakdown["data_wait"] or 0, duration) for _, duration, breakdown in typical.steps]
     turns = [waits[start : start + turn] for start in range(0, len(waits) - turn + 1, turn)]
-    shares = [sum(ns for ns, _ in one) / (sum(duration for _, duration in one) or 1) for one in turns]
+    shares = [sum(ns for ns, _ in turn) / (sum(duration for _, duration in turn) or 1) for turn in turns]
     return stats.median(shares) < share / 2
 
 

@@ -43,8 +43,8 @@ def input_bound_trace(trace: TraceReport) -> list[Finding]:
     """Say that the device idles while batches are loaded; on a host alone, that loading takes much of the steps."""
     window = trace.step_window
     steps = max(len(trace.steps), 1)
-    span_ns = window.window_ns if window else sum(one.duration_ns for one in trace.steps)
-    loading_ns = window.data_loading_ns if window else sum(one.data_loading_ns for one in trace.steps)
+    span_ns = window.window_ns if window else sum(step.duration_ns for step in trace.steps)
+    loading_ns = window.data_loading_ns if window else sum(step.data_loading_ns for step in trace.steps)
     if not span_ns or not loading_ns:
         return []
     exposed_ns = _exposed(trace, loading_ns)
@@ -53,10 +53,10 @@ def input_bound_trace(trace: TraceReport) -> list[Finding]:
         return []
     if window is None and (span_ns / steps < SHORT_STEP_NS or steps < MIN_STEPS):
         return []
-    most = max((one.data_loading_ns for one in trace.steps), default=0)
+    most = max((step.data_loading_ns for step in trace.steps), default=0)
     in_one = steps >= MIN_STEPS and most >= ONE_STEP * loading_ns
     where = f", {exact_percent(most / loading_ns)} of it in one of {steps} steps" if in_one else ""
-    longest = next((one for one in trace.idle if one.cause == "data_loading"), None)
+    longest = next((cause for cause in trace.idle if cause.cause == "data_loading"), None)
     idle = f"; the device is idle for {format_ns(exposed_ns)} of it" if window else ""
     return [
         Finding(

@@ -33,16 +33,16 @@ LARGER: Final = "Give each kernel more to do: a larger batch, fused layers (scal
 
 def many_small_kernels(trace: TraceReport) -> list[Finding]:
     """Say how much of the computing is done in very short kernels, and which ones."""
-    computing = [one for one in trace.kernels if one.kind == "compute" and one.count]
-    total_ns = sum(one.total_ns for one in computing)
-    small = [one for one in computing if one.total_ns <= SHORT_NS * one.count]
-    small_ns, count = sum(one.total_ns for one in small), sum(one.count for one in small)
+    computing = [kernel for kernel in trace.kernels if kernel.kind == "compute" and kernel.count]
+    total_ns = sum(kernel.total_ns for kernel in computing)
+    small = [kernel for kernel in computing if kernel.total_ns <= SHORT_NS * kernel.count]
+    small_ns, count = sum(kernel.total_ns for kernel in small), sum(kernel.count for kernel in small)
     steps = max(len(trace.steps), 1)
     if not total_ns or small_ns / total_ns <= NOTABLE_SHARE or count < MANY * steps:
         return []
     share = small_ns / total_ns
-    most = sorted(small, key=lambda one: one.count, reverse=True)[:SHOWN]
-    simple = sum(one.count for one in small if any(part in one.name for part in SIMPLE))
+    most = sorted(small, key=lambda kernel: kernel.count, reverse=True)[:SHOWN]
+    simple = sum(kernel.count for kernel in small if any(part in kernel.name for part in SIMPLE))
     per_step = f"{count / steps:,.0f} kernels a step" if len(trace.steps) > 1 else f"{count:,} kernels"
     return [
         Finding(
@@ -55,7 +55,7 @@ def many_small_kernels(trace: TraceReport) -> list[Finding]:
             ),
             why=(
                 f"{format_ns(small_ns / count)} each on average; the most frequent are "
-                + ", ".join(f"{shorter_name(one.name)} ({one.count:,})" for one in most)
+                + ", ".join(f"{shorter_name(kernel.name)} ({kernel.count:,})" for kernel in most)
                 + "."
             ),
             next_steps=_next_steps(trace, simple, count),
@@ -67,7 +67,7 @@ def many_small_kernels(trace: TraceReport) -> list[Finding]:
                 "small_ns": small_ns,
                 "compute_ns": total_ns,
                 "elementwise": simple,
-                "most_frequent": [one.name for one in most],
+                "most_frequent": [kernel.name for kernel in most],
             },
             weight=share,
         )
@@ -76,8 +76,8 @@ def many_small_kernels(trace: TraceReport) -> list[Finding]:
 
 def _next_steps(trace: TraceReport, simple: int, count: int) -> tuple[str, ...]:
     """Most of them elementwise, and none for many tensors at once: then the optimizer may be a loop too."""
-    moved = sum(one.count for one in trace.kernels if any(part in one.name for part in MOVING))
+    moved = sum(kernel.count for kernel in trace.kernels if any(part in kernel.name for part in MOVING))
     layout = (LAYOUT,) if moved * 10 >= count else ()
-    fused = any(FUSED in one.name or "fused" in one.name.lower() for one in trace.kernels)
+    fused = any(FUSED in kernel.name or "fused" in kernel.name.lower() for kernel in trace.kernels)
     optimizer = (OPTIMIZER,) if simple * 2 >= count and not fused else ()
     return (*layout, COMPILE, *optimizer, LARGER)

@@ -85,7 +85,7 @@ def memory_growth(facts: Facts) -> list[Finding]:
     ]
     if not found:
         return []
-    growth, rank, title, source = max(found, key=lambda one: one[0].added_bytes)
+    growth, rank, title, source = max(found, key=lambda entry: entry[0].added_bytes)
     share = growth.added_bytes / growth.start_bytes if growth.start_bytes else 1.0
     kept = _kept_from_earlier_steps(facts, rank, growth)
     return [
@@ -121,7 +121,11 @@ def _kept_from_earlier_steps(facts: Facts, rank: Rank, growth: Growth) -> list[t
     allocate does not count, nor what is too little for the slope. The largest come first.
     """
     memory = facts.memory
-    mine = next((one for one in memory.ranks if one.rank == rank.rank), None) if memory is not None else None
+    mine = (
+        next((rank_memory for rank_memory in memory.ranks if rank_memory.rank == rank.rank), None)
+        if memory is not None
+        else None
+    )
     found = []
     for window in mine.allocations if mine is not None else ():
         for device in window.devices:
@@ -129,14 +133,16 @@ def _kept_from_earlier_steps(facts: Facts, rank: Rank, growth: Growth) -> list[t
                 age = 0 if site.step is None or device.peak_step is None else device.peak_step - site.step
                 if age > 0 and site.phase not in KEPT_ANYWAY and site.bytes >= LEAST_PART * growth.bytes_per_step:
                     trace = os.fspath(window.trace) if window.trace is not None else ""
-                    listed = next((one.path for one in facts.run.artifacts if os.fspath(one.file) == trace), trace)
+                    listed = next(
+                        (artifact.path for artifact in facts.run.artifacts if os.fspath(artifact.file) == trace), trace
+                    )
                     at = facts.pulse(rank, (site.step or 0, device.peak_step or 0))
                     found.append((site, age, replace(at, artifact=listed, window=window.window)))
-    return sorted(found, key=lambda one: -one[0].bytes)[:MAX_KEPT]
+    return sorted(found, key=lambda entry: -entry[0].bytes)[:MAX_KEPT]
 
 
 def _seen_in(kept: Sequence[tuple[Site, int, Evidence]]) -> tuple[Evidence, ...]:
-    return tuple({one.artifact: one for _, _, one in kept if one.artifact}.values())
+    return tuple({source.artifact: source for _, _, source in kept if source.artifact}.values())
 
 
 def _told(kept: Sequence[tuple[Site, int, Evidence]]) -> str:
@@ -193,7 +199,7 @@ def left_by_windows(rows: Sequence[PulseRow], column: str) -> int | None:
     Compared are the five steps before a window, or before several that are close together, and five after it has
     settled, less what the training's own slope adds meanwhile. What is not clear of their spread counts as nothing.
     """
-    segments = [one for one in _segments(rows, column, FIRST_STEPS) if len(one) >= MIN_EDGE_STEPS]
+    segments = [segment for segment in _segments(rows, column, FIRST_STEPS) if len(segment) >= MIN_EDGE_STEPS]
     edges = [(before[-EDGE_STEPS:], after[:EDGE_STEPS]) for before, after in itertools.pairwise(segments)]
     if not edges:
         return None

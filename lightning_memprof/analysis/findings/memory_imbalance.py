@@ -44,7 +44,7 @@ def _peaks(facts: Facts, quantity: str, column: str | None = None) -> dict[int, 
 
     The system's own peak of a process, which those have, is at least that of the process that started it.
     """
-    peaks = {one.rank: getattr(one, quantity) or 0 for one in (facts.ranks.ranks if facts.ranks is not None else ())}
+    peaks = {rank.rank: getattr(rank, quantity) or 0 for rank in (facts.ranks.ranks if facts.ranks is not None else ())}
     for rank in facts.run.ranks:
         seen = max((size for row in rank.pulse if (size := row[column or quantity]) is not None), default=0)
         peaks[rank.rank] = seen or peaks.get(rank.rank, 0)
@@ -68,7 +68,7 @@ def _found(facts: Facts, peaks: Mapping[int, int], *, is_device: bool) -> list[F
                 f"That is {more} more than the middle one of {len(peaks) - 1} others: the fullest rank decides how "
                 "much a step may hold on all."
             ),
-            next_steps=tuple(one.format(rank=highest) for one in next_steps),
+            next_steps=tuple(template.format(rank=highest) for template in next_steps),
             evidence=_evidence(facts, highest),
             numbers={
                 "rank": highest,
@@ -84,4 +84,4 @@ def _found(facts: Facts, peaks: Mapping[int, int], *, is_device: bool) -> list[F
 
 def _evidence(facts: Facts, number: int) -> tuple[Evidence, ...]:
     """Return the rank's pulse; of thousands of ranks not all are read."""
-    return tuple(facts.pulse(one) for one in facts.run.ranks if one.rank == number and one.pulse)
+    return tuple(facts.pulse(rank) for rank in facts.run.ranks if rank.rank == number and rank.pulse)

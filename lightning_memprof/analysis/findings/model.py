@@ -172,7 +172,11 @@ class Facts:
 
     def recorded(self, rank: Rank, collector: str, steps: Collection[int] = ()) -> tuple[Evidence, ...]:
         """Return what a collector wrote in each window of a rank that recorded one of some steps; of all if none."""
-        files = {one.window: one for one in self.run.artifacts if one.rank == rank.rank and one.collector == collector}
+        files = {
+            artifact.window: artifact
+            for artifact in self.run.artifacts
+            if artifact.rank == rank.rank and artifact.collector == collector
+        }
         found = []
         for window in rank.windows:
             chosen = [step for step in window.steps if not steps or step in steps]

@@ -43,7 +43,7 @@ DOING: Final = {
 def nothing_found(facts: Facts) -> Finding:
     """Say what dominates the step, and name the command that shows more."""
     run = facts.run
-    rank = next((one for one in (run.lead, *run.ranks) if one.rank in facts.statistics), run.lead)
+    rank = next((rank for rank in (run.lead, *run.ranks) if rank.rank in facts.statistics), run.lead)
     statistics = facts.statistics.get(rank.rank)
     failed = next((rank.exception for rank in run.ranks if rank.exception), None)
     early = f"The run ended early with {failed[:MAX_MESSAGE]}. " if failed else ""
@@ -101,7 +101,7 @@ def _around(rank: Rank, statistics: PulseStatistics) -> str | None:
 
 def _look_further(run: Run) -> str:
     """Name the command for the most telling artifact that is there."""
-    if any(one.type == "trace" and one.state == "present" for one in run.artifacts):
+    if any(artifact.type == "trace" and artifact.state == "present" for artifact in run.artifacts):
         place = shlex.quote(shown_place(run.directory, run.root, run.url))
         return f"See every operator on a time line: lightning-memprof view {place}"
     return 'Record the operators of some steps too: Trainer(..., profiler="fts_extended")'

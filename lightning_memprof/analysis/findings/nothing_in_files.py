@@ -19,12 +19,14 @@ __all__ = ["nothing_in_files"]
 
 def nothing_in_files(traces: Sequence[TraceReport], snapshots: Sequence[SnapshotReport]) -> Finding:
     """Say how busy the device was, or how full the memory, and the command that shows more."""
-    on_device = [one for one in traces if one.gpu_window is not None]
+    on_device = [trace for trace in traces if trace.gpu_window is not None]
     if on_device:
         return _of_device(min(on_device, key=_busy))
-    used = [one for one in snapshots if one.devices]
+    used = [snapshot for snapshot in snapshots if snapshot.devices]
     if used:
-        return _of_memory(max(used, key=lambda one: max(device.peak_requested_bytes for device in one.devices)))
+        return _of_memory(
+            max(used, key=lambda snapshot: max(device.peak_requested_bytes for device in snapshot.devices))
+        )
     if traces:
         return _of_host(traces[0])
     return Finding(
@@ -83,8 +85,8 @@ def _recorded(events: int) -> str:
 
 
 def _of_memory(snapshot: SnapshotReport) -> Finding:
-    device = max(snapshot.devices, key=lambda one: one.peak_requested_bytes)
-    holder = next((one for one in device.lines_at_peak if one.site), None)
+    device = max(snapshot.devices, key=lambda device: device.peak_requested_bytes)
+    holder = next((site for site in device.lines_at_peak if site.site), None)
     most = "" if holder is None else f"; {format_bytes(holder.bytes)} of it were allocated by {holder.site}"
     return Finding(
         rule=NOTHING_FOUND,

@@ -45,16 +45,16 @@ def findings_of_traces(traces: Iterable[TraceReport]) -> list[Finding]:
     found: dict[tuple[str, object], list[Finding]] = {}
     for trace in traces:
         for rule in TRACE_RULES:
-            for one in rule(trace):
+            for finding in rule(trace):
                 # A rule that looks at two directions says which one.
-                found.setdefault((one.rule, one.numbers.get("kind")), []).append(one)
+                found.setdefault((finding.rule, finding.numbers.get("kind")), []).append(finding)
     return [_worst(alike) for alike in found.values()]
 
 
 def _worst(alike: list[Finding]) -> Finding:
-    worst, *others = sorted(alike, key=lambda one: (one.severity, one.weight), reverse=True)
+    worst, *others = sorted(alike, key=lambda finding: (finding.severity, finding.weight), reverse=True)
     if not others:
         return worst
     more = "1 other trace shows it too." if len(others) == 1 else f"{len(others):,} other traces show it too."
-    seen = (*worst.evidence, *(one.evidence[0] for one in others if one.evidence))
+    seen = (*worst.evidence, *(finding.evidence[0] for finding in others if finding.evidence))
     return replace(worst, why=f"{worst.why} {more}", evidence=seen[:MAX_EVIDENCE])

@@ -39,7 +39,7 @@ def optimizer_bound(facts: Facts) -> list[Finding]:
     # An optimizer takes about as long in each of its steps: a mean above the median comes from a few odd steps.
     mean_share = statistics.share("optimizer")
     share = min(mean_share, statistics.median_shares["optimizer"])
-    slow = [one for one in _optimizers(rank) if _loops(one)]
+    slow = [optimizer for optimizer in _optimizers(rank) if _loops(optimizer)]
     if share <= NOTABLE_SHARE or statistics.used < MIN_STEPS or not slow:
         return []
     optimizer_ns = statistics.breakdown_ns["optimizer"] or 0
@@ -74,7 +74,9 @@ def optimizer_bound(facts: Facts) -> list[Finding]:
 
 def _optimizers(rank: Rank) -> list[Mapping[str, Any]]:
     optimizers = rank.training.get("optimizers") if rank.training else None
-    return [one for one in optimizers if isinstance(one, dict)] if isinstance(optimizers, list) else []
+    return (
+        [optimizer for optimizer in optimizers if isinstance(optimizer, dict)] if isinstance(optimizers, list) else []
+    )
 
 
 def _loops(optimizer: Mapping[str, Any]) -> bool:

@@ -35,7 +35,7 @@ def optimizer_state(facts: Facts) -> list[Finding]:
     state, parameters = peak.categories.get("optimizer_state") or 0, peak.categories.get("parameter") or 0
     if state < MIN_BYTES or state < NOTABLE_PARAMETERS * parameters or state < NOTABLE_SHARE * peak.total_bytes:
         return []
-    rank = next(one for one in facts.run.ranks if one.rank == memory.rank)
+    rank = next(rank for rank in facts.run.ranks if rank.rank == memory.rank)
     risen = _risen(rank)
     seen = f" The first step left {format_bytes(risen)} more than it found." if risen is not None else ""
     return [
@@ -63,7 +63,11 @@ def optimizer_state(facts: Facts) -> list[Finding]:
 
 def _why(rank: Rank, peak: CategoryPeak, state: int, parameters: int) -> str:
     listed = rank.training.get("optimizers") if rank.training else None
-    named = [name for one in listed if isinstance(one, dict) and (name := text(one, "name"))] if listed else []
+    named = (
+        [name for optimizer in listed if isinstance(optimizer, dict) and (name := text(optimizer, "name"))]
+        if listed
+        else []
+    )
     optimizer = named[0] if named else "The optimizer"
     times = f", {state / parameters:.1f} times the parameters' {format_bytes(parameters)}" if parameters else ""
     return f"{optimizer} keeps {format_bytes(state)}{times} (step {peak.step}); a forward that fits says nothing of it."

@@ -21,24 +21,24 @@ def out_of_memory(facts: Facts) -> list[Finding]:
     found = autopsies(facts.run, max_bytes=NO_SNAPSHOT)
     if not found:
         return []
-    fatal = [one for one in found if one.ended_run]
-    one = (fatal or found)[-1 if not fatal else 0]
-    what = "The host" if one.is_host else one.device
-    rank = f" of rank {one.rank}" if len(facts.run.ranks) > 1 else ""
-    where = "before the first step" if one.place["step"] is None else f"in step {one.place['step']}"
-    phase = f", in {str(one.place['phase']).replace('_', ' ')}" if one.place["phase"] else ""
+    fatal = [autopsy for autopsy in found if autopsy.ended_run]
+    autopsy = (fatal or found)[-1 if not fatal else 0]
+    what = "The host" if autopsy.is_host else autopsy.device
+    rank = f" of rank {autopsy.rank}" if len(facts.run.ranks) > 1 else ""
+    where = "before the first step" if autopsy.place["step"] is None else f"in step {autopsy.place['step']}"
+    phase = f", in {str(autopsy.place['phase']).replace('_', ' ')}" if autopsy.place["phase"] else ""
     times = "" if fatal else f" {len(found)} time{'s' * (len(found) > 1)}, last"
     return [
         Finding(
             rule="out_of_memory",
             severity=Severity.CRITICAL if fatal else Severity.WARNING,
-            sentence=f"{what}{rank} ran out of memory{times} {where}{phase}: {one.cause}.",
-            why=one.why,
-            next_steps=one.next_steps,
+            sentence=f"{what}{rank} ran out of memory{times} {where}{phase}: {autopsy.cause}.",
+            why=autopsy.why,
+            next_steps=autopsy.next_steps,
             numbers={
-                "asked_bytes": one.asked_bytes,
-                "cause": one.cause,
-                "step": one.place["step"],
+                "asked_bytes": autopsy.asked_bytes,
+                "cause": autopsy.cause,
+                "step": autopsy.place["step"],
                 "events": len(found),
             },
             weight=1.0,

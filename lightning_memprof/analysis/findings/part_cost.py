@@ -58,15 +58,15 @@ class PartCost:
 def part_cost(facts: Facts, rank: Rank, part: str) -> PartCost | None:
     """Return what one of ``step_events.PARTS`` costs a rank, None where no window recorded it or nothing tells."""
     events = facts.events(rank)
-    having = [one for one in events if one.parts_ns[part] > 0]
+    having = [event for event in events if event.parts_ns[part] > 0]
     if not having:
         return None
-    each_ns = sum(one.parts_ns[part] for one in having) // len(having)
-    recorded = tuple(one.step for one in having)
+    each_ns = sum(event.parts_ns[part] for event in having) // len(having)
+    recorded = tuple(event.step for event in having)
     own = own_marks(rank)
     if len(events) >= MIN_RECORDED and len(having) >= IN_EACH * len(events):
-        total = sum(one.duration_ns - own.get(one.step, 0) for one in events)
-        share = sum(one.parts_ns[part] for one in having) / max(total, 1)
+        total = sum(event.duration_ns - own.get(event.step, 0) for event in events)
+        share = sum(event.parts_ns[part] for event in having) / max(total, 1)
         return PartCost(each_ns, share, recorded, (), is_in_each=True)
     if each_ns < MIN_TOLD_NS:
         return None
@@ -90,7 +90,7 @@ def part_bound(facts: Facts, part: Part) -> list[Finding]:
     ]
     if not costs:
         return []
-    rank, cost = max(costs, key=lambda one: one[1].share)
+    rank, cost = max(costs, key=lambda cost: cost[1].share)
     if cost.share <= part.notable_share or cost.each_ns < part.min_cost_ns:
         return []
     often = "in every recorded step" if cost.is_in_each else f"and {len(cost.like_it)} more steps took as much longer"

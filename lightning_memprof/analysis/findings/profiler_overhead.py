@@ -40,7 +40,7 @@ def profiler_overhead(facts: Facts) -> list[Finding]:
         if statistics is None or not statistics.mean_ns:
             continue
         found += _in_figures(facts, rank, statistics) or _of_run(facts, rank)
-    return [max(found, key=lambda one: (one.severity, one.weight))] if found else []
+    return [max(found, key=lambda finding: (finding.severity, finding.weight))] if found else []
 
 
 def _in_figures(facts: Facts, rank: Rank, statistics: PulseStatistics) -> list[Finding]:
@@ -112,5 +112,5 @@ def _dearest(rank: Rank) -> str | None:
     known = {name: ns for name in by_collector if (ns := whole(by_collector, name))}
     if not known:
         return None
-    name = max(known, key=lambda one: known[one])
+    name = max(known, key=lambda collector: known[collector])
     return f"{name} took the most, {format_ns(known[name])}."

@@ -33,7 +33,7 @@ def recording_overhead(trace: TraceReport) -> list[Finding]:
     window = trace.gpu_window
     if window is None or not window.window_ns:
         return []
-    own_ns = sum(one.total_ns for one in trace.profiler_overhead if one.name not in OTHERS)
+    own_ns = sum(cost.total_ns for cost in trace.profiler_overhead if cost.name not in OTHERS)
     span_ns = max(trace.end_ns - trace.start_ns, window.window_ns)
     host_ns = idle_ns(trace, "python", "operators", "launch")
     estimated_ns = min(trace.events * EVENT_NS, span_ns) if host_ns > HOST_MATTERS * window.window_ns else 0
@@ -68,7 +68,9 @@ def recording_overhead(trace: TraceReport) -> list[Finding]:
 
 def _why(trace: TraceReport, own_ns: int, span_ns: int, *, named: bool) -> str:
     if named:
-        shown = ", ".join(f"{one.name} {times(one.count)}" for one in trace.profiler_overhead if one.name not in OTHERS)
+        shown = ", ".join(
+            f"{cost.name} {times(cost.count)}" for cost in trace.profiler_overhead if cost.name not in OTHERS
+        )
         return f"{format_ns(own_ns)} of {format_ns(span_ns)} are its own work: {shown}."
     options = f", recorded with {', '.join(trace.recorded_with)}" if trace.recorded_with else ""
     return f"{trace.events:,} events in {format_ns(span_ns)}{options}, at about {format_ns(EVENT_NS)} of the host each."

@@ -88,8 +88,8 @@ class _Cause:
 
 def slow_steps(facts: Facts) -> list[Finding]:
     """Say which few steps take a multiple of the others, how often they come, and what they do that others do not."""
-    found = [one for rank in facts.run.ranks if (one := _finding(facts, rank)) is not None]
-    return [max(found, key=lambda one: (one.severity, one.weight))] if found else []
+    found = [finding for rank in facts.run.ranks if (finding := _finding(facts, rank)) is not None]
+    return [max(found, key=lambda finding: (finding.severity, finding.weight))] if found else []
 
 
 def _finding(facts: Facts, rank: Rank) -> Finding | None:
@@ -157,17 +157,22 @@ def _recorded_cause(facts: Facts, rank: Rank, times: tuple[int, int]) -> _Cause 
     """Return what recorded steps as slow as these do more of than the other recorded ones, None where none was."""
     usual_ns, excess_ns = times
     least = usual_ns + MAIN_PART * excess_ns
-    own = {one.step: sum(event.self_ns for event in one.events if _is_own(event.action)) for one in facts.events(rank)}
-    slow = [one for one in facts.events(rank) if one.duration_ns - own[one.step] >= least]
-    others = [one for one in facts.events(rank) if one not in slow]
+    own = {
+        step_events.step: sum(event.self_ns for event in step_events.events if _is_own(event.action))
+        for step_events in facts.events(rank)
+    }
+    slow = [
+        step_events for step_events in facts.events(rank) if step_events.duration_ns - own[step_events.step] >= least
+    ]
+    others = [step_events for step_events in facts.events(rank) if step_events not in slow]
     if not slow:
         return None
     pauses = pauses_by_step(rank)
-    collected = sum(pauses.get(one.step, 0) for one in slow) // len(slow)
+    collected = sum(pauses.get(event.step, 0) for event in slow) // len(slow)
     if collected >= MAIN_PART * excess_ns:
         return _Cause(GARBAGE, collected, None, is_recorded=True)
     before, after = _mean_times(others), _mean_times(slow)
-    name, phase = max(after, key=lambda one: after[one] - before.get(one, 0), default=("", ""))
+    name, phase = max(after, key=lambda key: after[key] - before.get(key, 0), default=("", ""))
     ns = after.get((name, phase), 0) - before.get((name, phase), 0)
     return _Cause(name, ns, phase or None, is_recorded=True) if ns >= MAIN_PART * excess_ns else None
 
@@ -176,9 +181,9 @@ def _mean_times(steps: Iterable[StepEvents]) -> Mapping[tuple[str, str], int]:
     """Return by what a step does, as a person calls it, and its phase of the pulse the mean nanoseconds."""
     totals: Counter[tuple[str, str]] = Counter()
     count = 0
-    for one in steps:
+    for step_events in steps:
         count += 1
-        for event in one.events:
+        for event in step_events.events:
             if not _is_own(event.action):
                 totals[_named(event.action, event.part)] += event.self_ns
     return {name: ns // count for name, ns in totals.items()}
@@ -200,10 +205,10 @@ def _phase_cause(typical: TypicalSteps, few: Rhythm) -> _Cause | None:
     slow = [breakdown for step, _, breakdown in typical.steps if step in few.steps]
     others = [breakdown for step, _, breakdown in typical.steps if step not in few.steps]
     more = {
-        phase: round(stats.fmean(one[phase] or 0 for one in slow) - stats.median(one[phase] or 0 for one in others))
+        phase: round(stats.fmean(step[phase] or 0 for step in slow) - stats.median(step[phase] or 0 for step in others))
         for phase in PHASES
     }
-    phase = max(more, key=lambda one: more[one])
+    phase = max(more, key=lambda name: more[name])
     enough = more[phase] >= MAIN_PART * sum(max(ns, 0) for ns in more.values())
     return _Cause(PHASES[phase], more[phase], phase, is_recorded=False) if enough else None
 

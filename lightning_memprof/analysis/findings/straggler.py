@@ -68,12 +68,12 @@ def straggler(facts: Facts) -> list[Finding]:
 def _share_cores(facts: Facts) -> bool:
     """Say whether the ranks are processes without a device on one machine."""
     device = text(facts.run.lead.facts, "device") or ""
-    return device.startswith("cpu") and facts.ranks is not None and len({one.host for one in facts.ranks.ranks}) == 1
+    return device.startswith("cpu") and facts.ranks is not None and len({rank.host for rank in facts.ranks.ranks}) == 1
 
 
 def _evidence(facts: Facts, found: Straggler) -> tuple[Evidence, ...]:
     """Return its steps, and the windows in which the others were seen waiting; of thousands of ranks not all are."""
-    rank = next((one for one in facts.run.ranks if one.rank == found.rank and one.in_full), None)
+    rank = next((rank for rank in facts.run.ranks if rank.rank == found.rank and rank.in_full), None)
     if rank is None:
         return ()
     return (*((facts.pulse(rank),) if rank.pulse else ()), *facts.recorded(rank, "operator_trace"))

@@ -47,15 +47,15 @@ FIND: Final = 'Find the calls: torch.cuda.set_sync_debug_mode("warn") names the 
 def synchronization(trace: TraceReport) -> list[Finding]:
     """Say that the device idles after calls that made the host wait for it, and which ones."""
     window = trace.gpu_window
-    calls = [one for one in trace.synchronizations if one.gap_ns > 0]
+    calls = [call for call in trace.synchronizations if call.gap_ns > 0]
     if window is None or not window.window_ns or not calls:
         return []
-    gap_ns = min(sum(one.gap_ns for one in calls), window.idle_ns - idle_ns(trace, "data_loading"))
-    count = sum(one.count for one in calls)
+    gap_ns = min(sum(call.gap_ns for call in calls), window.idle_ns - idle_ns(trace, "data_loading"))
+    count = sum(call.count for call in calls)
     share = gap_ns / window.window_ns
     if share <= NOTABLE_SHARE or count < MIN_CALLS:
         return []
-    worst = max(calls, key=lambda one: one.gap_ns)
+    worst = max(calls, key=lambda call: call.gap_ns)
     steps = len(trace.steps)
     often = f"{times(round(count / steps))} a step" if count >= steps > 1 else times(count)
     return [
@@ -70,14 +70,17 @@ def synchronization(trace: TraceReport) -> list[Finding]:
                 f"After such calls the device has nothing queued: {format_ns(gap_ns)} of {format_ns(window.window_ns)}"
                 f"; {_named(calls)}."
             ),
-            next_steps=(*dict.fromkeys(ADVICE[one.name] for one in _worst_first(calls) if one.name in ADVICE), FIND),
+            next_steps=(
+                *dict.fromkeys(ADVICE[call.name] for call in _worst_first(calls) if call.name in ADVICE),
+                FIND,
+            ),
             evidence=longest_in(trace, worst.longest_start_ns, worst.longest_gap_ns),
             numbers={
                 "gap_share": share,
                 "gap_ns": gap_ns,
-                "waiting_ns": sum(one.total_ns for one in calls),
+                "waiting_ns": sum(call.total_ns for call in calls),
                 "calls": count,
-                "by_name": {one.name: {"calls": one.count, "gap_ns": one.gap_ns} for one in _worst_first(calls)},
+                "by_name": {call.name: {"calls": call.count, "gap_ns": call.gap_ns} for call in _worst_first(calls)},
             },
             weight=share,
         )
@@ -85,9 +88,11 @@ def synchronization(trace: TraceReport) -> list[Finding]:
 
 
 def _worst_first(calls: list[Synchronization]) -> list[Synchronization]:
-    return sorted(calls, key=lambda one: one.gap_ns, reverse=True)
+    return sorted(calls, key=lambda call: call.gap_ns, reverse=True)
 
 
 def _named(calls: list[Synchronization]) -> str:
     shown = _worst_first(calls)[:2]
-    return ", ".join(f"{format_ns(one.gap_ns)} after {shorter_name(one.name)} ({times(one.count)})" for one in shown)
+    return ", ".join(
+        f"{format_ns(call.gap_ns)} after {shorter_name(call.name)} ({times(call.count)})" for call in shown
+    )

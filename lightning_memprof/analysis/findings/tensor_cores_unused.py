@@ -35,17 +35,19 @@ EARLY: Final = re.compile(r"\b(V100|T4|TITAN (V|RTX)|Quadro (GV|RTX))\b|^volta_|
 
 def tensor_cores_unused(trace: TraceReport) -> list[Finding]:
     """Say which part of the computing time goes to 32-bit matrix products, where the device could do them faster."""
-    computing = [one for one in trace.kernels if one.kind == "compute"]
-    total_ns = sum(one.total_ns for one in computing)
-    ordinary = [one for one in computing if _is_ordinary(one.name)]
-    ordinary_ns = sum(one.total_ns for one in ordinary)
+    computing = [kernel for kernel in trace.kernels if kernel.kind == "compute"]
+    total_ns = sum(kernel.total_ns for kernel in computing)
+    ordinary = [kernel for kernel in computing if _is_ordinary(kernel.name)]
+    ordinary_ns = sum(kernel.total_ns for kernel in ordinary)
     if not total_ns or ordinary_ns / total_ns <= NOTABLE_SHARE or not _has_tensor_cores(trace, ordinary):
         return []
     share = ordinary_ns / total_ns
-    tensor_ns = sum(one.total_ns for one in computing if not _is_ordinary(one.name) and TENSOR.search(one.name.lower()))
-    worst = max(ordinary, key=lambda one: one.total_ns)
+    tensor_ns = sum(
+        kernel.total_ns for kernel in computing if not _is_ordinary(kernel.name) and TENSOR.search(kernel.name.lower())
+    )
+    worst = max(ordinary, key=lambda kernel: kernel.total_ns)
     # Later devices run kernels that are named after Volta too: only without the device's name do they tell.
-    early = any(EARLY.search(text) for text in _named_devices(trace) or [one.name for one in ordinary])
+    early = any(EARLY.search(text) for text in _named_devices(trace) or [kernel.name for kernel in ordinary])
     return [
         Finding(
             rule="tensor_cores_unused",
@@ -64,7 +66,7 @@ def tensor_cores_unused(trace: TraceReport) -> list[Finding]:
                 "ordinary_ns": ordinary_ns,
                 "tensor_ns": tensor_ns,
                 "compute_ns": total_ns,
-                "kernels": [one.name for one in sorted(ordinary, key=lambda one: -one.total_ns)[:3]],
+                "kernels": [kernel.name for kernel in sorted(ordinary, key=lambda kernel: -kernel.total_ns)[:3]],
                 "devices": list(dict.fromkeys(trace.devices)),
             },
             weight=share,
@@ -81,7 +83,7 @@ def _has_tensor_cores(trace: TraceReport, ordinary: list[Kernel]) -> bool:
     named = _named_devices(trace)
     if named:
         return any(HAS_TENSOR_CORES.search(device) for device in named)
-    return any(BY_KERNEL.search(one.name) for one in ordinary)
+    return any(BY_KERNEL.search(kernel.name) for kernel in ordinary)
 
 
 def _named_devices(trace: TraceReport) -> list[str]:

@@ -46,7 +46,9 @@ def seen_in(trace: TraceReport, start_ns: int | None = None, duration_ns: int = 
     """Return the trace as evidence: all of it, or the stretch from ``start_ns`` on and the steps that it touches."""
     begin = trace.start_ns if start_ns is None else start_ns
     end = trace.end_ns if start_ns is None else start_ns + duration_ns
-    touched = [one.number for one in trace.steps if one.start_ns <= end and begin <= one.start_ns + one.duration_ns]
+    touched = [
+        step.number for step in trace.steps if step.start_ns <= end and begin <= step.start_ns + step.duration_ns
+    ]
     return (
         Evidence(
             artifact=os.fspath(trace.file),
@@ -65,7 +67,7 @@ def longest_in(trace: TraceReport, start_ns: int | None, duration_ns: int) -> tu
 
 def idle_ns(trace: TraceReport, *causes: Cause) -> int:
     """Return how long the devices were idle for any of these causes."""
-    return sum(one.total_ns for one in trace.idle if one.cause in causes)
+    return sum(cause.total_ns for cause in trace.idle if cause.cause in causes)
 
 
 def severity_of(share: float) -> Severity:
@@ -78,7 +80,7 @@ def severity_of(share: float) -> Severity:
 def is_short(trace: TraceReport) -> bool:
     """Say whether the trace shows too little of a program to conclude much from it."""
     window = trace.gpu_window
-    kernels = sum(one.count for one in trace.kernels if one.kind != "memory_copy")
+    kernels = sum(kernel.count for kernel in trace.kernels if kernel.kind != "memory_copy")
     return window is None or window.window_ns < SHORT_WINDOW_NS or kernels < FEW_KERNELS
 
 

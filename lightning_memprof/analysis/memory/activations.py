@@ -138,4 +138,4 @@ def _end(window: Window, row: Mapping[str, Any]) -> StepEnd | None:
 
 
 def _integers(cells: object) -> list[int | None]:
-    return [integer(one) for one in cells] if isinstance(cells, list) else []
+    return [integer(cell) for cell in cells] if isinstance(cells, list) else []

@@ -69,10 +69,12 @@ def run_allocations(run: Run) -> tuple[WindowAllocations, ...]:
     That is its operator trace and, where that has nothing of a CUDA device, the last allocator snapshot of the window.
     What is damaged or was recorded without allocations is a `problem`.
     """
-    traces = [one for one in run.artifacts if one.type == "trace" and one.collector == _TRACE_COLLECTOR]
-    found = [_read(one) for one in traces]
+    traces = [
+        artifact for artifact in run.artifacts if artifact.type == "trace" and artifact.collector == _TRACE_COLLECTOR
+    ]
+    found = [_read(trace) for trace in traces]
     found += ring_allocations(run, found)
-    return tuple(sorted(found, key=lambda one: (one.rank, one.window or 0, str(one.trace))))
+    return tuple(sorted(found, key=lambda allocation: (allocation.rank, allocation.window or 0, str(allocation.trace))))
 
 
 def _read(artifact: Artifact) -> WindowAllocations:

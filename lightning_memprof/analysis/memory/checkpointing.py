@@ -66,28 +66,28 @@ def checkpointing(
         if any(names[0].startswith(f"{outer}.") for outer in taken):
             continue
         blocks = tuple(
-            CheckpointedBlock(name, freed, one.input_bytes, times.get(name))
+            CheckpointedBlock(name, freed, module.input_bytes, times.get(name))
             for name in names
-            if (one := peak.modules.get(name)) is not None
-            and one.input_bytes is not None
-            and (freed := one.inclusive_bytes - one.input_bytes) > 0
+            if (module := peak.modules.get(name)) is not None
+            and module.input_bytes is not None
+            and (freed := module.inclusive_bytes - module.input_bytes) > 0
         )
         if not blocks:
             continue
         taken += names
-        costs = [one.recompute_ns for one in blocks]
+        costs = [block.recompute_ns for block in blocks]
         groups.append(
             CheckpointedGroup(
                 label,
                 len(names),
                 blocks,
-                sum(one.freed_bytes for one in blocks),
-                sum(one.kept_bytes for one in blocks),
-                max(one.freed_bytes for one in blocks),
-                sum(one for one in costs if one is not None) if None not in costs else None,
+                sum(block.freed_bytes for block in blocks),
+                sum(block.kept_bytes for block in blocks),
+                max(block.freed_bytes for block in blocks),
+                sum(cost for cost in costs if cost is not None) if None not in costs else None,
             )
         )
-    return tuple(sorted(groups, key=lambda one: (-one.freed_bytes, one.name)))
+    return tuple(sorted(groups, key=lambda group: (-group.freed_bytes, group.name)))
 
 
 def repeated_blocks(names: Iterable[str], parameters: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
@@ -111,10 +111,10 @@ def repeated_blocks(names: Iterable[str], parameters: Mapping[str, int]) -> dict
     for path in paths:
         prefix, _, last = path.rpartition(".")
         if prefix and last.isdecimal() and (below[path] or parameters.get(path)):
-            inside = ((one[len(path) :], parameters.get(one)) for one in (path, *sorted(below[path])))
+            inside = ((name[len(path) :], parameters.get(name)) for name in (path, *sorted(below[path])))
             siblings[prefix, tuple(inside)].append((int(last), path))
     groups = [(prefix, sorted(found)) for (prefix, _), found in siblings.items() if len(found) > 1]
-    groups.sort(key=lambda one: (one[0].count("."), one[0], one[1]))
+    groups.sort(key=lambda group: (group[0].count("."), group[0], group[1]))
     return {
         f"{prefix}.{_span([index for index, _ in found])}": tuple(path for _, path in found) for prefix, found in groups
     }
@@ -145,11 +145,11 @@ def _span(indices: Sequence[int]) -> str:
 def _forward_times(backwards: Sequence[Backward], names: AbstractSet[str]) -> dict[str, int]:
     """Return the median over steps of the time in some modules' forwards; a step may have several backwards."""
     by_step: dict[tuple[int, int], dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    for one in backwards:
-        for name in names & one.modules.keys():
-            ns = one.modules[name].forward_ns
+    for backward in backwards:
+        for name in names & backward.modules.keys():
+            ns = backward.modules[name].forward_ns
             if ns is not None:
-                by_step[one.window, one.step][name] += ns
+                by_step[backward.window, backward.step][name] += ns
     found: dict[str, list[int]] = defaultdict(list)
     for times in by_step.values():
         for name, ns in times.items():

@@ -45,8 +45,8 @@ def history_of_trace(path: Path) -> Fields:
     return {"segments": segments, "device_traces": traces, "allocator_settings": {}}
 
 
-def _device_order(one: tuple[DeviceMemory, MemoryColumns]) -> tuple[bool, DeviceMemory]:
-    return one[0].is_host, one[0]
+def _device_order(pair: tuple[DeviceMemory, MemoryColumns]) -> tuple[bool, DeviceMemory]:
+    return pair[0].is_host, pair[0]
 
 
 def _events(device: DeviceMemory, memory: MemoryColumns, origins: Origins, origin_ns: int) -> Iterator[Fields]:
@@ -79,10 +79,10 @@ def _events(device: DeviceMemory, memory: MemoryColumns, origins: Origins, origi
 
 def _frames(origin: Origin) -> list[Fields]:
     """Return a stack, innermost first: the operator and the module, which have no file, before Python's own frames."""
-    names = [one for one in (origin.operator, origin.module) if one]
+    names = [name for name in (origin.operator, origin.module) if name]
     return [
-        *({"name": one, "filename": _NO_FILE, "line": 0} for one in names),
-        *({"name": one.name, "filename": one.filename, "line": one.line} for one in origin.stack),
+        *({"name": name, "filename": _NO_FILE, "line": 0} for name in names),
+        *({"name": frame.name, "filename": frame.filename, "line": frame.line} for frame in origin.stack),
     ]
 
 

@@ -164,10 +164,12 @@ def memory_report(
                 f"{left_out} are not in the memory shown here, it would take long: lightning-memprof show has them"
             )
             notes.append(Note(rank.rank, "run", message))
-        memory, damage = _rank_memory(run, read, tuple(one for one in allocations if one.rank == rank.rank))
+        memory, damage = _rank_memory(
+            run, read, tuple(allocation for allocation in allocations if allocation.rank == rank.rank)
+        )
         ranks.append(memory)
         problems += damage
-    lead = next(one for one in ranks if one.rank == run.lead.rank)
+    lead = next(rank for rank in ranks if rank.rank == run.lead.rank)
     return MemoryReport(lead, tuple(ranks), tuple(problems), tuple(notes))
 
 
@@ -187,7 +189,7 @@ def _rank_memory(run: Run, rank: Rank, allocations: tuple[WindowAllocations, ...
     saved = read_saved_steps(rank)
     tracked, damage = _tracked_peak(rank)
     functions, more_damage = function_memory(run.directory, rank)
-    largest = max(saved.backwards, key=lambda one: one.activation_bytes, default=None)
+    largest = max(saved.backwards, key=lambda backward: backward.activation_bytes, default=None)
     activations = _activations(saved, largest) if largest is not None else None
     peak = tracked or _saved_peak(saved, text(rank.facts, "device"))
     trade = checkpointing(largest, saved.backwards, activations.parameters) if largest and activations else ()
@@ -195,13 +197,13 @@ def _rank_memory(run: Run, rank: Rank, allocations: tuple[WindowAllocations, ...
     if peak is None:
         reasons["peak"] = _why(run, rank, (*TRACKERS, SAVED_TENSORS))
     if activations is None:
-        note = next((one.note for one in saved.ends.values() if one.note), None)
+        note = next((end.note for end in saved.ends.values() if end.note), None)
         reasons["modules"] = note or _why(run, rank, (SAVED_TENSORS,))
     elif activations.attribution:
         reasons["modules"] = activations.attribution
     if not functions:
         reasons["functions"] = _why(run, rank, ("functions",))
-    if not any(device.sites for one in allocations for device in one.devices):
+    if not any(device.sites for allocation in allocations for device in allocation.devices):
         reasons["sites"] = _why_no_sites(run, rank, allocations)
     memory = RankMemory(
         rank.rank, peak, activations, _steps(saved), trade, functions, allocations, reasons,
@@ -213,14 +215,14 @@ def _rank_memory(run: Run, rank: Rank, allocations: tuple[WindowAllocations, ...
 def _why(run: Run, rank: Rank, collectors: Sequence[str]) -> str:
     """Return why none of some collectors recorded anything."""
     for collector in collectors:
-        for one in run.unavailable:
-            if one.rank == rank.rank and one.collector == collector:
-                return one.reason
+        for row in run.unavailable:
+            if row.rank == rank.rank and row.collector == collector:
+                return row.reason
         for error in run.errors:
             if error.rank == rank.rank and error.collector == collector:
                 return f"{collector} failed: {error.message}"
     configured = rank.facts.get("collectors")
-    if isinstance(configured, list) and any(one in configured for one in collectors):
+    if isinstance(configured, list) and any(collector in configured for collector in collectors):
         for window in rank.windows:
             if not window.closed:
                 return f"window {window.index} is not closed: the run is still in it, or was killed there"
@@ -228,10 +230,10 @@ def _why(run: Run, rank: Rank, collectors: Sequence[str]) -> str:
 
 
 def _why_no_sites(run: Run, rank: Rank, allocations: Sequence[WindowAllocations]) -> str:
-    problem = next((one.problem for one in allocations if one.problem), None)
+    problem = next((allocation.problem for allocation in allocations if allocation.problem), None)
     if problem is not None:
         return problem
-    if not allocations and any(one.type == "trace" and one.rank == rank.rank for one in run.artifacts):
+    if not allocations and any(artifact.type == "trace" and artifact.rank == rank.rank for artifact in run.artifacts):
         return "the operator trace was not read: lightning-memprof show does"
     return _why(run, rank, ("operator_trace",))
 
@@ -251,7 +253,7 @@ def _tracked_peak(rank: Rank) -> tuple[CategoryPeak | None, list[Problem]]:
                 found = _category_peak(row, source, window.index) if row.get("kind") == "peak" else None
                 if found is not None:
                     had = largest.get(found.device, found)
-                    largest[found.device] = max(had, found, key=lambda one: one.total_bytes)
+                    largest[found.device] = max(had, found, key=lambda peak: peak.total_bytes)
     return _on_first_device(largest.values(), text(rank.facts, "device")), problems
 
 
@@ -270,7 +272,7 @@ def _category_peak(row: Mapping[str, Any], source: str, window: int) -> Category
 
 
 def _on_first_device(peaks: Iterable[CategoryPeak], device: str | None) -> CategoryPeak | None:
-    ordered = sorted(peaks, key=lambda one: (one.device != device, -one.total_bytes))
+    ordered = sorted(peaks, key=lambda peak: (peak.device != device, -peak.total_bytes))
     if not ordered:
         return None
     first, *others = ordered
@@ -297,7 +299,7 @@ def _saved_peak(saved: SavedSteps, device: str | None) -> CategoryPeak | None:
         sums = [(_held(end), end) for end in saved.ends.values()]
     if not sums:
         return None
-    sizes, place = max(sums, key=lambda one: sum(one[0].values()))
+    sizes, place = max(sums, key=lambda entry: sum(entry[0].values()))
     categories, unknown = _complete(sizes, NOT_COUNTED)
     if "temporary" in unknown:
         unknown["temporary"] = NOT_SEEN
@@ -319,12 +321,13 @@ def _activations(saved: SavedSteps, largest: Backward) -> Activations:
     held = end.modules if end is not None else {}
     modules = [
         ModuleBytes(
-            one.name, one.own_bytes, one.inclusive_bytes, *_sizes(held.get(one.name)), one.calls, one.forward_ns
+            module.name, module.own_bytes, module.inclusive_bytes, *_sizes(held.get(module.name)),
+            module.calls, module.forward_ns,
         )
-        for one in largest.modules.values()
+        for module in largest.modules.values()
     ]  # fmt: skip
-    modules.sort(key=lambda one: (-one.inclusive_activation_bytes, one.name))
-    attributed = sum(one.own_activation_bytes for one in modules)
+    modules.sort(key=lambda module: (-module.inclusive_activation_bytes, module.name))
+    attributed = sum(module.own_activation_bytes for module in modules)
     return Activations(
         largest.window,
         largest.step,
@@ -345,8 +348,8 @@ def _sizes(known: tuple[int, int] | None) -> tuple[int | None, int | None]:
 
 def _steps(saved: SavedSteps) -> tuple[StepMemory, ...]:
     kept: dict[tuple[int, int], int] = defaultdict(int)
-    for one in saved.backwards:
-        kept[one.window, one.step] = max(kept[one.window, one.step], one.activation_bytes)
+    for backward in saved.backwards:
+        kept[backward.window, backward.step] = max(kept[backward.window, backward.step], backward.activation_bytes)
     points = []
     for place in sorted(kept.keys() | saved.ends.keys()):
         end = saved.ends.get(place)

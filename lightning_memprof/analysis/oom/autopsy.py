@@ -119,8 +119,8 @@ def autopsy(event: OomEvent, training: Mapping[str, Any] | None = None, *, max_b
         is_host=is_host,
         phase=text(facts, "phase") or (SETUP if whole(facts, "step") is None else None),
         function=text(facts, "function"),
-        modules=tuple(one.name for one in by_module[:2] if one.name not in (OUTSIDE, NO_STACK)),
-        largest=max(held, key=lambda one: one.bytes).name if held else None,
+        modules=tuple(holder.name for holder in by_module[:2] if holder.name not in (OUTSIDE, NO_STACK)),
+        largest=max(held, key=lambda holder: holder.bytes).name if held else None,
         is_expandable=snapshot is not None and snapshot.is_expandable,
         training=training or {},
     )
@@ -180,21 +180,21 @@ def _no_stacks(facts: Mapping[str, Any], *, is_host: bool) -> str:
 def _by_stack(snapshot: SnapshotMemory | None) -> list[Holder]:
     """Return live bytes by the innermost line of the program that asked for them, largest first."""
     sizes = _Sizes()
-    for one in snapshot.holders if snapshot is not None and snapshot.has_stacks else ():
-        inner = parse_frame(one.stack[0]) if one.stack else None
-        called = inner is not None and inner.is_python and str(inner) != one.site
+    for holder in snapshot.holders if snapshot is not None and snapshot.has_stacks else ():
+        inner = parse_frame(holder.stack[0]) if holder.stack else None
+        called = inner is not None and inner.is_python and str(inner) != holder.site
         detail = f"in {inner.name}" if inner is not None and called else None
-        sizes.add((one.site or NO_STACK, detail), one.bytes, one.blocks)
+        sizes.add((holder.site or NO_STACK, detail), holder.bytes, holder.blocks)
     return sizes.largest()
 
 
 def _by_module(snapshot: SnapshotMemory | None, stacks: ModuleStacks) -> list[Holder]:
     """Return live bytes by the module whose forward asked for them, largest first."""
     sizes = _Sizes()
-    for one in snapshot.holders if snapshot is not None and snapshot.has_stacks else ():
-        frames = [frame for line in one.stack if (frame := parse_frame(line)) is not None]
+    for holder in snapshot.holders if snapshot is not None and snapshot.has_stacks else ():
+        frames = [frame for line in holder.stack if (frame := parse_frame(line)) is not None]
         name = stacks.name_of(frames) or OUTSIDE if frames else NO_STACK
-        sizes.add((name, None), one.bytes, one.blocks)
+        sizes.add((name, None), holder.bytes, holder.blocks)
     return sizes.largest()
 
 
@@ -210,7 +210,7 @@ class _Sizes:
 
     def largest(self) -> list[Holder]:
         holders = [Holder(*key, *sizes) for key, sizes in self._sizes.items()]
-        return sorted(holders, key=lambda one: (-one.bytes, one.name))
+        return sorted(holders, key=lambda holder: (-holder.bytes, holder.name))
 
 
 def _held(facts: Mapping[str, Any], memory: Memory, *, is_host: bool) -> tuple[Holder, ...]:
@@ -218,7 +218,7 @@ def _held(facts: Mapping[str, Any], memory: Memory, *, is_host: bool) -> tuple[H
     if held is None:
         return ()
     found = [Holder(words, None, size, 0) for key, words in HELD if (size := whole(held, f"{key}_bytes"))]
-    rest = (memory.allocated_bytes or 0) - sum(one.bytes for one in found)
+    rest = (memory.allocated_bytes or 0) - sum(holder.bytes for holder in found)
     if rest > 0:
         found.append(Holder(HOST_REST if is_host else UNHELD, None, rest, 0))
     return tuple(found)

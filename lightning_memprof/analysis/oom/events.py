@@ -63,7 +63,7 @@ def _snapshot(directory: Path, name: str | None) -> Path | None:
 def _in_file(path: Path) -> dict[int, Row]:
     try:
         events = json.loads(read_plain(path))["events"]
-        return {number: one for one in events if (number := whole(one, "number")) is not None}
+        return {number: event for event in events if (number := whole(event, "number")) is not None}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         # The manifest's rows are left; that the file is damaged is said with the other files.
         return {}

@@ -94,4 +94,8 @@ class ModuleStacks:
         above = [self._sources.get(".".join(parts[:length])) for length in range(len(parts))]
         known = [source for source in above if source is not None]
         rest = iter(known)
-        return len(known) - len(callers) if all(any(one == caller for one in rest) for caller in callers) else inf
+        return (
+            len(known) - len(callers)
+            if all(any(candidate == caller for candidate in rest) for caller in callers)
+            else inf
+        )

@@ -100,18 +100,18 @@ class WindowWaits:
     def by_kind(self) -> list[CollectiveWait]:
         """Return the waiting by kind of collective, the longest together first."""
         groups: dict[Kind, list[Meeting]] = defaultdict(list)
-        for one in self.meetings:
-            groups[one.kind].append(one)
+        for meeting in self.meetings:
+            groups[meeting.kind].append(meeting)
         waits = []
         for (name, group, size), found in groups.items():
-            last, count = Counter(one.last_rank for one in found).most_common(1)[0]
+            last, count = Counter(meeting.last_rank for meeting in found).most_common(1)[0]
             waits.append(
                 CollectiveWait(
-                    name, group, size, len(found), max(one.ranks for one in found),
-                    sum(one.last_ns - one.middle_ns for one in found) // len(found), last, count,
+                    name, group, size, len(found), max(meeting.ranks for meeting in found),
+                    sum(meeting.last_ns - meeting.middle_ns for meeting in found) // len(found), last, count,
                 )
             )  # fmt: skip
-        return sorted(waits, key=lambda one: one.wait_ns * one.count, reverse=True)
+        return sorted(waits, key=lambda wait: wait.wait_ns * wait.count, reverse=True)
 
 
 def track(summary: RankSummary, shared: dict[Signature, Keys]) -> RankTrack | None:
@@ -150,14 +150,16 @@ def window_waits(tracks: Sequence[RankTrack], steps: float = 1.0) -> WindowWaits
     errors: list[int] = []
     placed = [lead.track]
     alike = _alike(tracks[1:], lead)
-    for one in tracks[1:]:
-        agreed = alike.get(one.rank)
+    for track in tracks[1:]:
+        agreed = alike.get(track.rank)
         if agreed is None or agreed.spread_ns > _SAME_NS:
-            agreed = _agreement(one, lead)
+            agreed = _agreement(track, lead)
         shift = agreed.shift
-        placed.append(replace(one, keys=tuple((kind, number + shift) for kind, number in one.keys)) if shift else one)
+        placed.append(
+            replace(track, keys=tuple((kind, number + shift) for kind, number in track.keys)) if shift else track
+        )
         if agreed.middle_ns is not None:
-            differences[one.host].append(agreed.middle_ns)
+            differences[track.host].append(agreed.middle_ns)
             errors.append(agreed.spread_ns)
     waits.clock_offsets_ns = {
         host: 0 if host == lead.track.host else statistics.median_low(found) for host, found in differences.items()
@@ -192,33 +194,33 @@ class _Agreement(NamedTuple):
 
 def _alike(tracks: Sequence[RankTrack], lead: _Lead) -> dict[int, _Agreement]:
     """Return by rank how tracks with the lead's own keys agree with it, unshifted: thousands of them in one go."""
-    same = [one for one in tracks if one.keys is lead.track.keys]
+    same = [track for track in tracks if track.keys is lead.track.keys]
     if not same or not lead.first:
         return {}
     first, others, base = lead.first, len(lead.first), lead.track.base_ns
-    ends = np.array([[one.start_ns[at] + one.duration_ns[at] for at in first] for one in (lead.track, *same)])
-    found = ends[1:] - ends[0] + np.array([[one.base_ns - base] for one in same])
+    ends = np.array([[track.start_ns[at] + track.duration_ns[at] for at in first] for track in (lead.track, *same)])
+    found = ends[1:] - ends[0] + np.array([[track.base_ns - base] for track in same])
     middle = np.sort(found, axis=1)[:, (others - 1) // 2]
     spread = np.sort(np.abs(found - middle[:, None]), axis=1)[:, (others - 1) // 2]
     both = zip(same, middle.tolist(), spread.tolist(), strict=True)
-    return {one.rank: _Agreement(0, middle_ns, spread_ns, others) for one, middle_ns, spread_ns in both}
+    return {track.rank: _Agreement(0, middle_ns, spread_ns, others) for track, middle_ns, spread_ns in both}
 
 
-def _agreement(one: RankTrack, lead: _Lead) -> _Agreement:
-    best = _differences(one, lead.ends, 0)
+def _agreement(track: RankTrack, lead: _Lead) -> _Agreement:
+    best = _differences(track, lead.ends, 0)
     if best.spread_ns > _SAME_NS:
         for shift in _SHIFTS:
-            found = _differences(one, lead.ends, shift)
+            found = _differences(track, lead.ends, shift)
             # With few left, anything agrees.
             if 2 * found.common >= best.common and found.common > 2 and 4 * found.spread_ns < best.spread_ns:
                 best = found
     return best
 
 
-def _differences(one: RankTrack, ends: Mapping[Key, int], shift: int) -> _Agreement:
+def _differences(track: RankTrack, ends: Mapping[Key, int], shift: int) -> _Agreement:
     every = (
-        one.end_ns(at) - other
-        for at, (kind, number) in enumerate(one.keys)
+        track.end_ns(at) - other
+        for at, (kind, number) in enumerate(track.keys)
         if kind[0] in TOGETHER and (other := ends.get((kind, number + shift))) is not None
     )
     found = sorted(islice(every, _ENDS))
@@ -226,7 +228,7 @@ def _differences(one: RankTrack, ends: Mapping[Key, int], shift: int) -> _Agreem
         return _Agreement(shift, None, 0, 0)
     half = (len(found) - 1) // 2
     middle = found[half]
-    return _Agreement(shift, middle, sorted(abs(one - middle) for one in found)[half], len(found))
+    return _Agreement(shift, middle, sorted(abs(ns - middle) for ns in found)[half], len(found))
 
 
 @dataclass
@@ -246,19 +248,23 @@ class _Group:
 def _meet(waits: WindowWaits, tracks: Sequence[RankTrack]) -> None:
     """Gather who came when to each collective, then the waiting; ranks with the same keys are taken together."""
     alike: dict[Keys, list[RankTrack]] = defaultdict(list)
-    for one in tracks:
-        alike[one.keys].append(one)
+    for track in tracks:
+        alike[track.keys].append(track)
     groups: list[_Group] = []
     zero = tracks[0].base_ns
     came: dict[Key, list[tuple[_Group, int]]] = defaultdict(list)
     last_ns: dict[Key, int] = {}
     for keys, members in alike.items():
         later = [
-            max(-_FURTHEST, min(_FURTHEST, one.base_ns - zero - waits.clock_offsets_ns.get(one.host, 0)))
-            for one in members
+            max(-_FURTHEST, min(_FURTHEST, member.base_ns - zero - waits.clock_offsets_ns.get(member.host, 0)))
+            for member in members
         ]
-        times = np.array([one.start_ns for one in members], dtype=np.int64) + np.array(later, dtype=np.int64)[:, None]
-        group = _Group([one.rank for one in members], np.asfortranarray(times), np.zeros(len(members), dtype=np.int64))
+        times = (
+            np.array([member.start_ns for member in members], dtype=np.int64) + np.array(later, dtype=np.int64)[:, None]
+        )
+        group = _Group(
+            [member.rank for member in members], np.asfortranarray(times), np.zeros(len(members), dtype=np.int64)
+        )
         groups.append(group)
         for at, (key, last) in enumerate(zip(keys, times.max(axis=0).tolist(), strict=True)):
             came[key].append((group, at))
@@ -296,15 +302,15 @@ def _share(waits: WindowWaits, steps: float) -> None:
     """Give the middle rank's waiting, each moment of it once, to those who came last."""
     until = 0
     parts: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for one in sorted(waits.meetings, key=lambda meeting: meeting.middle_ns):
-        begin = max(one.middle_ns, until)
-        if one.last_ns > begin:
-            waits.waited_ns += one.last_ns - begin
-            waits.caused_ns[one.last_rank] += one.last_ns - begin
-            parts[one.last_rank].append((begin, one.last_ns - begin))
-            until = one.last_ns
+    for collective in sorted(waits.meetings, key=lambda meeting: meeting.middle_ns):
+        begin = max(collective.middle_ns, until)
+        if collective.last_ns > begin:
+            waits.waited_ns += collective.last_ns - begin
+            waits.caused_ns[collective.last_rank] += collective.last_ns - begin
+            parts[collective.last_rank].append((begin, collective.last_ns - begin))
+            until = collective.last_ns
     if waits.meetings:
-        times = [one.middle_ns for one in waits.meetings]
+        times = [collective.middle_ns for collective in waits.meetings]
         step_ns = (max(until, *times) - min(times)) / max(steps, 1)
         waits.largest_ns = {rank: _most_within(found, step_ns) for rank, found in parts.items()}
 

@@ -157,7 +157,7 @@ def rank_report(run: Run, pulses: Mapping[int, PulseStatistics]) -> RankReport |
     waiting = gathered.waiting()
     return RankReport(
         ranks=ranks,
-        world_size=max((one.world_size for one in gathered.latest.values()), default=len(run.ranks)),
+        world_size=max((row.world_size for row in gathered.latest.values()), default=len(run.ranks)),
         summaries=gathered.count,
         spreads=_spreads(ranks),
         waiting=waiting,
@@ -207,7 +207,7 @@ class _Gathered:
 
     def waiting(self) -> Waiting | None:
         """Return the waiting of all windows together, a step; None where no two ranks have the same collective."""
-        meetings: list[Meeting] = [one for window in self.windows for one in window.meetings]
+        meetings: list[Meeting] = [meeting for window in self.windows for meeting in window.meetings]
         total = sum(self.steps)
         if not meetings or not total:
             return None
@@ -221,20 +221,20 @@ class _Gathered:
         return Waiting(
             collectives=len(meetings),
             steps=round(total),
-            waited_ns=round(sum(one.waited_ns for one in self.windows) / total),
+            waited_ns=round(sum(window.waited_ns for window in self.windows) / total),
             caused_ns={rank: round(ns / total) for rank, ns in caused.most_common()},
             largest_ns=dict(largest.most_common()),
-            last=dict(Counter(one.last_rank for one in meetings).most_common()),
+            last=dict(Counter(meeting.last_rank for meeting in meetings).most_common()),
             kinds=tuple(WindowWaits(meetings).by_kind()),
             clock_offsets_ns=offsets,
-            clock_error_ns=max(one.clock_error_ns for one in self.windows),
+            clock_error_ns=max(window.clock_error_ns for window in self.windows),
         )
 
     def own_wait_ns(self, rank: int) -> int | None:
         """Return how long a rank waits for others in a recorded step; None where it recorded no collective."""
         both = zip(self.windows, self.steps, strict=True)
-        found = [(one.own_wait_ns[rank], steps) for one, steps in both if rank in one.own_wait_ns]
-        steps = sum(one for _, one in found)
+        found = [(window.own_wait_ns[rank], steps) for window, steps in both if rank in window.own_wait_ns]
+        steps = sum(steps_of_window for _, steps_of_window in found)
         return round(sum(ns for ns, _ in found) / steps) if steps else None
 
 
@@ -287,16 +287,16 @@ def _times(rank: Rank, pulse: PulseStatistics | None, gathered: _Gathered) -> Ra
 
 def _spreads(ranks: tuple[RankTimes, ...]) -> dict[str, Spread]:
     quantities: dict[str, Callable[[RankTimes], int | None]] = {
-        "step_ns": lambda one: one.step_ns,
-        **{phase: lambda one, phase=phase: one.phases_ns.get(phase) for phase in _phases(ranks)},  # type: ignore[misc]
-        "wait_ns": lambda one: one.wait_ns,
-        "compute_ns": lambda one: one.compute_ns,
-        "rss_peak_bytes": lambda one: one.rss_peak_bytes,
-        "device_peak_bytes": lambda one: one.device_peak_bytes,
+        "step_ns": lambda rank: rank.step_ns,
+        **{phase: lambda rank, phase=phase: rank.phases_ns.get(phase) for phase in _phases(ranks)},  # type: ignore[misc]
+        "wait_ns": lambda rank: rank.wait_ns,
+        "compute_ns": lambda rank: rank.compute_ns,
+        "rss_peak_bytes": lambda rank: rank.rss_peak_bytes,
+        "device_peak_bytes": lambda rank: rank.device_peak_bytes,
     }
     spreads = {}
     for name, quantity in quantities.items():
-        values = sorted((value, one.rank) for one in ranks if (value := quantity(one)) is not None)
+        values = sorted((value, rank.rank) for rank in ranks if (value := quantity(rank)) is not None)
         if len(values) > 1:
             middle = statistics.median_low([value for value, _ in values])
             spreads[name] = Spread(*values[0], middle, *values[-1])
@@ -304,15 +304,15 @@ def _spreads(ranks: tuple[RankTimes, ...]) -> dict[str, Spread]:
 
 
 def _phases(ranks: tuple[RankTimes, ...]) -> list[str]:
-    return list(dict.fromkeys(phase for one in ranks for phase in one.phases_ns))
+    return list(dict.fromkeys(phase for rank in ranks for phase in rank.phases_ns))
 
 
 def _straggler(ranks: tuple[RankTimes, ...], waiting: Waiting | None) -> Straggler | None:
     if len(ranks) < 2:
         return None
-    by_rank = {one.rank: one for one in ranks}
+    by_rank = {rank.rank: rank for rank in ranks}
     # Where some ranks alone record their collectives, one of the others may be the last in all of them.
-    unseen = [one for one in ranks if one.wait_ns is None and one.steps >= FEW_STEPS]
+    unseen = [rank for rank in ranks if rank.wait_ns is None and rank.steps >= FEW_STEPS]
     if waiting is None:
         return _without_collectives(unseen, ranks)
     (rank, caused), (_, next_ns), *_ = (*waiting.caused_ns.items(), (-1, 0), (-1, 0))
@@ -322,7 +322,7 @@ def _straggler(ranks: tuple[RankTimes, ...], waiting: Waiting | None) -> Straggl
     least = max(MIN_WAIT_NS, waiting.clock_error_ns, NOTABLE_SHARE * mine.step_ns if mine else 0)
     if mine is None or caused < MAIN_SHARE * waiting.waited_ns or steady < least:
         return _without_collectives(unseen, ranks)
-    cause = _cause(mine, [one for one in ranks if one is not mine], EXPLAINS_SHARE * caused)
+    cause = _cause(mine, [rank for rank in ranks if rank is not mine], EXPLAINS_SHARE * caused)
     return _found(mine, cause, caused, waiting)
 
 
@@ -331,17 +331,18 @@ def _without_collectives(unseen: Sequence[RankTimes], ranks: Sequence[RankTimes]
     found: list[tuple[int, RankTimes, _Excess]] = []
     middles = {phase: _middle(ranks, phase) for phase in _ALONE}
     # Each is compared with all others, which for thousands takes long: two that stand out say enough.
-    for one in heapq.nlargest(4, unseen, lambda one: max(one.phases_ns.get(key, 0) - middles[key] for key in _ALONE)):
-        others = [other for other in ranks if other is not one]
-        least = max(MIN_WAIT_NS, round(NOTABLE_SHARE * one.step_ns))
-        cause = _cause(one, others, least, phases=_ALONE)
+    excesses = [(max(rank.phases_ns.get(key, 0) - middles[key] for key in _ALONE), rank) for rank in unseen]
+    for _, rank in heapq.nlargest(4, excesses, lambda entry: entry[0]):
+        others = [other for other in ranks if other is not rank]
+        least = max(MIN_WAIT_NS, round(NOTABLE_SHARE * rank.step_ns))
+        cause = _cause(rank, others, least, phases=_ALONE)
         if cause is not None:
-            found.append((cause.own_ns - cause.others_ns, one, cause))
+            found.append((cause.own_ns - cause.others_ns, rank, cause))
     if not found:
         return None
-    excess, one, cause = max(found, key=lambda entry: entry[0])
+    excess, rank, cause = max(found, key=lambda entry: entry[0])
     second = sorted(entry[0] for entry in found)[-2:-1]
-    return None if second and second[0] > excess * MAIN_SHARE else _found(one, cause, None, None)
+    return None if second and second[0] > excess * MAIN_SHARE else _found(rank, cause, None, None)
 
 
 @dataclass(frozen=True)
@@ -361,11 +362,11 @@ def _cause(
     share the cores of a machine.
     """
     found = [_Excess(phase, mine.phases_ns.get(phase, 0), _middle(others, phase)) for phase in phases]
-    computes = [one.compute_ns for one in others if one.compute_ns is not None]
+    computes = [rank.compute_ns for rank in others if rank.compute_ns is not None]
     compute = None
     if mine.compute_ns is not None and computes and "other" in phases:
         compute = _Excess("compute", mine.compute_ns, statistics.median_low(computes))
-    best = max(found, key=lambda one: one.own_ns - one.others_ns)
+    best = max(found, key=lambda excess: excess.own_ns - excess.others_ns)
     if best.own_ns - best.others_ns >= least_ns:
         if best.cause != "callbacks":
             return best
@@ -374,12 +375,12 @@ def _cause(
 
 
 def _middle(others: Sequence[RankTimes], phase: str) -> int:
-    return statistics.median_low([one.phases_ns.get(phase, 0) for one in others])
+    return statistics.median_low([rank.phases_ns.get(phase, 0) for rank in others])
 
 
 def _callback(mine: RankTimes, others: list[RankTimes]) -> str | None:
     def excess(name: str) -> int:
-        return mine.callbacks_ns[name] - statistics.median_low([one.callbacks_ns.get(name, 0) for one in others])
+        return mine.callbacks_ns[name] - statistics.median_low([rank.callbacks_ns.get(name, 0) for rank in others])
 
     name = max(mine.callbacks_ns, key=excess, default=None)
     return name if name is not None and excess(name) > 0 else None

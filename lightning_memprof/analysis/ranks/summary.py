@@ -149,7 +149,7 @@ def summarise(origin: RankSummary, times: Sequence[StepTime], files: WindowFiles
         files: what the window's collectors wrote. What cannot be read is left out.
 
     """
-    recorded = [one for one in times if one.window == origin.window]
+    recorded = [step_times for step_times in times if step_times.window == origin.window]
     rows, _ = series_rows(files.series["hooks"]) if "hooks" in files.series else ([], None)
     callbacks: Counter[str] = Counter()
     steps = {step for row in rows if row.get("recorded") is not False and (step := whole(row, "step")) is not None}
@@ -157,12 +157,12 @@ def summarise(origin: RankSummary, times: Sequence[StepTime], files: WindowFiles
         action, duration = text(row, "action"), whole(row, "duration_ns")
         if action and action.startswith("[Callback]") and duration is not None and whole(row, "step") in steps:
             callbacks[action.removeprefix("[Callback]").rpartition(".")[0]] += duration
-    window_steps = sorted(steps or {one.step for one in recorded})
+    window_steps = sorted(steps or {step_times.step for step_times in recorded})
     return msgspec.structs.replace(
         origin,
         steps=window_steps,
-        recorded=_figures([one for one in recorded if one.step in window_steps]),
-        usual=_figures([one for one in times if one.window is None]),
+        recorded=_figures([step_times for step_times in recorded if step_times.step in window_steps]),
+        usual=_figures([step_times for step_times in times if step_times.window is None]),
         callbacks_ns={name: ns // (len(steps) or 1) for name, ns in callbacks.most_common(MOST_CALLBACKS)},
         memory=_memory(files.series),
         arrivals=_arrivals(files.trace),
@@ -172,14 +172,15 @@ def summarise(origin: RankSummary, times: Sequence[StepTime], files: WindowFiles
 def _figures(times: Sequence[StepTime]) -> Figures | None:
     if not times:
         return None
-    durations = [one.duration_ns for one in times]
+    durations = [step_times.duration_ns for step_times in times]
     return Figures(
         steps=len(times),
         mean_ns=sum(durations) // len(times),
         median_ns=round(statistics.median(durations)),
         max_ns=max(durations),
         phases_ns={
-            phase: sum(one.phases_ns[index] for one in times) // len(times) for index, phase in enumerate(PHASES)
+            phase: sum(step_times.phases_ns[index] for step_times in times) // len(times)
+            for index, phase in enumerate(PHASES)
         },
     )
 
@@ -203,14 +204,14 @@ def _arrivals(trace: Path | None) -> Arrivals:
     first: list[Collective] = found[:MOST_COLLECTIVES]
     if not first:
         return Arrivals()
-    kinds = list(dict.fromkeys(one.kind for one in first))
+    kinds = list(dict.fromkeys(collective.kind for collective in first))
     base = first[0].start_ns
     return Arrivals(
         count=len(found),
         base_ns=base,
         kinds=kinds,
-        kind=[kinds.index(one.kind) for one in first],
-        sequence=[one.sequence for one in first],
-        start_ns=[one.start_ns - base for one in first],
-        duration_ns=[one.duration_ns for one in first],
+        kind=[kinds.index(collective.kind) for collective in first],
+        sequence=[collective.sequence for collective in first],
+        start_ns=[collective.start_ns - base for collective in first],
+        duration_ns=[collective.duration_ns for collective in first],
     )

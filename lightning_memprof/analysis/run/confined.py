@@ -61,15 +61,17 @@ def load_confined(path: Path, top: Path | None, *, rank: int | None = None) -> R
     directory = find_run(path).directory
     refuse_links(directory, top)
     run = load_run(directory, rank=rank)
-    outside = [one for one in run.artifacts if not is_below(one.file, top)]
+    outside = [artifact for artifact in run.artifacts if not is_below(artifact.file, top)]
     if not outside:
         return run
-    left_out = {one.file for one in outside}
+    left_out = {artifact.file for artifact in outside}
     return replace(
         run,
-        artifacts=tuple(one for one in run.artifacts if one.file not in left_out),
-        ranks=tuple(_without(one, left_out) for one in run.ranks),
-    ).with_problems(Problem(one.path, f"lies outside of {top} and is not read", one.rank) for one in outside)
+        artifacts=tuple(artifact for artifact in run.artifacts if artifact.file not in left_out),
+        ranks=tuple(_without(rank, left_out) for rank in run.ranks),
+    ).with_problems(
+        Problem(artifact.path, f"lies outside of {top} and is not read", artifact.rank) for artifact in outside
+    )
 
 
 def run_files(directory: Path, ranks: Sequence[int], top: Path) -> list[RunFile]:
@@ -95,8 +97,8 @@ def run_files(directory: Path, ranks: Sequence[int], top: Path) -> list[RunFile]
 
 def _without(rank: Rank, left_out: set[Path]) -> Rank:
     windows = (
-        replace(one, series={name: file for name, file in one.series.items() if file not in left_out})
-        for one in rank.windows
+        replace(window, series={name: file for name, file in window.series.items() if file not in left_out})
+        for window in rank.windows
     )
     return replace(rank, windows=tuple(windows))
 

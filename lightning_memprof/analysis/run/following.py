@@ -192,7 +192,7 @@ class Follower:
             ValueError: there is no rank.
 
         """
-        ranks = sorted(self.ranks.values(), key=lambda one: (not one.steps, one.rank))
+        ranks = sorted(self.ranks.values(), key=lambda rank: (not rank.steps, rank.rank))
         if not ranks:
             raise ValueError(f"{self.directory}: no rank")
         return ranks[0]
@@ -200,12 +200,12 @@ class Follower:
     @property
     def has_ended(self) -> bool:
         """Whether every rank that is followed has written its end."""
-        return bool(self.ranks) and all(one.end is not None for one in self.ranks.values())
+        return bool(self.ranks) and all(rank.end is not None for rank in self.ranks.values())
 
     @property
     def world_size(self) -> int:
         """How many ranks the run says that it has."""
-        return max((whole(one.facts, "world_size") or 1 for one in self.ranks.values()), default=1)
+        return max((whole(rank.facts, "world_size") or 1 for rank in self.ranks.values()), default=1)
 
     def _find_ranks(self) -> None:
         # A rank may come late, on another node; once they are all there, the listing is spared.

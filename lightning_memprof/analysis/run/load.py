@@ -175,10 +175,10 @@ def load_run(path: str | Path, *, max_pulse_bytes: int | None = None, rank: int 
     place = find_run(Path(path))
     layout = Layout(place.directory)
     names = sorted(entry.name for entry in os.scandir(place.directory))
-    found = [one for name in names if (one := parse_manifest_name(name)) is not None]
+    found = [number for name in names if (number := parse_manifest_name(name)) is not None]
     chosen = within(layout.directory, found, max_pulse_bytes)
     whole_ranks = in_full(chosen) | {rank}
-    reports = [_read_rank(layout, one, in_full=one in whole_ranks) for one in chosen]
+    reports = [_read_rank(layout, number, in_full=number in whole_ranks) for number in chosen]
     orphans = [
         Problem(name, "its rank left no manifest", owner)
         for name in names
@@ -191,16 +191,16 @@ def load_run(path: str | Path, *, max_pulse_bytes: int | None = None, rank: int 
         directory=place.directory,
         root=layout.root,
         ranks=ranks,
-        artifacts=tuple(one for report in reports for one in report.artifacts),
-        errors=tuple(one for report in reports for one in report.errors),
-        unavailable=tuple(one for report in reports for one in report.unavailable),
+        artifacts=tuple(artifact for report in reports for artifact in report.artifacts),
+        errors=tuple(error for report in reports for error in report.errors),
+        unavailable=tuple(row for report in reports for row in report.unavailable),
         notes=(
-            *(one for report in reports for one in report.notes),
+            *(note for report in reports for note in report.notes),
             *_rank_notes(ranks, left_out=len(found) - len(chosen)),
         ),
-        problems=(*(one for report in reports for one in report.problems), *orphans),
+        problems=(*(problem for report in reports for problem in report.problems), *orphans),
         others=place.others,
-        ooms=tuple(one for report in reports for one in report.ooms),
+        ooms=tuple(oom for report in reports for oom in report.ooms),
     )
 
 
@@ -298,7 +298,7 @@ def _artifacts(layout: Layout, rows: ManifestRows, rank: int) -> tuple[list[Arti
             )
             continue
         checked = [_checked(row, path, file, rank) for row in reversed(versions[-2:])]
-        artifact = next((one for one in checked if one.state == "present"), checked[0])
+        artifact = next((artifact for artifact in checked if artifact.state == "present"), checked[0])
         artifacts.append(artifact)
         if artifact.state == "missing":
             problems.append(Problem(path, "is listed but missing", rank))
@@ -328,10 +328,10 @@ def _windows(rows: ManifestRows, artifacts: list[Artifact], rank: int) -> tuple[
     for index in sorted(opened.keys() | closed.keys()):
         plan, end = opened.get(index, {}), closed.get(index)
         series = {
-            one.collector: one.file
-            for one in artifacts
-            if one.type == "series" and one.window == index and one.state != "missing"
-            and parse_series_path("/".join(PurePosixPath(one.path).parts[-2:])) is not None
+            artifact.collector: artifact.file
+            for artifact in artifacts
+            if artifact.type == "series" and artifact.window == index and artifact.state != "missing"
+            and parse_series_path("/".join(PurePosixPath(artifact.path).parts[-2:])) is not None
         }  # fmt: skip
         windows.append(
             Window(

@@ -129,7 +129,7 @@ def integer(value: object) -> int | None:
 def whole_numbers(row: Mapping[str, Any] | None, key: str) -> tuple[int, ...]:
     """Return the whole numbers of a field that is a list."""
     value = row.get(key) if row else None
-    return tuple(one for one in value if integer(one) is not None) if isinstance(value, list) else ()
+    return tuple(number for number in value if integer(number) is not None) if isinstance(value, list) else ()
 
 
 def mapping(row: Mapping[str, Any] | None, key: str) -> Mapping[str, Any] | None:

@@ -231,7 +231,7 @@ class _Parser:
             self._source,
             form,
             devices,
-            tuple(self._mapping(one, "an annotation") for one in annotations),
+            tuple(self._mapping(annotation, "an annotation") for annotation in annotations),
             self._mapping(top.get("allocator_settings") or {}, "allocator_settings"),
         )
 
@@ -244,7 +244,7 @@ class _Parser:
             blocks.append(block)
             at = block.address + block.size
         pool = fields.get("segment_pool_id", (0, 0))
-        if not (isinstance(pool, (tuple, list)) and [type(one) for one in pool] == [int, int]):
+        if not (isinstance(pool, (tuple, list)) and [type(part) for part in pool] == [int, int]):
             raise self._odd("segment_pool_id", pool, "two numbers")
         kind = fields.get("segment_type", "")
         return Segment(

@@ -150,7 +150,7 @@ def _oldest(ring: Replay) -> tuple[AgedHolder, ...]:
         oldest = min(life.born for life in alike)
         aged = AgedHolder(holder=holders_of(ring.snapshot, alike)[0], before_ring_bytes=before, age_us=age)
         found.append((oldest, -aged.holder.bytes, aged))
-    return tuple(aged for *_, aged in sorted(found, key=lambda one: one[:2]))
+    return tuple(aged for *_, aged in sorted(found, key=lambda entry: entry[:2]))
 
 
 def _pools(device: DeviceSnapshot) -> tuple[MemoryPool, ...]:
@@ -183,7 +183,7 @@ def _failed(rings: Sequence[Replay]) -> FailedRequest | None:
     ]
     if not failed:
         return None
-    _, at, ring = max(failed, key=lambda one: one[:2])
+    _, at, ring = max(failed, key=lambda entry: entry[:2])
     event = ring.snapshot.events[at]
     free = free_ranges(ring, at)
     return FailedRequest(

@@ -43,7 +43,12 @@ def ring_allocations(run: Run, traced: Sequence[WindowAllocations]) -> list[Wind
         traced: what is known from its traces.
 
     """
-    known = {(one.rank, one.window) for one in traced for device in one.devices if device.device.startswith("cuda")}
+    known = {
+        (allocation.rank, allocation.window)
+        for allocation in traced
+        for device in allocation.devices
+        if device.device.startswith("cuda")
+    }
     last: dict[tuple[int, int | None], Artifact] = {}
     for artifact in run.artifacts:
         if artifact.type == "snapshot" and artifact.window is not None:
@@ -58,7 +63,7 @@ def ring_allocations(run: Run, traced: Sequence[WindowAllocations]) -> list[Wind
         ]
         for rank in run.ranks
     }
-    return [_read(one, steps.get(one.rank, [])) for key, one in last.items() if key not in known]
+    return [_read(allocation, steps.get(allocation.rank, [])) for key, allocation in last.items() if key not in known]
 
 
 def _read(artifact: Artifact, steps: Sequence[_Step]) -> WindowAllocations:
@@ -66,7 +71,9 @@ def _read(artifact: Artifact, steps: Sequence[_Step]) -> WindowAllocations:
         snapshot = read_snapshot(artifact.file)
     except ArtifactError as error:
         return WindowAllocations(artifact.rank, artifact.window, (), artifact.file, str(error))
-    devices = tuple(ring_of(replay(snapshot, device), steps) for device, one in snapshot.devices.items() if one.events)
+    devices = tuple(
+        ring_of(replay(snapshot, device), steps) for device, recorded in snapshot.devices.items() if recorded.events
+    )
     problem = None if devices else "its snapshot has no events: the allocator's history was off"
     return WindowAllocations(artifact.rank, artifact.window, devices, artifact.file, problem)
 

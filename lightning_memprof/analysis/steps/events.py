@@ -140,7 +140,7 @@ def window_events(window: Window, stage: str) -> tuple[list[StepEvents], list[Pr
             groups[step].append(row)
     found = [_step(window, step, groups[step], stage) for step in sorted(groups)]
     problems = [Problem(path.name, damage, window.rank)] if damage else []
-    return [one for one in found if one is not None], problems
+    return [step for step in found if step is not None], problems
 
 
 def rank_events(rank: Rank) -> tuple[list[StepEvents], list[Problem]]:
@@ -158,8 +158,8 @@ def rank_events(rank: Rank) -> tuple[list[StepEvents], list[Problem]]:
 def event_totals(steps: Iterable[StepEvents]) -> list[EventTotals]:
     """Return the actions of steps, the longest in sum first; an action that belongs to several parts is several."""
     sums: dict[tuple[str, str], list[int]] = {}
-    for one in steps:
-        for event in one.events:
+    for step in steps:
+        for event in step.events:
             row = sums.setdefault((event.action, event.part), [0, 0, 0, 0, 0])
             row[0] += 1
             row[1] += event.duration_ns
@@ -167,7 +167,7 @@ def event_totals(steps: Iterable[StepEvents]) -> list[EventTotals]:
             row[3] = max(row[3], event.duration_ns)
             row[4] = max(row[4], event.self_ns)
     totals = [EventTotals(*key, *row) for key, row in sums.items()]
-    return sorted(totals, key=lambda one: (-one.total_ns, one.action, one.part))
+    return sorted(totals, key=lambda total: (-total.total_ns, total.action, total.part))
 
 
 def _step(window: Window, step: int, rows: Sequence[Mapping[str, Any]], stage: str) -> StepEvents | None:
@@ -186,7 +186,7 @@ def _step(window: Window, step: int, rows: Sequence[Mapping[str, Any]], stage: s
         parts[event.part] += event.self_ns
         if event.part == "callbacks":
             callbacks[owner] += event.self_ns
-    shown = dict(sorted(callbacks.items(), key=lambda one: (-one[1], one[0])))
+    shown = dict(sorted(callbacks.items(), key=lambda entry: (-entry[1], entry[0])))
     told = tuple(event for _, event in events)
     return StepEvents(
         window.rank, window.index, step, whole(span, "global_step"), start, duration, parts, shown, told
@@ -247,8 +247,13 @@ class _Sweep:
             self._leave()
         self._spend(self._root.end)
         events = [
-            (one.owner, Event(one.action, one.part, one.begin - self._start, one.end - one.begin, one.self_ns, depth))
-            for one, depth in self._events
+            (
+                event.owner,
+                Event(
+                    event.action, event.part, event.begin - self._start, event.end - event.begin, event.self_ns, depth
+                ),
+            )
+            for event, depth in self._events
         ]
         return events, self._root.self_ns
 

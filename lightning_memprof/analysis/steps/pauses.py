@@ -83,11 +83,11 @@ def _tensors(rows: list[dict[str, Any]]) -> tuple[DeadTensors, ...]:
     kinds: dict[tuple[str, tuple[int, ...], str], list[int]] = defaultdict(list)
     for row in rows:
         listed = row.get("tensors")
-        for one in listed if isinstance(listed, list) else ():
-            if isinstance(one, dict):
-                shape = one.get("shape")
+        for tensor in listed if isinstance(listed, list) else ():
+            if isinstance(tensor, dict):
+                shape = tensor.get("shape")
                 sizes = tuple(size for size in shape if isinstance(size, int)) if isinstance(shape, list) else ()
-                kind = text(one, "type") or "?", sizes, text(one, "dtype") or "?"
-                kinds[kind].append(whole(one, "bytes") or 0)
+                kind = text(tensor, "type") or "?", sizes, text(tensor, "dtype") or "?"
+                kinds[kind].append(whole(tensor, "bytes") or 0)
     found = [DeadTensors(*kind, len(sizes), sum(sizes)) for kind, sizes in kinds.items()]
-    return tuple(sorted(found, key=lambda one: (-one.bytes, one.type, one.shape, one.dtype)))
+    return tuple(sorted(found, key=lambda tensors: (-tensors.bytes, tensors.type, tensors.shape, tensors.dtype)))

@@ -177,7 +177,7 @@ def pulse_statistics(rank: Rank) -> PulseStatistics | None:
     if typical is None:
         return None
     durations = sorted(duration for _, duration, _ in typical.steps)
-    means = {phase: mean([one[phase] for _, _, one in typical.steps]) for phase in PHASES}
+    means = {phase: mean([step[phase] for _, _, step in typical.steps]) for phase in PHASES}
     breakdown = _of_stage(means, _stage(rank))
     return PulseStatistics(
         steps=len(rank.pulse),

@@ -73,7 +73,7 @@ class _Sums:
 
 def systems(run: Run) -> tuple[RankSystem, ...]:
     """Return what the first ranks that sampled their machine saw, in their windows and, where asked, all the time."""
-    found = (one for rank in run.ranks if (one := _of_rank(rank, run.directory)) is not None)
+    found = (samples for rank in run.ranks if (samples := _of_rank(rank, run.directory)) is not None)
     return tuple(islice(found, MAX_RANKS))
 
 
@@ -115,5 +115,7 @@ def _of_rank(rank: Rank, directory: Path) -> RankSystem | None:
         sums.add(row)
     if not sums.samples:
         return None
-    figures = {name: Figure(one.total / one.count, one.least, one.most) for name, one in sums.figures.items()}
+    figures = {
+        name: Figure(figure.total / figure.count, figure.least, figure.most) for name, figure in sums.figures.items()
+    }
     return RankSystem(rank.rank, sums.samples, figures)

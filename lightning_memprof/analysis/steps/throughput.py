@@ -61,10 +61,10 @@ def throughputs(run: Run) -> tuple[tuple[RankThroughput, ...], tuple[Problem, ..
     counted = (rank for rank in run.ranks if any("throughput" in window.series for window in rank.windows))
     found, problems = [], []
     for rank in islice(counted, MAX_RANKS):
-        one, damage = rank_throughput(rank)
+        rate, damage = rank_throughput(rank)
         problems += damage
-        if one is not None:
-            found.append(one)
+        if rate is not None:
+            found.append(rate)
     return tuple(found), tuple(problems)
 
 
@@ -77,7 +77,10 @@ def rank_throughput(rank: Rank) -> tuple[RankThroughput | None, list[Problem]]:
     samples, tokens = _mean(rows, "samples"), _mean(rows, "tokens")
     flops = next((count for row in rows if (count := whole(row, "flops"))), None)
     peaks = (row.get("peak_flops") for row in rows)
-    peak = next((float(one) for one in peaks if isinstance(one, (int, float)) and 0 < one < _MOST), None)
+    peak = next(
+        (float(peak_value) for peak_value in peaks if isinstance(peak_value, (int, float)) and 0 < peak_value < _MOST),
+        None,
+    )
     flops_per_s = None if flops is None else flops * len(durations) / sum(durations) * 1e9
     found = RankThroughput(
         rank=rank.rank,

@@ -62,7 +62,7 @@ def typical_steps(pulse: Sequence[PulseRow]) -> TypicalSteps | None:
 def _typical(timed: list[_TimedRow]) -> tuple[list[_TimedRow], str]:
     """Leave out the steps that are not typical, as long as enough others remain; say which are used."""
     used, left_out = timed, []
-    outside = [one for one in used if one[0]["window"] is None]
+    outside = [step for step in used if step[0]["window"] is None]
     if len(outside) < len(used) and len(outside) >= OTHERS_TO_DROP_WINDOWS:
         used = outside
         left_out.append("those in windows")

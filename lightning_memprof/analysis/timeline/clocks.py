@@ -116,7 +116,9 @@ def _ends(window: int, trace: Path) -> dict[Key, int]:
     except ArtifactError:
         return {}
     return {
-        (one.name, one.group, one.bytes, one.sequence, window): one.end_ns for one in read if one.name in _TOGETHER
+        (collective.name, collective.group, collective.bytes, collective.sequence, window): collective.end_ns
+        for collective in read
+        if collective.name in _TOGETHER
     }  # fmt: skip
 
 

@@ -84,7 +84,7 @@ def _steps(text: bytes) -> list[tuple[int, int, int]]:
     try:
         events = _DECODE(text)
     except msgspec.ValidationError:
-        events = [one for one in map(_named, msgspec.json.decode(text)) if one is not None]
+        events = [name for name in map(_named, msgspec.json.decode(text)) if name is not None]
     found = []
     for event in events:
         step = _STEP.fullmatch(event.name) if event.name.startswith("ProfilerStep") else None

@@ -78,7 +78,7 @@ class Numbering:
                 for lane, span in plan.lanes.get((pid, tid), {}).items():
                     moved = None if span is None else (span[0] + shifts[at], span[1] + shifts[at])
                     again = 0
-                    while (lane, again) in rows and moved and any(_meet(moved, one) for one in rows[lane, again][1]):
+                    while (lane, again) in rows and moved and any(_meet(moved, row) for row in rows[lane, again][1]):
                         again += 1
                     if (lane, again) not in rows:
                         self._thread += 1
@@ -118,8 +118,8 @@ def _facts(process: Process, plans: Sequence[Plan]) -> ProcessFacts:
     return found[0] if found else ProcessFacts()
 
 
-def _meet(one: tuple[int, int], two: tuple[int, int]) -> bool:
-    return one[0] < two[1] and two[0] < one[1]
+def _meet(span: tuple[int, int], two: tuple[int, int]) -> bool:
+    return span[0] < two[1] and two[0] < span[1]
 
 
 def _suffix(lane: int, again: int) -> str:

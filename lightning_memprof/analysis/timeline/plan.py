@@ -213,7 +213,7 @@ class _Scan:
         plan.events = self.index + 1
         for name, (numbers, _) in self.arrow_starts.items():
             ordered = sorted(numbers)
-            plan.reused.update((*name, one) for one, two in pairwise(ordered) if one == two)
+            plan.reused.update((*name, first) for first, two in pairwise(ordered) if first == two)
         self.arrow_starts.clear()
         for key in list(self.tracks):
             self.settle(key, self.tracks.pop(key))

@@ -113,7 +113,7 @@ class Reader:
         while batch := list(islice(left, _BATCH)):
             if self._first_ns is None:
                 # A damaged row may come first: what counts from its time would be lost with it.
-                self._first_ns = next((one.start_ns for one in batch if 0 < one.start_ns < _NO_DATE_NS), None)
+                self._first_ns = next((event.start_ns for event in batch if 0 < event.start_ns < _NO_DATE_NS), None)
             base = self._first_ns or 0
             yield [_row(event, base) for event in batch]
 

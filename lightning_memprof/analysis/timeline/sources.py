@@ -85,14 +85,16 @@ def run_sources(
     found: list[Source] = []
     for rank, windows in chosen:
         offset = clocks.offset_ns(rank)
-        for one in windows:
-            span = _span(one, rank, choice.steps)
-            found += _window_sources(run, rank, one, offset, span if choice.steps is not None else None)
+        for candidate in windows:
+            span = _span(candidate, rank, choice.steps)
+            found += _window_sources(run, rank, candidate, offset, span if choice.steps is not None else None)
             always = run.directory / system_name(rank.rank)
-            if "system" not in one.series and span is not None and always.is_file():
+            if "system" not in candidate.series and span is not None and always.is_file():
                 found.append(_ready(rank, offset, span, partial(_counters, "system", always)))
         named = run.directory / regions_name(rank.rank)
-        if named.is_file() and (spans := [span for one in windows if (span := _span(one, rank, choice.steps))]):
+        if named.is_file() and (
+            spans := [span for candidate in windows if (span := _span(candidate, rank, choice.steps))]
+        ):
             found += [_ready(rank, offset, span, partial(_named, named)) for span in spans]
     return [*_finding_sources(run, chosen, clocks, choice), *found]
 
@@ -109,7 +111,7 @@ def _chosen(run: Run, choice: Choice) -> list[tuple[Rank, list[Window]]]:
     if missing:
         raise ReportError(f"rank {missing[0]} is not in this run; its ranks are {_listed(here)}")
     chosen = [
-        (rank, [one for one in rank.windows if _wanted(one, choice)])
+        (rank, [window for window in rank.windows if _wanted(window, choice)])
         for rank in run.ranks
         if choice.ranks is None or rank.rank in choice.ranks
     ]
@@ -178,10 +180,15 @@ def _pulse_edges(rank: Rank, steps: Collection[int]) -> list[_Span]:
 
 def _window_sources(run: Run, rank: Rank, window: Window, offset: int, span: _Span | None) -> Iterator[Source]:
     label = rank_label(rank)
-    for one in run.artifacts:
-        if one.rank == rank.rank and one.type == "trace" and one.window == window.index and one.state == "present":
-            own = None if span is None else _in_trace(one.file, span)
-            yield Source(label=label, sort=rank.rank, trace=one.file, offset_ns=offset, span_ns=own)
+    for artifact in run.artifacts:
+        if (
+            artifact.rank == rank.rank
+            and artifact.type == "trace"
+            and artifact.window == window.index
+            and artifact.state == "present"
+        ):
+            own = None if span is None else _in_trace(artifact.file, span)
+            yield Source(label=label, sort=rank.rank, trace=artifact.file, offset_ns=offset, span_ns=own)
     readers: dict[str, Reader] = {
         "hooks": _hooks,
         "garbage": _pauses,
@@ -361,7 +368,7 @@ def _finding_sources(
     if spans:
         whole = min(start for start, _ in spans), max(end for _, end in spans)
         found = examine(Facts.of(run))
-        yield Source(label="findings", sort=-1, events=lambda: [_finding(one, *whole) for one in found])
+        yield Source(label="findings", sort=-1, events=lambda: [_finding(finding, *whole) for finding in found])
 
 
 def _finding(finding: Finding, start: int, end: int) -> TimelineEvent:

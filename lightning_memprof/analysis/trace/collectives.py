@@ -45,8 +45,8 @@ def trace_collectives(columns: TraceColumns, device: DeviceEvents) -> tuple[Coll
     found = list(_all(columns, device))
     exposed = _exposed(columns, device, found)
     kinds: dict[tuple[str, str, int | None], list[int]] = defaultdict(list)
-    for i, one in enumerate(found):
-        kinds[one.name, one.group, one.bytes].append(i)
+    for i, call in enumerate(found):
+        kinds[call.name, call.group, call.bytes].append(i)
     result = []
     for (name, group, size), members in kinds.items():
         durations = [found[i].end - found[i].start for i in members]
@@ -72,11 +72,11 @@ def _all(columns: TraceColumns, device: DeviceEvents) -> Iterator[_One]:
     events = ((each.category, each.lane, each.span) for each in columns.collectives)
     known: dict[tuple[int, int], _One] = {}
     for each in collectives_among(events):
-        one = _One(each.name, each.group, each.bytes, each.start_ns, each.end_ns, each.device != "host")
-        if one.on_device:
-            known[one.start, one.end] = one
+        call = _One(each.name, each.group, each.bytes, each.start_ns, each.end_ns, each.device != "host")
+        if call.on_device:
+            known[call.start, call.end] = call
         else:
-            yield one
+            yield call
     rows = device.rows[device.communicates]
     for row, launch in zip(rows.tolist(), launches(columns, rows).tolist(), strict=True):
         start, end = int(columns.starts[row]), int(columns.ends[row])
@@ -127,12 +127,12 @@ def _plain_name(kernel: str) -> str:
 
 
 def _exposed(columns: TraceColumns, device: DeviceEvents, found: list[_One]) -> Column:
-    starts = np.array([one.start for one in found], np.int64)
-    ends = np.array([one.end for one in found], np.int64)
+    starts = np.array([call.start for call in found], np.int64)
+    ends = np.array([call.end for call in found], np.int64)
     computing = device.compute
-    if not all(one.on_device for one in found):
+    if not all(call.on_device for call in found):
         computing = _computing_anywhere(columns, device)
-    on_device = np.array([one.on_device for one in found], np.bool_)
+    on_device = np.array([call.on_device for call in found], np.bool_)
 
     def hidden(within: Intervals) -> Column:
         return length_before(within, ends) - length_before(within, starts)

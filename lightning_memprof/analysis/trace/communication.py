@@ -124,14 +124,14 @@ def described(annotation: Span, call: Span | None) -> tuple[str, str, int | None
 
 
 def _in_order(found: _Found) -> list[Collective]:
-    rows = sorted((*found.on_host, *_on_device(found)), key=lambda one: (one.start_ns, one.end_ns))
+    rows = sorted((*found.on_host, *_on_device(found)), key=lambda row: (row.start_ns, row.end_ns))
     counts: Counter[tuple[str, str, int | None]] = Counter()
     result = []
-    for one in rows:
-        key = _kind(one.name, one.group, one.bytes)
+    for row in rows:
+        key = _kind(row.name, row.group, row.bytes)
         result.append(
-            Collective(one.name, one.group, counts[key], one.bytes, found.base_ns + one.start_ns,
-                       found.base_ns + one.end_ns, one.device)
+            Collective(row.name, row.group, counts[key], row.bytes, found.base_ns + row.start_ns,
+                       found.base_ns + row.end_ns, row.device)
         )  # fmt: skip
         counts[key] += 1
     return result

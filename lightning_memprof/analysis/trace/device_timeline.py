@@ -69,12 +69,12 @@ def device_timeline(path: Path, stretches: int = 400, progress: Progress | None 
     }
     moments = np.rint(edges).astype(np.int64)
     widths = np.maximum(1, np.diff(moments))
-    shares = {name: (np.diff(length_before(one, moments)) / widths).tolist() for name, one in parts.items()}
+    shares = {name: (np.diff(length_before(intervals, moments)) / widths).tolist() for name, intervals in parts.items()}
     steps = tuple(
-        (one.number, (one.start - start) / whole, (one.end - start) / whole) for one in step_spans(columns)
+        (step.number, (step.start - start) / whole, (step.end - start) / whole) for step in step_spans(columns)
     )  # fmt: skip
     return DeviceTimeline(columns.origin_ns + start, whole, shares, steps)
 
 
-def _both(one: Intervals, other: Intervals) -> Intervals:
-    return union(np.concatenate([one.starts, other.starts]), np.concatenate([one.ends, other.ends]))
+def _both(spans: Intervals, other: Intervals) -> Intervals:
+    return union(np.concatenate([spans.starts, other.starts]), np.concatenate([spans.ends, other.ends]))

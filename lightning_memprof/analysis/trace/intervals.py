@@ -59,28 +59,28 @@ def clip(of: Intervals, start: int, end: int) -> Intervals:
     return _not_empty(np.maximum(of.starts, start), np.minimum(of.ends, end))
 
 
-def intersection(one: Intervals, other: Intervals) -> Intervals:
+def intersection(spans: Intervals, other: Intervals) -> Intervals:
     """Return the time that is in both."""
-    if not len(one.starts) or not len(other.starts):
-        return Intervals(one.starts[:0], one.ends[:0])
-    first = np.searchsorted(other.ends, one.starts, side="right")
-    behind = np.searchsorted(other.starts, one.ends, side="left")
+    if not len(spans.starts) or not len(other.starts):
+        return Intervals(spans.starts[:0], spans.ends[:0])
+    first = np.searchsorted(other.ends, spans.starts, side="right")
+    behind = np.searchsorted(other.starts, spans.ends, side="left")
     counts = np.maximum(behind - first, 0)
     mine = np.repeat(np.arange(len(counts)), counts)
     begins = np.cumsum(counts) - counts
     theirs = first[mine] + np.arange(len(mine)) - begins[mine]
     return _not_empty(
-        np.maximum(one.starts[mine], other.starts[theirs]), np.minimum(one.ends[mine], other.ends[theirs])
+        np.maximum(spans.starts[mine], other.starts[theirs]), np.minimum(spans.ends[mine], other.ends[theirs])
     )
 
 
-def difference(one: Intervals, other: Intervals) -> Intervals:
+def difference(spans: Intervals, other: Intervals) -> Intervals:
     """Return the time that is in the first and not in the other."""
-    if not len(one.starts) or not len(other.starts):
-        return one
-    start, end = int(one.starts[0]), int(one.ends[-1])
+    if not len(spans.starts) or not len(other.starts):
+        return spans
+    start, end = int(spans.starts[0]), int(spans.ends[-1])
     starts, ends = np.append(start, other.ends), np.append(other.starts, end)
-    return intersection(one, _not_empty(starts, ends))
+    return intersection(spans, _not_empty(starts, ends))
 
 
 def _not_empty(starts: Column, ends: Column) -> Intervals:

@@ -32,7 +32,7 @@ def operators(columns: TraceColumns) -> tuple[Operator, ...]:
         Operator(name=columns.name_of[key], count=int(count), own_ns=int(own_ns), total_ns=int(total), max_ns=int(most))
         for key, count, own_ns, total, most in named
     ]
-    return tuple(sorted(result, key=lambda one: (-one.own_ns, one.name)))
+    return tuple(sorted(result, key=lambda operator: (-operator.own_ns, operator.name)))
 
 
 def _within(starts: Column, ends: Column) -> Column:

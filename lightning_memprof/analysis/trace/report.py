@@ -82,7 +82,7 @@ def of_rank(report: TraceReport, rank: int) -> TraceReport:
     """Return the report with the rank that is known of the file from elsewhere, where the file does not say it."""
     if report.rank is not None:
         return report
-    return replace(report, rank=rank, missing=tuple(one for one in report.missing if one != _NO_RANK))
+    return replace(report, rank=rank, missing=tuple(text for text in report.missing if text != _NO_RANK))
 
 
 def _times(device: DeviceEvents, start: int, end: int) -> dict[str, int]:

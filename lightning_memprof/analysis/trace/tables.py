@@ -26,14 +26,21 @@ def ensure_operator_tables(run: Run) -> Run:
     why.
     """
     traces: dict[Path, list[Artifact]] = defaultdict(list)
-    for one in run.artifacts:
-        name = TraceName.parse(one.file.name)
-        if one.type == "trace" and one.state == "present" and name is not None:
-            traces[one.file.with_name(table_name(name.stage, name.filename, name.rank))].append(one)
-    kept = [one for one in run.artifacts if one.type != "table" or one.state == "present" or one.file not in traces]
+    for artifact in run.artifacts:
+        name = TraceName.parse(artifact.file.name)
+        if artifact.type == "trace" and artifact.state == "present" and name is not None:
+            traces[artifact.file.with_name(table_name(name.stage, name.filename, name.rank))].append(artifact)
+    kept = [
+        artifact
+        for artifact in run.artifacts
+        if artifact.type != "table" or artifact.state == "present" or artifact.file not in traces
+    ]
     problems = list(run.problems)
     for table, sources in traces.items():
-        if any(one.type == "table" and one.rank == sources[0].rank and one.state == "present" for one in kept):
+        if any(
+            artifact.type == "table" and artifact.rank == sources[0].rank and artifact.state == "present"
+            for artifact in kept
+        ):
             continue
         try:
             if not table.exists():
@@ -45,7 +52,7 @@ def ensure_operator_tables(run: Run) -> Run:
                     continue
                 _write_table(table, sources)
             kept.append(_listed(run, table, sources[0]))
-            problems = [one for one in problems if one.piece.rpartition("/")[2] != table.name]
+            problems = [problem for problem in problems if problem.piece.rpartition("/")[2] != table.name]
         except Exception as error:  # noqa: BLE001 a table that cannot be made must not hide the rest of the run
             problems.append(Problem(table.name, f"cannot be made: {type(error).__name__}: {error}", sources[0].rank))
     return replace(run, artifacts=tuple(kept), problems=tuple(problems))
@@ -54,7 +61,7 @@ def ensure_operator_tables(run: Run) -> Run:
 def _write_table(table: Path, sources: list[Artifact]) -> None:
     from lightning_memprof.analysis.trace.operators import TableOptions, operator_table
 
-    text = operator_table([one.file for one in sources], TableOptions(sort_by=None))
+    text = operator_table([source.file for source in sources], TableOptions(sort_by=None))
     temporary = own_temporary(table)
     try:
         temporary.write_text(text, encoding="utf-8")

@@ -58,7 +58,7 @@ def charts(view: View) -> dict[str, Chart]:
         ranks_chart(view.across),
         system_chart(run),
     ]
-    found = {one.id: one for one in made if one is not None}
+    found = {chart.id: chart for chart in made if chart is not None}
     return found | file_charts(view.traces, view.snapshots)
 
 
@@ -66,21 +66,24 @@ def file_charts(traces: Sequence[TraceReport], snapshots: Sequence[SnapshotRepor
     """Return the charts of traces and snapshots by their ids, for a page of files alone."""
     shares = shares_chart(traces)
     made = [shares, *islice(_timelines(traces), _FILES), *islice(_of_snapshots(snapshots), 2 * _FILES)]
-    return {one.id: one for one in made if one is not None}
+    return {chart.id: chart for chart in made if chart is not None}
 
 
 def _window_memory(view: View, run: Run) -> Iterator[Chart | None]:
     """Yield the lead rank's highest window over time, and who held its peak."""
     memory = view.memory.lead
     highest = peak_allocations(memory)
-    files = {one.window: one.trace for one in memory.allocations if one.devices}
+    files = {allocation.window: allocation.trace for allocation in memory.allocations if allocation.devices}
     path = files.get(highest[0]) if highest else None
     window = highest[0] if highest else None
     if path is None:
         last = [
-            one
-            for one in run.artifacts
-            if one.rank == run.lead.rank and one.type == "trace" and one.state == "present" and one.window is not None
+            artifact
+            for artifact in run.artifacts
+            if artifact.rank == run.lead.rank
+            and artifact.type == "trace"
+            and artifact.state == "present"
+            and artifact.window is not None
         ]
         path, window = (last[-1].file, last[-1].window) if last else (None, None)
     where = f"window {window} of rank {run.lead.rank}"
@@ -93,7 +96,7 @@ def _window_memory(view: View, run: Run) -> Iterator[Chart | None]:
             yield memory_chart(lives, ("memory", "memory"), where)
             break
     if highest:
-        sites = ((site_path(one), one.bytes, one.blocks) for one in highest[1].sites)
+        sites = ((site_path(site), site.bytes, site.blocks) for site in highest[1].sites)
         yield holders_chart(sites, ("holders", "memory"), where)
 
 
@@ -141,7 +144,7 @@ def _of_snapshots(snapshots: Sequence[SnapshotReport]) -> Iterator[Chart]:
             number += 1
             where = f"{snapshot.file.name}, cuda:{device.device}"
             lives = lives_of_replay(device.replay)
-            held = ((holder_path(one), one.bytes, one.blocks) for one in device.holders_at_peak)
+            held = ((holder_path(holder), holder.bytes, holder.blocks) for holder in device.holders_at_peak)
             for chart in (
                 memory_chart(lives, (_numbered("allocations", number), "snapshots"), where),
                 holders_chart(held, (_numbered("holders-at-peak", number), "snapshots"), where),

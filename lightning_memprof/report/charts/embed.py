@@ -74,7 +74,7 @@ def made(
     """
     name, section = place
     extra = extra or Extra()
-    data = {"item": json_item(model), "strings": [_short(one) for one in extra.strings]}
+    data = {"item": json_item(model), "strings": [_short(text) for text in extra.strings]}
     written = (
         f'<figure class="chart" id="chart-{html.escape(name)}" role="group" aria-label="{html.escape(clean(title))}">'
         f"{_size_filter(name, extra.largest_bytes)}"
@@ -129,5 +129,5 @@ def chart_resources() -> str:
     style = (own / "charts.css").read_text(encoding="utf-8")
     starts = (own / "charts.js").read_text(encoding="utf-8")
     # A script element ends at this, wherever it stands; inside a string a backslash changes nothing.
-    scripts = (one.replace("</script", "<\\/script") for one in (library, starts))
-    return f"<style>{style}</style>" + "".join(f"<script>{one}</script>" for one in scripts)
+    scripts = (script.replace("</script", "<\\/script") for script in (library, starts))
+    return f"<style>{style}</style>" + "".join(f"<script>{script}</script>" for script in scripts)

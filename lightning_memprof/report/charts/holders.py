@@ -141,7 +141,7 @@ def _lay(
     node: _Node, place: tuple[int, int], above: tuple[str, ...], least: float, rows: list[tuple[_Node, int, int, str]]
 ) -> None:
     left, row = place
-    for child in sorted(node.below.values(), key=lambda one: -one.bytes):
+    for child in sorted(node.below.values(), key=lambda node_below: -node_below.bytes):
         if child.bytes < least:
             return
         path = (*above, clean(child.name))[-_SHOWN:]

@@ -196,7 +196,7 @@ def _bottoms(lives: BlockLives) -> NDArray[Any]:
     ground = 0
     stays = [KINDS[kind] in _STAYS for kind in lives.kind]
     for wanted in (True, False):
-        chosen = [i for i, one in enumerate(stays) if one is wanted]
+        chosen = [i for i, block in enumerate(stays) if block is wanted]
         part = lives.at(chosen)
         lower = offsets(part.born, part.died, part.size)
         for i, edge in zip(chosen, lower, strict=True):

@@ -46,12 +46,12 @@ def ranks_chart(report: RankReport | None) -> Chart | None:
         return None
     ranks = report.ranks
     above = _times(ranks)
-    slowest = max(ranks, key=lambda one: one.step_ns)
-    fastest = min(ranks, key=lambda one: one.step_ns)
+    slowest = max(ranks, key=lambda rank: rank.step_ns)
+    fastest = min(ranks, key=lambda rank: rank.step_ns)
     least, most = format_ns(fastest.step_ns), format_ns(slowest.step_ns)
     span = f"{least} on rank {fastest.rank} to {most} on rank {slowest.rank}" if least != most else f"{most} on each"
     summary = f"The mean step of {len(ranks)} ranks: {span}."
-    if any(one.wait_ns is not None for one in ranks):
+    if any(rank.wait_ns is not None for rank in ranks):
         summary += " Red: how long a rank waits for others in its collectives."
     below = _memory(ranks, above)
     if below is None:
@@ -61,15 +61,15 @@ def ranks_chart(report: RankReport | None) -> Chart | None:
 
 
 def _times(ranks: tuple[RankTimes, ...]) -> figure:
-    shown = [phase for phase in PHASES if any(one.phases_ns.get(phase) for one in ranks)]
-    rank, step = np.array([one.rank for one in ranks], dtype="i4"), _ms([one.step_ns for one in ranks])
-    columns = {phase: _ms([one.phases_ns.get(phase) or 0 for one in ranks]) for phase in shown}
+    shown = [phase for phase in PHASES if any(total.phases_ns.get(phase) for total in ranks)]
+    rank, step = np.array([total.rank for total in ranks], dtype="i4"), _ms([total.step_ns for total in ranks])
+    columns = {phase: _ms([total.phases_ns.get(phase) or 0 for total in ranks]) for phase in shown}
     rest = np.maximum(step - sum(columns.values()), 0)
     # Ranks of which only a whole step is known have their bar too.
     if (rest > 0.02 * step).any():
         shown = [phase for phase in shown if phase != "other"] + ["other"]
         columns["other"] = columns.get("other", 0) + rest
-    columns |= {"rank": rank, "step": step, "wait": _ms([one.wait_ns for one in ranks])}
+    columns |= {"rank": rank, "step": step, "wait": _ms([total.wait_ns for total in ranks])}
     data = ColumnDataSource(columns)
     plot = new_figure(_ABOVE, "rank", "mean step, ms")
     bars = plot.vbar_stack(
@@ -77,7 +77,7 @@ def _times(ranks: tuple[RankTimes, ...]) -> figure:
     )
     tips = [("rank", "@rank"), ("step", "@step{0,0.00} ms")]
     items: list[tuple[str, list[Renderer]]] = [(phase, [bar]) for phase, bar in zip(shown, bars, strict=True)]
-    if any(one.wait_ns is not None for one in ranks):
+    if any(total.wait_ns is not None for total in ranks):
         marks = plot.scatter("rank", "wait", source=data, marker="dash", size=14, line_color=MARK, line_width=3)
         items.append(("waiting", [marks]))
         tips.append(("waiting", "@wait{0,0.00} ms"))
@@ -93,12 +93,12 @@ def _times(ranks: tuple[RankTimes, ...]) -> figure:
 
 def _ms(values: Sequence[int | None]) -> NDArray[np.float64]:
     """Return nanoseconds as milliseconds; what is not known is not drawn. Bokeh writes an array as a block of bytes."""
-    return np.array([math.nan if one is None else one for one in values], dtype=float) / 1e6
+    return np.array([math.nan if ns is None else ns for ns in values], dtype=float) / 1e6
 
 
 def _memory(ranks: tuple[RankTimes, ...], above: figure) -> figure | None:
     series = {
-        label: [(one.rank, size) for one in ranks if (size := getattr(one, key)) is not None]
+        label: [(rank.rank, size) for rank in ranks if (size := getattr(rank, key)) is not None]
         for key, label in _MEMORY.items()
     }
     if not any(series.values()):

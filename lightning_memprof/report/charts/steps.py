@@ -190,7 +190,7 @@ def run_memory_chart(lead: Rank) -> Chart | None:
 def throughput_chart(view: View, lead: Rank) -> Chart | None:
     """Return what the lead rank works through in a second over its steps; None where no step was timed."""
     rows = _timed(lead.pulse, "")
-    of = next((one for one in view.throughput if one.rank == lead.rank), None)
+    of = next((rate for rate in view.throughput if rate.rank == lead.rank), None)
     if len(rows) < 2:
         return None
     amount, unit = (of.samples, "samples") if of and of.samples else (1.0, "steps")

@@ -101,7 +101,7 @@ def _in_stretches(run: Run) -> list[tuple[int, dict[str, Any]]]:
         number += rows[0]["time_ns"] > end
         end = max(end, rows[-1]["time_ns"])
         numbered += [(number, row) for row in rows]
-    return sorted(numbered, key=lambda one: one[1]["time_ns"])
+    return sorted(numbered, key=lambda entry: entry[1]["time_ns"])
 
 
 def _plot(unit: str, drawn: Mapping[str, list[_Point]], first: figure | None) -> figure:

@@ -48,10 +48,10 @@ _BUSY: Final = ("compute", "communication", "memory copy")
 
 def shares_chart(traces: Sequence[TraceReport], section: str = "traces") -> Chart | None:
     """Return what part of its GPU window each trace spent on what; None where no trace has a device."""
-    shown = [one for one in traces if one.gpu_window is not None and one.gpu_window.window_ns > 0][:_MOST]
+    shown = [trace for trace in traces if trace.gpu_window is not None and trace.gpu_window.window_ns > 0][:_MOST]
     if not shown:
         return None
-    parts = [_parts(one) for one in shown]
+    parts = [_parts(trace) for trace in shown]
     names = [*_BUSY, *dict.fromkeys(name for part in parts for name in part if name not in _BUSY)]
     names = [name for name in names if any(part.get(name) for part in parts)]
     rows = _names(shown)
@@ -79,7 +79,7 @@ def shares_chart(traces: Sequence[TraceReport], section: str = "traces") -> Char
     legend(plot, [(_said(name), [bar]) for name, bar in zip(names, bars, strict=True)])
     first = shown[0].gpu_window
     busy = 0 if first is None else 100 * first.busy_ns / first.window_ns
-    causes = ", ".join(f"{called(one.cause)} {format_ns(one.total_ns)}" for one in shown[0].idle[:3])
+    causes = ", ".join(f"{called(cause.cause)} {format_ns(cause.total_ns)}" for cause in shown[0].idle[:3])
     summary = f"The device of {rows[0]} is busy {busy:.1f} % of its window" + (
         f"; idle by {causes}." if causes else "."
     )

@@ -34,8 +34,8 @@ def viewable(data: Any, source: str) -> dict[str, Any]:
     """
     parse_snapshot(data, source)
     top: dict[str, Any] = {"segments": data} if isinstance(data, list) else dict(data)
-    top["segments"] = [_segment(one) for one in top["segments"]]
-    devices = max((one.get("device", 0) for one in top["segments"]), default=-1) + 1
+    top["segments"] = [_segment(segment) for segment in top["segments"]]
+    devices = max((segment.get("device", 0) for segment in top["segments"]), default=-1) + 1
     if devices > _MOST_DEVICES:
         raise ArtifactError(f"{source}: names a device {devices - 1}; the page shows the first {_MOST_DEVICES}")
     rings = [[_with_frames(event) for event in ring or ()] for ring in top.get("device_traces") or ()]
@@ -46,10 +46,10 @@ def viewable(data: Any, source: str) -> dict[str, Any]:
 def _segment(raw: dict[str, Any]) -> dict[str, Any]:
     blocks = []
     address = raw.get("address", 0)
-    for one in raw.get("blocks") or ():
-        block = {"address": address, **one}
+    for entry in raw.get("blocks") or ():
+        block = {"address": address, **entry}
         # Torch 2.0 wrote both into the history of a block.
-        history = (one.get("history") or [{}])[0]
+        history = (entry.get("history") or [{}])[0]
         if block.get("frames") is None:
             block["frames"] = history.get("frames") or []
         if block.get("requested_size") is None:

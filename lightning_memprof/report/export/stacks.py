@@ -67,7 +67,7 @@ class Speedscope:
                 "unit": "bytes",
                 "startValue": 0,
                 "endValue": sum(stacks.values()),
-                "samples": [[self._frame(one) for one in stack] for stack in stacks],
+                "samples": [[self._frame(name) for name in stack] for stack in stacks],
                 "weights": list(stacks.values()),
             }
         )
@@ -121,7 +121,7 @@ def site_stacks(sites: Iterable[Site], root: str) -> Counter[Stack]:
     for site in sites:
         outer: list[str] = list(reversed(site.stack))
         if not outer:
-            outer = [one for one in (site.phase, *(site.module or "").split(".")) if one]
+            outer = [name for name in (site.phase, *(site.module or "").split(".")) if name]
         elif site.module:
             outer.append(site.module)
         stack = (root, *outer, site.operator or _UNKNOWN)

@@ -60,7 +60,7 @@ def _value(value: Any) -> Any:
 def _fields(value: Any, **before: Any) -> dict[str, Any]:
     """Return the fields of a dataclass, after others."""
     return before | {
-        one.name: getattr(value, one.name) for one in dataclasses.fields(value) if one.name not in _NOT_SHOWN
+        field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.name not in _NOT_SHOWN
     }
 
 
@@ -71,7 +71,7 @@ def run_tables(run: Run) -> Iterator[Table]:
         Table.of("steps", _steps(run)),
         Table.of("ranks", _ranks(run)),
         Table.of("findings", _findings(examine(Facts.of(run)))),
-        Table.of("artifacts", (_fields(one) for one in run.artifacts)),
+        Table.of("artifacts", (_fields(artifact) for artifact in run.artifacts)),
     )
     allocations = run_allocations(run)
     memory = memory_report(run.in_full, allocations)
@@ -89,9 +89,11 @@ def run_tables(run: Run) -> Iterator[Table]:
         for peak in (rank.peak, *rank.peak.others)
         for name, size in peak.categories.items()
     )
-    problems: list[Row] = [_fields(one) for one in (*run.problems, *memory.problems)]
+    problems: list[Row] = [_fields(problem) for problem in (*run.problems, *memory.problems)]
     problems += [
-        {"rank": one.rank, "piece": str(one.trace), "message": one.problem} for one in allocations if one.problem
+        {"rank": allocation.rank, "piece": str(allocation.trace), "message": allocation.problem}
+        for allocation in allocations
+        if allocation.problem
     ]
     yield from _filled(
         Table.of("modules", modules),
@@ -110,15 +112,15 @@ def _traced(run: Run, problems: list[Row]) -> Iterator[Table]:
 
     parts: dict[str, list[Row]] = {part: [] for part in _DEVICE_PARTS}
     operators: list[Row] = []
-    for one in filter(_is_trace, run.artifacts):
+    for artifact in filter(_is_trace, run.artifacts):
         try:
-            report = trace_report(one.file)
-            operators += _operators(one.file, rank=one.rank, window=one.window)
+            report = trace_report(artifact.file)
+            operators += _operators(artifact.file, rank=artifact.rank, window=artifact.window)
         except ArtifactError as error:
-            problems.append({"rank": one.rank, "piece": one.path, "message": str(error)})
+            problems.append({"rank": artifact.rank, "piece": artifact.path, "message": str(error)})
             continue
         for part, rows in parts.items():
-            rows += [_fields(row, rank=one.rank, window=one.window) for row in getattr(report, part)]
+            rows += [_fields(row, rank=artifact.rank, window=artifact.window) for row in getattr(report, part)]
     yield from _filled(Table.of("operators", operators), *(Table.of(part, rows) for part, rows in parts.items()))
 
 
@@ -146,7 +148,7 @@ def _steps(run: Run) -> Iterator[Row]:
 
 def _ranks(run: Run) -> Iterator[Row]:
     facts = Facts.of(run)
-    across = {one.rank: one for one in facts.ranks.ranks} if facts.ranks else {}
+    across = {rank.rank: rank for rank in facts.ranks.ranks} if facts.ranks else {}
     for rank in run.ranks:
         statistics = facts.statistics.get(rank.rank)
         times = across.get(rank.rank)
@@ -165,15 +167,15 @@ def _ranks(run: Run) -> Iterator[Row]:
 
 
 def _findings(findings: Iterable[Finding]) -> Iterator[Row]:
-    for one in findings:
+    for finding in findings:
         yield {
-            "rule": one.rule,
-            "severity": one.severity.name.lower(),
-            "sentence": one.sentence,
-            "why": one.why,
-            "next_steps": list(one.next_steps),
-            "numbers": dict(one.numbers),
-            "evidence": [dataclasses.asdict(evidence) for evidence in one.evidence],
+            "rule": finding.rule,
+            "severity": finding.severity.name.lower(),
+            "sentence": finding.sentence,
+            "why": finding.why,
+            "next_steps": list(finding.next_steps),
+            "numbers": dict(finding.numbers),
+            "evidence": [dataclasses.asdict(evidence) for evidence in finding.evidence],
         }
 
 
@@ -224,12 +226,12 @@ def trace_tables(reports: Sequence[TraceReport]) -> Iterator[Table]:
     yield from _filled(
         Table.of("traces", map(_trace, reports)),
         *(
-            Table.of(part, (_fields(one, file=str(report.file)) for report in reports for one in getattr(report, part)))
+            Table.of(part, (_fields(row, file=str(report.file)) for report in reports for row in getattr(report, part)))
             for part in parts
         ),
-        Table.of("operators", (row for one in reports for row in _operators(one.file, file=str(one.file)))),
+        Table.of("operators", (row for trace in reports for row in _operators(trace.file, file=str(trace.file)))),
     )
-    memory = [(one.file, device) for one in reports for device in window_allocations(one.file)]
+    memory = [(trace.file, device) for trace in reports for device in window_allocations(trace.file)]
     yield from _filled(
         Table.of("holders", (row for file, device in memory for row in _device_sites(device, file=str(file)))),
         Table.of("memory", (row for file, device in memory for row in _curve(device, file=str(file)))),
@@ -254,13 +256,13 @@ def snapshot_tables(reports: Sequence[SnapshotReport]) -> Iterator[Table]:
         "device", "reserved_bytes", "allocated_bytes", "requested_bytes", "inactive_bytes", "pending_bytes",
         "peak_requested_bytes", "peak_reserved_bytes", "peak_time_us", "events", "segments",
     )  # fmt: skip
-    devices = [(one.file, device) for one in reports for device in one.devices]
+    devices = [(snapshot.file, device) for snapshot in reports for device in snapshot.devices]
     rings = [(file, device.device, device.replay.snapshot) for file, device in devices]
     yield from _filled(
-        Table.of("devices", ({"file": str(file)} | {n: getattr(one, n) for n in sizes} for file, one in devices)),
+        Table.of("devices", ({"file": str(file)} | {n: getattr(device, n) for n in sizes} for file, device in devices)),
         Table.of(
             "holders",
-            (_fields(one, file=str(file), device=d.device) for file, d in devices for one in d.holders_at_peak),
+            (_fields(holder, file=str(file), device=d.device) for file, d in devices for holder in d.holders_at_peak),
         ),
         Table.of(
             "events",
@@ -289,4 +291,4 @@ def _stack(frames: Iterable[object]) -> str:
 
 
 def _filled(*tables: Table) -> Iterator[Table]:
-    return (one for one in tables if one.rows)
+    return (table for table in tables if table.rows)

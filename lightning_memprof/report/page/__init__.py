@@ -43,8 +43,8 @@ def run_page(view: View) -> Page:
     """Return the page of a run."""
     files, places = files_section(view)
     found = (*_sections(view), files, configuration(view), overhead_section(view), troubles(view))
-    sections = [one for one in found if one is not None]
-    known = [one.id for one in sections]
+    sections = [section for section in found if section is not None]
+    known = [section.id for section in sections]
     status, exception = ending(view)
     return Page(
         title=_title(view),
@@ -65,8 +65,8 @@ def files_page(view: FilesView) -> Page:
     """Return the page of traces and snapshots by themselves."""
     files, places = _files(view)
     found = (traces_section(view.traces), snapshots_section(view.snapshots), files, _unread(view))
-    sections = [one for one in found if one is not None]
-    cards = finding_cards(view.findings, places, [one.id for one in sections])
+    sections = [section for section in found if section is not None]
+    cards = finding_cards(view.findings, places, [section.id for section in sections])
     names = [path.name for path in view.sizes]
     counted = [
         f"{count} {name}{'s' * (count > 1)}"
@@ -89,7 +89,7 @@ def files_page(view: FilesView) -> Page:
 
 def _files(view: FilesView) -> tuple[Section, dict[str, str]]:
     places = {os.fspath(path): f"file-{number}" for number, path in enumerate(view.sizes)}
-    traces = {one.file for one in view.traces}
+    traces = {trace.file for trace in view.traces}
     rows = [_file(path, size, path in traces, places[os.fspath(path)]) for path, size in view.sizes.items()]
     heads = (Head("file", "code"), Head("type"), Head("size", "number"))
     notes = [f"{view.left_out} more files of the directory were not looked at"] if view.left_out else []
@@ -105,7 +105,7 @@ def _file(path: Path, size: int, is_trace: bool, row_id: str) -> tuple[Cell, ...
 def _unread(view: FilesView) -> Section | None:
     if not view.problems:
         return None
-    lines = Lines("", [("damaged", f"{one.piece}: {one.message}", "bad") for one in view.problems])
+    lines = Lines("", [("damaged", f"{problem.piece}: {problem.message}", "bad") for problem in view.problems])
     return Section("notes", "Notes", "These cannot be read.", [lines])
 
 
@@ -116,10 +116,10 @@ def made_now() -> str:
 
 def _incomplete(view: View) -> str | None:
     """Name the ranks that had not ended, or had written nothing yet, where others have ended."""
-    if all(one.status == "running or killed" for one in view.ranks):
+    if all(rank.status == "running or killed" for rank in view.ranks):
         return None
-    late = [one.rank for one in view.ranks if one.status == "running or killed"]
-    there = {one.rank for one in view.ranks}
+    late = [rank.rank for rank in view.ranks if rank.status == "running or killed"]
+    there = {rank.rank for rank in view.ranks}
     world_size = view.facts.get("world_size")
     absent = (
         [rank for rank in range(min(world_size, MOST_RANKS)) if rank not in there]

@@ -34,7 +34,7 @@ NEXT: Final = "Look first at the quantities that changed, then at the names that
 def comparison_page(comparison: Comparison) -> Page:
     """Return the page of a comparison: all its quantities, and by group what appeared, disappeared and changed."""
     a, b = comparison.a.label, comparison.b.label
-    worse = [one for one in comparison.differences if _is_worse(one)]
+    worse = [difference for difference in comparison.differences if _is_worse(difference)]
     groups = [_group(name, changes) for name, changes in by_group(comparison).items()]
     return Page(
         title=f"{a} · {b}",
@@ -69,48 +69,50 @@ def _in_words(sentence: str) -> str:
     return sentence
 
 
-def _is_worse(one: Difference) -> bool:
-    rises = (one.change or 0) > 0
-    return one.is_above_noise and rises != (one.unit == "per_s")
+def _is_worse(difference: Difference) -> bool:
+    rises = (difference.change or 0) > 0
+    return difference.is_above_noise and rises != (difference.unit == "per_s")
 
 
 def _quantities(comparison: Comparison) -> Table:
     heads = (Head("quantity"), Head("A", "number"), Head("B", "number"), Head("change", "number"), Head("from"))
-    return Table("quantity-table", "", heads, [_quantity(one) for one in comparison.differences])
+    return Table("quantity-table", "", heads, [_quantity(difference) for difference in comparison.differences])
 
 
-def _quantity(one: Difference) -> Sequence[Cell]:
-    if one.problem is not None:
+def _quantity(difference: Difference) -> Sequence[Cell]:
+    if difference.problem is not None:
         change = Cell("n/a", style="dim")
-    elif not one.is_above_noise:
-        change = Cell("~" if one.change is not None else NONE, sort=0, style="dim")
+    elif not difference.is_above_noise:
+        change = Cell("~" if difference.change is not None else NONE, sort=0, style="dim")
     else:
-        change = Cell(shown_change(one), sort=_size(one), style="bad" if _is_worse(one) else "good")
-    source = next((side.source for side in (one.b, one.a) if side is not None), NONE)
+        change = Cell(
+            shown_change(difference), sort=_size(difference), style="bad" if _is_worse(difference) else "good"
+        )
+    source = next((side.source for side in (difference.b, difference.a) if side is not None), NONE)
     return (
-        Cell(_name(one.name), id=f"quantity-{one.name}"),
-        Cell(shown_value(one.a), sort=one.a.value if one.a else None),
-        Cell(shown_value(one.b), sort=one.b.value if one.b else None),
+        Cell(_name(difference.name), id=f"quantity-{difference.name}"),
+        Cell(shown_value(difference.a), sort=difference.a.value if difference.a else None),
+        Cell(shown_value(difference.b), sort=difference.b.value if difference.b else None),
         change,
         Cell(source, style="dim"),
     )
 
 
-def _size(one: Difference) -> float | None:
-    return one.relative if one.relative is not None else one.change
+def _size(difference: Difference) -> float | None:
+    return difference.relative if difference.relative is not None else difference.change
 
 
 def _group(name: str, changes: Sequence[NamedChange]) -> Section:
     heads = (Head("name", "code"), Head("what"), Head("A", "number"), Head("B", "number"), Head("says"))
     rows = [
         (
-            Cell(one.name),
-            Cell(KINDS[one.kind], style=STYLES[one.kind]),
-            Cell(shown_figure(one.a, one), sort=one.a),
-            Cell(shown_figure(one.b, one), sort=one.b),
-            Cell(one.sentence or NONE, style="" if one.sentence else "dim"),
+            Cell(change.name),
+            Cell(KINDS[change.kind], style=STYLES[change.kind]),
+            Cell(shown_figure(change.a, change), sort=change.a),
+            Cell(shown_figure(change.b, change), sort=change.b),
+            Cell(change.sentence or NONE, style="" if change.sentence else "dim"),
         )
-        for one in changes
+        for change in changes
     ]
     table = Table(f"{name}-table", "", heads, rows)
     return Section(name, name[:1].upper() + name[1:], heading(name), [table])

@@ -56,7 +56,10 @@ def _peak(peak: CategoryPeak | None, view: View) -> Iterator[Part]:
     if peak is None:
         return
     notes = [f"source: {peak.source}, {peak.moment}"]
-    notes += [f"beside it {format_bytes(one.total_bytes)} on {one.device or '?'}" for one in peak.others]
+    notes += [
+        f"beside it {format_bytes(device_peak.total_bytes)} on {device_peak.device or '?'}"
+        for device_peak in peak.others
+    ]
     own = view.lead.device.peak_allocated_bytes if view.lead.device else None
     if own is not None:
         beyond = f", {format_bytes(own - peak.total_bytes)} more than these" if own > peak.total_bytes else ""
@@ -80,13 +83,13 @@ def _checkpointing(memory: RankMemory) -> Iterator[Part]:
     )  # fmt: skip
     rows = [
         (
-            Cell(f"{one.name}, {'all' if len(one.blocks) == one.repeats else 'these'} {len(one.blocks)}"),
-            size_cell(one.freed_bytes, memory.activations.total_bytes if memory.activations else None),
-            size_cell(one.back_bytes),
-            size_cell(one.kept_bytes),
-            time_cell(one.recompute_ns),
+            Cell(f"{group.name}, {'all' if len(group.blocks) == group.repeats else 'these'} {len(group.blocks)}"),
+            size_cell(group.freed_bytes, memory.activations.total_bytes if memory.activations else None),
+            size_cell(group.back_bytes),
+            size_cell(group.kept_bytes),
+            time_cell(group.recompute_ns),
         )
-        for one in memory.checkpointing
+        for group in memory.checkpointing
     ]
     yield Table("what-if", "What if these blocks were checkpointed", heads, rows)
 
@@ -99,12 +102,16 @@ def _functions(functions: Sequence[FunctionReport]) -> Iterator[Part]:
         ("allocated", "allocated_bytes"),
         ("reserved", "reserved_bytes"),
     )
-    known = [(name, key) for name, key in columns if any(one.changes(key) for one in functions)]
+    known = [(name, key) for name, key in columns if any(function.changes(key) for function in functions)]
     if not functions:
         return
     rows = [
-        (Cell(one.name), count_cell(len(one.calls)), *(_mean_change(one.changes(key)) for _, key in known))
-        for one in functions
+        (
+            Cell(function.name),
+            count_cell(len(function.calls)),
+            *(_mean_change(function.changes(key)) for _, key in known),
+        )
+        for function in functions
     ]
     heads = (Head("function", "code"), Head("calls", "number"), *(Head(name, "number") for name, _ in known))
     note = "rss grows only where memory is touched for the first time: what is used again shows 0"
@@ -127,10 +134,10 @@ def _named(view: View) -> Iterator[Part]:
     )  # fmt: skip
     rows = [
         (
-            Cell(one.name), Cell(one.point), index_cell(one.rank), index_cell(one.step), size_cell(one.rss_bytes),
-            size_cell(one.peak_rss_bytes),
+            Cell(summary.name), Cell(summary.point), index_cell(summary.rank), index_cell(summary.step),
+            size_cell(summary.rss_bytes), size_cell(summary.peak_rss_bytes),
         )
-        for one in view.named[:MAX_SITES]
+        for summary in view.named[:MAX_SITES]
     ]  # fmt: skip
     yield Table("named", "Moments that the program named", heads, rows)
 
@@ -149,11 +156,11 @@ def holders_section(view: View) -> Section | None:
     where = "the trace" if window is None else f"window {window}"
     lead = f"{format_bytes(device.peak_bytes)} on {device.device} above the start of {where} at its peak{step}."
     most = device.sites[0].bytes
-    rows = [_site(one, most) for one in device.sites[:MAX_SITES]]
+    rows = [_site(site, most) for site in device.sites[:MAX_SITES]]
     rest = device.sites[MAX_SITES:]
     footer = [
         *(
-            [_rest(f"{len(rest)} more", sum(one.bytes for one in rest), sum(one.blocks for one in rest))]
+            [_rest(f"{len(rest)} more", sum(site.bytes for site in rest), sum(site.blocks for site in rest))]
             if rest
             else []
         ),
@@ -176,15 +183,15 @@ def holders_section(view: View) -> Section | None:
     )
 
 
-def _site(one: Site, most: int) -> tuple[Cell, ...]:
+def _site(site: Site, most: int) -> tuple[Cell, ...]:
     return (
-        Cell(one.operator.removeprefix("aten::")),
-        size_cell(one.bytes, most),
-        count_cell(one.blocks),
-        Cell(one.module or NONE, style="" if one.module else "dim"),
-        Cell(one.line or NONE, style="" if one.line else "dim"),
-        Cell(called(one.phase or NONE), style="" if one.phase else "dim"),
-        index_cell(one.step),
+        Cell(site.operator.removeprefix("aten::")),
+        size_cell(site.bytes, most),
+        count_cell(site.blocks),
+        Cell(site.module or NONE, style="" if site.module else "dim"),
+        Cell(site.line or NONE, style="" if site.line else "dim"),
+        Cell(called(site.phase or NONE), style="" if site.phase else "dim"),
+        index_cell(site.step),
     )
 
 
@@ -203,7 +210,7 @@ def modules_section(view: View) -> Section:
     parts: list[Part] = [_modules(kept)]
     types = [
         f"{name} {format_bytes(size)} ({percent(size / kept.total_bytes)})"
-        for name, size in sorted(kept.dtypes.items(), key=lambda one: -one[1])
+        for name, size in sorted(kept.dtypes.items(), key=lambda dtype: -dtype[1])
         if kept.total_bytes
     ]
     if types:
@@ -220,10 +227,10 @@ def modules_section(view: View) -> Section:
 
 def _modules(kept: Activations) -> Table:
     shown, rest = kept.modules[:MAX_MODULES], kept.modules[MAX_MODULES:]
-    most: Callable[[Sequence[int | None]], int] = lambda sizes: max((one or 0 for one in sizes), default=0)  # noqa: E731
-    own = most([one.own_activation_bytes for one in shown])
-    inclusive = most([one.inclusive_activation_bytes for one in shown])
-    longest = most([one.forward_ns for one in shown])
+    most: Callable[[Sequence[int | None]], int] = lambda sizes: max((size or 0 for size in sizes), default=0)  # noqa: E731
+    own = most([module.own_activation_bytes for module in shown])
+    inclusive = most([module.inclusive_activation_bytes for module in shown])
+    longest = most([module.forward_ns for module in shown])
     heads = (
         Head("module", "code"),
         Head("own", "number", "saved while it was the innermost"),
@@ -235,20 +242,20 @@ def _modules(kept: Activations) -> Table:
     )
     rows = [
         (
-            Cell(one.name or ROOT, sort=one.name),
-            size_cell(one.own_activation_bytes, own),
-            size_cell(one.inclusive_activation_bytes, inclusive),
-            size_cell(one.parameter_bytes),
-            size_cell(one.gradient_bytes),
-            time_cell(one.forward_ns if one.calls else None, longest),
-            count_cell(one.calls or None),
+            Cell(module.name or ROOT, sort=module.name),
+            size_cell(module.own_activation_bytes, own),
+            size_cell(module.inclusive_activation_bytes, inclusive),
+            size_cell(module.parameter_bytes),
+            size_cell(module.gradient_bytes),
+            time_cell(module.forward_ns if module.calls else None, longest),
+            count_cell(module.calls or None),
         )
-        for one in shown
+        for module in shown
     ]
     empty = [Cell("")] * 5
     footer = [[Cell("unattributed"), size_cell(kept.unattributed_bytes), *empty]]
     if rest:
         footer.insert(
-            0, [Cell(f"{len(rest)} more"), size_cell(sum(one.own_activation_bytes for one in rest)), *empty]
+            0, [Cell(f"{len(rest)} more"), size_cell(sum(module.own_activation_bytes for module in rest)), *empty]
         )  # fmt: skip
     return Table("module-table", "By module", heads, rows, footer)

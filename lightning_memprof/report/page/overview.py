@@ -103,17 +103,17 @@ def finding_cards(
     return [
         FindingCard(
             id=f"finding-{number}",
-            rule=one.rule,
-            badge=badge(one.severity),
-            sentence=one.sentence,
-            why=one.why,
-            next_steps=one.next_steps,
-            evidence=list(_evidence(one, places, known)),
-            means=_texts().get(one.rule, {}).get("means", ()),
-            when=_texts().get(one.rule, {}).get("when", ()),
+            rule=finding.rule,
+            badge=badge(finding.severity),
+            sentence=finding.sentence,
+            why=finding.why,
+            next_steps=finding.next_steps,
+            evidence=list(_evidence(finding, places, known)),
+            means=_texts().get(finding.rule, {}).get("means", ()),
+            when=_texts().get(finding.rule, {}).get("when", ()),
         )
-        for number, one in enumerate(findings)
-        if one.severity is not Severity.NONE
+        for number, finding in enumerate(findings)
+        if finding.severity is not Severity.NONE
     ]
 
 
@@ -130,14 +130,14 @@ def badge(severity: Severity) -> Badge:
     return BADGES[severity]
 
 
-def _evidence(one: Finding, places: Mapping[str, str], known: Sequence[str]) -> Iterator[Evidence]:
-    section = next((found for start, found in SECTIONS if one.rule.startswith(start)), None)
-    first = one.evidence[0].artifact if one.evidence else ""
+def _evidence(finding: Finding, places: Mapping[str, str], known: Sequence[str]) -> Iterator[Evidence]:
+    section = next((found for start, found in SECTIONS if finding.rule.startswith(start)), None)
+    first = finding.evidence[0].artifact if finding.evidence else ""
     if section not in known:
         section = _section_of(first, known)
     if section is not None:
         yield Evidence(f"see {SECTION_NAMES.get(section, section)}", f"#{section}")
-    for found in one.evidence[:MAX_EVIDENCE]:
+    for found in finding.evidence[:MAX_EVIDENCE]:
         words = [_short(PurePosixPath(found.artifact).name or found.artifact)]
         if found.rank is not None:
             words.append(f"rank {found.rank}")
@@ -150,8 +150,8 @@ def _evidence(one: Finding, places: Mapping[str, str], known: Sequence[str]) -> 
         row = places.get(found.artifact)
         if row is not None or "files" in known:
             yield Evidence(", ".join(words), f"#{row or 'files'}")
-    if len(one.evidence) > MAX_EVIDENCE:
-        yield Evidence(f"{len(one.evidence) - MAX_EVIDENCE} more", "#files")
+    if len(finding.evidence) > MAX_EVIDENCE:
+        yield Evidence(f"{len(finding.evidence) - MAX_EVIDENCE} more", "#files")
 
 
 def _short(name: str) -> str:
@@ -174,7 +174,7 @@ def _figures(view: View) -> Iterator[Figure]:
         yield Figure("a step, median", format_ns(pulse.median_ns), detail, "#steps")
         wait = format_ns(pulse.breakdown_ns["data_wait"] or 0)
         yield Figure(called("data_wait"), percent(pulse.share("data_wait")), f"{wait} of a mean step", "#steps")
-    found = next((one for one in view.throughput if one.rank == lead.rank), None)
+    found = next((rate for rate in view.throughput if rate.rank == lead.rank), None)
     if found is not None:
         rate, unit = found.batches_per_s, "batches"
         for other, name in ((found.samples_per_s, "samples"), (found.tokens_per_s, "tokens")):
@@ -195,7 +195,7 @@ def _figures(view: View) -> Iterator[Figure]:
             PEAKS["tensors"].label, format_bytes(kept.total_bytes), f"tensors alone, step {kept.step}", "#memory"
         )
     if len(view.ranks) > 1:
-        ended = sum(one.status == "finished" for one in view.ranks)
+        ended = sum(rank.status == "finished" for rank in view.ranks)
         yield Figure("ranks", str(len(view.ranks)), f"{ended} finished", "#ranks")
     if (cost := lead.overhead) is not None and cost.pulse_ns is not None and cost.steps:
         share = f"{percent(cost.pulse_ns / cost.run_ns)} of the run" if cost.run_ns else ""

@@ -43,11 +43,11 @@ def ranks_section(view: View) -> Section | None:
 
 
 def _table(view: View) -> Table:
-    times = {one.rank: one for one in view.across.ranks} if view.across is not None else {}
+    times = {rank.rank: rank for rank in view.across.ranks} if view.across is not None else {}
     ranks = list(view.ranks)
     if len(ranks) > MAX_RANKS:
-        ranks = sorted(ranks, key=lambda one: -_step_ns(one, times.get(one.rank)))[:MAX_RANKS]
-    slowest = max((_step_ns(one, times.get(one.rank)) for one in ranks), default=0)
+        ranks = sorted(ranks, key=lambda rank_view: -_step_ns(rank_view, times.get(rank_view.rank)))[:MAX_RANKS]
+    slowest = max((_step_ns(rank, times.get(rank.rank)) for rank in ranks), default=0)
     heads = (
         Head("rank", "number"), Head("host", "code"), Head("status"), Head("steps", "number"),
         Head("a step", "number", "mean"), Head(called("data_wait"), "number"),
@@ -55,26 +55,26 @@ def _table(view: View) -> Table:
         Head("waiting", "number", "for other ranks, in a recorded step"), Head(PEAKS["rss"].label, "number"),
         Head(PEAKS["device"].label, "number"),
     )  # fmt: skip
-    rows = [_row(one, times.get(one.rank), slowest) for one in ranks]
+    rows = [_row(rank, times.get(rank.rank), slowest) for rank in ranks]
     left_out = len(view.ranks) - len(ranks)
     notes = [f"the slowest {len(ranks)}; {left_out} more: --format json"] if left_out else []
     return Table("rank-table", "By rank", heads, rows, notes=notes)
 
 
-def _row(one: RankView, times: RankTimes | None, slowest: int) -> tuple[Cell, ...]:
-    pulse = one.statistics
+def _row(rank: RankView, times: RankTimes | None, slowest: int) -> tuple[Cell, ...]:
+    pulse = rank.statistics
     wait = times.phases_ns.get("data_wait") if times else None
     if wait is None and pulse is not None:
         wait = pulse.breakdown_ns["data_wait"]
-    rss = one.host.peak_rss_bytes or (times.rss_peak_bytes if times else None)
-    device = one.device.peak_allocated_bytes if one.device else None
-    status = one.status if one.exception is None else f"{one.status}: {one.exception}"
+    rss = rank.host.peak_rss_bytes or (times.rss_peak_bytes if times else None)
+    device = rank.device.peak_allocated_bytes if rank.device else None
+    status = rank.status if rank.exception is None else f"{rank.status}: {rank.exception}"
     return (
-        index_cell(one.rank),
-        Cell(one.host_name or NONE),
-        Cell(status, style=STYLES.get(one.status, "warn")),
-        count_cell(one.steps),
-        time_cell(_step_ns(one, times) or None, slowest),
+        index_cell(rank.rank),
+        Cell(rank.host_name or NONE),
+        Cell(status, style=STYLES.get(rank.status, "warn")),
+        count_cell(rank.steps),
+        time_cell(_step_ns(rank, times) or None, slowest),
         time_cell(wait),
         time_cell(times.compute_ns if times else None),
         time_cell(times.wait_ns if times else None),
@@ -83,10 +83,10 @@ def _row(one: RankView, times: RankTimes | None, slowest: int) -> tuple[Cell, ..
     )
 
 
-def _step_ns(one: RankView, times: RankTimes | None) -> int:
+def _step_ns(rank: RankView, times: RankTimes | None) -> int:
     if times is not None:
         return times.step_ns
-    return one.statistics.mean_ns if one.statistics else 0
+    return rank.statistics.mean_ns if rank.statistics else 0
 
 
 def _spreads(report: RankReport) -> Iterator[Part]:
@@ -127,9 +127,9 @@ def _waiting(waiting: Waiting) -> Iterator[Part]:
     )  # fmt: skip
     rows = [
         (
-            Cell(name_of(one.name)), size_cell(one.bytes), Cell(one.group or NONE), count_cell(one.count),
-            time_cell(one.wait_ns), index_cell(one.last_rank), count_cell(one.last_count),
+            Cell(name_of(wait.name)), size_cell(wait.bytes), Cell(wait.group or NONE), count_cell(wait.count),
+            time_cell(wait.wait_ns), index_cell(wait.last_rank), count_cell(wait.last_count),
         )
-        for one in waiting.kinds
+        for wait in waiting.kinds
     ]  # fmt: skip
     yield Table("collectives", "Waiting in collectives", heads, rows, notes=notes)

@@ -45,10 +45,10 @@ UNITS: Final[tuple[tuple[str, Callable[[float], str]], ...]] = (
 
 def system_section(view: View) -> Section | None:
     """Return what the lead rank's machine did; None where nothing was sampled."""
-    found = next((one for one in view.system if one.rank == view.lead.rank), None)
+    found = next((samples for samples in view.system if samples.rank == view.lead.rank), None)
     if found is None:
         return None
-    rows = [_figure(name, one) for name, one in sorted(found.figures.items())]
+    rows = [_figure(name, figure) for name, figure in sorted(found.figures.items())]
     heads = (Head("figure"), Head("mean", "number"), Head("least", "number"), Head("most", "number"))
     rank = f" of rank {found.rank}" if len(view.ranks) > 1 else ""
     lead = f"The machine{rank} in {format_count(found.samples, 'sample')}."
@@ -57,9 +57,9 @@ def system_section(view: View) -> Section | None:
     )  # fmt: skip
 
 
-def _figure(name: str, one: Figure) -> tuple[Cell, ...]:
+def _figure(name: str, figure: Figure) -> tuple[Cell, ...]:
     ending, write = next(((end, form) for end, form in UNITS if name.endswith(end)), ("", amount))
-    values = (one.mean, one.least, one.most)
+    values = (figure.mean, figure.least, figure.most)
     return (Cell(name_of(name.removesuffix(ending)), sort=name), *(Cell(write(value), sort=value) for value in values))
 
 
@@ -79,13 +79,15 @@ def configuration(view: View) -> Section:
     ]
     for name, title in (("optimizers", "Optimizer"), ("dataloaders", "DataLoader")):
         listed = training.get(name)
-        for index, one in enumerate(listed if isinstance(listed, list) else ()):
-            if isinstance(one, Mapping):
-                parts.append(Facts(title if len(listed or ()) == 1 else f"{title} {index}", _facts(one)))
+        for index, environment in enumerate(listed if isinstance(listed, list) else ()):
+            if isinstance(environment, Mapping):
+                parts.append(Facts(title if len(listed or ()) == 1 else f"{title} {index}", _facts(environment)))
     collectors = facts.get("collectors")
     if isinstance(collectors, list):
-        parts.append(Facts("Collectors", [(str(one), _collected(view, str(one))) for one in collectors]))
-    return Section("configuration", "Environment and configuration", parts=[one for one in parts if _has_rows(one)])
+        parts.append(
+            Facts("Collectors", [(str(collector), _collected(view, str(collector))) for collector in collectors])
+        )
+    return Section("configuration", "Environment and configuration", parts=[part for part in parts if _has_rows(part)])
 
 
 _LARGE: Final = frozenset({"parameters"})
@@ -115,10 +117,12 @@ def _value(name: str, value: Any) -> str:
 
 
 def _collected(view: View, collector: str) -> str:
-    files = [one for one in view.artifacts if one.collector == collector and one.rank == view.lead.rank]
-    failed = sum(one.collector == collector for one in view.errors)
+    files = [
+        artifact for artifact in view.artifacts if artifact.collector == collector and artifact.rank == view.lead.rank
+    ]
+    failed = sum(error.collector == collector for error in view.errors)
     counted = f"{len(files)} file{'s' * (len(files) != 1)}"
-    words = f"{counted}, {format_bytes(sum(one.size_bytes or 0 for one in files))}" if files else "no file"
+    words = f"{counted}, {format_bytes(sum(file.size_bytes or 0 for file in files))}" if files else "no file"
     return f"{words}, failed" if failed else words
 
 
@@ -126,8 +130,8 @@ def files_section(view: View) -> tuple[Section, dict[str, str]]:
     """Return the files of a run, and the id of each one's row by its path in the manifest."""
     ordered = sorted(view.artifacts, key=_order)
     shown, rest = ordered[:MAX_FILES], ordered[MAX_FILES:]
-    places = {one.path: f"file-{number}" for number, one in enumerate(shown)}
-    rows = [_file(one, places[one.path], view) for one in shown]
+    places = {file.path: f"file-{number}" for number, file in enumerate(shown)}
+    rows = [_file(file, places[file.path], view) for file in shown]
     heads = (
         Head("file", "code"), Head("type"), Head("size", "number"), Head("rank", "number"), Head("window", "number"),
         Head("collector"),
@@ -138,23 +142,23 @@ def files_section(view: View) -> tuple[Section, dict[str, str]]:
     return Section("files", "Files", lead, [_commands(view), *([table] if rows else [])]), places
 
 
-def _order(one: Artifact) -> tuple[int, int, int, str]:
-    kind = TYPE_ORDER.index(one.type) if one.type in TYPE_ORDER else len(TYPE_ORDER)
-    return kind, one.rank, -1 if one.window is None else one.window, one.path
+def _order(artifact: Artifact) -> tuple[int, int, int, str]:
+    kind = TYPE_ORDER.index(artifact.type) if artifact.type in TYPE_ORDER else len(TYPE_ORDER)
+    return kind, artifact.rank, -1 if artifact.window is None else artifact.window, artifact.path
 
 
-def _file(one: Artifact, row_id: str, view: View) -> tuple[Cell, ...]:
-    where = place(one.file, view.root, view.url)
-    size = size_cell(one.size_bytes) if one.state == "present" else Cell(one.state, sort=-1, style="bad")
-    command = file_command(where, one.type) if one.state != "missing" else ""
+def _file(artifact: Artifact, row_id: str, view: View) -> tuple[Cell, ...]:
+    where = place(artifact.file, view.root, view.url)
+    size = size_cell(artifact.size_bytes) if artifact.state == "present" else Cell(artifact.state, sort=-1, style="bad")
+    command = file_command(where, artifact.type) if artifact.state != "missing" else ""
     return (
-        Cell(one.path, id=row_id, command=command), Cell(one.type), size, index_cell(one.rank),
-        index_cell(one.window), Cell(one.collector),
+        Cell(artifact.path, id=row_id, command=command), Cell(artifact.type), size, index_cell(artifact.rank),
+        index_cell(artifact.window), Cell(artifact.collector),
     )  # fmt: skip
 
 
 def _total(files: Sequence[Artifact]) -> str:
-    return format_bytes(sum(one.size_bytes or 0 for one in files))
+    return format_bytes(sum(file.size_bytes or 0 for file in files))
 
 
 def _commands(view: View) -> Table:
@@ -164,8 +168,8 @@ def _commands(view: View) -> Table:
         ("the same in the terminal", f"lightning-memprof show {where}"),
         ("every number, for programs", f"lightning-memprof show {where} --format json"),
     ]
-    if any(one.type == "trace" and one.state == "present" for one in view.artifacts):
-        logs = next((one.arguments for one in view.commands if one.program.startswith("tensorboard")), None)
+    if any(artifact.type == "trace" and artifact.state == "present" for artifact in view.artifacts):
+        logs = next((command.arguments for command in view.commands if command.program.startswith("tensorboard")), None)
         rows.append(("all ranks on one time line, in the Perfetto UI", f"lightning-memprof view {where}"))
         if logs is not None:
             rows.append(("the traces in TensorBoard", f"tensorboard --logdir {logs}"))
@@ -178,17 +182,21 @@ def overhead_section(view: View) -> Section:
     words = cost(view)
     if words is None:
         return Section("overhead", "Our own overhead", "The run has not said what recording it cost.")
-    found = [(one.rank, one.overhead) for one in view.ranks if one.overhead is not None]
+    found = [(rank.rank, rank.overhead) for rank in view.ranks if rank.overhead is not None]
     rows = [
         (
             index_cell(rank),
-            time_cell(one.pulse_ns / one.steps if one.pulse_ns is not None and one.steps else None),
-            share_cell(one.pulse_ns / one.run_ns if one.pulse_ns is not None and one.run_ns else None),
-            time_cell(one.windows_ns),
-            share_cell(one.windows_ns / one.run_ns if one.windows_ns is not None and one.run_ns else None),
-            size_cell(one.windows_rss_bytes),
+            time_cell(overhead.pulse_ns / overhead.steps if overhead.pulse_ns is not None and overhead.steps else None),
+            share_cell(
+                overhead.pulse_ns / overhead.run_ns if overhead.pulse_ns is not None and overhead.run_ns else None
+            ),
+            time_cell(overhead.windows_ns),
+            share_cell(
+                overhead.windows_ns / overhead.run_ns if overhead.windows_ns is not None and overhead.run_ns else None
+            ),
+            size_cell(overhead.windows_rss_bytes),
         )
-        for rank, one in found[:MAX_FILES]
+        for rank, overhead in found[:MAX_FILES]
     ]
     heads = (
         Head("rank", "number"), Head("pulse a step", "number"), Head("of the run", "number"),
@@ -199,7 +207,7 @@ def overhead_section(view: View) -> Section:
     lead = view.lead.overhead
     if lead is not None and lead.collectors_ns:
         most = max(lead.collectors_ns.values())
-        by_name = sorted(lead.collectors_ns.items(), key=lambda one: -one[1])
+        by_name = sorted(lead.collectors_ns.items(), key=lambda entry: -entry[1])
         cells = [(Cell(name), time_cell(ns, most)) for name, ns in by_name]
         title = "In windows, by collector"
         parts.append(Table("overhead-collectors", title, (Head("collector"), Head("time", "number")), cells))
@@ -212,5 +220,7 @@ def troubles(view: View) -> Section | None:
     if not rows:
         return None
     parts: list[Part] = [Lines("", rows)]
-    parts += [Words(f"{one.collector} on {one.where}: {one.traceback}") for one in view.errors[:4] if one.traceback]
+    parts += [
+        Words(f"{error.collector} on {error.where}: {error.traceback}") for error in view.errors[:4] if error.traceback
+    ]
     return Section("notes", "Notes", "What could not be measured, failed, or is worth knowing.", parts)

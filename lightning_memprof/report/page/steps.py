@@ -46,23 +46,23 @@ def _columns(view: View) -> Iterator[Part]:
     columns, left_out = step_columns(view)
     if not columns:
         return
-    heads = [Head(""), *(Head(one.title, "number", one.subtitle) for one in columns)]
-    rows = [[Cell(called(phase)), *(_phase(one, phase) for one in columns)] for phase in PHASES]
-    total = [Cell("a step"), *(time_cell(one.duration_ns) for one in columns)]
+    heads = [Head(""), *(Head(column.title, "number", column.subtitle) for column in columns)]
+    rows = [[Cell(called(phase)), *(_phase(column, phase) for column in columns)] for phase in PHASES]
+    total = [Cell("a step"), *(time_cell(column.duration_ns) for column in columns)]
     memory = [
-        [Cell("host rss"), *(size_cell(one.host.rss_bytes) for one in columns)],
+        [Cell("host rss"), *(size_cell(column.host.rss_bytes) for column in columns)],
         [
             Cell(PEAKS["rss"].label),
-            *(size_cell(one.host.peak_rss_bytes or one.host.max_rss_bytes) for one in columns),
+            *(size_cell(column.host.peak_rss_bytes or column.host.max_rss_bytes) for column in columns),
         ],
     ]
-    if any(one.device is not None for one in columns):
+    if any(column.device is not None for column in columns):
         for title, name in (
             ("device allocated", "allocated_bytes"),
             ("device reserved", "reserved_bytes"),
             (PEAKS["device"].label, "peak_allocated_bytes"),
         ):
-            memory.append([Cell(title), *(size_cell(getattr(one.device, name, None)) for one in columns)])
+            memory.append([Cell(title), *(size_cell(getattr(column.device, name, None)) for column in columns)])
     notes = [
         *(["steps in windows include the cost of recording them"] if len(columns) > 1 else []),
         *([left_out] if left_out else []),
@@ -81,10 +81,10 @@ def _phase(column: Column, phase: str) -> Cell:
 
 def _events(view: View) -> Iterator[Part]:
     steps = view.events
-    if not steps or not (total := sum(one.duration_ns for one in steps)):
+    if not steps or not (total := sum(step.duration_ns for step in steps)):
         return
     count = len(steps)
-    parts: dict[str, int | None] = {part: round(sum(one.parts_ns[part] for one in steps) / count) for part in PARTS}
+    parts: dict[str, int | None] = {part: round(sum(step.parts_ns[part] for step in steps) / count) for part in PARTS}
     words = f"mean of {count} recorded steps" if count > 1 else "the recorded step"
     yield Stack(
         "A recorded step, event by event",
@@ -97,18 +97,18 @@ def _events(view: View) -> Iterator[Part]:
         Head("share", "number"), Head("with what is in it", "number"), Head("times a step", "number"),
         Head("longest", "number", "without what lies in it"),
     )  # fmt: skip
-    totals = sorted(event_totals(steps), key=lambda one: (-one.self_ns, one.action))
+    totals = sorted(event_totals(steps), key=lambda total: (-total.self_ns, total.action))
     rows = [
         (
-            Cell(action_name(one.action)),
-            Cell("our own" if one.action.startswith(OWN_WORK) else called(one.part)),
-            time_cell(one.self_ns / count, totals[0].self_ns / count),
-            Cell(percent(one.self_ns / total), sort=one.self_ns / total),
-            time_cell(one.total_ns / count),
-            count_cell(one.count / count, f"{one.count / count:.1f}".removesuffix(".0")),
-            time_cell(one.max_self_ns),
+            Cell(action_name(action_total.action)),
+            Cell("our own" if action_total.action.startswith(OWN_WORK) else called(action_total.part)),
+            time_cell(action_total.self_ns / count, totals[0].self_ns / count),
+            Cell(percent(action_total.self_ns / total), sort=action_total.self_ns / total),
+            time_cell(action_total.total_ns / count),
+            count_cell(action_total.count / count, f"{action_total.count / count:.1f}".removesuffix(".0")),
+            time_cell(action_total.max_self_ns),
         )
-        for one in totals[:MAX_ACTIONS]
+        for action_total in totals[:MAX_ACTIONS]
     ]
     more = len(totals) - len(rows)
     notes = [*([f"{more} more: --format json"] if more > 0 else []), *_pauses(view)]
@@ -127,7 +127,7 @@ def _pauses(view: View) -> Iterator[str]:
 
 
 def _throughput(view: View) -> Iterator[Part]:
-    found = next((one for one in view.throughput if one.rank == view.lead.rank), None)
+    found = next((rate for rate in view.throughput if rate.rank == view.lead.rank), None)
     if found is None:
         return
     rows = [row for name, size, rate in _rates(found) for row in _rate(name, size, rate)]

@@ -21,7 +21,7 @@ def found(tmp_path: Path, retries: dict[int, list[int]]) -> Finding | None:
             row["num_alloc_retries"] = counts[min(place, len(counts) - 1)]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     findings = examine(Facts.of(load_run(directory)))
-    return next((one for one in findings if one.rule == "allocator_retries"), None)
+    return next((finding for finding in findings if finding.rule == "allocator_retries"), None)
 
 
 def test_a_device_with_memory_to_spare_is_silent(tmp_path: Path) -> None:
@@ -29,33 +29,36 @@ def test_a_device_with_memory_to_spare_is_silent(tmp_path: Path) -> None:
 
 
 def test_retries_in_recorded_steps_say_that_memory_is_nearly_full(tmp_path: Path) -> None:
-    one = found(tmp_path, {1: [1, 1, 2, 3]})
-    assert one is not None
-    assert one.severity is Severity.WARNING
-    assert one.sentence == (
+    finding = found(tmp_path, {1: [1, 1, 2, 3]})
+    assert finding is not None
+    assert finding.severity is Severity.WARNING
+    assert finding.sentence == (
         "The memory of cuda:0 of rank 1 is nearly full: the allocator gave its cache back 2 times in 3 recorded steps."
     )
-    assert "70.1 GiB reserved" in one.why
-    assert one.numbers["retries_in_all"] == 3
-    assert (one.evidence[0].artifact, one.evidence[0].window) == ("memprofiler/window001/rank00001.allocator.jsonl", 1)
-    assert "expandable_segments" in one.next_steps[1]
+    assert "70.1 GiB reserved" in finding.why
+    assert finding.numbers["retries_in_all"] == 3
+    assert (finding.evidence[0].artifact, finding.evidence[0].window) == (
+        "memprofiler/window001/rank00001.allocator.jsonl",
+        1,
+    )
+    assert "expandable_segments" in finding.next_steps[1]
 
 
 def test_a_retry_in_each_step_is_critical(tmp_path: Path) -> None:
-    one = found(tmp_path, {0: [0, 2, 5, 9]})
-    assert one is not None
-    assert one.severity is Severity.CRITICAL
+    finding = found(tmp_path, {0: [0, 2, 5, 9]})
+    assert finding is not None
+    assert finding.severity is Severity.CRITICAL
 
 
 def test_retries_before_the_recorded_steps_are_info(tmp_path: Path) -> None:
-    one = found(tmp_path, {0: [4], 1: [4]})
-    assert one is not None
-    assert one.severity is Severity.INFO
-    assert "was full 4 times before the recorded steps" in one.sentence
+    finding = found(tmp_path, {0: [4], 1: [4]})
+    assert finding is not None
+    assert finding.severity is Severity.INFO
+    assert "was full 4 times before the recorded steps" in finding.sentence
 
 
 def test_damaged_rows_are_no_retries(tmp_path: Path) -> None:
     directory = make_run(tmp_path, FAKE)
     path = directory / "window000" / "rank00000.allocator.jsonl"
     path.write_text('{"num_alloc_retries": "many"}\nnot json\n{"num_alloc_retries": 3}\n')
-    assert not [one for one in examine(Facts.of(load_run(directory))) if one.rule == "allocator_retries"]
+    assert not [finding for finding in examine(Facts.of(load_run(directory))) if finding.rule == "allocator_retries"]

@@ -55,26 +55,26 @@ def trained(directory: Path, step: Callable[[FakeCuda, int], None]) -> Path:
 
 def found(directory: Path, *, with_snapshots: bool = True, with_allocations: bool = False) -> Mapping[str, Finding]:
     run = load_run(directory)
-    snapshots = [snapshot_report(one.file) for one in run.artifacts if one.type == "snapshot"]
+    snapshots = [snapshot_report(artifact.file) for artifact in run.artifacts if artifact.type == "snapshot"]
     memory = memory_report(run, run_allocations(run)) if with_allocations else None
     facts = Facts.of(run, (), tuple(snapshots) if with_snapshots else (), memory)
-    return {one.rule: one for one in examine(facts)}
+    return {finding.rule: finding for finding in examine(facts)}
 
 
 def test_a_leak_on_a_device_is_said_with_the_line_that_leaks(tmp_path):
-    one = found(trained(tmp_path, leaks))["device_memory_growth"]
-    assert one.severity is Severity.CRITICAL
-    assert one.numbers["windows"] == [0, 1, 2, 3, 4]
-    assert one.numbers["live_bytes"][0] // MIB == 64 + 5 * 20
-    assert one.numbers["added_bytes"] // MIB == 20 * 20
+    finding = found(trained(tmp_path, leaks))["device_memory_growth"]
+    assert finding.severity is Severity.CRITICAL
+    assert finding.numbers["windows"] == [0, 1, 2, 3, 4]
+    assert finding.numbers["live_bytes"][0] // MIB == 64 + 5 * 20
+    assert finding.numbers["added_bytes"] // MIB == 20 * 20
     # Blocks keep their stacks when the history goes off; those from between the windows have none. 3 of 5 steps.
-    (line,) = one.numbers["lines"]
+    (line,) = finding.numbers["lines"]
     assert "test_device_memory_growth.py" in line["line"]
     assert line["line"].endswith(": leaks")
     assert line["bytes"] // MIB == 20 * 12
-    assert one.sentence.startswith("cuda:0's memory grows from window to window, most of it allocated by ")
-    assert [(evidence.window, evidence.rank) for evidence in one.evidence] == [(0, 0), (4, 0)]
-    assert one.evidence[0].artifact.endswith("cuda_alloc_rank_0.training_step.5.end.pickle")
+    assert finding.sentence.startswith("cuda:0's memory grows from window to window, most of it allocated by ")
+    assert [(evidence.window, evidence.rank) for evidence in finding.evidence] == [(0, 0), (4, 0)]
+    assert finding.evidence[0].artifact.endswith("cuda_alloc_rank_0.training_step.5.end.pickle")
 
 
 @pytest.mark.parametrize("step", [grows_once, varies])
@@ -84,9 +84,9 @@ def test_what_grows_once_or_goes_up_and_down_is_no_leak(tmp_path, step):
 
 
 def test_without_analysed_snapshots_the_windows_rings_show_it(tmp_path):
-    one = found(trained(tmp_path, leaks), with_snapshots=False, with_allocations=True)["device_memory_growth"]
-    assert len(one.numbers["windows"]) == 5
-    assert [evidence.window for evidence in one.evidence] == [0, 4]
+    finding = found(trained(tmp_path, leaks), with_snapshots=False, with_allocations=True)["device_memory_growth"]
+    assert len(finding.numbers["windows"]) == 5
+    assert [evidence.window for evidence in finding.evidence] == [0, 4]
 
 
 def test_blocks_that_stay_from_window_to_window_are_told_from_those_that_grew(tmp_path):
@@ -95,7 +95,7 @@ def test_blocks_that_stay_from_window_to_window_are_told_from_those_that_grew(tm
         kept = [block(8 * GIB + n * 30 * MIB, 30 * MIB, MODEL) for n in range(number)]
         ring = [event("alloc", 8 * GIB, 30 * MIB, MODEL)]
         write_snapshot(path, snapshot([segment(block(0, GIB, TRAIN), *kept)], ring))
-    one = found(directory)["device_memory_growth"]
-    assert one.numbers["lines"] == [{"line": MODEL_LINE, "bytes": 120 * MIB}]
-    assert one.severity is Severity.WARNING
-    assert one.next_steps[0] == f"Look at {MODEL_LINE}: what it makes outlives its step."
+    finding = found(directory)["device_memory_growth"]
+    assert finding.numbers["lines"] == [{"line": MODEL_LINE, "bytes": 120 * MIB}]
+    assert finding.severity is Severity.WARNING
+    assert finding.next_steps[0] == f"Look at {MODEL_LINE}: what it makes outlives its step."

@@ -17,7 +17,7 @@ from lightning_memprof.units import GIB, MIB, format_ns
 
 
 def found(tmp_path: Path, fake: FakeRun) -> dict[str, Finding]:
-    return {one.rule: one for one in examine(Facts.of(load_run(make_run(tmp_path, fake))))}
+    return {finding.rule: finding for finding in examine(Facts.of(load_run(make_run(tmp_path, fake))))}
 
 
 def phases(**changes: int) -> Callable[[int, int], Mapping[str, int]]:
@@ -273,7 +273,7 @@ def test_a_validation_that_a_window_recorded_is_known(tmp_path: Path) -> None:
         {**row, "action": "[_EvaluationLoop].val_next", "start_ns": end},
         {**row, "action": "[Strategy]SingleDeviceStrategy.validation_step", "start_ns": end + 500_000_000},
     ]
-    series.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    series.write_text("".join(json.dumps(row) + "\n" for row in rows))
     finding = examine(Facts.of(load_run(directory)))[0]
     assert finding.why == "Every 10th step takes 1.10 s between its phases: validation, 1.00 s of a recorded step."
     assert finding.sentence.endswith("of the time, most of it validation.")
@@ -309,7 +309,7 @@ def test_time_between_the_phases_of_every_step_names_the_hook_that_takes_it(tmp_
         for row in rows
         if row["action"].startswith("[Callback]")
     ]
-    series.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    series.write_text("".join(json.dumps(row) + "\n" for row in rows))
     finding = examine(Facts.of(load_run(directory)))[0]
     assert "LitGPT.on_train_batch_end takes 25.0 ms of a recorded step" in finding.why
 
@@ -528,5 +528,5 @@ def test_the_most_severe_finding_makes_the_verdict_and_the_others_stay(tmp_path:
         rss_bytes=lambda step: 500 * MIB + step * 2 * MIB,
     )
     run = load_run(make_run(tmp_path, fake))
-    assert [one.rule for one in examine(Facts.of(run))] == ["input_bound", "memory_growth"]
+    assert [finding.rule for finding in examine(Facts.of(run))] == ["input_bound", "memory_growth"]
     assert verdict(run).rule == "input_bound"

@@ -28,14 +28,14 @@ from snapshots import (
 
 def found(directory: Path, data: Any) -> dict[str, Finding]:
     path = write_snapshot(directory / "cuda_alloc_rank_3.training_step.4.end.pickle", data)
-    return {one.rule: one for one in examine_files((), [snapshot_report(path)])}
+    return {finding.rule: finding for finding in examine_files((), [snapshot_report(path)])}
 
 
 def pieces(count: int, used: int, free: int, *, at: int = 0) -> list[dict[str, Any]]:
     """Blocks in use with as many free ones between them."""
     size = used + free
     return [
-        one for n in range(count) for one in (block(at + n * size, used, MODEL), unused(at + n * size + used, free))
+        piece for n in range(count) for piece in (block(at + n * size, used, MODEL), unused(at + n * size + used, free))
     ]
 
 
@@ -43,40 +43,42 @@ def healthy_step() -> dict[str, Any]:
     """A step's activations are made and freed; what is kept holds on; a second segment was needed."""
     ring = [event("segment_alloc", 4 * GIB, GIB)]
     ring += [event("alloc", 4 * GIB + n * 256 * MIB, 256 * MIB, MODEL if n % 2 else TRAIN) for n in range(4)]
-    ring += [one for n in range(4) for one in freed(4 * GIB + n * 256 * MIB, 256 * MIB)]
+    ring += [ring_event for n in range(4) for ring_event in freed(4 * GIB + n * 256 * MIB, 256 * MIB)]
     return snapshot([segment(block(0, GIB, TRAIN)), segment(unused(4 * GIB, GIB))], ring)
 
 
 def test_a_healthy_step_has_no_finding_above_info(tmp_path):
-    assert {one.severity for one in found(tmp_path, healthy_step()).values()} <= {Severity.INFO}
+    assert {finding.severity for finding in found(tmp_path, healthy_step()).values()} <= {Severity.INFO}
 
 
 def test_a_request_that_fits_into_no_piece_is_called_fragmented_with_the_setting_that_helps(tmp_path):
     ring = [event("alloc", 0, 100 * MIB, MODEL), failed(500 * MIB, 10 * MIB)]
     data = snapshot([segment(*pieces(10, 100 * MIB, 80 * MIB))], ring, conf="max_split_size_mb:64")
-    one = found(tmp_path, data)["failed_request"]
-    assert one.severity is Severity.CRITICAL
-    assert one.sentence == "cuda:0 could not give 500 MiB: enough was free, but not in one piece that it could take."
-    assert "800 MiB lay unused in pieces of at most 80.0 MiB, and 10.0 MiB were free on the device" in one.why
-    assert "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64,expandable_segments:True" in one.next_steps[0]
-    assert one.numbers["cause"] == "fragmented"
-    (evidence,) = one.evidence
+    finding = found(tmp_path, data)["failed_request"]
+    assert finding.severity is Severity.CRITICAL
+    assert (
+        finding.sentence == "cuda:0 could not give 500 MiB: enough was free, but not in one piece that it could take."
+    )
+    assert "800 MiB lay unused in pieces of at most 80.0 MiB, and 10.0 MiB were free on the device" in finding.why
+    assert "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64,expandable_segments:True" in finding.next_steps[0]
+    assert finding.numbers["cause"] == "fragmented"
+    (evidence,) = finding.evidence
     assert (evidence.rank, evidence.start_ns, evidence.end_ns) == (3, *[(START_US + 1000) * 1000] * 2)
 
 
 def test_a_request_to_a_full_device_names_who_holds_the_most(tmp_path):
     data = snapshot([segment(block(0, GIB, MODEL), block(GIB, 9, TRAIN))], [failed(GIB, MIB)])
-    one = found(tmp_path, data)["failed_request"]
-    assert (one.numbers["cause"], one.severity) == ("full", Severity.CRITICAL)
-    assert f"1.00 GiB were held by {MODEL_LINE}." in one.why
-    assert one.next_steps[0] == f"Look at {MODEL_LINE}: it holds the most."
+    finding = found(tmp_path, data)["failed_request"]
+    assert (finding.numbers["cause"], finding.severity) == ("full", Severity.CRITICAL)
+    assert f"1.00 GiB were held by {MODEL_LINE}." in finding.why
+    assert finding.next_steps[0] == f"Look at {MODEL_LINE}: it holds the most."
 
 
 def test_a_request_that_no_process_could_have_is_too_large_and_one_that_was_caught_is_a_warning(tmp_path):
     ring = [failed(100 * GIB, GIB), event("alloc", 0, 9, MODEL)]
-    one = found(tmp_path, snapshot([segment(block(0, 9))], ring))["failed_request"]
-    assert (one.numbers["cause"], one.severity) == ("too large", Severity.WARNING)
-    assert "; the program went on" in one.sentence
+    finding = found(tmp_path, snapshot([segment(block(0, 9))], ring))["failed_request"]
+    assert (finding.numbers["cause"], finding.severity) == ("too large", Severity.WARNING)
+    assert "; the program went on" in finding.sentence
 
 
 def churned(rounds: int, *frames: dict[str, Any]) -> dict[str, Any]:
@@ -87,18 +89,22 @@ def churned(rounds: int, *frames: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_memory_that_is_returned_and_taken_again_is_a_warning_with_the_times(tmp_path):
-    one = found(tmp_path, churned(3))["allocator_churn"]
-    assert one.severity is Severity.WARNING
-    assert one.sentence == "cuda:0's memory went back to the driver and was taken again 3 times in 0.005 s."
-    assert (one.numbers["rounds"], one.numbers["again_bytes"], one.numbers["empty_cache"]) == (3, 3 * GIB, None)
-    assert "nearly full" in one.why
-    assert "expandable_segments:True" in one.next_steps[1]
+    finding = found(tmp_path, churned(3))["allocator_churn"]
+    assert finding.severity is Severity.WARNING
+    assert finding.sentence == "cuda:0's memory went back to the driver and was taken again 3 times in 0.005 s."
+    assert (finding.numbers["rounds"], finding.numbers["again_bytes"], finding.numbers["empty_cache"]) == (
+        3,
+        3 * GIB,
+        None,
+    )
+    assert "nearly full" in finding.why
+    assert "expandable_segments:True" in finding.next_steps[1]
 
 
 def test_who_calls_empty_cache_is_named(tmp_path):
-    one = found(tmp_path, churned(2, EMPTY_CACHE, TRAIN))["allocator_churn"]
-    assert one.numbers["empty_cache"] == TRAIN_LINE
-    assert "empty_cache() out of the training loop" in one.next_steps[0]
+    finding = found(tmp_path, churned(2, EMPTY_CACHE, TRAIN))["allocator_churn"]
+    assert finding.numbers["empty_cache"] == TRAIN_LINE
+    assert "empty_cache() out of the training loop" in finding.next_steps[0]
 
 
 def test_one_empty_cache_and_small_segments_are_no_churn(tmp_path):
@@ -110,22 +116,26 @@ def test_one_empty_cache_and_small_segments_are_no_churn(tmp_path):
 def test_pieces_at_the_peak_are_a_warning_where_they_forced_new_segments(tmp_path):
     ring = [event("segment_alloc", 64 * GIB, GIB), event("alloc", 64 * GIB, GIB, MODEL)]
     held = [segment(*pieces(20, 100 * MIB, 100 * MIB)), segment(block(64 * GIB, GIB))]
-    one = found(tmp_path, snapshot(held, ring))["fragmentation"]
-    assert (one.severity, one.numbers["forced_segments"], one.numbers["pieces"]) == (Severity.WARNING, 1, 20)
-    assert one.sentence == "40 % of cuda:0's reserved memory lies in unused pieces at the peak."
-    assert "expandable_segments:True" in one.next_steps[0]
+    finding = found(tmp_path, snapshot(held, ring))["fragmentation"]
+    assert (finding.severity, finding.numbers["forced_segments"], finding.numbers["pieces"]) == (
+        Severity.WARNING,
+        1,
+        20,
+    )
+    assert finding.sentence == "40 % of cuda:0's reserved memory lies in unused pieces at the peak."
+    assert "expandable_segments:True" in finding.next_steps[0]
 
 
 def test_pieces_that_forced_nothing_are_worth_knowing_only(tmp_path):
     held = [segment(*pieces(20, 100 * MIB, 100 * MIB), is_expandable=True)]
-    one = found(tmp_path, snapshot(held, [event("alloc", 0, 100 * MIB, MODEL)]))["fragmentation"]
-    assert one.severity is Severity.INFO
-    assert "expandable" not in " ".join(one.next_steps)
+    finding = found(tmp_path, snapshot(held, [event("alloc", 0, 100 * MIB, MODEL)]))["fragmentation"]
+    assert finding.severity is Severity.INFO
+    assert "expandable" not in " ".join(finding.next_steps)
 
 
 def test_pieces_after_the_peak_are_what_backward_leaves_and_no_finding(tmp_path):
     ring = [event("alloc", n * 200 * MIB + 100 * MIB, 100 * MIB, MODEL) for n in range(20)]
-    ring += [one for n in range(20) for one in freed(n * 200 * MIB + 100 * MIB, 100 * MIB)]
+    ring += [ring_event for n in range(20) for ring_event in freed(n * 200 * MIB + 100 * MIB, 100 * MIB)]
     assert "fragmentation" not in found(tmp_path, snapshot([segment(*pieces(20, 100 * MIB, 100 * MIB))], ring))
 
 
@@ -138,9 +148,9 @@ def test_what_waits_for_another_stream_is_said_with_its_moment(tmp_path, waiting
         event("free_completed", 0, waiting),
     ]
     data = snapshot([segment(unused(0, 8 * GIB)), segment(block(8 * GIB, 512))], ring)
-    one = found(tmp_path, data)["pending_frees"]
-    assert (one.severity, one.numbers["pending_bytes"]) == (severity, waiting)
-    assert one.evidence[0].start_ns == (START_US + 1000) * 1000
+    finding = found(tmp_path, data)["pending_frees"]
+    assert (finding.severity, finding.numbers["pending_bytes"]) == (severity, waiting)
+    assert finding.evidence[0].start_ns == (START_US + 1000) * 1000
 
 
 def test_what_is_freed_at_once_waits_for_nothing(tmp_path):
@@ -150,15 +160,17 @@ def test_what_is_freed_at_once_waits_for_nothing(tmp_path):
 
 def test_unused_memory_of_private_pools_is_worth_knowing(tmp_path):
     graph = segment(block(0, MIB, MODEL), unused(MIB, 2 * GIB), segment_pool_id=(0, 1))
-    one = found(tmp_path, snapshot([graph, segment(block(8 * GIB, GIB))], []))["private_pools"]
-    assert (one.severity, one.numbers["unused_bytes"], one.numbers["pools"]) == (Severity.INFO, 2 * GIB, 1)
+    finding = found(tmp_path, snapshot([graph, segment(block(8 * GIB, GIB))], []))["private_pools"]
+    assert (finding.severity, finding.numbers["unused_bytes"], finding.numbers["pools"]) == (Severity.INFO, 2 * GIB, 1)
     graph["segment_pool_id"] = (0, 0)
     assert "private_pools" not in found(tmp_path, snapshot([graph, segment(block(8 * GIB, GIB))], []))
 
 
 def test_a_line_that_holds_half_of_the_peak_is_named(tmp_path):
-    one = found(tmp_path, snapshot([segment(block(0, 3 * GIB, MODEL), block(3 * GIB, GIB, TRAIN))], []))["peak_holder"]
-    assert (one.severity, one.numbers["line"]) == (Severity.INFO, MODEL_LINE)
-    assert one.sentence == f"75 % of cuda:0's peak is held by {MODEL_LINE}."
+    finding = found(tmp_path, snapshot([segment(block(0, 3 * GIB, MODEL), block(3 * GIB, GIB, TRAIN))], []))[
+        "peak_holder"
+    ]
+    assert (finding.severity, finding.numbers["line"]) == (Severity.INFO, MODEL_LINE)
+    assert finding.sentence == f"75 % of cuda:0's peak is held by {MODEL_LINE}."
     halves = [block(n * GIB, GIB, {**MODEL, "line": n}) for n in range(3)]
     assert "peak_holder" not in found(tmp_path, snapshot([segment(*halves)], []))

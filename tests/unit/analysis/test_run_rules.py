@@ -26,7 +26,7 @@ def found(tmp_path: Path, fake: FakeRun) -> dict[str, Finding]:
 
 def found_in(directory: Path) -> dict[str, Finding]:
     run = load_run(directory)
-    return {one.rule: one for one in examine(Facts.of(run, memory=memory_report(run)))}
+    return {finding.rule: finding for finding in examine(Facts.of(run, memory=memory_report(run)))}
 
 
 def in_some(steps: Callable[[int], bool], **changes: int) -> Callable[[int, int], Mapping[str, int]]:
@@ -47,7 +47,7 @@ def add_rows(directory: Path, collector: str, rows: list[dict[str, Any]], window
 def test_what_is_info_comes_behind_what_says_that_nothing_is_wrong(tmp_path: Path) -> None:
     run = load_run(make_run(tmp_path, FakeRun(memory=FakeMemory(kept_bytes=64 * MIB))))
     findings = examine(Facts.of(run, memory=memory_report(run)))
-    assert [one.rule for one in findings] == ["nothing_found", "activation_peak"]
+    assert [finding.rule for finding in findings] == ["nothing_found", "activation_peak"]
     assert verdict(run).rule == "nothing_found"
 
 
@@ -248,12 +248,12 @@ def with_checkpoint(directory: Path, step: int, duration_ns: int) -> Path:
     saving = {"action": "[Strategy]SingleDeviceStrategy.save_checkpoint", "start_ns": 10**18}
     series = directory / "window000" / "rank00000.hooks.jsonl"
     rows = [json.loads(line) for line in series.read_text().splitlines()]
-    end = max(one["start_ns"] + one["duration_ns"] for one in rows if one["step"] == step and one["depth"] == 0)
-    rows += [{**row, **one, "start_ns": end, "duration_ns": duration_ns} for one in (hook, saving)]
-    for one in rows:
-        if one["step"] == step and one["depth"] == -1:
-            one["duration_ns"] = end + duration_ns - one["start_ns"]
-    series.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    end = max(row["start_ns"] + row["duration_ns"] for row in rows if row["step"] == step and row["depth"] == 0)
+    rows += [{**row, **event, "start_ns": end, "duration_ns": duration_ns} for event in (hook, saving)]
+    for entry in rows:
+        if entry["step"] == step and entry["depth"] == -1:
+            entry["duration_ns"] = end + duration_ns - entry["start_ns"]
+    series.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return directory
 
 
@@ -312,8 +312,8 @@ def test_evidence_of_a_window_has_its_file_its_steps_and_their_time(tmp_path: Pa
 
 @pytest.mark.parametrize(("tensors", "is_found"), [(4, False), (400, True)])
 def test_a_loop_over_few_parameters_is_no_finding(tmp_path: Path, tensors: int, *, is_found: bool) -> None:
-    one = {"name": "AdamW", "foreach": None, "fused": None, "parameters": tensors, "device": "cpu"}
-    fake = FakeRun(phases=lambda *_: {**HEALTHY, "optimizer": 8 * MS}, training={"optimizers": [one]})
+    optimizer = {"name": "AdamW", "foreach": None, "fused": None, "parameters": tensors, "device": "cpu"}
+    fake = FakeRun(phases=lambda *_: {**HEALTHY, "optimizer": 8 * MS}, training={"optimizers": [optimizer]})
     assert ("optimizer_bound" in found(tmp_path, fake)) is is_found
 
 

@@ -13,7 +13,7 @@ from trace_reports import MS, START, STEP_NS, collective, gpu_times, idle, kerne
 
 
 def found(report: TraceReport) -> dict[str, Finding]:
-    return {one.rule: one for rule in TRACE_RULES for one in rule(report)}
+    return {finding.rule: finding for rule in TRACE_RULES for finding in rule(report)}
 
 
 def call(name: str, count: int, total_ns: int, at_ns: int | None = None) -> RuntimeCall:
@@ -33,7 +33,7 @@ def waits(name: str, count: int, gap_ns: int) -> Synchronization:
 
 def test_a_healthy_trace_has_no_findings() -> None:
     assert not found(trace())
-    assert [one.severity for one in examine_files([trace()], [])] in ([], [Severity.NONE])
+    assert [finding.severity for finding in examine_files([trace()], [])] in ([], [Severity.NONE])
 
 
 def test_what_several_traces_show_is_one_finding_with_the_evidence_of_all() -> None:
@@ -41,17 +41,17 @@ def test_what_several_traces_show_is_one_finding_with_the_evidence_of_all() -> N
         replace(trace(causes=(idle("garbage", share * MS),), rank=rank, world_size=3), file=Path(f"rank{rank}.json"))
         for rank, share in enumerate((60, 200, 0))
     ]
-    (one,) = [one for one in examine_files(ranks, []) if one.rule == "gpu_idle"]
-    assert "on rank 1" in one.sentence
-    assert one.severity is Severity.CRITICAL
-    assert one.why.endswith("1 other trace shows it too.")
-    assert [each.artifact for each in one.evidence] == ["rank1.json", "rank0.json"]
+    (finding,) = [finding for finding in examine_files(ranks, []) if finding.rule == "gpu_idle"]
+    assert "on rank 1" in finding.sentence
+    assert finding.severity is Severity.CRITICAL
+    assert finding.why.endswith("1 other trace shows it too.")
+    assert [each.artifact for each in finding.evidence] == ["rank1.json", "rank0.json"]
 
 
 def test_copies_in_two_directions_stay_two_findings() -> None:
     both = trace(copies=(copies(), copies(kind="DtoH")))
-    found_in_two = [one for one in examine_files([both, both], []) if one.rule == "blocking_transfers"]
-    assert [one.numbers["kind"] for one in found_in_two] == ["HtoD", "DtoH"]
+    found_in_two = [finding for finding in examine_files([both, both], []) if finding.rule == "blocking_transfers"]
+    assert [finding.numbers["kind"] for finding in found_in_two] == ["HtoD", "DtoH"]
 
 
 def test_a_host_trace_without_loading_has_no_findings() -> None:
@@ -59,15 +59,15 @@ def test_a_host_trace_without_loading_has_no_findings() -> None:
 
 
 def test_loading_that_no_kernel_hides_is_input_bound_with_its_share() -> None:
-    one = found(trace(loading_ns=200 * MS, causes=(idle("data_loading", 180 * MS, at_ns=START + 2 * STEP_NS),)))
-    said = one["input_bound_trace"]
+    finding = found(trace(loading_ns=200 * MS, causes=(idle("data_loading", 180 * MS, at_ns=START + 2 * STEP_NS),)))
+    said = finding["input_bound_trace"]
     assert said.severity is Severity.CRITICAL
     assert said.sentence == "Input-bound: loading batches takes 40.0 % of the steps."
     assert "the device is idle for 180 ms of it" in said.why
     assert said.numbers["data_loading_share"] == pytest.approx(0.4)
     assert said.numbers["exposed_ns"] == 180 * MS
     assert "num_workers=4" in said.next_steps[0]
-    assert "gpu_idle" not in one
+    assert "gpu_idle" not in finding
 
 
 def test_evidence_is_the_file_and_the_longest_stretch_with_its_steps() -> None:
@@ -85,17 +85,17 @@ def test_loading_behind_a_busy_device_is_not_input_bound() -> None:
 
 def test_loading_before_the_first_kernel_counts_from_the_steps() -> None:
     times = gpu_times(500 * MS, 300 * MS)
-    one = found(trace(1, loading_ns=400 * MS, gpu_window=times, idle=()))["input_bound_trace"]
-    assert one.numbers["exposed_ns"] == 200 * MS
-    assert one.severity is Severity.WARNING
+    finding = found(trace(1, loading_ns=400 * MS, gpu_window=times, idle=()))["input_bound_trace"]
+    assert finding.numbers["exposed_ns"] == 200 * MS
+    assert finding.severity is Severity.WARNING
 
 
 def test_loading_before_the_first_kernel_of_several_steps_is_taken_as_the_others() -> None:
     report = trace(loading_ns=200 * MS, causes=(idle("data_loading", 80 * MS),))
     assert report.step_window is not None
     exposed = replace(report.step_window, data_loading_exposed_ns=120 * MS)
-    one = found(replace(report, step_window=exposed))["input_bound_trace"]
-    assert one.numbers["exposed_ns"] == 100 * MS
+    finding = found(replace(report, step_window=exposed))["input_bound_trace"]
+    assert finding.numbers["exposed_ns"] == 100 * MS
     hidden = trace(loading_ns=200 * MS)
     assert hidden.step_window is not None
     assert not found(replace(hidden, step_window=replace(hidden.step_window, data_loading_exposed_ns=120 * MS)))
@@ -103,7 +103,7 @@ def test_loading_before_the_first_kernel_of_several_steps_is_taken_as_the_others
 
 def test_loading_in_one_step_of_several_is_only_info() -> None:
     report = trace(loading_ns=250 * MS, causes=(idle("data_loading", 240 * MS),))
-    steps = [replace(one, data_loading_ns=0) for one in report.steps]
+    steps = [replace(step, data_loading_ns=0) for step in report.steps]
     report = replace(report, steps=(replace(steps[0], data_loading_ns=250 * MS), *steps[1:]))
     said = found(report)["input_bound_trace"]
     assert said.severity is Severity.INFO
@@ -118,46 +118,48 @@ def test_loading_on_a_host_alone_is_input_bound_too() -> None:
 
 def test_fetches_of_very_short_steps_are_not_loading() -> None:
     report = trace(loading_ns=5 * 3 * MS // 10, gpu_window=None, idle=(), kernels=())
-    short = tuple(replace(one, duration_ns=MS, data_loading_ns=3 * MS // 10) for one in report.steps)
+    short = tuple(replace(step, duration_ns=MS, data_loading_ns=3 * MS // 10) for step in report.steps)
     assert not found(replace(report, steps=short))
 
 
 def test_short_kernels_and_a_busy_host_are_launch_bound() -> None:
     causes = (idle("operators", 200 * MS, "aten::linear", at_ns=START), idle("python", 100 * MS))
     said = found(trace(causes=causes, kernels=(kernel("void at::native::vectorized_layer_norm(int)", 200, 5_000),)))
-    one = said["gpu_idle"]
-    assert one.severity is Severity.CRITICAL
-    assert one.sentence == "Launch-bound: the GPU is idle 61 % of the time, while the host prepares its next kernels."
-    assert "200 ms while the host is inside operators (most in aten::linear)" in one.why
-    assert one.numbers["launch_bound"] is True
-    assert "torch.compile" in one.next_steps[0]
+    finding = said["gpu_idle"]
+    assert finding.severity is Severity.CRITICAL
+    assert (
+        finding.sentence == "Launch-bound: the GPU is idle 61 % of the time, while the host prepares its next kernels."
+    )
+    assert "200 ms while the host is inside operators (most in aten::linear)" in finding.why
+    assert finding.numbers["launch_bound"] is True
+    assert "torch.compile" in finding.next_steps[0]
 
 
 def test_an_idle_device_with_long_kernels_names_what_the_host_does() -> None:
-    one = found(trace(causes=(idle("garbage", 60 * MS, "gen 2"),)))["gpu_idle"]
-    assert one.severity is Severity.WARNING
-    assert one.sentence == "The GPU is idle 13 % of the time, most of it while the host collects garbage."
-    assert "gc.freeze" in one.next_steps[0]
-    assert one.numbers["main_cause"] == "garbage"
+    finding = found(trace(causes=(idle("garbage", 60 * MS, "gen 2"),)))["gpu_idle"]
+    assert finding.severity is Severity.WARNING
+    assert finding.sentence == "The GPU is idle 13 % of the time, most of it while the host collects garbage."
+    assert "gc.freeze" in finding.next_steps[0]
+    assert finding.numbers["main_cause"] == "garbage"
 
 
 def test_a_trace_of_a_few_kernels_is_only_info() -> None:
-    one = found(trace(causes=(idle("python", 300 * MS),), kernels=(kernel("spin", 4, MS),)))["gpu_idle"]
-    assert one.severity is Severity.INFO
-    assert one.why.endswith("The trace is a short one.")
+    finding = found(trace(causes=(idle("python", 300 * MS),), kernels=(kernel("spin", 4, MS),)))["gpu_idle"]
+    assert finding.severity is Severity.INFO
+    assert finding.why.endswith("The trace is a short one.")
 
 
 def test_waiting_that_leaves_the_device_idle_is_named_by_its_operator() -> None:
     report = trace(
         causes=(idle("python", 60 * MS),), synchronizations=(waits("aten::item", 50, 60 * MS), waits("aten::to", 5, MS))
     )
-    one = found(report)["synchronization"]
-    assert one.severity is Severity.WARNING
-    assert one.sentence == "The host waits for the GPU 11 times a step, and the GPU then idles 12 % of the time."
-    assert "60.0 ms after aten::item (50 times)" in one.why
-    assert "loss.detach()" in one.next_steps[0]
-    assert "non_blocking" in one.next_steps[1]
-    assert "set_sync_debug_mode" in one.next_steps[-1]
+    finding = found(report)["synchronization"]
+    assert finding.severity is Severity.WARNING
+    assert finding.sentence == "The host waits for the GPU 11 times a step, and the GPU then idles 12 % of the time."
+    assert "60.0 ms after aten::item (50 times)" in finding.why
+    assert "loss.detach()" in finding.next_steps[0]
+    assert "non_blocking" in finding.next_steps[1]
+    assert "set_sync_debug_mode" in finding.next_steps[-1]
 
 
 def test_waiting_that_costs_nothing_is_no_finding() -> None:
@@ -165,11 +167,11 @@ def test_waiting_that_costs_nothing_is_no_finding() -> None:
 
 
 def test_copies_from_pageable_memory_are_told_by_direction() -> None:
-    one = found(trace(copies=(copies(),)))["blocking_transfers"]
-    assert one.severity is Severity.INFO
-    assert "to the GPU use pageable memory and take 8.0 % of the time" in one.sentence
-    assert "400 MiB in 40.0 ms, 9.77 GiB/s" in one.why
-    assert "pin_memory=True" in one.next_steps[0]
+    finding = found(trace(copies=(copies(),)))["blocking_transfers"]
+    assert finding.severity is Severity.INFO
+    assert "to the GPU use pageable memory and take 8.0 % of the time" in finding.sentence
+    assert "400 MiB in 40.0 ms, 9.77 GiB/s" in finding.why
+    assert "pin_memory=True" in finding.next_steps[0]
     back = found(trace(copies=(copies(kind="DtoH", total_ns=200 * MS),)))["blocking_transfers"]
     assert back.severity is Severity.CRITICAL
     assert ".cpu()" in back.next_steps[0]
@@ -184,14 +186,14 @@ def test_exposed_communication_names_the_collective_its_size_and_overlap() -> No
     times = gpu_times(500 * MS, 5 * MS, exposed_ns=200 * MS, overlapped_ns=50 * MS)
     worst = collective(exposed_ns=150 * MS, longest_start_ns=START)
     report = trace(gpu_window=times, collectives=(collective(name="nccl:broadcast"), worst), rank=1, world_size=8)
-    one = found(report)["communication_exposed"]
-    assert one.severity is Severity.CRITICAL
-    assert one.sentence == (
+    finding = found(report)["communication_exposed"]
+    assert finding.severity is Severity.CRITICAL
+    assert finding.sentence == (
         "Communication that no computation hides takes 40 % of the time on rank 1, most of it all_reduce."
     )
-    assert "20 % of all communication runs beside kernels; all_reduce of 25.0 MiB, 10 times" in one.why
-    assert "bucket_cap_mb" in one.next_steps[0]
-    assert one.numbers["collectives"][0]["bytes_each"] == 25 << 20
+    assert "20 % of all communication runs beside kernels; all_reduce of 25.0 MiB, 10 times" in finding.why
+    assert "bucket_cap_mb" in finding.next_steps[0]
+    assert finding.numbers["collectives"][0]["bytes_each"] == 25 << 20
 
 
 @pytest.mark.parametrize(
@@ -206,24 +208,26 @@ def test_exposed_communication_names_the_collective_its_size_and_overlap() -> No
 )
 def test_the_advice_fits_the_collective(name: str, advice: str) -> None:
     times = gpu_times(500 * MS, 5 * MS, exposed_ns=80 * MS)
-    one = found(trace(gpu_window=times, collectives=(collective(name=name),)))["communication_exposed"]
-    assert one.severity is Severity.WARNING
-    assert advice in one.next_steps[0]
+    finding = found(trace(gpu_window=times, collectives=(collective(name=name),)))["communication_exposed"]
+    assert finding.severity is Severity.WARNING
+    assert advice in finding.next_steps[0]
 
 
 def test_a_collective_that_sometimes_waits_for_a_rank_says_so_first() -> None:
     times = gpu_times(500 * MS, 5 * MS, exposed_ns=80 * MS)
     late = collective(max_ns=90 * MS)
-    one = found(trace(gpu_window=times, collectives=(late,)))["communication_exposed"]
-    assert one.numbers["late"] == "nccl:all_reduce"
-    assert one.next_steps[0].startswith("Find the rank that comes late: the same all_reduce takes 10.0 ms or 90.0 ms.")
+    finding = found(trace(gpu_window=times, collectives=(late,)))["communication_exposed"]
+    assert finding.numbers["late"] == "nccl:all_reduce"
+    assert finding.next_steps[0].startswith(
+        "Find the rank that comes late: the same all_reduce takes 10.0 ms or 90.0 ms."
+    )
 
 
 def test_many_small_collectives_are_better_sent_together() -> None:
     times = gpu_times(500 * MS, 5 * MS, exposed_ns=80 * MS)
     small = collective(bytes_each=4096, count=500)
-    one = found(trace(gpu_window=times, collectives=(small,)))["communication_exposed"]
-    assert one.next_steps[0] == "Send together what is sent in 500 collectives of less than 1.00 MiB."
+    finding = found(trace(gpu_window=times, collectives=(small,)))["communication_exposed"]
+    assert finding.next_steps[0] == "Send together what is sent in 500 collectives of less than 1.00 MiB."
 
 
 def test_hidden_communication_is_no_finding() -> None:
@@ -237,17 +241,20 @@ def test_memory_that_is_given_back_and_taken_again_is_thrash() -> None:
         call("cudaMalloc", 40, 20 * MS),
         call("cudaLaunchKernel", 9, 9),
     )
-    one = found(trace(runtime_calls=calls, causes=(idle("allocator", 75 * MS),)))["allocator_thrash"]
-    assert one.severity is Severity.WARNING
-    assert one.sentence == "The allocator gets memory from the driver and gives it back in the steps, 16 % of the time."
-    assert "cudaFree 40 times (60.0 ms), cudaMalloc 40 times (20.0 ms)" in one.why
-    assert one.numbers["freed"] == 40
-    assert "expandable_segments" in one.next_steps[0]
+    finding = found(trace(runtime_calls=calls, causes=(idle("allocator", 75 * MS),)))["allocator_thrash"]
+    assert finding.severity is Severity.WARNING
+    assert (
+        finding.sentence
+        == "The allocator gets memory from the driver and gives it back in the steps, 16 % of the time."
+    )
+    assert "cudaFree 40 times (60.0 ms), cudaMalloc 40 times (20.0 ms)" in finding.why
+    assert finding.numbers["freed"] == 40
+    assert "expandable_segments" in finding.next_steps[0]
 
 
 def test_growing_segments_are_only_info() -> None:
-    one = found(trace(runtime_calls=(call("cuMemCreate", 40, 30 * MS), call("hipMalloc", 40, 20 * MS))))
-    assert one["allocator_thrash"].severity is Severity.INFO
+    finding = found(trace(runtime_calls=(call("cuMemCreate", 40, 30 * MS), call("hipMalloc", 40, 20 * MS))))
+    assert finding["allocator_thrash"].severity is Severity.INFO
     assert not found(trace(runtime_calls=(call("cudaMalloc", 2, MS),)))
 
 
@@ -258,13 +265,15 @@ def test_a_collective_that_waits_for_the_allocator_takes_hundreds_of_times_as_lo
         collectives=(collective(), slow),
         allocator_spans=((START, START + MS), (START + 100 * MS, START + 101 * MS)),
     )
-    one = found(report)["allocator_thrash"]
-    assert one.severity is Severity.CRITICAL
-    assert one.sentence == (
+    finding = found(report)["allocator_thrash"]
+    assert finding.severity is Severity.CRITICAL
+    assert finding.sentence == (
         "Memory is short: nccl:all_reduce took 150 ms instead of 500 us while the allocator was with the driver."
     )
-    assert one.numbers["slow_collectives"] == [{"name": "nccl:all_reduce", "median_ns": MS // 2, "max_ns": 150 * MS}]
-    assert (one.evidence[-1].start_ns, one.evidence[-1].end_ns) == (START + 10 * MS, START + 160 * MS)
+    assert finding.numbers["slow_collectives"] == [
+        {"name": "nccl:all_reduce", "median_ns": MS // 2, "max_ns": 150 * MS}
+    ]
+    assert (finding.evidence[-1].start_ns, finding.evidence[-1].end_ns) == (START + 10 * MS, START + 160 * MS)
 
 
 @pytest.mark.parametrize("spans", [(), ((START, START + MS),), ((START + 161 * MS, START + 162 * MS),)])
@@ -286,10 +295,10 @@ def test_a_slow_collective_at_another_time_is_not_the_allocators(spans: tuple[tu
     ],
 )
 def test_matrix_products_in_32_bits_leave_tensor_cores_unused(name: str) -> None:
-    one = found(trace(kernels=(kernel(name, 100, MS), kernel("add", 100, MS))))["tensor_cores_unused"]
-    assert one.severity is Severity.INFO
-    assert one.numbers["share"] == pytest.approx(0.5)
-    assert "bf16-mixed" in one.next_steps[0]
+    finding = found(trace(kernels=(kernel(name, 100, MS), kernel("add", 100, MS))))["tensor_cores_unused"]
+    assert finding.severity is Severity.INFO
+    assert finding.numbers["share"] == pytest.approx(0.5)
+    assert "bf16-mixed" in finding.next_steps[0]
 
 
 @pytest.mark.parametrize(
@@ -316,17 +325,21 @@ def test_what_a_device_can_do_decides_what_is_advised() -> None:
 
 def test_many_short_kernels_are_to_be_fused() -> None:
     short = kernel("void at::native::vectorized_elementwise_kernel<4, add>(int)", 5_000, 4_000)
-    one = found(trace(kernels=(short, kernel("gemm", 500, 40_000))))["many_small_kernels"]
-    assert one.severity is Severity.INFO
-    assert one.sentence.startswith("1,000 kernels a step take less than 10.0 us each, and 50 % of the computing time")
-    assert "torch.compile" in one.next_steps[0]
-    assert "fused=True" in one.next_steps[1]
+    finding = found(trace(kernels=(short, kernel("gemm", 500, 40_000))))["many_small_kernels"]
+    assert finding.severity is Severity.INFO
+    assert finding.sentence.startswith(
+        "1,000 kernels a step take less than 10.0 us each, and 50 % of the computing time"
+    )
+    assert "torch.compile" in finding.next_steps[0]
+    assert "fused=True" in finding.next_steps[1]
 
 
 def test_short_kernels_of_a_fused_optimizer_are_not_its_loop() -> None:
     short = kernel("void at::native::vectorized_elementwise_kernel<4, add>(int)", 5_000, 4_000)
-    one = found(trace(kernels=(short, kernel("void multi_tensor_apply_kernel<Adam>", 5, 10_000))))["many_small_kernels"]
-    assert not any("fused=True" in step for step in one.next_steps)
+    finding = found(trace(kernels=(short, kernel("void multi_tensor_apply_kernel<Adam>", 5, 10_000))))[
+        "many_small_kernels"
+    ]
+    assert not any("fused=True" in step for step in finding.next_steps)
 
 
 def test_few_or_long_kernels_are_not_too_small() -> None:
@@ -352,19 +365,21 @@ def on_host(**changes: Any) -> TraceReport:
 
 
 def test_a_step_that_is_mostly_the_calling_of_short_operators_is_launch_bound_on_the_host() -> None:
-    one = found(on_host())["many_small_operators"]
-    assert one.severity is Severity.WARNING
-    assert "is 1,200 operators, half of which take 2.00 us or less, and calling them takes 71 % of it." in one.sentence
-    assert "aten::add (800), MulBackward0 (400), in Net: net (1,200)" in one.why
-    assert one.numbers["share"] == pytest.approx((15 - 3) / (20 - 3))
-    assert one.numbers["recording_ns"] == 3 * MS
-    assert "torch.compile" in one.next_steps[0]
-    assert "torch.stack" in one.next_steps[1]
+    finding = found(on_host())["many_small_operators"]
+    assert finding.severity is Severity.WARNING
+    assert (
+        "is 1,200 operators, half of which take 2.00 us or less, and calling them takes 71 % of it." in finding.sentence
+    )
+    assert "aten::add (800), MulBackward0 (400), in Net: net (1,200)" in finding.why
+    assert finding.numbers["share"] == pytest.approx((15 - 3) / (20 - 3))
+    assert finding.numbers["recording_ns"] == 3 * MS
+    assert "torch.compile" in finding.next_steps[0]
+    assert "torch.stack" in finding.next_steps[1]
 
 
 def test_where_the_optimizer_calls_most_of_them_it_is_named_first() -> None:
-    one = found(on_host(places=(("Optimizer.step#AdamW.step", 1_000), ("Net: net", 200))))["many_small_operators"]
-    assert "fused=True" in one.next_steps[0]
+    finding = found(on_host(places=(("Optimizer.step#AdamW.step", 1_000), ("Net: net", 200))))["many_small_operators"]
+    assert "fused=True" in finding.next_steps[0]
 
 
 @pytest.mark.parametrize(
@@ -383,11 +398,11 @@ def test_fewer_or_larger_operators_or_those_that_recording_slows_are_not(changes
 
 def test_a_profiler_that_takes_much_of_the_time_says_how_far_to_believe_the_rest() -> None:
     asked = call("Activity Buffer Request", 3, 80 * MS)
-    one = found(trace(profiler_overhead=(asked,), causes=(idle("python", 60 * MS),)))["recording_overhead"]
-    assert one.severity is Severity.WARNING
+    finding = found(trace(profiler_overhead=(asked,), causes=(idle("python", 60 * MS),)))["recording_overhead"]
+    assert finding.severity is Severity.WARNING
     assert found(trace(profiler_overhead=(asked,)))["recording_overhead"].severity is Severity.INFO
-    assert "takes 16 % of the recorded time" in one.sentence
-    assert "Activity Buffer Request 3 times" in one.why
+    assert "takes 16 % of the recorded time" in finding.sentence
+    assert "Activity Buffer Request 3 times" in finding.why
 
 
 def test_what_the_driver_does_is_not_the_profilers_work() -> None:
@@ -396,19 +411,19 @@ def test_what_the_driver_does_is_not_the_profilers_work() -> None:
 
 def test_events_as_dense_as_their_cost_say_so_where_the_host_matters() -> None:
     causes = (idle("python", 300 * MS),)
-    one = found(trace(causes=causes, events=300_000, recorded_with=("with_stack", "record_shapes")))[
+    finding = found(trace(causes=causes, events=300_000, recorded_with=("with_stack", "record_shapes")))[
         "recording_overhead"
     ]
-    assert one.severity is Severity.INFO
-    assert "takes about 60 % of the recorded time" in one.sentence
-    assert "with_stack=False" in one.next_steps[0]
-    assert "record_shapes=False" in one.next_steps[0]
+    assert finding.severity is Severity.INFO
+    assert "takes about 60 % of the recorded time" in finding.sentence
+    assert "with_stack=False" in finding.next_steps[0]
+    assert "record_shapes=False" in finding.next_steps[0]
     assert not found(trace(events=300_000))
 
 
 def test_a_device_that_idles_for_unknown_reasons_is_not_called_launch_bound() -> None:
     window_ns = 5 * STEP_NS
-    one = found(trace(gpu_window=gpu_times(window_ns, window_ns // 2), idle=()))["gpu_idle"]
-    assert one.numbers["main_cause"] is None
-    assert "while the host" not in one.sentence
-    assert "ProfilerActivity.CPU" in one.next_steps[0]
+    finding = found(trace(gpu_window=gpu_times(window_ns, window_ns // 2), idle=()))["gpu_idle"]
+    assert finding.numbers["main_cause"] is None
+    assert "while the host" not in finding.sentence
+    assert "ProfilerActivity.CPU" in finding.next_steps[0]

@@ -20,7 +20,7 @@ NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul
 
 def found(path: Path) -> dict[str, Finding]:
     report = trace_report(path)
-    return {one.rule: one for rule in TRACE_RULES for one in rule(report)}
+    return {finding.rule: finding for rule in TRACE_RULES for finding in rule(report)}
 
 
 def training(
@@ -50,9 +50,9 @@ def test_loading_that_outlasts_the_devices_work_is_input_bound(tmp_path: Path) -
         with made.inside("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"):
             made.python(15_000)
 
-    one = found(training(tmp_path / "slow.pt.trace.json", before=load))["input_bound_trace"]
-    assert one.severity is Severity.CRITICAL
-    whole, longest = one.evidence
+    finding = found(training(tmp_path / "slow.pt.trace.json", before=load))["input_bound_trace"]
+    assert finding.severity is Severity.CRITICAL
+    whole, longest = finding.evidence
     assert (whole.steps, whole.start_ns) == ((5, 8), BASE_NS + 1_000_000)
     assert longest.steps is not None
     assert longest.start_ns is not None
@@ -68,10 +68,10 @@ def test_loading_while_the_device_works_is_not(tmp_path: Path) -> None:
 
 
 def test_short_kernels_leave_the_device_idle(tmp_path: Path) -> None:
-    one = found(training(tmp_path / "short.pt.trace.json", kernel_us=4))["gpu_idle"]
-    assert one.numbers["launch_bound"] is True
-    assert one.severity is Severity.CRITICAL
-    assert one.numbers["causes_ns"]["operators"] > one.numbers["idle_ns"] / 2
+    finding = found(training(tmp_path / "short.pt.trace.json", kernel_us=4))["gpu_idle"]
+    assert finding.numbers["launch_bound"] is True
+    assert finding.severity is Severity.CRITICAL
+    assert finding.numbers["causes_ns"]["operators"] > finding.numbers["idle_ns"] / 2
 
 
 def test_values_that_are_read_in_a_step_leave_the_device_idle_after_them(tmp_path: Path) -> None:
@@ -80,11 +80,11 @@ def test_values_that_are_read_in_a_step_leave_the_device_idle_after_them(tmp_pat
             made.synchronize("aten::item")
             made.python(600)
 
-    one = found(training(tmp_path / "item.pt.trace.json", read))["synchronization"]
-    assert one.severity is Severity.WARNING
-    assert one.sentence.startswith("The host waits for the GPU 5 times a step")
-    assert one.numbers["by_name"]["aten::item"]["calls"] == STEPS * 5
-    assert "loss.detach()" in one.next_steps[0]
+    finding = found(training(tmp_path / "item.pt.trace.json", read))["synchronization"]
+    assert finding.severity is Severity.WARNING
+    assert finding.sentence.startswith("The host waits for the GPU 5 times a step")
+    assert finding.numbers["by_name"]["aten::item"]["calls"] == STEPS * 5
+    assert "loss.detach()" in finding.next_steps[0]
 
 
 def test_batches_that_are_loaded_after_a_value_was_read_are_not_its_cost(tmp_path: Path) -> None:
@@ -93,9 +93,9 @@ def test_batches_that_are_loaded_after_a_value_was_read_are_not_its_cost(tmp_pat
         with made.inside("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"):
             made.python(6_000)
 
-    one = found(training(tmp_path / "both.pt.trace.json", before=load))
-    assert one["input_bound_trace"].severity is Severity.CRITICAL
-    assert "synchronization" not in one
+    finding = found(training(tmp_path / "both.pt.trace.json", before=load))
+    assert finding["input_bound_trace"].severity is Severity.CRITICAL
+    assert "synchronization" not in finding
 
 
 def test_waiting_at_the_end_costs_nothing(tmp_path: Path) -> None:
@@ -113,9 +113,9 @@ def test_copies_from_pageable_memory_are_found_and_pinned_ones_are_not(tmp_path:
     def copy(memory: str) -> Callable[[Recording], None]:
         return lambda made: made.copy(1_500, f"Memcpy HtoD ({memory} -> Device)", 16 << 20)
 
-    one = found(training(tmp_path / "pageable.pt.trace.json", before=copy("Pageable")))["blocking_transfers"]
-    assert one.severity is Severity.WARNING
-    assert one.numbers["bytes"] == STEPS * (16 << 20)
+    finding = found(training(tmp_path / "pageable.pt.trace.json", before=copy("Pageable")))["blocking_transfers"]
+    assert finding.severity is Severity.WARNING
+    assert finding.numbers["bytes"] == STEPS * (16 << 20)
     assert not found(training(tmp_path / "pinned.pt.trace.json", before=copy("Pinned")))
 
 
@@ -138,17 +138,17 @@ def communicating(path: Path, long_us: int, *, freeing: bool, overlapped: bool =
 
 def test_collectives_beside_kernels_are_hidden_and_those_between_them_are_not(tmp_path: Path) -> None:
     assert not found(communicating(tmp_path / "hidden.pt.trace.json", 300, freeing=False))
-    one = found(communicating(tmp_path / "exposed.pt.trace.json", 300, freeing=False, overlapped=False))
-    assert one["communication_exposed"].severity is Severity.WARNING
-    assert "on rank 1" in one["communication_exposed"].sentence
+    finding = found(communicating(tmp_path / "exposed.pt.trace.json", 300, freeing=False, overlapped=False))
+    assert finding["communication_exposed"].severity is Severity.WARNING
+    assert "on rank 1" in finding["communication_exposed"].sentence
 
 
 def test_a_collective_that_waits_while_memory_is_given_back_is_thrash(tmp_path: Path) -> None:
-    one = found(communicating(tmp_path / "thrash.pt.trace.json", 60_000, freeing=True))["allocator_thrash"]
-    assert one.severity is Severity.CRITICAL
-    assert "took 60.0 ms instead of 300 us while the allocator was with the driver" in one.sentence
-    assert one.numbers["freed"] == 1
-    assert "expandable_segments" in one.next_steps[0]
+    finding = found(communicating(tmp_path / "thrash.pt.trace.json", 60_000, freeing=True))["allocator_thrash"]
+    assert finding.severity is Severity.CRITICAL
+    assert "took 60.0 ms instead of 300 us while the allocator was with the driver" in finding.sentence
+    assert finding.numbers["freed"] == 1
+    assert "expandable_segments" in finding.next_steps[0]
 
 
 def test_a_collective_that_waits_for_something_else_is_not(tmp_path: Path) -> None:
@@ -162,6 +162,6 @@ def test_memory_that_comes_and_goes_in_each_step_is_thrash(tmp_path: Path, names
             for name in names:
                 made.call(name, 900)
 
-    one = found(training(tmp_path / "churn.pt.trace.json", churn))["allocator_thrash"]
-    assert one.severity is Severity.WARNING
-    assert one.numbers["calls"] == dict.fromkeys(names, STEPS)
+    finding = found(training(tmp_path / "churn.pt.trace.json", churn))["allocator_thrash"]
+    assert finding.severity is Severity.WARNING
+    assert finding.numbers["calls"] == dict.fromkeys(names, STEPS)

@@ -28,7 +28,7 @@ def test_tensorboard_reads_what_was_written(tmp_path):
         ("MiB", ["^a/x$", "^a/y$"]),
         ("of \N{LATIN SMALL LETTER E WITH ACUTE}ach", ["^b$"]),
     ]
-    assert [(one.tag, one.tensor.float_val[0]) for one in first.summary.value] == [("a/x", 1.5), ("a/y", -2.0)]
+    assert [(value.tag, value.tensor.float_val[0]) for value in first.summary.value] == [("a/x", 1.5), ("a/y", -2.0)]
     assert (last.step, last.wall_time, last.summary.value[0].tag) == (3_000_000_000, 15.0, "b" * 200)
 
 

@@ -107,7 +107,7 @@ def test_no_bracket_stands_behind_the_events_because_the_tab_takes_the_last_one_
 def test_a_path_with_quotation_marks_leaves_the_trace_json():
     # Kineto writes the path into the file as it is.
     end = END.replace("logs", """it's a "log" ]""")
-    assert [one["name"] for one in loaded(text(KERNEL, end=end))["traceEvents"]] == ["gemm"]
+    assert [event["name"] for event in loaded(text(KERNEL, end=end))["traceEvents"]] == ["gemm"]
 
 
 def test_readers_see_what_torch_wrote(tmp_path: Path):

@@ -73,13 +73,13 @@ def test_every_scheduled_step_is_recorded_and_every_wanted_window_is_whole(
         if opens is not None:
             opened.append((step, opens))
     assert all(actions[step] in (RECORD, SAVE) for step in range(80) if schedule(step) in (RECORD, SAVE)
-               and not any(first <= step < first + one.warmup for first, one in opened))  # fmt: skip
-    assert sorted(map(repr, (one for _, one in opened))) == sorted(repr(one) for _, one in wanted)
+               and not any(first <= step < first + window.warmup for first, window in opened))  # fmt: skip
+    assert sorted(map(repr, (window for _, window in opened))) == sorted(repr(window) for _, window in wanted)
     assert turns.unmet == ()
-    for first, one in opened:
-        whole = [WARMUP] * one.warmup + [RECORD] * (one.active - 1) + [SAVE]
+    for first, window in opened:
+        whole = [WARMUP] * window.warmup + [RECORD] * (window.active - 1) + [SAVE]
         assert actions[first : first + len(whole)] == whole
-        assert one.step is None or first >= one.step
+        assert window.step is None or first >= window.step
 
 
 def test_a_wanted_window_has_a_plan_its_warmup_and_a_note_that_says_why(tmp_path: Path) -> None:

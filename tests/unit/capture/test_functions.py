@@ -192,8 +192,8 @@ def test_a_generator_that_is_open_when_the_window_ends_has_its_end(tmp_path: Pat
 
     with recording(tmp_path, FunctionMemory(functions=["numbers"])) as (made, model):
         drive(made, range(6), lambda _: inside(model))
-        for one in held:
-            assert list(one) == [2]
+        for entry in held:
+            assert list(entry) == [2]
     rows = series(tmp_path)
     assert sorted(call[:3] for call in calls(rows)) == [
         ("numbers", number, edge) for number in (3, 4) for edge in ("end", "start")
@@ -235,7 +235,7 @@ def test_by_count_the_calls_asked_for_are_recorded_whatever_the_schedule_says(tm
     assert "0.training_step.3.start" not in stats(tmp_path) or last == 4
     assert not (tmp_path / "memprofiler/window000").exists()
     # Each wrapper is there until the last call of its function is done.
-    assert [one for one, _ in wrapped] == [step < last for step in range(10)]
+    assert [is_wrapped for is_wrapped, _ in wrapped] == [step < last for step in range(10)]
     assert [two for _, two in wrapped] == [step < 2 * last for step in range(10)]
 
 

@@ -92,7 +92,7 @@ def test_a_parameter_in_a_cycle_of_modules_is_found(tmp_path: Path) -> None:
         gc.collect(0)
 
     row = record(tmp_path, Garbage(cycles=True), inside)[-1]
-    assert [one["type"] for one in row["tensors"]] == ["Parameter", "Parameter"]
+    assert [tensor["type"] for tensor in row["tensors"]] == ["Parameter", "Parameter"]
     assert row["tensor_bytes"] == 4 * (16 + 4)
 
 
@@ -102,7 +102,7 @@ def test_looking_for_tensors_keeps_none_alive(tmp_path: Path) -> None:
     def inside(_: int) -> None:
         cycle(torch.zeros(100))
         gc.collect(0)
-        sizes.append(sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects(generation=0)))
+        sizes.append(sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects(generation=0)))
 
     record(tmp_path, Garbage(cycles=True), inside)
     assert set(sizes) == {0}

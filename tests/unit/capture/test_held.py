@@ -67,7 +67,7 @@ def test_modules_hold_what_is_below_them_and_a_shared_parameter_once() -> None:
         "blocks.1": [64, 0],
         "head": [160, 160],
     }
-    assert held["parameter_bytes"] == parameters[""][0] == sum(one.nbytes for one in model.parameters())
+    assert held["parameter_bytes"] == parameters[""][0] == sum(parameter.nbytes for parameter in model.parameters())
     assert held["buffer_bytes"] == 16 + 16 + 8
 
 
@@ -182,7 +182,12 @@ class Pair:
 
 def test_tensors_are_found_in_whatever_a_batch_is_made_of() -> None:
     a, b, c, d = (torch.zeros(number) for number in (1, 2, 3, 4))
-    assert [len(one) for one in tensors_in({"x": [a, (b, "text")], "y": Pair(c, {"z": d}), "n": 3})] == [1, 2, 3, 4]
+    assert [len(tensor) for tensor in tensors_in({"x": [a, (b, "text")], "y": Pair(c, {"z": d}), "n": 3})] == [
+        1,
+        2,
+        3,
+        4,
+    ]
     endless: list[Any] = [a]
     endless.append(endless)
     assert next(iter(tensors_in(endless))) is a

@@ -193,10 +193,10 @@ def test_torchs_loaders_are_as_they_were_when_the_context_ends() -> None:
         fetch._MapDatasetFetcher,
         fetch._IterableDatasetFetcher,
     )
-    before = [dict(vars(one)) for one in classes]
+    before = [dict(vars(loader_class)) for loader_class in classes]
     iterator = iter(DataLoader(Numbers(), batch_size=2))
     with timed_fetches(lambda _: None, lambda _: None):
         next(iterator)
-        assert [dict(vars(one)) for one in classes] != before
-    assert [dict(vars(one)) for one in classes] == before
+        assert [dict(vars(loader_class)) for loader_class in classes] != before
+    assert [dict(vars(loader_class)) for loader_class in classes] == before
     assert next(iterator).tolist() == [2, 3]

@@ -90,7 +90,7 @@ def test_a_write_that_fails_leaves_the_file_that_was_there(sink: Sink, monkeypat
         write_memory_stats(sink, "functions", SECOND, ["yaml"])
     path = sink.place.directory / "rank_0_memory_stats.yaml"
     assert yaml.safe_load(path.read_text()) == FIRST
-    assert [one.name for one in sink.place.directory.iterdir() if "partial" in one.name] == []
+    assert [path.name for path in sink.place.directory.iterdir() if "partial" in path.name] == []
 
 
 def test_a_pickle_that_somebody_else_has_put_there_runs_nothing_in_the_training(sink: Sink) -> None:

@@ -245,11 +245,11 @@ def test_without_an_attribute_of_its_own_the_instance_gets_none(listener: Listen
 
 def test_two_that_hear_one_model_leave_in_any_order() -> None:
     model, first, second = Model(), Listener(), Listener()
-    one, two = heard_method(model, "work", first), heard_method(model, "work", second)
-    one.__enter__()
+    outer, two = heard_method(model, "work", first), heard_method(model, "work", second)
+    outer.__enter__()
     two.__enter__()
     model.work()
-    one.__exit__(None, None, None)
+    outer.__exit__(None, None, None)
     model.work()
     two.__exit__(None, None, None)
     model.work()
@@ -257,13 +257,13 @@ def test_two_that_hear_one_model_leave_in_any_order() -> None:
 
 
 def test_two_models_of_one_class_are_told_apart() -> None:
-    one, two, first, second = Model(), Model(), Listener(), Listener()
-    with heard_method(one, "work", first):
+    model, two, first, second = Model(), Model(), Listener(), Listener()
+    with heard_method(model, "work", first):
         with heard_method(two, "work", second):
-            one.work()
+            model.work()
             two.work()
             two.work()
-        one.work()
+        model.work()
     assert (len(first.told), len(second.told)) == (4, 4)
 
 

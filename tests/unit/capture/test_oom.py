@@ -401,7 +401,7 @@ def test_bytes_by_category_are_the_closed_form_and_each_storage_counts_once() ->
     assert held["gradient_bytes"] == gradients
     assert held["optimizer_state_bytes"] == 2 * gradients + 4 * 5
     assert view.untyped_storage().nbytes() == 4 * 64 * 32
-    by_name = {one["name"]: one for one in tensors}
+    by_name = {tensor["name"]: tensor for tensor in tensors}
     assert by_name["0.weight.grad"]["category"] == "gradient"
     assert by_name["0.weight.exp_avg"]["category"] == "optimizer_state"
 
@@ -410,8 +410,8 @@ def test_a_tensor_of_the_program_is_among_the_largest_with_its_shape() -> None:
     kept = torch.ones(3, 4 * MIB)
     held, tensors = live_tensors(nn.Linear(2, 2), [], torch.device("cpu"))
     assert held["other_bytes"] >= kept.nbytes
-    found = [one for one in tensors if one["shape"] == [3, 4 * MIB]]
-    assert [(one["bytes"], one["category"], one["name"], one["dtype"]) for one in found] == [
+    found = [tensor for tensor in tensors if tensor["shape"] == [3, 4 * MIB]]
+    assert [(tensor["bytes"], tensor["category"], tensor["name"], tensor["dtype"]) for tensor in found] == [
         (kept.nbytes, "other", None, "float32")
     ]
 

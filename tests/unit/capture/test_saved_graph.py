@@ -18,7 +18,9 @@ class Packed:
     """An independent count: what saved-tensor hooks are handed, each storage once, parameters and buffers left out."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.left_out = {one.untyped_storage().data_ptr() for one in (*model.parameters(), *model.buffers())}
+        self.left_out = {
+            parameter.untyped_storage().data_ptr() for parameter in (*model.parameters(), *model.buffers())
+        }
         self.kept: dict[int, torch.UntypedStorage] = {}
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:

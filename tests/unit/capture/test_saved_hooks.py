@@ -144,7 +144,7 @@ def test_gradients_of_gradients_are_the_same_bit_for_bit() -> None:
         (first,) = torch.autograd.grad(model(value).sum(), value, create_graph=True)
         (second,) = torch.autograd.grad(first.square().sum(), value, create_graph=True)
         second.square().sum().backward()
-        return [value.grad, *(one.grad for one in model.parameters())]
+        return [value.grad, *(parameter.grad for parameter in model.parameters())]
 
     bare = gradients()
     with counted(nn.Identity()):

@@ -311,7 +311,7 @@ def test_no_tensor_of_a_step_outlives_it(tmp_path: Path) -> None:
             loss = model(batch).sum()
             run.backward(loss)
             del batch, loss
-            assert [one() for one in seen] == [None] * 3
+            assert [reference() for reference in seen] == [None] * 3
     finally:
         gc.enable()
 

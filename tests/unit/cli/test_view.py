@@ -64,7 +64,7 @@ def processes_of_the_profiler_tab(pid: int) -> list[psutil.Process]:
     while time.monotonic() < deadline:
         found = psutil.Process(pid).children(recursive=True)
         with suppress(psutil.NoSuchProcess):
-            if any("multiprocessing.spawn" in " ".join(one.cmdline()) for one in found):
+            if any("multiprocessing.spawn" in " ".join(child.cmdline()) for child in found):
                 return found
         time.sleep(0.1)
     pytest.fail("the profiler tab reads nothing")

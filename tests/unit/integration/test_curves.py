@@ -66,7 +66,7 @@ class Run:
         self.sink.close()
         read = EventAccumulator(str(self.place.directory / "tb/rank0"), size_guidance={"scalars": 0})
         read.Reload()
-        return {tag: [(one.step, one.value) for one in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+        return {tag: [(scalar.step, scalar.value) for scalar in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
 
 
 def test_a_long_run_has_fewer_points_than_tensorboard_keeps_and_a_spike_is_one_of_them(tmp_path, monkeypatch):

@@ -35,12 +35,12 @@ NPP = "fts_examples.profiling.npp_hooks"
 
 
 def functions_of(cfg: MemProfilerCfg) -> FunctionMemory:
-    (found,) = [one for one in collectors_for(cfg) if isinstance(one, FunctionMemory)]
+    (found,) = [collector for collector in collectors_for(cfg) if isinstance(collector, FunctionMemory)]
     return found
 
 
 def fsdp_of(cfg: MemProfilerCfg) -> FSDPMemory | None:
-    return next((one for one in collectors_for(cfg) if isinstance(one, FSDPMemory)), None)
+    return next((collector for collector in collectors_for(cfg) if isinstance(collector, FSDPMemory)), None)
 
 
 def names(collectors: list[Collector]) -> set[str]:

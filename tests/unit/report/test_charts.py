@@ -81,8 +81,8 @@ def of_run(tmp_path: Path, fake: FakeRun | None = None) -> dict[str, Chart]:
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(1, 20)), max_size=40))
 def test_no_two_blocks_are_drawn_over_each_other(blocks: list[tuple[int, int, int]]):
-    born, died = [one for one, _, _ in blocks], [one + length for one, length, _ in blocks]
-    size = [one for _, _, one in blocks]
+    born, died = [block for block, _, _ in blocks], [block + length for block, length, _ in blocks]
+    size = [block for _, _, block in blocks]
     lower = offsets(born, died, size)
     for i in range(len(blocks)):
         for j in range(i):
@@ -127,7 +127,7 @@ def test_neighbours_of_many_steps_share_a_bar_and_the_slowest_is_still_seen(tmp_
 
 def test_the_memory_of_a_window_adds_up_to_its_peak(usual: tuple[Run, dict[str, Chart]]):
     run, found = usual
-    peak = max(device.peak_bytes for one in run_allocations(run) for device in one.devices)
+    peak = max(device.peak_bytes for allocation in run_allocations(run) for device in allocation.devices)
     (areas,) = columns(found["memory"], "sum")
     held = FakeMemory().parameter_bytes
     assert max(areas["parameter"]) == held
@@ -138,7 +138,7 @@ def test_the_memory_of_a_window_adds_up_to_its_peak(usual: tuple[Run, dict[str, 
     assert f"= live peak {format_bytes(peak)} + {format_bytes(3 * held)} from before" in said
     assert f"optimizer state {format_bytes(2 * held)}" in found["memory"].summary
     blocks = columns(found["memory"], "left")
-    assert sum(sum(one["size"]) for one in blocks) >= peak
+    assert sum(sum(block["size"]) for block in blocks) >= peak
     (holders,) = columns(found["holders"], "share")
     assert sum(size for size, top in zip(holders["size"], holders["top"], strict=True) if top == 0) == peak
 
@@ -245,8 +245,9 @@ def machine(tmp_path: Path, of_run: str = "") -> tuple[list[float], list[float]]
         path.parent.mkdir(exist_ok=True)
         path.write_text(sample(first, 40) + sample(first + 1, 60))
         run = replace(run, ranks=(replace(run.lead, windows=tuple(
-            replace(one, series={**one.series, "system": path}) if one.index == window.index else one
-            for one in run.lead.windows)),))  # fmt: skip
+            replace(candidate, series={**candidate.series, "system": path})
+            if candidate.index == window.index else candidate
+            for candidate in run.lead.windows)),))  # fmt: skip
     if of_run:
         (run.directory / system_name(0)).write_text(of_run)
     chart = system_chart(run)

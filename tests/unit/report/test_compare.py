@@ -51,7 +51,7 @@ def comparison() -> Comparison:
 
 
 def page(comparison: Comparison, *limits: str) -> str:
-    lines = comparison_lines(comparison, [check(comparison, parse_limit(one)) for one in limits])
+    lines = comparison_lines(comparison, [check(comparison, parse_limit(limit)) for limit in limits])
     return "\n".join("".join(text for text, _ in line) for line in lines)
 
 
@@ -109,11 +109,11 @@ def test_the_document_is_json_and_has_every_figure(comparison: Comparison) -> No
     outcome = check(comparison, parse_limit("step_ns>5%"))
     document = json.loads(json.dumps(comparison_document(comparison, [outcome]), allow_nan=False))
     assert document["is_same"] is False
-    (step,) = [one for one in document["differences"] if one["name"] == "step_ns"]
+    (step,) = [difference for difference in document["differences"] if difference["name"] == "step_ns"]
     assert (step["change"], step["relative"], step["is_above_noise"]) == (20e6, 1.0, True)
     assert step["a"]["noise"] == 1e6
     assert document["limits"] == [{"limit": "step_ns>5%", "is_broken": True, "sentence": "step_ns rises"}]
-    assert {one["kind"] for one in document["changes"]} == {"appeared", "disappeared", "changed"}
+    assert {change["kind"] for change in document["changes"]} == {"appeared", "disappeared", "changed"}
 
 
 def test_names_cannot_break_out_of_markdown(comparison: Comparison) -> None:

@@ -49,7 +49,7 @@ def test_the_document_has_every_step_and_the_order_of_its_events(tmp_path: Path)
     directory = make_run(tmp_path, FakeRun(windows=(tuple(range(2, 25)),)))
     run = load_run(directory)
     document = json.loads(json.dumps(to_json(run_view(run))))["events"]
-    assert [one["step"] for one in document["steps"]] == list(range(2, 25))
+    assert [step["step"] for step in document["steps"]] == list(range(2, 25))
     first = document["steps"][0]
     assert sum(first["parts_ns"].values()) == first["duration_ns"] == run.lead.pulse[2]["duration_ns"]
     assert [event["action"].rpartition(".")[2] for event in first["events"]] == [

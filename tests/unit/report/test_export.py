@@ -33,7 +33,7 @@ HOSTILE = "a;b\nc </script><img onerror=alert(1)>"
 
 
 def scope_of(directory: Path, *made: Made) -> Any:
-    path = write_trace(directory / "a.pt.trace.json", [event_fields(one) for one in made])
+    path = write_trace(directory / "a.pt.trace.json", [event_fields(span) for span in made])
     scope = Speedscope("a", "lightning-memprof 1")
     scope.add_lanes("", read_lanes(path))
     out = io.StringIO()
@@ -57,7 +57,7 @@ def test_lanes_are_evented_profiles_that_keep_the_format(tmp_path: Path) -> None
         Made("kernel", 200, 260, "kernel", thread=3),
     )
     validate(document)
-    assert [one["type"] for one in document["profiles"]] == ["evented", "evented"]
+    assert [profile["type"] for profile in document["profiles"]] == ["evented", "evented"]
     assert {"name": "forward", "file": "/home/a/model.py", "line": 12} in document["shared"]["frames"]
     assert document["profiles"][0]["endValue"] == 160_000
 
@@ -127,7 +127,7 @@ def test_csv_keeps_every_value_and_leaves_nothing_half_written(tmp_path: Path) -
     assert write_csv([table], tmp_path / "out") == [(tmp_path / "out" / "x.csv", 2)]
     with (tmp_path / "out" / "x.csv").open(newline="") as read:
         assert list(csv.reader(read)) == [["a", "text"], ["1", 'quote " comma , line\nend'], ["", "\\udc80"]]
-    assert [one.name for one in (tmp_path / "out").iterdir()] == ["x.csv"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["x.csv"]
 
 
 def test_parquet_has_one_type_a_column_and_nulls(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_parquet_has_one_type_a_column_and_nulls(tmp_path: Path) -> None:
     ((path, count),) = write_parquet([Table.of("x", rows)], tmp_path)
     table = parquet.read_table(path)
     assert count == table.num_rows == 2
-    assert [str(one.type) for one in table.schema][:6] == ["int64", "double", "bool", "string", "string", "string"]
+    assert [str(field.type) for field in table.schema][:6] == ["int64", "double", "bool", "string", "string", "string"]
     assert table["whole"].to_pylist() == [1, None]
     assert table["huge"].to_pylist() == [str(1 << 70), "1"]
     assert table["text"].to_pylist() == ["x", "\\udc80"]

@@ -77,10 +77,10 @@ def page(view: FilesView, width: int = 80, *, colours: bool = False, encoding: s
 def test_the_document_has_the_promised_keys_and_figures(tmp_path: Path) -> None:
     document = files_document(viewed(trace(tmp_path / "a.json"), snapshot(tmp_path / "b.pickle")))
     document = json.loads(json.dumps(document, allow_nan=False))
-    (one,) = document["traces"]
-    assert one["file"] == str(tmp_path / "a.json")
-    assert one["rank"] == 0
-    assert one["gpu_window"] == {
+    (report,) = document["traces"]
+    assert report["file"] == str(tmp_path / "a.json")
+    assert report["rank"] == 0
+    assert report["gpu_window"] == {
         "window_ns": 2_900_000,
         "busy_ns": 2_700_000,
         "idle_ns": 200_000,
@@ -90,9 +90,9 @@ def test_the_document_has_the_promised_keys_and_figures(tmp_path: Path) -> None:
         "communication_overlapped_ns": 0,
         "communication_exposed_ns": 0,
     }
-    assert one["step_window"]["data_loading_ns"] == 300_000
-    assert one["step_window"]["mean_step_ns"] == 1_000_000
-    assert [step["number"] for step in one["steps"]] == [0, 1, 2]
+    assert report["step_window"]["data_loading_ns"] == 300_000
+    assert report["step_window"]["mean_step_ns"] == 1_000_000
+    assert [step["number"] for step in report["steps"]] == [0, 1, 2]
     (other,) = document["snapshots"]
     (device,) = other["devices"]
     assert other["oom"] is None
@@ -114,13 +114,13 @@ def test_a_trace_of_a_run_has_the_rank_that_the_run_knows_it_by(
     monkeypatch.setattr(html, "charts", lambda _view: {})
     with opened([str(make_run(tmp_path, FakeRun(world_size=2)))], OpenOptions(rank=1)) as view:
         assert isinstance(view, View)
-        (one,) = view.traces
-        assert one.rank == 1
-        assert not any("no rank" in words for words in one.missing)
+        (trace,) = view.traces
+        assert trace.rank == 1
+        assert not any("no rank" in words for words in trace.missing)
         assert to_json(view)["traces"][0]["rank"] == 1
         section = html.to_html(view).partition('id="traces"')[2].partition("</section>")[0]
         # By itself the file does not say it.
-        assert viewed(one.file).traces[0].rank is None
+        assert viewed(trace.file).traces[0].rank is None
     assert "unknown" not in section
 
 
@@ -135,15 +135,15 @@ def test_the_operators_of_a_trace_without_a_device_are_on_every_page(tmp_path: P
         ["aten::mm", "3.00", "ms", "75", "%", "3.00", "ms", "1"],
         ["aten::linear", "1.00", "ms", "25", "%", "4.00", "ms", "1"],
     ]
-    assert [one["own_ns"] for one in files_document(view)["traces"][0]["operators"]] == [3_000_000, 1_000_000]
+    assert [operator["own_ns"] for operator in files_document(view)["traces"][0]["operators"]] == [3_000_000, 1_000_000]
     assert "Operators on the host" in html.to_html(view)
 
 
 def test_holders_beyond_the_listed_ones_are_one_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_memprof.report.files_document.MAX_ROWS", 0)
-    (one,) = files_document(viewed(snapshot(tmp_path / "b.pickle")))["snapshots"]
-    assert one["devices"][0]["holders_at_peak"] == []
-    assert (one["devices"][0]["other_holders"], one["devices"][0]["other_holders_bytes"]) == (1, 2 << 20)
+    (report,) = files_document(viewed(snapshot(tmp_path / "b.pickle")))["snapshots"]
+    assert report["devices"][0]["holders_at_peak"] == []
+    assert (report["devices"][0]["other_holders"], report["devices"][0]["other_holders_bytes"]) == (1, 2 << 20)
 
 
 def test_a_healthy_trace_says_how_busy_the_device_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +165,7 @@ def test_a_file_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
     torn = tmp_path / "torn.pt.trace.json"
     torn.write_text('{"traceEvents": [{"ph": "X"')
     view = viewed(trace(tmp_path / "a.json"), torn)
-    assert [one.file.name for one in view.traces] == ["a.json"]
+    assert [trace.file.name for trace in view.traces] == ["a.json"]
     (problem,) = view.problems
     assert problem.piece == str(torn)
     assert not problem.message.startswith(str(torn))
@@ -176,7 +176,7 @@ def test_a_file_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
 
 def test_a_rank_chooses_its_traces_and_one_that_is_not_there_is_refused(tmp_path: Path) -> None:
     paths = [trace(tmp_path / "a.json", rank=0), trace(tmp_path / "b.json", rank=1)]
-    assert [one.rank for one in viewed(*paths, rank=1).traces] == [1]
+    assert [trace.rank for trace in viewed(*paths, rank=1).traces] == [1]
     with pytest.raises(ArtifactError, match="--rank 7: no trace is of this rank; there are 0, 1"):
         viewed(*paths, rank=7)
 

@@ -72,7 +72,7 @@ def test_a_chart_that_fails_costs_the_charts_and_not_the_page(tmp_path, monkeypa
 
 def test_a_finding_links_to_its_section_and_to_the_row_of_its_file(tmp_path):
     view = view_of(tmp_path)
-    pulse = next(one for one in view.artifacts if one.type == "pulse")
+    pulse = next(artifact for artifact in view.artifacts if artifact.type == "pulse")
     finding = Finding(rule="input_bound", severity=Severity.WARNING, sentence="s", why="w", next_steps=("n",),
                       evidence=(Evidence(artifact=pulse.path, rank=0, steps=(3, 9)),))  # fmt: skip
     page = run_page(replace(view, findings=(finding,)))
@@ -81,7 +81,10 @@ def test_a_finding_links_to_its_section_and_to_the_row_of_its_file(tmp_path):
     assert section.href == "#steps"
     assert row.text == "pulse.rank00000.csv, rank 0, steps 3-9"
     table = next(
-        part for one in page.sections for part in one.parts if isinstance(part, Table) and part.id == "file-table"
+        part
+        for section in page.sections
+        for part in section.parts
+        if isinstance(part, Table) and part.id == "file-table"
     )
     (named,) = (cells[0] for cells in table.rows if f"#{cells[0].id}" == row.href)
     assert named.text == pulse.path

@@ -85,7 +85,7 @@ def test_a_trace_and_a_snapshot_use_the_same_words_in_each_format(tmp_path: Path
     assert sum(device_parts(window).values()) == window.window_ns
     shown, page = terminal(view), words_of(to_html(view))
     names = [name for name, size in {**reserved_parts(device), **device_parts(window)}.items() if size]
-    for label in [*map(called, names), *(called(one.cause) for one in view.traces[0].idle[:5])]:
+    for label in [*map(called, names), *(called(cause.cause) for cause in view.traces[0].idle[:5])]:
         assert re.search(rf"^ *{re.escape(label)} ", shown, re.MULTILINE), label
         assert f"|{label}|" in page, label
     for name in ("requested", "reserved"):
@@ -152,7 +152,7 @@ def test_files_that_were_too_large_are_named_with_the_command_that_analyses_one(
     with opened([str(directory)], OpenOptions(max_file_bytes=1)) as view:
         assert isinstance(view, View)
         (line,) = [message for label, message in trouble(view) if label == "note" and "not analysed" in message]
-        (left,) = [one for one in view.artifacts if one.type == "trace"]
+        (left,) = [artifact for artifact in view.artifacts if artifact.type == "trace"]
         assert left.path in line
         assert f"lightning-memprof report {shlex.quote(str(left.file))}" in line
         assert left.path in words_of(to_html(view))

@@ -122,7 +122,7 @@ def test_named_moments_are_in_the_document_and_damage_is_a_problem(tmp_path: Pat
     shown = to_json(run_view(load_run(directory)))
     kept = {key: value for key, value in row.items() if key != "more"}
     assert shown["named"] == [{"rank": 0, **kept, "peak_rss_bytes": 9}, {"rank": 1, **kept, "peak_rss_bytes": None}]
-    assert [(one["piece"], one["rank"]) for one in shown["problems"]] == [("snapshots.rank00001.jsonl", 1)]
+    assert [(problem["piece"], problem["rank"]) for problem in shown["problems"]] == [("snapshots.rank00001.jsonl", 1)]
 
 
 def test_without_named_moments_the_list_is_empty(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_memory_has_the_promised_keys(tmp_path: Path) -> None:
     assert promised | {"source", "moment", "curve", "checkpointing"} <= memory.keys()
     categories = {"parameter", "gradient", "optimizer_state", "activation", "input", "temporary"}
     assert categories <= memory["peak_bytes"].keys()
-    assert {tuple(one) for one in memory["modules"]} == {
+    assert {tuple(module) for module in memory["modules"]} == {
         ("name", "own_activation_bytes", "inclusive_activation_bytes", "parameter_bytes", "gradient_bytes", "calls",
          "forward_ns")
     }  # fmt: skip
@@ -187,13 +187,13 @@ def test_memory_has_the_promised_keys(tmp_path: Path) -> None:
 def test_figures_of_memory_add_up(tmp_path: Path, memory: FakeMemory) -> None:
     shown = memory_of(tmp_path, FakeRun(memory=memory))
     assert sum(size for size in shown["peak_bytes"].values() if size is not None) == shown["total_bytes"]
-    own = sum(one["own_activation_bytes"] for one in shown["modules"])
+    own = sum(module["own_activation_bytes"] for module in shown["modules"])
     assert own + shown["unattributed_bytes"] == shown["activations"]["total_bytes"] == memory.activation_bytes
     (window,) = shown["allocations"]
-    sites = sum(one["bytes"] for one in shown["sites"]) + shown["more_sites"]["bytes"]
+    sites = sum(site["bytes"] for site in shown["sites"]) + shown["more_sites"]["bytes"]
     assert sites + window["unattributed_bytes"] == window["peak_bytes"] + window["freed_outside_bytes"]
     (group,) = shown["checkpointing"] or [{"blocks": [], "freed_bytes": 0}]
-    assert sum(one["freed_bytes"] for one in group["blocks"]) == group["freed_bytes"]
+    assert sum(block["freed_bytes"] for block in group["blocks"]) == group["freed_bytes"]
 
 
 def test_memory_that_was_not_recorded_is_null_with_a_reason_and_never_zero(tmp_path: Path) -> None:
@@ -212,15 +212,15 @@ def test_sites_that_were_not_looked_for_say_where_they_are(tmp_path: Path) -> No
 
 
 def test_functions_have_their_changes_and_each_call(tmp_path: Path) -> None:
-    (one,) = memory_of(tmp_path)["functions"].values()
-    assert (one["calls"], one["unfinished"], one["raised"]) == (2, 0, 0)
-    assert one["changes"]["rss_bytes"] == {"mean": 3 * MIB, "max": 3 * MIB}
-    assert one["each"][0]["start"]["rss_bytes"] == 500 * MIB
-    assert one["each"][0]["end"]["rss_bytes"] == 503 * MIB
+    (function,) = memory_of(tmp_path)["functions"].values()
+    assert (function["calls"], function["unfinished"], function["raised"]) == (2, 0, 0)
+    assert function["changes"]["rss_bytes"] == {"mean": 3 * MIB, "max": 3 * MIB}
+    assert function["each"][0]["start"]["rss_bytes"] == 500 * MIB
+    assert function["each"][0]["end"]["rss_bytes"] == 503 * MIB
 
 
 def test_every_rank_has_its_own_memory(tmp_path: Path) -> None:
     memory = memory_of(tmp_path, FakeRun(world_size=2))
-    assert [one["rank"] for one in memory["ranks"]] == [0, 1]
+    assert [rank["rank"] for rank in memory["ranks"]] == [0, 1]
     assert memory["ranks"][1]["peak_bytes"] == memory["peak_bytes"]
     assert memory["rank"] == 0

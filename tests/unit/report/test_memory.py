@@ -206,7 +206,7 @@ def test_no_line_is_wider_than_the_page(tmp_path: Path, width: int, ascii_only: 
 
     def long(row: dict[str, Any]) -> dict[str, Any]:
         names = {name: f"{'deep.' * 20}{name}" for name in row.get("modules", {})}
-        return {**row, **({"modules": {names[one]: row["modules"][one] for one in names}} if names else {})}
+        return {**row, **({"modules": {names[name]: row["modules"][name] for name in names}} if names else {})}
 
     for lines in sections(rewrite(directory, long), width, ascii_only=ascii_only):
         assert max(map(cell_len, lines)) <= width
@@ -242,7 +242,7 @@ def test_numbers_that_no_memory_has_are_left_out_and_what_is_left_adds_up(tmp_pa
     assert "buffer" not in peak.categories
     assert peak.categories["input"] is None
     assert sum(size or 0 for size in peak.categories.values()) == peak.total_bytes
-    assert "net" not in [one.name for one in shown.memory.lead.activations.modules]
+    assert "net" not in [module.name for module in shown.memory.lead.activations.modules]
     assert sections(shown)
 
 

@@ -40,8 +40,8 @@ def recorded(root: Path, *events: dict[str, Any], stack: list[dict[str, Any]] | 
     """A made-up run that ran out of memory, with a snapshot of one block."""
     run = make_run(root, FakeRun(device_bytes=lambda _: GIB, endings={0: "OutOfMemoryError: CUDA out of memory."}))
     sink = Sink(RunPlace(root, 1), 0)
-    for one in events:
-        sink.manifest.append("oom", **one)
+    for event in events:
+        sink.manifest.append("oom", **event)
     sink.close()
     (run / "oom.rank00000.json").write_text(json.dumps({"events": events}))
     block = {"address": 1 << 40, "size": 70 * GIB, "requested_size": 70 * GIB, "state": "active_allocated"}
@@ -99,7 +99,7 @@ def test_show_prints_the_autopsy_again_below_the_verdict(tmp_path: Path) -> None
 def test_json_has_every_event_in_bytes(tmp_path: Path) -> None:
     document = to_json(run_view(load_run(recorded(tmp_path, event(ended_run=False), event(number=1)))))
     first, second = json.loads(json.dumps(document["oom"], allow_nan=False))
-    assert [one["ended_run"] for one in (first, second)] == [False, True]
+    assert [event["ended_run"] for event in (first, second)] == [False, True]
     assert (second["asked_bytes"], second["memory"]["total_bytes"], second["cause"]) == (5 * GIB, 80 * GIB, "full")
     assert second["place"]["module"] == "blocks.3.mlp"
     assert second["by_stack"] == [

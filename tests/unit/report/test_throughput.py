@@ -62,11 +62,11 @@ def page(shown: View, width: int = 80) -> str:
 
 def test_the_rate_is_the_batch_over_the_steps_outside_of_windows(tmp_path: Path) -> None:
     shown = view(tmp_path, throughput=batches(tokens=4096))
-    (one,) = document(shown)["throughput"]
-    assert one["samples_per_s"] == {"mean": 400.0, "p10": 400.0, "p90": 400.0}
-    assert one["tokens_per_s"]["mean"] == 4096 * 50
-    assert one["batches_per_s"]["mean"] == 50
-    assert "without the first and those in windows" in one["basis"]
+    (rate,) = document(shown)["throughput"]
+    assert rate["samples_per_s"] == {"mean": 400.0, "p10": 400.0, "p90": 400.0}
+    assert rate["tokens_per_s"]["mean"] == 4096 * 50
+    assert rate["batches_per_s"]["mean"] == 50
+    assert "without the first and those in windows" in rate["basis"]
     text = page(shown)
     assert "throughput  400 samples/s" in text
     assert "205 k tokens/s" in text
@@ -78,33 +78,33 @@ def test_the_spread_is_that_of_the_steps(tmp_path: Path) -> None:
         other = dict.fromkeys(("data_wait", "backward", "optimizer", "callbacks", "other"), 0)
         return {"forward": 10_000_000 if step % 2 else 40_000_000, **other}
 
-    (one,) = document(view(tmp_path, FakeRun(phases=phases), throughput=batches()))["throughput"]
-    assert one["samples_per_s"]["p10"] == 8 / 0.04
-    assert one["samples_per_s"]["p90"] == 8 / 0.01
-    assert one["samples_per_s"]["p10"] < one["samples_per_s"]["mean"] < one["samples_per_s"]["p90"]
+    (rate,) = document(view(tmp_path, FakeRun(phases=phases), throughput=batches()))["throughput"]
+    assert rate["samples_per_s"]["p10"] == 8 / 0.04
+    assert rate["samples_per_s"]["p90"] == 8 / 0.01
+    assert rate["samples_per_s"]["p10"] < rate["samples_per_s"]["mean"] < rate["samples_per_s"]["p90"]
 
 
 def test_the_devices_utilization_is_the_operations_over_its_peak(tmp_path: Path) -> None:
     shown = view(tmp_path, throughput=batches(flops=2 * 10**12, peak_flops=1e15))
-    (one,) = document(shown)["throughput"]
-    assert one["flops_per_s"] == pytest.approx(1e14)
-    assert one["utilization"] == pytest.approx(0.1)
+    (rate,) = document(shown)["throughput"]
+    assert rate["flops_per_s"] == pytest.approx(1e14)
+    assert rate["utilization"] == pytest.approx(0.1)
     assert "2.00 TFLOP a step, 100 TFLOP/s: 10 % of the device's 1.00 PFLOP/s" in page(shown)
 
 
 def test_operations_that_a_later_window_did_not_count_again_hold(tmp_path: Path) -> None:
     rows = batches(flops=None)
     rows[1]["flops"] = 500
-    (one,) = document(view(tmp_path, throughput=rows))["throughput"]
-    assert one["flops"] == 500
-    assert one["utilization"] is None
+    (rate,) = document(view(tmp_path, throughput=rows))["throughput"]
+    assert rate["flops"] == 500
+    assert rate["utilization"] is None
 
 
 def test_what_is_not_known_is_null_and_never_zero(tmp_path: Path) -> None:
     shown = view(tmp_path, throughput=batches(samples=None))
-    (one,) = document(shown)["throughput"]
+    (rate,) = document(shown)["throughput"]
     unknown = ("samples", "samples_per_s", "tokens", "tokens_per_s", "flops", "flops_per_s", "peak_flops")
-    assert {one[name] for name in unknown} == {None}
+    assert {rate[name] for name in unknown} == {None}
     assert "throughput  50.0 batches/s" in page(shown)
     assert "samples/s" not in page(shown)
 
@@ -114,9 +114,9 @@ def test_without_a_pulse_the_windows_steps_are_the_basis(tmp_path: Path) -> None
     with closing(Sink(RunPlace(tmp_path, 1), 0)) as sink:
         sink.write_rows(WINDOW, "throughput", batches())
     (run / "pulse.rank00000.csv").unlink()
-    (one,) = to_json(run_view(load_run(run)))["throughput"]
-    assert one["samples_per_s"]["mean"] == 200
-    assert "cost of recording" in one["basis"]
+    (rate,) = to_json(run_view(load_run(run)))["throughput"]
+    assert rate["samples_per_s"]["mean"] == 200
+    assert "cost of recording" in rate["basis"]
 
 
 @pytest.mark.parametrize("wrong", ["8", -1, 1e400, True, 10**400, [8]])
@@ -137,11 +137,11 @@ def test_a_run_without_the_collectors_has_neither_section(tmp_path: Path) -> Non
 def test_the_machines_extremes_are_shown(tmp_path: Path) -> None:
     busy = sample(process_cpu_percent=380.0, machine_cpu_percent=90.0, memory_available_bytes=GIB, load_1m=7.0)
     shown = view(tmp_path, system=[sample(), busy])
-    (one,) = document(shown)["system"]
-    assert one["samples"] == 2
-    assert one["figures"]["process_cpu_percent"] == {"mean": 210.0, "least": 40.0, "most": 380.0}
-    assert one["figures"]["memory_available_bytes"]["least"] == GIB
-    assert "memory_limit_bytes" not in one["figures"]
+    (samples,) = document(shown)["system"]
+    assert samples["samples"] == 2
+    assert samples["figures"]["process_cpu_percent"] == {"mean": 210.0, "least": 40.0, "most": 380.0}
+    assert samples["figures"]["memory_available_bytes"]["least"] == GIB
+    assert "memory_limit_bytes" not in samples["figures"]
     text = page(shown)
     assert "this process 210 % (most 380 %) · all 50 % (most 90 %)" in text
     assert "most used 3.00 GiB · least available 1.00 GiB" in text
@@ -159,8 +159,8 @@ def test_samples_of_the_whole_run_count_also_where_it_was_killed(tmp_path: Path)
     run = make_run(tmp_path, STEADY)
     lines = [json.dumps(sample(load_1m=value)) for value in (1.0, 9.0)]
     (run / system_name(0)).write_text("\n".join([*lines, '{"load_1m": 99']))
-    (one,) = to_json(run_view(load_run(run)))["system"]
-    assert (one["samples"], one["figures"]["load_1m"]["most"]) == (2, 9.0)
+    (samples,) = to_json(run_view(load_run(run)))["system"]
+    assert (samples["samples"], samples["figures"]["load_1m"]["most"]) == (2, 9.0)
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])

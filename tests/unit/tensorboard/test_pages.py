@@ -29,7 +29,7 @@ def test_a_page_is_made_once_for_a_state_and_two_runs_are_compared(tmp_path):
             "other": 1}  # fmt: skip
     make_run(tmp_path / "a", FakeRun(trace=False, memory=None))
     make_run(tmp_path / "b", FakeRun(trace=False, memory=None, phases=lambda rank, step: slow))
-    a, b = sorted(RunList({"": tmp_path}).look(), key=lambda one: one.label)
+    a, b = sorted(RunList({"": tmp_path}).look(), key=lambda run: run.label)
     pages = Pages()
     key, job = made(pages, Asked((a,), state="1"))
     assert job.state == "ready"

@@ -51,7 +51,7 @@ def test_only_files_that_a_manifest_names_and_that_lie_below_are_served(tmp_path
     _, ask = served(tmp_path / "logs")
     (found,) = ask("runs").json["runs"]
     files = ask("files", run=found["id"]).json["files"]
-    traces = [one for one in files if one["type"] == "trace"]
+    traces = [file for file in files if file["type"] == "trace"]
     assert len(traces) == 4
     answer = ask("file", run=found["id"], path=traces[0]["path"])
     assert gzip.decompress(answer.data)[:1] == b"{"
@@ -84,14 +84,14 @@ def test_every_answer_has_a_type_that_the_browser_may_not_guess_otherwise(tmp_pa
     path = ask("files", run=found["id"]).json["files"][0]["path"]
     answers = [ask(name) for name in ("index.js", "live.js", "parts.js", "trace.js", "memprof.css", "page.css", "runs")]
     answers += [ask("file", run=found["id"], path=path), ask("file", run=found["id"], path="none")]
-    assert {one.headers["X-Content-Type-Options"] for one in answers} == {"nosniff"}
+    assert {answer.headers["X-Content-Type-Options"] for answer in answers} == {"nosniff"}
 
 
 def test_a_trace_has_the_place_that_the_profiler_tab_gives_it(tmp_path, run):
     _, ask = served(tmp_path / "logs")
     (found,) = ask("runs").json["runs"]
-    traces = [one for one in ask("files", run=found["id"]).json["files"] if one["type"] == "trace"]
-    places = {(one["rank"], one["window"]): one["profiler_tab"] for one in traces}
+    traces = [file for file in ask("files", run=found["id"]).json["files"] if file["type"] == "trace"]
+    places = {(trace["rank"], trace["window"]): trace["profiler_tab"] for trace in traces}
     assert {place["run"] for place in places.values()} == {"version_0"}
     assert {key: place["span"] for key, place in places.items()} == {(0, 0): "1", (0, 1): "2", (1, 0): "1", (1, 1): "2"}
     assert len({place["worker"] for place in places.values()}) == 2
@@ -116,8 +116,8 @@ def test_a_run_that_goes_on_says_how_far_it_is(tmp_path):
     (found,) = ask("runs").json["runs"]
     live = ask("live", run=found["id"]).json
     assert live["lead"]["steps"] == 20
-    assert sum(one["share"] for one in live["lead"]["phases"]) == pytest.approx(1)
-    assert [one["rank"] for one in live["ranks"]] == [0, 1]
+    assert sum(phase["share"] for phase in live["lead"]["phases"]) == pytest.approx(1)
+    assert [rank["rank"] for rank in live["ranks"]] == [0, 1]
     row = (run / "pulse.rank00000.csv").read_text().splitlines()[-1].split(",")
     with (run / "pulse.rank00000.csv").open("a") as stream:
         stream.write(",".join(["20", *row[1:]]) + "\n")

@@ -22,7 +22,7 @@ def test_runs_are_found_from_their_parent_from_lightning_logs_and_from_several_l
     log_dir = tmp_path / "project" / "lightning_logs" / "version_0"
     make_run(log_dir, PLAIN)
     make_run(log_dir / "validate", FakeRun(stage="validate", trace=False, memory=None))
-    names = {top: [one["label"] for one in listed(top)] for top in (log_dir, log_dir.parent, tmp_path)}
+    names = {top: [run["label"] for run in listed(top)] for top in (log_dir, log_dir.parent, tmp_path)}
     assert sorted(names[log_dir]) == ["validate", "version_0"]
     assert sorted(names[log_dir.parent]) == ["version_0", "version_0/validate"]
     prefix = "project/lightning_logs/version_0"
@@ -32,13 +32,13 @@ def test_runs_are_found_from_their_parent_from_lightning_logs_and_from_several_l
 def test_a_second_run_in_one_log_directory_has_a_name_of_its_own(tmp_path):
     make_run(tmp_path / "version_0", PLAIN)
     make_run(tmp_path / "version_0", PLAIN)
-    assert sorted(one["label"] for one in listed(tmp_path)) == ["version_0", "version_0/memprofiler-2"]
+    assert sorted(run["label"] for run in listed(tmp_path)) == ["version_0", "version_0/memprofiler-2"]
 
 
 def test_a_row_says_what_the_manifests_say(tmp_path):
     make_run(tmp_path / "good", FakeRun(steps=12, world_size=2, windows=((2, 3), (7,)), trace=False, memory=None))
     make_run(tmp_path / "bad", FakeRun(endings={1: "ValueError: no"}, world_size=2, trace=False, memory=None))
-    good, bad = sorted(listed(tmp_path), key=lambda one: one["label"], reverse=True)
+    good, bad = sorted(listed(tmp_path), key=lambda run: run["label"], reverse=True)
     assert (good["state"], good["steps"], good["ranks"], good["model"]) == ("finished", 12, [0, 1], "LitGPT")
     assert good["windows"] == [
         {"index": 0, "steps": [2, 3], "closed": True},
@@ -126,6 +126,6 @@ def test_a_damaged_manifest_hides_only_itself(tmp_path):
     run = make_run(tmp_path / "damaged", PLAIN)
     make_run(tmp_path / "whole", PLAIN)
     (run / manifest_name(0)).write_bytes(b"\x00\xff{]\n" * 3)
-    rows = {one["label"]: one for one in listed(tmp_path)}
+    rows = {run["label"]: run for run in listed(tmp_path)}
     assert rows["whole"]["state"] == "finished"
     assert rows["damaged"]["model"] is None

@@ -29,7 +29,9 @@ def steps(milliseconds: float, spread: float = 0.02, count: int = 40, seed: int 
 
 def side(label: str = "a", samples: Sequence[float] = (), size: Measure | None = None) -> Side:
     step = typical("step_ns", samples, "the pulse")
-    return Side(label=label, kind="run", measures={one.name: one for one in (step, size) if one is not None})
+    return Side(
+        label=label, kind="run", measures={measure.name: measure for measure in (step, size) if measure is not None}
+    )
 
 
 def size(name: str, value: float, source: str = "the allocator") -> Measure:
@@ -43,7 +45,7 @@ def run(directory: Path, fake: FakeRun | None = None) -> Side:
 
 
 def changed(comparison: Comparison, group: str) -> dict[str, str]:
-    return {one.name: one.kind for one in comparison.changes if one.group == group}
+    return {change.name: change.kind for change in comparison.changes if change.group == group}
 
 
 def slower(phase: str, factor: float):
@@ -106,11 +108,11 @@ def test_a_rate_changes_by_more_than_noise_where_its_times_do(a: float, b: float
             kind="run",
             measures={
                 "samples_per_s": Measure(
-                    name="samples_per_s", unit="per_s", value=one, noise=part * one, samples=100, source="the pulse"
+                    name="samples_per_s", unit="per_s", value=rate, noise=part * rate, samples=100, source="the pulse"
                 )
             },
         )
-        for one, part in ((a, 0.67 if a > b else 0.2), (b, 0.2 if a > b else 0.67))
+        for rate, part in ((a, 0.67 if a > b else 0.2), (b, 0.2 if a > b else 0.67))
     ]
     found = compare(*sides).difference("samples_per_s")
     assert found is not None
@@ -243,7 +245,7 @@ def test_a_run_does_not_differ_from_itself(tmp_path: Path) -> None:
 def test_a_slower_phase_is_named_with_the_step_and_the_samples_a_second(tmp_path: Path) -> None:
     a = run(tmp_path / "a", FakeRun(phases=slower("backward", 1)))
     b = run(tmp_path / "b", FakeRun(phases=slower("backward", 1.5)))
-    found = [one.name for one in compare(a, b).differences if one.is_above_noise]
+    found = [difference.name for difference in compare(a, b).differences if difference.is_above_noise]
     assert found == ["step_ns", "backward_ns"]
 
 
@@ -252,7 +254,7 @@ def test_a_run_that_waits_for_data_has_a_finding_more(tmp_path: Path) -> None:
     b = run(tmp_path / "b", FakeRun(phases=slower("data_wait", 100), training={"dataloaders": [{"num_workers": 0}]}))
     comparison = compare(a, b)
     assert changed(comparison, "findings") == {"input_bound": "appeared"}
-    (finding,) = [one for one in comparison.changes if one.group == "findings"]
+    (finding,) = [change for change in comparison.changes if change.group == "findings"]
     assert finding.sentence
     assert check(comparison, parse_limit("warnings>0")).is_broken
     assert changed(compare(b, a), "findings") == {"input_bound": "disappeared"}
@@ -262,7 +264,7 @@ def test_larger_activations_are_named_by_module_and_at_the_peak(tmp_path: Path) 
     a = run(tmp_path / "a", FakeRun(memory=FakeMemory(kept_bytes=MIB)))
     b = run(tmp_path / "b", FakeRun(memory=FakeMemory(kept_bytes=2 * MIB)))
     comparison = compare(a, b)
-    above = {one.name for one in comparison.differences if one.is_above_noise}
+    above = {difference.name for difference in comparison.differences if difference.is_above_noise}
     assert {"peak_allocated_bytes", "activation_bytes"} <= above
     assert "parameter_bytes" not in above
     assert changed(comparison, "modules")
@@ -293,13 +295,13 @@ def test_traces_are_compared_by_their_steps_and_operators(tmp_path: Path) -> Non
                 Made(f"ProfilerStep#{step}", start, start + 5_000 + length, "user_annotation"),
                 Made(operator, start + 100, start + 100 + length),
             ]
-        return write_trace(tmp_path / name, [event_fields(one) for one in made])
+        return write_trace(tmp_path / name, [event_fields(ring_event) for ring_event in made])
 
     a = traces_side([trace("a.pt.trace.json", "aten::mm", 2000)], "a")
     b = traces_side([trace("b.pt.trace.json", "aten::bmm", 4000)], "b")
     assert compare(a, a).is_same
     comparison = compare(a, b)
-    assert {one.name for one in comparison.differences if one.is_above_noise} >= {"step_ns"}
+    assert {difference.name for difference in comparison.differences if difference.is_above_noise} >= {"step_ns"}
     assert changed(comparison, "operators") == {"aten::mm": "disappeared", "aten::bmm": "appeared"}
 
 

@@ -49,7 +49,7 @@ def test_blocks_of_a_training_add_up_to_its_peak_and_have_the_categories_of_thei
     (known,) = window_allocations(traced)
     assert len(lives) == known.allocations
     assert highest(lives) == known.peak_bytes
-    parameter_bytes = sum(one.numel() * one.element_size() for one in Perceptron().parameters())
+    parameter_bytes = sum(parameter.numel() * parameter.element_size() for parameter in Perceptron().parameters())
     # Autograd's own gradient of each parameter becomes the parameter's.
     assert totals(lives)["gradient"] >= parameter_bytes
     assert totals(lives)["activation"] > 0
@@ -143,8 +143,8 @@ def test_the_phases_of_a_ring_are_told_from_its_stacks():
 
 def test_a_ring_without_times_counts_its_events():
     untimed = [event("alloc", 512, 10, 0, FORWARD), event("free_completed", 512, 10, 0)]
-    for one in untimed:
-        del one["time_us"]
+    for ring_event in untimed:
+        del ring_event["time_us"]
     lives = ring(*untimed)
     assert (lives.is_timed, lives.start, lives.end) == (False, 0, 1)
     assert highest(lives) == 510

@@ -24,10 +24,10 @@ def backward(modules: dict[str, tuple[int, int | None, int | None]], step: int =
 def test_checkpointing_a_block_frees_what_it_keeps_less_its_input(tmp_path: Path) -> None:
     (group,) = memory_report(load_run(make_run(tmp_path, FakeRun()))).lead.checkpointing
     assert group.name == "net.blocks.0-3"
-    assert [one.name for one in group.blocks] == [f"net.blocks.{index}" for index in range(4)]
-    assert {one.freed_bytes for one in group.blocks} == {2 * MIB - 256 * KIB}
-    assert {one.kept_bytes for one in group.blocks} == {256 * KIB}
-    assert {one.recompute_ns for one in group.blocks} == {1_100_000}
+    assert [block.name for block in group.blocks] == [f"net.blocks.{index}" for index in range(4)]
+    assert {block.freed_bytes for block in group.blocks} == {2 * MIB - 256 * KIB}
+    assert {block.kept_bytes for block in group.blocks} == {256 * KIB}
+    assert {block.recompute_ns for block in group.blocks} == {1_100_000}
     assert group.freed_bytes == 4 * (2 * MIB - 256 * KIB)
     assert (group.kept_bytes, group.recompute_ns) == (MIB, 4_400_000)
     assert group.back_bytes == 2 * MIB - 256 * KIB
@@ -43,19 +43,19 @@ def test_time_is_the_median_over_steps_of_the_sum_of_a_steps_forwards() -> None:
              for step, ns in enumerate((10, 20, 90))]  # fmt: skip
     (group,) = checkpointing(steps[0], [*steps, steps[1]], {})
     # Step 1 has two backwards: 40. The median of 10, 40 and 90 is 40.
-    assert [one.recompute_ns for one in group.blocks] == [40, 40]
+    assert [block.recompute_ns for block in group.blocks] == [40, 40]
 
 
 def test_a_time_that_is_unknown_makes_the_sum_unknown_and_not_less() -> None:
-    one = backward({"x.0": (9, None, 1), "x.1": (9, 5, 1), "x.0.a": (1, 1, 1), "x.1.a": (1, 1, 1)})
-    (group,) = checkpointing(one, [one], {})
+    backward_pass = backward({"x.0": (9, None, 1), "x.1": (9, 5, 1), "x.0.a": (1, 1, 1), "x.1.a": (1, 1, 1)})
+    (group,) = checkpointing(backward_pass, [backward_pass], {})
     assert [block.recompute_ns for block in group.blocks] == [None, 5]
     assert group.recompute_ns is None
 
 
 def test_a_block_whose_input_is_unknown_is_left_out() -> None:
-    one = backward({"x.0": (9, 1, None), "x.1": (9, 5, 2), "x.0.a": (1, 1, 1), "x.1.a": (1, 1, 1)})
-    (group,) = checkpointing(one, [one], {})
+    backward_pass = backward({"x.0": (9, 1, None), "x.1": (9, 5, 2), "x.0.a": (1, 1, 1), "x.1.a": (1, 1, 1)})
+    (group,) = checkpointing(backward_pass, [backward_pass], {})
     assert [block.name for block in group.blocks] == ["x.1"]
 
 
@@ -63,10 +63,12 @@ def test_groups_inside_of_a_groups_blocks_are_left_out() -> None:
     names = [f"x.{outer}.y.{inner}.z" for outer in range(2) for inner in range(3)]
     names += [f"x.{outer}.y.{inner}" for outer in range(2) for inner in range(3)]
     names += [f"x.{outer}{rest}" for outer in range(2) for rest in ("", ".y")]
-    one = backward(dict.fromkeys(names, (9, 1, 1)))
-    assert [group.name for group in checkpointing(one, [one], {})] == ["x.0-1"]
+    backward_pass = backward(dict.fromkeys(names, (9, 1, 1)))
+    assert [group.name for group in checkpointing(backward_pass, [backward_pass], {})] == ["x.0-1"]
     # Where the outer blocks free nothing, the inner ones can.
-    free = replace(one, modules={**one.modules, **backward({"x.0": (1, 1, 9), "x.1": (1, 1, 9)}).modules})
+    free = replace(
+        backward_pass, modules={**backward_pass.modules, **backward({"x.0": (1, 1, 9), "x.1": (1, 1, 9)}).modules}
+    )
     assert [group.name for group in checkpointing(free, [free], {})] == ["x.0.y.0-2", "x.1.y.0-2"]
 
 

@@ -38,9 +38,9 @@ def test_a_trace_becomes_a_snapshot_with_the_trace_s_own_peak_and_holders(tmp_pa
     ring = replay(snapshot)
     assert ring.peak_requested_bytes == device.peak_bytes == 1500
     assert ring.live_now.requested_bytes == 800
-    assert {one.stack or one.site: one.bytes for one in ring.holders_at_peak}
+    assert {holder.stack or holder.site: holder.bytes for holder in ring.holders_at_peak}
     # The host's free of a block that is not the trace's is left out.
-    assert [one.action for one in snapshot.devices[0].events] == [
+    assert [event.action for event in snapshot.devices[0].events] == [
         "alloc", "alloc", "free_requested", "free_completed", "alloc",
     ]  # fmt: skip
 
@@ -54,8 +54,8 @@ def test_a_block_whose_free_was_not_seen_is_freed_before_its_place_is_used_again
 def test_devices_come_before_the_host_so_that_their_numbers_are_torch_s(tmp_path: Path) -> None:
     events = [operator("aten::mm", 0, 100), memory(10, 4096, 1000), memory(20, 8192, 500, device=1)]
     history = history_of_trace(write_trace(tmp_path / "a.pt.trace.json", events))
-    assert [[one["size"] for one in ring] for ring in history["device_traces"]] == [[500], [1000]]
-    assert [one["device"] for one in history["segments"]] == [0, 1]
+    assert [[event["size"] for event in ring] for ring in history["device_traces"]] == [[500], [1000]]
+    assert [segment["device"] for segment in history["segments"]] == [0, 1]
 
 
 def test_blocks_lie_in_segments_that_cover_them_and_no_more(tmp_path: Path) -> None:
@@ -67,7 +67,10 @@ def test_blocks_lie_in_segments_that_cover_them_and_no_more(tmp_path: Path) -> N
         memory(4, 1000, -100),
     ]
     history = history_of_trace(write_trace(tmp_path / "a.pt.trace.json", events))
-    laid = [(one["address"], one["total_size"], [b["state"] for b in one["blocks"]]) for one in history["segments"]]
+    laid = [
+        (segment["address"], segment["total_size"], [b["state"] for b in segment["blocks"]])
+        for segment in history["segments"]
+    ]
     assert laid == [
         (1000, 100, ["inactive"]),
         (1100, 50, ["active_allocated"]),

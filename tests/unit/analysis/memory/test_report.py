@@ -85,7 +85,7 @@ def test_of_several_devices_the_models_own_comes_first(tmp_path: Path) -> None:
     rewrite(directory, "module_memory", lambda row: [row, {**row, "device": "cuda:1", "total_bytes": 10**9}])
     found = peak(memory_report(load_run(directory)))
     assert found.device == "cpu"
-    assert [(one.device, one.total_bytes) for one in found.others] == [("cuda:1", 10**9)]
+    assert [(peak.device, peak.total_bytes) for peak in found.others] == [("cuda:1", 10**9)]
 
 
 def test_the_largest_of_all_windows_is_the_peak(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_own_bytes_of_modules_and_what_no_module_owns_are_all_that_was_kept(tmp_
     kept = report(tmp_path).lead.activations
     assert kept is not None
     assert kept.total_bytes == FAKE.activation_bytes
-    assert sum(one.own_activation_bytes for one in kept.modules) + kept.unattributed_bytes == kept.total_bytes
+    assert sum(module.own_activation_bytes for module in kept.modules) + kept.unattributed_bytes == kept.total_bytes
     assert kept.unattributed_bytes == FAKE.unattributed_bytes
     first = kept.modules[0]
     assert (first.name, first.calls) == ("net", 1)
@@ -135,7 +135,7 @@ def test_parameters_that_no_row_has_are_unknown(tmp_path: Path) -> None:
     rewrite(directory, "saved_tensors", lambda row: [row] if row["point"] == "before_backward" else [])
     lead = memory_report(load_run(directory)).lead
     assert lead.activations is not None
-    assert {one.parameter_bytes for one in lead.activations.modules} == {None}
+    assert {module.parameter_bytes for module in lead.activations.modules} == {None}
     found = lead.peak
     assert found is not None
     assert found.categories == {**dict.fromkeys(CATEGORIES), "activation": FAKE.activation_bytes}
@@ -151,7 +151,7 @@ def test_without_a_backward_what_was_held_is_known_and_the_rest_says_why(tmp_pat
     assert lead.peak.total_bytes == 4 * FAKE.parameter_bytes + 64 * KIB
     assert lead.peak.moment == "the end of the step"
     assert (lead.activations, lead.reasons["modules"]) == (None, note)
-    assert {(one.activation_bytes, one.held_bytes) for one in lead.steps} == {(None, lead.peak.total_bytes)}
+    assert {(step.activation_bytes, step.held_bytes) for step in lead.steps} == {(None, lead.peak.total_bytes)}
 
 
 def test_of_several_backwards_in_a_step_the_largest_counts(tmp_path: Path) -> None:
@@ -164,16 +164,16 @@ def test_of_several_backwards_in_a_step_the_largest_counts(tmp_path: Path) -> No
 
     rewrite(directory, "saved_tensors", twice)
     lead = memory_report(load_run(directory)).lead
-    assert [one.activation_bytes for one in lead.steps] == [FAKE.activation_bytes + 5]
+    assert [step.activation_bytes for step in lead.steps] == [FAKE.activation_bytes + 5]
     assert lead.activations is not None
     assert lead.activations.unattributed_bytes == FAKE.unattributed_bytes + 5
 
 
 def test_steps_have_what_was_kept_and_what_was_held(tmp_path: Path) -> None:
     steps = report(tmp_path, windows=((2, 3), (8,))).lead.steps
-    assert [(one.window, one.step) for one in steps] == [(0, 2), (0, 3), (1, 8)]
-    assert {one.activation_bytes for one in steps} == {FAKE.activation_bytes}
-    assert {one.held_bytes for one in steps} == {4 * FAKE.parameter_bytes + 64 * KIB}
+    assert [(step.window, step.step) for step in steps] == [(0, 2), (0, 3), (1, 8)]
+    assert {step.activation_bytes for step in steps} == {FAKE.activation_bytes}
+    assert {step.held_bytes for step in steps} == {4 * FAKE.parameter_bytes + 64 * KIB}
 
 
 def test_rows_of_warmup_steps_do_not_count(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_damaged_lines_hide_only_themselves(tmp_path: Path) -> None:
     path = directory / "window000" / "rank00000.saved_tensors.jsonl"
     path.write_text("{broken\n" + path.read_text())
     found = memory_report(load_run(directory))
-    assert [(one.piece, one.rank) for one in found.problems] == [("rank00000.saved_tensors.jsonl", 0)]
+    assert [(problem.piece, problem.rank) for problem in found.problems] == [("rank00000.saved_tensors.jsonl", 0)]
     assert peak(found).categories["activation"] == FAKE.activation_bytes
 
 
@@ -235,7 +235,7 @@ def test_odd_values_in_a_row_are_left_out(tmp_path: Path, odd: object) -> None:
 
 def test_every_rank_has_its_own_figures_and_the_lead_one_is_named(tmp_path: Path) -> None:
     found = report(tmp_path, world_size=3)
-    assert [one.rank for one in found.ranks] == [0, 1, 2]
+    assert [rank.rank for rank in found.ranks] == [0, 1, 2]
     assert found.lead is found.ranks[0]
 
 
@@ -243,9 +243,9 @@ def test_a_limit_reads_the_lead_ranks_last_windows_and_says_so(tmp_path: Path) -
     directory = make_run(tmp_path, FakeRun(world_size=2, windows=((2, 3), (8, 9), (14, 15))))
     size = sum(path.stat().st_size for path in (directory / "window000").glob("rank00000.[sf]*.jsonl"))
     found = memory_report(load_run(directory), max_bytes=size + size // 2)
-    assert [one.rank for one in found.ranks] == [0]
-    assert {one.window for one in found.lead.steps} == {2}
-    assert ["2 of 3 windows" in one.message for one in found.notes] == [True]
-    assert {one.window for one in memory_report(load_run(directory), max_bytes=0).lead.steps} == {2}
+    assert [rank.rank for rank in found.ranks] == [0]
+    assert {step.window for step in found.lead.steps} == {2}
+    assert ["2 of 3 windows" in note.message for note in found.notes] == [True]
+    assert {step.window for step in memory_report(load_run(directory), max_bytes=0).lead.steps} == {2}
     everything = memory_report(load_run(directory), max_bytes=10 * size)
     assert (len(everything.lead.steps), everything.notes) == (6, ())

@@ -49,12 +49,12 @@ def block(size: int, state: str = "active_allocated", frames: Any = ()) -> dict[
 
 
 def segment(*blocks: dict[str, Any], address: int = 0x1000, **more: Any) -> dict[str, Any]:
-    total = sum(one["size"] for one in blocks)
+    total = sum(block["size"] for block in blocks)
     at = address
-    for one in blocks:
-        one["address"] = at
-        at += one["size"]
-    live = sum(one["size"] for one in blocks if one["state"] == "active_allocated")
+    for block in blocks:
+        block["address"] = at
+        at += block["size"]
+    live = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
     return {
         "device": 0, "address": address, "total_size": total, "allocated_size": live, "active_size": live,
         "requested_size": live, "stream": 0, "segment_type": "large", "segment_pool_id": (0, 0),
@@ -179,18 +179,18 @@ def test_live_bytes_are_added_up_by_line_and_by_module(tmp_path: Path) -> None:
         ),
     )
     found = understood(facts(), path)
-    lines = [(one.name, one.detail, one.bytes // GIB, one.blocks) for one in found.by_stack]
+    lines = [(holder.name, holder.detail, holder.bytes // GIB, holder.blocks) for holder in found.by_stack]
     assert lines[0] == ("model.py(33): forward", "in forward", 7, 2)
     assert lines[1][0].startswith("no Python stack")
     assert lines[2] == ("model.py(15): forward", "in forward", 2, 1)
     assert lines[3][0] == "/lib/torch/optim/adam.py(60): _init_group"
-    assert [(one.name, one.bytes // GIB) for one in found.by_module] == [
+    assert [(holder.name, holder.bytes // GIB) for holder in found.by_module] == [
         ("blocks.*.up (Linear)", 7),
         ("no Python stack: allocated by backward's own threads, or while the history was off", 5),
         ("head", 2),
         ("outside of any module's forward", 1),
     ]
-    assert sum(one.bytes for one in found.by_stack) == sum(one.bytes for one in found.by_module) == 15 * GIB
+    assert sum(holder.bytes for holder in found.by_stack) == sum(holder.bytes for holder in found.by_module) == 15 * GIB
     assert found.by_stack_note is None
 
 
@@ -205,7 +205,7 @@ def test_at_most_ten_holders_are_kept_the_largest(tmp_path: Path, name: str) -> 
         for index in range(1, 16)
     ]
     found = understood(facts(forwards=sources), written(tmp_path / "a.pickle", segment(*blocks)))
-    sizes = [one.bytes // MIB for one in getattr(found, name)]
+    sizes = [holder.bytes // MIB for holder in getattr(found, name)]
     assert sizes == list(range(15, 5, -1))
 
 
@@ -231,13 +231,13 @@ def test_a_snapshot_that_would_take_long_to_read_is_left_for_the_command(tmp_pat
 
 def test_what_the_model_holds_and_the_rest_add_up_to_what_is_allocated() -> None:
     found = understood(facts())
-    assert [(one.name, one.bytes // GIB) for one in found.held] == [
+    assert [(holder.name, holder.bytes // GIB) for holder in found.held] == [
         ("parameters", 1),
         ("gradients", 1),
         ("optimizer state", 2),
         ("the rest: what autograd keeps for backward, and temporaries", 74),
     ]
-    assert sum(one.bytes for one in found.held) == found.memory.allocated_bytes
+    assert sum(holder.bytes for holder in found.held) == found.memory.allocated_bytes
 
 
 def test_the_asking_line_is_the_programs_and_the_module_is_known_by_its_stack() -> None:
@@ -318,7 +318,7 @@ def test_what_no_tensor_of_a_full_host_holds_is_shown_and_looked_for() -> None:
     known["host"]["rss_bytes"] = 50 * GIB
     found = understood(known)
     assert found.held[-1].name.startswith("the rest: Python's objects")
-    assert sum(one.bytes for one in found.held) == 50 * GIB
+    assert sum(holder.bytes for holder in found.held) == 50 * GIB
     assert "Look for what grows" in found.next_steps[0]
 
 
@@ -375,9 +375,9 @@ def recorded(tmp_path: Path, *rows: dict[str, Any], file: str | None = None) -> 
 def test_a_run_carries_its_events_with_what_its_file_adds(tmp_path: Path) -> None:
     recorded(tmp_path, {"number": 0, "memory": "device", "ended_run": False}, {"number": 1, "memory": "host"})
     run = load_run(tmp_path)
-    assert [(one.rank, one.number, one.facts["memory"]) for one in run.ooms] == [(0, 0, "device"), (0, 1, "host")]
+    assert [(oom.rank, oom.number, oom.facts["memory"]) for oom in run.ooms] == [(0, 0, "device"), (0, 1, "host")]
     assert run.ooms[0].facts["statistics"] == facts()["statistics"]
-    assert [one.cause for one in autopsies(run)] == ["full", "full"]
+    assert [oom.cause for oom in autopsies(run)] == ["full", "full"]
 
 
 @pytest.mark.parametrize(
@@ -420,7 +420,7 @@ def test_the_verdict_of_a_run_that_ran_out_of_memory_is_that_it_did(tmp_path: Pa
 def test_events_that_the_program_caught_are_a_warning(tmp_path: Path) -> None:
     caught = facts(ended_run=False)
     recorded(tmp_path, caught, {**caught, "number": 1}, file=json.dumps({"events": [caught]}))
-    (first,) = [one for one in examine(Facts.of(load_run(tmp_path))) if one.rule == "out_of_memory"]
+    (first,) = [finding for finding in examine(Facts.of(load_run(tmp_path))) if finding.rule == "out_of_memory"]
     assert first.severity is Severity.WARNING
     assert "2 times" in first.sentence
 
@@ -435,6 +435,6 @@ def test_a_real_snapshots_live_blocks_are_all_of_what_was_asked_for(name: str) -
         pytest.skip(f"{path} is not there")
     reference = json.loads((CORPUS / "references/snapshots.json").read_text())[f"{name}.pickle.gz"]["devices"]["0"]
     found = snapshot_memory(path, 0)
-    assert sum(one.bytes for one in found.holders) == reference["requested_live"]
+    assert sum(holder.bytes for holder in found.holders) == reference["requested_live"]
     assert (found.allocated_bytes, found.reserved_bytes) == (reference["allocated"], reference["reserved"])
     assert found.has_stacks

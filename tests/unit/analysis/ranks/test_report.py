@@ -51,7 +51,7 @@ def summary(rank: int, starts_ms: list[float], ends_ms: list[float], *, host: st
 
 def tracks(*summaries: RankSummary) -> list[RankTrack]:
     shared: dict[Any, Any] = {}
-    return [found for one in summaries if (found := track(one, shared))]
+    return [found for summary in summaries if (found := track(summary, shared))]
 
 
 def test_the_last_to_come_causes_the_wait_and_overlapping_collectives_are_one_wait() -> None:
@@ -199,7 +199,7 @@ def test_a_late_rank_that_recorded_no_collectives_is_named_and_its_waiting_is_no
     assert report is not None
     assert report.straggler is not None
     assert (report.straggler.rank, report.straggler.cause) == (5, "data_wait")
-    waits = {one.rank: one.wait_ns for one in report.ranks}
+    waits = {rank.rank: rank.wait_ns for rank in report.ranks}
     assert waits[5] is None
     assert waits[8] is not None
 
@@ -249,7 +249,7 @@ def test_a_rank_that_computes_longer_than_others_on_the_same_cores_is_an_info(
         rank=1, host=hosts[1], step_ns=100 * MS, caused_ns=50 * MS, caused_share=1.0, cause=cause, own_ns=60 * MS,
         others_ns=10 * MS, callback=None,
     )  # fmt: skip
-    ranks = tuple(replace(one, host=host) for one, host in zip(facts.ranks.ranks, hosts, strict=True))
+    ranks = tuple(replace(rank, host=host) for rank, host in zip(facts.ranks.ranks, hosts, strict=True))
     (found,) = straggler(replace(facts, ranks=replace(facts.ranks, ranks=ranks, straggler=late)))
     assert found.severity is severity
     assert ("cores of one machine" in found.why) == (severity is Severity.INFO)
@@ -281,7 +281,7 @@ def test_a_rank_that_was_read_lightly_keeps_its_end_and_its_errors(tmp_path: Pat
     run = load_run(directory)
     (light,) = [rank for rank in run.ranks if rank.rank == 50]
     assert (light.status, light.in_full, len(light.windows)) == ("running or killed", False, 1)
-    assert [one.rank for one in run.errors] == [50]
+    assert [error.rank for error in run.errors] == [50]
 
 
 def test_a_summary_whose_times_are_no_times_is_refused_and_never_overflows(tmp_path: Path) -> None:

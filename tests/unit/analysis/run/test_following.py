@@ -35,7 +35,7 @@ def test_a_run_grows_from_look_to_look(tmp_path: Path) -> None:
     assert follower.lead.recent[-1]["step"] == 29
     assert len(follower.lead.recent) == 30
     assert follower.has_ended
-    assert [(one.steps, one.closed) for one in follower.lead.windows.values()] == [((2, 3), True)]
+    assert [(window.steps, window.closed) for window in follower.lead.windows.values()] == [((2, 3), True)]
     assert sum(follower.lead.phases_ns().values()) > 0
 
 

@@ -76,9 +76,9 @@ def test_a_whole_run_has_no_problems_and_everything_the_manifest_says(tmp_path: 
     run = load_run(make_run(tmp_path))
     assert run.problems == ()
     assert run.status == "finished"
-    assert [one.reason for one in run.unavailable] == ["no accelerator"]
-    assert {one.type for one in run.artifacts} == {"pulse", "series", "trace"}
-    assert all(one.state == "present" and one.file.exists() for one in run.artifacts)
+    assert [row.reason for row in run.unavailable] == ["no accelerator"]
+    assert {artifact.type for artifact in run.artifacts} == {"pulse", "series", "trace"}
+    assert all(artifact.state == "present" and artifact.file.exists() for artifact in run.artifacts)
     (window,) = run.lead.windows
     assert (window.steps, window.warmup_steps, window.truncated) == ((2, 3), (1,), False)
     assert set(window.series) == {"host", "hooks", "functions", "saved_tensors"}
@@ -163,7 +163,7 @@ def test_missing_and_torn_artifacts_are_named(tmp_path: Path) -> None:
     with trace.open("r+b") as file:
         file.truncate(10)
     run = load_run(directory)
-    states = {one.collector: one.state for one in run.artifacts}
+    states = {artifact.collector: artifact.state for artifact in run.artifacts}
     assert [name for name, state in states.items() if state != "present"] == ["host", "operator_trace"]
     assert states["host"] == "missing"
     assert states["operator_trace"] == "torn"
@@ -182,7 +182,7 @@ def test_a_file_that_was_being_written_again_is_whole_before_and_afterwards(
         path = f"{directory.name}/stats.yaml"
         append(directory, "artifact", collector="x", type="blob", path=path, size_bytes=size, window=None)
     run = load_run(directory)
-    assert [one.state for one in run.artifacts if one.collector == "x"] == [state]
+    assert [artifact.state for artifact in run.artifacts if artifact.collector == "x"] == [state]
     assert len(run.problems) == (state == "torn")
 
 
@@ -191,7 +191,7 @@ def test_a_path_that_leaves_the_run_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("x")
     append(directory, "artifact", collector="x", type="blob", path="../secret", size_bytes=1, window=None)
     run = load_run(directory)
-    assert all("secret" not in one.path for one in run.artifacts)
+    assert all("secret" not in artifact.path for artifact in run.artifacts)
     assert run.problems[0].piece == "../secret"
 
 
@@ -209,7 +209,7 @@ def test_a_run_directory_that_was_copied_alone_still_has_its_series(tmp_path: Pa
     shutil.copytree(directory, copy)
     run = load_run(copy)
     assert set(run.lead.windows[0].series) == {"host", "hooks", "functions", "saved_tensors"}
-    assert [one.type for one in run.artifacts if one.state == "missing"] == ["trace"]
+    assert [artifact.type for artifact in run.artifacts if artifact.state == "missing"] == ["trace"]
 
 
 def test_an_artifact_that_is_listed_twice_counts_once_as_listed_last(tmp_path: Path) -> None:
@@ -225,8 +225,8 @@ def test_an_artifact_that_is_listed_twice_counts_once_as_listed_last(tmp_path: P
         size_bytes=16,
         window=0,
     )
-    traces = [one for one in load_run(directory).artifacts if one.type == "trace"]
-    assert [(one.size_bytes, one.state) for one in traces] == [(16, "present")]
+    traces = [artifact for artifact in load_run(directory).artifacts if artifact.type == "trace"]
+    assert [(trace.size_bytes, trace.state) for trace in traces] == [(16, "present")]
 
 
 def test_errors_and_notes_are_read(tmp_path: Path) -> None:
@@ -236,10 +236,10 @@ def test_errors_and_notes_are_read(tmp_path: Path) -> None:
     )
     append(directory, "note", collector="schedule", message="never records")
     run = load_run(directory)
-    assert [(one.collector, one.where, one.window, one.message) for one in run.errors] == [
+    assert [(error.collector, error.where, error.window, error.message) for error in run.errors] == [
         ("host", "mark", 0, "ValueError: x")
     ]
-    assert [one.message for one in run.notes] == ["never records"]
+    assert [note.message for note in run.notes] == ["never records"]
 
 
 def test_rows_with_fields_of_the_wrong_type_do_not_stop_the_reader(tmp_path: Path) -> None:

@@ -49,13 +49,13 @@ def test_metadata_before_the_events_may_be_long(tmp_path: Path) -> None:
 
 
 def test_files_and_directories_of_them_are_gathered_and_what_is_neither_is_left_out(tmp_path: Path) -> None:
-    one = write(tmp_path / "a" / "b" / "one.pt.trace.json.gz", gzip.compress(TRACE))
+    first = write(tmp_path / "a" / "b" / "one.pt.trace.json.gz", gzip.compress(TRACE))
     two = write(tmp_path / "a" / "two.pickle", pickle.dumps(SNAPSHOT, 4))
     write(tmp_path / "a" / "metrics.json", b'{"loss": 1}')
     write(tmp_path / "a" / "model.pkl", pickle.dumps([1, 2]))
     three = write(tmp_path / "three", TRACE)
     targets = find_targets([tmp_path / "a", three, three])
-    assert targets.traces == (one, three)
+    assert targets.traces == (first, three)
     assert targets.snapshots == (two,)
     assert targets.run is None
 

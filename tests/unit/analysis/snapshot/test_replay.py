@@ -30,7 +30,7 @@ def block(address: int, size: int, requested: int, state: str = "active_allocate
 
 
 def segment(address: int, *blocks: Any) -> dict[str, Any]:
-    size = sum(one["size"] for one in blocks)
+    size = sum(block["size"] for block in blocks)
     return {"device": 0, "address": address, "total_size": size, "stream": 0, "blocks": list(blocks)}
 
 

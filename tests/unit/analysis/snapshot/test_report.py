@@ -55,7 +55,9 @@ def test_the_oldest_holder_is_from_before_the_ring_and_then_by_age(tmp_path):
     ]
     live = [segment(block(0, 10), block(1024, 30), block(2048, 500, LINEAR, TRAIN), block(4096, 5))]
     (device,) = reported(tmp_path, snapshot(live, ring)).devices
-    assert [(one.holder.site, one.holder.bytes, one.before_ring_bytes, one.age_us) for one in device.oldest] == [
+    assert [
+        (holder.holder.site, holder.holder.bytes, holder.before_ring_bytes, holder.age_us) for holder in device.oldest
+    ] == [
         (TRAIN_LINE, 500, 500, None),
         ("", 5, 5, None),
         (TRAIN_LINE, 10, 0, 4000),

@@ -40,7 +40,7 @@ def ring(start_us: int = 0) -> dict[str, Any]:
         {"address": 16384, "size": 512, "requested_size": 100, "state": "active_allocated", "frames": []},
     ]
     segment = {"device": 0, "address": 0, "total_size": 32768, "stream": 0, "blocks": blocks}
-    timed = [{**one, "time_us": one["time_us"] + start_us} for one in events]
+    timed = [{**event, "time_us": event["time_us"] + start_us} for event in events]
     return {"segments": [segment], "device_traces": [timed]}
 
 
@@ -73,7 +73,7 @@ def run_with(directory: Path, content: bytes) -> Run:
     path = run.directory / "cuda_alloc_rank_0.training_step.3.end.pickle"
     path.write_bytes(content)
     artifact = Artifact(0, "allocator_history", "snapshot", path.name, path, 0, len(content))
-    others = tuple(one for one in run.artifacts if one.type != "trace")
+    others = tuple(artifact for artifact in run.artifacts if artifact.type != "trace")
     return replace(run, artifacts=(*others, artifact))
 
 

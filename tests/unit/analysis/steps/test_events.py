@@ -87,7 +87,7 @@ def row(action: str, start: int, duration: int, depth: int = 0, step: int = 2) -
 
 def window(directory: Path, rows: list[dict[str, Any]]) -> Window:
     path = directory / "rank00000.hooks.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return Window(0, 4, (2,), (2,), (), True, False, None, {"hooks": path})
 
 
@@ -123,7 +123,9 @@ def test_a_step_is_shared_among_its_events_and_callbacks_are_named(tmp_path: Pat
         "other": 200 - 160,
     }
     assert step.callbacks_ns == {"ModelCheckpoint{'monitor': 'a.b'}": 20, "C": 15}
-    assert [(one.action, one.offset_ns, one.duration_ns, one.self_ns, one.depth) for one in step.events[:3]] == [
+    assert [
+        (event.action, event.offset_ns, event.duration_ns, event.self_ns, event.depth) for event in step.events[:3]
+    ] == [
         ("[_TrainingEpochLoop].train_dataloader_next", 0, 10, 10, 0),
         ("run_training_batch", 15, 80, 10, 0),
         ("[LightningModule]M.optimizer_step", 16, 70, 20, 1),
@@ -167,16 +169,16 @@ def test_a_step_that_has_no_span_is_left_out(tmp_path: Path) -> None:
 def test_totals_count_each_action_of_all_steps(tmp_path: Path) -> None:
     steps, problems = rank_events(load_run(make_run(tmp_path, FakeRun(windows=((2, 3), (9,))))).lead)
     assert problems == []
-    assert [one.step for one in steps] == [2, 3, 9]
-    totals = {one.action: one for one in event_totals(steps)}
+    assert [step.step for step in steps] == [2, 3, 9]
+    totals = {total.action: total for total in event_totals(steps)}
     batch, step = totals["run_training_batch"], totals["[LightningModule]LitGPT.optimizer_step"]
     assert (batch.count, batch.self_ns, batch.max_self_ns) == (3, 0, 0)
     assert (
         step.total_ns
         == batch.total_ns
-        == sum(sum(one.parts_ns[part] for part in ("forward", "backward", "optimizer")) for one in steps)
+        == sum(sum(step.parts_ns[part] for part in ("forward", "backward", "optimizer")) for step in steps)
     )
-    assert step.self_ns == sum(one.parts_ns["optimizer"] for one in steps)
+    assert step.self_ns == sum(step.parts_ns["optimizer"] for step in steps)
     assert step.max_self_ns <= step.max_ns <= step.total_ns
 
 
@@ -193,7 +195,7 @@ def test_pauses_are_summed_over_recorded_steps(tmp_path: Path) -> None:
          "tensors": [], "tensor_bytes": 0},
     ]  # fmt: skip
     path = directory / "window000" / "rank00000.garbage.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     series = {**run.lead.windows[0].series, "garbage": path}
     made = Window(0, 0, (2, 3), (2, 3), (), True, False, None, series)
     found, problems = pauses(type(run.lead)(**{**vars(run.lead), "windows": (made,)}))
@@ -202,4 +204,4 @@ def test_pauses_are_summed_over_recorded_steps(tmp_path: Path) -> None:
     assert (found.count, found.total_ns, found.max_ns, found.collected, found.uncollectable) == (2, 80, 50, 6, 1)
     assert found.generations == {0: (1, 30), 2: (1, 50)}
     assert found.tensor_bytes == 16
-    assert [(one.shape, one.count, one.bytes) for one in found.tensors] == [((2,), 2, 16)]
+    assert [(tensor.shape, tensor.count, tensor.bytes) for tensor in found.tensors] == [((2,), 2, 16)]

@@ -54,7 +54,7 @@ def test_a_host_without_a_common_collective_keeps_its_clock_and_is_named():
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=20), st.integers(-(10**15), 10**15))
 def test_without_noise_the_skew_is_found_exactly(times, skew):
     first = {key(number): START + time for number, time in enumerate(times)}
-    clocks = align_hosts({"a": first, "b": {one: end + skew for one, end in first.items()}})
+    clocks = align_hosts({"a": first, "b": {name: end + skew for name, end in first.items()}})
     assert (clocks.offsets_ns["b"], clocks.residual_ns) == (-skew, 0)
 
 

@@ -37,12 +37,12 @@ def document(sources, out, **options):
 
 
 def events(found, ph="X"):
-    return [one for one in found["traceEvents"] if one["ph"] in ph]
+    return [event for event in found["traceEvents"] if event["ph"] in ph]
 
 
 def names(found, what="process_name"):
-    told = [one for one in events(found, "M") if one["name"] == what]
-    return {one["tid" if what.startswith("thread") else "pid"]: one["args"]["name"] for one in told}
+    told = [event for event in events(found, "M") if event["name"] == what]
+    return {event["tid" if what.startswith("thread") else "pid"]: event["args"]["name"] for event in told}
 
 
 def test_ranks_stand_on_one_time_base_in_nanoseconds(tmp_path):
@@ -50,7 +50,7 @@ def test_ranks_stand_on_one_time_base_in_nanoseconds(tmp_path):
     late = write_trace(tmp_path / "b.json", [op("b", 5_000_004.5, 1)], baseTimeNanoseconds=BASE)
     sources = [Source(label="rank 0", trace=early), Source(label="rank 1", sort=1, trace=late, offset_ns=-500)]
     found = document(sources, tmp_path / "out.json")
-    assert [(one["name"], one["ts"], one["dur"]) for one in events(found)] == [("a", 0, 2.003), ("b", 2.999, 1)]
+    assert [(event["name"], event["ts"], event["dur"]) for event in events(found)] == [("a", 0, 2.003), ("b", 2.999, 1)]
     assert found["baseTimeNanoseconds"] == BASE + 5_000_001_001
 
 
@@ -60,7 +60,7 @@ def test_times_since_1970_keep_their_nanoseconds(tmp_path):
     (tmp_path / "older.json").write_text(text % ("older", "1712195495406752"))
     sources = [Source(label=name, trace=tmp_path / f"{name}.json") for name in ("old", "older")]
     found = document(sources, tmp_path / "out.json")
-    assert {one["name"]: one["ts"] for one in events(found)} == {"old": 0.797, "older": 0}
+    assert {event["name"]: event["ts"] for event in events(found)} == {"old": 0.797, "older": 0}
     assert found["baseTimeNanoseconds"] == 1_712_195_495_406_752_000
 
 
@@ -69,7 +69,7 @@ def test_a_trace_that_does_not_say_when_it_was_recorded_begins_with_the_others(t
     other = write_trace(tmp_path / "other.json", [op("b", 123_456, 1)])
     out = tmp_path / "out.json"
     result = merge_traces([Source(label="a", trace=dated), Source(label="b", trace=other)], out)
-    assert [one["ts"] for one in events(json.loads(out.read_text()))] == [0, 0]
+    assert [event["ts"] for event in events(json.loads(out.read_text()))] == [0, 0]
     assert result.notes == ("b: does not say when it was recorded; it was put at the start",)
 
 
@@ -77,10 +77,10 @@ def test_a_frame_that_outlasts_the_range_it_opened_yields_to_it(tmp_path):
     enter = {**op("enter", 10, 20), "cat": "python_function"}
     inner = {**op("_record_function_enter_new", 12, 10), "cat": "python_function"}
     found = merged(tmp_path, [op("step", 0, 100), enter, inner, op("range", 15, 50)])
-    assert {one["name"]: (one["ts"], one["dur"]) for one in events(found)} == {
+    assert {event["name"]: (event["ts"], event["dur"]) for event in events(found)} == {
         "step": (0, 100), "enter": (10, 5), "_record_function_enter_new": (12, 3), "range": (15, 50),
     }  # fmt: skip
-    assert len({one["tid"] for one in events(found)}) == 1
+    assert len({event["tid"] for event in events(found)}) == 1
 
 
 def test_kernels_that_overlap_on_a_stream_get_room_beside_and_their_arrows_follow(tmp_path):
@@ -88,35 +88,35 @@ def test_kernels_that_overlap_on_a_stream_get_room_beside_and_their_arrows_follo
     found = merged(
         tmp_path, [op("one", 0, 10), op("two", 5, 10), {**arrow, "ph": "s", "ts": 1}, {**arrow, "ph": "f", "ts": 5}]
     )
-    tracks = {one["name"]: one["tid"] for one in events(found)}
+    tracks = {event["name"]: event["tid"] for event in events(found)}
     assert tracks["one"] != tracks["two"]
-    assert [one["tid"] for one in events(found, "sf")] == [tracks["one"], tracks["two"]]
+    assert [event["tid"] for event in events(found, "sf")] == [tracks["one"], tracks["two"]]
     assert names(found, "thread_name")[tracks["two"]] == "thread 8 (beside 1)"
-    assert [(one["ts"], one["dur"]) for one in events(found)] == [(0, 10), (5, 10)]
+    assert [(event["ts"], event["dur"]) for event in events(found)] == [(0, 10), (5, 10)]
 
 
 def test_numbers_are_small_and_positive_and_ids_belong_to_one_rank(tmp_path):
     arrow = {"cat": "ac2g", "name": "ac2g", "pid": -1, "tid": "stream 7", "bp": "e"}
-    one = [
+    first = [
         op("k", 0, 9, pid=-1, tid="stream 7"),
         {**arrow, "ph": "s", "ts": 1, "id": 3},
         {**arrow, "ph": "f", "ts": 2, "id": 3},
     ]
-    again = [*one, {**arrow, "ph": "s", "ts": 3, "id": 3}, {**arrow, "ph": "f", "ts": 4, "id": 3},
+    again = [*first, {**arrow, "ph": "s", "ts": 3, "id": 3}, {**arrow, "ph": "f", "ts": 4, "id": 3},
              {**arrow, "ph": "s", "ts": 3, "id": 2**64}, {**arrow, "ph": "s", "ts": 3, "id": "x"}]  # fmt: skip
-    found = merged(tmp_path, one, again)
-    starts = [one["id"] for one in events(found, "s")]
+    found = merged(tmp_path, first, again)
+    starts = [event["id"] for event in events(found, "s")]
     assert len(set(starts)) == len(starts) == 5
     assert all(0 <= number < 2**53 for number in starts)
-    assert [one["id"] for one in events(found, "f")] == [starts[0], starts[1], starts[2]]
-    assert {one["pid"] for one in found["traceEvents"]} == {1, 2}
+    assert [event["id"] for event in events(found, "f")] == [starts[0], starts[1], starts[2]]
+    assert {event["pid"] for event in found["traceEvents"]} == {1, 2}
     assert names(found) == {1: "rank 0 · host · -1", 2: "rank 1 · host · -1"}
 
 
 def test_an_instant_of_a_rank_stands_on_its_own_track_and_not_across_all(tmp_path):
     mark = {"ph": "i", "name": "Record Window End", "pid": "", "tid": 8, "ts": 3, "s": "g"}
     found = merged(tmp_path, [op("a", 1, 1), mark, {**mark, "s": "p"}])
-    assert [one["s"] for one in events(found, "i")] == ["t", "p"]
+    assert [event["s"] for event in events(found, "i")] == ["t", "p"]
 
 
 def test_what_cannot_be_drawn_is_left_out_and_told(tmp_path):
@@ -129,7 +129,7 @@ def test_what_cannot_be_drawn_is_left_out_and_told(tmp_path):
     out = tmp_path / "out.json"
     result = merge_traces([Source(label="", trace=path)], out)
     found = json.loads(out.read_text())
-    assert [(one["ph"], one.get("args")) for one in found["traceEvents"] if one["ph"] != "M"] == [
+    assert [(event["ph"], event.get("args")) for event in found["traceEvents"] if event["ph"] != "M"] == [
         ("X", None), ("C", {"b": 2}),
     ]  # fmt: skip
     assert sorted(result.notes) == [
@@ -150,7 +150,7 @@ def test_ready_events_share_the_processes_of_their_label(tmp_path):
     sources = [Source(label="rank 0", events=ready), Source(label="rank 0", trace=trace)]
     found = document(sources, tmp_path / "out.json.gz")
     assert names(found) == {1: "rank 0", 2: "rank 0 · 7"}
-    told = {one["name"]: (one["pid"], one["ts"]) for one in found["traceEvents"] if one["ph"] != "M"}
+    told = {event["name"]: (event["pid"], event["ts"]) for event in found["traceEvents"] if event["ph"] != "M"}
     assert told == {"rss": (1, 0), "a": (2, 0.995), "mark": (1, 999.995), "fetch": (1, 1999.998)}
 
 
@@ -158,8 +158,8 @@ def test_windows_of_a_rank_share_its_tracks_and_twins_do_not(tmp_path):
     first = write_trace(tmp_path / "1.json", [op("a", 0, 10)], baseTimeNanoseconds=BASE)
     second = write_trace(tmp_path / "2.json", [op("b", 20, 10)], baseTimeNanoseconds=BASE)
     twin = write_trace(tmp_path / "3.json", [op("c", 5, 10)], baseTimeNanoseconds=BASE)
-    found = document([Source(label="r", trace=one) for one in (first, second, twin)], tmp_path / "out.json")
-    tracks = {one["name"]: one["tid"] for one in events(found)}
+    found = document([Source(label="r", trace=source) for source in (first, second, twin)], tmp_path / "out.json")
+    tracks = {event["name"]: event["tid"] for event in events(found)}
     assert tracks["a"] == tracks["b"] != tracks["c"]
     assert len(names(found)) == 1
 
@@ -169,7 +169,7 @@ def test_workers_write_what_one_process_writes(tmp_path):
     alone = merged(tmp_path, *traces, workers=0)
     assert merged(tmp_path, *traces, workers=2) == alone
     assert len(events(alone)) == 600
-    assert {one.name for one in tmp_path.iterdir()} == {"t0.json", "t1.json", "t2.json", "out.json.gz"}
+    assert {path.name for path in tmp_path.iterdir()} == {"t0.json", "t1.json", "t2.json", "out.json.gz"}
     assert sum(1 for _ in read_trace(tmp_path / "out.json.gz").events()) == len(alone["traceEvents"])
 
 
@@ -180,7 +180,7 @@ def test_a_damaged_trace_leaves_nothing_behind(tmp_path, workers):
     sources = [Source(label=name, trace=tmp_path / name) for name in ("good.json", "cut.json")]
     with pytest.raises(ArtifactError, match=r"cut\.json: is cut off"):
         merge_traces(sources, tmp_path / "out.json.gz", workers=workers)
-    assert {one.name for one in tmp_path.iterdir()} == {"good.json", "cut.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"good.json", "cut.json"}
 
 
 def test_a_result_that_cannot_be_written_is_an_error_with_its_name(tmp_path):
@@ -212,7 +212,7 @@ def test_a_slice_holds_its_steps_and_clips_what_reaches_over(tmp_path):
     out = tmp_path / "slice.json"
     result = cut(path, [2, 3], out)
     found = json.loads(out.read_text())
-    assert {(one["name"], one["ts"], one["dur"]) for one in events(found)} == {
+    assert {(event["name"], event["ts"], event["dur"]) for event in events(found)} == {
         ("fit", 0, 200), ("ProfilerStep#2", 0, 90), ("ProfilerStep#3", 100, 90), ("ProfilerStep#3", 120, 80),
         ("in", 10, 5), ("ProfilerStep#4", 200, 0),
     }  # fmt: skip
@@ -228,7 +228,9 @@ def test_a_merged_trace_can_be_cut_and_merged_again(tmp_path):
     cut(tmp_path / "out.json.gz", [1], out)
     again = json.loads(out.read_text())
     assert names(again) == names(first)
-    assert [(one["name"], one["ts"]) for one in events(again)] == [(one["name"], one["ts"]) for one in events(first)]
+    assert [(event["name"], event["ts"]) for event in events(again)] == [
+        (event["name"], event["ts"]) for event in events(first)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from lightning_memprof.units import GIB
 
 def events(sources: list[Source], **wanted: str) -> list[TimelineEvent]:
     found = [event for source in sources if source.events for event in source.events()]
-    return [one for one in found if all(getattr(one, key) == value for key, value in wanted.items())]
+    return [event for event in found if all(getattr(event, key) == value for key, value in wanted.items())]
 
 
 def add_series(run: Path, collector: str, rows: list[dict[str, Any]], torn: str = "") -> None:
@@ -48,15 +48,15 @@ def test_every_rank_is_a_group_in_order_and_findings_stand_above(tmp_path):
 def test_steps_hooks_fetches_marks_and_memory_stand_on_tracks_of_their_own(tmp_path):
     fake = FakeRun(device_bytes=lambda step: GIB)
     sources = run_sources(load_run(make_run(tmp_path, fake)))
-    assert [one.name for one in events(sources, thread="steps")] == ["step 1", "step 2", "step 3"]
-    assert {one.name for one in events(sources, thread="data fetches")} == {
+    assert [event.name for event in events(sources, thread="steps")] == ["step 1", "step 2", "step 3"]
+    assert {event.name for event in events(sources, thread="data fetches")} == {
         "[_TrainingEpochLoop].train_dataloader_next"
     }
     hooks = events(sources, thread="hooks")
     assert hooks
-    assert all(one.ph == "X" and one.cat == "hook" for one in hooks)
-    assert {"batch_start", "batch_end"} <= {one.name for one in events(sources, thread="marks")}
-    counters = {one.name: one for one in events(sources, ph="C")}
+    assert all(hook.ph == "X" and hook.cat == "hook" for hook in hooks)
+    assert {"batch_start", "batch_end"} <= {event.name for event in events(sources, thread="marks")}
+    counters = {event.name: event for event in events(sources, ph="C")}
     assert {"rss_bytes", "cuda:0 allocated_bytes", "cuda:0 allocated_bytes_peak"} <= counters.keys()
     assert counters["cuda:0 allocated_bytes"].args == {"value": GIB}
 
@@ -89,24 +89,24 @@ def test_samples_of_the_whole_run_and_named_moments_are_kept_to_the_windows(tmp_
     ]
     (directory / "snapshots.rank00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in moments))
     sources = run_sources(load_run(directory))
-    assert [one.start_ns for one in events(sources, process="system")] == [inside]
+    assert [event.start_ns for event in events(sources, process="system")] == [inside]
     (region,) = events(sources, thread="regions")
     assert (region.name, region.start_ns, region.duration_ns) == ("a", inside, 5)
     assert region.args == {"step": 2, "rss_change_bytes": 5}
-    assert [one.name for one in events(sources, thread="snapshots")] == ["b", "c"]
+    assert [event.name for event in events(sources, thread="snapshots")] == ["b", "c"]
 
 
 def test_one_window_some_ranks_and_some_steps_can_be_chosen(tmp_path):
     run = load_run(make_run(tmp_path, FakeRun(world_size=2, windows=((2, 3), (10, 11)))))
     sources = run_sources(run, window=1, ranks=[1])
     assert {source.sort for source in sources[1:]} == {1}
-    assert [one.name for one in events(sources, thread="steps")] == ["step 9", "step 10", "step 11"]
+    assert [event.name for event in events(sources, thread="steps")] == ["step 9", "step 10", "step 11"]
     sliced = run_sources(run, ranks=[0], steps=[3])
-    assert [one.name for one in events(sliced, thread="steps")] == ["step 3"]
+    assert [event.name for event in events(sliced, thread="steps")] == ["step 3"]
     (step,) = events(sliced, thread="steps")
-    for one in events(sliced):
-        assert step.start_ns <= one.start_ns
-        assert one.start_ns + one.duration_ns <= step.start_ns + step.duration_ns
+    for event in events(sliced):
+        assert step.start_ns <= event.start_ns
+        assert event.start_ns + event.duration_ns <= step.start_ns + step.duration_ns
     (trace,) = [source for source in sliced if source.trace]
     assert trace.span_ns
     assert trace.span_ns[1] - trace.span_ns[0] == step.duration_ns

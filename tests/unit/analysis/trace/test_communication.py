@@ -48,15 +48,15 @@ def test_gloos_spans_are_collectives_with_their_unix_times_and_sizes(tmp_path: P
 
 
 def test_without_shapes_the_size_is_not_known(tmp_path: Path) -> None:
-    (one,) = collectives(write(tmp_path / "a.json", [event("user_annotation", "gloo:barrier", 1, 2)]))
-    assert one.bytes is None
+    (collective,) = collectives(write(tmp_path / "a.json", [event("user_annotation", "gloo:barrier", 1, 2)]))
+    assert collective.bytes is None
 
 
 def test_a_kernel_of_nccl_is_named_by_its_own_arguments(tmp_path: Path) -> None:
     args = {"Collective name": "_allgather_base", "In msg nelems": 100, "dtype": "BFloat16", "Process Group Name": "7"}
     trace = write(tmp_path / "a.json", [event("kernel", "ncclDevKernel_AllGather_RING_LL(x)", 10, 5, args=args)])
-    (one,) = collectives(trace)
-    assert (one.name, one.group, one.bytes, one.device) == ("all_gather", "7", 200, "cuda")
+    (collective,) = collectives(trace)
+    assert (collective.name, collective.group, collective.bytes, collective.device) == ("all_gather", "7", 200, "cuda")
 
 
 def test_a_kernel_without_arguments_is_named_by_the_annotation_on_its_stream(tmp_path: Path) -> None:
@@ -72,21 +72,28 @@ def test_a_kernel_without_arguments_is_named_by_the_annotation_on_its_stream(tmp
             event("user_annotation", "nccl:broadcast", 500, 20, args=shaped(10)),
         ],
     )  # fmt: skip
-    (one,) = collectives(trace)
-    assert (one.name, one.group, one.bytes, one.start_ns - BASE_NS) == ("all_reduce", "3", 40, 300_000)
+    (collective,) = collectives(trace)
+    assert (collective.name, collective.group, collective.bytes, collective.start_ns - BASE_NS) == (
+        "all_reduce",
+        "3",
+        40,
+        300_000,
+    )
 
 
 @pytest.mark.parametrize("launched", ["nccl:all_to_all", "nccl:send"])
 def test_sends_are_an_all_to_all_only_where_the_program_sends_nothing_else(tmp_path: Path, launched: str) -> None:
     kernel = event("kernel", "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(x)", 300, 70)
     trace = write(tmp_path / "a.json", [event("user_annotation", launched, 1, 2), kernel])
-    assert [one.name for one in collectives(trace)] == (["all_to_all"] if "all_to_all" in launched else [])
+    assert [collective.name for collective in collectives(trace)] == (
+        ["all_to_all"] if "all_to_all" in launched else []
+    )
 
 
 def test_an_event_is_found_across_the_pieces_in_which_a_trace_is_read(tmp_path: Path) -> None:
     filler = [event("cpu_op", "aten::" + "x" * 300, at, 1) for at in range(3000)]
     ours = [event("user_annotation", "gloo:all_reduce", 5000 + at, 1, args=shaped(8)) for at in range(300)]
-    mixed = [one for pair in zip(filler, ours * 10, strict=True) for one in pair]
+    mixed = [event for pair in zip(filler, ours * 10, strict=True) for event in pair]
     assert len(collectives(write(tmp_path / "a.json.gz", mixed))) == 3000
 
 

@@ -19,7 +19,7 @@ def step(number: int, start: int, end: int) -> Made:
 
 
 def found(directory: Path, *made: Made, **changes: Any) -> HostOperators | None:
-    events = [event_fields(one) for one in made]
+    events = [event_fields(event) for event in made]
     return trace_report(write_trace(directory / "a.json", events, **changes)).host_operators
 
 
@@ -41,8 +41,8 @@ def one_step(number: int, at: int, interrupted_us: int = 0) -> list[Made]:
 
 
 def test_a_step_is_what_is_short_in_operators_and_between_them(tmp_path: Path) -> None:
-    one = found(tmp_path, *one_step(3, 1_000))
-    assert one == HostOperators(
+    finding = found(tmp_path, *one_step(3, 1_000))
+    assert finding == HostOperators(
         steps=1,
         step_ns=100_000,
         operators=4,
@@ -69,22 +69,22 @@ def test_what_interrupts_one_of_several_steps_does_not_count(tmp_path: Path) -> 
 
 def test_of_steps_that_differ_those_that_are_alike_count(tmp_path: Path) -> None:
     other = [step(2, 0, 500), Made("aten::sub", 10, 400)]
-    one = found(tmp_path, *other, *one_step(3, 1_000), *one_step(4, 7_000))
-    assert one is not None
-    assert (one.steps, one.operators) == (2, 4)
+    finding = found(tmp_path, *other, *one_step(3, 1_000), *one_step(4, 7_000))
+    assert finding is not None
+    assert (finding.steps, finding.operators) == (2, 4)
 
 
 def test_steps_that_lie_in_one_another_are_told_once(tmp_path: Path) -> None:
-    one = found(tmp_path, *(step(number, 1_000, 1_100) for number in range(50)), *one_step(3, 1_000))
-    assert one is not None
-    assert (one.steps, one.operators) == (1, 4)
+    finding = found(tmp_path, *(step(number, 1_000, 1_100) for number in range(50)), *one_step(3, 1_000))
+    assert finding is not None
+    assert (finding.steps, finding.operators) == (1, 4)
 
 
 def test_operators_of_another_thread_and_between_the_steps_are_not_in_it(tmp_path: Path) -> None:
     others = [Made("aten::add", 1_002 + 5 * i, 1_004 + 5 * i, thread=8) for i in range(3)]
-    one = found(tmp_path, *one_step(3, 1_000), *others, Made("aten::add", 1_200, 1_210))
-    assert one is not None
-    assert one.operators == 4
+    finding = found(tmp_path, *one_step(3, 1_000), *others, Made("aten::add", 1_200, 1_210))
+    assert finding is not None
+    assert finding.operators == 4
 
 
 def test_without_steps_without_operators_or_with_a_device_it_says_nothing(tmp_path: Path) -> None:

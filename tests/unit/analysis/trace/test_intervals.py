@@ -39,11 +39,11 @@ def test_a_union_holds_every_moment_once(spans):
 
 
 @given(SPANS, SPANS)
-def test_sets_of_time_behave_as_sets(one, other):
-    first, second = make(one), make(other)
-    assert moments(intersection(first, second)) == naive(one) & naive(other)
-    assert moments(difference(first, second)) == naive(one) - naive(other)
-    assert moments(clip(first, 7, 21)) == naive(one) & set(range(7, 21))
+def test_sets_of_time_behave_as_sets(left, other):
+    first, second = make(left), make(other)
+    assert moments(intersection(first, second)) == naive(left) & naive(other)
+    assert moments(difference(first, second)) == naive(left) - naive(other)
+    assert moments(clip(first, 7, 21)) == naive(left) & set(range(7, 21))
 
 
 @given(SPANS, st.lists(st.integers(-3, 45), max_size=6))

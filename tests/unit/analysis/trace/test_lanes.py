@@ -10,7 +10,7 @@ from lightning_memprof.errors import ArtifactError
 
 
 def lanes(directory: Path, *made: Made) -> Lanes:
-    return read_lanes(write_trace(directory / "a.pt.trace.json", [event_fields(one) for one in made]))
+    return read_lanes(write_trace(directory / "a.pt.trace.json", [event_fields(event) for event in made]))
 
 
 def test_calls_nest_and_times_count_from_the_first_of_all(tmp_path: Path) -> None:

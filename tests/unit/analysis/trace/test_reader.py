@@ -133,11 +133,11 @@ def test_microseconds_since_1970_keep_their_nanoseconds(tmp_path):
 
 def test_memory_does_not_grow_with_the_file(tmp_path):
     path = tmp_path / "t.json"
-    one = json.dumps(OPERATOR)
-    path.write_text('{"traceEvents": [' + ",\n".join([one] * 40_000) + "]}")
+    event = json.dumps(OPERATOR)
+    path.write_text('{"traceEvents": [' + ",\n".join([event] * 40_000) + "]}")
     sizes = [len(batch) for batch in read_trace(path).batches()]
     assert sum(sizes) == 40_000
-    assert max(sizes) * len(one) < 3 << 20
+    assert max(sizes) * len(event) < 3 << 20
 
 
 def damaged(tmp_path: Path) -> dict[str, Path]:

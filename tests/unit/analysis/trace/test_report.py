@@ -209,7 +209,9 @@ def test_operators_of_a_trace_without_a_device_have_the_time_of_their_own(tmp_pa
         event("cpu_op", "aten::mm", 50, 80, AUTOGRAD),
         event("user_annotation", "ProfilerStep#1", 0, 200),
     ).operators
-    assert [(one.name, one.count, one.own_ns, one.total_ns, one.max_ns) for one in found] == [
+    assert [
+        (operator.name, operator.count, operator.own_ns, operator.total_ns, operator.max_ns) for operator in found
+    ] == [
         ("aten::addmm", 2, 120_000, 130_000, 80_000),
         ("aten::mm", 1, 30_000, 30_000, 30_000),
         ("aten::linear", 1, 20_000, 100_000, 100_000),
