@@ -107,7 +107,10 @@ def test_the_phases_of_the_device_sum_to_its_step_and_are_not_the_hosts(run: Run
         assert sum(phases) == row["device_duration_ns"]
         assert phases[FORWARD] > 0
         assert row["device_callbacks_ns"] is None
-        assert (row["device_peak_bytes"] or 0) > 16 * MIB
+    # Memory is read at most every 10 ms: rows in between have no peak.
+    peaks = [row["device_peak_bytes"] for row in rows if row["device_peak_bytes"] is not None]
+    assert peaks
+    assert min(peaks) > 16 * MIB
     host, on_device = (sum(row[name] or 0 for row in rows[5:]) for name in ("forward_ns", "device_forward_ns"))
     assert on_device > host
 

@@ -37,7 +37,10 @@ def test_both_clocks_are_in_the_pulse(tmp_path: Path) -> None:
     assert len(read) >= len(rows) - 2
     for row in read:
         assert sum(row[f"device_{phase}_ns"] or 0 for phase in PHASES) == row["device_duration_ns"]
-        assert (row["device_peak_bytes"] or 0) > 0
+    # Memory is read at most every 10 ms: rows in between have no peak.
+    peaks = [row["device_peak_bytes"] for row in rows if row["device_peak_bytes"] is not None]
+    assert peaks
+    assert min(peaks) > 0
 
 
 def test_the_training_is_bit_identical(tmp_path: Path) -> None:

@@ -26,6 +26,9 @@ ALLOWED_THREADS: Final[Mapping[str, str]] = MappingProxyType(
         "TMonitor": "tqdm starts one monitor for the process with its first bar and never ends it",
         "fsspecIO": "fsspec starts one event loop for the process and never ends it",
         "asyncio_0": "that event loop looks up names in a thread of its own",
+        "InductorSubproc": "torch's compiler starts one pool of workers for the process and keeps it",
+        "InductorSubprocHealth": "a thread of that pool",
+        "subproc_worker_timer": "a thread of that pool",
         "_DummyThread": "a native thread of torch that called Python once; `threading` keeps its name for ever",
     }
 )
@@ -33,14 +36,17 @@ ALLOWED_COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "multiprocessing.resource_tracker": "Python starts one tracker for the process and ends it at exit",
         "multiprocessing.forkserver": "Python starts one fork server for the process and ends it at exit",
+        "torch/_inductor/compile_worker/": "torch's compiler keeps its workers until the process exits",
         "chromium --type=": "a module's browser starts helpers when it needs them; the browser itself is looked for",
     }
 )
 ALLOWED_VARIABLES: Final[Mapping[str, str]] = MappingProxyType(
     {
+        "CUDA_DEVICE_ORDER": "lightning sets it when a Trainer uses a CUDA device",
         "PYTEST_CURRENT_TEST": "pytest says where it is",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "lightning sets it when it is imported",
         "TORCHINDUCTOR_CACHE_DIR": "torch sets it when its compiler is imported",
+        "TRITON_CACHE_DIR": "torch sets it when its compiler makes kernels for a GPU",
     }
 )
 ALLOWED_SIGNALS: Final[Mapping[int, str]] = MappingProxyType(
