@@ -1,0 +1,420 @@
+"""A report as data: sections of tables, bars and figures.
+
+Values carry their unit and are never text: each printer of ``report.printers`` writes them in its own form. Sentences
+are :class:`Phrase`, text around values. Only ``report.sections`` builds documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+__all__ = [
+    "Badge",
+    "Bar",
+    "Card",
+    "Cell",
+    "Chart",
+    "Column",
+    "Command",
+    "Document",
+    "Facts",
+    "Figure",
+    "Figures",
+    "Findings",
+    "Line",
+    "Lines",
+    "Link",
+    "Paragraph",
+    "Part",
+    "Phrase",
+    "Section",
+    "Stack",
+    "Style",
+    "Table",
+    "Value",
+    "Words",
+    "change",
+    "code",
+    "count",
+    "duration",
+    "index",
+    "phrase",
+    "rate",
+    "share",
+    "size",
+    "text",
+]
+
+Badge = Literal["none", "info", "warning", "critical"]
+Style = Literal["", "dim", "good", "warn", "bad"]
+Value = str | int | float | None
+# Of a number these say how it is written; any other unit follows the number, with a decimal prefix: "FLOP/s".
+NUMBERS: frozenset[str] = frozenset({"bytes", "bytes change", "bytes/s", "ns", "share", "count", "index"})
+WORDS: frozenset[str] = frozenset({"text", "code", "path", "command"})
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value and its unit; None is a value that is not available.
+
+    Args:
+        value: bytes, nanoseconds, a share of 1, a count, a step's or rank's number (``index``), or words.
+        unit: one of ``NUMBERS`` or ``WORDS``, or a unit that takes decimal prefixes.
+        whole: the value that fills the bar behind this one; None draws no bar.
+        style: how it looks.
+        id: makes the cell a place to link to.
+        command: the command that opens what the cell names.
+        sort: what a table is sorted by instead of the value.
+
+    """
+
+    value: Value
+    unit: str = "text"
+    whole: float | None = None
+    style: Style = ""
+    id: str = ""
+    command: str = ""
+    sort: float | str | None = None
+
+    @property
+    def share(self) -> float | None:
+        """The value's share of its whole, at least 0; None without a whole."""
+        if not isinstance(self.value, int | float) or not self.whole:
+            return None
+        return max(0.0, self.value / self.whole)
+
+
+def text(value: str | None, style: Style = "") -> Cell:
+    """Return words."""
+    return Cell(value, "text", style=style)
+
+
+def code(value: str | None) -> Cell:
+    """Return a name from the program: an operator, a module, a line of code."""
+    return Cell(value, "code")
+
+
+def size(value: float | None, whole: float | None = None) -> Cell:
+    """Return bytes."""
+    return Cell(value, "bytes", whole=whole)
+
+
+def change(value: float | None) -> Cell:
+    """Return a difference in bytes, written with its sign."""
+    return Cell(value, "bytes change")
+
+
+def duration(value: float | None, whole: float | None = None) -> Cell:
+    """Return nanoseconds."""
+    return Cell(value, "ns", whole=whole)
+
+
+def share(value: float | None, whole: float | None = None) -> Cell:
+    """Return a share of 1, written in percent."""
+    return Cell(value, "share", whole=whole)
+
+
+def count(value: float | None) -> Cell:
+    """Return how many there are; means have one decimal."""
+    return Cell(value, "count")
+
+
+def index(value: int | None) -> Cell:
+    """Return the number of a rank, a step or a window."""
+    return Cell(value, "index")
+
+
+def rate(value: float | None, unit: str) -> Cell:
+    """Return an amount of a unit that takes decimal prefixes."""
+    return Cell(value, unit)
+
+
+@dataclass(frozen=True)
+class Phrase:
+    """A sentence with values in it."""
+
+    parts: tuple[str | Cell, ...]
+
+
+Words = str | Phrase
+
+
+def phrase(template: str, *values: Cell | float) -> Phrase:
+    """Return a sentence; each ``{}`` of the template is one of the values, a bare number is a count."""
+    pieces = template.split("{}")
+    if len(pieces) != len(values) + 1:
+        raise ValueError(f"{template!r} takes {len(pieces) - 1} values, not {len(values)}")
+    parts: list[str | Cell] = [pieces[0]]
+    for value, piece in zip(values, pieces[1:], strict=True):
+        parts += [value if isinstance(value, Cell) else count(value), piece]
+    return Phrase(tuple(part for part in parts if part != ""))
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Args:
+        heading: a noun with its unit or statistic.
+        unit: the kind of its values, which aligns the column: words to the left, numbers to the right.
+        hint: more about the heading, where a format has room for it.
+        priority: 0 always stays; of the others the highest number is dropped first where lines are short.
+        has_share: whether each value is followed by its share of the cell's whole.
+
+    """
+
+    heading: str
+    unit: str = "text"
+    hint: Words = ""
+    priority: int = 0
+    has_share: bool = False
+
+    @property
+    def alignment(self) -> Literal["left", "right"]:
+        """Where its values stand."""
+        return "left" if self.unit in WORDS else "right"
+
+
+Row = Sequence[Cell]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells.
+
+    Args:
+        id: a name that no other table of the document has.
+        title: its heading.
+        columns: its columns.
+        rows: a cell for each column.
+        footer: sums, below the rows whatever these are sorted by.
+        notes: what a reader of the figures has to know.
+        is_sortable: whether the rows have no order of their own.
+        top: how many rows a text page shows; None is all of them.
+        is_detail: whether text pages leave the table out: a shorter one has its sums.
+
+    """
+
+    part: ClassVar[str] = "table"
+    id: str
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    footer: Sequence[Row] = ()
+    notes: Sequence[Words] = ()
+    is_sortable: bool = True
+    top: int | None = 10
+    is_detail: bool = False
+
+    @property
+    def known(self) -> list[int]:
+        """The columns to show: all but those without a single value."""
+        return [
+            place
+            for place in range(len(self.columns))
+            if not place or not self.is_sortable or any(row[place].value not in {None, ""} for row in self.rows)
+        ]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Names and values; ``is_wide`` where they need the whole width."""
+
+    part: ClassVar[str] = "facts"
+    title: str
+    rows: Sequence[tuple[str, Cell | Words]]
+    notes: Sequence[Words] = ()
+    is_wide: bool = False
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number that is seen from afar; ``href`` leads to its section."""
+
+    name: str
+    value: Cell
+    detail: Words = ""
+    href: str = ""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Numbers beside each other."""
+
+    part: ClassVar[str] = "figures"
+    items: Sequence[Figure]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A part of a whole; ``key`` names its colour."""
+
+    name: str
+    key: str
+    value: Cell
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A whole and its parts; ``unknown`` are parts without a value, each with the reason."""
+
+    part: ClassVar[str] = "stack"
+    title: str
+    total: Cell
+    bars: Sequence[Bar]
+    unknown: Sequence[tuple[str, str]] = ()
+    notes: Sequence[Words] = ()
+
+
+@dataclass(frozen=True)
+class Link:
+    """Where the evidence of a finding is: the id of a section or of a cell."""
+
+    words: Words
+    href: str
+
+
+@dataclass(frozen=True)
+class Card:
+    """A finding; ``means`` and ``when`` are what the documentation says of its rule."""
+
+    id: str
+    rule: str
+    badge: Badge
+    sentence: str
+    why: str
+    next_steps: Sequence[str]
+    evidence: Sequence[Link] = ()
+    means: Sequence[str] = ()
+    when: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All findings, the most severe first; the first one is the verdict."""
+
+    part: ClassVar[str] = "findings"
+    cards: Sequence[Card]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A labelled line."""
+
+    label: str
+    words: Words
+    style: Style = ""
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Labelled lines."""
+
+    part: ClassVar[str] = "lines"
+    title: str
+    rows: Sequence[Line]
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """A paragraph below a table or a chart."""
+
+    part: ClassVar[str] = "paragraph"
+    words: Words
+
+
+@dataclass(frozen=True)
+class Chart:
+    """The place of a chart of ``report.charts``; text pages draw ``values`` as one line, from 0 to the largest."""
+
+    part: ClassVar[str] = "chart"
+    id: str
+    title: str = ""
+    values: Sequence[int] = ()
+    words: Words = ""
+
+
+Part = Table | Facts | Figures | Stack | Findings | Lines | Paragraph | Chart
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section; ``lead`` is its one sentence, ``summary`` whether the short page has it."""
+
+    id: str
+    title: str
+    lead: Words = ""
+    parts: Sequence[Part] = ()
+    summary: bool = False
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command to run next, in two parts between which a line may be broken; ``purpose`` is what it shows."""
+
+    program: str
+    arguments: str
+    purpose: str = ""
+
+    def __str__(self) -> str:
+        """Return the command on one line."""
+        return f"{self.program} {self.arguments}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """A report.
+
+    Args:
+        title: its name.
+        kind: ``run``, ``files``, ``comparison`` or ``live``.
+        about: what ran.
+        status: how it ended.
+        status_style: how the status looks.
+        exception: what ended it.
+        badge: how severe the verdict is.
+        rule: the rule that made the verdict, empty where none did.
+        verdict: what is wrong.
+        why: the evidence.
+        next: what to do.
+        sections: its sections.
+        location: where the files are.
+        commands: what to run next, the two most useful ones first.
+        incomplete: what was missing when it was made, None where nothing is known to be.
+
+    """
+
+    title: str
+    kind: Literal["run", "files", "comparison", "live"]
+    about: Words = ""
+    status: str = ""
+    status_style: Style = ""
+    exception: str | None = None
+    badge: Badge = "none"
+    rule: str = ""
+    verdict: str = ""
+    why: str = ""
+    next: str = ""
+    sections: Sequence[Section] = ()
+    location: str = ""
+    commands: Sequence[Command] = ()
+    incomplete: str | None = None
+
+    def section(self, section_id: str) -> Section | None:
+        """Return the section of an id."""
+        return next((section for section in self.sections if section.id == section_id), None)
+
+    def summary(self) -> Document:
+        """Return the document of the short page."""
+        return replace(self, sections=[section for section in self.sections if section.summary])
+
+    def only(self, section_ids: Sequence[str]) -> Document:
+        """Return the document with some of its sections."""
+        return replace(self, sections=[section for section in self.sections if section.id in section_ids])
+
+    def tables(self) -> Iterator[Table]:
+        """Yield all tables in their order."""
+        for section in self.sections:
+            yield from (part for part in section.parts if isinstance(part, Table))

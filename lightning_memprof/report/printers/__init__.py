@@ -1,0 +1,1 @@
+"""Printers: each writes a document in one format."""

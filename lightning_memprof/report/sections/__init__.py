@@ -1,0 +1,206 @@
+"""Documents of a run, of files, and of a comparison: the only place that names rows, columns and labels."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.analysis.rows import text as text_of
+from lightning_memprof.analysis.rows import whole
+from lightning_memprof.report.document import (
+    Cell,
+    Column,
+    Document,
+    Findings,
+    Line,
+    Lines,
+    Phrase,
+    Section,
+    Table,
+    Words,
+    count,
+    phrase,
+    rate,
+    size,
+    text,
+)
+from lightning_memprof.report.files_view import FilesView
+from lightning_memprof.report.sections.labels import BADGES, STATUS_STYLES, file_command, place
+from lightning_memprof.report.sections.memory import memory_section, modules_section, sites_section
+from lightning_memprof.report.sections.oom import oom_section
+from lightning_memprof.report.sections.overview import finding_cards, overview_section
+from lightning_memprof.report.sections.ranks import ranks_section
+from lightning_memprof.report.sections.run import (
+    configuration_section,
+    file_ids,
+    files_section,
+    notes_section,
+    overhead_section,
+    system_section,
+)
+from lightning_memprof.report.sections.snapshots import snapshots_section
+from lightning_memprof.report.sections.steps import steps_section
+from lightning_memprof.report.sections.traces import traces_section
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from lightning_memprof.report.view import View
+
+__all__ = ["document_of", "files_document", "run_document"]
+
+MAX_NAMED: Final = 16
+# A damaged manifest may name any number of ranks.
+MOST_RANKS: Final = 1 << 20
+STATUS_WORDS: Final = {
+    "finished": "finished",
+    "exception": "ended by an exception",
+    "running or killed": "running or killed",
+    "did not start": "did not start",
+}
+
+
+def document_of(view: View | FilesView) -> Document:
+    """Return the document of a run, or of files."""
+    return files_document(view) if isinstance(view, FilesView) else run_document(view)
+
+
+def run_document(view: View) -> Document:
+    """Return the document of a run."""
+    sections = [section for section in _sections(view) if section is not None]
+    overview = overview_section(view, file_ids(view), [section.id for section in sections])
+    return Document(
+        title=_title(view),
+        kind="run",
+        about=_about(view),
+        status=STATUS_WORDS[view.status],
+        status_style=STATUS_STYLES.get(view.status, "warn"),
+        exception=view.exception,
+        badge=BADGES[view.verdict.severity],
+        rule=view.verdict.rule,
+        verdict=view.verdict.sentence,
+        why=view.verdict.why,
+        next=view.verdict.next,
+        sections=[overview, *sections],
+        location=place(view.directory, view.root, view.url),
+        commands=view.commands,
+        incomplete=_incomplete(view),
+    )
+
+
+def _sections(view: View) -> Iterator[Section | None]:
+    yield oom_section(view.ooms)
+    yield steps_section(view)
+    yield memory_section(view)
+    yield sites_section(view)
+    yield modules_section(view)
+    yield ranks_section(view)
+    yield traces_section(view.traces)
+    yield snapshots_section(view.snapshots)
+    yield system_section(view)
+    yield files_section(view)
+    yield configuration_section(view)
+    yield overhead_section(view)
+    yield notes_section(view)
+
+
+def _title(view: View) -> str:
+    model = (view.training or {}).get("model")
+    named = f"{model} · " if isinstance(model, str) else ""
+    return f"{named}{view.directory.parent.name}/{view.directory.name}"
+
+
+def _about(view: View) -> Words:
+    """Return the stage, the model, the device and the number of steps."""
+    parameters = whole(view.training, "parameters")
+    model = text_of(view.training, "model")
+    strategy = text_of(view.facts, "strategy")
+    device = text_of(view.facts, "device") or "?"
+    parts: list[str | Cell | None] = [
+        f"{text_of(view.facts, 'stage') or 'fit'}{f' of {model}' if model else ''}",
+        rate(parameters, "parameters") if parameters is not None else None,
+        text_of(view.training, "precision"),
+        f"on {device}" + (f" with {strategy}" if strategy else ""),
+        f"{len(view.ranks)} ranks" if len(view.ranks) > 1 else None,
+        f"{view.lead.steps} step{'s' * (view.lead.steps != 1)}",
+    ]
+    known = [part for part in parts if part]
+    joined: list[str | Cell] = [known[0]]
+    for part in known[1:]:
+        joined += [" · ", part]
+    return Phrase(tuple(joined))
+
+
+def _incomplete(view: View) -> str | None:
+    """Name the ranks that have not ended, or have written nothing yet, where others have ended."""
+    if all(rank.status == "running or killed" for rank in view.ranks):
+        return None
+    late = [rank.rank for rank in view.ranks if rank.status == "running or killed"]
+    there = {rank.rank for rank in view.ranks}
+    world_size = view.facts.get("world_size")
+    ranks = range(min(world_size, MOST_RANKS)) if isinstance(world_size, int) else range(0)
+    absent = [rank for rank in ranks if rank not in there]
+    found = [*_ranks("had not ended", late), *_ranks("had written nothing", absent)]
+    if not found:
+        return None
+    where = shlex.quote(place(view.directory, view.root, view.url))
+    return f"{'; '.join(found)} when this report was made. To update it: lightning-memprof report {where}"
+
+
+def _ranks(state: str, ranks: list[int]) -> Iterator[str]:
+    if ranks:
+        rest = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
+        yield f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:MAX_NAMED]))}{rest} {state}"
+
+
+def files_document(view: FilesView) -> Document:
+    """Return the document of traces and snapshots without a run."""
+    ids = {os.fspath(path): f"file-{number}" for number, path in enumerate(view.sizes)}
+    found = (traces_section(view.traces), snapshots_section(view.snapshots), _files(view, ids), _unread(view))
+    sections = [section for section in found if section is not None]
+    names = [path.name for path in view.sizes]
+    counted = [
+        f"{number} {name}{'s' * (number > 1)}"
+        for number, name in ((len(view.traces), "trace"), (len(view.snapshots), "snapshot"))
+        if number
+    ]
+    cards = finding_cards(view.findings, ids, [section.id for section in sections])
+    return Document(
+        title=names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more",
+        kind="files",
+        about=" and ".join(counted),
+        status=f"{len(view.problems)} cannot be read" if view.problems else "",
+        status_style="bad" if view.problems else "",
+        badge=BADGES[view.verdict.severity],
+        rule=view.verdict.rule,
+        verdict=view.verdict.sentence,
+        why=view.verdict.why,
+        next=view.verdict.next,
+        sections=[Section("overview", "Overview", parts=[Findings(cards)], summary=True), *sections],
+        location=os.fspath(next(iter(view.sizes))) if len(names) == 1 else "",
+        commands=view.commands,
+    )
+
+
+def _files(view: FilesView, ids: dict[str, str]) -> Section:
+    traces = {trace.file for trace in view.traces}
+    rows = [_file(path, file_size, path in traces, ids[os.fspath(path)]) for path, file_size in view.sizes.items()]
+    columns = (Column("file", "path"), Column("type"), Column("size", "bytes"))
+    notes = [phrase("{} more files of the directory were not read", count(view.left_out))] if view.left_out else []
+    table = Table(id="file-table", title="Files", columns=columns, rows=rows, notes=notes, top=MAX_NAMED)
+    return Section("files", "Files", parts=[table])
+
+
+def _file(path: Path, file_size: int, is_trace: bool, row_id: str) -> tuple[Cell, ...]:  # noqa: FBT001 a kind, of two
+    kind = "trace" if is_trace else "snapshot"
+    command = file_command(os.fspath(path.absolute()), kind)
+    return Cell(os.fspath(path), "path", id=row_id, command=command), text(kind), size(file_size)
+
+
+def _unread(view: FilesView) -> Section | None:
+    if not view.problems:
+        return None
+    lines = Lines("", [Line("damaged", f"{problem.piece}: {problem.message}", "bad") for problem in view.problems])
+    return Section("notes", "Notes", "These files cannot be read.", [lines], summary=True)

@@ -1,0 +1,163 @@
+"""The names of quantities, the colours of parts, and the peaks: one word for one thing on every page."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.analysis.findings import Severity, shown_place
+from lightning_memprof.report.document import Badge, Bar, Cell, Style
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from lightning_memprof.analysis.snapshot_model import DeviceReport
+    from lightning_memprof.analysis.trace_model import GpuTimes
+
+__all__ = [
+    "BADGES",
+    "BEFORE_RECORDING",
+    "COLOURS",
+    "MORE",
+    "PEAKS",
+    "STATUS_STYLES",
+    "Peak",
+    "bars",
+    "called",
+    "device_parts",
+    "file_command",
+    "more",
+    "peak_note",
+    "place",
+    "reserved_parts",
+    "span",
+]
+
+# Names that are not here are shown with blanks for underscores.
+LABELS: Final[Mapping[str, str]] = {
+    "allocator": "allocator calls",
+    "before": "before the window",
+    "data_loading": "data wait",
+    "idle_loading": "idle, data wait",
+    "garbage": "GC pauses",
+    "launch": "kernel launch",
+    "memory_copy": "memory copies",
+    "other": "untracked",
+    "pending": "pending free",
+    "python": "Python",
+    "queue": "queued, not started",
+}
+# The stack of a block.
+BEFORE_RECORDING: Final = "(allocated before recording, or no stack)"
+# These have a colour in every format; all others are grey.
+COLOURS: Final = frozenset({
+    "data_wait", "transfer", "forward", "backward", "optimizer", "callbacks", "validation", "checkpoint", "logging",
+    "parameter", "gradient", "optimizer_state", "activation", "input", "temporary", "compute", "communication",
+    "memory_copy", "idle", "data_loading", "synchronization", "allocator", "garbage", "python", "operators", "launch",
+    "queue", "requested", "rounding", "pending", "inactive_split", "free_segments",
+})  # fmt: skip
+BADGES: Final[Mapping[Severity, Badge]] = {
+    Severity.NONE: "none",
+    Severity.INFO: "info",
+    Severity.WARNING: "warning",
+    Severity.CRITICAL: "critical",
+}
+STATUS_STYLES: Final[Mapping[str, Style]] = {"finished": "good", "exception": "bad"}
+READABLE: Final = frozenset({".json", ".jsonl", ".txt", ".csv", ".yaml", ".log"})
+MORE: Final = "--format json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """A maximum: its label, the bytes it counts, and the time it covers."""
+
+    label: str
+    counts: str
+    span: str
+
+
+RUN: Final = "run maximum (per step: maximum so far)"
+HISTORY: Final = "maximum of the recorded history"
+PEAKS: Final[Mapping[str, Peak]] = {
+    "rss": Peak(label="peak RSS", counts="resident memory of the process, Python and libraries included", span=RUN),
+    "device": Peak(label="device peak", counts="bytes of all tensors in the device's allocator", span=RUN),
+    "tensors": Peak(label="tensors peak", counts="tensors of a known category", span="maximum of the recorded steps"),
+    "live": Peak(
+        label="live bytes peak",
+        counts="allocated since the window began and not yet freed",
+        span="maximum of the recorded steps",
+    ),
+    "requested": Peak(label="requested peak", counts="bytes requested by the program and not freed", span=HISTORY),
+    "reserved": Peak(label="reserved peak", counts="bytes that the allocator took from the device", span=HISTORY),
+}
+
+
+def called(name: str) -> str:
+    """Return the name of a phase, a category or a cause on a page."""
+    return LABELS.get(name, name.replace("_", " "))
+
+
+def peak_note(name: str) -> str:
+    """Return the line that explains a peak: the bytes it counts, and the time it covers."""
+    peak = PEAKS[name]
+    return f"{peak.label}: {peak.counts}; {peak.span}"
+
+
+def more(number: int, noun: str = "more") -> str:
+    """Return the note below a list that is cut."""
+    return f"{number:,} {noun}: {MORE}"
+
+
+def bars(parts: Mapping[str, int | None], whole: int, unit: str) -> list[Bar]:
+    """Return the known parts of a whole that are not 0, in their order."""
+    return [
+        Bar(called(name), name if name in COLOURS else "other", Cell(value, unit, whole=whole))
+        for name, value in parts.items()
+        if value and whole
+    ]
+
+
+def span(steps: tuple[int, ...]) -> str:
+    """Write steps: ``step 2``, ``steps 2–5``, ``no steps``."""
+    if not steps:
+        return "no steps"
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]}–{steps[-1]}"
+
+
+def place(path: Path, root: Path, url: str | None) -> str:
+    """Return a path that means the same wherever the page is read: absolute, or its URL."""
+    return shown_place(path, root, url) if url is not None else str(path.absolute())
+
+
+def file_command(where: str, kind: str) -> str:
+    """Return the command that opens a file, empty where none does."""
+    if kind == "trace":
+        return f"lightning-memprof view {shlex.quote(where)}"
+    if kind == "snapshot":
+        return f"lightning-memprof show {shlex.quote(where)}"
+    return f"less {shlex.quote(where)}" if PurePath(where).suffix in READABLE else ""
+
+
+def reserved_parts(device: DeviceReport) -> dict[str, int]:
+    """Return the parts of the allocator's reserved bytes; they sum to them."""
+    lost = device.fragmentation
+    return {
+        "requested": device.requested_bytes,
+        "rounding": lost.rounding_bytes,
+        "pending": device.pending_bytes,
+        "inactive_split": lost.inactive_split_bytes,
+        "free_segments": lost.free_segment_bytes,
+    }
+
+
+def device_parts(times: GpuTimes) -> dict[str, int]:
+    """Return the parts of a device's time; they sum to its window, and overlapping time counts as compute."""
+    return {
+        "compute": times.compute_ns,
+        "communication": times.communication_exposed_ns,
+        "memory_copy": max(0, times.busy_ns - times.compute_ns - times.communication_exposed_ns),
+        "idle": times.idle_ns,
+    }

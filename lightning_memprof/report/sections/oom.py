@@ -1,0 +1,174 @@
+"""Out-of-memory events: where it happened, the cause, memory at that moment, allocation sites, and remedies."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.analysis.oom import Autopsy, autopsy
+from lightning_memprof.analysis.oom_events import oom_events
+from lightning_memprof.analysis.rows import first_row, last_row, manifest_rows
+from lightning_memprof.artifacts.naming import manifest_name, oom_name
+from lightning_memprof.report.document import (
+    Column,
+    Line,
+    Lines,
+    Part,
+    Section,
+    Table,
+    Words,
+    code,
+    count,
+    phrase,
+    size,
+    text,
+)
+from lightning_memprof.report.sections.labels import called, more
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from lightning_memprof.analysis.oom import Holder
+
+__all__ = ["autopsy_section", "oom_section"]
+
+MAX_EVENTS: Final = 2
+MAX_TENSORS: Final = 5
+LONGEST_NAME: Final = 52
+
+
+def oom_section(events: Sequence[Autopsy]) -> Section | None:
+    """Return the events that ended a rank first, then the latest; None where memory did not run out."""
+    if not events:
+        return None
+    ordered = sorted(events, key=lambda event: (not event.ended_run, event.rank if event.ended_run else -event.number))
+    parts = [part for number, event in enumerate(ordered[:MAX_EVENTS]) for part in _event(number, event)]
+    lead = more(len(events) - MAX_EVENTS, "more events") if len(events) > MAX_EVENTS else ""
+    return Section("oom", "Out of memory", lead, parts, summary=True)
+
+
+def autopsy_section(directory: Path, rank: int) -> Section | None:
+    """Return the last out-of-memory event of a rank, with the files that have more; None where there is none.
+
+    Args:
+        directory: the run directory.
+        rank: the rank.
+
+    Raises:
+        ArtifactError: its files cannot be read.
+
+    """
+    rows, _ = manifest_rows(directory / manifest_name(rank))
+    events = oom_events(directory, rank, rows)
+    if not events:
+        return None
+    world_size = (first_row(rows, "run") or {}).get("world_size")
+    event = autopsy(events[-1], {**(last_row(rows, "training") or {}), "world_size": world_size})
+    files = [Line("file", str(directory / oom_name(rank)))]
+    if events[-1].snapshot is not None:
+        files.append(Line("snapshot", f"{events[-1].snapshot} (opens at pytorch.org/memory_viz)"))
+    return Section("oom", "Out of memory", parts=[*_event(0, event), Lines("", files)], summary=True)
+
+
+def _event(number: int, event: Autopsy) -> Iterator[Part]:
+    yield Lines(
+        "",
+        [
+            Line("memory", f"out of memory on {_where(event)}", "bad"),
+            Line("failed", _failed(event)),
+            Line("why", f"{event.cause}: {event.why}"),
+            Line("state", _state(event)),
+            *(Line("next", f"{place + 1}. {step}") for place, step in enumerate(event.next_steps)),
+        ],
+    )
+    if event.held:
+        yield _sites(f"oom-categories-{number}", "Allocated bytes by category", "category", event.held)
+    if event.by_stack:
+        yield _sites(f"oom-lines-{number}", "Allocation sites by line", "line", event.by_stack)
+        if event.by_module:
+            yield _sites(f"oom-modules-{number}", "Allocation sites by module", "module", event.by_module)
+    elif event.tensors:
+        title = "Largest tensors"
+        yield _sites(f"oom-tensors-{number}", title, "tensor", event.tensors[:MAX_TENSORS])
+    notes = [
+        ("lines", event.by_stack_note),
+        ("modules", event.by_module_note if event.by_stack else None),
+    ]
+    if missing := [Line(label, f"not available: {note}", "dim") for label, note in notes if note is not None]:
+        yield Lines("", missing)
+
+
+def _sites(table_id: str, title: str, heading: str, holders: Sequence[Holder]) -> Table:
+    most = max((holder.bytes for holder in holders), default=None)
+    rows = [
+        (
+            code(_short(holder.name)),
+            size(holder.bytes, most),
+            count(holder.blocks if holder.blocks > 1 else None),
+            text(holder.detail),
+        )
+        for holder in holders
+    ]
+    columns = (Column(heading, "code"), Column("bytes", "bytes"), Column("blocks", "count"), Column("detail"))
+    return Table(id=table_id, title=title, columns=columns, rows=rows)
+
+
+def _where(event: Autopsy) -> str:
+    place = event.place
+    words = [f"{'the host' if event.is_host else event.device} (rank {event.rank})"]
+    words.append("before the first step" if place["step"] is None else f"step {place['step']}")
+    if place["phase"]:
+        function = place["function"]
+        inside = f" of {function}" if function and function != "training_step" else ""
+        words.append(f"{called(str(place['phase']))}{inside}")
+    path, named = place["module"], place["module_class"]
+    if path:
+        words.append(f"in {path}" + (f" ({named})" if named else ""))
+    elif named:
+        words.append(f"in {named}")
+    words.append(f"window {place['window']} open" if place["window"] is not None else "no window open")
+    if not event.ended_run:
+        words.append("caught: the run went on")
+    return ", ".join(words)
+
+
+def _failed(event: Autopsy) -> Words:
+    by = f" by {_short(event.line)}" if event.line else ""
+    if event.asked_bytes is None:
+        return f"allocation of unknown size{by}: Python's MemoryError has no size"
+    about = "about " if event.asked_source == "message, rounded" else ""
+    return phrase(f"allocation of {about}{{}}{by}", size(event.asked_bytes))
+
+
+def _state(event: Autopsy) -> Words:
+    memory = event.memory
+    names = (
+        {
+            "RSS": memory.allocated_bytes,
+            "VMS": memory.reserved_bytes,
+            "available": memory.free_bytes,
+            "limit": memory.limit_bytes,
+            "machine": memory.total_bytes,
+        }
+        if event.is_host
+        else {
+            "allocated": memory.allocated_bytes,
+            "reserved": memory.reserved_bytes,
+            "unused": memory.unused_bytes,
+            "largest unused block": memory.largest_free_bytes,
+            "free": memory.free_bytes,
+            "outside of torch": memory.other_bytes,
+            "device": memory.total_bytes,
+        }
+    )
+    known = {name: value for name, value in names.items() if value is not None}
+    return phrase(" · ".join(f"{name} {{}}" for name in known), *map(size, known.values())) if known else "not available"
+
+
+def _short(name: str) -> str:
+    """Return a path below the working directory relative to it, and the last parts of a long path."""
+    here = os.getcwd() + os.sep  # noqa: PTH109 compared as text
+    short = name.removeprefix(here)
+    parts = short.rsplit("/", 3)
+    return short if len(short) <= LONGEST_NAME or len(parts) < 4 else "/".join(["…", *parts[1:]])

@@ -1,0 +1,202 @@
+"""The overview: the figures of the short page, a step's time, the memory peak, and the findings with their evidence."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib import resources
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.analysis.findings import Severity
+from lightning_memprof.artifacts.series import PHASES
+from lightning_memprof.report.document import (
+    Card,
+    Cell,
+    Figure,
+    Figures,
+    Findings,
+    Line,
+    Lines,
+    Link,
+    Part,
+    Section,
+    Stack,
+    duration,
+    index,
+    phrase,
+    rate,
+    share,
+    size,
+    text,
+)
+from lightning_memprof.report.sections.labels import BADGES, PEAKS, bars, called, span
+from lightning_memprof.report.sections.memory import category_stack
+from lightning_memprof.report.sections.steps import lead_throughput, main_rate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from lightning_memprof.analysis.findings import Finding
+    from lightning_memprof.report.view import View
+
+__all__ = ["finding_cards", "overview_section"]
+
+# The section of a rule, by the beginning of its name.
+SECTIONS: Final = (
+    ("out_of_memory", "oom"),
+    ("straggler", "ranks"),
+    ("memory_imbalance", "ranks"),
+    ("communication", "traces"),
+    ("activation", "modules"),
+    ("host_memory", "memory"),
+    ("device_memory", "memory"),
+    ("memory", "memory"),
+    ("optimizer_state", "memory"),
+    ("fragmentation", "snapshots"),
+    ("allocator", "snapshots"),
+    ("near_full", "snapshots"),
+    ("profiler_overhead", "overhead"),
+)
+SECTION_NAMES: Final[Mapping[str, str]] = {
+    "oom": "out of memory",
+    "files": "list of files",
+    "overhead": "profiler overhead",
+}
+# A finding may name each of thousands of files.
+MAX_EVIDENCE: Final = 8
+MAX_NAME: Final = 42
+
+
+def overview_section(view: View, file_ids: Mapping[str, str], known: Sequence[str]) -> Section:
+    """Return the first section of a run.
+
+    Args:
+        view: the run.
+        file_ids: the id of each listed file's row, by its path.
+        known: ids of the other sections.
+
+    """
+    parts: list[Part] = [Figures(list(_figures(view)))]
+    if (pulse := view.lead.statistics) is not None:
+        times = {phase: pulse.breakdown_ns[phase] for phase in PHASES}
+        notes = (f"mean of {pulse.basis}, {pulse.clock} clock",)
+        parts.append(Stack("Time of a step", duration(pulse.mean_ns), bars(times, pulse.mean_ns, "ns"), notes=notes))
+    if (stack := category_stack(view)) is not None:
+        parts.append(stack)
+    if lines := list(_trouble(view)):
+        parts.append(Lines("", lines))
+    if cards := finding_cards(view.findings, file_ids, known):
+        parts.append(Findings(cards))
+    return Section("overview", "Overview", parts=parts, summary=True)
+
+
+def finding_cards(findings: Iterable[Finding], file_ids: Mapping[str, str], known: Sequence[str]) -> list[Card]:
+    """Return the findings, each with links to its evidence; a verdict without a finding has no card."""
+    return [
+        Card(
+            id=f"finding-{number}",
+            rule=finding.rule,
+            badge=BADGES[finding.severity],
+            sentence=finding.sentence,
+            why=finding.why,
+            next_steps=finding.next_steps,
+            evidence=list(_evidence(finding, file_ids, known)),
+            means=_texts().get(finding.rule, {}).get("means", ()),
+            when=_texts().get(finding.rule, {}).get("when", ()),
+        )
+        for number, finding in enumerate(findings)
+        if finding.severity is not Severity.NONE
+    ]
+
+
+@cache
+def _texts() -> Mapping[str, Mapping[str, Sequence[str]]]:
+    """Return the documentation of each rule, which a page that is offline cannot link to."""
+    file = resources.files("lightning_memprof.report").joinpath("printers", "templates", "findings.json")
+    found: Mapping[str, Mapping[str, Sequence[str]]] = json.loads(file.read_text("utf-8"))
+    return found
+
+
+def _evidence(finding: Finding, file_ids: Mapping[str, str], known: Sequence[str]) -> Iterator[Link]:
+    section = next((found for start, found in SECTIONS if finding.rule.startswith(start)), None)
+    if section not in known:
+        section = _section_of(finding.evidence[0].artifact if finding.evidence else "", known)
+    if section is not None:
+        yield Link(f"see {SECTION_NAMES.get(section, section)}", f"#{section}")
+    for found in finding.evidence[:MAX_EVIDENCE]:
+        words, values = _short(PurePosixPath(found.artifact).name or found.artifact), []
+        if found.rank is not None:
+            words += f", rank {found.rank}"
+        if found.window is not None:
+            words += f", window {found.window}"
+        if found.steps is not None:
+            words += f", {span(found.steps if found.steps[0] != found.steps[1] else found.steps[:1])}"
+        words = words.replace("{}", "")
+        if found.start_ns is not None and found.end_ns is not None and found.steps is None:
+            words += ", {}"
+            values.append(duration(found.end_ns - found.start_ns))
+        row = file_ids.get(found.artifact)
+        if row is not None or "files" in known:
+            yield Link(phrase(words, *values), f"#{row or 'files'}")
+    if len(finding.evidence) > MAX_EVIDENCE:
+        yield Link(f"{len(finding.evidence) - MAX_EVIDENCE} more", "#files")
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME // 3]}…{name[-MAX_NAME // 2 :]}"
+
+
+def _section_of(artifact: str, known: Sequence[str]) -> str | None:
+    name = PurePosixPath(artifact).name
+    if name.endswith((".json", ".json.gz")) and "traces" in known:
+        return "traces"
+    if name.endswith((".pickle", ".pkl")) and "snapshots" in known:
+        return "snapshots"
+    return "steps" if "steps" in known else None
+
+
+def _figures(view: View) -> Iterator[Figure]:
+    lead = view.lead
+    if (pulse := lead.statistics) is not None:
+        detail = phrase("p90 {}, max {}", duration(pulse.p90_ns), duration(pulse.max_ns))
+        yield Figure("step time, median", duration(pulse.median_ns), detail, "#steps")
+        wait = phrase("{} of a mean step", duration(pulse.breakdown_ns["data_wait"] or 0))
+        yield Figure(called("data_wait"), share(pulse.share("data_wait")), wait, "#steps")
+    if (found := lead_throughput(view)) is not None:
+        unit, known = main_rate(found)
+        spread = phrase("p10 {}, p90 {}", rate(known.p10, f"{unit}/s"), rate(known.p90, f"{unit}/s"))
+        yield Figure("throughput", rate(known.mean, f"{unit}/s"), spread, "#steps")
+    if lead.device is not None and lead.device.peak_allocated_bytes is not None:
+        detail = f"{lead.device.device or 'device'} allocated, whole run"
+        yield Figure(PEAKS["device"].label, size(lead.device.peak_allocated_bytes), detail, "#memory")
+    peak_rss = lead.host.peak_rss_bytes or lead.host.max_rss_bytes
+    if peak_rss is not None:
+        yield Figure(PEAKS["rss"].label, size(peak_rss), "whole process, whole run", "#memory")
+    if (peak := view.memory.lead.peak) is not None:
+        detail = f"tensors only, step {peak.step}"
+        yield Figure(PEAKS["tensors"].label, size(peak.total_bytes), detail, "#memory")
+    if len(view.ranks) > 1:
+        ended = sum(rank.status == "finished" for rank in view.ranks)
+        yield Figure("ranks", index(len(view.ranks)), f"{ended} finished", "#ranks")
+    if (cost := lead.overhead) is not None:
+        yield _overhead(cost.pulse_ns, cost.windows_ns, cost.run_ns, cost.steps)
+
+
+def _overhead(pulse_ns: int | None, windows_ns: int | None, run_ns: int | None, steps: int) -> Figure:
+    pulse = duration(pulse_ns / steps if pulse_ns is not None and steps else None)
+    if not run_ns:
+        return Figure("profiler overhead", pulse, phrase("per step; windows {}", duration(windows_ns)), "#overhead")
+    total = (pulse_ns or 0) + (windows_ns or 0)
+    words = phrase("of the run; pulse {} per step, windows {}", pulse, duration(windows_ns))
+    return Figure("profiler overhead", share(total / run_ns), words, "#overhead")
+
+
+def _trouble(view: View) -> Iterator[Line]:
+    """Yield a line for failures and one for damage: the short page must not hide them."""
+    named = [f"{error.collector}: {error.message}" for error in view.errors]
+    damaged = [f"{problem.piece}: {problem.message}" for problem in view.problems]
+    for label, found in (("failed", named), ("damaged", damaged)):
+        if found:
+            rest = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            yield Line(label, f"{found[0]}{rest}", "bad")

@@ -1,0 +1,298 @@
+"""The run around its steps: machine, files, configuration, profiler overhead, and notes."""
+
+from __future__ import annotations
+
+import shlex
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_memprof.analysis.findings import shown_place
+from lightning_memprof.analysis.rows import mapping
+from lightning_memprof.report.document import (
+    Cell,
+    Chart,
+    Column,
+    Facts,
+    Line,
+    Lines,
+    Paragraph,
+    Part,
+    Row,
+    Section,
+    Style,
+    Table,
+    Words,
+    code,
+    count,
+    duration,
+    index,
+    phrase,
+    share,
+    size,
+    text,
+)
+from lightning_memprof.report.sections.labels import MORE, file_command, place
+
+if TYPE_CHECKING:
+    from lightning_memprof.analysis.run import Artifact
+    from lightning_memprof.analysis.system import Figure
+    from lightning_memprof.report.view import View
+
+__all__ = ["configuration_section", "file_ids", "files_section", "notes_section", "overhead_section", "system_section"]
+
+# More rows are slow to lay out; the manifests list all files.
+MAX_FILES: Final = 400
+MAX_RANKS: Final = 16
+MAX_LINES: Final = 6
+MAX_OTHERS: Final = 4
+MAX_TRACEBACKS: Final = 4
+TYPE_ORDER: Final = ("trace", "snapshot", "table", "blob", "pulse", "series")
+TROUBLES: Final[Mapping[str, Style]] = {"failed": "bad", "damaged": "bad", "not available": "warn", "note": ""}
+UNITS: Final = (
+    ("_bytes_per_s", "bytes/s", 1),
+    ("_bytes", "bytes", 1),
+    ("_percent", "share", 100),
+    ("_per_s", "/s", 1),
+    ("_ns", "ns", 1),
+    ("_w", "W", 1),
+    ("_c", "°C", 1),
+)
+RUN_FACTS: Final = ("stage", "strategy", "accelerator", "device", "world_size", "host", "pid", "root")
+_ROW: Final = frozenset({"kind", "time_ns", "schema_version"})
+
+
+def system_section(view: View) -> Section | None:
+    """Return the load of the lead rank's machine; None where nothing was sampled."""
+    found = next((found for found in view.system if found.rank == view.lead.rank), None)
+    if found is None:
+        return None
+    rows = [_figure(name, figure) for name, figure in sorted(found.figures.items())]
+    columns = (Column("quantity"), Column("mean", "number"), Column("min", "number"), Column("max", "number"))
+    rank = f" of rank {found.rank}" if len(view.ranks) > 1 else ""
+    lead = phrase(f"The machine{rank} in {{}} samples.", found.samples)
+    table = Table(id="system-figures", title="Load", columns=columns, rows=rows, top=None)
+    return Section("system", "System", lead, [Chart("system"), table])
+
+
+def _figure(name: str, figure: Figure) -> Row:
+    ending, unit, scale = next((found for found in UNITS if name.endswith(found[0])), ("", "", 1))
+    values = (Cell(value / scale, unit) for value in (figure.mean, figure.least, figure.most))
+    return text(name.removesuffix(ending).replace("_", " ")), *values
+
+
+def configuration_section(view: View) -> Section:
+    """Return the environment and the configuration of the run."""
+    facts, training = view.facts, view.training or {}
+    trained = {name: value for name, value in training.items() if not isinstance(value, list) and name not in _ROW}
+    parts: list[Facts] = [
+        Facts("Run", _facts({name: facts.get(name) for name in RUN_FACTS})),
+        Facts("Training", _facts(trained)),
+        Facts("Schedule", _facts(mapping(facts, "schedule") or {})),
+        Facts("Environment", _facts(mapping(facts, "environment") or {})),
+    ]
+    for name, title in (("optimizers", "Optimizer"), ("dataloaders", "DataLoader")):
+        listed = training.get(name)
+        found = [row for row in listed if isinstance(row, Mapping)] if isinstance(listed, list) else []
+        parts += [
+            Facts(title if len(found) == 1 else f"{title} {number}", _facts(row)) for number, row in enumerate(found)
+        ]
+    collectors = facts.get("collectors")
+    if isinstance(collectors, list):
+        parts.append(Facts("Collectors", [(str(name), _collected(view, str(name))) for name in collectors]))
+    title = "Environment and configuration"
+    return Section("configuration", title, parts=[part for part in parts if part.rows])
+
+
+def _facts(found: Mapping[str, Any]) -> list[tuple[str, Cell | Words]]:
+    return [
+        (name.removesuffix("_bytes").replace("_", " "), _value(name, value))
+        for name, value in found.items()
+        if value is not None and value != []
+    ]
+
+
+def _value(name: str, value: Any) -> Cell:
+    if isinstance(value, bool):
+        return text("yes" if value else "no")
+    if isinstance(value, int):
+        return size(value) if name.endswith("_bytes") else count(value) if name == "parameters" else index(value)
+    return text(str(value))
+
+
+def _collected(view: View, collector: str) -> Words:
+    files = [file for file in view.artifacts if file.collector == collector and file.rank == view.lead.rank]
+    failed = ", disabled after an error" * any(error.collector == collector for error in view.errors)
+    if not files:
+        return f"no file{failed}"
+    words = f"{len(files)} file{'s' * (len(files) != 1)}, {{}}{failed}"
+    return phrase(words, size(sum(file.size_bytes or 0 for file in files)))
+
+
+def file_ids(view: View) -> dict[str, str]:
+    """Return the id of each listed file's row, by its path in the manifest."""
+    return {file.path: f"file-{number}" for number, file in enumerate(_ordered(view)[:MAX_FILES])}
+
+
+def _ordered(view: View) -> list[Artifact]:
+    def order(file: Artifact) -> tuple[int, int, int, str]:
+        kind = TYPE_ORDER.index(file.type) if file.type in TYPE_ORDER else len(TYPE_ORDER)
+        return kind, file.rank, -1 if file.window is None else file.window, file.path
+
+    return sorted(view.artifacts, key=order)
+
+
+def files_section(view: View) -> Section:
+    """Return the files of a run, and the commands that open them."""
+    ordered = _ordered(view)
+    shown, rest = ordered[:MAX_FILES], ordered[MAX_FILES:]
+    ids = file_ids(view)
+    notes: list[Words] = []
+    if rest:
+        notes.append(phrase(f"{len(rest)} more files, {{}}: the manifests list all", _total(rest)))
+    columns = (
+        Column("file", "path"),
+        Column("type"),
+        Column("size", "bytes"),
+        Column("rank", "index", priority=1),
+        Column("window", "index", priority=2),
+        Column("collector", priority=3),
+    )
+    rows = [_file(file, ids[file.path], view) for file in shown]
+    table = Table(id="file-table", title="Files", columns=columns, rows=rows, notes=notes, top=24)
+    lead = phrase(f"{{}} files, {{}}, in {place(view.root, view.root, view.url)}.", len(ordered), _total(ordered))
+    return Section("files", "Files", lead, [_commands(view), *([table] if rows else [])])
+
+
+def _file(file: Artifact, row_id: str, view: View) -> Row:
+    where = place(file.file, view.root, view.url)
+    size_cell = size(file.size_bytes) if file.state == "present" else Cell(file.state, sort=-1, style="bad")
+    command = file_command(where, file.type) if file.state != "missing" else ""
+    return (
+        Cell(file.path, "path", id=row_id, command=command),
+        text(file.type),
+        size_cell,
+        index(file.rank),
+        index(file.window),
+        text(file.collector),
+    )
+
+
+def _total(files: Sequence[Artifact]) -> Cell:
+    return size(sum(file.size_bytes or 0 for file in files))
+
+
+def _commands(view: View) -> Table:
+    where = shlex.quote(place(view.directory, view.root, view.url))
+    rows = [
+        ("this report, updated", f"lightning-memprof report {where}"),
+        ("everything, in the terminal", f"lightning-memprof show {where} --all"),
+        ("every number, for programs", f"lightning-memprof show {where} --format json"),
+    ]
+    if any(file.type == "trace" and file.state == "present" for file in view.artifacts):
+        logs = next((command.arguments for command in view.commands if command.program.startswith("tensorboard")), None)
+        rows.append(("all ranks on one timeline, in the Perfetto UI", f"lightning-memprof view {where}"))
+        if logs is not None:
+            rows.append(("traces in TensorBoard", f"tensorboard --logdir {logs}"))
+    columns = (Column("output"), Column("command", "command"))
+    cells = [(text(output), Cell(command, "command")) for output, command in rows]
+    return Table(id="commands", title="Commands", columns=columns, rows=cells, is_sortable=False, is_detail=True)
+
+
+def overhead_section(view: View) -> Section:
+    """Return the cost of this package, rank by rank."""
+    found = [(rank.rank, rank.overhead) for rank in view.ranks if rank.overhead is not None]
+    if not found:
+        return Section("overhead", "Profiler overhead", "Profiler overhead is not available: the run did not record it.")
+    rows = [
+        (
+            index(rank),
+            duration(cost.pulse_ns / cost.steps if cost.pulse_ns is not None and cost.steps else None),
+            share(cost.pulse_ns / cost.run_ns if cost.pulse_ns is not None and cost.run_ns else None),
+            duration(cost.windows_ns),
+            share(cost.windows_ns / cost.run_ns if cost.windows_ns is not None and cost.run_ns else None),
+            size(cost.windows_rss_bytes),
+        )
+        for rank, cost in found[:MAX_FILES]
+    ]
+    columns = (
+        Column("rank", "index"),
+        Column("pulse/step", "ns"),
+        Column("pulse share", "share", "of the run"),
+        Column("windows", "ns", "sum over all windows"),
+        Column("windows share", "share", "of the run"),
+        Column("RSS growth", "bytes", "resident memory that remains after the windows", priority=1),
+    )
+    title = "Profiler overhead by rank"
+    parts: list[Part] = [
+        Table(id="overhead-ranks", title=title, columns=columns, rows=rows, is_sortable=len(rows) > 1, top=MAX_RANKS)
+    ]
+    lead = view.lead.overhead
+    if lead is not None and lead.collectors_ns:
+        most = max(lead.collectors_ns.values())
+        ordered = sorted(lead.collectors_ns.items(), key=lambda item: -item[1])
+        cells = [(text(name), duration(ns, most)) for name, ns in ordered]
+        columns = (Column("collector"), Column("total", "ns"))
+        parts.append(Table(id="overhead-collectors", title="Windows by collector", columns=columns, rows=cells, top=None))
+    return Section("overhead", "Profiler overhead", _cost(view), parts)
+
+
+def _cost(view: View) -> Words:
+    cost = view.lead.overhead
+    if cost is None:
+        return ""
+    words, values = [], []
+    if cost.pulse_ns is not None and cost.steps:
+        words.append("pulse {} per step")
+        values.append(duration(cost.pulse_ns / cost.steps))
+    if cost.windows_ns is not None:
+        words.append("windows {}")
+        values.append(duration(cost.windows_ns))
+    if cost.windows_rss_bytes:
+        words.append("resident memory grows by about {} after the windows")
+        values.append(size(cost.windows_rss_bytes))
+    if not words:
+        return "Not counted."
+    return phrase(f"Profiler overhead of rank {view.lead.rank}: {', '.join(words)}.", *values)
+
+
+def notes_section(view: View) -> Section | None:
+    """Return failures, damage, and data that is not available; None where there is nothing to report."""
+    rows = list(_notes(view))
+    if not rows:
+        return None
+    parts: list[Part] = [Lines("", rows)]
+    parts += [
+        Paragraph(f"{error.collector} at {error.where}: {error.traceback}")
+        for error in view.errors[:MAX_TRACEBACKS]
+        if error.traceback
+    ]
+    return Section("notes", "Notes", "Failures, damaged files, and data that is not available.", parts)
+
+
+def _notes(view: View) -> Iterator[Line]:
+    lines: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for error in view.errors:
+        window = f" in window {error.window}" if error.window is not None else ""
+        lines["failed", f"{error.collector} at {error.where}{window}: {error.message}"].append(error.rank)
+    for problem in view.problems:
+        lines["damaged", f"{problem.piece}: {problem.message}"].append(problem.rank or 0)
+    for absent in view.unavailable:
+        lines["not available", f"{absent.collector}: {absent.reason}"].append(absent.rank)
+    for note in view.notes:
+        lines["note", f"{note.collector}: {note.message}"].append(note.rank)
+    for window_view in view.lead.windows:
+        if window_view.truncated and window_view.reason:
+            message = f"window {window_view.index} is truncated: {window_view.reason}"
+            lines["note", message].append(window_view.rank)
+    for label, style in TROUBLES.items():
+        chosen = [(message, ranks) for (kind, message), ranks in lines.items() if kind == label]
+        for message, ranks in chosen[:MAX_LINES]:
+            where = f" (rank {', '.join(map(str, ranks[:MAX_RANKS]))})" if len(view.ranks) > 1 else ""
+            yield Line(label, message + where, style)
+        if len(chosen) > MAX_LINES:
+            yield Line(label, f"{len(chosen) - MAX_LINES} more: {MORE}", style)
+    if view.others:
+        others = ", ".join(shown_place(path, view.root, view.url) for path in view.others[-MAX_OTHERS:])
+        rest = f" and {len(view.others) - MAX_OTHERS} more" if len(view.others) > MAX_OTHERS else ""
+        yield Line("note", f"this is {view.directory.name}; other runs here: {others}{rest}")

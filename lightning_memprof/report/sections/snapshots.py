@@ -1,0 +1,231 @@
+"""Snapshots of the CUDA allocator: reserved bytes, the peak over time, allocation sites and pools."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.report.document import (
+    Cell,
+    Chart,
+    Column,
+    Facts,
+    Paragraph,
+    Part,
+    Section,
+    Stack,
+    Table,
+    Words,
+    code,
+    count,
+    duration,
+    index,
+    phrase,
+    share,
+    size,
+    text,
+)
+from lightning_memprof.report.sections.labels import (
+    BEFORE_RECORDING,
+    PEAKS,
+    bars,
+    called,
+    more,
+    peak_note,
+    reserved_parts,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from lightning_memprof.analysis.snapshot_model import DeviceReport, SnapshotReport
+
+__all__ = ["snapshots_section"]
+
+# --format json has all.
+MAX_ROWS: Final = 100
+MAX_SHOWN: Final = 16
+STACK_FRAMES: Final = 6
+CURVE_POINTS: Final = 640
+
+
+def snapshots_section(snapshots: Sequence[SnapshotReport]) -> Section | None:
+    """Return the snapshots, of several first those with the highest peaks; None where there are none."""
+    if not snapshots:
+        return None
+    ordered = sorted(snapshots, key=_peak, reverse=True)
+    parts: list[Part] = [_overview(ordered)] if len(snapshots) > 1 else []
+    for number, snapshot in enumerate(ordered[:MAX_SHOWN]):
+        parts += _snapshot(number, snapshot, several=len(snapshots) > 1)
+    if len(snapshots) > MAX_SHOWN:
+        parts.append(Paragraph(more(len(snapshots) - MAX_SHOWN, "more snapshots")))
+    lead = f"{len(snapshots)} snapshots" if len(snapshots) > 1 else "A snapshot"
+    return Section("snapshots", "Snapshots", f"{lead} of the CUDA allocator.", parts)
+
+
+def _peak(snapshot: SnapshotReport) -> int:
+    return max((device.peak_requested_bytes for device in snapshot.devices), default=0)
+
+
+def _overview(snapshots: Sequence[SnapshotReport]) -> Table:
+    rows = [
+        (
+            code(snapshot.file.name),
+            index(device.device),
+            size(device.reserved_bytes),
+            size(device.allocated_bytes),
+            size(device.peak_requested_bytes),
+            count(device.events),
+        )
+        for snapshot in snapshots
+        for device in snapshot.devices
+    ]
+    columns = (
+        Column("file", "code"),
+        Column("device", "index"),
+        Column("reserved", "bytes"),
+        Column("allocated", "bytes"),
+        Column(PEAKS["requested"].label, "bytes"),
+        Column("events", "count", priority=1),
+    )
+    return Table(id="snapshots-table", title="Snapshots", columns=columns, rows=rows, top=MAX_SHOWN)
+
+
+def _snapshot(number: int, snapshot: SnapshotReport, *, several: bool) -> Iterator[Part]:
+    name = f", snapshot {number + 1}" if several else ""
+    rows: list[tuple[str, Cell | Words]] = [
+        ("file", Cell(str(snapshot.file), "path")),
+        ("devices", ", ".join(str(device.device) for device in snapshot.devices) or "none"),
+        ("events", count(sum(device.events for device in snapshot.devices))),
+    ]
+    if (failed := snapshot.oom) is not None:
+        rows.append(("failed allocation", phrase(f"{{}} on device {failed.device}", size(failed.requested_bytes))))
+        rows.append(("free on the device", size(failed.device_free_bytes)))
+        rows.append(("allocated", size(failed.live.allocated_bytes)))
+        rows.append(("reserved", size(failed.live.reserved_bytes)))
+        rows.append(("largest free block", size(failed.largest_free_bytes)))
+    yield Facts(f"Snapshot {number + 1}" if several else "Snapshot", rows, snapshot.missing, is_wide=True)
+    yield Chart("allocations" if number == 0 else f"allocations-{number + 1}")
+    for device in snapshot.devices:
+        on = f", device {device.device}" if len(snapshot.devices) > 1 else ""
+        yield _reserved(device, f"{on}{name}")
+        yield from _over_time(number, device, f"{on}{name}")
+        yield from _lines(number, device, f"{on}{name}")
+        yield from _stacks(number, device, f"{on}{name}")
+        yield from _pools(number, device, f"{on}{name}")
+
+
+def _reserved(device: DeviceReport, name: str) -> Stack:
+    free = device.fragmentation
+    notes: list[Words] = [
+        phrase(f"{peak_note('requested')}: {{}}", size(device.peak_requested_bytes)),
+        phrase(f"{peak_note('reserved')}: {{}}", size(device.peak_reserved_bytes)),
+        phrase("{} segments, largest free block {}", count(device.segments), size(free.largest_free_block)),
+    ]
+    if device.inactive_bytes:
+        notes.append(
+            f"empty_cache() returns {called('free_segments')}; {called('inactive_split')} is free between "
+            "allocated blocks"
+        )
+    made, returned = device.segments_made, device.segments_returned
+    if made[0] or returned[0]:
+        words = "recorded history: {} segments allocated ({}), {} freed ({})"
+        notes.append(phrase(words, count(made[0]), size(made[1]), count(returned[0]), size(returned[1])))
+    parts = bars(reserved_parts(device), device.reserved_bytes, "bytes")
+    return Stack(f"Reserved bytes at the end{name}", size(device.reserved_bytes), parts, notes=notes)
+
+
+def _over_time(number: int, device: DeviceReport, name: str) -> Iterator[Chart]:
+    replay = device.replay
+    if replay.events < 2:
+        return
+    # Of a history of 100,000 events only the largest values can be seen.
+    every = max(1, replay.events // CURVE_POINTS)
+    values = [
+        max(replay.live_at(event).requested_bytes for event in range(start, min(start + every, replay.events)))
+        for start in range(-1, replay.events, every)
+    ]
+    words: Words = phrase("{} events", count(replay.events))
+    if device.start_us is not None and device.end_us is not None:
+        passed = duration((device.end_us - device.start_us) * 1000)
+        words = phrase("{} events in {}", count(replay.events), passed)
+    yield Chart(f"requested-{number}-{device.device}", f"Requested bytes{name}", values, words)
+
+
+def _lines(number: int, device: DeviceReport, name: str) -> Iterator[Table]:
+    whole = device.peak_requested_bytes
+    if not device.lines_at_peak or not whole:
+        return
+    rows = [
+        (
+            code(_short(line.site) if line.site else BEFORE_RECORDING),
+            size(line.bytes, device.lines_at_peak[0].bytes),
+            share(line.bytes / whole),
+            count(line.blocks),
+        )
+        for line in device.lines_at_peak[:MAX_ROWS]
+    ]
+    columns = (Column("line", "code"), Column("bytes", "bytes"), Column("share", "share"), Column("blocks", "count"))
+    title = f"Allocation sites at the {PEAKS['requested'].label}{name}"
+    yield Table(id=f"lines-{number}-{device.device}", title=title, columns=columns, rows=rows, top=8)
+
+
+def _stacks(number: int, device: DeviceReport, name: str) -> Iterator[Table]:
+    if not device.holders_at_peak:
+        return
+    most = device.holders_at_peak[0].bytes
+    rows = [
+        (
+            code(_frame(holder.site) or BEFORE_RECORDING),
+            size(holder.bytes, most),
+            count(holder.blocks),
+            code(" ← ".join(map(_frame, holder.stack[:STACK_FRAMES]))),
+        )
+        for holder in device.holders_at_peak[:MAX_ROWS]
+    ]
+    columns = (Column("line", "code"), Column("bytes", "bytes"), Column("blocks", "count"), Column("stack", "code"))
+    others = device.holders_at_peak[MAX_ROWS:]
+    yield Table(
+        id=f"holders-{number}-{device.device}",
+        title=f"Allocation sites by stack{name}",
+        columns=columns,
+        rows=rows,
+        notes=[more(len(others))] * bool(others),
+        is_detail=True,
+    )
+
+
+def _frame(frame: str) -> str:
+    """Return a frame with the last two parts of its path: they say more than the place of an installation."""
+    parts = frame.split("/")
+    return frame if len(parts) < 3 else "/".join(parts[-2:])
+
+
+def _short(site: str) -> str:
+    """Return the last two folders of a line, its number and its function: the front of a path is the same for all."""
+    path, separator, function = site.rpartition(": ")
+    return f"{_frame(path)} {function}" if separator else site
+
+
+def _pools(number: int, device: DeviceReport, name: str) -> Iterator[Table]:
+    if len({pool.pool for pool in device.pools}) < 2:
+        return
+    rows = [
+        (
+            text("(outside graphs)" if pool.pool == (0, 0) else f"pool {pool.pool[0]}, {pool.pool[1]}"),
+            text(str(pool.stream)),
+            count(pool.segments),
+            size(pool.reserved_bytes),
+            size(pool.allocated_bytes),
+        )
+        for pool in device.pools
+    ]
+    columns = (
+        Column("pool"),
+        Column("stream"),
+        Column("segments", "count"),
+        Column("reserved", "bytes"),
+        Column("allocated", "bytes"),
+    )
+    notes = ["memory of one pool serves no other pool"]
+    title = f"Memory pools{name}"
+    yield Table(id=f"pools-{number}-{device.device}", title=title, columns=columns, rows=rows, notes=notes, top=4)

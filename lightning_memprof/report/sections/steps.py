@@ -1,0 +1,322 @@
+"""Steps: time by phase, by event and by callback, and throughput."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.analysis.findings.actions import action_name
+from lightning_memprof.analysis.phases import OWN_WORK
+from lightning_memprof.analysis.step_events import PARTS, event_totals
+from lightning_memprof.analysis.steps import DeviceMemory, HostMemory, StepReport
+from lightning_memprof.artifacts.series import PHASES
+from lightning_memprof.report.document import (
+    Cell,
+    Chart,
+    Column,
+    Part,
+    Row,
+    Section,
+    Stack,
+    Table,
+    Words,
+    code,
+    count,
+    duration,
+    phrase,
+    rate,
+    share,
+    size,
+    text,
+)
+from lightning_memprof.report.sections.labels import MORE, PEAKS, bars, called, more, span
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from lightning_memprof.analysis.throughput import RankThroughput, Rate
+    from lightning_memprof.report.view import View, WindowView
+
+__all__ = ["lead_throughput", "main_rate", "steps_section"]
+
+# More recorded steps than these are shown as means, one for each window.
+MAX_STEPS: Final = 5
+MAX_WINDOWS: Final = 8
+MAX_ACTIONS: Final = 60
+# A callback that takes less of a step than this needs no row.
+LEAST_SHARE: Final = 0.0005
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepColumn:
+    """A column of the table by phase: times that sum to ``duration_ns``, and memory; None is not available."""
+
+    title: str
+    subtitle: str
+    duration_ns: int | None
+    breakdown_ns: Mapping[str, int | None] | None
+    host: HostMemory
+    device: DeviceMemory | None
+
+
+def steps_section(view: View) -> Section:
+    """Return the steps of the lead rank."""
+    pulse = view.lead.statistics
+    lead: Words = "No step was timed." if not view.lead.windows else "Only the steps in windows were timed."
+    if pulse is not None:
+        lead = phrase(
+            "Step time: median {}, p90 {}, max {} ({}, {} clock).",
+            duration(pulse.median_ns),
+            duration(pulse.p90_ns),
+            duration(pulse.max_ns),
+            text(pulse.basis),
+            text(pulse.clock),
+        )
+    parts: list[Part] = [Chart("steps"), Chart("throughput"), *_by_phase(view), *_events(view), *_throughput(view)]
+    return Section("steps", "Steps", lead, parts)
+
+
+def _by_phase(view: View) -> Iterator[Table]:
+    columns, left_out = _columns(view)
+    if not columns:
+        return
+    rows = [[text(called(phase)), *(_phase(column, phase) for column in columns)] for phase in PHASES]
+    hosts = [column.host for column in columns]
+    footer: list[Row] = [
+        [text("step"), *(duration(column.duration_ns) for column in columns)],
+        [text("RSS"), *(size(host.rss_bytes) for host in hosts)],
+        [text(PEAKS["rss"].label), *(size(host.peak_rss_bytes or host.max_rss_bytes) for host in hosts)],
+    ]
+    if any(column.device is not None for column in columns):
+        for title, name in (
+            ("device allocated", "allocated_bytes"),
+            ("device reserved", "reserved_bytes"),
+            (PEAKS["device"].label, "peak_allocated_bytes"),
+        ):
+            footer.append([text(title), *(size(getattr(column.device, name, None)) for column in columns)])
+    pulse = view.lead.statistics
+    notes = [
+        "RSS, allocated and reserved bytes are those at the end of the steps",
+        "times of recorded steps include the cost of recording" if len(columns) > 1 else "",
+        "callbacks are part of the phase around them on the device's clock"
+        if pulse is not None and pulse.breakdown_ns["callbacks"] is None
+        else "",
+        left_out,
+        f"device: {view.device_note}" if view.device_note else "",
+    ]
+    yield Table(
+        id="by-phase",
+        title="Time by phase, and memory",
+        columns=[Column("phase"), *(Column(one.title, "ns", one.subtitle, has_share=True) for one in columns)],
+        rows=rows,
+        footer=footer,
+        notes=[note for note in notes if note],
+        is_sortable=False,
+    )
+
+
+def _phase(column: StepColumn, phase: str) -> Cell:
+    return duration(column.breakdown_ns[phase] if column.breakdown_ns is not None else None, column.duration_ns)
+
+
+def _columns(view: View) -> tuple[list[StepColumn], str]:
+    """Return the whole run, then recorded steps or, of many, windows; and a note on those that are left out."""
+    columns = []
+    lead = view.lead
+    if (pulse := lead.statistics) is not None:
+        columns.append(
+            StepColumn(
+                title="whole run",
+                subtitle=f"mean of {pulse.used} step{'s' * (pulse.used != 1)}",
+                duration_ns=pulse.mean_ns,
+                breakdown_ns=pulse.breakdown_ns,
+                host=lead.host,
+                device=lead.device,
+            )
+        )
+    windows = [window for window in lead.windows if window.steps]
+    if sum(len(window.steps) for window in windows) <= MAX_STEPS:
+        return columns + [_of_step(window, step) for window in windows for step in window.steps], ""
+    columns += [_of_window(window) for window in windows[:MAX_WINDOWS]]
+    left_out = len(windows) - MAX_WINDOWS
+    return columns, more(left_out, "more windows") if left_out > 0 else ""
+
+
+def _of_step(window: WindowView, step: StepReport) -> StepColumn:
+    return StepColumn(
+        title=f"step {step.step}",
+        subtitle=f"window {window.index}{', truncated' if window.truncated else ''}",
+        duration_ns=step.duration_ns,
+        breakdown_ns=step.breakdown_ns,
+        host=step.host,
+        device=step.device,
+    )
+
+
+def _of_window(window: WindowView) -> StepColumn:
+    """Return the mean times of a window's steps; memory is the last step's, of maxima the largest."""
+    timed = [step.breakdown_ns for step in window.steps if step.breakdown_ns is not None]
+    breakdown = {phase: _mean(times[phase] for times in timed) for phase in PHASES} if timed else None
+    hosts = [step.host for step in window.steps]
+    devices = [step.device for step in window.steps if step.device is not None]
+    device = None
+    if devices:
+        device = DeviceMemory(
+            device=devices[-1].device,
+            allocated_bytes=devices[-1].allocated_bytes,
+            reserved_bytes=devices[-1].reserved_bytes,
+            max_allocated_bytes=_most(memory.max_allocated_bytes for memory in devices),
+            peak_allocated_bytes=_most(memory.peak_allocated_bytes for memory in devices),
+        )
+    return StepColumn(
+        title=f"window {window.index}",
+        subtitle=span(tuple(step.step for step in window.steps)) + (", truncated" if window.truncated else ""),
+        duration_ns=sum(ns or 0 for ns in breakdown.values()) if breakdown else None,
+        breakdown_ns=breakdown,
+        host=HostMemory(
+            rss_bytes=hosts[-1].rss_bytes,
+            max_rss_bytes=_most(host.max_rss_bytes for host in hosts),
+            peak_rss_bytes=_most(host.peak_rss_bytes for host in hosts),
+            uss_bytes=hosts[-1].uss_bytes,
+            vms_bytes=hosts[-1].vms_bytes,
+        ),
+        device=device,
+    )
+
+
+def _mean(values: Iterable[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return round(sum(known) / len(known)) if known else None
+
+
+def _most(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _events(view: View) -> Iterator[Part]:
+    steps = view.events
+    total = sum(step.duration_ns for step in steps)
+    if not total:
+        return
+    number = len(steps)
+    mean = total / number
+    parts: dict[str, int | None] = {part: round(sum(step.parts_ns[part] for step in steps) / number) for part in PARTS}
+    basis = f"mean of {number} recorded steps" if number > 1 else "the recorded step"
+    yield Stack(
+        "Recorded step by part",
+        duration(mean),
+        bars(parts, round(mean), "ns"),
+        notes=(f"{basis}; each instant counts for the innermost event, hooks of the profiler are callbacks",),
+    )
+    yield from _callbacks(view, mean)
+    totals = sorted(event_totals(steps), key=lambda event: (-event.self_ns, event.action))
+    rows = [
+        (
+            code(action_name(event.action)),
+            text("profiler" if event.action.startswith(OWN_WORK) else called(event.part)),
+            duration(event.self_ns / number, totals[0].self_ns / number),
+            share(event.self_ns / total),
+            duration(event.total_ns / number),
+            count(event.count / number),
+            duration(event.max_self_ns),
+        )
+        for event in totals[:MAX_ACTIONS]
+    ]
+    yield Table(
+        id="events",
+        title="Events",
+        columns=(
+            Column("event", "code"),
+            Column("part", priority=2),
+            Column("self/step", "ns"),
+            Column("share", "share"),
+            Column("total/step", "ns", priority=1),
+            Column("count/step", "count"),
+            Column("max self", "ns"),
+        ),
+        rows=rows,
+        notes=[*([more(len(totals) - len(rows))] if len(totals) > len(rows) else []), *_pauses(view)],
+    )
+
+
+def _callbacks(view: View, mean: float) -> Iterator[Table]:
+    sums: dict[str, float] = {}
+    for step in view.events:
+        for name, ns in step.callbacks_ns.items():
+            sums[name] = sums.get(name, 0) + ns / len(view.events)
+    found = sorted(sums.items(), key=lambda item: (-item[1], item[0]))
+    rows = [
+        (code(action_name(f"[Callback]{name}.").removesuffix(".")), duration(ns, found[0][1]), share(ns / mean))
+        for name, ns in found
+        if ns >= LEAST_SHARE * mean
+    ]
+    if rows:
+        columns = (Column("callback", "code"), Column("self/step", "ns"), Column("share", "share"))
+        yield Table(id="callbacks", title="Callbacks", columns=columns, rows=rows, top=5)
+
+
+def _pauses(view: View) -> Iterator[Words]:
+    if (found := view.pauses) is None:
+        return
+    yield phrase(
+        "GC pauses in recorded steps: count {}, total {}, max {}",
+        count(found.count),
+        duration(found.total_ns),
+        duration(found.max_ns),
+    )
+    if found.tensor_bytes:
+        largest = "".join(f"; most were {kind.type} {list(kind.shape)} of {kind.dtype}" for kind in found.tensors[:1])
+        yield phrase("garbage collection freed {} of tensors in reference cycles{}", size(found.tensor_bytes), text(largest))
+
+
+def lead_throughput(view: View) -> RankThroughput | None:
+    """Return the throughput of the lead rank."""
+    return next((found for found in view.throughput if found.rank == view.lead.rank), None)
+
+
+def main_rate(found: RankThroughput) -> tuple[str, Rate]:
+    """Return the rate that says most: tokens, else samples, else batches."""
+    for name, known in (("tokens", found.tokens_per_s), ("samples", found.samples_per_s)):
+        if known is not None:
+            return name, known
+    return "batches", found.batches_per_s
+
+
+def _throughput(view: View) -> Iterator[Part]:
+    if (found := lead_throughput(view)) is None:
+        return
+    rates = (
+        ("samples", found.samples, found.samples_per_s),
+        ("tokens", found.tokens, found.tokens_per_s),
+        ("batches", None, found.batches_per_s),
+    )
+    rows = [
+        (
+            text(name),
+            rate(known.mean, f"{name}/s"),
+            rate(known.p10, f"{name}/s"),
+            rate(known.p90, f"{name}/s"),
+            rate(per_step, name),
+        )
+        for name, per_step, known in rates
+        if known is not None
+    ]
+    notes: list[Words] = [found.basis]
+    if found.flops is not None:
+        unknown = rate(None, "FLOP/s")
+        rows.append((text("operations"), rate(found.flops_per_s, "FLOP/s"), unknown, unknown, rate(found.flops, "FLOP")))
+        if found.utilization is None or found.peak_flops is None:
+            notes.append("utilization: not available, the device's peak is not known")
+        else:
+            known_peak = rate(found.peak_flops, "FLOP/s")
+            notes.append(phrase("utilization: {} of the device's {}", share(found.utilization), known_peak))
+    if len(view.ranks) > 1:
+        notes.append(f"rank {found.rank} only; other ranks: {MORE}")
+    columns = (
+        Column("quantity"),
+        Column("mean", "rate"),
+        Column("p10", "rate", priority=1),
+        Column("p90", "rate", priority=1),
+        Column("per step", "rate", priority=2),
+    )
+    yield Table(id="rates", title="Throughput", columns=columns, rows=rows, notes=notes, is_sortable=False)
