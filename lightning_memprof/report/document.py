@@ -51,7 +51,7 @@ Badge = Literal["none", "info", "warning", "critical"]
 Style = Literal["", "dim", "good", "warn", "bad"]
 Value = str | int | float | None
 # Of a number these say how it is written; any other unit follows the number, with a decimal prefix: "FLOP/s".
-NUMBERS: frozenset[str] = frozenset({"bytes", "bytes change", "bytes/s", "ns", "share", "count", "index"})
+NUMBERS: frozenset[str] = frozenset({"bytes", "bytes/s", "ns", "share", "count", "index"})
 WORDS: frozenset[str] = frozenset({"text", "code", "path", "command"})
 
 
@@ -61,7 +61,8 @@ class Cell:
 
     Args:
         value: bytes, nanoseconds, a share of 1, a count, a step's or rank's number (``index``), or words.
-        unit: one of ``NUMBERS`` or ``WORDS``, or a unit that takes decimal prefixes.
+        unit: one of ``NUMBERS`` or ``WORDS``, a unit that takes decimal prefixes, or one of these and `` change``,
+            for a difference.
         whole: the value that fills the bar behind this one; None draws no bar.
         style: how it looks.
         id: makes the cell a place to link to.
@@ -214,7 +215,7 @@ class Table:
         return [
             place
             for place in range(len(self.columns))
-            if not place or not self.is_sortable or any(row[place].value not in {None, ""} for row in self.rows)
+            if not place or any(row[place].value not in {None, ""} for row in (*self.rows, *self.footer))
         ]
 
 
@@ -231,12 +232,13 @@ class Facts:
 
 @dataclass(frozen=True)
 class Figure:
-    """One number that is seen from afar; ``href`` leads to its section."""
+    """One number that is seen from afar; ``href`` leads to its section, ``is_short`` keeps it on the short page."""
 
     name: str
     value: Cell
     detail: Words = ""
     href: str = ""
+    is_short: bool = True
 
 
 @dataclass(frozen=True)
@@ -394,7 +396,7 @@ class Document:
     exception: str | None = None
     badge: Badge = "none"
     rule: str = ""
-    verdict: str = ""
+    verdict: Words = ""
     why: str = ""
     next: str = ""
     sections: Sequence[Section] = ()

@@ -6,7 +6,7 @@ import itertools
 import unicodedata
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.report.printers.values import NONE, cell_text, clean, percent, words_text
+from lightning_memprof.report.printers.values import cell_text, clean, percent, words_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -100,7 +100,7 @@ def hang(label: str, text: str, width: int, indent: int, styles: tuple[str, str]
     lines = wrap(text, width - indent) if width - indent >= LEAST_WIDTH else wrap(text, width)
     indent = indent if width - indent >= LEAST_WIDTH else 0
     head = label if indent else cut(label, width)
-    first: list[Line] = [] if indent else [((head, styles[0]),)]
+    first: list[Line] = [((head, styles[0]),)] if head and not indent else []
     return first + [
         ((pad(head if place == 0 else "", indent), styles[0]), (line, styles[1])) for place, line in enumerate(lines)
     ]
@@ -169,16 +169,19 @@ def _fitting(
     """Return the width of each column that fits, and the places of those that have to be repeated below."""
     natural = {place: _natural(columns, rows, place) for place in places}
     names = {place for place in places if columns[place].alignment == "left"}
-    taken, rest = list(places), []
+    taken = list(places)
+    rest: list[int] = []
 
     def needed(least: int) -> int:
-        return sum(min(natural[place], least) if place in names else natural[place] for place in taken) + GAP * len(taken)
+        return sum(min(natural[place], least) if place in names else natural[place] for place in taken) + GAP * len(
+            taken
+        )
 
     while needed(NAME_WIDTH) > width and (drop := max(taken, key=lambda place: (columns[place].priority, place))):
         if not columns[drop].priority:
             break
         taken.remove(drop)
-    while needed(LEAST_WIDTH) > width and len(taken) > 2:
+    while needed(NAME_WIDTH) > width and len(taken) > 2:
         rest.insert(0, taken.pop())
     widths = {place: natural[place] for place in taken}
     while (over := sum(widths.values()) + GAP * len(taken) - width) > 0:
@@ -238,8 +241,3 @@ def _joined(cells: Sequence[tuple[str, str]], tail: str = "") -> Line:
     if tail:
         pieces.append((" " * GAP + tail, "cyan"))
     return tuple(pieces)
-
-
-def missing(cell: Cell) -> bool:
-    """Whether a cell has nothing to show."""
-    return cell_text(cell) in {NONE, ""}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Final
 
-from lightning_memprof.report.document import Cell, Phrase, Words
+from lightning_memprof.report.document import Cell, Words
 from lightning_memprof.units import format_bytes, format_ns
 
 __all__ = ["NONE", "amount", "cell_text", "clean", "percent", "words_text"]
@@ -13,6 +14,8 @@ __all__ = ["NONE", "amount", "cell_text", "clean", "percent", "words_text"]
 NONE: Final = "-"
 MAX_TEXT: Final = 600
 _PREFIXES: Final = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+# A prefix is written before these, and before no other unit.
+_SYMBOLS: Final = frozenset({"", "/s", "FLOP", "FLOP/s", "W", "°C"})
 
 
 def cell_text(cell: Cell) -> str:
@@ -24,6 +27,8 @@ def cell_text(cell: Cell) -> str:
         return value
     if not math.isfinite(value):
         return NONE
+    if unit.endswith(" change"):
+        return _change(value, unit.removesuffix(" change"))
     if unit in _NUMBERS:
         return _NUMBERS[unit](value)
     return amount(value, unit)
@@ -47,8 +52,9 @@ def amount(value: float, unit: str = "") -> str:
     """Write a number with three figures and a decimal prefix: ``"1.23 k"``, ``"45.6 TFLOP/s"``."""
     scale, prefix = next(((scale, prefix) for scale, prefix in _PREFIXES if abs(value) >= scale), (1.0, ""))
     scaled = value / scale
-    digits = 0 if abs(scaled) >= 100 or float(value).is_integer() and scale == 1.0 else 1 if abs(scaled) >= 10 else 2
-    return f"{scaled:.{digits}f} {prefix}{unit}".rstrip()
+    digits = 0 if abs(scaled) >= 100 or (float(value).is_integer() and scale == 1.0) else 1 if abs(scaled) >= 10 else 2
+    blank = " " if prefix and unit not in _SYMBOLS else ""
+    return f"{scaled:.{digits}f} {prefix}{blank}{unit}".rstrip()
 
 
 def clean(value: str, longest: int = MAX_TEXT) -> str:
@@ -66,13 +72,15 @@ def _count(value: float) -> str:
     return f"{value:,.1f}".removesuffix(".0")
 
 
-def _change(value: float) -> str:
-    return f"{'+' if value >= 0 else ''}{format_bytes(value)}"
+def _change(value: float, unit: str) -> str:
+    """Write a difference with its sign; of relative ones above 10 the factor."""
+    if unit == "share":
+        return f"x{1 + value:.0f}" if value >= 10 else f"{value * 100:+.{0 if abs(value) >= 0.1 else 1}f}%"
+    return f"{'+' if value >= 0 else ''}{cell_text(Cell(value, unit))}"
 
 
-_NUMBERS: Final = {
+_NUMBERS: Final[Mapping[str, Callable[[float], str]]] = {
     "bytes": format_bytes,
-    "bytes change": _change,
     "bytes/s": lambda value: f"{format_bytes(value)}/s",
     "ns": format_ns,
     "share": percent,

@@ -7,11 +7,12 @@ import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.rows import text as text_of
-from lightning_memprof.analysis.rows import whole
+from lightning_memprof.analysis.run.rows import text as text_of
+from lightning_memprof.analysis.run.rows import whole
 from lightning_memprof.report.document import (
     Cell,
     Column,
+    Command,
     Document,
     Findings,
     Line,
@@ -85,7 +86,7 @@ def run_document(view: View) -> Document:
         next=view.verdict.next,
         sections=[overview, *sections],
         location=place(view.directory, view.root, view.url),
-        commands=view.commands,
+        commands=[Command(command.program, command.arguments) for command in view.commands],
         incomplete=_incomplete(view),
     )
 
@@ -180,7 +181,7 @@ def files_document(view: FilesView) -> Document:
         next=view.verdict.next,
         sections=[Section("overview", "Overview", parts=[Findings(cards)], summary=True), *sections],
         location=os.fspath(next(iter(view.sizes))) if len(names) == 1 else "",
-        commands=view.commands,
+        commands=[Command(command.program, command.arguments) for command in view.commands],
     )
 
 

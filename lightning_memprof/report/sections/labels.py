@@ -14,8 +14,8 @@ from lightning_memprof.report.document import Badge, Bar, Cell, Style
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from lightning_memprof.analysis.snapshot_model import DeviceReport
-    from lightning_memprof.analysis.trace_model import GpuTimes
+    from lightning_memprof.analysis.snapshot.model import DeviceReport
+    from lightning_memprof.analysis.trace.model import GpuTimes
 
 __all__ = [
     "BADGES",

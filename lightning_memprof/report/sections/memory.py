@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.checkpointing import patterns
+from lightning_memprof.analysis.memory.checkpointing import patterns
 from lightning_memprof.report.document import (
     Cell,
     Chart,
@@ -33,10 +33,10 @@ from lightning_memprof.report.sections.labels import PEAKS, Peak, bars, called, 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from lightning_memprof.analysis.allocations import DeviceAllocations, Site
-    from lightning_memprof.analysis.checkpointing import CheckpointedGroup
-    from lightning_memprof.analysis.function_memory import FunctionReport
-    from lightning_memprof.analysis.memory import Activations, ModuleBytes, RankMemory
+    from lightning_memprof.analysis.memory.allocations import DeviceAllocations, Site
+    from lightning_memprof.analysis.memory.checkpointing import CheckpointedGroup
+    from lightning_memprof.analysis.memory.functions import FunctionReport
+    from lightning_memprof.analysis.memory.report import Activations, ModuleBytes, RankMemory
     from lightning_memprof.report.view import View
 
 __all__ = [
@@ -97,8 +97,10 @@ def memory_section(view: View) -> Section:
 
 
 def _peaks(view: View) -> Iterator[Table]:
-    rows = [(text(peak.label), size(peak_bytes), text(peak.counts), text(peak.span)) for peak, peak_bytes in run_peaks(view)]
-    columns = (Column("peak"), Column("bytes", "bytes"), Column("counts"), Column("time span"))
+    rows = [
+        (text(peak.label), size(peak_bytes), text(peak.counts), text(peak.span)) for peak, peak_bytes in run_peaks(view)
+    ]
+    columns = (Column("peak"), Column("bytes", "bytes"), Column("counts", priority=1), Column("time span", priority=2))
     if rows:
         yield Table(id="peaks", title="Peaks", columns=columns, rows=rows, is_sortable=False)
 
@@ -165,7 +167,10 @@ def _over_time(memory: RankMemory) -> Iterator[Part]:
             "live-bytes",
             f"Live bytes, {_window(window)} on {device.device}",
             _spread_evenly(device.curve),
-            phrase(f"{{}} at the start, max {{}}, {{}} at the end{at}", *map(size, (first, device.peak_bytes, last, *sizes))),
+            phrase(
+                f"{{}} at the start, max {{}}, {{}} at the end{at}",
+                *map(size, (first, device.peak_bytes, last, *sizes)),
+            ),
         )
     saved = [(step.step, step.activation_bytes) for step in memory.steps if step.activation_bytes is not None]
     if len(saved) > 1:
@@ -228,7 +233,13 @@ def _checkpointed(group: CheckpointedGroup, memory: RankMemory) -> Iterator[Row]
     )
     if number > 1:
         each = None if group.recompute_ns is None else group.recompute_ns / number
-        yield text("each"), size(group.freed_bytes / number), size(None), size(group.kept_bytes / number), duration(each)
+        yield (
+            text("  each"),
+            size(group.freed_bytes / number),
+            size(None),
+            size(group.kept_bytes / number),
+            duration(each),
+        )
 
 
 def _slower(view: View) -> Iterator[Words]:
@@ -325,7 +336,11 @@ def sites_section(view: View) -> Section | None:
     step = "" if device.peak_step is None else f" in step {device.peak_step}"
     lead = phrase(f"Live bytes on {device.device} peak at {{}}{step}, {_window(window)}.", size(device.peak_bytes))
     footer = [
-        *([_rest("freed, allocated before the window", -device.freed_outside_bytes)] if device.freed_outside_bytes else []),
+        *(
+            [_rest("freed, allocated before the window", -device.freed_outside_bytes)]
+            if device.freed_outside_bytes
+            else []
+        ),
         _rest("unattributed", device.unattributed_bytes),
     ]
     parameters = memory.activations.parameters if memory.activations else {}
@@ -337,7 +352,7 @@ def sites_section(view: View) -> Section | None:
         Column("line", "code", priority=1),
     )
     rows = site_rows(device.sites, parameters)
-    parts = [
+    parts: list[Part] = [
         Chart("holders"),
         Paragraph(f"{peak_note('live')}."),
         Table(id="sites", title="Allocation sites at the peak", columns=columns, rows=rows, footer=footer),
@@ -397,7 +412,12 @@ def _every_site(device: DeviceAllocations) -> Table:
         sums = sum(site.bytes for site in rest), sum(site.blocks for site in rest)
         footer = [(text(f"{len(rest)} more"), size(sums[0]), count(sums[1]), *[text("")] * 4)]
     return Table(
-        id="every-site", title="By module, line, phase and step", columns=columns, rows=rows, footer=footer, is_detail=True
+        id="every-site",
+        title="By module, line, phase and step",
+        columns=columns,
+        rows=rows,
+        footer=footer,
+        is_detail=True,
     )
 
 

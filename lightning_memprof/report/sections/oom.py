@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.oom import Autopsy, autopsy
-from lightning_memprof.analysis.oom_events import oom_events
-from lightning_memprof.analysis.rows import first_row, last_row, manifest_rows
+from lightning_memprof.analysis.oom.autopsy import Autopsy, autopsy
+from lightning_memprof.analysis.oom.events import oom_events
+from lightning_memprof.analysis.run.rows import first_row, last_row, manifest_rows
 from lightning_memprof.artifacts.naming import manifest_name, oom_name
 from lightning_memprof.report.document import (
     Column,
@@ -29,7 +29,7 @@ from lightning_memprof.report.sections.labels import called, more
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from lightning_memprof.analysis.oom import Holder
+    from lightning_memprof.analysis.oom.autopsy import Holder
 
 __all__ = ["autopsy_section", "oom_section"]
 
@@ -163,7 +163,9 @@ def _state(event: Autopsy) -> Words:
         }
     )
     known = {name: value for name, value in names.items() if value is not None}
-    return phrase(" · ".join(f"{name} {{}}" for name in known), *map(size, known.values())) if known else "not available"
+    return (
+        phrase(" · ".join(f"{name} {{}}" for name in known), *map(size, known.values())) if known else "not available"
+    )
 
 
 def _short(name: str) -> str:

@@ -12,7 +12,6 @@ from lightning_memprof.analysis.findings import Severity
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.document import (
     Card,
-    Cell,
     Figure,
     Figures,
     Findings,
@@ -28,7 +27,6 @@ from lightning_memprof.report.document import (
     rate,
     share,
     size,
-    text,
 )
 from lightning_memprof.report.sections.labels import BADGES, PEAKS, bars, called, span
 from lightning_memprof.report.sections.memory import category_stack
@@ -162,20 +160,20 @@ def _figures(view: View) -> Iterator[Figure]:
         detail = phrase("p90 {}, max {}", duration(pulse.p90_ns), duration(pulse.max_ns))
         yield Figure("step time, median", duration(pulse.median_ns), detail, "#steps")
         wait = phrase("{} of a mean step", duration(pulse.breakdown_ns["data_wait"] or 0))
-        yield Figure(called("data_wait"), share(pulse.share("data_wait")), wait, "#steps")
+        yield Figure(called("data_wait"), share(pulse.share("data_wait")), wait, "#steps", is_short=False)
     if (found := lead_throughput(view)) is not None:
         unit, known = main_rate(found)
         spread = phrase("p10 {}, p90 {}", rate(known.p10, f"{unit}/s"), rate(known.p90, f"{unit}/s"))
         yield Figure("throughput", rate(known.mean, f"{unit}/s"), spread, "#steps")
     if lead.device is not None and lead.device.peak_allocated_bytes is not None:
-        detail = f"{lead.device.device or 'device'} allocated, whole run"
-        yield Figure(PEAKS["device"].label, size(lead.device.peak_allocated_bytes), detail, "#memory")
+        allocated = f"{lead.device.device or 'device'} allocated, whole run"
+        yield Figure(PEAKS["device"].label, size(lead.device.peak_allocated_bytes), allocated, "#memory")
     peak_rss = lead.host.peak_rss_bytes or lead.host.max_rss_bytes
     if peak_rss is not None:
         yield Figure(PEAKS["rss"].label, size(peak_rss), "whole process, whole run", "#memory")
     if (peak := view.memory.lead.peak) is not None:
-        detail = f"tensors only, step {peak.step}"
-        yield Figure(PEAKS["tensors"].label, size(peak.total_bytes), detail, "#memory")
+        tensors = f"tensors only, step {peak.step}"
+        yield Figure(PEAKS["tensors"].label, size(peak.total_bytes), tensors, "#memory", is_short=False)
     if len(view.ranks) > 1:
         ended = sum(rank.status == "finished" for rank in view.ranks)
         yield Figure("ranks", index(len(view.ranks)), f"{ended} finished", "#ranks")

@@ -28,7 +28,7 @@ from lightning_memprof.report.sections.labels import PEAKS, STATUS_STYLES, calle
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lightning_memprof.analysis.ranks import RankReport, RankTimes, Waiting
+    from lightning_memprof.analysis.ranks.report import RankReport, RankTimes, Waiting
     from lightning_memprof.report.view import RankView, View
 
 __all__ = ["ranks_section"]
@@ -154,9 +154,7 @@ def _spreads(report: RankReport) -> Iterator[Table]:
     by_pulse = {found.source for found in report.ranks} == {"pulse"}
     notes = [] if by_pulse else ["times are those of the steps before the last window, or of its own steps"]
     if rows:
-        yield Table(
-            id="spreads", title="Spread over ranks", columns=columns, rows=rows, notes=notes, is_sortable=False
-        )
+        yield Table(id="spreads", title="Spread over ranks", columns=columns, rows=rows, notes=notes, is_sortable=False)
 
 
 def _waiting(waiting: Waiting) -> Iterator[Table]:

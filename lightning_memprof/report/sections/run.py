@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.analysis.findings import shown_place
-from lightning_memprof.analysis.rows import mapping
+from lightning_memprof.analysis.run.rows import mapping
 from lightning_memprof.report.document import (
     Cell,
     Chart,
@@ -23,7 +23,6 @@ from lightning_memprof.report.document import (
     Style,
     Table,
     Words,
-    code,
     count,
     duration,
     index,
@@ -35,8 +34,8 @@ from lightning_memprof.report.document import (
 from lightning_memprof.report.sections.labels import MORE, file_command, place
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.run import Artifact
-    from lightning_memprof.analysis.system import Figure
+    from lightning_memprof.analysis.run.load import Artifact
+    from lightning_memprof.analysis.steps.system import Figure
     from lightning_memprof.report.view import View
 
 __all__ = ["configuration_section", "file_ids", "files_section", "notes_section", "overhead_section", "system_section"]
@@ -106,7 +105,7 @@ def configuration_section(view: View) -> Section:
 
 def _facts(found: Mapping[str, Any]) -> list[tuple[str, Cell | Words]]:
     return [
-        (name.removesuffix("_bytes").replace("_", " "), _value(name, value))
+        (name.replace("_", " "), _value(name, value))
         for name, value in found.items()
         if value is not None and value != []
     ]
@@ -203,7 +202,9 @@ def overhead_section(view: View) -> Section:
     """Return the cost of this package, rank by rank."""
     found = [(rank.rank, rank.overhead) for rank in view.ranks if rank.overhead is not None]
     if not found:
-        return Section("overhead", "Profiler overhead", "Profiler overhead is not available: the run did not record it.")
+        return Section(
+            "overhead", "Profiler overhead", "Profiler overhead is not available: the run did not record it."
+        )
     rows = [
         (
             index(rank),
@@ -232,8 +233,10 @@ def overhead_section(view: View) -> Section:
         most = max(lead.collectors_ns.values())
         ordered = sorted(lead.collectors_ns.items(), key=lambda item: -item[1])
         cells = [(text(name), duration(ns, most)) for name, ns in ordered]
-        columns = (Column("collector"), Column("total", "ns"))
-        parts.append(Table(id="overhead-collectors", title="Windows by collector", columns=columns, rows=cells, top=None))
+        by_collector = (Column("collector"), Column("total", "ns"))
+        parts.append(
+            Table(id="overhead-collectors", title="Windows by collector", columns=by_collector, rows=cells, top=None)
+        )
     return Section("overhead", "Profiler overhead", _cost(view), parts)
 
 

@@ -37,7 +37,7 @@ from lightning_memprof.report.sections.labels import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from lightning_memprof.analysis.snapshot_model import DeviceReport, SnapshotReport
+    from lightning_memprof.analysis.snapshot.model import DeviceReport, SnapshotReport
 
 __all__ = ["snapshots_section"]
 

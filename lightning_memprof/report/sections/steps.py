@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.actions import action_name
-from lightning_memprof.analysis.phases import OWN_WORK
-from lightning_memprof.analysis.step_events import PARTS, event_totals
-from lightning_memprof.analysis.steps import DeviceMemory, HostMemory, StepReport
+from lightning_memprof.analysis.steps.events import PARTS, event_totals
+from lightning_memprof.analysis.steps.phases import OWN_WORK
+from lightning_memprof.analysis.steps.statistics import DeviceMemory, HostMemory, StepReport
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.document import (
     Cell,
@@ -32,9 +32,9 @@ from lightning_memprof.report.document import (
 from lightning_memprof.report.sections.labels import MORE, PEAKS, bars, called, more, span
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
-    from lightning_memprof.analysis.throughput import RankThroughput, Rate
+    from lightning_memprof.analysis.steps.throughput import RankThroughput, Rate
     from lightning_memprof.report.view import View, WindowView
 
 __all__ = ["lead_throughput", "main_rate", "steps_section"]
@@ -107,7 +107,7 @@ def _by_phase(view: View) -> Iterator[Table]:
     yield Table(
         id="by-phase",
         title="Time by phase, and memory",
-        columns=[Column("phase"), *(Column(one.title, "ns", one.subtitle, has_share=True) for one in columns)],
+        columns=[Column("phase"), *(Column(column.title, "ns", column.subtitle, has_share=True) for column in columns)],
         rows=rows,
         footer=footer,
         notes=[note for note in notes if note],
@@ -266,7 +266,9 @@ def _pauses(view: View) -> Iterator[Words]:
     )
     if found.tensor_bytes:
         largest = "".join(f"; most were {kind.type} {list(kind.shape)} of {kind.dtype}" for kind in found.tensors[:1])
-        yield phrase("garbage collection freed {} of tensors in reference cycles{}", size(found.tensor_bytes), text(largest))
+        yield phrase(
+            "garbage collection freed {} of tensors in reference cycles{}", size(found.tensor_bytes), text(largest)
+        )
 
 
 def lead_throughput(view: View) -> RankThroughput | None:
@@ -304,7 +306,9 @@ def _throughput(view: View) -> Iterator[Part]:
     notes: list[Words] = [found.basis]
     if found.flops is not None:
         unknown = rate(None, "FLOP/s")
-        rows.append((text("operations"), rate(found.flops_per_s, "FLOP/s"), unknown, unknown, rate(found.flops, "FLOP")))
+        rows.append(
+            (text("operations"), rate(found.flops_per_s, "FLOP/s"), unknown, unknown, rate(found.flops, "FLOP"))
+        )
         if found.utilization is None or found.peak_flops is None:
             notes.append("utilization: not available, the device's peak is not known")
         else:

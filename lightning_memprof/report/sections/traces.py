@@ -30,7 +30,7 @@ from lightning_memprof.report.sections.labels import bars, called, device_parts,
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from lightning_memprof.analysis.trace_model import GpuTimes, TraceReport
+    from lightning_memprof.analysis.trace.model import GpuTimes, TraceReport
 
 __all__ = ["kernel_names", "traces_section"]
 

@@ -1,0 +1,122 @@
+"""A document as one HTML file that opens from the disk and loads nothing from a network."""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+import secrets
+from dataclasses import replace
+from importlib import resources
+from typing import TYPE_CHECKING, Any, Final
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from lightning_memprof.report.charts import chart_resources, charts, file_charts
+from lightning_memprof.report.document import Chart as ChartPlace
+from lightning_memprof.report.files_view import FilesView
+from lightning_memprof.report.printers.values import cell_text, clean, percent, words_text
+from lightning_memprof.report.sections import document_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lightning_memprof.report.charts import Chart
+    from lightning_memprof.report.document import Cell, Column, Document
+    from lightning_memprof.report.view import View
+
+__all__ = ["render_document", "to_html"]
+
+# No host, no plug-in, no frame, no form; only the scripts that carry this page's nonce.
+POLICY: Final = (
+    "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:; "
+    "base-uri 'none'; form-action 'none'"
+)
+# A script's text cannot hold its own end, so this finds each whole script, and nothing inside one.
+SCRIPT: Final = re.compile(r"<script\b([^>]*)>(.*?)</script>", re.DOTALL | re.IGNORECASE)
+# A longer text is no name; --format json has all of it.
+MAX_TEXT: Final = 4000
+
+
+def to_html(view: View | FilesView) -> str:
+    """Return the page of a run, or of files, with its charts.
+
+    Every text of the run is escaped, and its control characters are made visible.
+    """
+    document = document_of(view)
+    try:
+        drawn = file_charts(view.traces, view.snapshots) if isinstance(view, FilesView) else charts(view)
+    except Exception as error:  # noqa: BLE001 the page is useful without its charts
+        problem = f"The charts cannot be drawn ({type(error).__name__}: {error})"
+        drawn = {}
+        document = replace(document, incomplete=" · ".join(filter(None, (document.incomplete, problem))))
+    return render_document(document, drawn)
+
+
+def render_document(document: Document, drawn: Mapping[str, Chart]) -> str:
+    """Return a document with its charts; a chart without a place is put at the beginning of its section."""
+    nonce = secrets.token_urlsafe(16)
+    environment = Environment(
+        loader=PackageLoader("lightning_memprof.report.printers", "templates"),
+        autoescape=True,
+        finalize=_visible,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"text": words_text, "percent": percent, "kind": _kind, "written": _written}
+    placed = {part.id for section in document.sections for part in section.parts if isinstance(part, ChartPlace)}
+    return environment.get_template("page.html.j2").render(
+        page=document,
+        made=dt.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %z"),
+        policy=POLICY.format(nonce=nonce),
+        nonce=nonce,
+        charts={name: _Drawn(chart, nonce) for name, chart in drawn.items()},
+        loose={
+            section.id: [name for name, chart in drawn.items() if name not in placed and chart.section == section.id]
+            for section in document.sections
+        },
+        resources=_allowed(chart_resources(), nonce) if drawn else Markup(),
+        style=_source("page.css"),
+        script=_source("page.js"),
+    )
+
+
+class _Drawn:
+    """A chart whose HTML is put into the page as it is."""
+
+    def __init__(self, chart: Chart, nonce: str) -> None:
+        self.title = chart.title
+        self.summary = chart.summary
+        script = f"<script>{chart.script}</script>" if chart.script else ""
+        self.html = _allowed(chart.html + script, nonce)
+
+
+def _kind(column: Column) -> str:
+    """Return the class of a column's cells."""
+    if column.alignment == "right":
+        return "number"
+    return "code" if column.unit == "path" else column.unit
+
+
+def _written(cell: Cell, column: Column) -> str:
+    words = cell_text(cell)
+    return f"{words} · {percent(cell.share)}" if column.has_share and cell.share is not None else words
+
+
+def _allowed(html: str, nonce: str) -> Markup:
+    """Let the scripts of our own HTML run."""
+    numbered = SCRIPT.sub(lambda found: f'<script nonce="{nonce}"{found[1]}>{found[2]}</script>', html)
+    return Markup(numbered)  # noqa: S704 report.charts escapes the run's text  # nosec B704
+
+
+def _source(name: str) -> Markup:
+    text = resources.files("lightning_memprof.report.printers").joinpath("templates", name).read_text(encoding="utf-8")
+    return Markup(text)  # noqa: S704 a file of this package  # nosec B704
+
+
+def _visible(value: Any) -> Any:
+    """Make control characters visible, and letters that no encoding has: a program's name must not steer the reader."""
+    if not isinstance(value, str) or isinstance(value, Markup):
+        return value
+    return "\n".join(clean(line, MAX_TEXT) for line in value[:MAX_TEXT].split("\n"))

@@ -1,0 +1,334 @@
+"""A document as lines of text: the short page that fits one screen, the full page, and sections of either."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.report.document import (
+    Chart,
+    Facts,
+    Figures,
+    Findings,
+    Lines,
+    Paragraph,
+    Section,
+    Stack,
+    Table,
+)
+from lightning_memprof.report.printers.layout import (
+    DIM,
+    STYLES,
+    Line,
+    bar,
+    cut,
+    hang,
+    pad,
+    sparkline,
+    table_lines,
+    text_width,
+    wrap,
+)
+from lightning_memprof.report.printers.values import NONE, cell_text, clean, percent, words_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightning_memprof.report.document import Bar, Card, Document, Figure, Part, Words
+    from lightning_memprof.report.document import Line as Row
+
+__all__ = ["LINES", "full_page", "plain", "sections_page", "short_page"]
+
+LINES: Final = 40
+"""The lines of one screen."""
+LABEL: Final = 10
+FIGURE_NAME: Final = 20
+FIGURE_VALUE: Final = 15
+SHORT_FINDINGS: Final = 3
+SHORT_COMMANDS: Final = 2
+SHORT_ROWS: Final = 5
+MAX_FINDINGS: Final = 16
+BADGES: Final = {"none": "bold green", "info": "bold cyan", "warning": "bold yellow", "critical": "bold red"}
+PALETTE: Final = {
+    "data_wait": "yellow",
+    "data_loading": "yellow",
+    "forward": "cyan",
+    "backward": "blue",
+    "optimizer": "magenta",
+    "callbacks": "green",
+    "parameter": "cyan",
+    "gradient": "blue",
+    "optimizer_state": "magenta",
+    "activation": "yellow",
+    "input": "green",
+    "temporary": "red",
+    "compute": "cyan",
+    "communication": "magenta",
+    "memory_copy": "blue",
+    "idle": "yellow",
+    "requested": "cyan",
+    "rounding": "blue",
+    "pending": "magenta",
+    "inactive_split": "yellow",
+}
+# Neighbours differ where there are no colours, too.
+BLOCKS: Final = "█▓▒░"
+ASCII_BLOCKS: Final = "#=+-"
+
+Block = list[Line]
+
+
+def short_page(document: Document, width: int, *, ascii_only: bool) -> list[Line]:
+    """Return the page of one screen: the verdict, the sections with a summary, and the next two commands."""
+    lines: list[Line] = []
+    for longest, is_dense in ((4, False), (3, True), (2, True)):
+        blocks = [_verdict(document, width, longest), _also(document, width), _about(document, width)]
+        for section in document.summary().sections:
+            blocks += [_short(part, width, ascii_only=ascii_only) for part in section.parts]
+        blocks.append([*_place(document, width), *_commands(document, width, SHORT_COMMANDS)])
+        lines = _joined([block for block in blocks if block], is_dense=is_dense)
+        if len(lines) <= LINES:
+            break
+    return lines
+
+
+def full_page(document: Document, width: int, *, ascii_only: bool) -> list[Line]:
+    """Return all sections between the verdict and the commands."""
+    blocks = [_verdict(document, width, None), _about(document, width)]
+    if document.incomplete:
+        blocks.append(hang("note", document.incomplete, width, LABEL))
+    blocks.append(sections_page(document, width, ascii_only=ascii_only))
+    blocks.append([*_place(document, width), *_commands(document, width, len(document.commands))])
+    return _joined([block for block in blocks if block])
+
+
+def sections_page(document: Document, width: int, *, ascii_only: bool) -> list[Line]:
+    """Return the sections of a document alone."""
+    found = (_section(section, document, width, ascii_only=ascii_only) for section in document.sections)
+    return _joined([block for block in found if block])
+
+
+def plain(lines: Sequence[Line]) -> str:
+    """Return lines without their styles."""
+    return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in lines)
+
+
+def _joined(blocks: Sequence[Block], *, is_dense: bool = False) -> list[Line]:
+    """Put blocks below each other, with an empty line between two, or only before the last one."""
+    lines: list[Line] = []
+    for place, block in enumerate(blocks):
+        if place and (not is_dense or place == len(blocks) - 1):
+            lines.append(())
+        lines += block
+    return lines
+
+
+def _verdict(document: Document, width: int, longest: int | None) -> Block:
+    rule = f" ({document.rule})" if document.rule and document.badge != "none" else ""
+    lines = hang("verdict", words_text(document.verdict) + rule, width, LABEL, ("bold", BADGES[document.badge]))
+    for label, words in (("why", document.why), ("next", document.next)):
+        found = hang(label, words, width, LABEL)
+        if longest is not None and len(found) > longest:
+            *found, (head, (last, style)) = found[:longest]
+            found.append((head, (cut(f"{last} …", width - LABEL), style)))
+        lines += found if words else []
+    return lines
+
+
+def _cards(document: Document) -> list[Card]:
+    """Return the findings behind the one of the verdict."""
+    parts = (part for section in document.sections for part in section.parts)
+    return [card for part in parts if isinstance(part, Findings) for card in part.cards[1:]]
+
+
+def _also(document: Document, width: int) -> Block:
+    cards = _cards(document)
+    lines: Block = []
+    for card in cards[:SHORT_FINDINGS]:
+        words = cut(clean(card.sentence), max(width - LABEL, 1))
+        lines.append(((pad("" if lines else "also", LABEL), "bold"), (words, BADGES[card.badge].removeprefix("bold "))))
+    if more := len(cards) - SHORT_FINDINGS:
+        lines += [((pad("", LABEL), ""), (f"{more} more: --all", DIM))] if more > 0 else []
+    return lines
+
+
+def _about(document: Document, width: int) -> Block:
+    about = words_text(document.about)
+    lines = hang("", about, width, 0, ("", DIM)) if about else []
+    if document.status:
+        words = document.status + (f": {document.exception}" if document.exception else "")
+        style = STYLES[document.status_style]
+        if lines and text_width(lines[-1][-1][0]) + 3 + text_width(words) <= width:
+            lines[-1] += ((" · ", DIM), (clean(words), style))
+        else:
+            lines += hang("", words, width, 0, ("", style))
+    return lines
+
+
+def _place(document: Document, width: int) -> Block:
+    return hang("files", document.location, width, LABEL) if document.location else []
+
+
+def _commands(document: Document, width: int, number: int) -> Block:
+    lines: Block = []
+    for command in document.commands[:number]:
+        head = pad("" if lines else "commands", LABEL)
+        whole = clean(str(command), 10_000)
+        if LABEL + text_width(whole) <= width:
+            lines.append(((head, "bold"), (whole, "cyan")))
+            continue
+        # A path is never broken, so that it can be copied.
+        lines.append(((head, "bold"), (f"{clean(command.program)} \\", "cyan")))
+        lines.append(((pad("", LABEL + 2), ""), (clean(command.arguments, 10_000), "cyan")))
+    return lines
+
+
+def _short(part: Part, width: int, *, ascii_only: bool) -> Block:
+    if isinstance(part, Figures):
+        return [_figure(figure, width) for figure in part.items if figure.is_short]
+    if isinstance(part, Stack):
+        return _stacked(part, width, ascii_only=ascii_only)
+    if isinstance(part, Lines):
+        return [line for row in part.rows[:SHORT_ROWS] for line in _labelled(row, width)[:2]]
+    return []
+
+
+def _figure(figure: Figure, width: int) -> Line:
+    name, value = pad(clean(figure.name), FIGURE_NAME), pad(cell_text(figure.value), FIGURE_VALUE, "right")
+    room = width - FIGURE_NAME - FIGURE_VALUE - 2
+    detail = cut(clean(words_text(figure.detail)), room) if room > 0 else ""
+    return (
+        (cut(name, width), "bold"),
+        (cut(value, max(width - FIGURE_NAME, 0)), ""),
+        (f"  {detail}" * bool(detail), DIM),
+    )
+
+
+def _stacked(stack: Stack, width: int, *, ascii_only: bool) -> Block:
+    """Draw a whole as one bar, with a legend below it."""
+    blocks = ASCII_BLOCKS if ascii_only else BLOCKS
+    marks = [(found, blocks[place % len(blocks)]) for place, found in enumerate(stack.bars)]
+    drawn: list[tuple[str, str]] = []
+    done, end = 0, 0.0
+    for found, mark in marks:
+        end += found.value.share or 0.0
+        length = max(0, round(min(1.0, end) * width) - done)
+        drawn.append((mark * length, PALETTE.get(found.key, DIM)))
+        done += length
+    entries = [[(f"{mark} ", PALETTE.get(found.key, DIM)), (_legend(found), "")] for found, mark in marks]
+    entries += [[("  ", ""), (f"{clean(name)} {NONE}", DIM)] for name, _ in stack.unknown]
+    return [*_title(stack, width), tuple(drawn), *_flowing(entries, width)]
+
+
+def _legend(found: Bar) -> str:
+    return f"{clean(found.name)} {percent(found.value.share or 0.0)} {cell_text(found.value)}"
+
+
+def _title(stack: Stack, width: int) -> Block:
+    return _titled(f"{stack.title}: {cell_text(stack.total)}", width)
+
+
+def _flowing(entries: Sequence[list[tuple[str, str]]], width: int) -> Block:
+    lines: list[list[tuple[str, str]]] = []
+    taken = 0
+    for entry in entries:
+        needed = sum(text_width(text) for text, _ in entry)
+        if lines and taken + 3 + needed <= width:
+            lines[-1] += [("   ", ""), *entry]
+            taken += 3 + needed
+        else:
+            lines.append(entry)
+            taken = needed
+    return [tuple(line) for line in lines]
+
+
+def _labelled(row: Row, width: int) -> Block:
+    label, style, text = row.label, row.style, words_text(row.words)
+    indent = max(LABEL, len(label) + 1)
+    return hang(label, text, width, indent, (f"bold {STYLES[style]}".strip(), STYLES[style] if style == "dim" else ""))
+
+
+def _section(section: Section, document: Document, width: int, *, ascii_only: bool) -> Block:
+    heading = clean(section.title)
+    rule = ("-" if ascii_only else "─") * max(0, width - text_width(heading) - 1)
+    lines: Block = [((cut(heading, width), "bold"), (f" {rule}", DIM))]
+    lead = words_text(section.lead)
+    lines += [((line, ""),) for line in wrap(lead, width)] if lead else []
+    blocks = [_part(part, document, width, ascii_only=ascii_only) for part in section.parts]
+    return _joined([lines, *(block for block in blocks if block)])
+
+
+def _part(part: Part, document: Document, width: int, *, ascii_only: bool) -> Block:
+    if isinstance(part, Table):
+        lines = _table(part, width, ascii_only=ascii_only)
+    elif isinstance(part, Stack):
+        lines = _listed(part, width, ascii_only=ascii_only)
+    elif isinstance(part, Facts):
+        lines = _facts(part, width)
+    elif isinstance(part, Figures):
+        lines = [_figure(figure, width) for figure in part.items]
+    elif isinstance(part, Findings):
+        lines = _findings(document, width)
+    elif isinstance(part, Lines):
+        lines = [line for row in part.rows for line in _labelled(row, width)]
+    elif isinstance(part, Paragraph):
+        lines = [((line, DIM),) for line in wrap(words_text(part.words), width)]
+    else:
+        lines = _curve(part, width, ascii_only=ascii_only)
+    notes: Sequence[Words] = getattr(part, "notes", ()) if lines else ()
+    return [*lines, *(line for note in notes for line in hang("", words_text(note), width, 2, ("", DIM)))]
+
+
+def _titled(title: str, width: int) -> Block:
+    return [((line, "bold"),) for line in wrap(title, width)] if title else []
+
+
+def _table(table: Table, width: int, *, ascii_only: bool) -> Block:
+    if table.is_detail or not (table.rows or table.footer):
+        return []
+    return [*_titled(table.title, width), *table_lines(table, width, ascii_only=ascii_only)]
+
+
+def _facts(facts: Facts, width: int) -> Block:
+    indent = min(max((text_width(name) for name, _ in facts.rows), default=0) + 4, width // 2)
+    lines = _titled(facts.title, width)
+    for name, value in facts.rows:
+        lines += hang(cut(f"  {clean(name)}", max(indent - 1, 1)), words_text(value), width, indent, (DIM, ""))
+    return lines
+
+
+def _listed(stack: Stack, width: int, *, ascii_only: bool) -> Block:
+    names = [clean(found.name) for found in stack.bars] + [clean(name) for name, _ in stack.unknown]
+    indent = min(max(map(text_width, names), default=0) + 4, max(width - 18, 4))
+    most = max((found.value.share or 0.0 for found in stack.bars), default=0.0)
+    lines = _title(stack, width)
+    for found in stack.bars:
+        share = found.value.share or 0.0
+        words = f"{cell_text(found.value):>9}{percent(share):>6}  "
+        drawn = bar(share / most if most else 0.0, max(min(width - indent - len(words), 40), 0), ascii_only=ascii_only)
+        name = pad(cut(f"  {clean(found.name)}", indent - 1), indent)
+        lines.append(((name, ""), (words, ""), (drawn, PALETTE.get(found.key, DIM))))
+    for name, reason in stack.unknown:
+        lines += hang(cut(f"  {clean(name)}", indent - 1), f"{NONE} {reason}".strip(), width, indent, ("", DIM))
+    return lines
+
+
+def _findings(document: Document, width: int) -> Block:
+    blocks: list[Block] = []
+    cards = _cards(document)
+    for card in cards[:MAX_FINDINGS]:
+        lines = hang(card.badge, f"{card.sentence} ({card.rule})", width, LABEL, (BADGES[card.badge], "bold"))
+        lines += hang("why", card.why, width, LABEL) if card.why else []
+        lines += [line for step in card.next_steps for line in hang("next", step, width, LABEL)]
+        blocks.append(lines)
+    if len(cards) > MAX_FINDINGS:
+        blocks.append(hang("", f"{len(cards) - MAX_FINDINGS} more findings: --format json", width, 0, ("", DIM)))
+    return _joined(blocks)
+
+
+def _curve(chart: Chart, width: int, *, ascii_only: bool) -> Block:
+    if len(chart.values) < 2:
+        return []
+    words = words_text(chart.words)
+    lines = _titled(chart.title, width)
+    lines.append((("  ", ""), (sparkline(chart.values, max(width - 2, 1), ascii_only=ascii_only), "yellow")))
+    return lines + (hang("", words, width, 2, ("", DIM)) if words else [])

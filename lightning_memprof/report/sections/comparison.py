@@ -1,0 +1,202 @@
+"""A comparison of two runs, traces or snapshots: quantities, names that changed, and limits."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.analysis.compare.model import GROUPS
+from lightning_memprof.report.document import (
+    Cell,
+    Column,
+    Document,
+    Line,
+    Lines,
+    Phrase,
+    Row,
+    Section,
+    Style,
+    Table,
+    Words,
+    code,
+    phrase,
+    share,
+    text,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from lightning_memprof.analysis.compare.limits import Outcome
+    from lightning_memprof.analysis.compare.model import Comparison, Difference, Measure, NamedChange
+
+__all__ = ["comparison_document", "conclusion"]
+
+SAME: Final = "no difference above noise"
+WHY: Final = "A change counts if it exceeds the spread over steps, or the usual difference of two runs of one program."
+NEXT: Final = "Look first at the quantities that changed, then at the names that appeared."
+KINDS: Final[Mapping[str, tuple[str, Style]]] = {
+    "appeared": ("only in B", "warn"),
+    "disappeared": ("only in A", "dim"),
+    "changed": ("changed", ""),
+}
+# The figure of a finding is its severity.
+SEVERITIES: Final = {1.0: "info", 2.0: "warning", 3.0: "critical"}
+MAX_NAMES: Final = 8
+MAX_NOTES: Final = 6
+# A sentence about two sides names these first.
+FIRST: Final = ("step_ns", "gpu_window_ns", "peak_allocated_bytes", "peak_requested_bytes", "peak_rss_bytes")
+MAX_IN_SENTENCE: Final = 3
+
+
+def comparison_document(comparison: Comparison, outcomes: Sequence[Outcome] = ()) -> Document:
+    """Return all quantities of a comparison, the names that appeared, disappeared or changed, and the limits."""
+    a, b = comparison.a.label, comparison.b.label
+    is_worse = any(_is_worse(difference) for difference in comparison.differences)
+    limits = [_limit(comparison, outcome) for outcome in outcomes]
+    groups = _by_group(comparison)
+    sections = [
+        *([Section("limits", "Limits", parts=[Lines("", limits)], summary=True)] if limits else []),
+        Section("quantities", "Quantities", parts=[_quantities(comparison)], summary=True),
+        *(_group(name, changes) for name, changes in groups.items()),
+        Section("notes", "Notes", parts=[Lines("", [Line("note", note) for note in _notes(comparison)])]),
+    ]
+    return Document(
+        title=f"{a} · {b}",
+        kind="comparison",
+        about=f"A: {a} · B: {b}",
+        badge="warning" if is_worse else "none" if comparison.is_same else "info",
+        verdict=conclusion(comparison),
+        why=WHY,
+        next="" if comparison.is_same else NEXT,
+        sections=sections,
+    )
+
+
+def conclusion(comparison: Comparison) -> Words:
+    """Return the sentence that names the differences above noise."""
+    if comparison.is_same:
+        return SAME
+    found = [difference for difference in comparison.differences if difference.is_above_noise]
+    found.sort(key=lambda difference: FIRST.index(difference.name) if difference.name in FIRST else len(FIRST))
+    words = [f"{difference.name} {{}}" for difference in found[:MAX_IN_SENTENCE]]
+    values = [_change(difference) for difference in found[:MAX_IN_SENTENCE]]
+    if len(found) > MAX_IN_SENTENCE:
+        words.append(f"{len(found) - MAX_IN_SENTENCE} more quantities")
+    for group, changes in _by_group(comparison).items():
+        words.append(f"{len(changes)} {group if len(changes) > 1 else group.removesuffix('s')}")
+    return phrase(f"B differs from A: {', '.join(words)}", *values)
+
+
+def _by_group(comparison: Comparison) -> dict[str, list[NamedChange]]:
+    groups: dict[str, list[NamedChange]] = defaultdict(list)
+    for changed in comparison.changes:
+        groups[changed.group].append(changed)
+    return groups
+
+
+def _is_worse(difference: Difference) -> bool:
+    rises = (difference.change or 0) > 0
+    return difference.is_above_noise and rises != (difference.unit == "per_s")
+
+
+def _limit(comparison: Comparison, outcome: Outcome) -> Line:
+    state = f"{outcome.limit.text} {'BROKEN' if outcome.is_broken else 'kept'}: {outcome.sentence}"
+    words: list[str | Cell] = [state]
+    found = comparison.difference(outcome.limit.name)
+    if found is not None and found.change is not None:
+        words += [" (", _value(found.a), " -> ", _value(found.b), ", ", _change(found), ")"]
+    return Line("limit", Phrase(tuple(words)), "bad" if outcome.is_broken else "good")
+
+
+def _quantities(comparison: Comparison) -> Table:
+    columns = (
+        Column("quantity", "code"),
+        Column("A", "number"),
+        Column("A spread", "share", priority=1),
+        Column("B", "number"),
+        Column("B spread", "share", priority=1),
+        Column("change", "number"),
+        Column("source", "text", priority=2),
+    )
+    rows = [_quantity(difference) for difference in comparison.differences]
+    return Table(id="quantity-table", title="", columns=columns, rows=rows, top=None)
+
+
+def _quantity(difference: Difference) -> Row:
+    if difference.problem is not None:
+        changed = text("n/a", "dim")
+    elif not difference.is_above_noise:
+        changed = Cell("~" if difference.change is not None else None, sort=0, style="dim")
+    else:
+        changed = _change(difference, "bad" if _is_worse(difference) else "good")
+    source = next((side.source for side in (difference.b, difference.a) if side is not None), None)
+    return (
+        Cell(difference.name, "code", id=f"quantity-{difference.name}"),
+        _value(difference.a),
+        _spread(difference.a),
+        _value(difference.b),
+        _spread(difference.b),
+        changed,
+        text(source, "dim"),
+    )
+
+
+def _unit(unit: str) -> str:
+    return "/s" if unit == "per_s" else unit
+
+
+def _value(measure: Measure | None) -> Cell:
+    return Cell(None if measure is None else measure.value, "count" if measure is None else _unit(measure.unit))
+
+
+def _spread(measure: Measure | None) -> Cell:
+    known = measure is not None and measure.value and measure.samples > 1
+    return share(measure.noise / abs(measure.value) if measure is not None and known else None)
+
+
+def _change(difference: Difference, style: Style = "") -> Cell:
+    """Return the difference of B from A: relative, or absolute for counts and where A is 0."""
+    if difference.unit == "count" or difference.relative is None:
+        return Cell(difference.change or 0.0, f"{_unit(difference.unit)} change", style=style)
+    return Cell(difference.relative, "share change", style=style)
+
+
+def _group(name: str, changes: Sequence[NamedChange]) -> Section:
+    columns = (
+        Column("name", "code"),
+        Column("change"),
+        Column("A", "number"),
+        Column("B", "number"),
+        Column("finding", priority=1),
+    )
+    rows = [
+        (
+            code(changed.name),
+            text(*KINDS[changed.kind]),
+            _figure(changed.a, changed),
+            _figure(changed.b, changed),
+            text(changed.sentence),
+        )
+        for changed in changes
+    ]
+    table = Table(id=f"{name}-table", title="", columns=columns, rows=rows, top=MAX_NAMES)
+    lead = "findings of one side that the other does not have" if name == "findings" else GROUPS[name][1]
+    return Section(name, name[:1].upper() + name[1:], lead, [table])
+
+
+def _figure(value: float | None, changed: NamedChange) -> Cell:
+    if value is not None and changed.group == "findings" and value in SEVERITIES:
+        return Cell(SEVERITIES[value], sort=value)
+    return Cell(value, _unit(changed.unit))
+
+
+def _notes(comparison: Comparison) -> Iterator[str]:
+    yield "~ is within noise; the spread is over steps"
+    for difference in comparison.differences:
+        if difference.problem is not None and difference.a is not None and difference.b is not None:
+            yield f"{difference.name}: {difference.problem}"
+    for group, reason in comparison.left_out.items():
+        yield f"{group}: {reason}"
+    for name, side in (("A", comparison.a), ("B", comparison.b)):
+        yield from (f"{name}: {note}" for note in side.notes[:MAX_NOTES])
