@@ -29,7 +29,8 @@ from lightning_memprof.report.document import (
 )
 from lightning_memprof.report.files_view import FilesView
 from lightning_memprof.report.sections.labels import BADGES, STATUS_STYLES, file_command, place
-from lightning_memprof.report.sections.memory import memory_section, modules_section, sites_section
+from lightning_memprof.report.sections.memory import memory_section
+from lightning_memprof.report.sections.modules import modules_section
 from lightning_memprof.report.sections.oom import oom_section
 from lightning_memprof.report.sections.overview import finding_cards, overview_section
 from lightning_memprof.report.sections.ranks import ranks_section
@@ -41,6 +42,7 @@ from lightning_memprof.report.sections.run import (
     overhead_section,
     system_section,
 )
+from lightning_memprof.report.sections.sites import sites_section
 from lightning_memprof.report.sections.snapshots import snapshots_section
 from lightning_memprof.report.sections.steps import steps_section
 from lightning_memprof.report.sections.traces import traces_section

@@ -1,16 +1,13 @@
-"""Memory: peaks, categories, allocation sites, modules, checkpointing, functions and named moments."""
+"""Memory: peaks, categories, live bytes over time, checkpointing, functions and named moments."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.memory.checkpointing import patterns
 from lightning_memprof.report.document import (
     Cell,
     Chart,
     Column,
-    Paragraph,
     Part,
     Row,
     Section,
@@ -28,33 +25,31 @@ from lightning_memprof.report.document import (
     text,
 )
 from lightning_memprof.report.named import summarize
-from lightning_memprof.report.sections.labels import PEAKS, Peak, bars, called, more, peak_note
+from lightning_memprof.report.sections.labels import PEAKS, Peak, bars, called, more
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from lightning_memprof.analysis.memory.allocations import DeviceAllocations, Site
+    from lightning_memprof.analysis.memory.allocations import DeviceAllocations
     from lightning_memprof.analysis.memory.checkpointing import CheckpointedGroup
     from lightning_memprof.analysis.memory.functions import FunctionReport
-    from lightning_memprof.analysis.memory.report import Activations, ModuleBytes, RankMemory
+    from lightning_memprof.analysis.memory.report import RankMemory
     from lightning_memprof.report.view import View
 
 __all__ = [
+    "MAX_ROWS",
     "category_stack",
     "memory_section",
-    "modules_section",
     "peak_allocations",
     "run_peaks",
-    "sites_section",
+    "window_name",
 ]
 
 # More rows are slow to lay out, and their sum is in the footer.
-MAX_SITES: Final = 300
-MAX_MODULES: Final = 1000
+MAX_ROWS: Final = 300
 MAX_CHECKPOINTED: Final = 12
 # From here on the times of recorded steps mislead.
 SLOWER: Final = 1.2
-ROOT: Final = "(the model)"
 FUNCTION_COLUMNS: Final = (
     ("RSS", "rss_bytes"),
     ("in forwards", "forward_rss_bytes"),
@@ -165,7 +160,7 @@ def _over_time(memory: RankMemory) -> Iterator[Part]:
         first, last = device.curve[0][1], device.curve[-1][1]
         yield Chart(
             "live-bytes",
-            f"Live bytes, {_window(window)} on {device.device}",
+            f"Live bytes, {window_name(window)} on {device.device}",
             _spread_evenly(device.curve),
             phrase(
                 f"{{}} at the start, max {{}}, {{}} at the end{at}",
@@ -193,7 +188,8 @@ def _spread_evenly(curve: Sequence[tuple[int, int]]) -> list[int]:
     return values
 
 
-def _window(window: int | None) -> str:
+def window_name(window: int | None) -> str:
+    """Return the name of a window, None for a trace without one."""
     return "the trace" if window is None else f"window {window}"
 
 
@@ -318,227 +314,6 @@ def _named(view: View) -> Iterator[Table]:
             size(moment.rss_bytes),
             size(moment.peak_rss_bytes),
         )
-        for moment in view.named[:MAX_SITES]
+        for moment in view.named[:MAX_ROWS]
     ]
     yield Table(id="named", title="Each named moment", columns=columns, rows=moments, is_detail=True)
-
-
-def sites_section(view: View) -> Section | None:
-    """Return the allocation sites at the highest peak of live bytes; None where no allocations were recorded."""
-    memory = view.memory.lead
-    found = peak_allocations(memory)
-    if found is None or not found[1].sites:
-        reason = memory.reasons.get("sites")
-        if reason is None or not memory.allocations:
-            return None
-        return Section("sites", "Allocation sites", f"Allocation sites are not available: {reason}.")
-    window, device = found
-    step = "" if device.peak_step is None else f" in step {device.peak_step}"
-    lead = phrase(f"Live bytes on {device.device} peak at {{}}{step}, {_window(window)}.", size(device.peak_bytes))
-    footer = [
-        *(
-            [_rest("freed, allocated before the window", -device.freed_outside_bytes)]
-            if device.freed_outside_bytes
-            else []
-        ),
-        _rest("unattributed", device.unattributed_bytes),
-    ]
-    parameters = memory.activations.parameters if memory.activations else {}
-    columns = (
-        Column("operator", "code"),
-        Column("bytes", "bytes"),
-        Column("blocks", "count", priority=2),
-        Column("module", "code"),
-        Column("line", "code", priority=1),
-    )
-    rows = site_rows(device.sites, parameters)
-    parts: list[Part] = [
-        Chart("holders"),
-        Paragraph(f"{peak_note('live')}."),
-        Table(id="sites", title="Allocation sites at the peak", columns=columns, rows=rows, footer=footer),
-        _every_site(device),
-    ]
-    return Section("sites", "Allocation sites", lead, parts)
-
-
-def site_rows(sites: Sequence[Site], parameters: Mapping[str, int]) -> list[Row]:
-    """Return the sites, repeated blocks as one row, the largest first; whatever their step and phase."""
-    shared = patterns({site.module for site in sites if site.module}, parameters)
-    sums: dict[tuple[str, str, str | None], list[int]] = {}
-    for site in sites:
-        where = shared[site.module] if site.module else f"({site.phase})" if site.phase else ""
-        row = sums.setdefault((site.operator.removeprefix("aten::"), where, short_line(site.line)), [0, 0])
-        row[0] += site.bytes
-        row[1] += site.blocks
-    ordered = sorted(sums.items(), key=lambda item: (-item[1][0], *(part or "" for part in item[0])))
-    most = ordered[0][1][0] if ordered else None
-    return [
-        (code(operator), size(total, most), count(blocks), code(where or None), code(line))
-        for (operator, where, line), (total, blocks) in ordered[:MAX_SITES]
-    ]
-
-
-def short_line(line: str | None) -> str | None:
-    """Return ``file.py(12)`` of ``directory/file.py(12): function``."""
-    return None if line is None else line.rpartition(": ")[0].rpartition("/")[2] or line
-
-
-def _every_site(device: DeviceAllocations) -> Table:
-    most = device.sites[0].bytes
-    rows = [
-        (
-            code(site.operator.removeprefix("aten::")),
-            size(site.bytes, most),
-            count(site.blocks),
-            code(site.module),
-            code(site.line),
-            text(called(site.phase) if site.phase else None),
-            index(site.step),
-        )
-        for site in device.sites[:MAX_SITES]
-    ]
-    columns = (
-        Column("operator", "code"),
-        Column("bytes", "bytes"),
-        Column("blocks", "count"),
-        Column("module", "code"),
-        Column("line", "code"),
-        Column("phase"),
-        Column("step", "index"),
-    )
-    rest = device.sites[MAX_SITES:]
-    footer = []
-    if rest:
-        sums = sum(site.bytes for site in rest), sum(site.blocks for site in rest)
-        footer = [(text(f"{len(rest)} more"), size(sums[0]), count(sums[1]), *[text("")] * 4)]
-    return Table(
-        id="every-site",
-        title="By module, line, phase and step",
-        columns=columns,
-        rows=rows,
-        footer=footer,
-        is_detail=True,
-    )
-
-
-def _rest(name: str, rest: int) -> Row:
-    return text(name), size(rest), text(""), text(""), text("")
-
-
-def modules_section(view: View) -> Section:
-    """Return the saved activations, parameters, gradients and forward time of each module."""
-    saved = view.memory.lead.activations
-    if saved is None:
-        reason = view.memory.lead.reasons.get("modules", "not recorded")
-        return Section("modules", "Modules", f"Saved activations by module are not available: {reason}.")
-    parts: list[Part] = [_module_patterns(saved), _every_module(saved)]
-    types = sorted(saved.dtypes.items(), key=lambda item: -item[1])
-    if types and saved.total_bytes:
-        words = ", ".join(f"{name} {{}} ({{}})" for name, _ in types)
-        values = [cell for _, total in types for cell in (size(total), share(total / saved.total_bytes))]
-        parts.append(Paragraph(phrase(f"By data type: {words}.", *values)))
-    if saved.attribution:
-        parts.append(Paragraph(phrase(f"{{}} are unattributed: {saved.attribution}.", size(saved.unattributed_bytes))))
-    if saved.uncounted:
-        words = "more values have an unknown size: a scripted module or hooks of the program saved them."
-        parts.append(Paragraph(f"{saved.uncounted} {words}"))
-    lead = phrase(f"Saved activations in step {saved.step}: {{}}.", size(saved.total_bytes))
-    return Section("modules", "Modules", lead, parts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModuleSums:
-    """The sums of modules that are alike; None where one of them is not known."""
-
-    name: str
-    self_bytes: int
-    total_bytes: int
-    parameter_bytes: int | None
-    gradient_bytes: int | None
-    calls: int
-
-
-def module_sums(saved: Activations) -> list[ModuleSums]:
-    """Return the modules, repeated blocks as one, the largest total first."""
-    shared = patterns((module.name for module in saved.modules), saved.parameters)
-    groups: dict[str, list[ModuleBytes]] = {}
-    for module in saved.modules:
-        groups.setdefault(shared[module.name], []).append(module)
-    sums = [
-        ModuleSums(
-            name=name or ROOT,
-            self_bytes=sum(module.own_activation_bytes for module in alike),
-            total_bytes=sum(module.inclusive_activation_bytes for module in alike),
-            parameter_bytes=_sum([module.parameter_bytes for module in alike]),
-            gradient_bytes=_sum([module.gradient_bytes for module in alike]),
-            calls=sum(module.calls for module in alike),
-        )
-        for name, alike in groups.items()
-    ]
-    return sorted(sums, key=lambda found: (-found.total_bytes, -found.self_bytes, found.name))
-
-
-def _sum(sizes: Sequence[int | None]) -> int | None:
-    known = [known for known in sizes if known is not None]
-    return sum(known) if len(known) == len(sizes) else None
-
-
-def _module_patterns(saved: Activations) -> Table:
-    sums = module_sums(saved)[:MAX_SITES]
-    most = max((found.total_bytes for found in sums), default=None)
-    rows = [
-        (
-            code(found.name),
-            size(found.self_bytes),
-            size(found.total_bytes, most),
-            size(found.parameter_bytes),
-            size(found.gradient_bytes),
-            count(found.calls or None),
-        )
-        for found in sums
-    ]
-    columns = (
-        Column("module", "code"),
-        Column("self", "bytes"),
-        Column("total", "bytes"),
-        Column("parameters", "bytes", priority=1),
-        Column("gradients", "bytes", priority=2),
-        Column("count", "count", priority=3),
-    )
-    footer = [(text("unattributed"), size(saved.unattributed_bytes), *[text("")] * 4)]
-    title = "Saved activations by module, repeated blocks together"
-    return Table(id="modules-alike", title=title, columns=columns, rows=rows, footer=footer)
-
-
-def _every_module(saved: Activations) -> Table:
-    shown, rest = saved.modules[:MAX_MODULES], saved.modules[MAX_MODULES:]
-    self_most = max((module.own_activation_bytes for module in shown), default=None)
-    total_most = max((module.inclusive_activation_bytes for module in shown), default=None)
-    longest = max((module.forward_ns or 0 for module in shown), default=None)
-    rows = [
-        (
-            Cell(module.name or ROOT, "code", sort=module.name),
-            size(module.own_activation_bytes, self_most),
-            size(module.inclusive_activation_bytes, total_most),
-            size(module.parameter_bytes),
-            size(module.gradient_bytes),
-            duration(module.forward_ns if module.calls else None, longest),
-            count(module.calls or None),
-        )
-        for module in shown
-    ]
-    columns = (
-        Column("module", "code"),
-        Column("self", "bytes", "saved while it was the innermost module"),
-        Column("total", "bytes", "with its submodules"),
-        Column("parameters", "bytes"),
-        Column("gradients", "bytes"),
-        Column("forward", "ns", "in the recorded step"),
-        Column("count", "count"),
-    )
-    empty = [text("")] * 5
-    footer = [(text("unattributed"), size(saved.unattributed_bytes), *empty)]
-    if rest:
-        sums = sum(module.own_activation_bytes for module in rest)
-        footer.insert(0, (text(f"{len(rest)} more"), size(sums), *empty))
-    return Table(id="modules-each", title="By module", columns=columns, rows=rows, footer=footer, is_detail=True)
