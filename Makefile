@@ -1,53 +1,70 @@
-# `make demo` and `make test` need Python 3.10+ and make, nothing else. Each target makes its own environment in
-# .venv if there is none. Everything runs against the built wheel, never against the working tree.
+# Every target needs Python 3.10 or newer and make; each creates its own environment in .venv. `make test` and the targets
+# below it run against the built wheel; `make check` and `make test-fast` read the working tree.
 #
-#   make demo     train a small model and show what was recorded
-#   make test     the tests               (make test ARGS="-k schedule")
-#   make lint     ruff, mypy, import rules, bandit, documentation
-#   make docs     the documentation, as HTML in build/docs
-#   make bench    what recording costs, beside its peers, and how cost grows (an hour; make bench ARGS=--quick)
-#   make torture  every fault at every moment of a training (half an hour; make torture ARGS=--quick)
-#   make power-cut    a crash between any two file operations of a training    (some minutes)
-#   make soak         20,000 steps with a window every 100         (some ten minutes)
-#   make compatibility  versions, strategies and kinds of training that were tried   (half an hour)
-#   make test-gpu       the tests that need a GPU; says so where there is none
-#   make fuzz     the readers of traces, snapshots and run directories, ten minutes each   (make fuzz ARGS=--quick)
-#   make audit    known vulnerabilities in what constraints.txt pins; NOT AUDITED is error 3 (0 with ARGS=--allow-unaudited)
-#   make clean    remove what was built, the environment included
+#   make demo       train a small model and show the recording
+#   make check      ruff, types, import rules: before each commit
+#   make test-fast  unit and property tests on the working tree     (make test-fast ARGS="-k schedule")
+#   make test       all tests, on the wheel                         (make test ARGS="-k schedule")
+#   make lint       `make check` from scratch, bandit, documentation
+#   make docs       the documentation, as HTML in build/docs
+#   make bench      overhead and scaling, compared with other profilers (an hour; ARGS=--quick)
+#   make torture    every fault at every moment of a training           (half an hour; ARGS=--quick)
+#   make power-cut  a crash between any two file operations             (minutes)
+#   make soak       20,000 steps, one window every 100                  (ten minutes)
+#   make compatibility  versions, strategies and kinds of training      (half an hour)
+#   make test-gpu   the tests that need a GPU
+#   make fuzz       the file readers, ten minutes each                  (ARGS=--quick)
+#   make audit      known vulnerabilities of the pinned dependencies    (exit code 3: not audited; 0 with ARGS=--allow-unaudited)
+#   make clean      remove everything built, the environment included
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+EDITABLE := $(VENV)/editable
 WHEELS := build/wheel
+DMYPY := $(BIN)/dmypy --status-file $(VENV)/dmypy.json
 ARGS ?=
 
-# Every pip below, those that build dependencies in isolation included, keeps to the versions that the tests ran with. Without
-# this an unconstrained step could fetch another PyTorch, which is gigabytes.
+# All pip calls, build isolation included, use the versions that the tests ran with. Unconstrained, a step could download
+# another PyTorch: gigabytes.
 export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# A PYTHONPATH could put the working tree before the wheel.
+# PYTHONPATH could put the working tree before the wheel.
 unexport PYTHONPATH
 
-# Directories too: their time changes when a file goes.
+# Directories too: their modification time changes when a file is removed.
 SOURCES := $(shell find lightning_memprof \( -name __pycache__ -o -name '.*' \) -prune -o -print)
+REQUIREMENTS := pyproject.toml constraints.txt
+# One process more than cores: many tests wait for a program of their own. Tests of one file share slow fixtures.
+PARALLEL = --numprocesses $$($(BIN)/python -c 'import os; print(os.cpu_count() + 1)') --dist loadfile
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint docs bench torture power-cut soak fuzz audit clean compatibility test-gpu
+.PHONY: help demo check test-fast test lint docs bench torture power-cut soak fuzz audit clean compatibility test-gpu
 
 help:
 	@sed -n 's/^#   //p' Makefile
 
-demo: $(VENV)/run.stamp
+demo: $(VENV)/wheel.stamp $(VENV)/run.deps
 	$(BIN)/lightning-memprof demo $(ARGS)
 
-# The script and not `python -m pytest`, which would put the working tree first on the path. A file's tests stay in one
-# process: they share what is slow to make. One process more than cores: many tests wait for a program of their own.
-test: $(VENV)/test.stamp
-	$(BIN)/pytest --numprocesses $$($(BIN)/python -c 'import os; print(os.cpu_count() + 1)') --dist loadfile $(ARGS)
+# The daemon keeps the types of all modules: seconds instead of minutes from the second run on.
+check: $(VENV)/dev.deps
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(DMYPY) run -- lightning_memprof tests docs/examples
+	$(BIN)/lint-imports
 
-lint: $(VENV)/dev.stamp
+test-fast: $(EDITABLE)/editable.stamp
+	$(EDITABLE)/bin/python -m pytest tests/unit tests/property tests/test_architecture.py tests/test_language.py \
+		-m 'not wheel and not slow' $(PARALLEL) $(ARGS)
+
+# The script, not `python -m pytest`: that would put the working tree first on the path.
+test: $(VENV)/wheel.stamp $(VENV)/test.deps
+	$(BIN)/pytest $(PARALLEL) $(ARGS)
+
+lint: $(VENV)/wheel.stamp $(VENV)/dev.deps
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -55,64 +72,70 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/bandit -q -c pyproject.toml -r lightning_memprof
 	$(BIN)/sphinx-build -n -W -q -b html docs build/docs
 
-docs: $(VENV)/dev.stamp
+docs: $(VENV)/dev.deps
 	$(BIN)/sphinx-build -n -W -q -b html docs build/docs
 	@echo build/docs/index.html
 
-bench: $(VENV)/bench.stamp $(VENV)/peers.stamp
+bench: $(VENV)/wheel.stamp $(VENV)/bench.deps $(VENV)/peers.stamp
 	$(BIN)/python tests/benchmarks/run.py $(ARGS)
 
-torture: $(VENV)/test.stamp
+torture: $(VENV)/wheel.stamp $(VENV)/test.deps
 	$(BIN)/python tests/torture/run.py $(ARGS)
 
-power-cut: $(VENV)/test.stamp
+power-cut: $(VENV)/wheel.stamp $(VENV)/test.deps
 	$(BIN)/python tests/torture/power_cut.py $(ARGS)
 
-soak: $(VENV)/test.stamp
+soak: $(VENV)/wheel.stamp $(VENV)/test.deps
 	$(BIN)/python tests/torture/soak.py $(ARGS)
 
-compatibility: $(VENV)/test.stamp
+compatibility: $(VENV)/wheel.stamp $(VENV)/test.deps
 	$(BIN)/python tests/compatibility/run.py $(ARGS)
 
-test-gpu: $(VENV)/test.stamp
+test-gpu: $(VENV)/wheel.stamp $(VENV)/test.deps
 	$(BIN)/python tests/compatibility/gpu.py $(ARGS)
 
-fuzz: $(VENV)/fuzz.stamp
+fuzz: $(VENV)/wheel.stamp $(VENV)/fuzz.deps
 	$(BIN)/python tests/fuzz/fuzz.py $(ARGS)
 
-audit: $(VENV)/dev.stamp
+audit: $(VENV)/dev.deps
 	$(BIN)/python tests/fuzz/audit.py $(ARGS)
 
 clean:
+	-@if [ -e $(VENV)/dmypy.json ]; then $(DMYPY) stop; fi
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 
-# A half-made environment has no pyvenv.cfg: the file goes when its recipe fails.
+# A half-made environment has no pyvenv.cfg: the file is removed when its recipe fails.
 $(VENV)/pyvenv.cfg:
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed; name one: make PYTHON=python3.12 ...")'
-	@echo "Making $(VENV); the first time takes some minutes, PyTorch is large."
+	@echo "Creating $(VENV); the first time takes some minutes, PyTorch is large."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q hatchling
 
-# What the benchmarks compare with. A peer that cannot be had stops nothing; it is tried again the next time.
-$(VENV)/peers.stamp: tests/benchmarks/peers.txt tests/benchmarks/make_peers.py | $(VENV)/test.stamp
-	@$(BIN)/python tests/benchmarks/make_peers.py $(VENV)/peers && touch $@ || echo 'Going on without what is missing of $(VENV)/peers.' >&2
+# Requirements, by extra; resolved again only when they change.
+$(VENV)/run.deps: EXTRAS :=
+$(VENV)/test.deps: EXTRAS := [test]
+$(VENV)/dev.deps: EXTRAS := [test,docs,dev]
+$(VENV)/fuzz.deps: EXTRAS := [test,fuzz]
+$(VENV)/bench.deps: EXTRAS := [test,bench]
+$(VENV)/run.deps $(VENV)/test.deps $(VENV)/dev.deps $(VENV)/fuzz.deps $(VENV)/bench.deps: $(REQUIREMENTS) | $(VENV)/pyvenv.cfg
+	$(BIN)/pip install -q --no-build-isolation '.$(EXTRAS)'
+	@touch $@
 
-# Without isolation: a build for each change of the sources should neither ask the index nor take ten seconds.
-$(VENV)/wheel.stamp: pyproject.toml README.md LICENSE constraints.txt $(SOURCES) | $(VENV)/pyvenv.cfg
+# Without build isolation: a build after each change should neither ask the index nor take ten seconds.
+$(VENV)/wheel.stamp: $(REQUIREMENTS) README.md LICENSE $(SOURCES) | $(VENV)/pyvenv.cfg
 	rm -rf $(WHEELS)
 	$(BIN)/pip wheel -q --no-deps --no-build-isolation --wheel-dir $(WHEELS) .
 	$(BIN)/pip install -q --no-deps --force-reinstall $(WHEELS)/*.whl
 	@touch $@
 
-# What the wheel needs, by extra. The wheel itself is there already, so that a change of the sources costs no resolving.
-$(VENV)/run.stamp: EXTRAS :=
-$(VENV)/test.stamp: EXTRAS := [test]
-$(VENV)/dev.stamp: EXTRAS := [test,docs,dev]
-$(VENV)/fuzz.stamp: EXTRAS := [test,fuzz]
-$(VENV)/bench.stamp: EXTRAS := [test,bench]
-$(VENV)/run.stamp $(VENV)/test.stamp $(VENV)/dev.stamp $(VENV)/fuzz.stamp $(VENV)/bench.stamp: $(VENV)/wheel.stamp
-	@if [ ! -e $@ ] || [ pyproject.toml -nt $@ ] || [ constraints.txt -nt $@ ]; then \
-		set -e; wheel=$$(echo $(WHEELS)/*.whl); \
-		echo "$(BIN)/pip install $$wheel$(EXTRAS)"; $(BIN)/pip install -q "$$wheel$(EXTRAS)"; \
-	fi
+# A second, small environment: the working tree, and every requirement from $(VENV).
+$(EDITABLE)/editable.stamp: $(REQUIREMENTS) $(VENV)/test.deps
+	$(BIN)/python -m venv --clear --without-pip $(EDITABLE)
+	$(BIN)/python -c 'import sysconfig; path = sysconfig.get_path("purelib"); print("import site; site.addsitedir(%r)" % path)' \
+		> "$$($(EDITABLE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_requirements.pth"
+	$(BIN)/pip --python $(EDITABLE)/bin/python install -q --no-deps --no-build-isolation --ignore-installed --editable .
 	@touch $@
+
+# Other profilers that the benchmarks compare with. One that cannot be installed stops nothing and is tried again next time.
+$(VENV)/peers.stamp: tests/benchmarks/peers.txt tests/benchmarks/make_peers.py | $(VENV)/test.deps
+	@$(BIN)/python tests/benchmarks/make_peers.py $(VENV)/peers && touch $@ || echo 'Continuing without the missing parts of $(VENV)/peers.' >&2

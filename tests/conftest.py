@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,10 @@ from warm_python import WarmPython
 # An example that waits for a busy machine is no failure; the timeout of a test ends what hangs.
 hypothesis.settings.register_profile("busy machines", deadline=None)
 hypothesis.settings.load_profile("busy machines")
+
+# A job in the background starts with SIGINT ignored, and so would every process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

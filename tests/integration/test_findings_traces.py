@@ -1,10 +1,9 @@
-"""What the rules about traces say of a real training's operator trace, by itself."""
+"""Findings of the operator trace of a real training."""
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -15,9 +14,9 @@ from torch.utils.data import DataLoader
 from faults import Samples, Steady
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, Output, Pulse, Schedule
 from lightning_memprof.analysis.findings import Finding, Severity, examine_files
+from lightning_memprof.analysis.trace.model import TraceReport
 from lightning_memprof.analysis.trace.report import trace_report
-from lightning_memprof.cli.main import main
-from training import only_run, trainer
+from training import trainer
 
 STEPS = 6
 
@@ -71,37 +70,40 @@ class SumsAtOnce(Sums):
         return batch + self.weight.expand(1_500, 8).sum(0)
 
 
-def shown(directory: Path, model: pl.LightningModule, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """Train, and return what `show` says of the run."""
+def recorded(directory: Path, model: pl.LightningModule) -> TraceReport:
+    """Train, and return the report of the one trace."""
     ours = MemProfilerCallback(
         schedule=Schedule(wait=3, warmup=1, active=STEPS), collectors=[Pulse()], output=Output(summary=False)
     )
     trainer(directory, ours, profiler=ExtendedPyTorchProfiler()).fit(model, DataLoader(Samples(11), batch_size=None))
-    capsys.readouterr()
-    assert main(["show", str(only_run(directory)), "--format", "json"]) == 0
-    return dict(json.loads(capsys.readouterr().out))
+    (path,) = directory.rglob("*.pt.trace.json.gz")
+    return trace_report(path)
 
 
-def test_a_forward_of_many_tiny_operators_is_launch_bound_on_the_host(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    document = shown(tmp_path, Sums(), capsys)
-    assert document["verdict"]["rule"] != "nothing_found"
-    (finding,) = [finding for finding in document["findings"] if finding["rule"] == "many_small_operators"]
-    assert finding["severity"] == "warning"
-    assert finding["numbers"]["steps"] == STEPS
-    # Each addition, and the calls in backward that add up what it gives to the parameter.
-    assert finding["numbers"]["operators"] > 4 * 1_500
-    assert finding["numbers"]["median_ns"] < 10_000
-    assert set(finding["numbers"]["most_frequent"][:2]) == {"aten::add", "AddBackward0"}
-    assert {place.rpartition(".")[2] for place in finding["numbers"]["most_in"][:2]} == {"training_step", "backward"}
-    assert "torch.compile" in finding["next_steps"][0]
+def test_a_forward_of_many_tiny_operators_is_launch_bound_on_the_host(tmp_path: Path) -> None:
+    report = recorded(tmp_path, Sums())
+    operators = report.host_operators
+    assert operators is not None
+    assert operators.steps == STEPS
+    # Each addition, and the calls in backward that accumulate the parameter's gradient.
+    assert operators.operators > 4 * 1_500
+    assert {name for name, _ in operators.names[:2]} == {"aten::add", "AddBackward0"}
+    assert {place.rpartition(".")[2] for place, _ in operators.places[:2]} == {"training_step", "backward"}
+    # The machine decides how long an operator and its recording take: the finding is judged at 10 us an operator.
+    count = operators.operators
+    timed = replace(
+        operators, median_ns=4_000, small_ns=count * 7_000, between_ns=count * 2_000, step_ns=count * 10_000,
+        events=count * 2,
+    )  # fmt: skip
+    findings = {finding.rule: finding for finding in examine_files([replace(report, host_operators=timed)], [])}
+    finding = findings["many_small_operators"]
+    assert finding.severity is Severity.WARNING
+    assert finding.numbers["operators"] == count
+    assert "torch.compile" in finding.next_steps[0]
 
 
 @pytest.mark.parametrize("model", [SumsAtOnce, Steady])
-def test_the_same_in_one_operator_is_not(
-    model: type[Steady], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    document = shown(tmp_path, model(), capsys)
-    assert document["traces"]
-    assert "many_small_operators" not in {finding["rule"] for finding in document["findings"]}
+def test_the_same_in_one_operator_is_not(model: type[Steady], tmp_path: Path) -> None:
+    report = recorded(tmp_path, model())
+    assert report.host_operators is not None
+    assert "many_small_operators" not in {finding.rule for finding in examine_files([report], [])}
