@@ -20,8 +20,8 @@ version = release
 extensions = ["myst_parser"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
-# Measured figures are parts of pages and no pages.
-exclude_patterns = ["_build", "measured"]
+# Measured figures are included by pages.
+exclude_patterns = ["_build", "examples", "measured"]
 nitpicky = True
 
 html_theme = "furo"

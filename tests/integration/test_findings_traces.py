@@ -89,7 +89,7 @@ def test_a_forward_of_many_tiny_operators_is_launch_bound_on_the_host(tmp_path: 
     assert operators.operators > 4 * 1_500
     assert {name for name, _ in operators.names[:2]} == {"aten::add", "AddBackward0"}
     assert {place.rpartition(".")[2] for place, _ in operators.places[:2]} == {"training_step", "backward"}
-    # The machine decides how long an operator and its recording take: the finding is judged at 10 us an operator.
+    # The machine decides how long an operator and its recording take: the finding is tested at 10 µs per operator.
     count = operators.operators
     timed = replace(
         operators, median_ns=4_000, small_ns=count * 7_000, between_ns=count * 2_000, step_ns=count * 10_000,
