@@ -37,7 +37,7 @@ def _beginning(page: str) -> str:
     """Return the page up to the section from which on the picture leaves it out."""
     lines = page.splitlines()
     end = next(at for at, line in enumerate(lines) if Text.from_ansi(line).plain.startswith(LAST_SECTION))
-    return "\n".join([*lines[:end], "... functions, what if, events, throughput, system, files, our cost"])
+    return "\n".join([*lines[:end], "... functions, what if, events, throughput, system, files, profiler overhead"])
 
 
 if __name__ == "__main__":

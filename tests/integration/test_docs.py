@@ -1,4 +1,4 @@
-"""What the documentation shows runs as it stands."""
+"""The documentation's code runs, its lists are complete, and its links lead somewhere."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# The README leaves out what every Lightning user has.
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *(page for page in sorted(DOCS.rglob("*.md")) if "measured" not in page.parts)]
+# Imports and a model that the README assumes.
 PRELUDE = """
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -29,13 +30,13 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
 
 
-def test_every_command_is_listed_and_told_on_the_page_of_the_command_line() -> None:
+def test_every_command_is_listed_and_described_on_the_page_of_the_command_line() -> None:
     help_ = subprocess.run(
         [sys.executable, "-m", "lightning_memprof", "--help"], capture_output=True, text=True, check=True
     ).stdout
     commands = set(re.findall(r"^    (\w+)  ", help_.partition("COMMAND\n")[2].partition("\n\n")[0], re.MULTILINE))
     assert {"show", "report", "run"} <= commands
-    page = ROOT / "docs" / "command-line.md"
+    page = DOCS / "reference" / "command-line.md"
     assert set(re.findall(r"^lightning-memprof (\w+)", blocks(page, "shell")[0], re.MULTILINE)) == commands
     assert set(re.findall(r"^`(\w+)`\n: ", page.read_text(), re.MULTILINE)) == commands
 
@@ -44,7 +45,7 @@ def test_every_command_is_listed_and_told_on_the_page_of_the_command_line() -> N
 def test_the_python_of_a_page_runs_from_top_to_bottom(
     page: Path, tmp_path: Path, run_program: Callable[..., object]
 ) -> None:
-    # Imports of the future may only stand at the top of a file.
+    # Future imports are valid only at the top of a file.
     body = "\n".join(block.replace("from __future__ import annotations\n", "") for block in blocks(page, "python"))
     (tmp_path / "page.py").write_text(PRELUDE + body)
     done = run_program("page.py", **SHORT)
@@ -72,3 +73,25 @@ def test_the_yaml_of_a_page_is_accepted(page: Path, tmp_path: Path, run_program:
     )
     done = run_program("accept.py")
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_of_a_page_leads_to_a_file(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_tests_that_the_security_page_names_exist() -> None:
+    text = (DOCS / "reference" / "security.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:unit|property|browser|integration)/[\w/]+(?:\.py)?)`", text)
+    assert named
+    assert [path for path in named if not (ROOT / "tests" / path).exists()] == []
+
+
+def test_the_readme_counts_the_findings() -> None:
+    rules = {page.stem for page in (DOCS / "reference" / "findings").glob("*.md")} - {"index", "nothing_found"}
+    more = re.search(r"and (\d+) more\s+\[findings\]", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert more is not None
+    # Five are named before.
+    assert int(more[1]) == len(rules) - 5
+    assert f"- {len(rules)} findings" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
