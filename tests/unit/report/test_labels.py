@@ -117,7 +117,7 @@ def test_each_peak_says_what_it_counts_and_over_which_time_in_each_format(tmp_pa
 
 
 def test_the_documentation_has_every_peak_in_the_same_words() -> None:
-    text = (DOCS / "reading-a-report.md").read_text(encoding="utf-8")
+    text = (DOCS / "start" / "reading-a-report.md").read_text(encoding="utf-8")
     for peak in PEAKS.values():
         assert f"| {peak.label} | {peak.counts} | {peak.span} |" in text
 
@@ -135,8 +135,8 @@ def test_a_finding_explains_its_rule_and_names_its_page_of_the_documentation(tmp
     page = unescape(to_html(replace(view, findings=(finding,))))
     (details,) = re.findall(r"<details>.*?</details>", page, re.DOTALL)
     assert "A few steps take a multiple of the others." in details
-    assert re.search(r"<b>When</b> Where at most a third of the steps", details)
-    assert "docs/findings/slow_steps.md" in details
+    assert re.search(r"<b>When</b> At most a third of the steps", details)
+    assert "docs/reference/findings/slow_steps.md" in details
     own = Finding("a_rule_of_yours", Severity.INFO, "s.", "w.", ("n.",))
     assert "<details>" not in to_html(replace(view, findings=(own,)))
 
