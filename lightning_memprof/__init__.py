@@ -9,27 +9,27 @@ from __future__ import annotations
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from lightning_memprof.analysis.run.load import load_run
-    from lightning_memprof.capture.allocator_history import AllocatorHistory, start_memory_history
-    from lightning_memprof.capture.allocator_stats import AllocatorStats
-    from lightning_memprof.capture.anomalies import AllocatorRetries, Anomaly, MemoryGrowth, NearOOM, SlowStep
     from lightning_memprof.capture.base import Collector, NotNowError, RunContext
     from lightning_memprof.capture.budget import Budget
-    from lightning_memprof.capture.forward_hooks import UserHooks
-    from lightning_memprof.capture.fsdp import FSDPMemory
-    from lightning_memprof.capture.functions import CallRange, FunctionMemory
-    from lightning_memprof.capture.garbage import Garbage
-    from lightning_memprof.capture.hook_timings import HookTimings
-    from lightning_memprof.capture.host import HostMemory
-    from lightning_memprof.capture.methods import memprofilable
-    from lightning_memprof.capture.module_rss import ModuleRss
-    from lightning_memprof.capture.modules import ModuleMemory
-    from lightning_memprof.capture.oom import OutOfMemory
-    from lightning_memprof.capture.operator_trace import OperatorTrace
-    from lightning_memprof.capture.pulse import Pulse
-    from lightning_memprof.capture.saved_tensors import SavedTensors
-    from lightning_memprof.capture.system import System
-    from lightning_memprof.capture.throughput import Throughput
-    from lightning_memprof.capture.triggers import Triggers
+    from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory, start_memory_history
+    from lightning_memprof.capture.collectors.allocator_stats import AllocatorStats
+    from lightning_memprof.capture.collectors.functions import CallRange, FunctionMemory
+    from lightning_memprof.capture.collectors.garbage import Garbage
+    from lightning_memprof.capture.collectors.hook_timings import HookTimings
+    from lightning_memprof.capture.collectors.host import HostMemory
+    from lightning_memprof.capture.collectors.module_rss import ModuleRss
+    from lightning_memprof.capture.collectors.oom import OutOfMemory
+    from lightning_memprof.capture.collectors.operator_trace import OperatorTrace
+    from lightning_memprof.capture.collectors.pulse import Pulse
+    from lightning_memprof.capture.collectors.saved_tensors import SavedTensors
+    from lightning_memprof.capture.collectors.system import System
+    from lightning_memprof.capture.collectors.throughput import Throughput
+    from lightning_memprof.capture.sources.forward_hooks import UserHooks
+    from lightning_memprof.capture.sources.methods import memprofilable
+    from lightning_memprof.capture.tracker.fsdp import FSDPMemory
+    from lightning_memprof.capture.tracker.modules import ModuleMemory
+    from lightning_memprof.capture.triggers.anomalies import AllocatorRetries, Anomaly, MemoryGrowth, NearOOM, SlowStep
+    from lightning_memprof.capture.triggers.watch import Triggers
     from lightning_memprof.errors import ArtifactError, ConfigError, MemprofError, ReportError
     from lightning_memprof.integration.callback import MemProfilerCallback
     from lightning_memprof.integration.memprofiler_cfg import (
@@ -122,21 +122,21 @@ def __dir__() -> list[str]:
 def _home(name: str) -> str | None:
     return {
         "Action": "schedule",
-        "AllocatorHistory": "capture.allocator_history",
-        "AllocatorRetries": "capture.anomalies",
-        "AllocatorStats": "capture.allocator_stats",
-        "Anomaly": "capture.anomalies",
+        "AllocatorHistory": "capture.collectors.allocator_history",
+        "AllocatorRetries": "capture.triggers.anomalies",
+        "AllocatorStats": "capture.collectors.allocator_stats",
+        "Anomaly": "capture.triggers.anomalies",
         "ArtifactError": "errors",
         "Budget": "capture.budget",
-        "CallRange": "capture.functions",
+        "CallRange": "capture.collectors.functions",
         "Collector": "capture.base",
         "ConfigError": "errors",
         "ExtendedPyTorchProfiler": "integration.profiler",
-        "FSDPMemory": "capture.fsdp",
-        "FunctionMemory": "capture.functions",
-        "Garbage": "capture.garbage",
-        "HookTimings": "capture.hook_timings",
-        "HostMemory": "capture.host",
+        "FSDPMemory": "capture.tracker.fsdp",
+        "FunctionMemory": "capture.collectors.functions",
+        "Garbage": "capture.collectors.garbage",
+        "HookTimings": "capture.collectors.hook_timings",
+        "HostMemory": "capture.collectors.host",
         "Mark": "schedule",
         "MemProfiler": "integration.memprofiler_cli",
         "MemProfilerCLI": "integration.memprofiler_cli",
@@ -145,30 +145,30 @@ def _home(name: str) -> str | None:
         "MemProfilerFuncs": "integration.memprofiler_cfg",
         "MemProfilerHooks": "integration.memprofiler_cfg",
         "MemProfilerSchedule": "integration.memprofiler_cfg",
-        "MemoryGrowth": "capture.anomalies",
+        "MemoryGrowth": "capture.triggers.anomalies",
         "MemprofError": "errors",
-        "ModuleMemory": "capture.modules",
-        "ModuleRss": "capture.module_rss",
-        "NearOOM": "capture.anomalies",
+        "ModuleMemory": "capture.tracker.modules",
+        "ModuleRss": "capture.collectors.module_rss",
+        "NearOOM": "capture.triggers.anomalies",
         "NotNowError": "capture.base",
-        "OperatorTrace": "capture.operator_trace",
-        "OutOfMemory": "capture.oom",
+        "OperatorTrace": "capture.collectors.operator_trace",
+        "OutOfMemory": "capture.collectors.oom",
         "Output": "integration.output",
         "Point": "schedule",
-        "Pulse": "capture.pulse",
+        "Pulse": "capture.collectors.pulse",
         "ReportError": "errors",
         "RunContext": "capture.base",
-        "SavedTensors": "capture.saved_tensors",
+        "SavedTensors": "capture.collectors.saved_tensors",
         "Schedule": "schedule",
-        "SlowStep": "capture.anomalies",
+        "SlowStep": "capture.triggers.anomalies",
         "Stages": "schedule",
-        "System": "capture.system",
-        "Throughput": "capture.throughput",
-        "Triggers": "capture.triggers",
-        "UserHooks": "capture.forward_hooks",
+        "System": "capture.collectors.system",
+        "Throughput": "capture.collectors.throughput",
+        "Triggers": "capture.triggers.watch",
+        "UserHooks": "capture.sources.forward_hooks",
         "Window": "schedule",
         "add_memprofiler_arguments": "integration.memprofiler_cli",
         "load_run": "analysis.run.load",
-        "memprofilable": "capture.methods",
-        "start_memory_history": "capture.allocator_history",
+        "memprofilable": "capture.sources.methods",
+        "start_memory_history": "capture.collectors.allocator_history",
     }.get(name)

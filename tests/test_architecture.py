@@ -30,10 +30,10 @@ TOP_LEVEL = {
 }
 # Each owns one switch of the interpreter that torch gives no handle for.
 STATE_OWNERS = {
-    "capture/allocator_history.py",
-    "capture/oom.py",
-    "capture/operator_trace.py",
-    "capture/saved_tensors.py",
+    "capture/collectors/allocator_history.py",
+    "capture/collectors/oom.py",
+    "capture/collectors/operator_trace.py",
+    "capture/collectors/saved_tensors.py",
 }
 # Calls whose value cannot change.
 IMMUTABLE_CALLS = {

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.capture.base import OnStep, StepRecord
 from lightning_memprof.capture.clock import StepClock
-from lightning_memprof.capture.demands import Demands, NoWishes
-from lightning_memprof.capture.pulse import Pulse
+from lightning_memprof.capture.collectors.pulse import Pulse
 from lightning_memprof.capture.recording import Recording
+from lightning_memprof.capture.triggers.requests import Demands, NoWishes
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Action, Mark, Point, Schedule, Window, plan_window
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from lightning_memprof.capture.base import Collector, RunContext
-    from lightning_memprof.capture.demands import Demand, Wishes
+    from lightning_memprof.capture.triggers.requests import Demand, Wishes
 
 __all__ = ["Position", "Session"]
 

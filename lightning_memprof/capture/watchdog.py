@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from lightning_memprof.capture.usr2 import caught_elsewhere
+from lightning_memprof.capture.triggers.signals import caught_elsewhere
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -13,7 +13,7 @@ from lightning_memprof.capture.budget import Ledger
 from lightning_memprof.capture.clock import device_timer
 from lightning_memprof.capture.faults import Faults, describe
 from lightning_memprof.capture.session import Session
-from lightning_memprof.capture.triggers import TriggerWatch
+from lightning_memprof.capture.triggers.watch import TriggerWatch
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.curves import Curves, curves_of
 from lightning_memprof.integration.driver import StepDriver, position_source

@@ -12,8 +12,8 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_memprof.capture.base import Collector
 from lightning_memprof.capture.budget import Budget
-from lightning_memprof.capture.named import NamedSnapshots, plain
-from lightning_memprof.capture.triggers import Triggers, check_steps
+from lightning_memprof.capture.named_snapshots import NamedSnapshots, plain
+from lightning_memprof.capture.triggers.watch import Triggers, check_steps
 from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.integration.adapter import Adapter
 from lightning_memprof.integration.logger_files import hand_over

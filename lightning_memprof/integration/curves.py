@@ -12,7 +12,7 @@ from lightning_memprof.artifacts.naming import curves_path, series_path
 from lightning_memprof.artifacts.series import PULSE_COLUMNS, read_series
 from lightning_memprof.artifacts.sink import Artifact
 from lightning_memprof.artifacts.tfevents import EventFile, Layout
-from lightning_memprof.capture.allocator_stats import peak_reserved_bytes
+from lightning_memprof.capture.collectors.allocator_stats import peak_reserved_bytes
 from lightning_memprof.integration.csv_rows import save_rows, take_back
 from lightning_memprof.units import MIB
 

@@ -9,7 +9,7 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.capture.oom import OomWatch, OutOfMemory
+from lightning_memprof.capture.collectors.oom import OomWatch, OutOfMemory
 from lightning_memprof.units import MIB
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def _reserve() -> mmap.mmap | None:
 
 
 class MemoryWatch:
-    """A run's :class:`~lightning_memprof.capture.oom.OomWatch` while it is open.
+    """A run's :class:`~lightning_memprof.capture.collectors.oom.OomWatch` while it is open.
 
     Args:
         run: the run.
@@ -72,7 +72,7 @@ class MemoryWatch:
 
 
 def watch_memory(run: RunContext, session: Session, collectors: Sequence[Collector]) -> MemoryWatch:
-    """Begin to watch, where one of the collectors is :class:`~lightning_memprof.capture.oom.OutOfMemory`."""
+    """Begin to watch, where one of the collectors is :class:`~lightning_memprof.capture.collectors.oom.OutOfMemory`."""
     held = ExitStack()
     collector = next((collector for collector in collectors if isinstance(collector, OutOfMemory)), None)
     watch = None if collector is None else held.enter_context(collector.watch(run, session))

@@ -14,11 +14,11 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY
-from lightning_memprof.capture.fsdp import FSDPMemory
-from lightning_memprof.capture.functions import CallRange, FunctionMemory, UserHooks
-from lightning_memprof.capture.host import HostMemory
-from lightning_memprof.capture.oom import OutOfMemory
-from lightning_memprof.capture.pulse import Pulse
+from lightning_memprof.capture.collectors.functions import CallRange, FunctionMemory, UserHooks
+from lightning_memprof.capture.collectors.host import HostMemory
+from lightning_memprof.capture.collectors.oom import OutOfMemory
+from lightning_memprof.capture.collectors.pulse import Pulse
+from lightning_memprof.capture.tracker.fsdp import FSDPMemory
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.memprofiler_hooks import (
     HOOK_ATTRIBUTES,

@@ -9,9 +9,9 @@ from jsonargparse.typing import class_from_function
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_memprof.capture.fsdp import FSDPMemory
-from lightning_memprof.capture.functions import FunctionMemory
-from lightning_memprof.capture.methods import memprofilable
+from lightning_memprof.capture.collectors.functions import FunctionMemory
+from lightning_memprof.capture.sources.methods import memprofilable
+from lightning_memprof.capture.tracker.fsdp import FSDPMemory
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.callback import MemProfilerCallback
 from lightning_memprof.integration.memprofiler_cfg import MemProfilerCfg, collectors_for, dirpath_for, schedule_for

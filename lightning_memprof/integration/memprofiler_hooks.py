@@ -7,7 +7,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.capture.saved_hooks import checked_unpack
+from lightning_memprof.capture.sources.saved_hooks import checked_unpack
 from lightning_memprof.errors import ConfigError
 
 if TYPE_CHECKING:

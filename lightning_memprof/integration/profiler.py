@@ -15,11 +15,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
 
 from lightning_memprof.analysis.trace.operators import AVAILABLE_SORT_KEYS, TableOptions
-from lightning_memprof.capture.allocator_history import AllocatorHistory
-from lightning_memprof.capture.hook_timings import HookTimings
-from lightning_memprof.capture.oom import OutOfMemory
-from lightning_memprof.capture.operator_trace import DEFAULT_FILENAME, NvtxRanges, OperatorTrace
-from lightning_memprof.capture.pulse import Pulse
+from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory
+from lightning_memprof.capture.collectors.hook_timings import HookTimings
+from lightning_memprof.capture.collectors.oom import OutOfMemory
+from lightning_memprof.capture.collectors.operator_trace import DEFAULT_FILENAME, NvtxRanges, OperatorTrace
+from lightning_memprof.capture.collectors.pulse import Pulse
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.adapter import Adapter
 from lightning_memprof.integration.output import Output

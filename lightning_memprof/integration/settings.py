@@ -10,21 +10,21 @@ from typing import Any, Final
 import torch
 
 from lightning_memprof.analysis.trace.operators import TableOptions
-from lightning_memprof.capture.allocator_history import AllocatorHistory
-from lightning_memprof.capture.allocator_stats import AllocatorStats
 from lightning_memprof.capture.base import Collector
 from lightning_memprof.capture.budget import Budget
-from lightning_memprof.capture.functions import FunctionMemory
-from lightning_memprof.capture.garbage import Garbage
-from lightning_memprof.capture.hook_timings import HookTimings
-from lightning_memprof.capture.host import HostMemory
-from lightning_memprof.capture.oom import OutOfMemory
-from lightning_memprof.capture.operator_trace import OperatorTrace
-from lightning_memprof.capture.pulse import Pulse
-from lightning_memprof.capture.saved_tensors import SavedTensors
-from lightning_memprof.capture.system import System
-from lightning_memprof.capture.throughput import Throughput
-from lightning_memprof.capture.triggers import Triggers
+from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory
+from lightning_memprof.capture.collectors.allocator_stats import AllocatorStats
+from lightning_memprof.capture.collectors.functions import FunctionMemory
+from lightning_memprof.capture.collectors.garbage import Garbage
+from lightning_memprof.capture.collectors.hook_timings import HookTimings
+from lightning_memprof.capture.collectors.host import HostMemory
+from lightning_memprof.capture.collectors.oom import OutOfMemory
+from lightning_memprof.capture.collectors.operator_trace import OperatorTrace
+from lightning_memprof.capture.collectors.pulse import Pulse
+from lightning_memprof.capture.collectors.saved_tensors import SavedTensors
+from lightning_memprof.capture.collectors.system import System
+from lightning_memprof.capture.collectors.throughput import Throughput
+from lightning_memprof.capture.triggers.watch import Triggers
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.output import Output
 from lightning_memprof.integration.ranks import Ranks

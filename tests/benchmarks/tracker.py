@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from lightning_memprof.capture.tracker import ModuleTracker
+from lightning_memprof.capture.tracker.tracker import ModuleTracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

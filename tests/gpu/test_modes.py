@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, Output, Schedule
-from lightning_memprof.capture.allocator_history import AllocatorHistory
+from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory
 from training import Perceptron, loader, only_run, rows_of, trainer
 
 pytestmark = pytest.mark.gpu

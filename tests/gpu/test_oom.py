@@ -21,7 +21,7 @@ from lightning_memprof import MemProfilerCallback, Output, Pulse
 from lightning_memprof.analysis.oom.autopsy import Autopsy, autopsies
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.capture.base import RunContext
-from lightning_memprof.capture.oom import OomWatch, OutOfMemory
+from lightning_memprof.capture.collectors.oom import OomWatch, OutOfMemory
 from lightning_memprof.capture.session import Session
 from lightning_memprof.schedule import Action
 from lightning_memprof.units import MIB

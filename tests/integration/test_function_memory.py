@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_memprof import ConfigError, MemProfilerCallback, Output, Schedule
 from lightning_memprof.artifacts.series import read_series
-from lightning_memprof.capture.functions import CallRange, FunctionMemory, UserHooks, memprofilable
+from lightning_memprof.capture.collectors.functions import CallRange, FunctionMemory, UserHooks, memprofilable
 from training import Perceptron, loader, manifest, only_run, rows_of, trainer
 
 SCHEDULE = Schedule(wait=1, warmup=1, active=2, repeat=2)
@@ -352,7 +352,7 @@ def test_what_ddp_leaves_on_the_instance_is_left_as_ddp_leaves_it(
         import torch
         from lightning.pytorch.strategies import DDPStrategy
         from lightning_memprof import MemProfilerCallback, Output, Schedule
-        from lightning_memprof.capture.functions import FunctionMemory
+        from lightning_memprof.capture.collectors.functions import FunctionMemory
         from training import Perceptron, loader, trainer
 
         class Called(Perceptron):

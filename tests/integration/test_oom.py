@@ -21,9 +21,9 @@ from torch import nn
 from lightning_memprof import MemProfilerCallback, Output, Pulse, Schedule
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.snapshot.restricted_pickle import read_pickle
-from lightning_memprof.capture.allocator_history import AllocatorHistory
 from lightning_memprof.capture.base import RunContext
-from lightning_memprof.capture.oom import OutOfMemory
+from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory
+from lightning_memprof.capture.collectors.oom import OutOfMemory
 from lightning_memprof.integration import attachment
 from lightning_memprof.report.machine import to_json
 from lightning_memprof.report.view import run_view

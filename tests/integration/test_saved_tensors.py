@@ -12,8 +12,8 @@ import torch
 
 from lightning_memprof import MemProfilerCallback, Output, Schedule
 from lightning_memprof.artifacts.series import read_series
-from lightning_memprof.capture.module_calls import COMPILED
-from lightning_memprof.capture.saved_tensors import NO_BACKWARD, SavedTensors
+from lightning_memprof.capture.collectors.saved_tensors import NO_BACKWARD, SavedTensors
+from lightning_memprof.capture.sources.module_calls import COMPILED
 from models import MODELS, TracedModel, fit
 from ranks import launch
 from training import Perceptron, loader, only_run, rows_of, trainer

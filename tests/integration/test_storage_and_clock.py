@@ -28,7 +28,7 @@ from lightning_memprof import (
 )
 from lightning_memprof.analysis.trace.reader import read_events
 from lightning_memprof.artifacts.series import read_pulse, read_series
-from lightning_memprof.capture.trace_file import TraceFile
+from lightning_memprof.capture.sources.trace_file import TraceFile
 from training import Perceptron, loader, only_run, trainer
 
 HOUR_NS = 3600 * 10**9

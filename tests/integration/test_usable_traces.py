@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lightning_memprof import Budget, MemProfilerCallback, Output, Schedule, load_run
-from lightning_memprof.capture.host import HostMemory
-from lightning_memprof.capture.operator_trace import OperatorTrace
-from lightning_memprof.capture.trace_file import TraceFile
+from lightning_memprof.capture.collectors.host import HostMemory
+from lightning_memprof.capture.collectors.operator_trace import OperatorTrace
+from lightning_memprof.capture.sources.trace_file import TraceFile
 from ranks import launch
 from training import Perceptron, loader, only_run, rows_of, trainer
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_memprof import MemProfilerCallback, Output, Schedule
-from lightning_memprof.capture.saved_tensors import SavedTensors
+from lightning_memprof.capture.collectors.saved_tensors import SavedTensors
 from training import Perceptron, loader, trainer
 
 

@@ -183,7 +183,7 @@ def test_a_pair_of_real_fits_gives_every_figure_and_one_that_fails_says_why_and_
     assert bare.size_bytes == 0
     assert ours.pulse_us
     assert ours.faults == ()
-    assert any(name.startswith("lightning_memprof/capture/operator_trace.py") for name in ours.profile)
+    assert any(name.startswith("lightning_memprof/capture/collectors/operator_trace.py") for name in ours.profile)
     assert bare.profile == {}
     with pytest.raises(RuntimeError, match="no such configuration"):
         workers.fit(workload.Job("no such configuration", "small", 32), workload.Job("bare", "small", 32))

@@ -106,7 +106,7 @@ def test_torch_profiler(before, tmp_path):
 def test_global_module_hook_and_saved_tensor_hooks(before, tmp_path):
     import torch
 
-    from lightning_memprof.capture.module_calls import module_calls
+    from lightning_memprof.capture.sources.module_calls import module_calls
 
     def forgotten(*_):
         pass

@@ -10,7 +10,7 @@ from lightning_memprof.analysis.memory.allocations import run_allocations
 from lightning_memprof.analysis.memory.report import memory_report
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.snapshot.report import snapshot_report
-from lightning_memprof.capture.allocator_history import AllocatorHistory
+from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory
 from lightning_memprof.schedule import Schedule
 from lightning_memprof.testing import FakeCuda
 from lightning_memprof.units import GIB, MIB

@@ -16,7 +16,7 @@ import torch
 from lightning_memprof.artifacts.manifest import read_rows
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.budget import Budget, Export, Ledger, TraceLevel
-from lightning_memprof.capture.operator_trace import OperatorTrace
+from lightning_memprof.capture.collectors.operator_trace import OperatorTrace
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Schedule
 from lightning_memprof.testing import FakeCollector
@@ -213,7 +213,7 @@ import resource, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 import torch
-from lightning_memprof.capture.operator_trace import OperatorTrace
+from lightning_memprof.capture.collectors.operator_trace import OperatorTrace
 from lightning_memprof.schedule import Schedule
 from sessions import context, drive, session
 

@@ -9,7 +9,7 @@ import pytest
 from lightning_memprof.artifacts.manifest import read_rows
 from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.base import RunContext
-from lightning_memprof.capture.host import HostMemory
+from lightning_memprof.capture.collectors.host import HostMemory
 from lightning_memprof.schedule import Point, Schedule
 from lightning_memprof.testing import FakeCollector
 from sessions import context, drive, session

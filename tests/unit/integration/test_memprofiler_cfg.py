@@ -14,9 +14,9 @@ from jsonargparse import ArgumentParser
 from torch import nn
 
 from lightning_memprof.capture.base import Collector
-from lightning_memprof.capture.fsdp import FSDPMemory
-from lightning_memprof.capture.functions import CallRange, FunctionMemory
-from lightning_memprof.capture.saved_hooks import checked_unpack
+from lightning_memprof.capture.collectors.functions import CallRange, FunctionMemory
+from lightning_memprof.capture.sources.saved_hooks import checked_unpack
+from lightning_memprof.capture.tracker.fsdp import FSDPMemory
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.memprofiler_cfg import (
     MemProfilerCfg,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lightning_memprof.capture.host import HostMemory
-from lightning_memprof.capture.operator_trace import OperatorTrace
+from lightning_memprof.capture.collectors.host import HostMemory
+from lightning_memprof.capture.collectors.operator_trace import OperatorTrace
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.ranks import (
     check_ranks,

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memprof.capture.host import HostMemory
-from lightning_memprof.capture.operator_trace import OperatorTrace
-from lightning_memprof.capture.pulse import Pulse
+from lightning_memprof.capture.collectors.host import HostMemory
+from lightning_memprof.capture.collectors.operator_trace import OperatorTrace
+from lightning_memprof.capture.collectors.pulse import Pulse
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.settings import as_schedule, default_collectors, joined
 from lightning_memprof.schedule import Action, Schedule

@@ -1,0 +1,3 @@
+"""Collectors, one file each."""
+
+from __future__ import annotations

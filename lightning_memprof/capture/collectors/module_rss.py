@@ -1,0 +1,94 @@
+"""What each module's forward adds to the resident size of this process."""
+
+from __future__ import annotations
+
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from lightning_memprof.capture.base import Collector, NotNowError, OnMark
+from lightning_memprof.capture.collectors.host import ResidentSize
+from lightning_memprof.capture.sources.module_calls import COMPILED, is_compiled, module_calls
+from lightning_memprof.schedule import Point
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from lightning_memprof.capture.base import RunContext
+    from lightning_memprof.schedule import Mark, Window
+
+__all__ = ["ModuleRss"]
+
+_graph_task = torch._C._current_graph_task_id  # noqa: SLF001 torch has no public one
+
+
+class ModuleRss(Collector):
+    """Growth of the resident size over each module's forwards: a series of one row a step.
+
+    A row's ``modules`` maps a path to ``[rss_diff_bytes, calls]``: the sum over the step's forwards of the resident
+    size at the end less that at the start, what happened in sub-modules included. A forward that a checkpoint runs
+    again does not count. The size is read from one open file, twice a forward, some 4 us each.
+    """
+
+    name: ClassVar[str] = "module_rss"
+
+    @contextmanager
+    def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
+        """Read at every forward, and write at the end of each step.
+
+        Raises:
+            NotNowError: a part of the model is compiled.
+
+        """
+        if is_compiled(run.model):
+            raise NotNowError(COMPILED)
+        failed = run.guarded(_raise, collector=self.name, window=window)
+        with closing(ResidentSize()) as resident, run.sink.series(window, self.name) as write:
+            modules: dict[str, list[int]] = {}
+
+            def at_mark(mark: Mark) -> None:
+                if mark.point is Point.STEP_START:
+                    modules.clear()
+                elif mark.point is Point.STEP_END:
+                    write(mark, modules=dict(modules))
+
+            with module_calls(run.model, *_hooks(modules, resident.read, failed)):
+                yield at_mark
+
+
+def _hooks(
+    modules: dict[str, list[int]], read: Callable[[], int], failed: Callable[[Exception], None]
+) -> tuple[Callable[[str, tuple[Any, ...]], None], Callable[[str], None]]:
+    """Give what to call before and after a forward: closures, because every module calls them in each step."""
+    started: list[int | None] = []
+
+    def before(path: str, args: tuple[Any, ...]) -> None:  # noqa: ARG001 told where it ends
+        size = None
+        try:
+            if _graph_task() == -1:
+                size = read()
+        except OSError as error:
+            failed(error)
+        started.append(size)
+
+    def after(path: str) -> None:
+        start = started.pop()
+        if start is not None:
+            try:
+                grown = read() - start
+            except OSError as error:
+                failed(error)
+                return
+            if path in modules:
+                row = modules[path]
+                row[0] += grown
+                row[1] += 1
+            else:
+                modules[path] = [grown, 1]
+
+    return before, after
+
+
+def _raise(error: Exception) -> None:
+    raise error

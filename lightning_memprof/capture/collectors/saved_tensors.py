@@ -1,0 +1,298 @@
+"""Activations: what autograd keeps for each backward, by module; and what a training holds beside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import torch
+
+from lightning_memprof.capture.base import Collector, NotNowError, OnMark
+from lightning_memprof.capture.sources.module_calls import COMPILED, module_calls
+from lightning_memprof.capture.sources.saved_graph import SavedGraph, can_read
+from lightning_memprof.capture.sources.tensors import Held, ModelTensors, batch_bytes, fold, tensors_in
+from lightning_memprof.schedule import Point
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lightning_memprof.artifacts.sink import SeriesWriter
+    from lightning_memprof.capture.base import DeviceTimer, RunContext
+    from lightning_memprof.capture.sources.saved_graph import Checkpoint, SavedStorages
+    from lightning_memprof.schedule import Mark, Window
+
+__all__ = ["NO_BACKWARD", "SavedTensors"]
+
+NO_BACKWARD: Final = "no backward of this step went through Lightning: what autograd kept for others is not seen"
+
+_sequence_number = torch._C._autograd._get_sequence_nr  # noqa: SLF001 torch has no public one
+# Tensors of the program's own classes are read without their `__torch_function__`.
+_plainly = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001 torch has no public one
+_graph_task = torch._C._current_graph_task_id  # noqa: SLF001 torch has no public one
+
+
+class SavedTensors(Collector):
+    """Bytes that autograd keeps for each backward, by module and by dtype, and the bytes held from step to step.
+
+    Read from the graph of the loss, with no saved-tensor hooks, which change what user code may do. Every storage
+    counts once, for the module whose forward saved it first; those of parameters and buffers do not count. What is
+    saved in the step outside of every module's forward belongs to the root. Nothing is attributed where a part of the
+    model is compiled, and what was saved before the step is unattributed too.
+
+    Not seen: tensors that a custom function keeps on its ``ctx`` in other ways than ``save_for_backward``, what an
+    in-place operation on a view saves, and branches that do not lead to the loss.
+    """
+
+    name: ClassVar[str] = "saved_tensors"
+
+    def unavailable(self, run: RunContext) -> str | None:  # noqa: ARG002 the collector's signature
+        """Say so where torch does not show what a graph holds without unpacking it."""
+        return None if can_read() else f"torch {torch.__version__} shows saved tensors only unpacked"
+
+    @contextmanager
+    def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
+        """Follow the forwards, and read the graph when a backward is about to start.
+
+        Raises:
+            NotNowError: the stage has no backward.
+
+        """
+        if run.stage != "fit":
+            msg = f"{run.stage} has no backward"
+            raise NotNowError(msg)
+
+        def guarded(call: Callable[..., None]) -> Callable[..., None]:
+            return run.guarded(call, collector=self.name, window=window)
+
+        log = _ForwardLog(run.timer, guarded(_raise))
+        with run.sink.series(window, self.name) as write:
+            recorder = _Recorder(run, log, write)
+            try:
+                with (
+                    run.training.listen(batch=guarded(recorder.batch), loss=guarded(recorder.loss)),
+                    module_calls(run.model, *log.hooks()) as is_told,
+                ):
+                    recorder.attribution = None if is_told else COMPILED
+                    yield recorder.mark
+            finally:
+                log.close()
+
+
+# [own bytes, inclusive bytes, calls, nanoseconds of forward or None, input bytes]
+_Row = list[Any]
+_OWN, _INCLUSIVE, _CALLS, _FORWARD, _INPUT = range(5)
+
+
+class _ForwardLog:
+    """Which module's forward went on at which sequence number of autograd, and what each module was called with.
+
+    Args:
+        timer: the device's clock; None is the host's.
+        failed: is told of an error in a hook.
+
+    """
+
+    def __init__(self, timer: DeviceTimer | None, failed: Callable[[Exception], None]) -> None:
+        self._timer = timer
+        self._failed = failed
+        # From sequences[i] on, nodes of the graph are made in the forward of the module owners[i].
+        self.sequences: list[int] = []
+        self.owners: list[str] = []
+        self._rows: dict[str, _Row] = {}
+        self._inside: list[tuple[str, Any, _Row]] = []
+        self._timed: list[tuple[_Row, Any, Any]] = []
+
+    def begin_step(self) -> None:
+        """Forget the step before."""
+        self.sequences[:] = [_sequence_number()]
+        self.owners[:] = [self._inside[-1][0] if self._inside else ""]
+        self._rows.clear()
+        self.read_timer()
+
+    def hooks(self) -> tuple[Callable[[str, tuple[Any, ...]], None], Callable[[str], None]]:
+        """Give what to call before and after a module's forward.
+
+        They are closures, which every module of the model calls in each step. A forward inside of a backward is a
+        checkpoint's recomputation and does not count.
+        """
+        timer = self._timer
+        now: Callable[[], Any] = time.perf_counter_ns if timer is None else timer.record
+        zero = None if timer else 0
+        sequences, owners, rows, inside = self.sequences, self.owners, self._rows, self._inside
+        recomputed = 0
+
+        def before(path: str, args: tuple[Any, ...]) -> None:
+            nonlocal recomputed
+            if _graph_task() != -1:
+                recomputed += 1
+                return
+            size = args[0].nbytes if len(args) == 1 and type(args[0]) is torch.Tensor else self._size(args)
+            row = rows.get(path)
+            if row is None:
+                row = rows[path] = [0, 0, 1, zero, size]
+            else:
+                row[_CALLS] += 1
+                row[_INPUT] += size
+            sequences.append(_sequence_number())
+            owners.append(path)
+            inside.append((path, now(), row))
+
+        def after(path: str) -> None:  # noqa: ARG001 the innermost one ends
+            nonlocal recomputed
+            if recomputed:
+                recomputed -= 1
+            elif inside:
+                _, start, row = inside.pop()
+                if timer is None:
+                    row[_FORWARD] += now() - start
+                else:
+                    self._timed.append((row, start, now()))
+                sequences.append(_sequence_number())
+                owners.append(inside[-1][0] if inside else "")
+
+        return before, after
+
+    def _size(self, args: tuple[Any, ...]) -> int:
+        try:
+            with _plainly():
+                return sum(tensor.nbytes for tensor in tensors_in(args))
+        except Exception as error:  # noqa: BLE001 nothing of ours may raise into the user's code
+            self._failed(error)
+            return 0
+
+    def take_rows(self) -> dict[str, _Row]:
+        """Give the modules that were called since this was asked for last; times are added to the rows later."""
+        rows = dict(self._rows)
+        self._rows.clear()
+        return rows
+
+    def read_timer(self) -> None:
+        """Add the times that the device has reached to their rows."""
+        if self._timer is None:
+            return
+        waiting = []
+        for row, start, end in self._timed:
+            if self._timer.reached(end):
+                row[_FORWARD] = (row[_FORWARD] or 0) + self._timer.elapsed_ns(start, end)
+                self._timer.release(start)
+                self._timer.release(end)
+            else:
+                waiting.append((row, start, end))
+        self._timed = waiting
+
+    def close(self) -> None:
+        """Give every moment back; the time of a module that the device has not done by now stays unknown."""
+        self.read_timer()
+        if self._timer is not None:
+            for row, start, end in self._timed:
+                row[_FORWARD] = None
+                self._timer.release(start)
+                self._timer.release(end)
+
+
+class _Recorder:
+    """Makes the rows of one window."""
+
+    def __init__(self, run: RunContext, log: _ForwardLog, write: SeriesWriter) -> None:
+        self.attribution: str | None = None
+        self._run = run
+        self._log = log
+        self._write = write
+        self._graph = SavedGraph()
+        self._model = ModelTensors(run.model)
+        self._held = Held(self._model)
+        self._paths = {id(module): path for path, module in run.model.named_modules()}
+        self._input_bytes: int | None = None
+        self._row: dict[str, Any] | None = None
+        self._backwards = 0
+
+    def batch(self, batch: Any) -> None:
+        """Take the size of a batch."""
+        with _plainly():
+            self._input_bytes = batch_bytes(batch)
+
+    def loss(self, loss: torch.Tensor) -> None:
+        """Read the graph of a loss; its row is written at the mark that follows."""
+        self._backwards += 1
+        with _plainly():
+            saved = self._graph.read(loss, self._model.storage_keys())
+        total = unattributed = 0
+        dtypes: dict[torch.dtype, int] = {}
+        own: dict[str, int] = {}
+        for owner, size, dtype in self._owned(saved):
+            total += size
+            dtypes[dtype] = dtypes.get(dtype, 0) + size
+            if owner is None:
+                unattributed += size
+            else:
+                own[owner] = own.get(owner, 0) + size
+        self._row = {
+            "activation_bytes": total,
+            "unattributed_bytes": unattributed,
+            "storages": len(saved.storages),
+            "uncounted": saved.uncounted,
+            "dtypes": {str(dtype).removeprefix("torch."): size for dtype, size in dtypes.items()},
+            "modules": {} if self.attribution else self._modules(own),
+            "attribution": self.attribution,
+        }
+
+    def mark(self, mark: Mark) -> None:
+        """Begin a step, write the row of a backward, or write the row of the step."""
+        if mark.point is Point.STEP_START:
+            self._log.begin_step()
+            self._input_bytes, self._row, self._backwards = None, None, 0
+        elif mark.point is Point.BEFORE_BACKWARD and self._row is not None:
+            self._write(mark, **self._row)
+            self._row = None
+        elif mark.point is Point.STEP_END:
+            with _plainly():
+                held, parameters = self._held.count(self._run.training.optimizers())
+            self._write(
+                mark,
+                parameters=parameters,
+                held={**held, "input_bytes": self._input_bytes},
+                note=None if self._backwards else NO_BACKWARD,
+            )
+
+    def _modules(self, own: dict[str, int]) -> dict[str, _Row]:
+        rows = self._log.take_rows()
+        inclusive = fold(self._model.paths, own)
+        for path in ("", *own):
+            if path not in rows:
+                rows[path] = [0, 0, 0, 0, 0]
+        for path, row in rows.items():
+            row[_OWN], row[_INCLUSIVE] = own.get(path, 0), inclusive[path]
+        return rows
+
+    def _owned(self, saved: SavedStorages) -> Iterator[tuple[str | None, int, torch.dtype]]:
+        """Give ``(owner or None, bytes, dtype)`` of each storage."""
+        sequences, owners = self._log.sequences, self._log.owners
+        if self.attribution is not None:
+            sequences = []
+        after = 0
+        for sequence, size, dtype, checkpoint in saved.storages:
+            while after < len(sequences) and sequences[after] <= sequence:
+                after += 1
+            index = after - 1
+            if checkpoint is not None and index > 0:
+                index = self._caller(checkpoint, sequence, index)
+            yield owners[index] if after else None, size, dtype
+
+    def _caller(self, checkpoint: Checkpoint, sequence: int, index: int) -> int:
+        """Go back from the first node in a checkpoint to the forward that called it: that one saved its inputs."""
+        sequences, owners = self._log.sequences, self._log.owners
+        function = checkpoint.function
+        path = self._paths.get(id(getattr(function, "__self__", function)))
+        if path:
+            while index and (owners[index] + ".").startswith(path + "."):
+                index -= 1
+        else:
+            while index and sequences[index] == sequence:
+                index -= 1
+        return index
+
+
+def _raise(error: Exception) -> None:
+    raise error

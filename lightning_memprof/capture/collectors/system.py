@@ -1,0 +1,275 @@
+"""What the machine does while the model trains: processors, memory, disks, networks, the GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import psutil
+
+from lightning_memprof.artifacts.naming import system_name
+from lightning_memprof.artifacts.sink import Artifact
+from lightning_memprof.capture.base import Collector, OnMark, OnStep
+from lightning_memprof.capture.collectors.nvidia import Gpu, gpu_of, open_gpu, why_not
+from lightning_memprof.capture.sources.cgroup import memory_limit_bytes
+from lightning_memprof.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from lightning_memprof.capture.base import RunContext
+    from lightning_memprof.schedule import Mark, Window
+
+__all__ = ["System"]
+
+Row = dict[str, Any]
+
+_LEAST_S: Final = 0.1
+_MOST_S: Final = 60.0
+# Machines count processor time in ticks of 10 ms: over less than some of them a rate is noise.
+_LAST_SAMPLE_S: Final = 0.02
+# A driver that hangs must not hang the training.
+_PATIENCE_S: Final = 5.0
+_IDLE: Final = frozenset({"idle", "iowait"})
+# Linux counts these into user and nice as well.
+_COUNTED_TWICE: Final = frozenset({"guest", "guest_nice"})
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Everything that only grows, at one moment. None is not there on this machine."""
+
+    process_s: float
+    page_faults: int
+    context_switches: int
+    busy_s: float
+    machine_s: float
+    disk_read_bytes: int | None
+    disk_write_bytes: int | None
+    network_sent_bytes: int | None
+    network_received_bytes: int | None
+
+
+def _counts() -> _Counts:
+    process = _process_counts()
+    machine = psutil.cpu_times()._asdict()
+    all_of_it = sum(seconds for name, seconds in machine.items() if name not in _COUNTED_TWICE)
+    # psutil's own care for counters that wrap holds a lock, which a fork of the training may copy while it is held.
+    # Both are None on a machine that has none, which psutil's types do not know.
+    disk: Any = psutil.disk_io_counters(nowrap=False)
+    network: Any = psutil.net_io_counters(nowrap=False)
+    return _Counts(
+        *process,
+        busy_s=all_of_it - sum(machine.get(name, 0.0) for name in _IDLE),
+        machine_s=all_of_it,
+        disk_read_bytes=None if disk is None else disk.read_bytes,
+        disk_write_bytes=None if disk is None else disk.write_bytes,
+        network_sent_bytes=None if network is None else network.bytes_sent,
+        network_received_bytes=None if network is None else network.bytes_recv,
+    )
+
+
+def _process_counts() -> tuple[float, int, int]:
+    import resource
+
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime, used.ru_minflt + used.ru_majflt, used.ru_nvcsw + used.ru_nivcsw
+
+
+class _Reader:
+    """Turns counts into rates since the reading before."""
+
+    def __init__(self, offset_ns: int) -> None:
+        self._limit_bytes = memory_limit_bytes()
+        self._offset_ns = offset_ns
+        self._before = _counts()
+        self._read_ns = time.perf_counter_ns()
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last reading."""
+        return (time.perf_counter_ns() - self._read_ns) / 1e9
+
+    def read(self) -> Row:
+        """Return one sample; its rates hold for the time since the one before."""
+        counts, now_ns = _counts(), time.perf_counter_ns()
+        before, self._before = self._before, counts
+        elapsed_s = max(now_ns - self._read_ns, 1) / 1e9
+        self._read_ns = now_ns
+        grown = {
+            field.name: _grown(getattr(before, field.name), getattr(counts, field.name)) for field in fields(_Counts)
+        }
+        rates = {name: None if value is None else round(value / elapsed_s, 1) for name, value in grown.items()}
+        busy_s, machine_s = grown["busy_s"] or 0.0, grown["machine_s"] or 0.0
+        memory = psutil.virtual_memory()
+        return {
+            "time_ns": now_ns + self._offset_ns,
+            "process_cpu_percent": round(100 * (grown["process_s"] or 0.0) / elapsed_s, 1),
+            "machine_cpu_percent": round(min(100.0, 100 * busy_s / machine_s), 1) if machine_s else None,
+            "load_1m": round(os.getloadavg()[0], 2),
+            "memory_used_bytes": memory.used,
+            "memory_available_bytes": memory.available,
+            "swap_used_bytes": psutil.swap_memory().used,
+            "memory_limit_bytes": self._limit_bytes,
+            "disk_read_bytes_per_s": rates["disk_read_bytes"],
+            "disk_write_bytes_per_s": rates["disk_write_bytes"],
+            "network_sent_bytes_per_s": rates["network_sent_bytes"],
+            "network_received_bytes_per_s": rates["network_received_bytes"],
+            "page_faults_per_s": rates["page_faults"],
+            "context_switches_per_s": rates["context_switches"],
+        }
+
+
+def _grown(before: float | None, now: float | None) -> float | None:
+    """Return by how much a counter grew: not at all where it fell, because a disk or a network went away."""
+    return None if before is None or now is None else max(0.0, now - before)
+
+
+class _Sampler:
+    """A thread that samples until it is stopped, and once more then.
+
+    Args:
+        interval_s: from sample to sample.
+        gpu: torch's index and the UUID of the GPU to ask; None is none.
+        offset_ns: of the run's times.
+        put: called with each sample, in the thread.
+
+    """
+
+    def __init__(
+        self, interval_s: float, gpu: tuple[int, str | None] | None, offset_ns: int, put: Callable[[Row], None]
+    ) -> None:
+        self._interval_s = interval_s
+        self._offset_ns = offset_ns
+        self._gpu = gpu
+        self._put = put
+        self._stop = threading.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="memprof-system", daemon=True)
+
+    def start(self) -> None:
+        """Begin to sample; the first sample comes after one interval."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Take the last sample and end the thread.
+
+        Raises:
+            RuntimeError: it does not end, because the driver hangs.
+            Exception: what a sample raised.
+
+        """
+        self._stop.set()
+        self._thread.join(_PATIENCE_S)
+        if self._thread.is_alive():
+            msg = f"the sampling thread did not end within {_PATIENCE_S:.0f} s: something it asked hangs"
+            raise RuntimeError(msg)
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            with ExitStack() as opened:
+                reader = _Reader(self._offset_ns)
+                gpu = None
+                if self._gpu is not None:
+                    # The manifest has the reason from the start of the run.
+                    with suppress(Exception):
+                        gpu = opened.enter_context(open_gpu(*self._gpu))
+                samples = 0
+                while not self._stop.wait(max(0.0, self._interval_s - reader.age_s)):
+                    self._sample(reader, gpu)
+                    samples += 1
+                if not samples or reader.age_s >= _LAST_SAMPLE_S:
+                    self._sample(reader, gpu)
+        except Exception as error:  # noqa: BLE001 nobody hears what a thread raises; `stop` raises it
+            self._error = error
+
+    def _sample(self, reader: _Reader, gpu: Gpu | None) -> None:
+        self._put(reader.read() | (gpu.read() if gpu is not None else {}))
+
+
+class System(Collector):
+    """Processors, memory, disks, networks and this rank's GPU, sampled by a thread while a window is open.
+
+    One sample takes the thread about 1 ms. The last one is taken when the window ends, so that a window shorter than
+    the interval has one too. Rates hold for the time since the sample before, and for the whole machine but for
+    processor time, page faults and context switches, which are this process's. The GPU is asked where
+    ``nvidia-ml-py`` is installed.
+
+    Args:
+        interval: seconds from sample to sample, 0.1 to 60.
+        always: sample from the start of the run to its end as well, into a file of its own.
+
+    Raises:
+        ConfigError: the interval is not in that range.
+
+    """
+
+    name: ClassVar[str] = "system"
+
+    def __init__(self, interval: float = 0.5, always: bool = False) -> None:  # noqa: FBT001, FBT002 read from YAML
+        number: Any = interval
+        if type(number) not in {int, float} or not _LEAST_S <= number <= _MOST_S:
+            msg = f"System(interval={interval!r}): must be a number of seconds from {_LEAST_S} to {_MOST_S:.0f}"
+            raise ConfigError(msg)
+        if not isinstance(always, bool):
+            msg = f"System(always={always!r}): must be true or false"
+            raise ConfigError(msg)
+        self._interval_s = float(interval)
+        self._always = always
+
+    @contextmanager
+    def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
+        """Sample while the window is open."""
+        rows: list[Row] = []
+        place: Row = {"step": None, "global_step": None, "recorded": False}
+
+        def on_mark(mark: Mark) -> None:
+            nonlocal place
+            place = {"step": mark.step, "global_step": mark.global_step, "recorded": mark.recorded}
+
+        sampler = _Sampler(
+            self._interval_s, gpu_of(run.device), run.unix_offset_ns, lambda sample: rows.append({**place, **sample})
+        )
+        sampler.start()
+        try:
+            yield on_mark
+        finally:
+            try:
+                sampler.stop()
+            finally:
+                if rows:
+                    run.sink.write_rows(window, self.name, list(rows))
+
+    @contextmanager
+    def follow(self, run: RunContext) -> Iterator[OnStep | None]:
+        """Say once why there are no figures of the GPU; where asked, sample the whole run, one line a sample."""
+        gpu = gpu_of(run.device)
+        if gpu is not None and (reason := why_not(gpu)) is not None:
+            run.sink.manifest.append("unavailable", collector=self.name, reason=reason)
+        if not self._always:
+            yield None
+            return
+        path = run.sink.place.directory / system_name(run.rank)
+        nowhere: Row = {"step": None, "global_step": None, "recorded": True}
+        with path.open("x", encoding="utf-8", buffering=1) as file:
+            sampler = _Sampler(
+                self._interval_s, gpu, run.unix_offset_ns, lambda sample: _write_line(file, {**nowhere, **sample})
+            )
+            sampler.start()
+            try:
+                yield None
+            finally:
+                sampler.stop()
+        run.sink.list_artifact(Artifact(path, "series", self.name))
+
+
+def _write_line(file: Any, row: Row) -> None:
+    # One call, so that a reader sees whole lines.
+    file.write(json.dumps(row) + "\n")

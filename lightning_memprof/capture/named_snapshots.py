@@ -1,0 +1,70 @@
+"""Memory at moments that the program names itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from lightning_memprof.artifacts.naming import regions_name
+from lightning_memprof.capture.collectors.allocator_stats import memory_stats
+from lightning_memprof.capture.collectors.host import ResidentSize, peak_rss_bytes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from lightning_memprof.capture.session import Position
+
+__all__ = ["NamedSnapshots", "plain"]
+
+log = logging.getLogger(__name__)
+
+
+def plain(name: object) -> str:
+    """Turn what a program may give as a name into text that files and traces take."""
+    return str(name).encode("utf-8", "replace").decode()
+
+
+class NamedSnapshots:
+    """Rows of host and device memory by name; kept until a run directory is known, then appended to its file."""
+
+    def __init__(self) -> None:
+        self._waiting: list[dict[str, Any]] = []
+        self._path: Path | None = None
+
+    def place(self, directory: Path, rank: int) -> None:
+        """Write to this run directory from now on."""
+        self._path = directory / regions_name(rank)
+        self._flush()
+
+    def take(self, name: str, point: Literal["snapshot", "start", "end"], position: Position | None) -> None:
+        """Take one row now."""
+        resident = ResidentSize()
+        rss = resident.read()
+        resident.close()
+        row: dict[str, Any] = {
+            "name": name,
+            "point": point,
+            "step": None if position is None else position.step,
+            "global_step": None if position is None else position.global_step,
+            "time_ns": time.time_ns(),
+            "rss_bytes": rss,
+            "peak_rss_bytes": peak_rss_bytes(rss),
+        }
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            row |= memory_stats(torch.device("cuda", torch.cuda.current_device()))
+        self._waiting.append(row)
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._path is None or not self._waiting:
+            return
+        rows, self._waiting = self._waiting, []
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write("".join(json.dumps(row) + "\n" for row in rows))
+        except OSError as error:
+            log.warning("named snapshots cannot be written: %s", error)

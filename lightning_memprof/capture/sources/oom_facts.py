@@ -1,0 +1,315 @@
+"""What is known at the moment at which memory ran out: the code that asked, the host's limits, who holds what.
+
+Nothing here allocates on a device, waits for it, or keeps a reference to a frame, a tensor or an exception.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import os
+import sys
+from pathlib import Path
+from types import CellType, CodeType, FrameType, FunctionType, TracebackType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import psutil
+import torch
+
+from lightning_memprof.capture.collectors.host import peak_rss_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from torch import nn
+
+__all__ = ["Frame", "forwards", "frames_of", "host_facts", "live_tensors", "module_of", "phase_of", "running_frames"]
+
+_MAX_FRAMES: Final = 400
+_MAX_TENSORS: Final = 30
+_OPTIMIZED: Final = inspect.CO_OPTIMIZED
+# Innermost first, the first that fits is the phase. Backward's own frames are the autograd engine's callers.
+_CALLERS: Final = (
+    ("backward", ("torch.autograd", "torch._tensor"), ("backward", "grad", "_engine_run_backward")),
+    ("optimizer", ("torch.optim",), ()),
+    ("data_wait", ("torch.utils.data", "lightning.pytorch.loops.fetchers", "pytorch_lightning.loops.fetchers"), ()),
+)
+_STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
+_STRATEGIES: Final = (".strategies.", ".overrides.", ".plugins.")
+_V1_UNLIMITED: Final = 1 << 60
+
+
+class Frame(NamedTuple):
+    """One Python frame as text: nothing of it is kept alive."""
+
+    filename: str
+    line: int
+    name: str
+    module: str
+
+
+def running_frames() -> list[Frame]:
+    """Return the frames of this thread, innermost first, without those of the caller's file and without their locals.
+
+    Reading the locals of a frame that runs would keep its tensors alive until it returns.
+    """
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 the documented way to one's own stack
+    found: list[Frame] = []
+    callers = None if frame is None else frame.f_globals
+    while frame is not None and frame.f_globals is callers:
+        frame = frame.f_back
+    while frame is not None and len(found) < _MAX_FRAMES:
+        found.append(_text(frame, frame.f_lineno))
+        frame = frame.f_back
+    return found
+
+
+def frames_of(error: BaseException, ended_as: BaseException | None = None) -> list[Frame]:
+    """Return the frames that an exception came through, innermost first.
+
+    Args:
+        error: where it began.
+        ended_as: what arrived in the end, raised from it; None where that is the same.
+
+    """
+    chain = [error] if ended_as is None or ended_as is error else [error, ended_as]
+    # What caught the first and raised the last is in both.
+    through = {id(traceback.tb_frame): traceback for part in chain for traceback in reversed(list(_tracebacks(part)))}
+    return [_text(traceback.tb_frame, traceback.tb_lineno) for traceback in through.values()][:_MAX_FRAMES]
+
+
+def module_of(error: BaseException, model: nn.Module) -> tuple[str, str] | None:
+    """Return path and class of the innermost module of ``model`` in whose method an exception was raised, or None.
+
+    ``self`` is the first of the locals among what the ended frame refers to, where they are listed in their order.
+    """
+    paths = {id(module): path for path, module in model.named_modules()}
+    for traceback in reversed(list(_tracebacks(error))):
+        code = traceback.tb_frame.f_code
+        if not (code.co_flags & _OPTIMIZED and code.co_argcount and code.co_varnames[0] == "self"):
+            continue
+        itself = _first_local(traceback.tb_frame)
+        path = paths.get(id(itself))
+        if path is not None and issubclass(type(itself), torch.nn.Module):
+            return path, type(itself).__name__
+    return None
+
+
+def _first_local(frame: FrameType) -> Any:
+    """Return an ended frame's first local; ``f_locals`` would make a dictionary that keeps all of them alive."""
+    for value in gc.get_referents(frame):
+        if type(value) is CellType:
+            return value.cell_contents
+        if type(value) not in (FrameType, FunctionType, CodeType, dict):
+            return value
+    return None
+
+
+def phase_of(frames: Iterable[Frame]) -> tuple[str | None, str | None]:
+    """Return the phase that a stack shows, and the module's step function where one is in it; None where it does not.
+
+    Args:
+        frames: innermost first.
+
+    """
+    phase: str | None = None
+    for frame in frames:
+        if frame.name in _STEPS and any(part in frame.module for part in _STRATEGIES):
+            return phase or "forward", frame.name
+        if phase is None:
+            if frame.name == "closure" and ".loops.optimization." in frame.module:
+                # The optimizer called it, but it is at work for another: the clock knows for whom.
+                return None, None
+            if frame.name in ("setup", "model_to_device") and ".strategies." in frame.module:
+                return "setup", None
+            if frame.name == "_call_callback_hooks" and frame.module.endswith("pytorch.trainer.call"):
+                phase = "callbacks"
+            for word, modules, names in _CALLERS:
+                if frame.module.startswith(modules) and (not names or frame.name in names):
+                    phase = word
+                    break
+    return phase, None
+
+
+def forwards(model: nn.Module) -> dict[str, Any]:
+    """Return where the modules' forwards are written, to name modules from a Python stack.
+
+    Returns:
+        ``{"sources": [[file, first line, last line], ...], "modules": {path: [class, index of its source or None]}}``.
+
+    """
+    sources: dict[CodeType, int] = {}
+    modules: dict[str, tuple[str, int | None]] = {}
+    for path, module in model.named_modules():
+        forward = vars(module).get("forward") or getattr(type(module), "forward", None)
+        code = getattr(inspect.unwrap(forward), "__code__", None) if callable(forward) else None
+        if forward is torch.nn.Module.forward:
+            code = None
+        index = sources.setdefault(code, len(sources)) if isinstance(code, CodeType) else None
+        modules[path] = type(module).__name__, index
+    return {
+        "sources": [[code.co_filename, code.co_firstlineno, _last_line(code)] for code in sources],
+        "modules": modules,
+    }
+
+
+def _last_line(code: CodeType) -> int:
+    return max((line for _, _, line in code.co_lines() if line), default=code.co_firstlineno)
+
+
+def host_facts() -> dict[str, int | None]:
+    """Return this process's sizes, the machine's memory and the limits that hold for the process, in bytes.
+
+    A limit that is not set is None.
+    """
+    size = psutil.Process().memory_info()
+    machine = psutil.virtual_memory()
+    facts: dict[str, int | None] = {
+        "rss_bytes": int(size.rss),
+        "vms_bytes": int(size.vms),
+        "peak_rss_bytes": peak_rss_bytes(int(size.rss)),
+        "total_bytes": int(machine.total),
+        "available_bytes": int(machine.available),
+    }
+    if sys.platform != "win32":
+        import resource
+
+        for name in ("as", "data"):
+            soft, _ = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
+            facts[f"rlimit_{name}_bytes"] = None if soft == resource.RLIM_INFINITY else soft
+    facts["cgroup_limit_bytes"], facts["cgroup_used_bytes"] = _cgroup()
+    return facts
+
+
+def live_tensors(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], device: torch.device
+) -> tuple[dict[str, int], list[dict[str, Any]]]:
+    """Return bytes by category and the largest tensors on ``device``, each storage once.
+
+    Args:
+        model: its parameters, gradients and buffers are named.
+        optimizers: their state is named.
+        device: where the tensors are.
+
+    Returns:
+        Bytes by ``parameter_bytes``, ``gradient_bytes``, ``optimizer_state_bytes``, ``buffer_bytes``, and
+        ``other_bytes``: tensors that Python's garbage collector knows besides. What only autograd holds is in none.
+
+    """
+    known = {storage._cdata: label for label, storage in _labelled(model, optimizers)}  # noqa: SLF001 reads no data
+    held = dict.fromkeys(
+        ("parameter_bytes", "buffer_bytes", "gradient_bytes", "optimizer_state_bytes", "other_bytes"), 0
+    )
+    seen: set[int] = set()
+    found: list[dict[str, Any]] = []
+    for tensor in _all_tensors(model, optimizers):
+        storage = _storage(tensor)
+        if storage is None or storage._cdata in seen:  # noqa: SLF001 an address that needs no data
+            continue
+        if device not in (storage.device, torch.device(storage.device.type)):
+            continue
+        seen.add(storage._cdata)  # noqa: SLF001
+        category, name = known.get(storage._cdata, ("other", None))  # noqa: SLF001
+        size = storage.nbytes()
+        held[f"{category}_bytes"] += size
+        found.append(
+            {
+                "bytes": size,
+                "category": category,
+                "name": name,
+                "shape": list(tensor.shape),
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+            }
+        )
+    found.sort(key=lambda row: -int(row["bytes"]))
+    return held, found[:_MAX_TENSORS]
+
+
+def _text(frame: FrameType, line: int | None) -> Frame:
+    code = frame.f_code
+    module = frame.f_globals.get("__name__")
+    return Frame(code.co_filename, line or code.co_firstlineno, code.co_name, module if isinstance(module, str) else "")
+
+
+def _tracebacks(error: BaseException) -> Iterator[TracebackType]:
+    traceback = error.__traceback__
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def _labelled(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> Iterator[tuple[tuple[str, str | None], torch.UntypedStorage]]:
+    """Yield the category, the name and the storage of all that the model and its optimizers hold."""
+    names: dict[int, str] = {}
+    tensors: list[tuple[str, str | None, Any]] = []
+    for name, parameter in model.named_parameters():
+        names[id(parameter)] = name
+        tensors.append(("gradient", f"{name}.grad", parameter.grad))
+        tensors.append(("parameter", name, parameter))
+    tensors += [("buffer", name, buffer) for name, buffer in model.named_buffers()]
+    for optimizer in optimizers:
+        for owner, state in optimizer.state.items():
+            if isinstance(state, dict):
+                name = names.get(id(owner), "?")
+                tensors += [("optimizer_state", f"{name}.{key}", value) for key, value in state.items()]
+    for category, label, tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and (storage := _storage(tensor)) is not None:
+            yield (category, label), storage
+
+
+def _all_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
+    # The model's own first: a view of a parameter is then shown with the parameter's shape.
+    for parameter in model.parameters():
+        yield parameter
+        gradient: torch.Tensor | None = parameter.grad
+        if gradient is not None:
+            yield gradient
+    for optimizer in optimizers:
+        for state in list(optimizer.state.values()):
+            if isinstance(state, dict):
+                yield from (value for value in list(state.values()) if isinstance(value, torch.Tensor))
+    for value in gc.get_objects():
+        # A proxy's isinstance may run the program's code; its type is what it is.
+        if issubclass(type(value), torch.Tensor):
+            yield value
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return where a tensor's data is, a sharded one's own part; None where it has none."""
+    try:
+        return getattr(tensor, "_local_tensor", tensor).untyped_storage()
+    except Exception:  # noqa: BLE001 sparse, functional and other wrapped tensors have none, each in its own way
+        return None
+
+
+def _cgroup() -> tuple[int | None, int | None]:
+    """Return the smallest memory limit of this process's control groups, and what counts towards it; Linux only.
+
+    Source: ``memory.max`` and ``memory.current`` of version 2, ``memory.limit_in_bytes`` of version 1.
+    """
+    limit, used = _number("/sys/fs/cgroup/memory/memory.limit_in_bytes"), None
+    if limit is not None:
+        used = _number("/sys/fs/cgroup/memory/memory.usage_in_bytes")
+        return (limit, used) if limit < _V1_UNLIMITED else (None, used)
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None, None
+    group = next((line[3:] for line in lines if line.startswith("0::")), "/").strip("/")
+    while True:
+        folder = Path("/sys/fs/cgroup", group)
+        here = _number(folder / "memory.max")
+        if here is not None and (limit is None or here < limit):
+            limit, used = here, _number(folder / "memory.current")
+        if not group:
+            return limit, used
+        group = group.rpartition("/")[0]
+
+
+def _number(path: str | os.PathLike[str]) -> int | None:
+    try:
+        return int(Path(path).read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,177 @@
+"""Bytes that autograd saves for backward, seen by torch's saved-tensor hooks; only where they are asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from lightning_memprof.capture.sources.tensors import local_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+_stack: Any = torch._C._autograd  # noqa: SLF001 what torch.autograd.graph.saved_tensors_hooks calls
+
+__all__ = ["SavedBytes", "checked_pack", "checked_unpack"]
+
+
+class _Saved(NamedTuple):
+    """A saved tensor without its history, which would be a reference cycle, and its version then."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+def checked_pack(tensor: torch.Tensor) -> Any:
+    """Pack for :func:`checked_unpack`."""
+    return _Saved(tensor.detach(), tensor._version)  # noqa: SLF001 torch's documented counter of in-place operations
+
+
+def checked_unpack(saved: Any) -> Any:
+    """Give back what :func:`checked_pack` packed, and anything else as it is.
+
+    Autograd leaves its own check out where hooks pack: without this one an in-place operation on a saved tensor would
+    give wrong gradients in silence.
+
+    Raises:
+        RuntimeError: an in-place operation has changed the tensor since it was saved, as without hooks.
+
+    """
+    if not isinstance(saved, _Saved):
+        return saved
+    tensor, version = saved
+    if tensor._version != version:  # noqa: SLF001 torch's documented counter of in-place operations
+        msg = (
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "  # noqa: SLF001
+            f"expected version {version} instead. Hint: enable anomaly detection to find the operation that failed to "
+            "compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+        )
+        raise RuntimeError(msg)
+    return tensor
+
+
+class SavedBytes:
+    """Counts the bytes of what is saved between :meth:`start` and :meth:`stop`.
+
+    Each storage counts once and whole, however many views of it are saved; those of parameters and buffers do not.
+    What is saved while backward runs, as a checkpoint's recomputation does, does not count.
+
+    Args:
+        model: whose parameters and buffers are left out.
+        functions: pack and unpack of the user's, which decide what is kept; None keeps the tensors themselves. What
+            its pack returns unchanged is checked for in-place operations where its unpack is :func:`checked_unpack`.
+        on_fault: called with what the user's pack raised; that tensor is then kept itself.
+
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        functions: tuple[Callable[..., Any], Callable[..., Any]] | None,
+        on_fault: Callable[[Exception], None],
+    ) -> None:
+        self.total = 0
+        # Read anew at each start; walking the modules each time would take as long as a step's hooks.
+        self._tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]  # noqa: SLF001
+        self._functions = functions
+        self._on_fault = on_fault
+        self._own: set[int] = set()
+        # A storage that is gone keeps its identity as long as somebody refers to it weakly.
+        self._seen: dict[int, int] = {}
+        self._hooks: Any = None
+
+    def start(self) -> None:
+        """Count from 0, in this thread.
+
+        Raises:
+            RuntimeError: the program has forbidden saved-tensor hooks here.
+
+        """
+        self.total = 0
+        self._own = {
+            storage._cdata  # noqa: SLF001 a storage's identity, which its views share
+            for table in self._tables
+            for tensor in table.values()
+            if tensor is not None and (storage := _storage(tensor)) is not None
+        }
+        pack, unpack = self._pack, self._unpack()
+        _stack._push_saved_tensors_default_hooks(pack, unpack)  # noqa: SLF001 see _leave
+        self._hooks = pack
+
+    def stop(self) -> None:
+        """Count no longer; :attr:`total` stays."""
+        pack, self._hooks = self._hooks, None
+        if pack is not None:
+            _leave(pack)
+        for weak in self._seen.values():
+            torch.UntypedStorage._free_weak_ref(weak)  # type: ignore[no-untyped-call] # noqa: SLF001 its only way
+        self._seen, self._own = {}, set()
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if torch._C._current_graph_task_id() == -1:  # noqa: SLF001 -1 outside of backward
+            self._count(tensor)
+        if self._functions is None:
+            return checked_pack(tensor)
+        pack, unpack = self._functions
+        try:
+            packed = pack(tensor)
+        except Exception as error:  # noqa: BLE001 a hook of anybody's must not stop the training
+            self._on_fault(error)
+            return checked_pack(tensor)
+        return checked_pack(tensor) if packed is tensor and unpack is checked_unpack else packed
+
+    def _unpack(self) -> Callable[[Any], Any]:
+        if self._functions is None or self._functions[1] is checked_unpack:
+            return checked_unpack
+        unpack = self._functions[1]
+        return lambda packed: checked_unpack(packed) if isinstance(packed, _Saved) else unpack(packed)
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = _storage(tensor)
+        if storage is None:
+            self.total += local_bytes(tensor)
+            return
+        identity = storage._cdata  # noqa: SLF001 a storage's identity, which its views share
+        if identity in self._own or identity in self._seen:
+            return
+        # Parameters of other models, and those that FSDP puts in for a forward.
+        if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):  # noqa: SLF001
+            return
+        # A fake tensor, of a program that is being exported or compiled, takes no memory.
+        if storage.device.type == "meta":
+            return
+        weak: Any = storage._weak_ref()  # noqa: SLF001 its only way
+        self._seen[identity] = weak
+        self.total += storage.nbytes()
+
+
+def _leave(pack: Callable[..., Any]) -> None:
+    """Take hooks off torch's stack, wherever in it: the program's own need not begin and end inside of ours.
+
+    torch's context manager takes off whatever is on top.
+    """
+    above: list[tuple[Any, Any]] = []
+    while (top := _stack._top_saved_tensors_default_hooks(True)) is not None:  # noqa: SLF001, FBT003 torch has no public one
+        _stack._pop_saved_tensors_default_hooks()  # noqa: SLF001 torch has no public one
+        if top[0] is pack:
+            break
+        above.append(top)
+    # Those that began before ours and ended before them have taken ours off, and are themselves the last left.
+    if top is None and above:
+        above.pop(0)
+    for entry in reversed(above):
+        _stack._push_saved_tensors_default_hooks(*entry)  # noqa: SLF001 torch has no public one
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return what holds a tensor's bytes on this rank; None where it has no single one, or none yet."""
+    if type(tensor) is not torch.Tensor:
+        tensor = getattr(tensor, "_local_tensor", tensor)
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError, ValueError):
+        return None

@@ -1,0 +1,3 @@
+"""Bytes by category of one step, by torch's MemTracker."""
+
+from __future__ import annotations

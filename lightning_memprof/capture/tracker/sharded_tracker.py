@@ -1,0 +1,89 @@
+"""Bytes by category of a model under ``fully_shard`` (FSDP2): torch's FSDPMemTracker, made fit for Lightning's loop.
+
+torch's own takes FSDP's hooks off the modules and puts others back, in another order for groups of modules and without
+``always_call``. Here each hook is exchanged where it stands, and the same object is put back.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPModState, _FSDPRefType, _FSDPState
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_memprof.capture.tracker.tracker import CategoryTracker, Kinds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import ExitStack
+
+    from torch import nn
+
+__all__ = ["ShardedTracker", "sharded_modules"]
+
+
+class ShardedTracker(CategoryTracker, FSDPMemTracker):  # type: ignore[no-untyped-call]
+    """Tracks this rank's part of the step.
+
+    Args:
+        root: a module that ``fully_shard`` was called on; the modules below it are followed.
+
+    """
+
+    kinds = Kinds(
+        _FSDPRefType.SHARDED_PARAM, _FSDPRefType.BUFFER, _FSDPRefType.SHARDED_GRAD, _FSDPRefType.ACT, _FSDPRefType.TEMP,
+        _FSDPRefType.OPT, _FSDPRefType.INP,
+    )  # fmt: skip
+    peaks = (_FSDPModState.PEAK_FW, _FSDPModState.PEAK_BW)
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__(root, root)
+
+    def _hook(self, model: nn.Module, undo: ExitStack) -> None:
+        super()._hook(model, undo)
+        for module in self._root.modules():
+            if isinstance(module, FSDPModule):
+                state = module._get_fsdp_state()  # noqa: SLF001 torch's own tracker asks for it
+                group = state._fsdp_param_group  # noqa: SLF001 torch's own tracker asks for it
+                if group is not None:
+                    self._exchange_hooks(module, state, undo)
+                    # The modules of a group share it.
+                    if "pre_backward" not in vars(group):
+                        self._wrap(group, "pre_backward", partial(self._fsdp_param_group_pre_backward, module), undo)
+                        self._wrap(group, "post_backward", partial(self._fsdp_param_group_post_backward, module), undo)
+        modules = self._mod_tracker
+        modules.register_user_hooks(
+            pre_fw_hook=lambda *_: self._module_begins(), pre_bw_hook=lambda *_: self._last_totals.clear()
+        )
+        undo.callback(modules.clear_user_hooks)
+
+    def _exchange_hooks(self, module: Any, state: Any, undo: ExitStack) -> None:
+        for handle, hooks, wrap in (
+            (state._pre_forward_hook_handle, module._forward_pre_hooks, self._fsdp_state_pre_forward),  # noqa: SLF001
+            (state._post_forward_hook_handle, module._forward_hooks, self._fsdp_state_post_forward),  # noqa: SLF001
+        ):
+            # One handle holds the hooks of all modules of a group.
+            for single in getattr(handle, "handles", (handle,)):
+                if single.id in hooks:
+                    original = hooks[single.id]
+                    hooks[single.id] = self.guard.between(partial(wrap, module), original)
+                    undo.callback(hooks.__setitem__, single.id, original)
+
+    def _wrap(self, group: Any, name: str, wrap: Callable[..., Any], undo: ExitStack) -> None:
+        setattr(group, name, self.guard.between(wrap, getattr(group, name)))
+        undo.callback(delattr, group, name)
+
+    def _see(self, func: Any, args: Any, result: Any) -> None:
+        c10d = torch.ops.c10d
+        if func is c10d._allgather_base_.default and self._fsdp_state in {_FSDPState.PRE_FW, _FSDPState.PRE_BW}:
+            self._update_and_maybe_create_winfos(args[0], _FSDPRefType.ALL_GATHER)
+        elif func is c10d._reduce_scatter_base_.default and self._fsdp_state is _FSDPState.POST_BW:
+            self._update_and_maybe_create_winfos(args[1], _FSDPRefType.REDUCE_SCATTER)
+        super()._see(func, args, result)
+
+
+def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that ``fully_shard`` was called on, by path; the model itself has the path ``""``."""
+    return {path: module for path, module in model.named_modules() if issubclass(type(module), FSDPModule)}

@@ -1,0 +1,373 @@
+"""Bytes by category at every operator of one training step: torch's MemTracker, made fit for Lightning's loop.
+
+What torch's own does not do, and is done here:
+
+- Lightning runs forward and backward inside ``optimizer.step(closure)``, which torch files under optimizer state.
+- It raises into the user's forward or backward: for a module that is called twice, a frozen parameter, a leaf that
+  ``torch.autograd.grad`` was asked for. Here nothing is raised there; the first failure ends the tracking.
+- It looks at all modules behind every operator; here at those that run.
+
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch._guards import active_fake_mode
+from torch.distributed._tools.mem_tracker import MemTracker, _ModState, _RefType, _State, _UpdateType
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+from torch.utils._pytree import tree_leaves
+
+from lightning_memprof.capture.base import NotNowError
+from lightning_memprof.capture.observe import in_front_of
+from lightning_memprof.capture.sources.tensors import dense_parts
+from lightning_memprof.capture.tracker.path_tracker import Guard, PathTracker
+from lightning_memprof.capture.tracker.report import Figures, ModuleFigures, TrackerReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import nn
+
+__all__ = ["CategoryTracker", "Kind", "Kinds", "ModuleTracker"]
+
+_TOTAL: Final = "Total"
+
+
+class Kind(_RefType):
+    """Categories, under the words that torch prints."""
+
+    PARAM = "Parameter"
+    BUFFER = "Buffer"
+    GRAD = "Gradient"
+    ACT = "Activation"
+    TEMP = "Temp"
+    OPT = "Optstate"
+    INP = "Inputs"
+    OTH = "Other"
+
+
+class Kinds(NamedTuple):
+    """What a tracker files under, of its own enumeration."""
+
+    parameter: _RefType
+    buffer: _RefType
+    gradient: _RefType
+    activation: _RefType
+    temporary: _RefType
+    optimizer_state: _RefType
+    input: _RefType
+
+
+class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
+    """What both trackers share; one object tracks one step.
+
+    Attributes:
+        guard: holds why the tracking ended early.
+
+    """
+
+    kinds: Kinds
+    peaks: tuple[_State, _State]
+    memory_tracking: Any
+
+    def __init__(self, root: nn.Module, *args: Any) -> None:
+        super().__init__(*args)
+        self.guard = Guard()
+        self._root = root
+        self._mod_tracker: Any = PathTracker(root, self.guard)
+        self._stats_by_name: dict[str, Any] = {}
+        self._last_totals: dict[torch.device, int] = {}
+        self._makes_state = False
+        self._padding: dict[torch.device, int] = {}
+
+    @contextmanager
+    def tracking(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], batch: Any) -> Iterator[None]:
+        """Track what happens inside the context, on top of what is there already.
+
+        Args:
+            model: its parameters, buffers and gradients are there already.
+            optimizers: their states are.
+            batch: nested containers of tensors that count as input.
+
+        """
+        with ExitStack() as undo:
+            undo.callback(self._WINFO.clear)
+            self._padding = _padding(model)
+            self._file_model(model)
+            for optimizer in optimizers:
+                self._track_optimizer_states(self.kinds.optimizer_state, optimizer)
+            for tensor in _tensors(batch):
+                self._update_and_maybe_create_winfos(tensor, self.kinds.input)
+            del batch  # not longer alive for being tracked
+            self._hook(model, undo)
+            self._fake_mode_on_entry = active_fake_mode()
+            self._peak_mem_snap = self.get_tracker_snapshot()
+            self._peak_mem = {device: figures[_TOTAL] for device, figures in self._peak_mem_snap.items()}
+            self._mod_tracker.__enter__()
+            undo.callback(self._mod_tracker.__exit__)
+            _push_mode(self)
+            undo.callback(_leave_mode, self)
+            yield
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled regions be compiled: torch runs them as they are written under any other mode."""
+        return True
+
+    def before_optimizer_step(self) -> None:
+        """Say that a closure has done its forward and backward: what follows is the optimizer's."""
+        self._in_opt = True
+
+    def file_gradients(self, model: nn.Module) -> None:
+        """File the gradients that are there."""
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                self._update_and_maybe_create_winfos(parameter.grad, self.kinds.gradient)
+
+    def report(self, root_path: str = "") -> TrackerReport:
+        """Read out peak, present state, and each module's figures; ``root_path`` is the root's path in the model."""
+        name = type(self._root).__name__
+        modules = []
+        for module, stats in self.memory_tracking.items():
+            below = str(self._mod_tracker.get_known_fqn(module)).removeprefix(name).removeprefix(".")
+            path = ".".join(part for part in (root_path, below) if part)
+            for state, snapshots in stats.snapshots.items():
+                modules += [
+                    ModuleFigures(stats.mod_fqn, path, state.value, call, self._figures(snapshot))
+                    for call, snapshot in enumerate(snapshots, start=1)
+                ]
+        return TrackerReport(
+            self._figures(self.get_tracker_snapshot("peak")), self._figures(self.get_tracker_snapshot()), tuple(modules)
+        )
+
+    def get_tracker_snapshot(self, type: str = "current") -> dict[torch.device, dict[str, int]]:  # noqa: A002 torch's
+        """Copy the present figures, or those at the peak."""
+        source = self._curr_mem_snap if type == "current" else self._peak_mem_snap
+        return {device: dict(figures) for device, figures in source.items()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # The DTensor takes itself apart; the operators on its parts come here.
+        if DTensor in types:
+            return NotImplemented
+        result = func(*args, **kwargs or {})
+        # A DTensor finds out shapes under a fake mode of its own: nothing is allocated there.
+        if self.guard.failure is None and active_fake_mode() is self._fake_mode_on_entry:
+            self.guard.run(self._see, func, args, result)
+        return result
+
+    def _update_and_maybe_create_winfos(
+        self,
+        t: torch.Tensor,
+        reftype: _RefType,
+        update_existing: bool = False,  # noqa: FBT001, FBT002 torch's signature
+    ) -> set[Any]:
+        # torch's own knows no sparse tensors, and none that has no storage yet.
+        known = super()._update_and_maybe_create_winfos
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 torch has no public one
+            return {info for part in dense_parts(t) for info in known(part, reftype, update_existing)}
+
+    def _track(self, reftype: _RefType, t: torch.Tensor) -> None:
+        for part in dense_parts(t):
+            super()._track(reftype, part)
+
+    def _file_model(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            self._update_and_maybe_create_winfos(parameter, self.kinds.parameter)
+        for buffer in model.buffers():
+            self._update_and_maybe_create_winfos(buffer, self.kinds.buffer)
+        self.file_gradients(model)
+
+    def _hook(self, model: nn.Module, undo: ExitStack) -> None:  # noqa: ARG002 for overriding
+        """Stand where categories begin; what is taken goes onto ``undo``."""
+
+        def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            self._makes_state = not optimizer.state
+            # With a closure, forward and backward come first: see before_optimizer_step.
+            self._in_opt = (args[1] if len(args) > 1 else kwargs.get("closure")) is None
+
+        def after(optimizer: torch.optim.Optimizer) -> None:
+            self._track_optimizer_states(self.kinds.optimizer_state, optimizer)
+            self._in_opt = False
+
+        undo.callback(register_optimizer_step_pre_hook(lambda *values: self.guard.run(before, *values)).remove)
+        undo.callback(register_optimizer_step_post_hook(lambda it, *_: self.guard.run(after, it)).remove)
+        self._watch_resize(undo)
+
+    def _watch_resize(self, undo: ExitStack) -> None:
+        # No dispatch mode hears of a storage that changes its size.
+        def resized(storage: torch.UntypedStorage) -> None:
+            known, _ = self._WINFO.get(storage, (None, None))  # type: ignore[no-untyped-call]
+            if known is not None and known.size != storage.size():
+                before = known.mem_consumed
+                known.update_mem_consumed(storage)
+                self._update_snap(_UpdateType.SIZE, known, old_mem_consumed=before)
+
+        def wrap(following: list[Callable[..., Any]]) -> Callable[..., Any]:
+            def resize(storage: torch.UntypedStorage, size: int) -> Any:
+                result = following[0](storage, size)
+                self.guard.run(resized, storage)
+                return result
+
+            return resize
+
+        undo.enter_context(in_front_of(torch.UntypedStorage, "resize_", wrap))
+
+    def _see(self, func: Any, args: Any, result: Any) -> None:  # noqa: ARG002 for overriding
+        kinds = self.kinds
+        backward = self._mod_tracker.is_bw
+        if backward and not self._in_ac:
+            kind = kinds.temporary
+        elif self._in_opt:
+            # What an optimizer makes in its first step is mostly its state, which is filed when the step is over.
+            kind = kinds.optimizer_state if self._makes_state else kinds.temporary
+        else:
+            kind = kinds.activation
+        if type(result) is torch.Tensor:
+            self._track(kind, result)
+        else:
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, torch.Tensor):
+                    self._track(kind, leaf)
+        self._update_peak_stats(self.peaks[backward])
+
+    def _update_peak_stats(self, peak_state: _State) -> None:
+        for device, figures in self._curr_mem_snap.items():
+            total = figures[_TOTAL]
+            if total > self._last_totals.get(device, -1):
+                self._raise_module_peaks(peak_state, device, figures)
+                if self._peak_mem.get(device, 0) < total:
+                    self._peak_mem[device] = total
+                    self._peak_mem_snap[device] = dict(figures)
+            self._last_totals[device] = total
+
+    def _raise_module_peaks(self, peak_state: _State, device: torch.device, figures: dict[str, int]) -> None:
+        if len(self._stats_by_name) != len(self.memory_tracking):
+            self._stats_by_name = {stats.mod_fqn: stats for stats in self.memory_tracking.values()}
+        for name in self._mod_tracker.parents:
+            stats = self._stats_by_name.get(name)
+            if stats is None or peak_state not in stats.snapshots:
+                continue
+            if stats.local_peak.get(device, 0) < figures[_TOTAL]:
+                stats.local_peak[device] = figures[_TOTAL]
+                stats.snapshots[peak_state][-1][device] = dict(figures)
+
+    def _module_begins(self) -> None:
+        # No optimizer runs a module's forward: a closure that is called again has left the step's own part.
+        self._in_opt = False
+        self._last_totals.clear()
+
+    def _figures(self, snapshot: dict[torch.device, dict[str, int]]) -> tuple[Figures, ...]:
+        found = []
+        for device, figures in snapshot.items():
+            kinds = {key.value: count for key, count in figures.items() if isinstance(key, _RefType)}
+            if padding := self._padding.get(device, 0):
+                kinds[self.kinds.parameter.value] -= padding
+                kinds["Padding"] = padding
+            found.append(Figures(str(device), kinds, figures[_TOTAL]))
+        return tuple(found)
+
+
+class ModuleTracker(CategoryTracker):  # type: ignore[no-untyped-call]
+    """Tracks any model on any device."""
+
+    kinds = Kinds(Kind.PARAM, Kind.BUFFER, Kind.GRAD, Kind.ACT, Kind.TEMP, Kind.OPT, Kind.INP)
+    peaks = (_ModState.PEAK_FW, _ModState.PEAK_BW)
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__(root)
+        self._ref_class = Kind
+
+    def _hook(self, model: nn.Module, undo: ExitStack) -> None:
+        super()._hook(model, undo)
+        for parameter in model.parameters():
+            if not isinstance(parameter, UninitializedParameter) and parameter.requires_grad and parameter.is_leaf:
+                self._hook_gradient(parameter, undo)
+        modules = self._mod_tracker
+        modules.register_user_hooks(self._pre_fw_hook, self._post_fw_hook, self._pre_bw_hook, self._post_bw_hook)
+        undo.callback(modules.clear_user_hooks)
+
+    def _hook_gradient(self, parameter: torch.Tensor, undo: ExitStack) -> None:
+        def accumulated(parameter: torch.Tensor) -> None:
+            if parameter.grad is not None:
+                self._update_and_maybe_create_winfos(parameter.grad, Kind.GRAD)
+
+        def remove() -> None:
+            handle.remove()
+            if not had and not parameter._post_accumulate_grad_hooks:  # noqa: SLF001 torch has no other way back
+                parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment] # noqa: SLF001
+
+        had = parameter._post_accumulate_grad_hooks is not None  # noqa: SLF001
+        handle = parameter.register_post_accumulate_grad_hook(lambda it: self.guard.run(accumulated, it))  # type: ignore[no-untyped-call]
+        undo.callback(remove)
+
+    def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None:
+        self._module_begins()
+        try:
+            super()._pre_fw_hook(module, inputs)
+        except NotImplementedError as error:
+            name = self._mod_tracker.get_known_fqn(module)
+            msg = f"{name} is called twice in one step and by no other module: torch's MemTracker cannot take it"
+            raise NotNowError(msg) from error
+        stats = self.memory_tracking[module]
+        self._stats_by_name[stats.mod_fqn] = stats
+
+    def _pre_bw_hook(self, module: nn.Module, args: Any) -> None:
+        self._last_totals.clear()
+        super()._pre_bw_hook(module, args)
+
+    def _track_module_params_and_buffers(
+        self,
+        module: nn.Module,  # noqa: ARG002 torch's signature
+        install_grad_hooks: bool = True,  # noqa: ARG002, FBT001, FBT002 torch's signature
+    ) -> tuple[int, int]:
+        # The whole model's are filed when the step begins.
+        return 0, 0
+
+
+def _leave_mode(mode: TorchDispatchMode) -> None:
+    """Take a mode off the stack, wherever in it: the program's own need not begin and end inside of ours."""
+    above: list[Any] = []
+    while (count := len(_get_current_dispatch_mode_stack())) and (top := _pop_mode()) is not mode:
+        above.append(top)
+    # One that began before ours and ended before it has taken ours off, and is itself the last that is left.
+    if not count and above:
+        above.pop(0)
+    for entry in reversed(above):
+        _push_mode(entry)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in fields(leaf):
+                yield from _tensors(getattr(leaf, field.name))
+
+
+def _padding(model: nn.Module) -> dict[torch.device, int]:
+    """Return the bytes that shards have only to be as large as those of the other ranks."""
+    held: dict[int, tuple[torch.device, int]] = {}
+    used: dict[torch.device, int] = {}
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            local = parameter._local_tensor  # noqa: SLF001 to_local() would be an operator
+            storage = local.untyped_storage()
+            held[storage._cdata] = (local.device, storage.nbytes())  # noqa: SLF001 empty storages have no address
+            used[local.device] = used.get(local.device, 0) + local.numel() * local.element_size()
+    padding = {device: -count for device, count in used.items()}
+    for device, count in held.values():
+        padding[device] += count
+    return padding

@@ -1,0 +1,3 @@
+"""Triggers: requests for windows outside the schedule."""
+
+from __future__ import annotations

@@ -1,0 +1,292 @@
+"""What may open a window by itself."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
+from collections import deque
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
+
+import psutil
+import torch
+
+from lightning_memprof.capture.collectors.allocator_stats import NO_ACCELERATOR, memory_stats, peak_allocated_bytes
+from lightning_memprof.errors import ConfigError
+from lightning_memprof.units import MIB, format_bytes, format_ns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lightning_memprof.capture.base import RunContext, StepRecord
+
+__all__ = ["AllocatorRetries", "Anomaly", "MemoryGrowth", "NearOOM", "SlowStep", "Watch"]
+
+Watch: TypeAlias = "Callable[[StepRecord], str | None]"
+
+_HISTORY: Final = 51
+# Fewer steps do not show what is usual; the first ones of a run are slow by themselves.
+_ENOUGH: Final = 20
+# Memory that a window displaced is taken again in the first steps behind it.
+_SETTLING: Final = 5
+_SAMPLES: Final = 16
+_QUARTER: Final = 4
+# From one quarter to the next a steady slope adds a quarter of the whole; a jump or a cache that fills adds it once.
+_LEAST: Final = 1 / 12
+_MACHINE_NS: Final = 100_000_000
+
+
+class Anomaly(ABC):
+    """Something unusual in a step that opens a window at the next one, on the rank on which it happens.
+
+    Its constructor is its configuration; what it remembers of a run is local to ``watch``.
+
+    Attributes:
+        limit: how many windows it may open in a run.
+
+    """
+
+    name: ClassVar[str]
+    limit: int = 1
+
+    def unavailable(self, run: RunContext) -> str | None:  # noqa: ARG002 for overriding
+        """Return why this cannot be watched in this run, or None where it can."""
+        return None
+
+    @abstractmethod
+    def watch(self, run: RunContext) -> Watch:
+        """Return what is called after each step outside of windows; what it does is paid for in every step.
+
+        It says in words what was unusual, or returns None.
+        """
+
+
+class SlowStep(Anomaly):
+    """A step that takes much longer than the median of the 51 before it.
+
+    Args:
+        factor: how many times the median.
+        limit: how many windows it may open in a run.
+
+    Raises:
+        ConfigError: a value is not usable.
+
+    """
+
+    name: ClassVar[str] = "slow_step"
+
+    def __init__(self, factor: float = 2.0, limit: int = 1) -> None:
+        self.factor = _number("SlowStep", "factor", factor, above=1)
+        self.limit = _limit("SlowStep", limit)
+
+    def watch(self, run: RunContext) -> Watch:  # noqa: ARG002 time is told by the record
+        """Compare durations; about 2 us a step."""
+        last: deque[int] = deque()
+        ordered: list[int] = []
+        epoch: int | None = None
+
+        def watch(record: StepRecord) -> str | None:
+            nonlocal epoch
+            # The first step of an epoch waits for its loader to start.
+            first, epoch = record.epoch != epoch, record.epoch
+            if first or not record.usual:
+                return None
+            median = ordered[len(ordered) // 2] if len(ordered) >= _ENOUGH else None
+            if len(last) == _HISTORY:
+                del ordered[bisect_left(ordered, last.popleft())]
+            last.append(record.duration_ns)
+            insort(ordered, record.duration_ns)
+            if median is None or record.duration_ns < self.factor * median:
+                return None
+            times = record.duration_ns / max(median, 1)
+            return f"step {record.step} took {format_ns(record.duration_ns)}, {times:.1f} times the median before it"
+
+        return watch
+
+
+class AllocatorRetries(Anomaly):
+    """The device's allocator found no free block, gave its cache back to the driver and tried again.
+
+    Args:
+        limit: how many windows it may open in a run.
+
+    Raises:
+        ConfigError: a value is not usable.
+
+    """
+
+    name: ClassVar[str] = "allocator_retries"
+
+    def __init__(self, limit: int = 1) -> None:
+        self.limit = _limit("AllocatorRetries", limit)
+
+    def unavailable(self, run: RunContext) -> str | None:
+        """Say so where the model runs on the CPU, whose allocator counts nothing."""
+        return NO_ACCELERATOR if run.device.type == "cpu" else None
+
+    def watch(self, run: RunContext) -> Watch:
+        """Compare ``num_alloc_retries``; one reading of the allocator's statistics a step."""
+        seen = _retries(run.device)
+
+        def watch(record: StepRecord) -> str | None:
+            nonlocal seen
+            before, seen = seen, _retries(run.device)
+            if seen <= before:
+                return None
+            return f"the allocator had to free its cache and retry {seen - before} times in step {record.step}"
+
+        return watch
+
+
+class MemoryGrowth(Anomaly):
+    """Memory that rises steadily: from each quarter of the last steps to the next, by so many bytes in all of them.
+
+    On an accelerator the bytes in live tensors at the end of steps, on the CPU the process's resident size.
+
+    Args:
+        grows_bytes: how much.
+        steps: in how many steps, at least 16.
+        limit: how many windows it may open in a run.
+
+    Raises:
+        ConfigError: a value is not usable.
+
+    """
+
+    name: ClassVar[str] = "memory_growth"
+
+    def __init__(self, grows_bytes: int = 64 * MIB, steps: int = 200, limit: int = 1) -> None:
+        self.grows_bytes = int(_number("MemoryGrowth", "grows_bytes", grows_bytes, above=0))
+        self.steps = int(_number("MemoryGrowth", "steps", steps, above=_SAMPLES - 1))
+        self.limit = _limit("MemoryGrowth", limit)
+
+    def watch(self, run: RunContext) -> Watch:
+        """Read the memory 16 times in the given number of steps."""
+        every = self.steps // _SAMPLES
+        samples: deque[int] = deque(maxlen=_SAMPLES)
+        read = _bytes_in_use(run.device)
+        last_step = -1
+        settling = _SETTLING
+
+        def watch(record: StepRecord) -> str | None:
+            nonlocal last_step, settling
+            if record.step != last_step + 1:
+                # A window was open: what it took and left is no growth of the training.
+                samples.clear()
+                settling = _SETTLING
+            last_step = record.step
+            if settling > 0:
+                settling -= 1
+                return None
+            if record.step % every:
+                return None
+            samples.append(read())
+            if len(samples) < _SAMPLES:
+                return None
+            # What the memory comes back to, whatever it goes up and down by in between.
+            lows = [min(islice(samples, first, first + _QUARTER)) for first in range(0, _SAMPLES, _QUARTER)]
+            grown = (lows[-1] - lows[0]) * 4 // 3
+            if grown < self.grows_bytes or any(after - before < _LEAST * grown for before, after in pairwise(lows)):
+                return None
+            samples.clear()
+            what = "the resident size" if run.device.type == "cpu" else "the memory in live tensors"
+            return f"{what} rose steadily by {format_bytes(grown)} in the {_SAMPLES * every} steps up to {record.step}"
+
+        return watch
+
+
+class NearOOM(Anomaly):
+    """Memory that is nearly used up.
+
+    On an accelerator the highest number of bytes in live tensors so far, against its memory less what other processes
+    hold; on the CPU what is in use of the machine's memory.
+
+    Args:
+        fraction: of the memory that there is.
+        limit: how many windows it may open in a run; each one needs a higher peak than the one before.
+
+    Raises:
+        ConfigError: a value is not usable.
+
+    """
+
+    name: ClassVar[str] = "near_oom"
+
+    def __init__(self, fraction: float = 0.95, limit: int = 1) -> None:
+        self.fraction = _number("NearOOM", "fraction", fraction, above=0)
+        if self.fraction >= 1:
+            msg = f"NearOOM(fraction={fraction!r}): must be less than 1; at 1 there is nothing left to record"
+            raise ConfigError(msg)
+        self.limit = _limit("NearOOM", limit)
+
+    def unavailable(self, run: RunContext) -> str | None:
+        """Say so on accelerators other than CUDA's, which do not tell how much memory they have."""
+        return None if run.device.type in ("cpu", "cuda") else f"{run.device.type} does not tell its free memory"
+
+    def watch(self, run: RunContext) -> Watch:
+        """Read the allocator's statistics once a step, or the machine's memory every 100 ms."""
+        fill = _host_fill if run.device.type == "cpu" else _device_fill(run.device)
+        reported = 0
+        last_ns = 0
+
+        def watch(record: StepRecord) -> str | None:
+            nonlocal reported, last_ns
+            end_ns = record.start_ns + record.duration_ns
+            if run.device.type == "cpu" and end_ns - last_ns < _MACHINE_NS:
+                return None
+            last_ns = end_ns
+            used, total = fill()
+            if total <= 0 or used < self.fraction * total or used <= reported:
+                return None
+            reported = used
+            share = f"{used / total:.0%} of {format_bytes(total)}"
+            return f"{share} were in use after step {record.step}"
+
+        return watch
+
+
+def _device_fill(device: torch.device) -> Callable[[], tuple[int, int]]:
+    total = int(torch.cuda.get_device_properties(device).total_memory)
+
+    def fill() -> tuple[int, int]:
+        peak = peak_allocated_bytes(device)
+        # The driver is asked only where it could matter: it takes its time.
+        if peak < total // 2:
+            return peak, total
+        free = int(torch.cuda.mem_get_info(device)[0])
+        return peak, min(total, free + int(torch.cuda.memory_stats(device)["reserved_bytes.all.current"]))
+
+    return fill
+
+
+def _host_fill() -> tuple[int, int]:
+    memory = psutil.virtual_memory()
+    return int(memory.total - memory.available), int(memory.total)
+
+
+def _bytes_in_use(device: torch.device) -> Callable[[], int]:
+    if device.type == "cpu":
+        process = psutil.Process()
+        return lambda: int(process.memory_info().rss)
+    return lambda: int(memory_stats(device)["allocated_bytes.all.current"])
+
+
+def _retries(device: torch.device) -> int:
+    if device.type == "cuda":
+        # Nested, without the flattening of a hundred keys: it is asked in every step.
+        return int(torch.cuda.memory_stats_as_nested_dict(device).get("num_alloc_retries", 0))
+    return int(memory_stats(device).get("num_alloc_retries", 0))
+
+
+def _number(owner: str, name: str, value: Any, *, above: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > above:
+        msg = f"{owner}({name}={value!r}): must be a number above {above}"
+        raise ConfigError(msg)
+    return float(value)
+
+
+def _limit(owner: str, limit: int) -> int:
+    if type(limit) is not int or limit < 1:
+        msg = f"{owner}(limit={limit!r}): must be an integer of at least 1; leave {owner} out for none"
+        raise ConfigError(msg)
+    return limit

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from lightning_memprof.artifacts.series import read_series
+from lightning_memprof.capture.collectors.allocator_stats import AllocatorStats, memory_stats, peak_allocated_bytes
+from lightning_memprof.schedule import Schedule
+from lightning_memprof.testing import FakeCuda
+from sessions import context, drive, session
+
+
+def test_a_cpu_has_no_statistics_and_says_so(tmp_path: Path) -> None:
+    with context(tmp_path) as run:
+        assert AllocatorStats().unavailable(run) == "no accelerator"
+
+
+def test_every_mark_has_all_statistics_and_the_device(tmp_path: Path) -> None:
+    with FakeCuda().installed() as cuda, context(tmp_path, "cuda:0") as run:
+        assert AllocatorStats().unavailable(run) is None
+        with session(run, Schedule(), [AllocatorStats()]) as made:
+            drive(made, range(6), lambda step: cuda.allocate(100 if step < 3 else -100))
+    rows = read_series(tmp_path / "memprofiler/window000/rank00000.allocator.jsonl")
+    ends = [row for row in rows if row["point"] == "step_end"]
+    assert [row["allocated_bytes.all.current"] for row in ends] == [200, 300, 200]
+    assert [row["allocated_bytes.all.peak"] for row in ends] == [200, 300, 300]
+    assert len(rows) == 3 * 8
+    assert all(row["device"] == "cuda:0" and row["num_ooms"] == 0 for row in rows)
+
+
+def test_the_peak_is_the_one_of_the_statistics() -> None:
+    device = torch.device("cuda", 0)
+    with FakeCuda().installed() as cuda:
+        cuda.allocate(100)
+        cuda.allocate(-60)
+        assert peak_allocated_bytes(device) == memory_stats(device)["allocated_bytes.all.peak"] == 100
+
+
+def test_before_cuda_is_used_the_peak_is_zero() -> None:
+    assert not torch.cuda.is_initialized()
+    assert peak_allocated_bytes(torch.device("cuda", 0)) == 0

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_memprof.artifacts.series import read_series
+from lightning_memprof.capture.collectors.hook_timings import ActionLog, HookTimings
+from lightning_memprof.schedule import Mark, Point, Schedule
+from sessions import POINTS, context, drive, session
+
+
+@dataclass
+class Node:
+    """An action: how long it takes before, between and after the actions in it."""
+
+    name: str
+    pause: int
+    inner: list[Node] = field(default_factory=list)
+
+
+names = st.sampled_from(["a", "b", "[Strategy]X.backward", "step"])
+leaves = st.builds(Node, names, st.integers(1, 1000))
+trees = st.recursive(leaves, lambda inner: st.builds(Node, names, st.integers(1, 1000), st.lists(inner, max_size=3)))
+steps_of_trees = st.lists(st.lists(trees, min_size=1, max_size=4), max_size=4)
+
+
+class Script:
+    """Plays actions into a log on a clock of its own, and writes down what should come out."""
+
+    def __init__(self) -> None:
+        self.now = 10**12
+        self.offset = 10**18
+        self.expected: list[dict[str, Any]] = []
+        clock = SimpleNamespace(perf_counter_ns=lambda: self.now)
+        self._patch = mock.patch("lightning_memprof.capture.collectors.hook_timings.time", clock)
+        self.log = ActionLog(self.offset)
+
+    def play(self, step: int, trees: list[Node]) -> None:
+        with self._patch:
+            self.mark(step, Point.STEP_START)
+            row = self.row("step", step, -1)
+            for node in trees:
+                self.action(node, step, 0)
+            row["duration_ns"] = self.now + self.offset - row["start_ns"]
+            self.mark(step, Point.STEP_END)
+
+    def action(self, node: Node, step: int, depth: int) -> None:
+        row = self.row(node.name, step, depth)
+        self.log.start(node.name)
+        self.now += node.pause
+        for inner in node.inner:
+            self.action(inner, step, depth + 1)
+            self.now += node.pause
+        row["duration_ns"] = self.now + self.offset - row["start_ns"]
+        self.log.stop(node.name)
+
+    def mark(self, step: int, point: Point) -> None:
+        self.log.mark(Mark(step, step, point, recorded=step > 0, time_ns=self.now + self.offset))
+
+    def row(self, name: str, step: int, depth: int) -> dict[str, Any]:
+        row = {
+            "step": step,
+            "global_step": step,
+            "recorded": step > 0,
+            "action": name,
+            "start_ns": self.now + self.offset,
+            "duration_ns": None,
+            "depth": depth,
+        }
+        self.expected.append(row)
+        return row
+
+
+@given(steps_of_trees)
+def test_nested_actions_come_back_with_their_exact_names_times_and_depths(steps: list[list[Node]]) -> None:
+    script = Script()
+    for step, trees in enumerate(steps):
+        script.play(step, trees)
+    assert script.log.rows() == script.expected
+
+
+def test_a_log_grows_beyond_what_was_preallocated() -> None:
+    script = Script()
+    for step in range(3):
+        script.play(step, [Node(f"action {number}", 1) for number in range(3000)])
+    assert script.log.rows() == script.expected
+
+
+def mark(point: Point, step: int = 2) -> Mark:
+    return Mark(step, step, point, recorded=True, time_ns=time.time_ns())
+
+
+def actions(log: ActionLog) -> list[tuple[str, int]]:
+    return [(row["action"], row["depth"]) for row in log.rows()]
+
+
+def test_the_end_of_an_action_that_began_before_the_log_is_left_out() -> None:
+    log = ActionLog()
+    log.stop("earlier")
+    log.mark(mark(Point.STEP_START))
+    log.stop("earlier")
+    log.start("a")
+    log.stop("a")
+    log.mark(mark(Point.STEP_END))
+    assert actions(log) == [("step", -1), ("a", 0)]
+    assert all(row["duration_ns"] >= 0 for row in log.rows())
+
+
+def test_an_action_that_did_not_end_is_left_out_and_its_inner_ones_stay() -> None:
+    log = ActionLog()
+    log.mark(mark(Point.STEP_START))
+    log.start("interrupted")
+    log.start("a")
+    log.stop("a")
+    log.mark(mark(Point.STEP_END))
+    log.mark(mark(Point.STEP_START, 3))
+    log.start("b")
+    log.stop("b")
+    log.mark(mark(Point.STEP_END, 3))
+    assert actions(log) == [("step", -1), ("a", 1), ("step", -1), ("b", 0)]
+
+
+def test_actions_between_two_steps_do_not_belong_to_the_next_one() -> None:
+    log = ActionLog()
+    log.mark(mark(Point.STEP_START, 2))
+    log.start("a")
+    log.stop("a")
+    log.mark(mark(Point.STEP_END, 2))
+    log.mark(mark(Point.STEP_START, 3))
+    log.start("b")
+    log.stop("b")
+    log.mark(mark(Point.STEP_END, 3))
+    assert [(row["step"], row["action"]) for row in log.rows()] == [(2, "step"), (2, "a"), (3, "step"), (3, "b")]
+
+
+def test_an_empty_log_has_no_rows() -> None:
+    assert ActionLog().rows() == []
+
+
+def test_a_step_without_actions_has_its_own_row() -> None:
+    log = ActionLog()
+    start, end = mark(Point.STEP_START), mark(Point.STEP_END)
+    log.mark(start)
+    log.mark(end)
+    (row,) = log.rows()
+    assert (row["action"], row["depth"]) == ("step", -1)
+    assert row["duration_ns"] >= 0
+
+
+def test_the_collector_listens_in_its_window_only_and_writes_its_rows(tmp_path: Path) -> None:
+    with context(tmp_path) as run:
+        feed: Any = run.actions
+        listening: list[int] = []
+
+        def inside(step: int) -> None:
+            listening.append(len(feed.listeners))
+            with feed.action("outer"), feed.action("inner"):
+                pass
+
+        with session(run, Schedule(), [HookTimings()]) as made:
+            drive(made, range(6), inside)
+        assert listening == [0, 1, 1, 1, 0, 0]
+        assert feed.listeners == []
+    rows = read_series(tmp_path / "memprofiler/window000/rank00000.hooks.jsonl")
+    assert [(row["step"], row["recorded"], row["action"], row["depth"]) for row in rows] == [
+        (step, step > 1, action, depth)
+        for step in (1, 2, 3)
+        for action, depth in (
+            ("step", -1),
+            ("[MemProfiler]batch_start", 0),
+            ("[MemProfiler]after_forward", 0),
+            ("outer", 0),
+            ("inner", 1),
+            *((f"[MemProfiler]{point.value}", 0) for point in POINTS[2:]),
+        )
+    ]
+    assert all(row["duration_ns"] >= 0 for row in rows)
+
+
+def test_a_window_that_breaks_off_keeps_the_actions_so_far(tmp_path: Path) -> None:
+    with context(tmp_path) as run:
+        feed: Any = run.actions
+        with session(run, Schedule(wait=0, warmup=0), [HookTimings()]) as made:
+            drive(made, [0], lambda _: feed.listeners[0][0]("training_step"))
+            made.close(reason="ValueError: no")
+    rows = read_series(tmp_path / "memprofiler/window000/rank00000.hooks.jsonl")
+    assert [row["action"] for row in rows if not row["action"].startswith("[MemProfiler]")] == ["step"]

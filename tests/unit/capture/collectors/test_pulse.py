@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_memprof.artifacts.manifest import read_rows
+from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS, read_pulse
+from lightning_memprof.capture.base import StepRecord
+from lightning_memprof.capture.collectors.pulse import Pulse, PulseWriter
+from lightning_memprof.schedule import Action, Schedule
+from lightning_memprof.testing import FakeCuda, FakeTimer
+from sessions import context, drive, session
+
+CUDA = torch.device("cuda", 0)
+FORWARD, OTHER = PHASES.index("forward"), PHASES.index("other")
+
+
+def never(_: int) -> Action:
+    return Action.NONE
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def record(step: int, timer: FakeTimer | None) -> StepRecord:
+    """A step that works 100 ns in its forward and 10 ns outside of it."""
+    moments = None
+    if timer is not None:
+        moments = [(FORWARD, timer.record())]
+        timer.work(100)
+        moments.append((OTHER, timer.record()))
+        timer.work(10)
+        moments.append((OTHER, timer.record()))
+    return StepRecord(step, step, 0, None, step, 6, (1,) * len(PHASES), moments)
+
+
+def steps_on_disk(path: Path) -> list[int | None]:
+    return [row["step"] for row in read_pulse(path)]
+
+
+def test_a_row_is_written_when_the_device_has_come_to_its_end_and_not_before(tmp_path: Path) -> None:
+    timer = FakeTimer()
+    with FakeCuda().installed():
+        writer = PulseWriter(tmp_path / "p.csv", CUDA, timer)
+        writer.add(record(0, timer))
+        writer.flush()
+        assert steps_on_disk(tmp_path / "p.csv") == []
+        timer.catch_up()
+        writer.add(record(1, timer))
+        writer.flush()
+        assert steps_on_disk(tmp_path / "p.csv") == [0]
+        assert len(timer.held) == 3
+        timer.catch_up()
+        writer.close()
+    first, second = read_pulse(tmp_path / "p.csv")
+    for row in (first, second):
+        assert (row["device_duration_ns"], row["device_forward_ns"], row["device_other_ns"]) == (110, 100, 10)
+    assert timer.held == []
+
+
+def test_what_the_device_has_not_reached_at_the_end_stays_empty(tmp_path: Path) -> None:
+    timer = FakeTimer()
+    with FakeCuda().installed():
+        writer = PulseWriter(tmp_path / "p.csv", CUDA, timer)
+        writer.add(record(0, timer))
+        timer.catch_up()
+        writer.add(record(1, timer))
+        writer.add(record(2, timer))
+        writer.close()
+    rows = read_pulse(tmp_path / "p.csv")
+    assert [row["device_duration_ns"] for row in rows] == [110, None, None]
+    assert [row["duration_ns"] for row in rows] == [6, 6, 6]
+    assert all(rows[2][name] is None for name in PULSE_COLUMNS[PULSE_COLUMNS.index("device_duration_ns") :])
+
+
+def test_rows_stay_in_order_however_late_the_device_is(tmp_path: Path) -> None:
+    timer = FakeTimer()
+    with FakeCuda().installed():
+        writer = PulseWriter(tmp_path / "p.csv", CUDA, timer)
+        for step in range(200):
+            writer.add(record(step, timer))
+            timer.done_ns += 70
+        timer.catch_up()
+        writer.close()
+    rows = read_pulse(tmp_path / "p.csv")
+    assert [row["step"] for row in rows] == list(range(200))
+    assert all(row["device_duration_ns"] == 110 for row in rows)
+
+
+def test_on_a_cpu_the_columns_of_the_device_are_empty(tmp_path: Path) -> None:
+    with context(tmp_path) as run, session(run, never, [Pulse()]) as made:
+        drive(made, range(3))
+    rows = read_pulse(tmp_path / "memprofiler/pulse.rank00000.csv")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert (rows[0]["rss_bytes"] or 0) > 2**20
+    for row in rows:
+        assert sum(row[f"{phase}_ns"] or 0 for phase in PHASES) == row["duration_ns"]
+        assert row["device_peak_bytes"] is None
+        assert row["device_duration_ns"] is None
+
+
+def test_memory_is_read_at_most_every_ten_milliseconds(tmp_path: Path) -> None:
+    writer = PulseWriter(tmp_path / "p.csv", torch.device("cpu"), None)
+    lengths = [4_000_000] * 6 + [18_000_000] * 3
+    start = 1_000_000_000
+    for step, length in enumerate(lengths):
+        writer.add(StepRecord(step, step, 0, None, start, length, (length, 0, 0, 0, 0, 0), None))
+        start += length
+    writer.close()
+    read = [row["step"] for row in read_pulse(tmp_path / "p.csv") if row["rss_bytes"] is not None]
+    assert read == [0, 3, 6, 7, 8]
+
+
+def test_on_an_accelerator_a_run_has_both_clocks_and_the_peak_and_never_synchronises(tmp_path: Path) -> None:
+    with FakeCuda().installed() as cuda:
+        with context(tmp_path, "cuda:0") as run, session(run, never, [Pulse()]) as made:
+
+            def inside(_: int) -> None:
+                made.clock.enter(FORWARD)
+                time.sleep(0.01)
+                cuda.allocate(1000)
+                cuda.timer.work(5_000_000)
+                made.clock.leave()
+                cuda.timer.work(1_000_000)
+
+            for step in range(30):
+                drive(made, [step], inside)
+                cuda.timer.done_ns = max(cuda.timer.queued_ns - 9_000_000, 0)
+            cuda.timer.catch_up()
+        rows = read_pulse(tmp_path / "memprofiler/pulse.rank00000.csv")
+    assert [row["device_forward_ns"] for row in rows] == [5_000_000] * 30
+    assert [row["device_duration_ns"] for row in rows] == [6_000_000] * 30
+    assert [row["device_peak_bytes"] for row in rows] == [1000 * (step + 1) for step in range(30)]
+    assert cuda.events_made < 20
+
+
+def test_the_window_of_a_step_is_in_its_row(tmp_path: Path) -> None:
+    schedule = Schedule(wait=1, warmup=1, active=1, repeat=2)
+    with context(tmp_path) as run, session(run, schedule, [Pulse()]) as made:
+        drive(made, range(8))
+    rows = read_pulse(tmp_path / "memprofiler/pulse.rank00000.csv")
+    assert [row["window"] for row in rows] == [None, 0, 0, None, 1, 1, None, None]
+
+
+def test_the_pulse_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
+    with context(tmp_path) as run, session(run, never, [Pulse()]) as made:
+        drive(made, range(150))
+        assert len(read_pulse(tmp_path / "memprofiler/pulse.rank00000.csv")) >= 64
+
+
+def test_the_finished_pulse_is_listed_with_its_columns(tmp_path: Path) -> None:
+    with context(tmp_path) as run:
+        with session(run, never, [Pulse()]) as made:
+            drive(made, range(2))
+        rows, _ = read_rows(run.sink.manifest.path)
+    (row,) = [row for row in rows if row["kind"] == "artifact"]
+    assert (row["type"], row["path"]) == ("pulse", "memprofiler/pulse.rank00000.csv")
+    assert tuple(row["columns"]) == PULSE_COLUMNS
+    assert row["size_bytes"] == (tmp_path / row["path"]).stat().st_size
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="this system does not list open files")
+def test_a_disk_that_refuses_the_rows_leaves_no_file_open(tmp_path: Path) -> None:
+    before = open_files()
+    writer = PulseWriter(tmp_path / "p.csv", torch.device("cpu"), None)
+    writer._file.close()
+    writer.add(record(0, None))
+    with pytest.raises(ValueError):
+        writer.close()
+    with pytest.raises(FileExistsError):
+        PulseWriter(tmp_path / "p.csv", torch.device("cpu"), None)
+    assert open_files() == before
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no disk that is always full")
+def test_a_full_disk_leaves_no_file_open(tmp_path: Path) -> None:
+    before = open_files()
+    writer = PulseWriter(tmp_path / "p.csv", torch.device("cpu"), None)
+    writer._file.close()
+    writer._file = Path("/dev/full").open("wb")  # noqa: SIM115 the writer closes it
+    writer.add(record(0, None))
+    with pytest.raises(OSError, match="No space"):
+        writer.close()
+    assert open_files() == before
