@@ -1,15 +1,19 @@
-"""Event files of TensorBoard: curves and how they are laid out, written with nothing but the standard library.
+"""TensorBoard event files: scalar curves and a custom-scalars layout.
 
-TensorBoard's own writers load TensorFlow where it is installed, or half a second of other modules, into a process that
-trains. The formats: ``tensorflow/core/lib/io/record_writer.cc`` (records with masked CRC-32C), ``event.proto``,
-``summary.proto`` and ``tensor.proto`` as in ``tensorboard/compat/proto``, and ``layout.proto`` of its custom scalars.
+Records are written by tensorboard's ``RecordWriter``. Its ``EventFileWriter`` needs a thread, imports TensorFlow where
+that is installed, and picks the file name itself.
 """
 
 from __future__ import annotations
 
-import struct
-from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
+
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.plugins.custom_scalar import layout_pb2, metadata
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,119 +23,75 @@ __all__ = ["EventFile", "Layout"]
 
 Layout = dict[str, dict[str, "Sequence[str]"]]
 
-_DOUBLE, _BYTES, _FLOAT = 1, 2, 5
-_DT_STRING: Final = 7
-_CUSTOM_SCALARS: Final = (b"custom_scalars__config__", b"custom_scalars")
-_POLYNOMIAL: Final = 0x82F63B78
-_MASK_DELTA: Final = 0xA282EAD8
-
 
 class EventFile:
-    """One file of curves.
+    """A TensorBoard event file.
 
     Args:
-        path: the file; must not exist. Its name has to contain ``.tfevents.``.
-        time_s: Unix time of its beginning in seconds.
+        path: the file to create; its name must contain ``.tfevents.``.
+        time_s: Unix time of the first record, in seconds.
 
     Raises:
-        OSError: it cannot be written.
+        FileExistsError: the file exists.
+        OSError: the file cannot be written.
 
     """
 
     def __init__(self, path: Path, time_s: float) -> None:
-        self._file = path.open("xb")
-        self._write(_double(1, time_s) + _chunk(3, b"brain.Event:2"))
+        self._records = RecordWriter(path.open("xb"))
+        self._write(Event(wall_time=time_s, file_version="brain.Event:2"))
 
     def add(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
-        """Add one point to each of several curves; TensorBoard keeps values with the precision of a 32-bit float.
+        """Add one point to each of several curves; TensorBoard stores values as 32-bit floats.
 
         Args:
-            step: place on the horizontal axis.
+            step: position on the horizontal axis.
             time_s: Unix time in seconds.
-            values: by the curve's name.
+            values: values by tag.
 
         Raises:
             OSError: the file cannot be written.
 
         """
-        summary = b"".join(
-            _chunk(1, _chunk(1, name.encode()) + bytes((2 << 3 | _FLOAT,)) + struct.pack("<f", value))
-            for name, value in values.items()
+        points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        self._write(Event(wall_time=time_s, step=step, summary=Summary(value=points)))
+
+    def add_layout(self, layout: Layout, time_s: float) -> None:
+        """Add the layout of the custom-scalars dashboard.
+
+        Args:
+            layout: by category and chart, regular expressions for the tags of its curves.
+            time_s: Unix time in seconds.
+
+        Raises:
+            OSError: the file cannot be written.
+
+        """
+        categories = [
+            layout_pb2.Category(
+                title=title,
+                chart=[
+                    layout_pb2.Chart(title=chart, multiline=layout_pb2.MultilineChartContent(tag=tags))
+                    for chart, tags in charts.items()
+                ],
+            )
+            for title, charts in layout.items()
+        ]
+        content = layout_pb2.Layout(category=categories).SerializeToString()
+        value = Summary.Value(
+            tag=metadata.CONFIG_SUMMARY_TAG,
+            metadata=metadata.create_summary_metadata(),
+            tensor=TensorProto(dtype=DT_STRING, tensor_shape={}, string_val=[content]),
         )
-        self._write(_double(1, time_s) + _number(2, step) + _chunk(5, summary))
-
-    def lay_out(self, layout: Layout, time_s: float) -> None:
-        """Say which curves the dashboard of custom scalars draws together.
-
-        Args:
-            layout: by category and chart, regular expressions of the curves' names.
-            time_s: Unix time in seconds.
-
-        Raises:
-            OSError: the file cannot be written.
-
-        """
-        content = b"".join(_chunk(2, _category(title, charts)) for title, charts in layout.items())
-        tag, plugin = _CUSTOM_SCALARS
-        tensor = _number(1, _DT_STRING) + _chunk(2, b"") + _chunk(8, content)
-        value = _chunk(1, tag) + _chunk(8, tensor) + _chunk(9, _chunk(1, _chunk(1, plugin)))
-        self._write(_double(1, time_s) + _chunk(5, _chunk(1, value)))
+        self._write(Event(wall_time=time_s, summary=Summary(value=[value])))
 
     def flush(self) -> None:
-        """Let others see what was added."""
-        self._file.flush()
+        """Make the records written so far visible to readers."""
+        self._records.flush()
 
     def close(self) -> None:
-        """Write the rest and release the file."""
-        self._file.close()
+        """Flush and close the file."""
+        self._records.close()
 
-    def _write(self, record: bytes) -> None:
-        size = struct.pack("<Q", len(record))
-        self._file.write(size + _masked_crc(size) + record + _masked_crc(record))
-
-
-def _category(title: str, charts: Mapping[str, Sequence[str]]) -> bytes:
-    drawn = (
-        _chunk(1, name.encode()) + _chunk(2, b"".join(_chunk(1, curve.encode()) for curve in curves))
-        for name, curves in charts.items()
-    )
-    return _chunk(1, title.encode()) + b"".join(_chunk(2, chart) for chart in drawn)
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
-def _number(field: int, value: int) -> bytes:
-    return bytes((field << 3,)) + _varint(value)
-
-
-def _double(field: int, value: float) -> bytes:
-    return bytes((field << 3 | _DOUBLE,)) + struct.pack("<d", value)
-
-
-def _chunk(field: int, content: bytes) -> bytes:
-    return bytes((field << 3 | _BYTES,)) + _varint(len(content)) + content
-
-
-@cache
-def _crc_table() -> tuple[int, ...]:
-    def entry(value: int) -> int:
-        for _ in range(8):
-            value = value >> 1 ^ _POLYNOMIAL if value & 1 else value >> 1
-        return value
-
-    return tuple(map(entry, range(256)))
-
-
-def _masked_crc(content: bytes) -> bytes:
-    table, crc = _crc_table(), 0xFFFFFFFF
-    for byte in content:
-        crc = table[(crc ^ byte) & 0xFF] ^ crc >> 8
-    crc ^= 0xFFFFFFFF
-    return struct.pack("<I", (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & 0xFFFFFFFF)
+    def _write(self, event: Event) -> None:
+        self._records.write(event.SerializeToString())

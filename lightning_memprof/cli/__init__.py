@@ -1,1 +1,1 @@
-"""The command ``lightning-memprof``: one small file a sub-command, loaded when it is asked for."""
+"""The command line: one self-contained module per command; :mod:`lightning_memprof.cli.main` lists them."""

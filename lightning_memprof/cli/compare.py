@@ -6,62 +6,59 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from typing import TYPE_CHECKING, Final
 
-from jsonargparse import Namespace
+from jsonargparse import ArgumentParser, Namespace
+
+from lightning_memprof.cli.command import Command
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.compare.model import Side
+    from lightning_memprof.analysis.compare_model import Side
     from lightning_memprof.report.compare import Line
 
-__all__ = ["FORMATS", "CompareOptions", "compare"]
+__all__ = ["COMMAND"]
 
-Format = Literal["terminal", "json", "markdown"]
-FORMATS: Final[tuple[Format, ...]] = get_args(Format)
 _BROKEN: Final = 1
 _WIDTH: Final = 80
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompareOptions:
-    """How it is shown, and the limits that B has to keep."""
+def _add_options(parser: ArgumentParser) -> None:
+    kinds = "a run, a trace, a snapshot, or a directory of traces or snapshots"
+    parser.add_argument("A", help=f"the baseline: {kinds}")
+    parser.add_argument("B", help="the candidate: a target of the same kind")
+    parser.add_argument(
+        "--fail-on",
+        metavar="LIMIT",
+        nargs="+",
+        action="extend",
+        help="exit with 1 where B exceeds a limit, as in 'peak_allocated_bytes>5%%' 'step_ns>2ms'; in quotes",
+    )
+    parser.add_argument(
+        "--format",
+        choices=["terminal", "json", "markdown"],
+        default="terminal",
+        help="a page to read, JSON for programs, or Markdown for an issue (default: %(default)s)",
+    )
 
-    format: Format = "terminal"
-    fail_on: Sequence[str] = ()
 
-    @classmethod
-    def of(cls, options: Namespace) -> CompareOptions:
-        """Take them from the command line."""
-        return cls(format=options.format, fail_on=tuple(options.fail_on or ()))
-
-
-def compare(a: str, b: str, options: CompareOptions | None = None) -> int:
-    """Show two runs, traces or snapshots side by side.
-
-    Args:
-        a: what is compared with: a run, a trace, a snapshot, or a directory of traces or of snapshots; runs also by
-            URL.
-        b: what is compared.
-        options: how it is shown, and limits.
-
-    Returns:
-        The exit code: 1 where a limit is broken or could not be checked.
-
-    Raises:
-        ArtifactError: one of them is missing or cannot be read.
-        ConfigError: they are of two kinds, or a limit is none.
-
-    """
-    from lightning_memprof.analysis.compare.comparison import compare as compare_sides
-    from lightning_memprof.analysis.compare.limits import check, parse_limit
+def _execute(options: Namespace) -> int:
+    """Print the comparison; exit code 1 where a limit is exceeded or cannot be checked."""
+    from lightning_memprof.analysis import compare as comparing
+    from lightning_memprof.analysis.limits import check, parse_limit
     from lightning_memprof.report.compare import comparison_document, comparison_lines, comparison_markdown
 
+<<<<<<< HEAD
     options = options or CompareOptions()
     limits = [parse_limit(text) for text in options.fail_on]
     with _side(a) as before, _side(b) as after:
         comparison = compare_sides(before, after)
+=======
+    limits = [parse_limit(limit) for limit in options.fail_on or ()]
+    with _side(options.A) as before, _side(options.B) as after:
+        comparison = comparing.compare(before, after)
+>>>>>>> cd9f785 (wip cli)
     outcomes = [check(comparison, limit) for limit in limits]
     if options.format == "json":
         sys.stdout.write(json.dumps(comparison_document(comparison, outcomes), indent=2, allow_nan=False) + "\n")
@@ -73,26 +70,26 @@ def compare(a: str, b: str, options: CompareOptions | None = None) -> int:
 
 
 @contextmanager
-def _side(given: str) -> Iterator[Side]:
-    """Read one of the two."""
-    from lightning_memprof.analysis.compare.sides import run_side, snapshots_side, traces_side
-    from lightning_memprof.analysis.run.fetch import local_run
-    from lightning_memprof.analysis.run.load import load_run
-    from lightning_memprof.analysis.run.targets import find_targets
+def _side(target: str) -> Iterator[Side]:
+    """Read one of the two targets."""
+    from lightning_memprof.analysis.fetch import local_run
+    from lightning_memprof.analysis.run import load_run
+    from lightning_memprof.analysis.sides import run_side, snapshots_side, traces_side
+    from lightning_memprof.analysis.targets import find_targets
     from lightning_memprof.errors import ConfigError
 
-    if "://" not in given:
-        targets = find_targets([Path(given)])
+    if "://" not in target:
+        targets = find_targets([Path(target)])
         if targets.traces and targets.snapshots:
-            raise ConfigError(f"{given}: has traces and snapshots; name the files of one kind, or one file")
+            raise ConfigError(f"{target}: has traces and snapshots; name the files of one kind, or one file")
         if targets.traces:
-            yield traces_side(targets.traces, given)
+            yield traces_side(targets.traces, target)
             return
         if targets.snapshots:
-            yield snapshots_side(targets.snapshots, given)
+            yield snapshots_side(targets.snapshots, target)
             return
-    with local_run(given) as found:
-        yield run_side(replace(load_run(found.path), url=found.url), given)
+    with local_run(target) as found:
+        yield run_side(replace(load_run(found.path), url=found.url), target)
 
 
 def _print(lines: Sequence[Line]) -> None:
@@ -100,10 +97,18 @@ def _print(lines: Sequence[Line]) -> None:
     from rich.text import Text
 
     console = Console(file=sys.stdout, width=_WIDTH, highlight=False, markup=False)
-    # Written by us: where the reader of a pipe has gone, rich would end the process.
+    # Captured and written here: rich exits the process when the reader of a pipe is gone.
     with console.capture() as captured:
         for line in lines:
             console.print(Text.assemble(*line), soft_wrap=False)
     page = captured.get()
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(page.encode(encoding, "backslashreplace").decode(encoding))
+
+
+COMMAND: Final = Command(
+    summary="compare two runs, with limits for CI",
+    description="Compare two runs, traces or snapshots: differences beyond noise.",
+    add_options=_add_options,
+    execute=_execute,
+)

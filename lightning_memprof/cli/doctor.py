@@ -1,4 +1,4 @@
-"""``lightning-memprof doctor``: what is installed, and what can be recorded here and what not, and why."""
+"""``lightning-memprof doctor``: installed versions, this machine, and the collectors available here."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import psutil
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from jsonargparse import Namespace
 
 from lightning_memprof import __version__
-from lightning_memprof.cli.quiet import quiet_lightning
+from lightning_memprof.cli.command import Command
+from lightning_memprof.cli.terminal import quiet_lightning
 from lightning_memprof.units import format_bytes
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from lightning_memprof.capture.base import RunContext
 
-__all__ = ["Check", "diagnose", "doctor", "memory_limit_bytes"]
+__all__ = ["COMMAND", "Check", "diagnose", "doctor", "memory_limit_bytes"]
 
 State = Literal["ok", "no", "broken"]
 
@@ -36,12 +37,23 @@ _FACTORIES: Final = "lightning.pytorch.callbacks_factory"
 _PROFILER: Final = "fts_extended"
 _STYLES: Final[dict[State, str]] = {"ok": "green", "no": "dim", "broken": "bold red"}
 _UNLIMITED_BYTES: Final = 1 << 60
-"""Version 1 of control groups writes a number near 2**63 where there is no limit."""
+"""Version 1 of control groups reports a number near 2**63 where there is no limit."""
+
+
+def _execute(options: Namespace) -> int:  # noqa: ARG001 it has no options
+    return doctor()
+
+
+COMMAND: Final = Command(
+    summary="check this machine: versions and available collectors",
+    description="Check this machine: installed versions, and the collectors available here.",
+    execute=_execute,
+)
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the page: ``no`` is a fact of this machine, ``broken`` keeps the package from working."""
+    """One line of the page: ``no`` is a property of this machine, ``broken`` stops the package from working."""
 
     group: str
     name: str
@@ -50,14 +62,17 @@ class Check:
 
 
 def doctor() -> int:
-    """Look at this machine and print what was found.
+    """Check this machine and print the result.
 
     Returns:
-        0, or 1 where something that is required does not work.
+        0, or 1 where a requirement does not work.
 
     """
+    from rich.console import Console
+    from rich.text import Text
+
     console = Console(highlight=False)
-    with console.status("looking at this machine"):
+    with console.status("checking this machine"):
         checks = list(diagnose())
     for group in dict.fromkeys(check.group for check in checks):
         console.print(Text(group, style="bold"))
@@ -65,14 +80,14 @@ def doctor() -> int:
         console.print()
     broken = [check.name for check in checks if check.state == "broken"]
     if broken:
-        console.print(f"Not ready: {', '.join(broken)}; the reasons are above.")
+        console.print(f"Not ready: {', '.join(broken)}; see the reasons above.")
         return 1
-    console.print("Ready. See what comes out: lightning-memprof demo")
+    console.print("Ready. Next: lightning-memprof demo")
     return 0
 
 
 def diagnose() -> Iterator[Check]:
-    """Yield what was found, group by group; imports torch and Lightning where they can be imported."""
+    """Yield the checks, group by group; imports torch and Lightning where they are installed."""
     yield from _versions()
     yield from _machine()
     yield from _lightning()
@@ -83,10 +98,10 @@ def diagnose() -> Iterator[Check]:
 def memory_limit_bytes(
     membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
 ) -> int | None:
-    """Return the memory that this process's control groups allow it, the tightest of them, or None without a limit.
+    """Return the memory limit of this process's control groups, the smallest of them, or None without a limit.
 
     Args:
-        membership: the file that names the process's groups, of version 1 or 2.
+        membership: the file that lists the groups of the process, of version 1 or 2.
         mount: where the groups are mounted.
 
     """
@@ -101,7 +116,7 @@ def memory_limit_bytes(
         else:
             continue
         folder = root / group.lstrip("/")
-        # In a container the path is often the host's, and only the mount's top is there.
+        # In a container the path is often the host's, and only the top of the mount exists.
         for candidate in (folder, *folder.parents):
             if candidate.is_relative_to(root) and (candidate / name).is_file():
                 value = (candidate / name).read_text(encoding="utf-8").strip()
@@ -110,6 +125,9 @@ def memory_limit_bytes(
 
 
 def _table(checks: list[Check]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(width=6)
     table.add_column(width=23)
@@ -135,11 +153,11 @@ def _machine() -> Iterator[Check]:
     group = "This machine"
     try:
         yield _accelerator(group, importlib.import_module("torch"))
-    except Exception as error:  # noqa: BLE001 a broken driver or a broken torch is a finding
+    except Exception as error:  # noqa: BLE001 a broken driver or a broken torch is a result
         yield Check(group, "accelerator", "no", f"unknown: {_one_line(error)}")
     yield Check(group, "processors", "ok", f"{_usable_processors()} of {os.cpu_count()} for this process")
     total, limit = psutil.virtual_memory().total, memory_limit_bytes()
-    allowed = "no control group limits it" if limit is None else f"a control group allows {format_bytes(limit)}"
+    allowed = "no control group limit" if limit is None else f"control group limit {format_bytes(limit)}"
     yield Check(group, "memory", "ok", f"{format_bytes(total)}; {allowed}")
     yield _temporary_files(group)
 
@@ -147,9 +165,7 @@ def _machine() -> Iterator[Check]:
 def _accelerator(group: str, torch: Any) -> Check:
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
-        return Check(
-            group, "accelerator", "no", f"none that torch {torch.__version__} can use; models train on the CPU"
-        )
+        return Check(group, "accelerator", "no", f"none for torch {torch.__version__}; models train on the CPU")
     count = torch.accelerator.device_count()
     if device.type != "cuda":
         return Check(group, "accelerator", "ok", f"{count} x {device.type}")
@@ -170,7 +186,7 @@ def _temporary_files(group: str) -> Check:
             file.flush()
             folder = Path(file.name).parent
     except OSError as error:
-        return Check(group, "temporary files", "broken", f"{error}; name a directory that can be written in TMPDIR")
+        return Check(group, "temporary files", "broken", f"{error}; set TMPDIR to a writable directory")
     return Check(group, "temporary files", "ok", f"{folder}, {format_bytes(shutil.disk_usage(folder).free)} free")
 
 
@@ -182,7 +198,7 @@ def _lightning() -> Iterator[Check]:
         group,
         "entry point",
         "ok" if registered else "broken",
-        "registered" if registered else f"nothing of ours in {_FACTORIES}: install the package with pip",
+        "registered" if registered else f"missing from {_FACTORIES}: install the package with pip",
     )
     name = f'profiler="{_PROFILER}"'
     try:
@@ -192,7 +208,7 @@ def _lightning() -> Iterator[Check]:
         profiler = type(trainer.profiler)
         found = f"{profiler.__module__}.{profiler.__qualname__}"
         yield Check(group, name, "ok" if found.startswith("lightning_memprof.") else "broken", found)
-    except Exception as error:  # noqa: BLE001 whatever keeps a Trainer from being made is the finding
+    except Exception as error:  # noqa: BLE001 the reason why no Trainer can be made is the result
         yield Check(group, name, "broken", _one_line(error))
 
 
@@ -207,7 +223,7 @@ def _tensorboard() -> Iterator[Check]:
 
 
 def _collectors() -> Iterator[Check]:
-    group = "Recorded here"
+    group = "Collectors"
     try:
         from lightning_memprof.integration.settings import default_collectors
 
@@ -228,29 +244,29 @@ def _collectors() -> Iterator[Check]:
 
 
 class _NoActions:
-    """The actions of a run in which nothing happens."""
+    """An action feed without actions."""
 
     def listen(self, start: Callable[[str], None], stop: Callable[[str], None]) -> AbstractContextManager[None]:
-        """Call nothing."""
+        """Never call the listeners."""
         del start, stop
         return nullcontext()
 
 
 class _NoTensors:
-    """The batches, losses and optimizers of a run that has none."""
+    """A training feed without batches, losses and optimizers."""
 
     def listen(self, *, batch: Any = None, loss: Any = None) -> AbstractContextManager[None]:
-        """Call nothing."""
+        """Never call the listeners."""
         del batch, loss
         return nullcontext()
 
     def optimizers(self) -> tuple[()]:
-        """Return none."""
+        """Return an empty tuple."""
         return ()
 
 
 def _imagined_run(stack: ExitStack, torch: Any) -> RunContext:
-    """Make the context of a run on this machine's first device, with files that are gone when ``stack`` ends."""
+    """Make a run context on the first device of this machine; its files are removed when ``stack`` closes."""
     from lightning_memprof.artifacts.sink import Sink, claim_run_place
     from lightning_memprof.capture.base import RunContext
     from lightning_memprof.capture.faults import Faults
@@ -281,7 +297,7 @@ def _version(package: str) -> str:
 
 
 def _failure(attempt: Callable[[], object]) -> str:
-    """Return in one line why ``attempt`` fails, or nothing where it does not."""
+    """Return the error of ``attempt`` in one line, or an empty string."""
     try:
         attempt()
     except Exception as error:  # noqa: BLE001 a broken package can raise anything when it is imported

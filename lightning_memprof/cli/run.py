@@ -1,28 +1,61 @@
-"""``lightning-memprof run``: become the user's program, with the recording switched on in its environment."""
+"""``lightning-memprof run``: replace this process with a training program that records itself."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import sys
+from argparse import ArgumentError
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from jsonargparse import ArgumentParser, Namespace
+
+from lightning_memprof.cli.command import Command
 from lightning_memprof.errors import ConfigError
-from lightning_memprof.integration.options_file import options_fault
-from lightning_memprof.integration.registration import ENVIRONMENT_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["run", "split_program"]
+__all__ = ["COMMAND", "run", "split_program"]
+
+_DESCRIPTION: Final = """\
+Run a training program unchanged and record every Trainer in it. Callback and
+profiler attach themselves; a callback or profiler that the program configures
+takes precedence. Exit code, output and signals are those of the program.
+
+  SCRIPT ARGS...        the program; everything after SCRIPT belongs to it
+  -m MODULE ARGS...     the program as a module, as with python -m
+
+several processes:
+  lightning-memprof run -m torch.distributed.run --nproc-per-node 2 train.py
+"""
+
+
+def _add_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", default=None, help="a YAML file with the callback's options")
+
+
+def _execute(options: Namespace) -> int:
+    if not options.program:
+        raise ArgumentError(None, "run: name a program, as in: lightning-memprof run train.py")
+    return run(options.program, None if options.config is None else Path(options.config))
+
+
+COMMAND: Final = Command(
+    summary="run a training program unchanged, and record it",
+    description=_DESCRIPTION,
+    add_options=_add_options,
+    execute=_execute,
+    usage="lightning-memprof run [--config FILE] SCRIPT ARGS...",
+)
 
 
 def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Part the options of ``run`` from the program and everything after it.
+    """Separate the options of ``run`` from the program and everything after it.
 
     Returns:
-        Our options, and what the interpreter is called with: ``[SCRIPT, ...]`` or ``["-m", MODULE, ...]``.
+        Our options, and the arguments for the interpreter: ``[SCRIPT, ...]`` or ``["-m", MODULE, ...]``.
 
     """
     index = 0
@@ -37,16 +70,18 @@ def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run(program: Sequence[str], config: Path | None = None) -> int:
-    """Replace this process by the program; comes back only where that cannot be done.
+    """Replace this process with the program; returns only where that fails.
 
     Args:
-        program: ``[SCRIPT, *ARGS]`` or ``["-m", MODULE, *ARGS]``, handed on as they are.
-        config: a YAML file that says what to record; the defaults where none is given.
+        program: ``[SCRIPT, *ARGS]`` or ``["-m", MODULE, *ARGS]``, passed on unchanged.
+        config: a YAML file with the callback's options; None uses the defaults.
 
     Raises:
-        ConfigError: there is no such script, module or configuration, or the configuration is no YAML.
+        ConfigError: the script, module or configuration is missing, or the configuration is not YAML.
 
     """
+    from lightning_memprof.integration.registration import ENVIRONMENT_VARIABLE
+
     _check_program(program)
     os.environ[ENVIRONMENT_VARIABLE] = "1" if config is None else str(_checked_config(config))
     sys.stdout.flush()
@@ -64,7 +99,7 @@ def _check_program(program: Sequence[str]) -> None:
 
 
 def _importable(package: str) -> bool:
-    """Look for a top-level package as ``python -m`` will, the current directory first; imports nothing."""
+    """Search for a top-level package as ``python -m`` does, the current directory first; imports nothing."""
     before = list(sys.path)
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -76,12 +111,12 @@ def _importable(package: str) -> bool:
 
 
 def _checked_config(config: Path) -> Path:
+    from lightning_memprof.integration.registration import options_fault
+
     try:
         fault = options_fault(config)
     except OSError as error:
-        raise ConfigError(
-            f"run: --config {str(config)!r}: {error.strerror}; name a YAML file that can be read"
-        ) from error
+        raise ConfigError(f"run: --config {str(config)!r}: {error.strerror}; name a readable YAML file") from error
     if fault is not None:
-        raise ConfigError(f"run: --config {str(config)!r} is no YAML of options: {fault}")
+        raise ConfigError(f"run: --config {str(config)!r} is not a YAML file of options: {fault}")
     return config.absolute()

@@ -1,4 +1,4 @@
-"""``lightning-memprof trigger``: ask the ranks of a running job for a window, and say which steps they will record."""
+"""``lightning-memprof trigger``: request a window from a running job."""
 
 from __future__ import annotations
 
@@ -8,60 +8,60 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from lightning_memprof.analysis.run.locate import find_run
+from jsonargparse import ArgumentParser, Namespace
+
 from lightning_memprof.artifacts.manifest import read_manifest
 from lightning_memprof.artifacts.naming import TRIGGER_REQUEST, manifest_name
 from lightning_memprof.artifacts.trigger import MOST_STEPS, Plan, Request, check_private, read_plan, write_request
+from lightning_memprof.cli.command import RUN_HELP, Command
 from lightning_memprof.errors import ArtifactError, ConfigError
 
-__all__ = ["trigger"]
+__all__ = ["COMMAND"]
 
 _POLL_SECONDS: Final = 0.2
 
 
-def trigger(run: str, *, active: int | None = None, warmup: int | None = None, timeout: float = 60.0) -> int:
-    """Ask for a window and wait until rank 0 has said where it will be.
+def _add_options(parser: ArgumentParser) -> None:
+    parser.add_argument("RUN", help=RUN_HELP)
+    parser.add_argument("--active", type=int, default=None, metavar="N", help="steps to record (default: the run's)")
+    parser.add_argument("--warmup", type=int, default=None, metavar="N", help="warmup steps (default: the run's)")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="S", help="seconds to wait for rank 0 (default: %(default)s)"
+    )
 
-    Args:
-        run: a log directory, its memprofiler directory, or a parent directory with one run in it.
-        active: steps to record; None is what the run's ``Triggers`` say.
-        warmup: steps before that; None is what the run's ``Triggers`` say.
-        timeout: seconds to wait for rank 0.
 
-    Returns:
-        The exit code.
+def _execute(options: Namespace) -> int:
+    """Request a window and wait until rank 0 has planned it."""
+    from lightning_memprof.analysis.locate import find_run
 
-    Raises:
-        ConfigError: a number is not usable.
-        ArtifactError: there is no run, it has ended, it does not look for requests, or rank 0 does not answer.
-
-    """
-    for name, value, least in (("active", active, 1), ("warmup", warmup, 0)):
+    for name, value, least in (("active", options.active, 1), ("warmup", options.warmup, 0)):
         if value is not None and not least <= value <= MOST_STEPS:
             raise ConfigError(f"trigger: --{name} {value}: must be from {least} to {MOST_STEPS}")
-    directory = find_run(Path(run)).directory
-    world_size = _listening(directory)
+    directory = find_run(Path(options.RUN)).directory
+    world_size = _world_size(directory)
     check_private(directory)
-    request = Request(uuid.uuid4().hex, "lightning-memprof trigger", active, warmup)
+    request = Request(uuid.uuid4().hex, "lightning-memprof trigger", options.active, options.warmup)
     try:
         write_request(directory, request)
     except OSError as error:
-        raise ArtifactError(f"{directory}: cannot be written ({error.strerror}); ask as the user who trains") from error
-    plan = _wait(directory, request, timeout)
+        raise ArtifactError(
+            f"{directory}: cannot be written ({error.strerror}); run the command as the user who trains"
+        ) from error
+    plan = _wait(directory, request, options.timeout)
     who = "rank 0" if world_size == 1 else f"all {world_size} ranks"
     first, last = plan.recorded
     steps = f"step {first}" if first == last else f"steps {first}-{last}"
     warm = f", warming up from step {plan.step}" if plan.warmup else ""
     print(f"rank 0 is at step {plan.seen_at}: {who} will record {steps}{warm}")
-    print(f"look at it with: lightning-memprof show {directory}")
+    print(f"afterwards: lightning-memprof show {directory}")
     return 0
 
 
-def _listening(directory: Path) -> int:
-    """Return the number of ranks of a run that goes on and looks for requests."""
+def _world_size(directory: Path) -> int:
+    """Return the number of ranks of a run; refuse one that has ended or ignores requests."""
     rows = read_manifest(directory / manifest_name(0)).rows
     if any(row.get("kind") == "end" for row in rows):
-        raise ArtifactError(f"{directory}: this run has ended; only a running job can record")
+        raise ArtifactError(f"{directory}: this run has ended; only a running job can record a window")
     facts = next(row for row in rows if row.get("kind") == "run")
     if facts.get("triggers") is False:
         raise ArtifactError(f"{directory}: this run was started with Triggers(file=False); send SIGUSR2 to its ranks")
@@ -77,18 +77,26 @@ def _wait(directory: Path, request: Request, timeout: float) -> Plan:
             return plan
         if time.monotonic() > deadline:
             break
-        _check_goes_on(directory)
+        _check_running(directory)
         time.sleep(_POLL_SECONDS)
     raise ArtifactError(
-        f"{directory}: rank 0 has not begun a step for {timeout:g} s; the request stays and is met at its next step "
-        f"(remove {TRIGGER_REQUEST} there to take it back, or wait longer with --timeout)"
+        f"{directory}: rank 0 has not begun a step for {timeout:g} s; the request stays pending until its next step "
+        f"(remove {TRIGGER_REQUEST} there to cancel it, or wait longer with --timeout)"
     )
 
 
-def _check_goes_on(directory: Path) -> None:
+def _check_running(directory: Path) -> None:
     try:
-        _listening(directory)
+        _world_size(directory)
     except ArtifactError:
         with suppress(OSError):
             (directory / TRIGGER_REQUEST).unlink()
         raise
+
+
+COMMAND: Final = Command(
+    summary="record a window of a running job now",
+    description="Record a window of a running job now, at the same step on all ranks.",
+    add_options=_add_options,
+    execute=_execute,
+)

@@ -1,188 +1,183 @@
-"""``lightning-memprof view``: a run, or traces, in the Perfetto UI on this machine."""
+"""``lightning-memprof view``: a run, or traces, in the Perfetto UI on this machine, or in TensorBoard."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
+import re
+import shlex
+import signal
 import subprocess
+import sys
 import tempfile
 import time
 import webbrowser
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from jsonargparse import Namespace
+from jsonargparse import ArgumentParser, Namespace
 
-from lightning_memprof.cli.numbers import numbers
-from lightning_memprof.cli.signals import ended_by_sigterm
+from lightning_memprof.cli.command import Command, parse_numbers
+from lightning_memprof.cli.terminal import sigterm_as_ctrl_c
 from lightning_memprof.errors import ConfigError, ReportError
-from lightning_memprof.report.perfetto import TRACE_PROCESSOR_PAGE_PORT, TRACE_PROCESSOR_PORT, Served, serve_trace
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.run.targets import Targets
+    from lightning_memprof.analysis.targets import Targets
+    from lightning_memprof.report.perfetto import Served
 
-__all__ = ["ViewOptions", "view"]
+__all__ = ["COMMAND", "tensorboard_directory"]
 
-# What a browser holds as one string; beyond it the page fails without a word.
+# A browser holds a trace as one string; beyond this size the page fails without a message.
 _LARGE_BYTES: Final = 400_000_000
-# A gigabyte takes a native trace processor some ten seconds.
+# A native trace processor needs about ten seconds for a gigabyte.
 _LOADING_SECONDS: Final = 600
 
-
-@dataclass(frozen=True, kw_only=True)
-class ViewOptions:
-    """How to view.
-
-    ``steps`` are the only ones to be opened, None opens all; ``trace_processor`` is a native trace processor's program;
-    ``port`` 0 takes a free one; ``tensorboard`` starts TensorBoard instead of the Perfetto UI.
-    """
-
-    steps: Sequence[int] | None = None
-    trace_processor: Path | None = None
-    port: int = 0
-    browser: bool = True
-    tensorboard: bool = False
-
-    @classmethod
-    def of(cls, options: Namespace) -> ViewOptions:
-        """Take them from the command line.
-
-        Raises:
-            ConfigError: the steps are no numbers, the port is none, or options do not go together.
-
-        """
-        if options.tensorboard and (options.steps is not None or options.trace_processor is not None):
-            raise ConfigError("--tensorboard: reads whole traces; leave --steps and --trace-processor out")
-        if not 0 <= options.port < 1 << 16:
-            raise ConfigError(f"--port {options.port}: no port has this number; name a free one from 1024 to 65535")
-        return cls(
-            steps=None if options.steps is None else numbers("--steps", options.steps),
-            trace_processor=None if options.trace_processor is None else Path(options.trace_processor),
-            port=options.port,
-            browser=not options.no_browser,
-            tensorboard=options.tensorboard,
-        )
+_LOOPBACK: Final = "127.0.0.1"
+# Files that TensorBoard's profiler tab finds.
+_TRACE_NAME: Final = re.compile(r".*\.pt\.trace\.json(\.gz)?")
+_ADDRESS: Final = re.compile(r"https?://\S+")
+# INFO lines of TensorBoard's plug-ins.
+_INFO_LINE: Final = re.compile(r"I[0-9]{4} ")
+_SECONDS_TO_END: Final = 5
+# By the tab's name in the address of the page, what it shows of a run.
+_TABS: Final = (
+    ("memprof", "the report of each run, and two side by side"),
+    ("pytorch_profiler", "the traces"),
+    ("timeseries", "the curves of the run and of each rank"),
+    ("custom_scalars", "the same curves as one dashboard"),
+)
 
 
-def view(what: str | Sequence[str], options: ViewOptions = ViewOptions()) -> int:
-    """Open a run's timeline, merged now, or traces, and serve it until Ctrl-C.
+def _add_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "TARGET",
+        nargs="*",
+        default=["."],
+        help="a run as for show, or trace files and folders of them (default: this directory)",
+    )
+    parser.add_argument("--steps", metavar="A-B", default=None, help="open only these steps, as in 2-3 or 2,5-7")
+    parser.add_argument(
+        "--trace-processor", metavar="PATH", default=None, help="start this trace_processor_shell, for large traces"
+    )
+    parser.add_argument("--port", type=int, metavar="N", default=0, help="port of the page (default: a free one)")
+    parser.add_argument("--no-browser", action="store_true", help="only serve the page and print its address")
+    parser.add_argument("--tensorboard", action="store_true", help="start TensorBoard on the log directory instead")
 
-    Args:
-        what: a run as for ``show``, or trace files, plain or gzip-compressed, and directories of them: several are
-            merged.
-        options: how.
 
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        ArtifactError: there is no run, or a trace cannot be read.
-        ConfigError: the port is taken, or the trace processor is no program.
-        ReportError: there is nothing to view.
-
-    """
-    names = [what] if isinstance(what, str) else list(what)
+def _execute(options: Namespace) -> int:
+    """Serve the timeline of a run, or traces, until Ctrl-C; traces are plain or gzip-compressed, several are merged."""
+    if not 0 <= options.port < 1 << 16:
+        raise ConfigError(f"--port {options.port}: not a port number; choose a free one from 1024 to 65535")
     if options.tensorboard:
-        from lightning_memprof.cli.tensorboard import tensorboard
-
-        return tensorboard(names, port=options.port, browser=options.browser)
-    with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="lightning-memprof-") as folder:
-        trace = _prepare(names, options, Path(folder))
-        with contextlib.suppress(KeyboardInterrupt), _served(trace, options) as served:
+        if options.steps is not None or options.trace_processor is not None:
+            raise ConfigError("--tensorboard: reads whole traces; omit --steps and --trace-processor")
+        return _tensorboard(options)
+    steps = None if options.steps is None else parse_numbers("--steps", options.steps)
+    processor = None if options.trace_processor is None else Path(options.trace_processor)
+    with sigterm_as_ctrl_c(), tempfile.TemporaryDirectory(prefix="lightning-memprof-") as folder:
+        trace = _prepare(options.TARGET, steps, Path(folder))
+        if processor is None and (size := _uncompressed_bytes(trace)) > _LARGE_BYTES:
+            print(
+                f"{trace.name} has {size / 1e6:.0f} MB: a browser may fail to open it. "
+                "Open a few steps with --steps 2-3, or the whole trace with --trace-processor PATH.",
+                flush=True,
+            )
+        with contextlib.suppress(KeyboardInterrupt), _served(trace, processor, options.port) as served:
             print(f"{trace.name} is open at {served.url}", flush=True)
-            print("Ctrl-C ends it.", flush=True)
-            if options.browser and not webbrowser.open(served.url):
-                print("No browser could be started here; open the address yourself.", flush=True)
+            print("Press Ctrl-C to stop.", flush=True)
+            if not options.no_browser and not webbrowser.open(served.url):
+                print("No browser could be started; open the address yourself.", flush=True)
             while True:
                 time.sleep(3600)
     return 0
 
 
-def _prepare(names: Sequence[str], options: ViewOptions, folder: Path) -> Path:
-    """Return one file that can be opened, in ``folder`` where it has to be made."""
-    from lightning_memprof.analysis.run.targets import find_targets
+def _prepare(names: Sequence[str], steps: Sequence[int] | None, folder: Path) -> Path:
+    """Return one trace file to open; a new one is written to ``folder``."""
+    from lightning_memprof.analysis.targets import find_targets
     from lightning_memprof.artifacts.upload import is_url
 
+<<<<<<< HEAD
     given = [Path(name) for name in names]
     targets = None if len(names) == 1 and (is_url(names[0]) or given[0].is_file()) else find_targets(given)
     if targets is None and given[0].is_file():
         trace = _one_trace(given[0], options, folder)
+=======
+    paths = [Path(name) for name in names]
+    targets = None if len(names) == 1 and (is_url(names[0]) or paths[0].is_file()) else find_targets(paths)
+    if targets is None and paths[0].is_file():
+        trace = _trace_file(paths[0], steps, folder)
+>>>>>>> cd9f785 (wip cli)
     elif targets is not None and targets.run is None:
-        trace = _several(targets, options, folder)
+        trace = _merged_files(targets, steps, folder)
     else:
-        trace = _merged(names[0], options, folder)
-    if options.trace_processor is None and (size := _unpacked_bytes(trace)) > _LARGE_BYTES:
-        print(
-            f"{trace.name} has {size / 1e6:.0f} MB: a browser may fail on it. "
-            "Open a slice with --steps 2-3, or all of it with --trace-processor PATH.",
-            flush=True,
-        )
+        trace = _merged_run(names[0], steps, folder)
     return trace
 
 
-def _one_trace(given: Path, options: ViewOptions, folder: Path) -> Path:
-    from lightning_memprof.analysis.run.targets import file_kind
-    from lightning_memprof.analysis.trace.reader import read_trace
+def _trace_file(path: Path, steps: Sequence[int] | None, folder: Path) -> Path:
+    from lightning_memprof.analysis.targets import file_kind
+    from lightning_memprof.analysis.trace import read_trace
 
-    if file_kind(given) == "snapshot":
-        raise ReportError(f"{given}: is a snapshot, which has no timeline; look at it with lightning-memprof report")
-    trace = given.absolute()
-    # Refuses at once what is no trace, where the browser would only say that it cannot open it.
+    if file_kind(path) == "snapshot":
+        raise ReportError(f"{path}: is a snapshot, which has no timeline; open it with lightning-memprof report")
+    trace = path.absolute()
+    # Refuses other files here: the browser would only report that it cannot open them.
     next(iter(read_trace(trace).batches()), None)
-    return trace if options.steps is None else _cut(trace, options.steps, folder)
+    return trace if steps is None else _cut(trace, steps, folder)
 
 
 def _cut(trace: Path, steps: Sequence[int], folder: Path) -> Path:
     from lightning_memprof.analysis.timeline.cut import cut
 
-    # Plain, because the page gets it over loopback and would only have to unpack it.
+    # Uncompressed: the page reads it over loopback.
     part = folder / f"{trace.name.removesuffix('.gz').removesuffix('.json')}.steps.json"
     cut(trace, steps, part)
     return part
 
 
-def _several(targets: Targets, options: ViewOptions, folder: Path) -> Path:
-    """Merge traces into one file."""
+def _merged_files(targets: Targets, steps: Sequence[int] | None, folder: Path) -> Path:
+    """Merge trace files into one file."""
     from lightning_memprof.analysis.timeline.merge import merge_traces
     from lightning_memprof.cli.merge import file_sources
 
     traces = list(targets.traces)
     if not traces:
-        raise ReportError(f"{targets.snapshots[0]}: is no trace; look at snapshots with lightning-memprof report")
+        raise ReportError(f"{targets.snapshots[0]}: is not a trace; open snapshots with lightning-memprof report")
     if len(traces) == 1:
-        return _one_trace(traces[0], options, folder)
-    if options.steps is not None:
+        return _trace_file(traces[0], steps, folder)
+    if steps is not None:
         places = [folder / str(index) for index in range(len(traces))]
         for place in places:
             place.mkdir()
-        traces = [_cut(trace, options.steps, place) for trace, place in zip(traces, places, strict=True)]
+        traces = [_cut(trace, steps, place) for trace, place in zip(traces, places, strict=True)]
     out = folder / "traces.json"
     for note in merge_traces(file_sources(traces), out).notes:
         print(note, flush=True)
     return out
 
 
-def _merged(what: str, options: ViewOptions, folder: Path) -> Path:
-    from lightning_memprof.analysis.run.fetch import local_run
-    from lightning_memprof.analysis.run.load import load_run
+def _merged_run(target: str, steps: Sequence[int] | None, folder: Path) -> Path:
+    from lightning_memprof.analysis.fetch import local_run
+    from lightning_memprof.analysis.run import load_run
     from lightning_memprof.analysis.timeline.clocks import align_clocks
     from lightning_memprof.analysis.timeline.merge import merge_traces
     from lightning_memprof.analysis.timeline.sources import run_sources
 
-    with local_run(what) as local:
+    with local_run(target) as local:
         run = load_run(local.path)
         clocks = align_clocks(run)
         out = folder / f"{run.root.name or 'run'}.json"
-        merge_traces(run_sources(run, steps=options.steps, clocks=clocks), out)
+        merge_traces(run_sources(run, steps=steps, clocks=clocks), out)
     for problem in run.problems:
-        print(f"{problem.piece}: {problem.message}; what of it can be read is on the timeline", flush=True)
+        print(f"{problem.piece}: {problem.message}; the readable part is on the timeline", flush=True)
     return out
 
 
-def _unpacked_bytes(trace: Path) -> int:
-    """Size of a trace's text; of gzip data what its last four bytes say, which is right below 4 GiB."""
+def _uncompressed_bytes(trace: Path) -> int:
+    """Return the uncompressed size of a trace; for gzip data from its last four bytes, exact below 4 GiB."""
     with trace.open("rb") as stream:
         packed = stream.read(2) == b"\x1f\x8b"
         end = stream.seek(0, os.SEEK_END)
@@ -193,30 +188,34 @@ def _unpacked_bytes(trace: Path) -> int:
 
 
 @contextlib.contextmanager
-def _served(trace: Path, options: ViewOptions) -> Iterator[Served]:
-    if options.trace_processor is None:
-        with serve_trace(trace, port=options.port) as served:
+def _served(trace: Path, processor: Path | None, port: int) -> Iterator[Served]:
+    from lightning_memprof.report.perfetto import TRACE_PROCESSOR_PAGE_PORT, serve_trace
+
+    if processor is None:
+        with serve_trace(trace, port=port) as served:
             yield served
         return
     with (
-        _trace_processor(options.trace_processor, trace),
-        serve_trace(trace, port=options.port or TRACE_PROCESSOR_PAGE_PORT, native=True) as served,
+        _trace_processor(processor, trace),
+        serve_trace(trace, port=port or TRACE_PROCESSOR_PAGE_PORT, native=True) as served,
     ):
         yield served
 
 
 @contextlib.contextmanager
 def _trace_processor(program: Path, trace: Path) -> Iterator[None]:
-    """Run a native trace processor on the whole trace; it is ended with the context.
+    """Run a native trace processor on the whole trace while the context is open.
 
     Raises:
         ConfigError: it cannot be started, or ends before it has loaded the trace.
     """
-    if _answers():
+    from lightning_memprof.report.perfetto import TRACE_PROCESSOR_PORT as PORT
+
+    if _answers(PORT):
         raise ConfigError(
-            f"port {TRACE_PROCESSOR_PORT} is taken, and the page looks for the trace processor there; end what uses it"
+            f"port {PORT} is taken, and the page expects the trace processor there; stop the other program"
         )
-    command = [str(program.absolute()), "--httpd", "--http-port", str(TRACE_PROCESSOR_PORT), str(trace)]
+    command = [str(program.absolute()), "--httpd", "--http-port", str(PORT), str(trace)]
     try:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     except OSError as error:
@@ -225,14 +224,16 @@ def _trace_processor(program: Path, trace: Path) -> Iterator[None]:
         ) from error
     try:
         deadline = time.monotonic() + _LOADING_SECONDS
-        while not _answers():
+        while not _answers(PORT):
             if process.poll() is not None:
                 raise ConfigError(
                     f"--trace-processor {program}: ended with {process.returncode} before it had loaded {trace.name}; "
-                    "see what it wrote above"
+                    "see its output above"
                 )
             if time.monotonic() > deadline:
-                raise ReportError(f"{program} did not load {trace.name} in {_LOADING_SECONDS} s; open it with --steps")
+                raise ReportError(
+                    f"{program} did not load {trace.name} in {_LOADING_SECONDS} s; select steps with --steps"
+                )
             time.sleep(0.1)
         yield
     finally:
@@ -244,9 +245,128 @@ def _trace_processor(program: Path, trace: Path) -> Iterator[None]:
             process.wait()
 
 
-def _answers() -> bool:
+def _answers(port: int) -> bool:
     import socket
 
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", TRACE_PROCESSOR_PORT), timeout=1):
+    with contextlib.suppress(OSError), socket.create_connection((_LOOPBACK, port), timeout=1):
         return True
     return False
+
+
+def _tensorboard(options: Namespace) -> int:
+    """Start TensorBoard on one run, or on traces, and wait until it ends or until Ctrl-C; return its exit code.
+
+    Raises:
+        ArtifactError: there is neither a run nor a trace.
+        ConfigError: TensorBoard is not installed.
+        ReportError: TensorBoard cannot show any of the files.
+
+    """
+    from lightning_memprof.analysis.findings import shown_path
+
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError("--tensorboard: TensorBoard is not installed; pip install tensorboard torch-tb-profiler")
+    with sigterm_as_ctrl_c(), _local(options.TARGET) as paths:
+        directory = tensorboard_directory(paths)
+        command = [sys.executable, "-m", "tensorboard.main", "--logdir", os.fspath(directory)]
+        command += ["--host", _LOOPBACK, "--port", str(options.port)]
+        print(f"tensorboard --logdir {shlex.quote(shown_path(directory))}", flush=True)
+        # A new session, to end all its processes together: the profiler tab reads each run in a process that outlives
+        # TensorBoard.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            return _follow(process, browser=not options.no_browser)
+        except KeyboardInterrupt:
+            return 0
+        finally:
+            _end(process)
+
+
+def tensorboard_directory(paths: Sequence[Path]) -> Path:
+    """Return the directory in which TensorBoard finds the curves, the report and the traces of a run.
+
+    A directory with several runs is returned unchanged. Where the traces of a run have a directory of their own, that
+    one: no other tab of TensorBoard shows them.
+
+    Raises:
+        ArtifactError: there is neither a run nor a trace.
+        ReportError: TensorBoard cannot show any of the files.
+
+    """
+    from lightning_memprof.analysis.findings import trace_directory
+    from lightning_memprof.analysis.findings.model import log_directory
+    from lightning_memprof.analysis.locate import has_several_runs
+    from lightning_memprof.analysis.run import load_run
+    from lightning_memprof.analysis.targets import find_targets
+
+    if len(paths) == 1 and paths[0].is_dir() and has_several_runs(paths[0]):
+        return paths[0].absolute()
+    targets = find_targets(paths)
+    if targets.run is not None:
+        run = load_run(targets.run)
+        traces = [file.file for file in run.artifacts if file.type == "trace" and file.state == "present"]
+        return trace_directory(run, traces[0]) if traces else log_directory(run)
+    named = [path for path in targets.traces if _TRACE_NAME.fullmatch(path.name)]
+    if not named:
+        first = next(iter((*targets.traces, *targets.snapshots)))
+        raise ReportError(f"{first}: TensorBoard reads files named *.pt.trace.json or *.pt.trace.json.gz; rename it")
+    return Path(os.path.commonpath([path.absolute().parent for path in named]))
+
+
+@contextlib.contextmanager
+def _local(names: Sequence[str]) -> Iterator[list[Path]]:
+    from lightning_memprof.analysis.fetch import local_run
+
+    if len(names) > 1:
+        yield [Path(name) for name in names]
+    else:
+        with local_run(names[0]) as local:
+            yield [local.path]
+
+
+def _follow(process: subprocess.Popen[str], *, browser: bool) -> int:
+    before: list[str] | None = []
+    for line in process.stdout or ():
+        address = _ADDRESS.search(line) if "Press CTRL+C" in line else None
+        if address is None and before is not None:
+            before.append(line)
+        elif not _INFO_LINE.match(line):
+            print(line, end="", flush=True)
+        if address is not None:
+            before = None
+            for tab, shown in _TABS:
+                print(f"  {address[0].rstrip('/')}/#{tab:<17} {shown}", flush=True)
+            if browser and not webbrowser.open(address[0]):
+                print("No browser could be started; open the address yourself.", flush=True)
+    # TensorBoard ended before it served a page: its output has the reason.
+    print(*(before or ()), sep="", end="", flush=True)
+    return process.wait()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End TensorBoard and its processes: SIGTERM, and SIGKILL after some seconds."""
+    try:
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(_SECONDS_TO_END)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+COMMAND: Final = Command(
+    summary="open a run's timeline, or traces, in a browser",
+    description="Open the timeline of a run, or traces, in the Perfetto UI; it works offline.",
+    add_options=_add_options,
+    execute=_execute,
+)

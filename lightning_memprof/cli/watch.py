@@ -1,4 +1,4 @@
-"""``lightning-memprof watch``: a run as it goes on, from its files alone."""
+"""``lightning-memprof watch``: a live page of a running job, from its files alone."""
 
 from __future__ import annotations
 
@@ -9,97 +9,115 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings import Facts, Severity, examine, shown_path
-from lightning_memprof.analysis.run.following import Follower
-from lightning_memprof.analysis.run.load import load_run
-from lightning_memprof.analysis.run.locate import find_run
-from lightning_memprof.artifacts.upload import is_url
+from jsonargparse import ArgumentParser, Namespace
+
+from lightning_memprof.cli.command import RUN_HELP, Command
 from lightning_memprof.errors import ArtifactError, ConfigError, MemprofError
-from lightning_memprof.report.watching import SILENT_NS, Watched, watch_line, watch_page
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from lightning_memprof.analysis.findings import Finding
+    from lightning_memprof.analysis.following import Follower
     from lightning_memprof.report.memory_tables import Line
+    from lightning_memprof.report.watching import Watched
 
-__all__ = ["watch"]
+__all__ = ["COMMAND"]
 
-# A pulse is written every few seconds: looking more often shows nothing new.
+# A pulse is written every few seconds: a shorter interval shows nothing new.
 INTERVAL_SECONDS: Final = 2.0
-# The rules see the whole pulse: they are asked again when the run is half as long again, so that each row is read
+# Findings read the whole pulse: they are computed again when the run is half as long again, so that each row is read
 # three times at most.
 GROWTH: Final = 1.5
 MAX_PULSE_BYTES: Final = 64 << 20
 WIDTH: Final = 80
 
 
-def watch(run: str, *, interval: float = INTERVAL_SECONDS, once: bool = False) -> int:
-    """Show a run while it goes on, until it ends or Ctrl-C: a page in a terminal, else a line for each look.
+def _add_options(parser: ArgumentParser) -> None:
+    parser.add_argument("RUN", help=RUN_HELP)
+    parser.add_argument(
+        "--interval", type=float, default=INTERVAL_SECONDS, metavar="S", help="seconds between updates (default: 2.0)"
+    )
+    parser.add_argument("--once", action="store_true", help="print the page once and exit")
 
-    Only its files are read, so that it may run on another node of a shared file system, and only what is new in them.
 
-    Args:
-        run: a log directory, its memprofiler directory, or a parent directory with one run in it.
-        interval: seconds between two looks.
-        once: look once, print the page, and end.
+def _execute(options: Namespace) -> int:
+    """Show a run until it ends or Ctrl-C: a live page in a terminal, else one line per update.
 
-    Returns:
-        The exit code.
-
-    Raises:
-        ArtifactError: there is no run, there are several, or it lies at a URL.
-        ConfigError: the interval is not above 0.
-
+    Reads only the run's files, and of these only new rows: it works on another node of a shared file system.
     """
-    if not interval > 0:
-        raise ConfigError(f"--interval {interval:g}: must be above 0 seconds")
-    if is_url(run):
-        raise ArtifactError(f"{run}: a run at a URL cannot be watched, its files are there at its end; use show then")
-    place = Path(run)
-    watcher = _Watcher(find_run(place).directory)
+    from lightning_memprof.analysis.locate import find_run
+    from lightning_memprof.artifacts.upload import is_url
+
+    if not options.interval > 0:
+        raise ConfigError(f"--interval {options.interval:g}: must be above 0 seconds")
+    if is_url(options.RUN):
+        raise ArtifactError(f"{options.RUN}: a run at a URL has its files only when it has ended; use show then")
+    watcher = _Watcher(find_run(Path(options.RUN)).directory)
     with suppress(KeyboardInterrupt):
-        if once:
-            _print_page(watcher.look())
+        if options.once:
+            _print_page(watcher.update())
         elif sys.stdout.isatty():
-            _live(watcher, interval)
+            _live(watcher, options.interval)
         else:
-            _lines(watcher, interval)
+            _lines(watcher, options.interval)
     return 0
 
 
 class _Watcher:
-    """A run, and what the rules found in it."""
+    """A run and its findings."""
 
     def __init__(self, directory: Path) -> None:
+        from lightning_memprof.analysis.findings import shown_path
+        from lightning_memprof.analysis.following import Follower
+
         self.follower = Follower(directory)
         self._name = shown_path(directory)
         self._findings: tuple[Finding, ...] = ()
-        self._asked_at = 0
-        self._asked_windows = 0
+        self._examined_steps = 0
+        self._examined_windows = 0
 
-    def look(self) -> Watched:
-        """Read what is new, and ask the rules where there is enough of it."""
+    def update(self) -> Watched:
+        """Read new rows, and compute the findings again where there are enough of them."""
+        from lightning_memprof.report.watching import Watched
+
         self.follower.look()
         lead = self.follower.lead
         windows = sum(window.closed for window in lead.windows.values())
+<<<<<<< HEAD
         is_longer = lead.steps > GROWTH * self._asked_at
         if is_longer or windows > self._asked_windows or (self.follower.has_ended and lead.steps != self._asked_at):
             self._asked_at, self._asked_windows = lead.steps, windows
             self._findings = self._ask()
+=======
+        is_longer = lead.steps > GROWTH * self._examined_steps
+        has_ended = self.follower.has_ended and lead.steps != self._examined_steps
+        if is_longer or windows > self._examined_windows or has_ended:
+            self._examined_steps, self._examined_windows = lead.steps, windows
+            self._findings = self._examine()
+>>>>>>> cd9f785 (wip cli)
         return Watched(self._name, self.follower, self._findings, time.time_ns())
 
-    def _ask(self) -> tuple[Finding, ...]:
+    def _examine(self) -> tuple[Finding, ...]:
+        from lightning_memprof.analysis.findings import Facts, Severity, examine
+        from lightning_memprof.analysis.run import load_run
+
         try:
             found = examine(Facts.of(load_run(self.follower.directory, max_pulse_bytes=MAX_PULSE_BYTES)))
         except MemprofError:
-            # A file that is just being written; it is there at the next look.
+            # A file is being written; it is readable at the next update.
             return self._findings
+<<<<<<< HEAD
         return tuple(request for request in found if request.severity is not Severity.NONE)
+=======
+        return tuple(finding for finding in found if finding.severity is not Severity.NONE)
+>>>>>>> cd9f785 (wip cli)
 
 
 def _print_page(watched: Watched) -> None:
     from rich.console import Console
+
+    from lightning_memprof.report.watching import watch_page
 
     console = Console()
     width = min(console.width, WIDTH)
@@ -111,26 +129,35 @@ def _live(watcher: _Watcher, interval: float) -> None:
     from rich.console import Console, Group
     from rich.live import Live
 
+    from lightning_memprof.report.watching import watch_page
+
     console = Console()
 
     def page(watched: Watched) -> Group:
         lines = watch_page(watched, min(console.width, WIDTH), ascii_only=console.options.ascii_only)
         return Group(*(_text(line) for line in lines))
 
-    with Live(page(watcher.look()), console=console, auto_refresh=False) as live:
+    with Live(page(watcher.update()), console=console, auto_refresh=False) as live:
         while not watcher.follower.has_ended and not _is_gone(watcher.follower):
             time.sleep(interval)
-            live.update(page(watcher.look()), refresh=True)
+            live.update(page(watcher.update()), refresh=True)
 
 
 def _lines(watcher: _Watcher, interval: float) -> None:
-    said: set[str] = set()
+    from lightning_memprof.report.watching import watch_line
+
+    printed: set[str] = set()
     while True:
-        watched = watcher.look()
+        watched = watcher.update()
         print(watch_line(watched), flush=True)
         for finding in watched.findings:
+<<<<<<< HEAD
             if finding.rule not in said:
                 said.add(finding.rule)
+=======
+            if finding.rule not in printed:
+                printed.add(finding.rule)
+>>>>>>> cd9f785 (wip cli)
                 print(f"  {finding.severity.name.lower()}: {finding.sentence}", flush=True)
         if watcher.follower.has_ended or _is_gone(watcher.follower):
             return
@@ -144,8 +171,10 @@ def _text(line: Line) -> Text:
 
 
 def _is_gone(follower: Follower) -> bool:
-    """Say whether the leading rank ran on this machine, has written no end, and its process is not there any more."""
+    """Return whether the process of the leading rank is gone from this machine without having written an end."""
     import socket
+
+    from lightning_memprof.report.watching import SILENT_NS
 
     lead = follower.lead
     facts = lead.facts or {}
@@ -153,7 +182,7 @@ def _is_gone(follower: Follower) -> bool:
     last = lead.last_ns or facts.get("time_ns")
     if lead.end is not None or facts.get("host") != socket.gethostname() or not isinstance(pid, int) or pid <= 0:
         return False
-    # Another container may have this host's name and other numbers: only where nothing comes any more either.
+    # Another container may have the same host name and other process ids: only where no rows arrive either.
     if not isinstance(last, int) or time.time_ns() - last < SILENT_NS:
         return False
     try:
@@ -163,3 +192,11 @@ def _is_gone(follower: Follower) -> bool:
     except OSError:
         return False
     return False
+
+
+COMMAND: Final = Command(
+    summary="watch a running job",
+    description="Watch a running job through its files; also from another node.",
+    add_options=_add_options,
+    execute=_execute,
+)
