@@ -15,7 +15,7 @@ from jsonargparse import ArgumentParser, Namespace
 from lightning_memprof.cli.command import Command
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.compare_model import Side
+    from lightning_memprof.analysis.compare.model import Side
     from lightning_memprof.report.compare import Line
 
 __all__ = ["COMMAND"]
@@ -45,20 +45,13 @@ def _add_options(parser: ArgumentParser) -> None:
 
 def _execute(options: Namespace) -> int:
     """Print the comparison; exit code 1 where a limit is exceeded or cannot be checked."""
-    from lightning_memprof.analysis import compare as comparing
-    from lightning_memprof.analysis.limits import check, parse_limit
+    from lightning_memprof.analysis.compare.comparison import compare
+    from lightning_memprof.analysis.compare.limits import check, parse_limit
     from lightning_memprof.report.compare import comparison_document, comparison_lines, comparison_markdown
 
-<<<<<<< HEAD
-    options = options or CompareOptions()
-    limits = [parse_limit(text) for text in options.fail_on]
-    with _side(a) as before, _side(b) as after:
-        comparison = compare_sides(before, after)
-=======
     limits = [parse_limit(limit) for limit in options.fail_on or ()]
     with _side(options.A) as before, _side(options.B) as after:
-        comparison = comparing.compare(before, after)
->>>>>>> cd9f785 (wip cli)
+        comparison = compare(before, after)
     outcomes = [check(comparison, limit) for limit in limits]
     if options.format == "json":
         sys.stdout.write(json.dumps(comparison_document(comparison, outcomes), indent=2, allow_nan=False) + "\n")
@@ -72,10 +65,10 @@ def _execute(options: Namespace) -> int:
 @contextmanager
 def _side(target: str) -> Iterator[Side]:
     """Read one of the two targets."""
-    from lightning_memprof.analysis.fetch import local_run
-    from lightning_memprof.analysis.run import load_run
-    from lightning_memprof.analysis.sides import run_side, snapshots_side, traces_side
-    from lightning_memprof.analysis.targets import find_targets
+    from lightning_memprof.analysis.compare.sides import run_side, snapshots_side, traces_side
+    from lightning_memprof.analysis.run.fetch import local_run
+    from lightning_memprof.analysis.run.load import load_run
+    from lightning_memprof.analysis.run.targets import find_targets
     from lightning_memprof.errors import ConfigError
 
     if "://" not in target:

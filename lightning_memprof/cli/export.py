@@ -18,8 +18,8 @@ from lightning_memprof.errors import ConfigError, ReportError
 from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.run import Run
-    from lightning_memprof.analysis.targets import Targets
+    from lightning_memprof.analysis.run.load import Run
+    from lightning_memprof.analysis.run.targets import Targets
     from lightning_memprof.report.export.stacks import Stack
     from lightning_memprof.report.export.tables import Table
 
@@ -92,9 +92,9 @@ def _execute(options: Namespace) -> int:
 
 @contextmanager
 def _source(target: str) -> Iterator[_Source]:
-    from lightning_memprof.analysis.fetch import local_run
-    from lightning_memprof.analysis.run import load_run
-    from lightning_memprof.analysis.targets import find_targets
+    from lightning_memprof.analysis.run.fetch import local_run
+    from lightning_memprof.analysis.run.load import load_run
+    from lightning_memprof.analysis.run.targets import find_targets
 
     if "://" not in target:
         targets: Targets = find_targets([Path(target)])
@@ -103,23 +103,12 @@ def _source(target: str) -> Iterator[_Source]:
             return
     with local_run(target) as found:
         run = replace(load_run(found.path), url=found.url)
-<<<<<<< HEAD
-        present = [
-            artifact for artifact in run.artifacts if artifact.state == "present" and artifact.rank == run.lead.rank
-        ]
-        yield _Source(
-            run,
-            tuple(artifact.file for artifact in present if artifact.type == "trace"),
-            tuple(artifact.file for artifact in present if artifact.type == "snapshot"),
-            _stem(run.root),
-=======
         lead = [file for file in run.artifacts if file.state == "present" and file.rank == run.lead.rank]
         yield _Source(
             run=run,
             traces=tuple(file.file for file in lead if file.type == "trace"),
             snapshots=tuple(file.file for file in lead if file.type == "snapshot"),
             stem=_stem(run.root),
->>>>>>> cd9f785 (wip cli)
         )
 
 
@@ -130,21 +119,6 @@ def _stem(path: Path) -> str:
     return name or "export"
 
 
-<<<<<<< HEAD
-def _spare(source: _Source, out: Path) -> None:
-    """Refuse to write over what is read.
-
-    Raises:
-        ConfigError: the result would be a file of the target.
-
-    """
-    artifacts = [artifact.file for artifact in source.run.artifacts] if source.run is not None else []
-    if is_one_of(out, (*source.traces, *source.snapshots, *artifacts)):
-        raise ConfigError(f"{out}: is what is read; give the result another name with -o")
-
-
-=======
->>>>>>> cd9f785 (wip cli)
 def _write_tables(source: _Source, form: Form, out: Path) -> None:
     from lightning_memprof.report.export.write import write_csv, write_parquet
 
@@ -162,19 +136,19 @@ def _tables(source: _Source) -> Iterator[Table]:
     if source.traces and source.snapshots:
         raise ConfigError("the tables of traces and snapshots have the same names: export one kind of file at a time")
     if source.traces:
-        from lightning_memprof.analysis.trace_report import trace_report
+        from lightning_memprof.analysis.trace.report import trace_report
 
         yield from trace_tables([trace_report(path) for path in source.traces])
     if source.snapshots:
-        from lightning_memprof.analysis.snapshot_report import snapshot_report
+        from lightning_memprof.analysis.snapshot.report import snapshot_report
 
         yield from snapshot_tables([snapshot_report(path) for path in source.snapshots])
 
 
 def _write_snapshot(source: _Source, out: Path) -> None:
     """Write the last snapshot, or the allocations of the last trace."""
-    from lightning_memprof.analysis.memory_history import history_of_trace
-    from lightning_memprof.analysis.snapshot import load_snapshot
+    from lightning_memprof.analysis.memory.history import history_of_trace
+    from lightning_memprof.analysis.snapshot.reader import load_snapshot
     from lightning_memprof.report.export.memory_viz import viewable, write_snapshot
     from lightning_memprof.report.export.write import whole_file
 
@@ -196,7 +170,7 @@ def _write_snapshot(source: _Source, out: Path) -> None:
 
 
 def _write_stacks(source: _Source, form: Form, of: Quantity, out: Path) -> None:
-    from lightning_memprof.analysis.lanes import read_lanes
+    from lightning_memprof.analysis.trace.lanes import read_lanes
     from lightning_memprof.report.export.stacks import Speedscope, write_folded
     from lightning_memprof.report.export.write import whole_file
 
@@ -231,8 +205,8 @@ def _write_stacks(source: _Source, form: Form, of: Quantity, out: Path) -> None:
 
 def _memory_stacks(source: _Source) -> Iterator[tuple[str, Counter[Stack]]]:
     """Yield the stacks of live bytes at the peak, by device of each snapshot, else of each trace."""
-    from lightning_memprof.analysis.allocations import window_allocations
-    from lightning_memprof.analysis.snapshot_report import snapshot_report
+    from lightning_memprof.analysis.memory.allocations import window_allocations
+    from lightning_memprof.analysis.snapshot.report import snapshot_report
     from lightning_memprof.report.export.stacks import holder_stacks, site_stacks
 
     for path in source.snapshots:

@@ -146,11 +146,6 @@ def _complain(error: Exception) -> int:
 def _escaped(message: str) -> str:
     """Escape control characters: a file name must not control the terminal."""
     return "".join(
-<<<<<<< HEAD
-        character if character.isprintable() else character.encode("unicode_escape", "backslashreplace").decode("ascii")
-        for character in message
-=======
         char if char.isprintable() else char.encode("unicode_escape", "backslashreplace").decode("ascii")
         for char in message
->>>>>>> cd9f785 (wip cli)
     )

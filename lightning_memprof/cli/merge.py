@@ -58,22 +58,14 @@ def _trace_files(names: Sequence[str]) -> list[Path] | None:
         ReportError: a target is a snapshot, which has no timeline.
 
     """
-    from lightning_memprof.analysis.targets import find_targets
+    from lightning_memprof.analysis.run.targets import find_targets
     from lightning_memprof.artifacts.upload import is_url
 
-<<<<<<< HEAD
-    given = [Path(name) for name in what]
-    # What is named by itself is left to the reader of traces, and named twice it is refused.
-    if all(path.is_file() for path in given):
-        return given
-    if len(what) == 1 and is_url(what[0]):
-=======
     paths = [Path(name) for name in names]
     # The trace reader judges files that are named one by one; a file named twice is refused.
     if all(path.is_file() for path in paths):
         return paths
     if len(names) == 1 and is_url(names[0]):
->>>>>>> cd9f785 (wip cli)
         return None
     targets = find_targets(paths)
     if targets.run is not None:
@@ -84,8 +76,8 @@ def _trace_files(names: Sequence[str]) -> list[Path] | None:
 
 
 def _merge_run(target: str, out: Path, window: int | None, ranks: Sequence[int] | None) -> Merged:
-    from lightning_memprof.analysis.fetch import local_run
-    from lightning_memprof.analysis.run import load_run
+    from lightning_memprof.analysis.run.fetch import local_run
+    from lightning_memprof.analysis.run.load import load_run
     from lightning_memprof.analysis.timeline.clocks import align_clocks
     from lightning_memprof.analysis.timeline.merge import merge_traces
     from lightning_memprof.analysis.timeline.sources import run_sources
@@ -111,22 +103,6 @@ def _merge_run(target: str, out: Path, window: int | None, ranks: Sequence[int] 
     return merged
 
 
-<<<<<<< HEAD
-def _spare(run: Run, out: Path) -> None:
-    """Refuse to write over a file of the run.
-
-    Raises:
-        ConfigError: the result would be one.
-
-    """
-    own = parse_manifest_name(out.name) is not None or parse_pulse_name(out.name) is not None
-    of_the_run = [run.directory / out.name] if own else []
-    if is_one_of(out, (*of_the_run, *(artifact.file for artifact in run.artifacts))):
-        raise ConfigError(f"{out}: is a file of this run; give the result another name")
-
-
-=======
->>>>>>> cd9f785 (wip cli)
 def file_sources(files: Sequence[Path]) -> list[Source]:
     """Label each trace file with its name, or with its path where two files have the same name."""
     from lightning_memprof.analysis.timeline.model import Source

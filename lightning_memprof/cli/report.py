@@ -59,27 +59,9 @@ def _default_path(view: View | FilesView) -> Path:
     return own_page(view.directory)
 
 
-<<<<<<< HEAD
-def _spare(view: View | FilesView, out: Path) -> None:
-    """Refuse to write over what is shown.
-
-    Raises:
-        ConfigError: the page would be a file of the target.
-
-    """
-    if isinstance(view, FilesView):
-        is_read = is_one_of(out, view.sizes)
-    else:
-        own = parse_manifest_name(out.name) is not None or parse_pulse_name(out.name) is not None
-        of_the_run = [view.directory / out.name] if own else []
-        is_read = is_one_of(out, (*of_the_run, *(artifact.file for artifact in view.artifacts)))
-    if is_read:
-        raise ConfigError(f"-o {out}: is what is read; give the page another name")
-=======
 COMMAND: Final = Command(
     summary="write a run, traces or snapshots as one HTML page",
     description="Write one HTML page for a run, or for traces and snapshots; it opens offline.",
     add_options=_add_options,
     execute=_execute,
 )
->>>>>>> cd9f785 (wip cli)

@@ -24,7 +24,7 @@ from lightning_memprof.cli.terminal import sigterm_as_ctrl_c
 from lightning_memprof.errors import ConfigError, ReportError
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.targets import Targets
+    from lightning_memprof.analysis.run.targets import Targets
     from lightning_memprof.report.perfetto import Served
 
 __all__ = ["COMMAND", "tensorboard_directory"]
@@ -96,20 +96,13 @@ def _execute(options: Namespace) -> int:
 
 def _prepare(names: Sequence[str], steps: Sequence[int] | None, folder: Path) -> Path:
     """Return one trace file to open; a new one is written to ``folder``."""
-    from lightning_memprof.analysis.targets import find_targets
+    from lightning_memprof.analysis.run.targets import find_targets
     from lightning_memprof.artifacts.upload import is_url
 
-<<<<<<< HEAD
-    given = [Path(name) for name in names]
-    targets = None if len(names) == 1 and (is_url(names[0]) or given[0].is_file()) else find_targets(given)
-    if targets is None and given[0].is_file():
-        trace = _one_trace(given[0], options, folder)
-=======
     paths = [Path(name) for name in names]
     targets = None if len(names) == 1 and (is_url(names[0]) or paths[0].is_file()) else find_targets(paths)
     if targets is None and paths[0].is_file():
         trace = _trace_file(paths[0], steps, folder)
->>>>>>> cd9f785 (wip cli)
     elif targets is not None and targets.run is None:
         trace = _merged_files(targets, steps, folder)
     else:
@@ -118,8 +111,8 @@ def _prepare(names: Sequence[str], steps: Sequence[int] | None, folder: Path) ->
 
 
 def _trace_file(path: Path, steps: Sequence[int] | None, folder: Path) -> Path:
-    from lightning_memprof.analysis.targets import file_kind
-    from lightning_memprof.analysis.trace import read_trace
+    from lightning_memprof.analysis.run.targets import file_kind
+    from lightning_memprof.analysis.trace.reader import read_trace
 
     if file_kind(path) == "snapshot":
         raise ReportError(f"{path}: is a snapshot, which has no timeline; open it with lightning-memprof report")
@@ -160,8 +153,8 @@ def _merged_files(targets: Targets, steps: Sequence[int] | None, folder: Path) -
 
 
 def _merged_run(target: str, steps: Sequence[int] | None, folder: Path) -> Path:
-    from lightning_memprof.analysis.fetch import local_run
-    from lightning_memprof.analysis.run import load_run
+    from lightning_memprof.analysis.run.fetch import local_run
+    from lightning_memprof.analysis.run.load import load_run
     from lightning_memprof.analysis.timeline.clocks import align_clocks
     from lightning_memprof.analysis.timeline.merge import merge_traces
     from lightning_memprof.analysis.timeline.sources import run_sources
@@ -302,9 +295,9 @@ def tensorboard_directory(paths: Sequence[Path]) -> Path:
     """
     from lightning_memprof.analysis.findings import trace_directory
     from lightning_memprof.analysis.findings.model import log_directory
-    from lightning_memprof.analysis.locate import has_several_runs
-    from lightning_memprof.analysis.run import load_run
-    from lightning_memprof.analysis.targets import find_targets
+    from lightning_memprof.analysis.run.load import load_run
+    from lightning_memprof.analysis.run.locate import has_several_runs
+    from lightning_memprof.analysis.run.targets import find_targets
 
     if len(paths) == 1 and paths[0].is_dir() and has_several_runs(paths[0]):
         return paths[0].absolute()
@@ -322,7 +315,7 @@ def tensorboard_directory(paths: Sequence[Path]) -> Path:
 
 @contextlib.contextmanager
 def _local(names: Sequence[str]) -> Iterator[list[Path]]:
-    from lightning_memprof.analysis.fetch import local_run
+    from lightning_memprof.analysis.run.fetch import local_run
 
     if len(names) > 1:
         yield [Path(name) for name in names]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from lightning_memprof.analysis.findings import Finding
-    from lightning_memprof.analysis.following import Follower
+    from lightning_memprof.analysis.run.following import Follower
     from lightning_memprof.report.memory_tables import Line
     from lightning_memprof.report.watching import Watched
 
@@ -46,7 +46,7 @@ def _execute(options: Namespace) -> int:
 
     Reads only the run's files, and of these only new rows: it works on another node of a shared file system.
     """
-    from lightning_memprof.analysis.locate import find_run
+    from lightning_memprof.analysis.run.locate import find_run
     from lightning_memprof.artifacts.upload import is_url
 
     if not options.interval > 0:
@@ -69,7 +69,7 @@ class _Watcher:
 
     def __init__(self, directory: Path) -> None:
         from lightning_memprof.analysis.findings import shown_path
-        from lightning_memprof.analysis.following import Follower
+        from lightning_memprof.analysis.run.following import Follower
 
         self.follower = Follower(directory)
         self._name = shown_path(directory)
@@ -84,34 +84,23 @@ class _Watcher:
         self.follower.look()
         lead = self.follower.lead
         windows = sum(window.closed for window in lead.windows.values())
-<<<<<<< HEAD
-        is_longer = lead.steps > GROWTH * self._asked_at
-        if is_longer or windows > self._asked_windows or (self.follower.has_ended and lead.steps != self._asked_at):
-            self._asked_at, self._asked_windows = lead.steps, windows
-            self._findings = self._ask()
-=======
         is_longer = lead.steps > GROWTH * self._examined_steps
         has_ended = self.follower.has_ended and lead.steps != self._examined_steps
         if is_longer or windows > self._examined_windows or has_ended:
             self._examined_steps, self._examined_windows = lead.steps, windows
             self._findings = self._examine()
->>>>>>> cd9f785 (wip cli)
         return Watched(self._name, self.follower, self._findings, time.time_ns())
 
     def _examine(self) -> tuple[Finding, ...]:
         from lightning_memprof.analysis.findings import Facts, Severity, examine
-        from lightning_memprof.analysis.run import load_run
+        from lightning_memprof.analysis.run.load import load_run
 
         try:
             found = examine(Facts.of(load_run(self.follower.directory, max_pulse_bytes=MAX_PULSE_BYTES)))
         except MemprofError:
             # A file is being written; it is readable at the next update.
             return self._findings
-<<<<<<< HEAD
-        return tuple(request for request in found if request.severity is not Severity.NONE)
-=======
         return tuple(finding for finding in found if finding.severity is not Severity.NONE)
->>>>>>> cd9f785 (wip cli)
 
 
 def _print_page(watched: Watched) -> None:
@@ -151,13 +140,8 @@ def _lines(watcher: _Watcher, interval: float) -> None:
         watched = watcher.update()
         print(watch_line(watched), flush=True)
         for finding in watched.findings:
-<<<<<<< HEAD
-            if finding.rule not in said:
-                said.add(finding.rule)
-=======
             if finding.rule not in printed:
                 printed.add(finding.rule)
->>>>>>> cd9f785 (wip cli)
                 print(f"  {finding.severity.name.lower()}: {finding.sentence}", flush=True)
         if watcher.follower.has_ended or _is_gone(watcher.follower):
             return

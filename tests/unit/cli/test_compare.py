@@ -47,7 +47,7 @@ def test_limits_may_be_given_one_by_one(runs, capsys) -> None:
     limits = ["--fail-on", "step_ns>50%", "--fail-on", "activation_bytes>1MiB"]
     assert main(["compare", a, b, *limits, "--format", "json"]) == 1
     found = json.loads(capsys.readouterr().out)["limits"]
-    assert [(limit["limit"], limit["is_broken"]) for limit in found] == [
+    assert [(one["limit"], one["is_broken"]) for one in found] == [
         ("step_ns>50%", False),
         ("activation_bytes>1MiB", True),
     ]

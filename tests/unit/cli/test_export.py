@@ -45,11 +45,11 @@ def test_a_run_becomes_tables_in_base_units(run: str, capsys) -> None:
     assert {"pulse", "steps", "ranks", "modules", "categories", "holders", "memory", "operators", "findings"} <= names
     assert "log-csv/pulse.csv: 30 rows" in capsys.readouterr().out
     pulse = rows("log-csv/pulse.csv")
-    assert [int(row["step"]) for row in pulse] == list(range(30))
+    assert [int(one["step"]) for one in pulse] == list(range(30))
     assert int(pulse[1]["duration_ns"]) > 10_000_000
-    assert sum(int(row["own_activation_bytes"]) for row in rows("log-csv/modules.csv")) > 8 * MIB
-    assert {row["operator"] for row in rows("log-csv/holders.csv")} == {"aten::addmm"}
-    assert {row["rank"] for row in rows("log-csv/series_host.csv")} == {"0"}
+    assert sum(int(one["own_activation_bytes"]) for one in rows("log-csv/modules.csv")) > 8 * MIB
+    assert {one["operator"] for one in rows("log-csv/holders.csv")} == {"aten::addmm"}
+    assert {one["rank"] for one in rows("log-csv/series_host.csv")} == {"0"}
 
 
 def test_parquet_has_the_same_tables_as_csv(run: str) -> None:
@@ -57,7 +57,7 @@ def test_parquet_has_the_same_tables_as_csv(run: str) -> None:
 
     assert main(["export", run, "--to", "csv", "-o", "c"]) == 0
     assert main(["export", run, "--to", "parquet", "-o", "p"]) == 0
-    assert {path.stem for path in Path("c").iterdir()} == {path.stem for path in Path("p").iterdir()}
+    assert {one.stem for one in Path("c").iterdir()} == {one.stem for one in Path("p").iterdir()}
     for path in Path("p").iterdir():
         table = parquet.read_table(path)
         read = rows(f"c/{path.stem}.csv")
@@ -79,15 +79,15 @@ def test_the_ranks_of_a_run_are_rows(tmp_path: Path) -> None:
     make_run(tmp_path / "log", FakeRun(world_size=2, steps=4, windows=((2, 3),)))
     out = tmp_path / "out"
     assert main(["export", str(tmp_path / "log"), "--to", "csv", "-o", str(out)]) == 0
-    assert [row["rank"] for row in rows(str(out / "ranks.csv"))] == ["0", "1"]
-    assert {row["rank"] for row in rows(str(out / "pulse.csv"))} == {"0", "1"}
+    assert [one["rank"] for one in rows(str(out / "ranks.csv"))] == ["0", "1"]
+    assert {one["rank"] for one in rows(str(out / "pulse.csv"))} == {"0", "1"}
 
 
 def test_a_run_s_time_is_a_flame_graph_of_its_trace(run: str) -> None:
     assert main(["export", run, "--to", "speedscope"]) == 0
     document = json.loads(Path("log.time.speedscope.json").read_text())
     validate(document)
-    assert "aten::addmm" in {frame["name"] for frame in document["shared"]["frames"]}
+    assert "aten::addmm" in {one["name"] for one in document["shared"]["frames"]}
     assert main(["export", run, "--to", "flamegraph"]) == 0
     lines = Path("log.time.folded.txt").read_text().splitlines()
     assert "thread 1;ProfilerStep#2;aten::linear;aten::addmm 5000000" in lines
@@ -126,8 +126,8 @@ def test_a_snapshot_is_exported_in_every_form_that_it_has(dump: str, capsys) -> 
 def test_a_trace_becomes_tables(run: str) -> None:
     (trace,) = Path("log").glob("*.pt.trace.json.gz")
     assert main(["export", str(trace), "--to", "csv", "-o", "out"]) == 0
-    assert [row["number"] for row in rows("out/steps.csv")] == ["2", "3"]
-    assert {"aten::linear", "aten::addmm"} <= {row["name"] for row in rows("out/operators.csv")}
+    assert [one["number"] for one in rows("out/steps.csv")] == ["2", "3"]
+    assert {"aten::linear", "aten::addmm"} <= {one["name"] for one in rows("out/operators.csv")}
     assert rows("out/traces.csv")[0]["events"]
 
 
@@ -135,10 +135,10 @@ def test_a_trace_that_is_torn_costs_its_own_tables_and_is_a_row_of_problems(run:
     (trace,) = Path("log").glob("*.pt.trace.json.gz")
     trace.write_bytes(trace.read_bytes()[:-40])
     assert main(["export", run, "--to", "csv", "-o", "out"]) == 0
-    names = {path.stem for path in Path("out").iterdir()}
+    names = {one.stem for one in Path("out").iterdir()}
     assert {"pulse", "modules", "series_host"} <= names
     assert "operators" not in names
-    assert any(trace.name in row["piece"] for row in rows("out/problems.csv"))
+    assert any(trace.name in one["piece"] for one in rows("out/problems.csv"))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import lightning_memprof
-from lightning_memprof.cli.main import main
+from lightning_memprof.cli.main import COMMANDS, main
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.testing import make_run
 
@@ -57,17 +57,8 @@ def test_no_command_at_all_shows_the_help_on_stderr_and_is_exit_code_2(capsys):
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ["--help"],
-        ["demo", "-h"],
-        ["show", "--help"],
-        ["watch", "-h"],
-        ["view", "-h"],
-        ["compare", "-h"],
-        ["export", "-h"],
-        ["doctor", "-h"],
-        ["run", "-h"],
-    ],
+    [["--help"], *([command, "-h"] for command in COMMANDS)],
+    ids=lambda arguments: arguments[0],
 )
 def test_every_command_has_a_help_that_fits_80_columns(arguments, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
@@ -105,7 +96,7 @@ def test_an_unforeseen_exception_is_one_line_that_names_its_type_and_debug(monke
     monkeypatch.setattr("lightning_memprof.cli.show.show", broken)
     assert main(["show", "x"]) == 1
     err = capsys.readouterr().err
-    assert err == "lightning-memprof: error: ZeroDivisionError: three lines here (--debug shows where)\n"
+    assert err == "lightning-memprof: error: ZeroDivisionError: three lines here (--debug shows the traceback)\n"
 
 
 @pytest.mark.parametrize("as_lightning_does_it", [False, True])
@@ -146,9 +137,9 @@ def test_a_reader_that_went_away_is_no_error_message(environment):
 def test_the_command_line_loads_neither_torch_nor_lightning(run_python):
     program = UNIMPORTABLE + textwrap.dedent(
         """
-        from lightning_memprof.cli.main import main
+        from lightning_memprof.cli.main import COMMANDS, main
         assert main(["--help"]) == 0
-        heavy = {"torch", "lightning", "numpy", "rich", "lightning_memprof.cli.show"} & set(sys.modules)
+        heavy = {"torch", "lightning", "numpy", "rich", "msgspec", "lightning_memprof.report"} & set(sys.modules)
         sys.exit(f"loaded: {heavy}" if heavy else 0)
         """
     )

@@ -20,13 +20,13 @@ from lightning_memprof.testing import FakeRun, make_run
 
 def slices(path: Path) -> list[dict[str, object]]:
     with gzip.open(path, "rt", encoding="utf-8") as stream:
-        return [event for event in json.load(stream)["traceEvents"] if event["ph"] == "X"]
+        return [one for one in json.load(stream)["traceEvents"] if one["ph"] == "X"]
 
 
 def processes(path: Path) -> list[str]:
     with gzip.open(path, "rt", encoding="utf-8") as stream:
         found = json.load(stream)["traceEvents"]
-    return [event["args"]["name"] for event in found if event["ph"] == "M" and event["name"] == "process_name"]
+    return [one["args"]["name"] for one in found if one["ph"] == "M" and one["name"] == "process_name"]
 
 
 def two(folder: Path) -> list[str]:
@@ -60,7 +60,7 @@ def test_a_run_becomes_one_timeline_of_all_ranks_or_of_the_chosen_ones(tmp_path:
     out = tmp_path / "out.json.gz"
     assert main(["merge", str(tmp_path), "-o", str(out)]) == 0
     assert {name.split(" · ")[0] for name in processes(out) if name.startswith("rank")} == {"rank 0", "rank 1"}
-    assert any("aten::addmm" in str(event["name"]) for event in slices(out))
+    assert any("aten::addmm" in str(one["name"]) for one in slices(out))
     assert main(["merge", str(tmp_path), "-o", str(out), "--ranks", "1", "--window", "0"]) == 0
     assert {name.split(" · ")[0] for name in processes(out) if name.startswith("rank")} == {"rank 1"}
 

@@ -13,9 +13,10 @@ import pytest
 from lightning_memprof.analysis.findings import Evidence, Finding, Severity
 from lightning_memprof.analysis.trace import operators
 from lightning_memprof.analysis.trace.model import TraceReport
-from lightning_memprof.cli.progress import reading
-from lightning_memprof.cli.show import OpenOptions, show
+from lightning_memprof.cli.show import show
+from lightning_memprof.cli.terminal import reading
 from lightning_memprof.errors import ArtifactError
+from lightning_memprof.report.opened import OpenOptions
 from lightning_memprof.testing import FakeRun, make_run
 
 TABLE = "fit-fts_extended_pytorch_profiler-0.txt"
@@ -38,7 +39,7 @@ def test_show_makes_the_operator_table_where_it_is_missing_and_keeps_it(
 ) -> None:
     make_run(tmp_path)
     document = shown(capsys, tmp_path)
-    assert [artifact["path"] for artifact in document["artifacts"] if artifact["type"] == "table"] == [TABLE]
+    assert [one["path"] for one in document["artifacts"] if one["type"] == "table"] == [TABLE]
     assert "aten::addmm" in (tmp_path / TABLE).read_text()
     (tmp_path / TABLE).write_text("kept")
     assert shown(capsys, tmp_path)["problems"] == []
@@ -58,7 +59,7 @@ def test_a_run_that_names_a_trace_elsewhere_gets_no_table_written_there(
         manifest.write_text(manifest.read_text().replace(f'"{trace.name}"', f'"{elsewhere / trace.name}"'))
     before = sorted(elsewhere.iterdir())
     problems = shown(capsys, tmp_path / "sent")["problems"]
-    assert [problem["message"] for problem in problems if problem["piece"] == TABLE] == [
+    assert [one["message"] for one in problems if one["piece"] == TABLE] == [
         f"is not made outside of the run; `lightning-memprof show {before[0]}` has the operators"
     ]
     assert sorted(elsewhere.iterdir()) == before
@@ -80,7 +81,7 @@ def test_a_table_that_cannot_be_made_is_a_problem_and_not_the_end(
 
 def test_a_run_without_traces_gets_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path, FakeRun(trace=False))
-    assert not [artifact for artifact in shown(capsys, tmp_path)["artifacts"] if artifact["type"] == "table"]
+    assert not [one for one in shown(capsys, tmp_path)["artifacts"] if one["type"] == "table"]
 
 
 def test_show_needs_neither_torch_nor_lightning(tmp_path: Path) -> None:
@@ -108,8 +109,8 @@ def test_show_has_what_the_program_named_on_the_page_and_in_json(
     directory = make_run(tmp_path)
     row = {"name": "load", "step": None, "global_step": None, "time_ns": 1, "peak_rss_bytes": None}
     moments = [{**row, "point": "start", "rss_bytes": 2**20}, {**row, "point": "end", "rss_bytes": 3 * 2**20}]
-    (directory / "snapshots.rank00000.jsonl").write_text("".join(json.dumps(moment) + "\n" for moment in moments))
-    assert shown(capsys, tmp_path)["named"] == [{"rank": 0, **moment} for moment in moments]
+    (directory / "snapshots.rank00000.jsonl").write_text("".join(json.dumps(one) + "\n" for one in moments))
+    assert shown(capsys, tmp_path)["named"] == [{"rank": 0, **one} for one in moments]
     assert show(str(tmp_path)) == 0
     assert "named     load  once · rss +2.00 MiB" in capsys.readouterr().out
 
@@ -120,7 +121,7 @@ def test_show_reads_the_traces_for_what_was_live_at_the_peak(
     make_run(tmp_path)
     assert show(str(tmp_path), "json") == 0
     memory = json.loads(capsys.readouterr().out)["memory"]
-    assert [site["operator"] for site in memory["sites"]] == ["aten::addmm"] * 2
+    assert [one["operator"] for one in memory["sites"]] == ["aten::addmm"] * 2
     assert memory["allocations"][0]["curve"]
     assert show(str(tmp_path)) == 0
     page = capsys.readouterr().out
@@ -152,7 +153,7 @@ def test_show_of_a_file_is_of_that_file_and_not_of_the_run_around_it(
         show(str(directory / "pulse.rank00000.csv"))
     (trace,) = tmp_path.glob("*.pt.trace.json.gz")
     document = shown(capsys, trace)
-    assert [trace["file"] for trace in document["traces"]] == [str(trace)]
+    assert [one["file"] for one in document["traces"]] == [str(trace)]
     assert "run" not in document
 
 
@@ -162,7 +163,7 @@ def test_show_takes_several_files_and_directories_of_them(tmp_path: Path, capsys
         (tmp_path / name).write_text(json.dumps(TRACE))
     assert show([str(tmp_path / "a"), str(tmp_path / "b" / "two.json")], "json") == 0
     document = json.loads(capsys.readouterr().out)
-    assert [Path(trace["file"]).name for trace in document["traces"]] == ["one.json", "two.json"]
+    assert [Path(one["file"]).name for one in document["traces"]] == ["one.json", "two.json"]
     assert document["verdict"]["sentence"] == "Nothing can be said of a device: the trace has the host only."
     assert show(str(tmp_path)) == 0
     assert capsys.readouterr().out.startswith("verdict   Nothing can be said of a device")
@@ -172,7 +173,7 @@ def test_a_run_has_its_leading_ranks_traces_in_the_document(tmp_path: Path, caps
     make_run(tmp_path, FakeRun(world_size=2))
     document = shown(capsys, tmp_path)
     traces = sorted(tmp_path.glob("*-0[[]*.pt.trace.json.gz"))
-    assert [trace["file"] for trace in document["traces"]] == [str(trace) for trace in traces]
+    assert [one["file"] for one in document["traces"]] == [str(one) for one in traces]
     assert document["snapshots"] == []
 
 
@@ -183,9 +184,9 @@ def test_a_rank_leads_the_page_and_a_window_leaves_out_the_others(
     assert show(str(tmp_path), "json", OpenOptions(rank=1, window=1)) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["run"]["lead_rank"] == 1
-    assert [rank["rank"] for rank in document["ranks"]] == [0, 1]
-    assert [(window["rank"], window["index"]) for window in document["windows"]] == [(1, 1)]
-    assert {artifact["window"] for artifact in document["artifacts"]} <= {None, 1}
+    assert [one["rank"] for one in document["ranks"]] == [0, 1]
+    assert [(one["rank"], one["index"]) for one in document["windows"]] == [(1, 1)]
+    assert {one["window"] for one in document["artifacts"]} <= {None, 1}
     for options, words in (
         (OpenOptions(rank=7), "--rank 7: the run has no such rank; there are 0, 1"),
         (OpenOptions(window=9), "--window 9: the run has no such window; there are 0, 1"),
@@ -203,7 +204,7 @@ def test_a_rank_of_thousands_is_read_in_full_where_it_is_asked_for(
     assert show(str(tmp_path), "json", OpenOptions(rank=3)) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["pulse"]["steps"] == 30
-    assert [bool(rank["pulse"]["steps"]) for rank in document["ranks"]] == [True, False, False, True]
+    assert [bool(one["pulse"]["steps"]) for one in document["ranks"]] == [True, False, False, True]
 
 
 def test_large_traces_of_a_run_are_left_out_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,7 +212,7 @@ def test_large_traces_of_a_run_are_left_out_with_a_note(tmp_path: Path, capsys: 
     assert show(str(tmp_path), "json", OpenOptions(max_file_bytes=1)) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["traces"] == []
-    assert "2 of 2 traces and snapshots are large" in " ".join(note["message"] for note in document["notes"])
+    assert "2 of 2 traces and snapshots are large" in " ".join(one["message"] for one in document["notes"])
 
 
 def test_evidence_names_a_runs_files_as_its_manifest_does(
@@ -225,7 +226,7 @@ def test_evidence_names_a_runs_files_as_its_manifest_does(
     make_run(tmp_path)
     document = shown(capsys, tmp_path)
     (trace,) = tmp_path.glob("*.pt.trace.json.gz")
-    (finding,) = [finding for finding in document["findings"] if finding["rule"] == "odd"]
+    (finding,) = [one for one in document["findings"] if one["rule"] == "odd"]
     (evidence,) = cast("list[dict[str, object]]", finding["evidence"])
     assert evidence["artifact"] == trace.name
 
@@ -250,12 +251,12 @@ def test_a_bar_is_drawn_on_a_terminal_where_reading_takes_long(monkeypatch: pyte
 
     quick, slow, file = Terminal(), Terminal(), io.StringIO()
     with reading(quick) as bar:
-        bar.told(Path("a.json"), 1, 10)
-    monkeypatch.setattr("lightning_memprof.cli.progress.PATIENCE_SECONDS", 0.0)
+        bar.update(Path("a.json"), 1, 10)
+    monkeypatch.setattr("lightning_memprof.cli.terminal.PATIENCE_SECONDS", 0.0)
     for stream in (slow, file):
         with reading(stream) as bar:
-            bar.told(Path("[red]a.json"), 1, 10)
-            bar.told(Path("b.json"), 10, 10)
+            bar.update(Path("[red]a.json"), 1, 10)
+            bar.update(Path("b.json"), 10, 10)
     assert quick.getvalue() == ""
     assert file.getvalue() == ""
     assert "[red]a.json" in slow.getvalue()

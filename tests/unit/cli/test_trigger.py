@@ -13,7 +13,6 @@ import pytest
 from lightning_memprof.artifacts.manifest import ManifestWriter
 from lightning_memprof.artifacts.trigger import Plan, Request, read_plan, read_request, write_plan, write_request
 from lightning_memprof.cli.main import main
-from lightning_memprof.cli.trigger import trigger
 from lightning_memprof.errors import ArtifactError, ConfigError
 
 
@@ -54,7 +53,7 @@ def test_it_says_what_the_ranks_will_record(run: Path, tmp_path: Path, capsys: p
     rank.join()
     first, second = capsys.readouterr().out.splitlines()
     assert first == "rank 0 is at step 100: all 4 ranks will record steps 121-123, warming up from step 120"
-    assert second == f"look at it with: lightning-memprof show {run}"
+    assert second == f"afterwards: lightning-memprof show {run}"
 
 
 def test_one_rank_and_one_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,8 +65,8 @@ def test_one_rank_and_one_step(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_the_answer_to_another_is_not_taken_for_ones_own(run: Path) -> None:
     write_plan(run, Plan("other", "somebody", 20, 1, 3, 0))
-    with pytest.raises(ArtifactError, match=r"rank 0 has not begun a step for 0\.3 s; the request stays"):
-        trigger(str(run), timeout=0.3)
+    with pytest.raises(ArtifactError, match=r"rank 0 has not begun a step for 0\.3 s; the request stays pending"):
+        main(["--debug", "trigger", str(run), "--timeout", "0.3"])
     assert (run / "trigger.request.json").exists()
 
 
@@ -75,7 +74,7 @@ def test_a_run_that_has_ended_is_not_asked(run: Path) -> None:
     with (run / "manifest.rank00000.jsonl").open("a") as manifest:
         manifest.write(json.dumps({"kind": "end", "status": "finished"}) + "\n")
     with pytest.raises(ArtifactError, match="this run has ended; only a running job can record"):
-        trigger(str(run))
+        main(["--debug", "trigger", str(run)])
     assert not (run / "trigger.request.json").exists()
 
 
@@ -88,20 +87,20 @@ def test_a_run_that_ends_while_one_waits_takes_the_request_with_it(run: Path) ->
     thread = threading.Thread(target=end)
     thread.start()
     with pytest.raises(ArtifactError, match="has ended"):
-        trigger(str(run), timeout=20)
+        main(["--debug", "trigger", str(run), "--timeout", "20"])
     thread.join()
     assert not (run / "trigger.request.json").exists()
 
 
 def test_a_run_that_does_not_look_for_files_says_what_to_do_instead(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"Triggers\(file=False\); send SIGUSR2"):
-        trigger(str(began(tmp_path, triggers=False)))
+        main(["--debug", "trigger", str(began(tmp_path, triggers=False))])
 
 
-@pytest.mark.parametrize("options", [{"active": 0}, {"warmup": -1}, {"active": 10_001}])
-def test_numbers_that_mean_nothing_are_refused(run: Path, options: dict[str, int]) -> None:
+@pytest.mark.parametrize("option", ["--active=0", "--warmup=-1", "--active=10001"])
+def test_numbers_out_of_range_are_refused(run: Path, option: str) -> None:
     with pytest.raises(ConfigError, match="must be from"):
-        trigger(str(run), **options)
+        main(["--debug", "trigger", str(run), option])
 
 
 def test_no_run_is_one_line_and_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

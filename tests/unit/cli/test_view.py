@@ -19,10 +19,9 @@ import psutil
 import pytest
 
 from lightning_memprof.cli.main import main
-from lightning_memprof.cli.numbers import numbers
-from lightning_memprof.cli.signals import ended_by_sigterm
-from lightning_memprof.cli.tensorboard import tensorboard_directory
-from lightning_memprof.errors import ConfigError, ReportError
+from lightning_memprof.cli.terminal import sigterm_as_ctrl_c
+from lightning_memprof.cli.view import tensorboard_directory
+from lightning_memprof.errors import ReportError
 from lightning_memprof.testing import FakeRun, make_run
 
 # What a native trace processor does as far as the page's start is concerned; the real one is a download of its own.
@@ -64,7 +63,7 @@ def processes_of_the_profiler_tab(pid: int) -> list[psutil.Process]:
     while time.monotonic() < deadline:
         found = psutil.Process(pid).children(recursive=True)
         with suppress(psutil.NoSuchProcess):
-            if any("multiprocessing.spawn" in " ".join(child.cmdline()) for child in found):
+            if any("multiprocessing.spawn" in " ".join(one.cmdline()) for one in found):
                 return found
         time.sleep(0.1)
     pytest.fail("the profiler tab reads nothing")
@@ -140,15 +139,8 @@ def test_a_trace_that_a_browser_would_fail_on_is_told(tmp_path, monkeypatch, cap
     monkeypatch.setattr(view, "_served", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     trace = tmp_path / "large.json"
     trace.write_text('{"traceEvents": [' + " " * 2000 + "]}")
-    assert view.view(str(trace)) == 0
+    assert main(["view", str(trace)]) == 0
     assert "--steps" in capsys.readouterr().out
-
-
-def test_numbers_and_ranges_are_read():
-    assert numbers("--ranks", "0, 3-5,4") == [0, 3, 4, 5]
-    for wrong in ("", "1-", "-1", "1;2", "0-99999999999"):
-        with pytest.raises(ConfigError, match="--ranks"):
-            numbers("--ranks", wrong)
 
 
 TWO_STEPS = {
@@ -218,7 +210,7 @@ def test_what_a_command_was_told_to_ignore_it_goes_on_ignoring():
     # As nohup does.
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with ended_by_sigterm():
+        with sigterm_as_ctrl_c():
             os.kill(os.getpid(), signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
@@ -249,10 +241,10 @@ def test_tensorboard_shows_several_runs_of_a_directory_and_without_one_what_is_h
         make_run(tmp_path / name / "version_0", FakeRun())
     assert tensorboard_directory([tmp_path]) == tmp_path
     started: list[list[str]] = []
-    program = "lightning_memprof.cli.tensorboard.subprocess.Popen"
+    program = "lightning_memprof.cli.view.subprocess.Popen"
     monkeypatch.setattr(program, lambda command, **_: started.append(command))
-    monkeypatch.setattr("lightning_memprof.cli.tensorboard._follow", lambda *_, **__: 0)
-    monkeypatch.setattr("lightning_memprof.cli.tensorboard._end", lambda _: None)
+    monkeypatch.setattr("lightning_memprof.cli.view._follow", lambda *_, **__: 0)
+    monkeypatch.setattr("lightning_memprof.cli.view._end", lambda _: None)
     monkeypatch.chdir(tmp_path)
     assert main(["view", "--tensorboard", "--no-browser"]) == 0
     (command,) = started

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from lightning_memprof.cli.main import main
-from lightning_memprof.cli.watch import watch
 from lightning_memprof.errors import ArtifactError, ConfigError
 from lightning_memprof.report import watching
 from lightning_memprof.testing import HEALTHY, FakeRun, make_run
@@ -45,7 +44,7 @@ def test_where_there_is_no_terminal_each_look_is_a_line_until_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(tmp_path, SLOW_DATA)
-    assert watch(str(tmp_path), interval=0.01) == 0
+    assert main(["watch", str(tmp_path), "--interval", "0.01"]) == 0
     first, *findings = capsys.readouterr().out.splitlines()
     assert first.startswith("steps 30 of 60 (50 %) · ")
     assert "data wait" in first
@@ -56,7 +55,7 @@ def test_where_there_is_no_terminal_each_look_is_a_line_until_the_end(
 
 def test_several_ranks_stand_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path, FakeRun(world_size=3))
-    assert watch(str(tmp_path), once=True) == 0
+    assert main(["watch", str(tmp_path), "--once"]) == 0
     page = capsys.readouterr().out
     assert [line.split()[1] for line in page.splitlines() if line.startswith("  rank")] == ["0", "1", "2"]
 
@@ -64,10 +63,10 @@ def test_several_ranks_stand_in_a_table(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_run_whose_process_is_gone_is_not_watched_for_ever(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_memprof.cli.watch.SILENT_NS", 0)
+    monkeypatch.setattr("lightning_memprof.report.watching.SILENT_NS", 0)
     directory = make_run(tmp_path, FakeRun())
     unended(directory, host=socket.gethostname(), pid=2**22 + 1)
-    assert watch(str(tmp_path), interval=0.01) == 0
+    assert main(["watch", str(tmp_path), "--interval", "0.01"]) == 0
     assert "last step" in capsys.readouterr().out
 
 
@@ -78,20 +77,20 @@ def test_a_run_that_is_silent_says_that_it_may_have_been_killed(
     unended(directory)
     start = int((directory / "pulse.rank00000.csv").read_text().splitlines()[-1].split(",")[4])
     monkeypatch.setattr(time, "time_ns", lambda: start + 2 * watching.SILENT_NS)
-    assert watch(str(tmp_path), once=True) == 0
+    assert main(["watch", str(tmp_path), "--once"]) == 0
     assert "it waits, or was killed" in capsys.readouterr().out
 
 
 def test_a_run_before_its_first_step_is_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     unended(make_run(tmp_path, FakeRun(steps=0, windows=())))
-    assert watch(str(tmp_path), once=True) == 0
+    assert main(["watch", str(tmp_path), "--once"]) == 0
     assert "before its first step" in capsys.readouterr().out
 
 
 def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--interval 0: must be above 0"):
-        watch(str(tmp_path), interval=0)
-    with pytest.raises(ArtifactError, match="a run at a URL cannot be watched"):
-        watch("s3://bucket/run")
+        main(["--debug", "watch", str(tmp_path), "--interval", "0"])
+    with pytest.raises(ArtifactError, match="a run at a URL has its files only when it has ended"):
+        main(["--debug", "watch", "s3://bucket/run"])
     with pytest.raises(ArtifactError, match="no run is in it"):
-        watch(str(tmp_path))
+        main(["--debug", "watch", str(tmp_path)])

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from lightning_memprof.artifacts.manifest import ManifestWriter
+from lightning_memprof.cli.command import check_output, parse_numbers
 from lightning_memprof.cli.main import main
-from lightning_memprof.cli.own_files import is_one_of
+from lightning_memprof.errors import ConfigError
 from lightning_memprof.testing import make_run
 
 
@@ -31,9 +32,24 @@ def test_a_listed_path_that_cannot_be_a_file_does_not_stop_a_result(
     assert out.exists()
 
 
-def test_a_result_is_one_of_the_files_also_under_a_link_to_it(tmp_path: Path) -> None:
+def test_an_input_is_not_overwritten_through_a_link_either(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_text(json.dumps({}))
     (tmp_path / "link").symlink_to(file)
-    assert is_one_of(tmp_path / "link", [tmp_path / "zero\x00", file])
-    assert not is_one_of(tmp_path / "b.json", [tmp_path / "zero\x00", file])
+    with pytest.raises(ConfigError, match="this is an input file"):
+        check_output(tmp_path / "link", [tmp_path / "zero\x00", file])
+    check_output(tmp_path / "b.json", [tmp_path / "zero\x00", file])
+
+
+@pytest.mark.parametrize("name", ["manifest.rank00000.jsonl", "pulse.rank00003.csv"])
+def test_manifests_and_pulses_of_a_run_are_not_overwritten(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="this is an input file"):
+        check_output(tmp_path / name, [], tmp_path)
+    check_output(tmp_path / "elsewhere" / name, [], tmp_path)
+
+
+def test_numbers_and_ranges_are_read() -> None:
+    assert parse_numbers("--ranks", "0, 3-5,4") == [0, 3, 4, 5]
+    for wrong in ("", "1-", "-1", "1;2", "0-99999999999"):
+        with pytest.raises(ConfigError, match="--ranks"):
+            parse_numbers("--ranks", wrong)
