@@ -78,7 +78,7 @@ def _execute(options: Namespace) -> int:
     with _source(options.TARGET) as source:
         of: Quantity = options.of or ("time" if source.traces else "memory")
         suffix = f".{of}{_SUFFIXES[form]}" if form in {"speedscope", "flamegraph"} else _SUFFIXES[form]
-        out = Path(options.output or f"{source.stem}{suffix}")
+        out = Path(f"{source.stem}{suffix}" if options.output is None else options.output)
         artifacts = [] if source.run is None else [artifact.file for artifact in source.run.artifacts]
         check_output(out, (*source.traces, *source.snapshots, *artifacts))
         if form in {"csv", "parquet"}:

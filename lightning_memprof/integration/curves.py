@@ -6,12 +6,12 @@ import logging
 import time
 from collections import deque
 from contextlib import suppress
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.artifacts.naming import curves_path, series_path
 from lightning_memprof.artifacts.series import PULSE_COLUMNS, read_series
 from lightning_memprof.artifacts.sink import Artifact
-from lightning_memprof.artifacts.tfevents import EventFile, Layout
 from lightning_memprof.capture.collectors.allocator_stats import peak_reserved_bytes
 from lightning_memprof.integration.csv_rows import save_rows, take_back
 from lightning_memprof.units import MIB
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_memprof.artifacts.sink import Sink
+    from lightning_memprof.artifacts.tfevents import EventFile, Layout
     from lightning_memprof.capture.faults import Faults
     from lightning_memprof.integration.settings import Settings
 
@@ -91,6 +92,8 @@ def curves_of(trainer: Trainer, stage: str, settings: Settings, sink: Sink, faul
         return None
     if not settings.every_collector and not trainer.is_global_zero:
         return None
+    # The import takes a fifth of a second where no logger has imported tensorboard: before the first step, not in one.
+    import_module("lightning_memprof.artifacts.tfevents")
     return Curves(trainer, loggers if trainer.is_global_zero else (), sink, faults)
 
 
@@ -311,11 +314,13 @@ class _Drawing:
             self._sink.list_artifact(Artifact(self._path, "blob", Curves.name))
 
     def _opened(self) -> EventFile:
+        from lightning_memprof.artifacts.tfevents import EventFile
+
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = EventFile(self._path, time.time())
             if self._sink.rank == 0:
-                self._file.lay_out(LAYOUT, time.time())
+                self._file.add_layout(LAYOUT, time.time())
         return self._file
 
     def _take_in(self, places: Sequence[int], rows: Sequence[_Row], begin: int, end: int) -> None:

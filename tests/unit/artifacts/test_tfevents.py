@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ from lightning_memprof.artifacts.tfevents import EventFile
 
 def written(path):
     file = EventFile(path, 12.5)
-    file.lay_out({"memory": {"MiB": ["^a/x$", "^a/y$"], "of \N{LATIN SMALL LETTER E WITH ACUTE}ach": ["^b$"]}}, 13.0)
+    file.add_layout({"memory": {"MiB": ["^a/x$", "^a/y$"], "of \N{LATIN SMALL LETTER E WITH ACUTE}ach": ["^b$"]}}, 13.0)
     file.add(0, 14.0, {"a/x": 1.5, "a/y": -2.0})
     file.add(3_000_000_000, 15.0, {"b" * 200: 0.0})
     return file
@@ -47,7 +48,19 @@ def test_nothing_is_written_over(tmp_path):
         EventFile(path, 0.0)
 
 
-def test_writing_loads_no_module_of_tensorboard_s_or_torch_s():
-    program = "import sys, lightning_memprof.artifacts.tfevents; print(*sys.modules, sep='\\n')"
-    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    assert not {name.partition(".")[0] for name in loaded} & {"tensorboard", "tensorflow", "torch", "google", "numpy"}
+def test_writing_starts_no_thread_and_loads_no_tensorflow(tmp_path):
+    (tmp_path / "tensorflow.py").write_text("raise RuntimeError('imported')")
+    program = (
+        "import sys, threading; from pathlib import Path; from lightning_memprof.artifacts.tfevents import EventFile\n"
+        "EventFile(Path('a.tfevents.0'), 0.0).close()\n"
+        "print(threading.active_count(), sorted({'torch', 'tensorflow'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "1 []\n"

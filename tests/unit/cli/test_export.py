@@ -120,7 +120,7 @@ def test_a_snapshot_is_exported_in_every_form_that_it_has(dump: str, capsys) -> 
     assert Path("dump.memory_viz.pickle").read_bytes()[:2] == b"\x80\x04"
     capsys.readouterr()
     assert main(["export", dump, "--to", "flamegraph", "--of", "time"]) == 1
-    assert "only traces know times" in capsys.readouterr().err
+    assert "times come from traces only" in capsys.readouterr().err
 
 
 def test_a_trace_becomes_tables(run: str) -> None:

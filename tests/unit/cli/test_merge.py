@@ -52,7 +52,7 @@ def test_a_directory_of_traces_is_merged_as_view_opens_it(tmp_path: Path, capsys
     assert processes(out) == ["a · 7", "b · 7"]
     (tmp_path / "traces" / "c.pickle").write_bytes(pickle.dumps({"segments": [], "device_traces": [[]]}, 4))
     assert main(["merge", str(tmp_path / "traces"), "-o", str(out)]) == 1
-    assert "c.pickle: is no trace" in capsys.readouterr().err
+    assert "c.pickle: is not a trace" in capsys.readouterr().err
 
 
 def test_a_run_becomes_one_timeline_of_all_ranks_or_of_the_chosen_ones(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_run_becomes_one_timeline_of_all_ranks_or_of_the_chosen_ones(tmp_path:
     ("arguments", "complaint"),
     [
         (["a.json", "b.json", "--window", "1"], "trace files are merged whole"),
-        (["a.json", "./a.json", "a.json"], "is named twice"),
+        (["a.json", "./a.json", "a.json"], "named twice"),
         (["a.json", "missing.json"], "no such file"),
     ],
 )
@@ -106,7 +106,7 @@ def test_a_file_of_the_run_is_never_the_result_and_what_is_damaged_is_told(
     manifest = run / "manifest.rank00001.jsonl"
     before = manifest.read_bytes()
     assert main(["merge", str(run), "-o", str(manifest)]) == 1
-    assert "is a file of this run" in capsys.readouterr().err
+    assert "this is an input file" in capsys.readouterr().err
     assert manifest.read_bytes() == before
     series = next(run.glob("window000/rank00001.host.jsonl"))
     series.unlink()
@@ -133,4 +133,6 @@ def test_a_merge_that_is_ended_leaves_nothing_behind_and_says_nothing(tmp_path: 
 
 def test_without_a_result_the_option_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["merge", *two(tmp_path)]) == 2
-    assert "merge: name the result, as in: lightning-memprof merge RUN -o merged.json.gz" in capsys.readouterr().err
+    assert (
+        "merge: name the output file, as in: lightning-memprof merge RUN -o merged.json.gz" in capsys.readouterr().err
+    )

@@ -50,7 +50,7 @@ def test_another_file_can_be_named_and_is_opened(tmp_path, monkeypatch):
 def test_what_cannot_be_written_is_one_line(tmp_path, capsys):
     run = make_run(tmp_path / "log")
     assert main(["report", str(run), "-o", str(tmp_path)]) == 1
-    assert "is a directory; name a file in it" in capsys.readouterr().err
+    assert "is a directory; name a file" in capsys.readouterr().err
     assert main(["report", str(run), "-o", str(tmp_path / "gone/page.html")]) == 1
     assert capsys.readouterr().err.count("\n") == 1
 

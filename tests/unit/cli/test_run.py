@@ -33,7 +33,7 @@ def test_everything_from_the_program_on_belongs_to_the_program(arguments, option
         (["nothing.py"], "nothing.py"),
         (["--config", "nothing.yaml", "train.py"], "nothing.yaml"),
         (["--config", ".", "train.py"], "directory"),
-        (["--config", "broken.yaml", "train.py"], "no YAML"),
+        (["--config", "broken.yaml", "train.py"], "not a YAML file"),
         (["-m", "no_such_package.train"], "no_such_package"),
         (["-m", ""], "no module"),
         (["-m"], "no module"),
