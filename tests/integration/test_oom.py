@@ -272,7 +272,7 @@ def test_a_ring_that_is_replayed_by_the_device_is_understood(
         {"name": "/home/me/train.py(12): forward", "detail": None, "bytes": 60 * GIB, "blocks": 60}
     ]
     assert "expandable_segments:True" in found["next_steps"][0]
-    assert "fragmented: 15.0 GiB are reserved and unused" in " ".join(capsys.readouterr().err.split())
+    assert "fragmented: 15.0 GiB are reserved but unused" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.corpus

@@ -1,4 +1,4 @@
-"""Three things to try where memory ran out, each with a setting of Lightning or torch to try it with."""
+"""Remedies for an out-of-memory error: up to three, each with the Lightning or torch setting that applies it."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ if TYPE_CHECKING:
 __all__ = ["HOST_REST", "OTHER_TENSORS", "SETUP", "UNHELD", "Situation", "next_steps"]
 
 STEPS: Final = 3
-_KEPT: Final = (
-    "Look who keeps the tensors that are listed above: many of one size that outlive their step are a list's or an "
-    "attribute's (keep loss.item(), or .detach().cpu())."
+_HELD_BY_PYTHON: Final = (
+    "Find the objects that hold the tensors listed above: many of the same size that outlive their step are usually in "
+    "a list or an attribute (store loss.item() or .detach().cpu() instead)."
 )
 SETUP: Final = "setup"
+MOST_SAVED: Final = "the modules with the most saved activations"
+CHECKPOINT: Final = "wrap their forward in torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
 WITHOUT_GRADIENTS: Final = ("validation_step", "test_step", "predict_step")
-# What the model, its optimizers and Python's own tensors leave of the allocated bytes.
-UNHELD: Final = "the rest: what autograd keeps for backward, and temporaries"
-
-OTHER_TENSORS: Final = "other tensors that Python holds"
-HOST_REST: Final = "the rest: Python's objects, libraries, and what only autograd holds"
+OTHER_TENSORS: Final = "other tensors held by Python"
+# Allocated bytes that neither the model, its optimizers nor a Python object hold.
+UNHELD: Final = "the rest: saved activations and temporaries"
+HOST_REST: Final = "the rest: Python objects, libraries and saved activations"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """What the advice depends on.
+    """The facts that select the remedies.
 
     Attributes:
-        cause: why it did not fit.
-        is_host: whether it was the host's memory.
-        phase: of the step; :data:`SETUP` before the first one.
-        function: the module's step function.
-        modules: those that hold most, largest first.
-        largest: what holds most, in words; None where it is not known.
-        is_expandable: whether the allocator's segments are expandable already.
+        cause: as :data:`lightning_memprof.analysis.oom.causes.Cause`.
+        is_host: whether host memory ran out, rather than device memory.
+        phase: phase of the step; :data:`SETUP` before the first step.
+        function: the module's step method, such as ``validation_step``.
+        modules: paths of the modules that allocated most, largest first.
+        largest: label of the largest holder; None where unknown.
+        is_expandable: whether the allocator already uses expandable segments.
         training: the manifest's ``training`` row, with ``world_size``.
 
     """
@@ -53,7 +54,7 @@ class Situation:
 
 
 def next_steps(situation: Situation) -> tuple[str, ...]:
-    """Return three steps, the likeliest to help first."""
+    """Return up to three remedies, the most promising first."""
     if situation.is_host and situation.cause != "too large":
         steps = _host(situation)
     elif situation.cause == "fragmented":
@@ -72,42 +73,39 @@ def next_steps(situation: Situation) -> tuple[str, ...]:
 def _fragmented(situation: Situation) -> Iterator[str]:
     if situation.is_expandable:
         yield (
-            "Segments are expandable already: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True,"
-            "garbage_collection_threshold:0.8, so that blocks that lie unused are given back earlier."
+            "Segments are already expandable: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True,"
+            "garbage_collection_threshold:0.8 to release unused blocks earlier."
         )
     else:
         yield (
-            "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the program starts: segments then grow, and "
-            "free pieces no longer lie between them."
+            "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the program starts: segments then grow in "
+            "place, which avoids free gaps between them."
         )
     yield (
-        "Give every step the same shapes: pad or bucket the batches, and DataLoader(drop_last=True); pieces of one "
-        "size are used again."
+        "Use the same shapes in every step: pad or bucket the batches and set DataLoader(drop_last=True), so that the "
+        "allocator can reuse blocks."
     )
-    yield "Call torch.cuda.empty_cache() between stages of different shapes, in on_validation_end for instance."
+    yield "Call torch.cuda.empty_cache() between stages with different shapes, for example in on_validation_end."
     yield _smaller_batch(situation)
 
 
 def _other_process(situation: Situation) -> Iterator[str]:
-    yield "Look who is on the device with nvidia-smi, and end what is left over of earlier runs."
+    yield "Run nvidia-smi to see which processes use the device, and stop leftovers of earlier runs."
     if (whole(situation.training, "world_size") or 1) > 1:
-        yield "See that each rank has a device of its own: Trainer(devices=...) with as many devices as ranks."
+        yield "Give each rank its own device: Trainer(devices=...) with as many devices as ranks."
     else:
         yield (
-            "Take a device that is free: Trainer(devices=lightning.pytorch.accelerators.find_usable_cuda_devices(1)), "
+            "Use a free device: Trainer(devices=lightning.pytorch.accelerators.find_usable_cuda_devices(1)), "
             "or CUDA_VISIBLE_DEVICES."
         )
-    yield (
-        "Where the device has to be shared, agree on shares with torch.cuda.set_per_process_memory_fraction(0.5) in "
-        "each process."
-    )
+    yield ("If processes must share the device, limit each with torch.cuda.set_per_process_memory_fraction(0.5).")
     yield _smaller_batch(situation)
 
 
 def _setup(situation: Situation) -> Iterator[str]:
-    """Before the first step there is neither a batch nor an activation: it is the model, and what is loaded."""
+    """Yield remedies for a failure before the first step, where only the model and loaded weights use memory."""
     if situation.cause == "limited":
-        yield "Raise what torch.cuda.set_per_process_memory_fraction allows this process, or leave the call out."
+        yield "Raise the fraction in torch.cuda.set_per_process_memory_fraction, or remove the call."
     yield (
         "Shard the model over devices: Trainer(strategy=ModelParallelStrategy()) and fully_shard in configure_model, "
         "or Trainer(strategy='fsdp')."
@@ -115,10 +113,10 @@ def _setup(situation: Situation) -> Iterator[str]:
     if _has_full_precision(situation):
         yield 'Halve the model itself with Trainer(precision="bf16-true").'
     yield (
-        "Load weights with torch.load(..., map_location='cpu', mmap=True): loaded to the device they lie there twice "
-        "until load_state_dict is done."
+        "Load weights with torch.load(..., map_location='cpu', mmap=True): on the device they would exist twice until "
+        "load_state_dict returns."
     )
-    yield "Keep what need not be there on the host: large tables and buffers, and models that only evaluate."
+    yield "Keep large tables, buffers and evaluation-only models on the host."
 
 
 def _too_large(situation: Situation) -> Iterator[str]:
@@ -126,29 +124,27 @@ def _too_large(situation: Situation) -> Iterator[str]:
     if precision := _precision(situation):
         yield precision
     yield (
-        "Split the operation on the line above into chunks; for attention, "
-        "torch.nn.functional.scaled_dot_product_attention never builds the whole matrix of weights."
+        "Split the operation on the line above into chunks; for attention, use "
+        "torch.nn.functional.scaled_dot_product_attention, which never builds the full attention matrix."
     )
-    yield "Shard what is this large over devices: Trainer(strategy='fsdp')."
+    yield "Shard the model over devices: Trainer(strategy='fsdp')."
 
 
 def _full(situation: Situation) -> Iterator[str]:
     if situation.cause == "limited":
-        yield "Raise what torch.cuda.set_per_process_memory_fraction allows this process, or leave the call out."
+        yield "Raise the fraction in torch.cuda.set_per_process_memory_fraction, or remove the call."
     if situation.function in WITHOUT_GRADIENTS:
         yield (
-            "This step needs no gradients: leave Trainer(inference_mode=True), keep no outputs on the device between "
-            "batches, and give its DataLoader a smaller batch_size."
+            "This step needs no gradients: keep Trainer(inference_mode=True), store no outputs on the device between "
+            "batches, and use a smaller batch_size in its DataLoader."
         )
     if situation.phase == "optimizer":
         yield _optimizer(situation)
     if situation.largest == OTHER_TENSORS:
-        yield _KEPT
+        yield _HELD_BY_PYTHON
     if situation.largest in (None, UNHELD):
-        where = (
-            f" {' and '.join(situation.modules)}" if situation.modules else " the modules that keep most for backward"
-        )
-        yield f"Checkpoint{where}: wrap their forward in torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+        modules = " and ".join(situation.modules) or MOST_SAVED
+        yield f"Checkpoint {modules}: {CHECKPOINT}"
     yield _smaller_batch(situation)
     if precision := _precision(situation):
         yield precision
@@ -166,15 +162,15 @@ def _host(situation: Situation) -> Iterator[str]:
     if workers > 1 or (workers and waits):
         fewer = f"num_workers={workers // 2}" + (", prefetch_factor=1" if workers > 1 else "")
         yield (
-            f"Let fewer processes load data: DataLoader({fewer}), and map large arrays from disk with "
+            f"Use fewer data loading processes: DataLoader({fewer}), and memory-map large arrays with "
             "numpy.load(mmap_mode='r')."
         )
     elif waits:
-        yield "Map large files instead of reading them: numpy.load(mmap_mode='r'), torch.load(mmap=True)."
+        yield "Memory-map large files instead of reading them: numpy.load(mmap_mode='r'), torch.load(mmap=True)."
     if situation.phase == SETUP:
         yield (
-            "Make large modules in configure_model under fully_shard, where each process holds its part, or on "
-            "torch.device('meta') until their weights are loaded."
+            "Create large modules in configure_model with fully_shard, so that each process holds its shard only, or "
+            "on torch.device('meta') until their weights are loaded."
         )
         if _has_full_precision(situation):
             yield 'Halve the model itself with Trainer(precision="bf16-true").'
@@ -182,19 +178,16 @@ def _host(situation: Situation) -> Iterator[str]:
         yield _optimizer(situation)
     if situation.largest == HOST_REST:
         yield (
-            "Look for what grows: lists that keep a step's outputs (keep loss.item(), or .detach().cpu()), caches in "
-            "a Dataset; lightning-memprof show has the resident size of every step."
+            "Look for growing containers: lists of step outputs (store loss.item() or .detach().cpu()), caches in a "
+            "Dataset; lightning-memprof show has the RSS of every step."
         )
     if situation.largest == OTHER_TENSORS:
-        yield _KEPT
+        yield _HELD_BY_PYTHON
     yield _smaller_batch(situation)
     if precision := _precision(situation):
         yield precision
     if situation.function not in WITHOUT_GRADIENTS:
-        yield (
-            "Checkpoint the modules that keep most for backward: wrap their forward in "
-            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
-        )
+        yield f"Checkpoint {MOST_SAVED}: {CHECKPOINT}"
     yield _optimizer(situation)
 
 
@@ -203,8 +196,8 @@ def _smaller_batch(situation: Situation) -> str:
     size = _batch_size(situation)
     half = f"DataLoader(batch_size={size // 2})" if size and size > 1 else "half the batch size"
     if situation.function in WITHOUT_GRADIENTS:
-        return f"Take {half}: nothing else is changed by it outside of training."
-    return f"Take {half} and Trainer(accumulate_grad_batches={times}): the same gradients from smaller pieces."
+        return f"Use {half}: outside of training this does not change the results."
+    return f"Use {half} and Trainer(accumulate_grad_batches={times}): same gradients from smaller batches."
 
 
 def _precision(situation: Situation) -> str | None:
@@ -220,10 +213,10 @@ def _optimizer(situation: Situation) -> str:
     first = optimizers[0] if isinstance(optimizers, list) and optimizers and isinstance(optimizers[0], dict) else {}
     name = text(first, "name") or "AdamW"
     if situation.is_host or first.get("fused") is True:
-        return f"Keep less state for each parameter: an 8-bit {name} (bitsandbytes), or torch.optim.Adafactor."
+        return f"Use an optimizer with less state: an 8-bit {name} (bitsandbytes), or torch.optim.Adafactor."
     return (
-        f"Make the optimizer's step need less: {name}(..., fused=True) needs no intermediates of the size of "
-        "all parameters, as foreach=True does; an 8-bit one (bitsandbytes) keeps a quarter of the state."
+        f"Reduce the memory of the optimizer step: {name}(..., fused=True) avoids the parameter-sized temporaries of "
+        "foreach=True; an 8-bit optimizer (bitsandbytes) needs a quarter of the state."
     )
 
 

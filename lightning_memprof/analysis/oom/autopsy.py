@@ -1,4 +1,4 @@
-"""Why memory ran out: what was asked and why it did not fit, who held the rest, and what to try next."""
+"""Autopsies of out-of-memory errors: the failed allocation, its cause, the live bytes by holder, and remedies."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.analysis.oom.advice import HOST_REST, OTHER_TENSORS, SETUP, UNHELD, Situation, next_steps
-from lightning_memprof.analysis.oom.causes import Cause, Memory, device_cause, device_memory, host_cause, host_memory
+from lightning_memprof.analysis.oom.causes import (
+    Cause,
+    Memory,
+    SnapshotMemory,
+    device_cause,
+    device_memory,
+    host_cause,
+    host_memory,
+    snapshot_memory,
+)
 from lightning_memprof.analysis.oom.module_stacks import ModuleStacks
-from lightning_memprof.analysis.oom.snapshot import SnapshotMemory, snapshot_memory
 from lightning_memprof.analysis.run.rows import mapping, text, whole
 from lightning_memprof.analysis.stacks import Frame, parse_frame, user_frame
 from lightning_memprof.errors import ArtifactError
@@ -23,8 +31,22 @@ if TYPE_CHECKING:
 __all__ = ["Autopsy", "Holder", "autopsies", "autopsy"]
 
 TOP: Final = 10
-NO_RING: Final = 'the allocator\'s history was off: OutOfMemory(history="always") keeps it on for the whole run'
-NO_STACK: Final = "no Python stack: allocated by backward's own threads, or while the history was off"
+NO_HISTORY: Final = 'the allocator history was off; OOMAutopsy(history="always") records it for the whole run'
+NO_STACK: Final = "no Python stack: allocated by autograd threads, or while the history was off"
+PLACE: Final = (
+    "step",
+    "global_step",
+    "epoch",
+    "phase",
+    "point",
+    "function",
+    "stage",
+    "window",
+    "thread",
+    "module",
+    "module_class",
+)
+OUTSIDE: Final = "outside module forwards"
 HELD: Final = (
     ("parameter", "parameters"),
     ("gradient", "gradients"),
@@ -34,22 +56,22 @@ HELD: Final = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Holder:
-    """Bytes that were allocated at that moment, by the line or module that asked for them."""
+    """Live bytes at the failed allocation, by the line or module that allocated them."""
 
     name: str
-    detail: str | None
+    detail: str | None = None
     bytes: int
-    blocks: int
+    blocks: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Autopsy:
-    """One out-of-memory event, understood.
+    """One out-of-memory error with its cause, holders and remedies.
 
-    ``place`` has step, global_step, epoch, phase, point, function, stage, window, thread, module and module_class as
-    far as they are known. A list of holders that cannot be had is empty, and its note says why.
+    ``place`` has step, global_step, epoch, phase, point, function, stage, window, thread, module and module_class
+    where known. A list of holders that is not available is empty, and its note has the reason.
     """
 
     rank: int
@@ -78,11 +100,11 @@ class Autopsy:
 
 
 def autopsies(run: Run, *, max_bytes: int | None = None) -> tuple[Autopsy, ...]:
-    """Understand every event of a run, in order of rank and time.
+    """Return an autopsy for each out-of-memory event of a run, by rank and time.
 
     Args:
         run: the run.
-        max_bytes: leave snapshots unread that are larger than this; None reads all, at some 20 MB/s.
+        max_bytes: skip snapshots larger than this; None reads all, at about 20 MB/s.
 
     """
     training = {rank.rank: {**(rank.training or {}), "world_size": rank.facts.get("world_size")} for rank in run.ranks}
@@ -90,12 +112,12 @@ def autopsies(run: Run, *, max_bytes: int | None = None) -> tuple[Autopsy, ...]:
 
 
 def autopsy(event: OomEvent, training: Mapping[str, Any] | None = None, *, max_bytes: int | None = None) -> Autopsy:
-    """Understand an event.
+    """Return the autopsy of one event.
 
     Args:
-        event: what was written down.
-        training: the manifest's ``training`` row, for steps that fit the Trainer, with ``world_size``.
-        max_bytes: leave a snapshot unread that is larger than this; None reads it.
+        event: the recorded event.
+        training: the ``training`` row of the manifest with ``world_size``; remedies depend on it.
+        max_bytes: skip a snapshot larger than this; None reads it.
 
     """
     facts = event.facts
@@ -151,18 +173,11 @@ def autopsy(event: OomEvent, training: Mapping[str, Any] | None = None, *, max_b
     )
 
 
-PLACE: Final = (
-    "step", "global_step", "epoch", "phase", "point", "function", "stage", "window", "thread", "module",
-    "module_class",
-)  # fmt: skip
-OUTSIDE: Final = "outside of any module's forward"
-
-
 def _snapshot(event: OomEvent, device: str, max_bytes: int | None) -> tuple[SnapshotMemory | None, str | None]:
     if event.snapshot is None:
         return None, None
     if max_bytes is not None and event.snapshot.stat().st_size > max_bytes:
-        return None, "the snapshot is large and was not read for this page: lightning-memprof show reads it"
+        return None, "the snapshot is too large for this page; lightning-memprof show reads it"
     _, _, index = device.partition(":")
     try:
         return snapshot_memory(event.snapshot, int(index or 0)), None
@@ -172,13 +187,13 @@ def _snapshot(event: OomEvent, device: str, max_bytes: int | None) -> tuple[Snap
 
 def _no_stacks(facts: Mapping[str, Any], *, is_host: bool) -> str:
     if is_host:
-        return "the host's allocator keeps no history"
+        return "the host allocator has no history"
     unavailable = mapping(facts, "unavailable") or {}
-    return text(unavailable, "snapshot") or NO_RING
+    return text(unavailable, "snapshot") or NO_HISTORY
 
 
 def _by_stack(snapshot: SnapshotMemory | None) -> list[Holder]:
-    """Return live bytes by the innermost line of the program that asked for them, largest first."""
+    """Return live bytes by allocation site in the user's program, largest first."""
     sizes = _Sizes()
     for holder in snapshot.holders if snapshot is not None and snapshot.has_stacks else ():
         inner = parse_frame(holder.stack[0]) if holder.stack else None
@@ -189,7 +204,7 @@ def _by_stack(snapshot: SnapshotMemory | None) -> list[Holder]:
 
 
 def _by_module(snapshot: SnapshotMemory | None, stacks: ModuleStacks) -> list[Holder]:
-    """Return live bytes by the module whose forward asked for them, largest first."""
+    """Return live bytes by the module whose forward allocated them, largest first."""
     sizes = _Sizes()
     for holder in snapshot.holders if snapshot is not None and snapshot.has_stacks else ():
         frames = [frame for line in holder.stack if (frame := parse_frame(line)) is not None]
@@ -199,7 +214,7 @@ def _by_module(snapshot: SnapshotMemory | None, stacks: ModuleStacks) -> list[Ho
 
 
 class _Sizes:
-    """Bytes and blocks by name and detail."""
+    """Sums of bytes and blocks by name and detail."""
 
     def __init__(self) -> None:
         self._sizes: dict[tuple[str, str | None], tuple[int, int]] = defaultdict(lambda: (0, 0))
@@ -209,7 +224,10 @@ class _Sizes:
         self._sizes[key] = known[0] + size, known[1] + blocks
 
     def largest(self) -> list[Holder]:
-        holders = [Holder(*key, *sizes) for key, sizes in self._sizes.items()]
+        holders = [
+            Holder(name=name, detail=detail, bytes=size, blocks=blocks)
+            for (name, detail), (size, blocks) in self._sizes.items()
+        ]
         return sorted(holders, key=lambda holder: (-holder.bytes, holder.name))
 
 
@@ -217,10 +235,10 @@ def _held(facts: Mapping[str, Any], memory: Memory, *, is_host: bool) -> tuple[H
     held = mapping(facts, "held")
     if held is None:
         return ()
-    found = [Holder(words, None, size, 0) for key, words in HELD if (size := whole(held, f"{key}_bytes"))]
+    found = [Holder(name=label, bytes=size) for key, label in HELD if (size := whole(held, f"{key}_bytes"))]
     rest = (memory.allocated_bytes or 0) - sum(holder.bytes for holder in found)
     if rest > 0:
-        found.append(Holder(HOST_REST if is_host else UNHELD, None, rest, 0))
+        found.append(Holder(name=HOST_REST if is_host else UNHELD, bytes=rest))
     return tuple(found)
 
 

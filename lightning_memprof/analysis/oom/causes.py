@@ -1,4 +1,4 @@
-"""Why a request for memory did not fit, from what was counted at that moment."""
+"""The cause of a failed allocation, from the counters of that moment."""
 
 from __future__ import annotations
 
@@ -7,36 +7,46 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from lightning_memprof.analysis.run.rows import mapping, text, whole
+from lightning_memprof.analysis.snapshot.reader import read_snapshot
+from lightning_memprof.analysis.snapshot.replay import Holder, replay
 from lightning_memprof.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
-    from lightning_memprof.analysis.oom.snapshot import SnapshotMemory
-
-__all__ = ["Cause", "Memory", "device_cause", "device_memory", "host_cause", "host_memory"]
+__all__ = [
+    "Cause",
+    "Memory",
+    "SnapshotMemory",
+    "device_cause",
+    "device_memory",
+    "host_cause",
+    "host_memory",
+    "snapshot_memory",
+]
 
 Cause = Literal["too large", "fragmented", "other process", "limited", "full"]
 
 # A CUDA context, its kernels and the libraries' workspaces take this much of a device without torch's allocator.
 CONTEXT_BYTES: Final = GIB
-# What torch's message adds where it can see the other processes of the device.
+# torch adds this to its message where the driver shows other processes of the device.
 PROCESS: Final = re.compile(r"Process (\d+) has ([0-9.]+) (bytes|KiB|MiB|GiB) memory in use")
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What there was, in bytes; None where it is not known.
+    """Memory at the failed allocation, in bytes; None where unknown.
 
     Attributes:
-        total_bytes: of the device or machine.
-        limit_bytes: what the process may use of it.
-        free_bytes: what the driver or system could still give.
-        allocated_bytes: in live tensors; on the host the resident size.
-        reserved_bytes: held from the driver; on the host the virtual size.
-        unused_bytes: reserved and in no live tensor.
-        largest_free_bytes: the largest piece of ``unused_bytes``; known with a snapshot.
-        other_bytes: of the device and neither free nor reserved here: other processes, and libraries of this one.
+        total_bytes: size of the device or machine memory.
+        limit_bytes: limit of this process.
+        free_bytes: free according to the driver or system.
+        allocated_bytes: live tensors; on the host RSS.
+        reserved_bytes: reserved by the allocator; on the host the virtual size.
+        unused_bytes: reserved and not allocated.
+        largest_free_bytes: largest contiguous block of ``unused_bytes``; needs a snapshot.
+        other_bytes: neither free nor reserved by this process: other processes, and libraries in this one.
 
     """
 
@@ -50,8 +60,42 @@ class Memory:
     other_bytes: int | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class SnapshotMemory:
+    """One device at the moment of an allocator snapshot, in bytes; ``holders`` are live allocations, largest first."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    largest_free_bytes: int
+    is_expandable: bool
+    holders: tuple[Holder, ...]
+
+    @property
+    def has_stacks(self) -> bool:
+        """Whether any live allocation has a Python stack."""
+        return any(holder.stack for holder in self.holders)
+
+
+def snapshot_memory(path: Path, device: int) -> SnapshotMemory:
+    """Return the memory of one device (its index) at the moment of a snapshot.
+
+    Raises:
+        ArtifactError: the file cannot be read, or has no such device.
+
+    """
+    replayed = replay(read_snapshot(path), device)
+    found = replayed.snapshot
+    return SnapshotMemory(
+        allocated_bytes=found.allocated_bytes,
+        reserved_bytes=found.reserved_bytes,
+        largest_free_bytes=found.largest_free_block,
+        is_expandable=any(segment.is_expandable for segment in found.segments),
+        holders=replayed.holders_at(replayed.events - 1),
+    )
+
+
 def device_memory(facts: Mapping[str, Any], snapshot: SnapshotMemory | None) -> Memory:
-    """Return what a device had; its counters come first, a snapshot where there are none."""
+    """Return the memory of a device, from its counters, or from a snapshot where there are none."""
     statistics = mapping(facts, "statistics") or {}
     allocated = whole(statistics, "allocated_bytes.all.current")
     reserved = whole(statistics, "reserved_bytes.all.current")
@@ -74,7 +118,7 @@ def device_memory(facts: Mapping[str, Any], snapshot: SnapshotMemory | None) -> 
 
 
 def host_memory(facts: Mapping[str, Any]) -> Memory:
-    """Return what the host had; the limit is the smallest of those that hold for the process."""
+    """Return the memory of the host; the limit is the smallest one that applies to the process."""
     host = mapping(facts, "host") or {}
     total, available = whole(host, "total_bytes"), whole(host, "available_bytes")
     limits = [
@@ -99,77 +143,83 @@ def host_memory(facts: Mapping[str, Any]) -> Memory:
 def device_cause(
     asked: int | None, facts: Mapping[str, Any], memory: Memory, snapshot: SnapshotMemory | None
 ) -> tuple[Cause, str]:
-    """Say why a request did not fit.
+    """Return the cause of a failed device allocation, and a sentence with its evidence.
 
-    A request that is larger than the limit fits in no case. Else the bytes that are reserved and unused, or those of
-    other processes, are the cause where the request would have fitted with them.
+    An allocation larger than the limit can never succeed. Otherwise unused reserved memory, or the memory of other
+    processes, is the cause if the allocation would have succeeded with it.
     """
     limit, free, reserved, unused = memory.limit_bytes, memory.free_bytes, memory.reserved_bytes, memory.unused_bytes
     named = _bytes(asked)
     if asked is None or limit is None:
-        return "full", f"{_bytes(memory.allocated_bytes)} were allocated; how much was asked for is not known."
+        return (
+            "full",
+            f"{_bytes(memory.allocated_bytes)} were allocated; the size of the failed allocation is unknown.",
+        )
     if asked > limit:
-        return "too large", f"{named} were asked for in one piece, and the device has {_bytes(limit)} in all."
+        return "too large", f"A single allocation of {named} is larger than the limit of {_bytes(limit)}."
     allowed = max(0, limit - (reserved or 0))
     room = min(free or 0, allowed)
     fits_unused = unused is not None and room < asked <= room + unused
     if limit < (memory.total_bytes or 0) and allowed < asked <= (free or 0) and not fits_unused:
         return "limited", (
-            f"torch.cuda.set_per_process_memory_fraction allows this process {_bytes(limit)} of the device's "
-            f"{_bytes(memory.total_bytes)}; {_bytes(reserved)} were reserved, and {named} more do not fit."
+            f"torch.cuda.set_per_process_memory_fraction limits this process to {_bytes(limit)} of "
+            f"{_bytes(memory.total_bytes)}; {_bytes(reserved)} were reserved, and {named} more did not fit."
         )
     others = max(0, (memory.other_bytes or 0) - CONTEXT_BYTES)
     fits_others = others > 0 and asked <= min((free or 0) + others, limit - (reserved or 0))
     processes = [
-        f"process {pid} holds {size} {unit}" for pid, size, unit in PROCESS.findall(text(facts, "exception") or "")
+        f"process {pid} uses {size} {unit}" for pid, size, unit in PROCESS.findall(text(facts, "exception") or "")
     ]
     if fits_others and not (fits_unused and (unused or 0) >= others):
-        told = "; ".join(processes) or "other processes, or libraries of this one that do not ask torch"
+        users = "; ".join(processes) or "other processes, or libraries in this one that bypass torch's allocator"
         return "other process", (
-            f"about {_bytes(others)} of the device's {_bytes(memory.total_bytes)} are held by others ({told}); without "
-            f"them the {named} would have fitted."
+            f"About {_bytes(others)} of {_bytes(memory.total_bytes)} are in use outside this allocator ({users}); "
+            f"without them the allocation of {named} would have succeeded."
         )
     if fits_unused:
         largest = None if snapshot is None else snapshot.largest_free_bytes
-        piece = "" if largest is None else f", in pieces of at most {_bytes(largest)}"
-        none = "no piece is large enough" if (largest or 0) < asked else "large pieces are another stream's or pool's"
+        piece = "" if largest is None else f", in blocks of at most {_bytes(largest)}"
+        none = "no block is large enough" if (largest or 0) < asked else "large blocks belong to another stream or pool"
         return "fragmented", (
-            f"{_bytes(unused)} are reserved and unused{piece}, and {_bytes(room)} are free: enough in sum for the "
+            f"{_bytes(unused)} are reserved but unused{piece}, and {_bytes(room)} are free: together enough for "
             f"{named}, but {none}."
         )
     return "full", (
-        f"{_bytes(memory.allocated_bytes)} of {_bytes(limit)} are in live tensors; with {_bytes(room)} free and "
-        f"{_bytes(unused)} reserved and unused, {named} more do not fit."
+        f"Live tensors use {_bytes(memory.allocated_bytes)} of {_bytes(limit)}; with {_bytes(room)} free and "
+        f"{_bytes(unused)} reserved but unused, {named} more did not fit."
     )
 
 
 def host_cause(asked: int | None, facts: Mapping[str, Any], memory: Memory) -> tuple[Cause, str]:
-    """Say why the host gave nothing: a limit counts where the machine itself would still have had more."""
+    """Return the cause of a failed host allocation, and a sentence with its evidence.
+
+    A limit is the cause only where the machine had more memory than the limit left.
+    """
     host = mapping(facts, "host") or {}
-    named = "what was asked for" if asked is None else f"the {_bytes(asked)}"
+    named = "the allocation" if asked is None else f"an allocation of {_bytes(asked)}"
     space, data, group = (whole(host, name) for name in ("rlimit_as_bytes", "rlimit_data_bytes", "cgroup_limit_bytes"))
     if asked is not None and memory.total_bytes is not None and asked > memory.total_bytes:
         return (
             "too large",
-            f"{_bytes(asked)} were asked for in one piece, and the machine has {_bytes(memory.total_bytes)}.",
+            f"A single allocation of {_bytes(asked)} is larger than the machine's {_bytes(memory.total_bytes)}.",
         )
     used, room = memory.reserved_bytes or 0, whole(host, "available_bytes")
     for limit, name, taken in (
         (space, "RLIMIT_AS (ulimit -v)", used),
         (data, "RLIMIT_DATA (ulimit -d)", used),
-        (group, "the control group's memory.max", whole(host, "cgroup_used_bytes") or 0),
+        (group, "memory.max of the control group", whole(host, "cgroup_used_bytes") or 0),
     ):
         if limit is None or (room is not None and limit - taken > room):
             continue
-        # Python itself does not say how much it asked for.
+        # Python's MemoryError does not state the size.
         if asked is None or taken + asked > limit:
             return "limited", (
-                f"{name} allows this process {_bytes(limit)}; {_bytes(taken)} were taken, and there was no room in the "
-                f"rest for {named}, although the machine had {_bytes(room)} available."
+                f"{name} limits this process to {_bytes(limit)}; with {_bytes(taken)} in use there was no room for "
+                f"{named}, although the machine had {_bytes(room)} available."
             )
     return "full", (
-        f"the process held {_bytes(memory.allocated_bytes)} of the machine's {_bytes(memory.total_bytes)}, "
-        f"{_bytes(room)} were available when {named} could not be had."
+        f"The process used {_bytes(memory.allocated_bytes)} of the machine's {_bytes(memory.total_bytes)}; "
+        f"{_bytes(room)} were available when {named} failed."
     )
 
 

@@ -1,4 +1,4 @@
-"""The moments at which a rank's memory ran out, as they were written down."""
+"""Out-of-memory events of a rank, as recorded in its manifest and its OOM file."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["OomEvent", "oom_events"]
 
 @dataclass(frozen=True)
 class OomEvent:
-    """One event. ``facts`` are those of its file, or of its manifest row where the file has none of it.
+    """One event. ``facts`` come from the OOM file, or from the manifest row where the file lacks the event.
 
-    ``snapshot`` is the allocator snapshot of that moment, None where there is none.
+    ``snapshot`` is the allocator snapshot of that moment, or None.
     """
 
     rank: int
@@ -31,12 +31,12 @@ class OomEvent:
 
 
 def oom_events(directory: Path, rank: int, rows: ManifestRows) -> tuple[OomEvent, ...]:
-    """Return a rank's events in their order.
+    """Return the events of a rank in recorded order.
 
     Args:
         directory: the run directory.
         rank: the rank.
-        rows: its manifest.
+        rows: rows of its manifest.
 
     """
     listed = {number: row for row in rows_of(rows, "oom") if (number := whole(row, "number")) is not None}
@@ -56,7 +56,7 @@ def _snapshot(directory: Path, name: str | None) -> Path | None:
     path = directory / name
     try:
         return path if path.is_file() else None
-    except OSError:  # a name is too long for any file
+    except OSError:  # the name is too long
         return None
 
 
@@ -65,5 +65,5 @@ def _in_file(path: Path) -> dict[int, Row]:
         events = json.loads(read_plain(path))["events"]
         return {number: event for event in events if (number := whole(event, "number")) is not None}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        # The manifest's rows are left; that the file is damaged is said with the other files.
+        # The manifest rows remain; the damaged file is reported with the other files.
         return {}

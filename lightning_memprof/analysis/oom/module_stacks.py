@@ -1,7 +1,7 @@
-"""Which module a Python stack was in, by the lines on which forwards are written.
+"""The module of a Python stack, found by the source lines of the modules' forwards.
 
-A stack names files and lines and no objects, so a module that shares its class and its callers with others cannot be
-told from them: all that are possible are named, by what their paths have in common.
+A stack has files and lines but no objects. Modules that share class and callers are therefore indistinguishable: the
+result then is the pattern that their paths share.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 class ModuleStacks:
-    """Names modules from stacks.
+    """Maps Python stacks to module paths.
 
     Args:
         forwards: ``{"sources": [[file, first line, last line], ...], "modules": {path: [class, index of source]}}``;
-            what in it has another form is left out.
+            entries of another form are ignored.
 
     """
 
@@ -51,10 +51,9 @@ class ModuleStacks:
         self._known: dict[tuple[int, ...], str | None] = {}
 
     def name_of(self, stack: Iterable[PythonFrame]) -> str | None:
-        """Return the module whose forward a stack (innermost first) was in, or None where it was in none.
+        """Return the module whose forward a stack (innermost frame first) was in, or None.
 
-        ``"blocks.3.attention"`` where it can only be one; ``"blocks.*.attention (Attention)"`` where it is one of
-        several.
+        ``"blocks.3.attention"`` where it is unique; ``"blocks.*.attention (Attention)"`` for one of several.
         """
         chain = tuple(source for frame in reversed([*stack]) if (source := self._source_of(frame)) is not None)
         if chain not in self._known:
@@ -69,7 +68,7 @@ class ModuleStacks:
     def _named(self, chain: tuple[int, ...]) -> str | None:
         if not chain:
             return None
-        # A forward that stands in none of its callers is a base class's, called by the forward that overrides it.
+        # A forward that is no child of its caller is a base class's, called by the override.
         candidates = (self._candidates(chain[:length]) for length in range(len(chain), 0, -1))
         paths = next((paths for paths in candidates if paths), self._paths[chain[-1]])
         classes = sorted({self._classes[path] for path in paths})
@@ -80,16 +79,16 @@ class ModuleStacks:
         return f"{name} ({', '.join(classes[:3])})"
 
     def _candidates(self, chain: tuple[int, ...]) -> list[str]:
-        """Return the modules that a chain of forwards can have ended in.
+        """Return the modules in which a chain of forwards can end.
 
-        A module is mostly called through all that it stands in: those are meant for which the fewest are missing.
+        A module is usually called through all of its parents: the candidates are those with the fewest missing ones.
         """
         missing = {path: self._missing(path, chain[:-1]) for path in self._paths[chain[-1]]}
         least = min(missing.values(), default=inf)
         return [path for path, count in missing.items() if count == least < inf]
 
     def _missing(self, path: str, callers: tuple[int, ...]) -> float:
-        """How many modules above ``path`` the callers do not show; infinite where they are not, in order, above it."""
+        """Return how many parents of ``path`` are not among the callers; infinite where a caller is no parent."""
         parts = path.split(".") if path else []
         above = [self._sources.get(".".join(parts[:length])) for length in range(len(parts))]
         known = [source for source in above if source is not None]

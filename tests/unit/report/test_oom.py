@@ -76,7 +76,7 @@ def test_the_autopsy_says_what_was_asked_why_where_who_held_the_rest_and_what_to
     for part in (
         "memory out of memory on cuda:0 (rank 0), step 412, backward, in blocks.3.mlp (MLP), window 2 open",
         "asked 5.00 GiB by /home/me/model.py(33): forward",
-        "why full: 78.0 GiB of 80.0 GiB are in live tensors",
+        "why full: Live tensors use 78.0 GiB of 80.0 GiB",
         "had allocated 78.0 GiB · reserved 79.0 GiB · unused 1.00 GiB",
         "held by 4.00 GiB parameters 4.00 GiB gradients 70.0 GiB the rest",
         "lines 70.0 GiB /home/me/model.py(33): forward",
@@ -155,7 +155,7 @@ def test_the_hosts_memory_is_told_in_its_own_words(tmp_path: Path) -> None:
     said = words(printed(recorded(tmp_path, known)))
     assert "out of memory on the host (rank 0), step 412, forward of validation_step, in Net, no window open" in said
     assert "asked how much is not known by /home/me/model.py(33): forward" in said
-    assert "limited: RLIMIT_AS (ulimit -v) allows this process 10.0 GiB" in said
+    assert "limited: RLIMIT_AS (ulimit -v) limits this process to 10.0 GiB" in said
     assert "rss 5.00 GiB · vms 9.00 GiB · available 50.0 GiB · limit 10.0 GiB · machine 64.0 GiB" in said
     assert "lines not known: the host's allocator keeps no history" in said
     assert "tensors 1.00 GiB float32 [4, 4]" in said

@@ -12,9 +12,9 @@ import pytest
 from lightning_memprof.analysis.findings import examine
 from lightning_memprof.analysis.findings.model import Facts, Severity
 from lightning_memprof.analysis.oom.autopsy import Autopsy, autopsies, autopsy
+from lightning_memprof.analysis.oom.causes import snapshot_memory
 from lightning_memprof.analysis.oom.events import OomEvent, oom_events
 from lightning_memprof.analysis.oom.module_stacks import ModuleStacks
-from lightning_memprof.analysis.oom.snapshot import snapshot_memory
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.run.rows import ManifestRows
 from lightning_memprof.artifacts.sink import RunPlace, Sink
@@ -104,20 +104,20 @@ def statistics(allocated: int, reserved: int) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("changes", "cause", "words", "advice"),
     [
-        ({"asked_bytes": 81 * GIB}, "too large", "81.0 GiB were asked for in one piece", "accumulate_grad_batches"),
+        ({"asked_bytes": 81 * GIB}, "too large", "A single allocation of 81.0 GiB", "accumulate_grad_batches"),
         (
-            {"statistics": statistics(70, 79)}, "fragmented", "9.00 GiB are reserved and unused",
+            {"statistics": statistics(70, 79)}, "fragmented", "9.00 GiB are reserved but unused",
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
         ),
         (
             {"statistics": statistics(29, 30), "free_bytes": 0}, "other process",
-            "about 49.0 GiB of the device's 80.0 GiB are held by others", "nvidia-smi",
+            "About 49.0 GiB of 80.0 GiB are in use outside this allocator", "nvidia-smi",
         ),
         (
             {"limit_bytes": 40 * GIB, "statistics": statistics(39, 39), "free_bytes": 41 * GIB}, "limited",
-            "set_per_process_memory_fraction allows this process 40.0 GiB", "set_per_process_memory_fraction",
+            "set_per_process_memory_fraction limits this process to 40.0 GiB", "set_per_process_memory_fraction",
         ),
-        ({}, "full", "78.0 GiB of 80.0 GiB are in live tensors", "torch.utils.checkpoint"),
+        ({}, "full", "Live tensors use 78.0 GiB of 80.0 GiB", "torch.utils.checkpoint"),
     ],
 )  # fmt: skip
 def test_the_cause_is_told_by_the_allocators_counters(
@@ -146,7 +146,7 @@ def test_both_fragmented_and_shared_the_larger_share_is_the_cause() -> None:
 def test_processes_that_torch_names_are_named() -> None:
     said = "OutOfMemoryError: ... Process 4711 has 45.00 GiB memory in use. Of the allocated memory ..."
     found = understood(facts(statistics=statistics(29, 30), free_bytes=0, exception=said))
-    assert "process 4711 holds 45.00 GiB" in found.why
+    assert "process 4711 uses 45.00 GiB" in found.why
 
 
 def test_a_snapshot_shows_the_largest_piece_and_whether_segments_can_grow(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_snapshot_shows_the_largest_piece_and_whether_segments_can_grow(tmp_pa
     found = understood(known, written(tmp_path / "a.pickle", segment(*free)))
     assert found.cause == "fragmented"
     assert found.memory.largest_free_bytes == GIB
-    assert "in pieces of at most 1.00 GiB" in found.why
+    assert "in blocks of at most 1.00 GiB" in found.why
     grown = understood(known, written(tmp_path / "b.pickle", segment(*free, is_expandable=True)))
     assert "expandable already" in grown.next_steps[0]
 
@@ -163,7 +163,7 @@ def test_a_snapshot_shows_the_largest_piece_and_whether_segments_can_grow(tmp_pa
 def test_a_piece_that_is_large_enough_is_said_to_be_another_pools(tmp_path: Path) -> None:
     path = written(tmp_path / "a.pickle", segment(block(70 * GIB), block(9 * GIB, "inactive"), segment_pool_id=(1, 0)))
     found = understood(facts(statistics=statistics(70, 79)), path)
-    assert "large pieces are another stream's or pool's" in found.why
+    assert "large blocks belong to another stream or pool" in found.why
 
 
 def test_live_bytes_are_added_up_by_line_and_by_module(tmp_path: Path) -> None:
@@ -186,9 +186,9 @@ def test_live_bytes_are_added_up_by_line_and_by_module(tmp_path: Path) -> None:
     assert lines[3][0] == "/lib/torch/optim/adam.py(60): _init_group"
     assert [(holder.name, holder.bytes // GIB) for holder in found.by_module] == [
         ("blocks.*.up (Linear)", 7),
-        ("no Python stack: allocated by backward's own threads, or while the history was off", 5),
+        ("no Python stack: allocated by autograd threads, or while the history was off", 5),
         ("head", 2),
-        ("outside of any module's forward", 1),
+        ("outside module forwards", 1),
     ]
     assert sum(holder.bytes for holder in found.by_stack) == sum(holder.bytes for holder in found.by_module) == 15 * GIB
     assert found.by_stack_note is None
@@ -212,7 +212,7 @@ def test_at_most_ten_holders_are_kept_the_largest(tmp_path: Path, name: str) -> 
 def test_without_a_ring_the_page_says_how_to_have_one(tmp_path: Path) -> None:
     found = understood(facts(), written(tmp_path / "a.pickle", segment(block(GIB))))
     assert found.by_stack == found.by_module == ()
-    assert 'OutOfMemory(history="always")' in (found.by_stack_note or "")
+    assert 'OOMAutopsy(history="always")' in (found.by_stack_note or "")
 
 
 def test_a_damaged_snapshot_hides_nothing_else(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_what_the_model_holds_and_the_rest_add_up_to_what_is_allocated() -> None
         ("parameters", 1),
         ("gradients", 1),
         ("optimizer state", 2),
-        ("the rest: what autograd keeps for backward, and temporaries", 74),
+        ("the rest: saved activations and temporaries", 74),
     ]
     assert sum(holder.bytes for holder in found.held) == found.memory.allocated_bytes
 
@@ -250,15 +250,15 @@ def test_the_asking_line_is_the_programs_and_the_module_is_known_by_its_stack() 
 @pytest.mark.parametrize(
     ("known", "cause", "words"),
     [
-        (host(asked_bytes=65 * GIB), "too large", "the machine has 64.0 GiB"),
-        (host(rlimit_as_bytes=10 * GIB), "limited", "RLIMIT_AS (ulimit -v) allows this process 10.0 GiB"),
-        (host(rlimit_as_bytes=10 * GIB, asked_bytes=None), "limited", "what was asked for"),
+        (host(asked_bytes=65 * GIB), "too large", "the machine's 64.0 GiB"),
+        (host(rlimit_as_bytes=10 * GIB), "limited", "RLIMIT_AS (ulimit -v) limits this process to 10.0 GiB"),
+        (host(rlimit_as_bytes=10 * GIB, asked_bytes=None), "limited", "no room for the allocation"),
         (
             host(cgroup_limit_bytes=6 * GIB, cgroup_used_bytes=5 * GIB), "limited",
-            "the control group's memory.max allows this process 6.00 GiB",
+            "memory.max of the control group limits this process to 6.00 GiB",
         ),
         (host(available_bytes=GIB), "full", "1.00 GiB were available"),
-        (host(available_bytes=GIB, asked_bytes=None), "full", "what was asked for could not be had"),
+        (host(available_bytes=GIB, asked_bytes=None), "full", "available when the allocation failed"),
     ],
 )  # fmt: skip
 def test_the_hosts_cause_is_told_by_its_limits(known: dict[str, Any], cause: str, words: str) -> None:
@@ -297,7 +297,7 @@ def test_half_precision_is_not_advised_to_those_who_have_it() -> None:
     [
         (8, "DataLoader(num_workers=4, prefetch_factor=1)"),
         (1, "DataLoader(num_workers=0)"),
-        (0, "Map large files instead of reading them"),
+        (0, "Memory-map large files instead of reading them"),
     ],
 )
 def test_waiting_for_data_on_a_full_host_asks_for_fewer_workers_where_there_are_any(workers: int, words: str) -> None:
@@ -317,7 +317,7 @@ def test_what_no_tensor_of_a_full_host_holds_is_shown_and_looked_for() -> None:
     known = host(available_bytes=GIB)
     known["host"]["rss_bytes"] = 50 * GIB
     found = understood(known)
-    assert found.held[-1].name.startswith("the rest: Python's objects")
+    assert found.held[-1].name.startswith("the rest: Python objects")
     assert sum(holder.bytes for holder in found.held) == 50 * GIB
     assert "Look for what grows" in found.next_steps[0]
 
@@ -325,7 +325,7 @@ def test_what_no_tensor_of_a_full_host_holds_is_shown_and_looked_for() -> None:
 @pytest.mark.parametrize("full", [facts(), host(available_bytes=GIB)])
 def test_where_tensors_of_nobodys_fill_the_memory_their_keeper_is_looked_for(full: dict[str, Any]) -> None:
     found = understood({**full, "held": {"parameter_bytes": GIB, "other_bytes": 60 * GIB}})
-    assert "Look who keeps the tensors" in found.next_steps[0]
+    assert "Find the objects that hold the tensors" in found.next_steps[0]
 
 
 def test_modules_that_hold_most_are_named_where_checkpointing_helps(tmp_path: Path) -> None:
