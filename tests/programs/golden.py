@@ -42,7 +42,17 @@ REPOSITORY: Final = GOLDEN.parents[1]
 # "*.why" is every why. Where the field is prose, add its new path to PROSE.
 RENAMES: dict[str, str] = {}
 # Renamed values: a string that is no prose -> what it is now.
-RENAMED_VALUES: dict[str, str] = {}
+RENAMED_VALUES: dict[str, str] = {
+    "outside of any module's forward": "outside module forwards",
+    "no Python stack: allocated by backward's own threads, or while the history was off": (
+        "no Python stack: allocated by autograd threads, or while the history was off"
+    ),
+    "the rest: what autograd keeps for backward, and temporaries": "the rest: saved activations and temporaries",
+    "the rest: Python's objects, libraries, and what only autograd holds": (
+        "the rest: Python objects, libraries and saved activations"
+    ),
+    "other tensors that Python holds": "other tensors held by Python",
+}
 # Fields of prose, as paths without indexes. They may be reworded; only the numbers in them are compared.
 PROSE: Final = (
     "*.sentence",

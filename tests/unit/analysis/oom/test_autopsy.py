@@ -157,7 +157,7 @@ def test_a_snapshot_shows_the_largest_piece_and_whether_segments_can_grow(tmp_pa
     assert found.memory.largest_free_bytes == GIB
     assert "in blocks of at most 1.00 GiB" in found.why
     grown = understood(known, written(tmp_path / "b.pickle", segment(*free, is_expandable=True)))
-    assert "expandable already" in grown.next_steps[0]
+    assert "already expandable" in grown.next_steps[0]
 
 
 def test_a_piece_that_is_large_enough_is_said_to_be_another_pools(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_what_no_tensor_of_a_full_host_holds_is_shown_and_looked_for() -> None:
     found = understood(known)
     assert found.held[-1].name.startswith("the rest: Python objects")
     assert sum(holder.bytes for holder in found.held) == 50 * GIB
-    assert "Look for what grows" in found.next_steps[0]
+    assert "Look for growing containers" in found.next_steps[0]
 
 
 @pytest.mark.parametrize("full", [facts(), host(available_bytes=GIB)])
