@@ -83,7 +83,6 @@ _POLICY: Final = (
     "worker-src 'self' blob:; connect-src 'self' data: blob:{more}; object-src 'none'; base-uri 'self'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
-_NATIVE: Final = f" http://{HOST}:{TRACE_PROCESSOR_PORT} ws://{HOST}:{TRACE_PROCESSOR_PORT}"
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,8 @@ class _Server(ThreadingHTTPServer):
         super().__init__((HOST, port), _Handler)
         self.ui = ui.resolve()
         self.trace = trace
-        self.policy = _POLICY.format(more=_NATIVE if native else "")
+        processor = f"{HOST}:{TRACE_PROCESSOR_PORT}"
+        self.policy = _POLICY.format(more=f" http://{processor} ws://{processor}" if native else "")
         page = f"http://{HOST}:{self.server_port}/"
         # The UI shows the address's last part as the trace's name. A native trace processor it finds by itself.
         name = _UNSAFE.sub("_", trace.name)

@@ -25,7 +25,7 @@ SECRETS = {
 }
 ON_THE_COMMAND_LINE = "cli-5d0c66b9f3e18a"
 
-# What a manifest says of the process, and no more: a new field is a decision, with a line in docs/reference/security.md.
+# All that a manifest has about the process: a new field is a decision, and gets a line in docs/reference/security.md.
 RUN_ROW = {
     "kind", "time_ns", "schema_version", "stage", "rank", "local_rank", "node_rank", "world_size", "host", "pid",
     "strategy", "accelerator", "device", "root", "schedule", "collectors", "every_collector", "environment",

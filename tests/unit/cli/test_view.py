@@ -12,8 +12,8 @@ import sys
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 
 import psutil
 import pytest
@@ -30,12 +30,29 @@ import http.server, pathlib, sys
 pathlib.Path({told!r}).write_text("\\n".join(sys.argv[1:]))
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[3])), http.server.BaseHTTPRequestHandler).serve_forever()
 """
+# The UI knows one port only, which another test run may use at the same time.
+OTHER_PORTS = """
+import sys
+from lightning_memprof.report import perfetto
+perfetto.TRACE_PROCESSOR_PORT, perfetto.TRACE_PROCESSOR_PAGE_PORT = map(int, sys.argv[1:3])
+from lightning_memprof.cli.main import main
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        found = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [server.getsockname()[1] for server in found]
 
 
 @contextmanager
-def viewing(environment: dict[str, str], *arguments: str, end: int = signal.SIGINT) -> Iterator[str]:
+def viewing(
+    environment: dict[str, str], *arguments: str, end: int = signal.SIGINT, ports: Sequence[int] = ()
+) -> Iterator[str]:
     """Run ``view`` until the context is left, then end it by the signal; gives the address."""
-    command = [sys.executable, "-m", "lightning_memprof", "view", "--no-browser", *arguments]
+    program = ["-c", OTHER_PORTS, *map(str, ports)] if ports else ["-m", "lightning_memprof"]
+    command = [sys.executable, *program, "view", "--no-browser", *arguments]
     process = subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -101,14 +118,16 @@ def test_a_native_trace_processor_is_started_on_the_whole_and_ended(tmp_path, en
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     trace = tmp_path / "some.json"
     trace.write_text('{"traceEvents": []}')
-    with viewing(environment, str(trace), "--trace-processor", str(program)) as address:
-        assert address == "http://127.0.0.1:10000/"
+    port, page_port = free_ports(2)
+    with viewing(environment, str(trace), "--trace-processor", str(program), ports=(port, page_port)) as address:
+        assert address == f"http://127.0.0.1:{page_port}/"
         with urllib.request.urlopen(address, timeout=20) as answer:  # noqa: S310 it is ours
-            assert "ws://127.0.0.1:9001" in answer.headers["Content-Security-Policy"]
-    assert told.read_text().splitlines() == ["--httpd", "--http-port", "9001", str(trace)]
+            assert f"ws://127.0.0.1:{port}" in answer.headers["Content-Security-Policy"]
+    assert told.read_text().splitlines() == ["--httpd", "--http-port", str(port), str(trace)]
 
 
-def test_a_program_that_is_no_trace_processor_is_named(tmp_path, capsys):
+def test_a_program_that_is_no_trace_processor_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("lightning_memprof.cli.view.TRACE_PROCESSOR_PORT", *free_ports(1))
     trace = tmp_path / "some.json"
     trace.write_text('{"traceEvents": []}')
     assert main(["view", str(trace), "--no-browser", "--trace-processor", str(tmp_path / "none")]) == 1
