@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 
 import leaks
-from warm_python import WarmPython
+from warm_python import WarmPython, share
 
 # An example that waits for a busy machine is no failure; the timeout of a test ends what hangs.
 hypothesis.settings.register_profile("busy machines", deadline=None)
@@ -106,10 +106,10 @@ def run_python(tmp_path: Path, environment: dict[str, str]) -> Callable[..., sub
     return run
 
 
-@pytest.fixture(scope="module")
-def warm_python() -> Iterator[WarmPython]:
-    """A process that has imported Lightning, for the programs of one module."""
-    with WarmPython(_environment()) as found:
+@pytest.fixture(autouse=True, scope="session")
+def warm_python(own_temporary_files: None) -> Iterator[WarmPython]:
+    """A process that has imported Lightning, for the programs and ranks of all tests; it imports when first needed."""
+    with share(_environment()) as found:
         yield found
 
 

@@ -8,7 +8,7 @@ import socket
 import time
 from pathlib import Path
 
-from warm_python import WarmPython
+from warm_python import shared
 
 __all__ = ["launch"]
 
@@ -32,7 +32,7 @@ def launch(script: str, directory: Path, *options: str, world: int) -> list[int]
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world), "NODE_RANK": "0",
         "OMP_NUM_THREADS": "1", "PYTHONPATH": str(support),
     }  # fmt: skip
-    with WarmPython(common) as python:
+    with shared(common) as python:
         program = [str(support / script), str(directory), *options]
         outs = [directory / f"out{rank}" for rank in range(world)]
         pids = [

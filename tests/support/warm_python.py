@@ -10,12 +10,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["WarmPython"]
+__all__ = ["WarmPython", "share", "shared"]
 
 # Read when torch is loaded: whoever comes later is too late.
 EARLY = {"OMP_NUM_THREADS": "1"}
@@ -23,7 +23,7 @@ WARM = ("lightning.pytorch.cli", "lightning.pytorch.demos.boring_classes", "torc
 
 
 class WarmPython(AbstractContextManager["WarmPython"]):
-    """A process that has imported what every training imports and waits for programs.
+    """A process that imports, at the first request, what every training imports, and waits for programs.
 
     A program finds arguments, environment, working directory and ``sys.path`` as if Python had just been started; only
     modules are loaded that it may not have asked for.
@@ -84,9 +84,33 @@ class WarmPython(AbstractContextManager["WarmPython"]):
         return json.loads(self._server.stdout.readline())
 
 
+_shared: list[WarmPython] = []
+
+
+@contextmanager
+def share(environment: Mapping[str, str]) -> Iterator[WarmPython]:
+    """Start the process that all tests of this one share."""
+    with WarmPython(environment) as python:
+        _shared.append(python)
+        yield python
+        _shared.clear()
+
+
+@contextmanager
+def shared(environment: Mapping[str, str]) -> Iterator[WarmPython]:
+    """Give the shared process; outside of pytest, one for this context."""
+    if _shared:
+        yield _shared[0]
+    else:
+        with WarmPython(environment) as python:
+            yield python
+
+
 def serve() -> dict[str, Any] | None:
     """Answer requests until there are no more; in a forked process, return what it is to run."""
     while line := sys.stdin.readline():
+        for name in WARM:
+            importlib.import_module(name)
         asked: dict[str, Any] = json.loads(line)
         if "wait" in asked:
             told = _waited(asked["wait"], asked["seconds"])
@@ -127,8 +151,6 @@ def become(asked: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    for name in WARM:
-        importlib.import_module(name)
     work = serve()
     if work is not None:
         become(work)
