@@ -132,7 +132,7 @@ def test_a_new_epoch_closes_an_epoch_anchored_window_as_truncated(tmp_path: Path
     assert "epoch" in closed[0]["reason"]
 
 
-def test_windows_across_epochs_leave_a_process_that_ends_well(tmp_path: Path, run_python: Callable[..., Any]) -> None:
+def test_windows_across_epochs_leave_a_process_that_ends_well(tmp_path: Path, run_program: Callable[..., Any]) -> None:
     (tmp_path / "train.py").write_text(
         dedent(f"""
         import sys
@@ -141,12 +141,12 @@ def test_windows_across_epochs_leave_a_process_that_ends_well(tmp_path: Path, ru
         from training import Perceptron, loader, trainer
         from lightning_memprof import MemProfilerCallback, Output, Schedule
         callback = MemProfilerCallback(schedule=Schedule(wait=0, active=3, repeat=0), output=Output(summary=False))
-        trainer(Path("."), callback, max_epochs=16).fit(Perceptron(), loader(5))
+        trainer(Path("."), callback, max_epochs=8).fit(Perceptron(), loader(5))
         """)
     )
-    done = run_python("train.py")
+    done = run_program("train.py")
     assert done.returncode == 0, done.stderr[-2000:]
-    assert [row["steps"] for row in windows(only_run(tmp_path))] == [[n + 1, n + 2, n + 3] for n in range(0, 80, 4)]
+    assert [row["steps"] for row in windows(only_run(tmp_path))] == [[n + 1, n + 2, n + 3] for n in range(0, 40, 4)]
 
 
 def test_an_early_end_leaves_a_closed_saved_window_marked_truncated(tmp_path: Path) -> None:
@@ -433,7 +433,7 @@ def test_the_manifest_ends_with_what_recording_cost(tmp_path: Path) -> None:
     assert end["overhead"]["collectors_ns"]["operator_trace"] > 0
 
 
-def test_windows_do_not_keep_the_memory_of_their_events(tmp_path: Path, run_python: Callable[..., Any]) -> None:
+def test_windows_do_not_keep_the_memory_of_their_events(tmp_path: Path, run_program: Callable[..., Any]) -> None:
     (tmp_path / "train.py").write_text(
         dedent(f"""
         import sys
@@ -451,10 +451,10 @@ def test_windows_do_not_keep_the_memory_of_their_events(tmp_path: Path, run_pyth
         schedule = Schedule(wait=1, active=2, repeat=0)
         quiet = Output(summary=False)
         callback = MemProfilerCallback(schedule=schedule, collectors=[Pulse(), OperatorTrace()], output=quiet)
-        trainer(Path("."), callback).fit(Deep(), loader(160))
+        trainer(Path("."), callback).fit(Deep(), loader(60))
         """)
     )
-    done = run_python("train.py")
+    done = run_program("train.py")
     assert done.returncode == 0, done.stderr[-2000:]
     rows = read_pulse(only_run(tmp_path) / "pulse.rank00000.csv")
     sizes = [row["rss_bytes"] for row in rows if row["rss_bytes"] is not None and row["window"] is None]
