@@ -1,10 +1,10 @@
-"""Bytes and nanoseconds for people. The only module that knows 1024."""
+"""Bytes, nanoseconds and shares for people. The only module that knows 1024."""
 
 from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["AT_ONCE_US", "GIB", "KIB", "MIB", "format_bytes", "format_count", "format_ns", "nanoseconds"]
+__all__ = ["AT_ONCE_US", "GIB", "KIB", "MIB", "format_bytes", "format_count", "format_ns", "nanoseconds", "percent"]
 
 KIB: Final = 1024
 MIB: Final = 1024**2
@@ -48,6 +48,11 @@ def format_ns(ns: float) -> str:
         if abs(ns) >= scale:
             return f"{_three_figures(ns / scale)} {unit}"
     return f"{ns:.0f} ns"
+
+
+def percent(share: float) -> str:
+    """Write a share of 1 as a percentage: ``"47%"``, and ``"<1%"`` for what would round to 0."""
+    return "<1%" if 0 < share < 0.005 else f"{share * 100:.0f}%"
 
 
 def _three_figures(value: float) -> str:

@@ -255,7 +255,7 @@ def _tensorboard(options: Namespace) -> int:
         ReportError: TensorBoard cannot show any of the files.
 
     """
-    from lightning_memprof.analysis.findings import shown_path
+    from lightning_memprof.analysis.run.locate import shown_path
 
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigError("--tensorboard: TensorBoard is not installed; pip install tensorboard torch-tb-profiler")
@@ -293,10 +293,8 @@ def tensorboard_directory(paths: Sequence[Path]) -> Path:
         ReportError: TensorBoard cannot show any of the files.
 
     """
-    from lightning_memprof.analysis.findings import trace_directory
-    from lightning_memprof.analysis.findings.model import log_directory
     from lightning_memprof.analysis.run.load import load_run
-    from lightning_memprof.analysis.run.locate import has_several_runs
+    from lightning_memprof.analysis.run.locate import has_several_runs, log_directory, trace_directory
     from lightning_memprof.analysis.run.targets import find_targets
 
     if len(paths) == 1 and paths[0].is_dir() and has_several_runs(paths[0]):

@@ -68,8 +68,8 @@ class _Watcher:
     """A run and its findings."""
 
     def __init__(self, directory: Path) -> None:
-        from lightning_memprof.analysis.findings import shown_path
         from lightning_memprof.analysis.run.following import Follower
+        from lightning_memprof.analysis.run.locate import shown_path
 
         self.follower = Follower(directory)
         self._name = shown_path(directory)

@@ -241,7 +241,7 @@ def shown_change(difference: Difference) -> str:
     if abs(relative) >= 10:
         return f"x{1 + relative:.0f}"
     digits = 0 if abs(relative) >= 0.1 else 1
-    return f"{relative * 100:+.{digits}f} %"
+    return f"{relative * 100:+.{digits}f}%"
 
 
 def _shortened(name: str, width: int) -> str:

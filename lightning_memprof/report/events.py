@@ -6,12 +6,11 @@ import dataclasses
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.analysis.findings import percent
 from lightning_memprof.analysis.findings.actions import action_name
 from lightning_memprof.analysis.steps.events import PARTS, event_totals
 from lightning_memprof.analysis.steps.phases import OWN_WORK
 from lightning_memprof.report.memory_tables import Line, notes, table
-from lightning_memprof.units import format_bytes, format_ns
+from lightning_memprof.units import format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

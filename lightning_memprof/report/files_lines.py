@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings import shown_path
+from lightning_memprof.analysis.run.locate import shown_path
 from lightning_memprof.report.snapshot_lines import snapshot_sections
 from lightning_memprof.report.trace_lines import trace_sections
 from lightning_memprof.units import format_bytes, format_count

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_memprof.analysis.findings import shown_place
+from lightning_memprof.analysis.run.locate import shown_place
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.events import events_document
 from lightning_memprof.report.files_document import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings import Severity, percent
+from lightning_memprof.analysis.findings import Severity
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.columns import step_columns
 from lightning_memprof.report.files_lines import files_rows
@@ -14,7 +14,7 @@ from lightning_memprof.report.kernel_names import kernel_names
 from lightning_memprof.report.labels import BEFORE_RECORDING, PEAKS, called
 from lightning_memprof.report.peaks import run_peaks
 from lightning_memprof.report.words import about, clean, cost, ending, file_rows, trouble
-from lightning_memprof.units import format_bytes, format_ns
+from lightning_memprof.units import format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

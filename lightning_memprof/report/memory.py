@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings import percent
 from lightning_memprof.report.labels import PEAKS, called
 from lightning_memprof.report.memory_tables import (
     DIM,
@@ -22,7 +21,7 @@ from lightning_memprof.report.memory_tables import (
     tops,
 )
 from lightning_memprof.report.words import clean
-from lightning_memprof.units import format_bytes, format_ns
+from lightning_memprof.units import format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -108,7 +107,7 @@ def _peak(peak: CategoryPeak | None, view: View, width: int, *, ascii_only: bool
         share = percent(size / peak.total_bytes) if peak.total_bytes else ""
         drawn = bar(size / most if most else 0, room, ascii_only=ascii_only)
         lines.append(((f"{words}{format_bytes(size):>9}{share:>6} ", ""), (drawn, STYLES.get(name, DIM))))
-    lines.append(((f"  {'sum':<{left}}{format_bytes(peak.total_bytes):>9}{'100 %':>6}", "bold"),))
+    lines.append(((f"  {'sum':<{left}}{format_bytes(peak.total_bytes):>9}{'100%':>6}", "bold"),))
     lines += [*below, *notes(f"{peak.source}: {peak.moment}", width)]
     for device_peak in peak.others:
         lines += notes(f"beside it {format_bytes(device_peak.total_bytes)} on {device_peak.device or '?'}", width)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.analysis.findings import percent
 from lightning_memprof.report.labels import PEAKS, called
 from lightning_memprof.report.memory_tables import DIM, Line
 from lightning_memprof.report.words import clean
-from lightning_memprof.units import format_bytes, format_ns
+from lightning_memprof.units import format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

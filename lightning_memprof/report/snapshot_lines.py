@@ -5,11 +5,10 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings import percent
 from lightning_memprof.report.labels import BEFORE_RECORDING, PEAKS, called, reserved_parts
 from lightning_memprof.report.memory_tables import Line, bar, cut, notes, over_time, sparkline, table
 from lightning_memprof.report.words import clean
-from lightning_memprof.units import format_bytes, format_ns
+from lightning_memprof.units import format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -25,7 +25,7 @@ _Words = tuple[str, str, "Callable[[Figure], str]"]
 
 
 def _percent(figure: Figure) -> str:
-    mean, most = f"{figure.mean:.0f} %", f"{figure.most:.0f} %"
+    mean, most = f"{figure.mean:.0f}%", f"{figure.most:.0f}%"
     return mean if mean == most else f"{mean} (most {most})"
 
 

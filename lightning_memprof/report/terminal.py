@@ -10,7 +10,7 @@ from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memprof.analysis.findings import NOTHING_FOUND, Severity, percent
+from lightning_memprof.analysis.findings import NOTHING_FOUND, Severity
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.columns import Column, step_columns
 from lightning_memprof.report.events import events_lines
@@ -23,7 +23,7 @@ from lightning_memprof.report.ranks import ranks_lines
 from lightning_memprof.report.system import system_lines
 from lightning_memprof.report.throughput import throughput_lines
 from lightning_memprof.report.words import about, clean, cost, ending, file_rows, named_lines, trouble
-from lightning_memprof.units import format_bytes, format_ns
+from lightning_memprof.units import format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -286,7 +286,7 @@ def _time(column: Column, phase: str, drawn: str, most: float) -> Text:
 def _total(column: Column) -> Text:
     if column.duration_ns is None:
         return Text(f"{NONE:>9}{'':<{COLUMN_WIDTH - 9}}", "bright_black")
-    return Text(f"{format_ns(column.duration_ns):>9} {'100 %':>5} {'':<{COLUMN_WIDTH - 16}}", "bold")
+    return Text(f"{format_ns(column.duration_ns):>9} {'100%':>5} {'':<{COLUMN_WIDTH - 16}}", "bold")
 
 
 def _memory(value: int | None, moment: str = "") -> Text:

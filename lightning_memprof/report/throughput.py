@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.analysis.findings import percent
 from lightning_memprof.report.memory_tables import DIM, Line, notes
 from lightning_memprof.report.words import clean
+from lightning_memprof.units import percent
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.steps.throughput import RankThroughput, Rate

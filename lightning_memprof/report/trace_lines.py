@@ -5,12 +5,11 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings import percent
 from lightning_memprof.report.kernel_names import kernel_names
 from lightning_memprof.report.labels import called
 from lightning_memprof.report.memory_tables import DIM, Line, bar, cut, notes, sparkline, table, tops
 from lightning_memprof.report.words import clean
-from lightning_memprof.units import format_bytes, format_count, format_ns
+from lightning_memprof.units import format_bytes, format_count, format_ns, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -7,20 +7,17 @@ import shlex
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_memprof.analysis.findings import (
-    Facts,
-    Finding,
-    Verdict,
-    conclude,
-    examine,
+from lightning_memprof.analysis.findings import Facts, Finding, Verdict, conclude, examine
+from lightning_memprof.analysis.findings.memory_growth import left_by_windows
+from lightning_memprof.analysis.memory.report import MemoryReport, memory_report
+from lightning_memprof.analysis.oom.autopsy import Autopsy, autopsies
+from lightning_memprof.analysis.run.locate import (
+    find_run,
+    is_run_directory,
     log_directory,
     shown_place,
     trace_directory,
 )
-from lightning_memprof.analysis.findings.memory_growth import left_by_windows
-from lightning_memprof.analysis.memory.report import MemoryReport, memory_report
-from lightning_memprof.analysis.oom.autopsy import Autopsy, autopsies
-from lightning_memprof.analysis.run.locate import find_run, is_run_directory
 from lightning_memprof.analysis.run.rows import mapping, text, whole
 from lightning_memprof.analysis.steps.events import StepEvents, rank_events
 from lightning_memprof.analysis.steps.pauses import Pauses, pauses

@@ -7,13 +7,13 @@ import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings import Severity, percent
+from lightning_memprof.analysis.findings import Severity
 from lightning_memprof.analysis.run.following import progress_of
 from lightning_memprof.analysis.run.rows import text
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.memory_tables import DIM, Line, bar, cut, notes, sparkline, table, tops
 from lightning_memprof.report.words import clean
-from lightning_memprof.units import format_bytes, format_ns
+from lightning_memprof.units import format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.findings import Finding

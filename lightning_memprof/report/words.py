@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings import percent, shown_place
+from lightning_memprof.analysis.run.locate import shown_place
 from lightning_memprof.analysis.run.rows import text, whole
 from lightning_memprof.report.named import NamedSummary, summarize
-from lightning_memprof.units import format_bytes, format_ns
+from lightning_memprof.units import format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

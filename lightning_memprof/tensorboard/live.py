@@ -7,12 +7,11 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.analysis.findings import percent
 from lightning_memprof.analysis.run.confined import refuse_links
 from lightning_memprof.analysis.run.following import Follower, progress_of
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.page.cells import COLOURS, name_of
-from lightning_memprof.units import format_bytes, format_ns
+from lightning_memprof.units import format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.run.following import RankSoFar

@@ -36,7 +36,7 @@ for line in open("/proc/self/status"):
 """
 TELL: Final = """
 def tell(done, of):
-    print(f"\\r{100 * done / of:5.1f} %", end="", file=sys.stderr)
+    print(f"\\r{100 * done / of:5.1f}%", end="", file=sys.stderr)
 """
 
 

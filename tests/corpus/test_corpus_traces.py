@@ -58,7 +58,7 @@ def tolerance(path: Path, window: str, name: str) -> float:
     """How far a figure may be from the reference.
 
     The references are made of doubles, which lack digits of the times since 1970 of one file: 0.25 us a time. Its 1,745
-    copies of 2 us each come out 0.4 % shorter there; the next test computes all of it from the digits.
+    copies of 2 us each come out 0.4% shorter there; the next test computes all of it from the digits.
     """
     return 5e-3 if path.parent.name == "hta_ns_resolution" and (window, name) in SHORT_OF_DIGITS else 1e-3
 

@@ -19,7 +19,7 @@ else:
 
 EXPECTED: dict[str, Any] = {
     "show run": {"steps": 30, "is_closed": True, "limit": None, "share": 0.5, "host": "trainer-0",
-                 "findings": [{"rule": "garbage", "why": "Takes 49 % of 2 steps."}, {"rule": "pulse", "why": "5 us."}]},
+                 "findings": [{"rule": "garbage", "why": "Takes 49% of 2 steps."}, {"rule": "pulse", "why": "5 us."}]},
 }  # fmt: skip
 
 

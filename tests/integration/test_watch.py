@@ -69,7 +69,7 @@ def test_a_training_is_watched_from_its_files_until_it_ends(tmp_path: Path, envi
                         stream.close()
     seen = [line for line in lines if line.startswith("steps ")]
     assert "ago" in seen[0]
-    assert seen[-1].startswith("steps 90 of 90 (100 %) · ")
+    assert seen[-1].startswith("steps 90 of 90 (100%) · ")
     assert seen[-1].rstrip().endswith("finished")
     assert len({line.split(" · ")[0] for line in seen}) > 1
     assert any("callback" in line for line in lines)

@@ -66,7 +66,7 @@ def collective(**changes: Any) -> Collective:
 
 
 def trace(steps: int = 5, *, loading_ns: int = 0, causes: tuple[IdleCause, ...] = (), **changes: Any) -> TraceReport:
-    """``loading_ns`` is of all steps together; the device idles for as long as the causes say and 1 % besides."""
+    """``loading_ns`` is of all steps together; the device idles for as long as the causes say and 1% besides."""
     window_ns = steps * STEP_NS
     idle_ns = sum(cause.total_ns for cause in causes) + window_ns // 100
     times = changes.pop("gpu_window", gpu_times(window_ns, idle_ns))

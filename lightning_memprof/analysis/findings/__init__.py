@@ -15,20 +15,7 @@ from lightning_memprof.analysis.findings.input_bound import input_bound
 from lightning_memprof.analysis.findings.logging_bound import logging_bound
 from lightning_memprof.analysis.findings.memory_growth import memory_growth
 from lightning_memprof.analysis.findings.memory_imbalance import memory_imbalance
-from lightning_memprof.analysis.findings.model import (
-    NOTHING_FOUND,
-    Evidence,
-    Facts,
-    Finding,
-    Rule,
-    Severity,
-    Verdict,
-    log_directory,
-    percent,
-    shown_path,
-    shown_place,
-    trace_directory,
-)
+from lightning_memprof.analysis.findings.model import NOTHING_FOUND, Evidence, Facts, Finding, Rule, Severity, Verdict
 from lightning_memprof.analysis.findings.nothing_found import nothing_found
 from lightning_memprof.analysis.findings.of_snapshots import SNAPSHOT_RULES
 from lightning_memprof.analysis.findings.of_traces import findings_of_traces
@@ -56,11 +43,6 @@ __all__ = [
     "conclude",
     "examine",
     "examine_files",
-    "log_directory",
-    "percent",
-    "shown_path",
-    "shown_place",
-    "trace_directory",
     "verdict",
 ]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.model import Facts, Finding, Severity, percent
-from lightning_memprof.units import MIB, format_bytes, format_ns
+from lightning_memprof.analysis.findings.model import Facts, Finding, Severity
+from lightning_memprof.units import MIB, format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.memory.checkpointing import CheckpointedGroup

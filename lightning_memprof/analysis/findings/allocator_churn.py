@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from lightning_memprof.analysis.findings.model import Finding, Severity, percent
+from lightning_memprof.analysis.findings.model import Finding, Severity
 from lightning_memprof.analysis.findings.snapshot_parts import alloc_conf, device_name, in_snapshot
 from lightning_memprof.analysis.stacks import user_frame
-from lightning_memprof.units import MIB, format_bytes
+from lightning_memprof.units import MIB, format_bytes, percent
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.snapshot.model import DeviceReport, SnapshotReport

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.model import Finding, Severity, percent
+from lightning_memprof.analysis.findings.model import Finding, Severity
 from lightning_memprof.analysis.findings.trace_parts import (
     NOTABLE_SHARE,
     SEVERE_SHARE,
@@ -14,7 +14,7 @@ from lightning_memprof.analysis.findings.trace_parts import (
     shorter_name,
     times,
 )
-from lightning_memprof.units import format_ns
+from lightning_memprof.units import format_ns, percent
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.trace.model import Collective, RuntimeCall, TraceReport

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.actions import action_name, between_phases, is_validation
-from lightning_memprof.analysis.findings.model import MIN_STEPS, Facts, Finding, percent
+from lightning_memprof.analysis.findings.model import MIN_STEPS, Facts, Finding
 from lightning_memprof.analysis.findings.own_cost import own_ns, program_between_ns
 from lightning_memprof.analysis.findings.rhythm import rhythm, severity
-from lightning_memprof.units import format_ns
+from lightning_memprof.units import format_ns, percent
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.findings.rhythm import Rhythm

@@ -6,15 +6,9 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.actions import slowest_callback
 from lightning_memprof.analysis.findings.checkpoint_bound import checkpoint_bound
-from lightning_memprof.analysis.findings.model import (
-    MIN_STEPS,
-    SHORT_STEP_NS,
-    Facts,
-    Finding,
-    percent,
-)
+from lightning_memprof.analysis.findings.model import MIN_STEPS, SHORT_STEP_NS, Facts, Finding
 from lightning_memprof.analysis.findings.rhythm import rhythm, severity
-from lightning_memprof.units import format_ns
+from lightning_memprof.units import format_ns, percent
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.findings.rhythm import Rhythm

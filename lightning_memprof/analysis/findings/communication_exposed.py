@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.model import Finding, percent
+from lightning_memprof.analysis.findings.model import Finding
 from lightning_memprof.analysis.findings.trace_parts import (
     NOTABLE_SHARE,
     longest_in,
@@ -13,7 +13,7 @@ from lightning_memprof.analysis.findings.trace_parts import (
     shorter_name,
     times,
 )
-from lightning_memprof.units import MIB, format_bytes, format_ns
+from lightning_memprof.units import MIB, format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.trace.model import Collective, TraceReport

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Severity, percent
-from lightning_memprof.units import MIB, format_bytes
+from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Severity
+from lightning_memprof.units import MIB, format_bytes, percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

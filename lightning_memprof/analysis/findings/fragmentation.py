@@ -5,17 +5,17 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.model import Finding, Severity, percent
+from lightning_memprof.analysis.findings.model import Finding, Severity
 from lightning_memprof.analysis.findings.snapshot_parts import alloc_conf, device_name, in_snapshot
 from lightning_memprof.analysis.snapshot.free_ranges import free_ranges
-from lightning_memprof.units import MIB, format_bytes
+from lightning_memprof.units import MIB, format_bytes, percent
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.snapshot.model import DeviceReport, SnapshotReport
 
 __all__ = ["fragmentation"]
 
-# Recorded trainings without trouble have 2 to 14 % of the reserved memory in pieces at their peak.
+# Recorded trainings without trouble have 2 to 14% of the reserved memory in pieces at their peak.
 NOTABLE_SHARE: Final = 0.25
 # Below this the pieces would not hold another batch, nor decide whether something fits.
 MIN_BYTES: Final = 512 * MIB

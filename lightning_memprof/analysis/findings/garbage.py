@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.model import Facts, Finding, Severity, percent
+from lightning_memprof.analysis.findings.model import Facts, Finding, Severity
 from lightning_memprof.analysis.run.rows import series_rows, whole
 from lightning_memprof.analysis.steps.pauses import pauses
-from lightning_memprof.units import format_bytes, format_ns
+from lightning_memprof.units import format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.run.load import Rank

@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics as stats
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.analysis.findings.model import MIN_STEPS, SHORT_STEP_NS, Facts, Finding, percent
+from lightning_memprof.analysis.findings.model import MIN_STEPS, SHORT_STEP_NS, Facts, Finding
 from lightning_memprof.analysis.findings.rhythm import rhythm, severity
 from lightning_memprof.analysis.run.rows import mapping, text, whole
-from lightning_memprof.units import format_ns
+from lightning_memprof.units import format_ns, percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

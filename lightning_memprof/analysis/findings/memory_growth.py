@@ -8,8 +8,8 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.analysis.findings.model import Facts, Finding, Severity, percent
-from lightning_memprof.units import GIB, MIB, format_bytes
+from lightning_memprof.analysis.findings.model import Facts, Finding, Severity
+from lightning_memprof.units import GIB, MIB, format_bytes, percent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

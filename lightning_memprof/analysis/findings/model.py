@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.analysis.ranks.report import rank_report
@@ -36,11 +34,6 @@ __all__ = [
     "Rule",
     "Severity",
     "Verdict",
-    "log_directory",
-    "percent",
-    "shown_path",
-    "shown_place",
-    "trace_directory",
 ]
 
 # The first steps do what later ones do not (workers start, kernels are chosen): fewer than these say nothing of a run.
@@ -201,44 +194,3 @@ class Facts:
 
 
 Rule = Callable[["Facts"], "list[Finding]"]
-
-
-def percent(share: float) -> str:
-    """Write a share of 1 for people: ``"47 %"``, and ``"<1 %"`` for what would round to nothing."""
-    return "<1 %" if 0 < share < 0.005 else f"{share * 100:.0f} %"
-
-
-def shown_path(path: Path) -> str:
-    """Return a path as a person would type it here: relative where it lies below the working directory."""
-    try:
-        return os.fspath(path.relative_to(Path.cwd()))
-    except (ValueError, OSError):
-        return os.fspath(path)
-
-
-def shown_place(path: Path, root: Path, url: str | None) -> str:
-    """Return a path of a run as a person would type it here.
-
-    Args:
-        path: a file or a directory.
-        root: directory that holds the run's.
-        url: what ``root`` is a copy of; None where it is none.
-
-    """
-    if url is not None and path == root.parent:
-        return url.rpartition("/")[0]
-    if url is None or not path.is_relative_to(root):
-        return shown_path(path)
-    return f"{url}/{path.relative_to(root).as_posix()}".removesuffix("/.")
-
-
-def log_directory(run: Run) -> Path:
-    """Return the Trainer's log directory: a stage other than fit keeps its files one level below."""
-    stage = text(run.lead.facts, "stage") or "fit"
-    return run.root.parent if stage != "fit" and run.root.name == stage else run.root
-
-
-def trace_directory(run: Run, trace: Path) -> Path:
-    """Return what TensorBoard is to read for a trace: the log directory, or where the user sent the trace."""
-    home = log_directory(run)
-    return home if trace.is_relative_to(home) else trace.parent

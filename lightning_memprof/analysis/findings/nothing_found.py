@@ -7,18 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.between_steps import NOTABLE_SHARE as NOTABLE_BETWEEN
 from lightning_memprof.analysis.findings.callback_bound import NOTABLE_SHARE as NOTABLE_CALLBACKS
-from lightning_memprof.analysis.findings.model import (
-    MIN_STEPS,
-    NOTHING_FOUND,
-    SHORT_STEP_NS,
-    Facts,
-    Finding,
-    Severity,
-    percent,
-    shown_place,
-)
+from lightning_memprof.analysis.findings.model import MIN_STEPS, NOTHING_FOUND, SHORT_STEP_NS, Facts, Finding, Severity
 from lightning_memprof.analysis.findings.own_cost import program_between_ns
-from lightning_memprof.units import format_ns
+from lightning_memprof.analysis.run.locate import shown_place
+from lightning_memprof.units import format_ns, percent
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.run.load import Rank, Run

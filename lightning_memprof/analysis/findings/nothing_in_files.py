@@ -5,8 +5,9 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from lightning_memprof.analysis.findings.model import NOTHING_FOUND, Evidence, Finding, Severity, percent, shown_path
-from lightning_memprof.units import format_bytes, format_ns
+from lightning_memprof.analysis.findings.model import NOTHING_FOUND, Evidence, Finding, Severity
+from lightning_memprof.analysis.run.locate import shown_path
+from lightning_memprof.units import format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.model import Facts, Finding, Severity, percent
+from lightning_memprof.analysis.findings.model import Facts, Finding, Severity
 from lightning_memprof.analysis.run.rows import text
-from lightning_memprof.units import MIB, format_bytes
+from lightning_memprof.units import MIB, format_bytes, percent
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.memory.report import CategoryPeak

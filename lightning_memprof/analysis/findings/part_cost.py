@@ -6,9 +6,9 @@ import statistics as stats
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.model import MIN_STEPS, Finding, Severity, percent
+from lightning_memprof.analysis.findings.model import MIN_STEPS, Finding, Severity
 from lightning_memprof.analysis.findings.own_cost import own_marks
-from lightning_memprof.units import format_ns
+from lightning_memprof.units import format_ns, percent
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.findings.model import Facts

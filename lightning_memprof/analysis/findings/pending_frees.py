@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.model import Finding, Severity, percent
+from lightning_memprof.analysis.findings.model import Finding, Severity
 from lightning_memprof.analysis.findings.snapshot_parts import device_name, in_snapshot
-from lightning_memprof.units import MIB, format_bytes
+from lightning_memprof.units import MIB, format_bytes, percent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.model import Finding, Severity, percent
+from lightning_memprof.analysis.findings.model import Finding, Severity
 from lightning_memprof.analysis.findings.snapshot_parts import device_name, in_snapshot
-from lightning_memprof.units import MIB, format_bytes
+from lightning_memprof.units import MIB, format_bytes, percent
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.snapshot.model import DeviceReport, SnapshotReport

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.model import Facts, Finding, Severity, percent
+from lightning_memprof.analysis.findings.model import Facts, Finding, Severity
 from lightning_memprof.analysis.findings.own_cost import own_ns, typical_in_windows
 from lightning_memprof.analysis.run.rows import mapping, whole
-from lightning_memprof.units import format_ns
+from lightning_memprof.units import format_ns, percent
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.run.load import Rank

@@ -12,11 +12,11 @@ from lightning_memprof.analysis.findings.between_steps import between_steps
 from lightning_memprof.analysis.findings.callback_bound import callback_bound
 from lightning_memprof.analysis.findings.garbage import pauses_by_step
 from lightning_memprof.analysis.findings.input_bound import input_bound
-from lightning_memprof.analysis.findings.model import MIN_STEPS, Facts, Finding, Severity, percent
+from lightning_memprof.analysis.findings.model import MIN_STEPS, Facts, Finding, Severity
 from lightning_memprof.analysis.findings.rhythm import few_steps, severity
 from lightning_memprof.analysis.run.rows import whole
 from lightning_memprof.analysis.steps.phases import OWN_WORK
-from lightning_memprof.units import format_ns
+from lightning_memprof.units import format_ns, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

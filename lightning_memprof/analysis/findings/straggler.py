@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.model import Facts, Finding, Severity, percent
+from lightning_memprof.analysis.findings.model import Facts, Finding, Severity
 from lightning_memprof.analysis.run.rows import text
-from lightning_memprof.units import format_ns
+from lightning_memprof.units import format_ns, percent
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.findings.model import Evidence

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.model import Finding, Severity, percent
+from lightning_memprof.analysis.findings.model import Finding, Severity
 from lightning_memprof.analysis.findings.trace_parts import on_rank, seen_in, shorter_name
-from lightning_memprof.units import format_ns
+from lightning_memprof.units import format_ns, percent
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.trace.model import Kernel, TraceReport

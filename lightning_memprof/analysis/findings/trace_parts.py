@@ -85,8 +85,8 @@ def is_short(trace: TraceReport) -> bool:
 
 
 def exact_percent(share: float) -> str:
-    """Write a share of 1 with one decimal: ``"39.6 %"``."""
-    return f"{share * 100:.1f} %"
+    """Write a share of 1 with one decimal: ``"39.6%"``."""
+    return f"{share * 100:.1f}%"
 
 
 def on_rank(trace: TraceReport) -> str:

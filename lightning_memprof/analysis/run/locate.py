@@ -8,13 +8,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from lightning_memprof.analysis.run.rows import text
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, parse_manifest_name, parse_numbered
 from lightning_memprof.errors import ArtifactError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["MAX_DEPTH", "Place", "Walk", "find_run", "has_run", "has_several_runs", "is_run_directory", "names_in"]
+    from lightning_memprof.analysis.run.load import Run
+
+__all__ = [
+    "MAX_DEPTH",
+    "Place",
+    "Walk",
+    "find_run",
+    "has_run",
+    "has_several_runs",
+    "is_run_directory",
+    "log_directory",
+    "names_in",
+    "shown_path",
+    "shown_place",
+    "trace_directory",
+]
 
 STAGES: Final = ("validate", "test", "predict")
 MAX_DEPTH: Final = 6
@@ -133,6 +149,42 @@ def names_in(directory: Path) -> list[str]:
         return sorted(os.listdir(directory))  # noqa: PTH208 names of thousands
     except OSError:
         return []
+
+
+def shown_path(path: Path) -> str:
+    """Return a path to type here: relative if it is below the working directory."""
+    try:
+        return os.fspath(path.relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return os.fspath(path)
+
+
+def shown_place(path: Path, root: Path, url: str | None) -> str:
+    """Return a path or URL of a run to type here.
+
+    Args:
+        path: a file or a directory.
+        root: the directory above the run directory.
+        url: the URL that ``root`` is a copy of; None for a local run.
+
+    """
+    if url is not None and path == root.parent:
+        return url.rpartition("/")[0]
+    if url is None or not path.is_relative_to(root):
+        return shown_path(path)
+    return f"{url}/{path.relative_to(root).as_posix()}".removesuffix("/.")
+
+
+def log_directory(run: Run) -> Path:
+    """Return the Trainer's log directory: a stage other than fit keeps its files one level below."""
+    stage = text(run.lead.facts, "stage") or "fit"
+    return run.root.parent if stage != "fit" and run.root.name == stage else run.root
+
+
+def trace_directory(run: Run, trace: Path) -> Path:
+    """Return the directory in which TensorBoard finds a trace: the log directory, or the trace's own if elsewhere."""
+    home = log_directory(run)
+    return home if trace.is_relative_to(home) else trace.parent
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:

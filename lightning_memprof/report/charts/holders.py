@@ -38,7 +38,7 @@ _PADDING: Final = 4
 # The page's script writes as much of the words as there is room for: only it knows how wide a letter is.
 _FIT: Final = MappingProxyType({"fit": (f"{_SIZE} {_FAMILY}", _PADDING)})
 _TIP: Final = (
-    '<div style="max-width:46em"><b>@size{0.[00]ib}</b> (@share{0.0 %}) in @blocks{0,0} blocks'
+    '<div style="max-width:46em"><b>@size{0.[00]ib}</b> (@share{0.0%}) in @blocks{0,0} blocks'
     '<div style="overflow-wrap:anywhere">@name</div></div>'
 )
 

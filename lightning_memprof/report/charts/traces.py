@@ -72,7 +72,7 @@ def shares_chart(traces: Sequence[TraceReport], section: str = "traces") -> Char
         line_color=None,
     )  # fmt: skip
     for name, bar in zip(names, bars, strict=True):
-        tips = [(_said(name), f"@{{{name}}}{{0.0}} %"), ("time", f"@{{{name} ns}}")]
+        tips = [(_said(name), f"@{{{name}}}{{0.0}}%"), ("time", f"@{{{name} ns}}")]
         hover(plot, [bar], tips, "mouse")
     plot.x_range = Range1d(start=0, end=100)
     plot.ygrid.visible = False
@@ -80,9 +80,7 @@ def shares_chart(traces: Sequence[TraceReport], section: str = "traces") -> Char
     first = shown[0].gpu_window
     busy = 0 if first is None else 100 * first.busy_ns / first.window_ns
     causes = ", ".join(f"{called(cause.cause)} {format_ns(cause.total_ns)}" for cause in shown[0].idle[:3])
-    summary = f"The device of {rows[0]} is busy {busy:.1f} % of its window" + (
-        f"; idle by {causes}." if causes else "."
-    )
+    summary = f"The device of {rows[0]} is busy {busy:.1f}% of its window" + (f"; idle by {causes}." if causes else ".")
     return made(("devices", section), "What the devices did", summary, plot, height=height)
 
 
@@ -132,7 +130,7 @@ def timeline_chart(timeline: DeviceTimeline, place: tuple[str, str], where: str)
     )
     cover = plot.quad("left", "right", 100, 0, source=data, fill_alpha=0, line_alpha=0)
     tips = [("from", f"@left{{0,0.00}} {unit}"), ("to", f"@right{{0,0.00}} {unit}")]
-    hover(plot, [cover], [*tips, *((_said(name), f"@{name}{{0.0}} %") for name in names)], "vline")
+    hover(plot, [cover], [*tips, *((_said(name), f"@{name}{{0.0}}%") for name in names)], "vline")
     plot.x_range = Range1d(start=0, end=count * width)
     plot.y_range = Range1d(start=0, end=112)
     _steps(plot, timeline, width)
@@ -140,7 +138,7 @@ def timeline_chart(timeline: DeviceTimeline, place: tuple[str, str], where: str)
     busy = 100 * (1 - sum(sum(timeline.shares[name]) for name in ("idle", "idle_loading")) / count)
     summary = (
         f"{where}: {format_ns(count * timeline.stretch_ns)} in {count} stretches of {format_ns(timeline.stretch_ns)}, "
-        f"busy {busy:.1f} % of it. Steps are the host's."
+        f"busy {busy:.1f}% of it. Steps are the host's."
     )
     return made(place, f"The devices over time, {where}", summary, plot, height=_HEIGHT)
 

@@ -6,10 +6,10 @@ import shlex
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings import percent, shown_place
+from lightning_memprof.analysis.run.locate import shown_place
 from lightning_memprof.report.labels import called
 from lightning_memprof.report.page.model import Bar, Cell
-from lightning_memprof.units import format_bytes, format_ns
+from lightning_memprof.units import format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings import percent
 from lightning_memprof.report.labels import BEFORE_RECORDING, PEAKS, called, device_parts, peak_note, reserved_parts
 from lightning_memprof.report.page.cells import (
     NONE,
@@ -17,7 +16,7 @@ from lightning_memprof.report.page.cells import (
     time_cell,
 )
 from lightning_memprof.report.page.model import Cell, ChartPlace, Facts, Head, Part, Section, Stack, Table, Words
-from lightning_memprof.units import format_bytes, format_count, format_ns
+from lightning_memprof.units import format_bytes, format_count, format_ns, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

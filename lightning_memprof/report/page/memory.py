@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings import percent
 from lightning_memprof.report.labels import PEAKS, called, peak_note
 from lightning_memprof.report.memory import peak_allocations
 from lightning_memprof.report.page.cells import NONE, bars, count_cell, index_cell, size_cell, time_cell
 from lightning_memprof.report.page.model import Cell, ChartPlace, Head, Part, Section, Stack, Table, Words
 from lightning_memprof.report.peaks import run_peaks
-from lightning_memprof.units import format_bytes
+from lightning_memprof.units import format_bytes, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

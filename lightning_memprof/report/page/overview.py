@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings import Severity, percent
+from lightning_memprof.analysis.findings import Severity
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.columns import span
 from lightning_memprof.report.labels import PEAKS, called
@@ -25,7 +25,7 @@ from lightning_memprof.report.page.model import (
     Stack,
 )
 from lightning_memprof.report.throughput import amount
-from lightning_memprof.units import format_bytes, format_ns
+from lightning_memprof.units import format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

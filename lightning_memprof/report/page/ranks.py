@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings import percent
 from lightning_memprof.report.labels import PEAKS, called
 from lightning_memprof.report.page.cells import NONE, count_cell, index_cell, name_of, size_cell, time_cell
 from lightning_memprof.report.page.model import Cell, ChartPlace, Head, Part, Section, Table
 from lightning_memprof.report.ranks import NAMES
-from lightning_memprof.units import format_bytes, format_ns
+from lightning_memprof.units import format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

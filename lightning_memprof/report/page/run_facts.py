@@ -35,7 +35,7 @@ TROUBLE_STYLES: Final[Mapping[str, str]] = {"failed": "bad", "damaged": "bad", "
 UNITS: Final[tuple[tuple[str, Callable[[float], str]], ...]] = (
     ("_bytes_per_s", lambda value: f"{format_bytes(value)}/s"),
     ("_bytes", format_bytes),
-    ("_percent", lambda value: f"{value:.0f} %"),
+    ("_percent", lambda value: f"{value:.0f}%"),
     ("_per_s", lambda value: f"{amount(value)}/s"),
     ("_ns", format_ns),
     ("_w", lambda value: f"{value:.0f} W"),

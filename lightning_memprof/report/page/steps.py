@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings import percent
 from lightning_memprof.analysis.findings.actions import action_name
 from lightning_memprof.analysis.steps.events import PARTS, event_totals
 from lightning_memprof.analysis.steps.phases import OWN_WORK
@@ -14,7 +13,7 @@ from lightning_memprof.report.labels import PEAKS, called
 from lightning_memprof.report.page.cells import NONE, bars, count_cell, size_cell, time_cell
 from lightning_memprof.report.page.model import Cell, ChartPlace, Facts, Head, Part, Section, Stack, Table
 from lightning_memprof.report.throughput import amount
-from lightning_memprof.units import format_bytes, format_ns
+from lightning_memprof.units import format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -15,8 +15,9 @@ from markupsafe import Markup
 from lightning_memprof.report.charts import chart_resources, charts, file_charts
 from lightning_memprof.report.document import Chart as ChartPlace
 from lightning_memprof.report.files_view import FilesView
-from lightning_memprof.report.printers.values import cell_text, clean, percent, words_text
+from lightning_memprof.report.printers.values import cell_text, clean, words_text
 from lightning_memprof.report.sections import document_of
+from lightning_memprof.units import percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

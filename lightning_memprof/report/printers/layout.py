@@ -6,7 +6,8 @@ import itertools
 import unicodedata
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.report.printers.values import cell_text, clean, percent, words_text
+from lightning_memprof.report.printers.values import cell_text, clean, words_text
+from lightning_memprof.units import percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

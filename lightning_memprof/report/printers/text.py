@@ -28,7 +28,8 @@ from lightning_memprof.report.printers.layout import (
     text_width,
     wrap,
 )
-from lightning_memprof.report.printers.values import NONE, cell_text, clean, percent, words_text
+from lightning_memprof.report.printers.values import NONE, cell_text, clean, words_text
+from lightning_memprof.units import percent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

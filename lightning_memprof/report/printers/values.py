@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from lightning_memprof.report.document import Cell, Words
-from lightning_memprof.units import format_bytes, format_ns
+from lightning_memprof.units import format_bytes, format_ns, percent
 
-__all__ = ["NONE", "amount", "cell_text", "clean", "percent", "words_text"]
+__all__ = ["NONE", "amount", "cell_text", "clean", "words_text"]
 
 NONE: Final = "-"
 MAX_TEXT: Final = 600
@@ -41,11 +41,6 @@ def words_text(words: Words | Cell) -> str:
     if isinstance(words, Cell):
         return cell_text(words)
     return "".join(part if isinstance(part, str) else cell_text(part) for part in words.parts)
-
-
-def percent(share: float) -> str:
-    """Write a share of 1: ``"47%"``, and ``"<1%"`` for what would round to nothing."""
-    return "<1%" if 0 < share < 0.005 else f"{share * 100:.0f}%"
 
 
 def amount(value: float, unit: str = "") -> str:

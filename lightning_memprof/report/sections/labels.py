@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings import Severity, shown_place
+from lightning_memprof.analysis.findings import Severity
+from lightning_memprof.analysis.run.locate import shown_place
 from lightning_memprof.report.document import Badge, Bar, Cell, Style
 
 if TYPE_CHECKING:

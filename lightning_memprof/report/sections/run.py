@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.analysis.findings import shown_place
+from lightning_memprof.analysis.run.locate import shown_place
 from lightning_memprof.analysis.run.rows import mapping
 from lightning_memprof.report.document import (
     Cell,

@@ -44,7 +44,7 @@ export function drawLive(place, { run, lead, ranks: all, found, world_size: worl
   const isNear = lead.total && lead.total > 0;
   const now = element("div", { class: "now" },
     figure("now", run.state === "running" ? "running" : "silent", run.state === "running" ? "" : run.words.replace(/^silent /, "")),
-    figure("steps", number(lead.steps), isNear ? `of ${number(lead.total)}, ${Math.floor((100 * lead.steps) / lead.total)} %` : ""));
+    figure("steps", number(lead.steps), isNear ? `of ${number(lead.total)}, ${Math.floor((100 * lead.steps) / lead.total)}%` : ""));
   if (lead.step) now.append(figure("a step", lead.step, `${lead.data_wait || "-"} data wait`));
   if (lead.rss) now.append(figure("rss", lead.rss));
   if (lead.device_peak) now.append(figure("device peak", lead.device_peak));

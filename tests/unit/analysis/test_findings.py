@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from lightning_memprof.analysis.findings import Facts, Finding, Severity, examine, percent, shown_path, verdict
+from lightning_memprof.analysis.findings import Facts, Finding, Severity, examine, verdict
 from lightning_memprof.analysis.findings.memory_growth import left_by_windows, steady_growth
 from lightning_memprof.analysis.findings.rhythm import rhythm
 from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.analysis.run.locate import shown_path
 from lightning_memprof.testing import HEALTHY, FakeRun, make_run
-from lightning_memprof.units import GIB, MIB, format_ns
+from lightning_memprof.units import GIB, MIB, format_ns, percent
 
 
 def found(tmp_path: Path, fake: FakeRun) -> dict[str, Finding]:
@@ -48,7 +49,7 @@ def test_a_healthy_run_has_no_findings_and_a_command_to_look_further(tmp_path: P
     run = load_run(make_run(tmp_path))
     said = verdict(run)
     assert said.rule == "nothing_found"
-    assert said.sentence == "No bottleneck found: the backward pass takes 55 % of a step."
+    assert said.sentence == "No bottleneck found: the backward pass takes 55% of a step."
     assert f"lightning-memprof view {shown_path(run.directory)}" in said.next
 
 
@@ -215,7 +216,7 @@ def test_a_slow_callback_is_found_and_its_class_is_named(tmp_path: Path, key: st
     directory = with_callback(make_run(tmp_path, FakeRun(phases=phases(callbacks=65_000_000))), key)
     finding = examine(Facts.of(load_run(directory)))[0]
     assert (finding.rule, finding.severity) == ("callback_bound", Severity.CRITICAL)
-    assert finding.sentence == "Callbacks take 78 % of a step, most of it SlowCallback.on_train_batch_end."
+    assert finding.sentence == "Callbacks take 78% of a step, most of it SlowCallback.on_train_batch_end."
     assert "SlowCallback.on_train_batch_end takes 65.0 ms of a recorded step" in finding.why
     assert "every N batches" in finding.next_steps[0]
 
@@ -223,7 +224,7 @@ def test_a_slow_callback_is_found_and_its_class_is_named(tmp_path: Path, key: st
 def test_our_own_callback_is_not_named(tmp_path: Path) -> None:
     directory = with_callback(make_run(tmp_path, FakeRun(phases=phases(callbacks=65_000_000))), "MemProfilerCallback")
     finding = examine(Facts.of(load_run(directory)))[0]
-    assert finding.sentence == "Callbacks take 78 % of a step."
+    assert finding.sentence == "Callbacks take 78% of a step."
     assert "MemProfilerCallback." not in finding.why
 
 

@@ -122,7 +122,7 @@ def test_pieces_at_the_peak_are_a_warning_where_they_forced_new_segments(tmp_pat
         1,
         20,
     )
-    assert finding.sentence == "40 % of cuda:0's reserved memory lies in unused pieces at the peak."
+    assert finding.sentence == "40% of cuda:0's reserved memory lies in unused pieces at the peak."
     assert "expandable_segments:True" in finding.next_steps[0]
 
 
@@ -171,6 +171,6 @@ def test_a_line_that_holds_half_of_the_peak_is_named(tmp_path):
         "peak_holder"
     ]
     assert (finding.severity, finding.numbers["line"]) == (Severity.INFO, MODEL_LINE)
-    assert finding.sentence == f"75 % of cuda:0's peak is held by {MODEL_LINE}."
+    assert finding.sentence == f"75% of cuda:0's peak is held by {MODEL_LINE}."
     halves = [block(n * GIB, GIB, {**MODEL, "line": n}) for n in range(3)]
     assert "peak_holder" not in found(tmp_path, snapshot([segment(*halves)], []))

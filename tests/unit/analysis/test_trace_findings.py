@@ -62,7 +62,7 @@ def test_loading_that_no_kernel_hides_is_input_bound_with_its_share() -> None:
     finding = found(trace(loading_ns=200 * MS, causes=(idle("data_loading", 180 * MS, at_ns=START + 2 * STEP_NS),)))
     said = finding["input_bound_trace"]
     assert said.severity is Severity.CRITICAL
-    assert said.sentence == "Input-bound: loading batches takes 40.0 % of the steps."
+    assert said.sentence == "Input-bound: loading batches takes 40.0% of the steps."
     assert "the device is idle for 180 ms of it" in said.why
     assert said.numbers["data_loading_share"] == pytest.approx(0.4)
     assert said.numbers["exposed_ns"] == 180 * MS
@@ -112,7 +112,7 @@ def test_loading_in_one_step_of_several_is_only_info() -> None:
 
 def test_loading_on_a_host_alone_is_input_bound_too() -> None:
     said = found(trace(loading_ns=200 * MS, gpu_window=None, idle=(), kernels=()))["input_bound_trace"]
-    assert said.sentence == "Input-bound: loading batches takes 40.0 % of the steps."
+    assert said.sentence == "Input-bound: loading batches takes 40.0% of the steps."
     assert not any("pin_memory" in step for step in said.next_steps)
 
 
@@ -128,7 +128,7 @@ def test_short_kernels_and_a_busy_host_are_launch_bound() -> None:
     finding = said["gpu_idle"]
     assert finding.severity is Severity.CRITICAL
     assert (
-        finding.sentence == "Launch-bound: the GPU is idle 61 % of the time, while the host prepares its next kernels."
+        finding.sentence == "Launch-bound: the GPU is idle 61% of the time, while the host prepares its next kernels."
     )
     assert "200 ms while the host is inside operators (most in aten::linear)" in finding.why
     assert finding.numbers["launch_bound"] is True
@@ -138,7 +138,7 @@ def test_short_kernels_and_a_busy_host_are_launch_bound() -> None:
 def test_an_idle_device_with_long_kernels_names_what_the_host_does() -> None:
     finding = found(trace(causes=(idle("garbage", 60 * MS, "gen 2"),)))["gpu_idle"]
     assert finding.severity is Severity.WARNING
-    assert finding.sentence == "The GPU is idle 13 % of the time, most of it while the host collects garbage."
+    assert finding.sentence == "The GPU is idle 13% of the time, most of it while the host collects garbage."
     assert "gc.freeze" in finding.next_steps[0]
     assert finding.numbers["main_cause"] == "garbage"
 
@@ -155,7 +155,7 @@ def test_waiting_that_leaves_the_device_idle_is_named_by_its_operator() -> None:
     )
     finding = found(report)["synchronization"]
     assert finding.severity is Severity.WARNING
-    assert finding.sentence == "The host waits for the GPU 11 times a step, and the GPU then idles 12 % of the time."
+    assert finding.sentence == "The host waits for the GPU 11 times a step, and the GPU then idles 12% of the time."
     assert "60.0 ms after aten::item (50 times)" in finding.why
     assert "loss.detach()" in finding.next_steps[0]
     assert "non_blocking" in finding.next_steps[1]
@@ -169,7 +169,7 @@ def test_waiting_that_costs_nothing_is_no_finding() -> None:
 def test_copies_from_pageable_memory_are_told_by_direction() -> None:
     finding = found(trace(copies=(copies(),)))["blocking_transfers"]
     assert finding.severity is Severity.INFO
-    assert "to the GPU use pageable memory and take 8.0 % of the time" in finding.sentence
+    assert "to the GPU use pageable memory and take 8.0% of the time" in finding.sentence
     assert "400 MiB in 40.0 ms, 9.77 GiB/s" in finding.why
     assert "pin_memory=True" in finding.next_steps[0]
     back = found(trace(copies=(copies(kind="DtoH", total_ns=200 * MS),)))["blocking_transfers"]
@@ -189,9 +189,9 @@ def test_exposed_communication_names_the_collective_its_size_and_overlap() -> No
     finding = found(report)["communication_exposed"]
     assert finding.severity is Severity.CRITICAL
     assert finding.sentence == (
-        "Communication that no computation hides takes 40 % of the time on rank 1, most of it all_reduce."
+        "Communication that no computation hides takes 40% of the time on rank 1, most of it all_reduce."
     )
-    assert "20 % of all communication runs beside kernels; all_reduce of 25.0 MiB, 10 times" in finding.why
+    assert "20% of all communication runs beside kernels; all_reduce of 25.0 MiB, 10 times" in finding.why
     assert "bucket_cap_mb" in finding.next_steps[0]
     assert finding.numbers["collectives"][0]["bytes_each"] == 25 << 20
 
@@ -244,8 +244,7 @@ def test_memory_that_is_given_back_and_taken_again_is_thrash() -> None:
     finding = found(trace(runtime_calls=calls, causes=(idle("allocator", 75 * MS),)))["allocator_thrash"]
     assert finding.severity is Severity.WARNING
     assert (
-        finding.sentence
-        == "The allocator gets memory from the driver and gives it back in the steps, 16 % of the time."
+        finding.sentence == "The allocator gets memory from the driver and gives it back in the steps, 16% of the time."
     )
     assert "cudaFree 40 times (60.0 ms), cudaMalloc 40 times (20.0 ms)" in finding.why
     assert finding.numbers["freed"] == 40
@@ -328,7 +327,7 @@ def test_many_short_kernels_are_to_be_fused() -> None:
     finding = found(trace(kernels=(short, kernel("gemm", 500, 40_000))))["many_small_kernels"]
     assert finding.severity is Severity.INFO
     assert finding.sentence.startswith(
-        "1,000 kernels a step take less than 10.0 us each, and 50 % of the computing time"
+        "1,000 kernels a step take less than 10.0 us each, and 50% of the computing time"
     )
     assert "torch.compile" in finding.next_steps[0]
     assert "fused=True" in finding.next_steps[1]
@@ -368,7 +367,7 @@ def test_a_step_that_is_mostly_the_calling_of_short_operators_is_launch_bound_on
     finding = found(on_host())["many_small_operators"]
     assert finding.severity is Severity.WARNING
     assert (
-        "is 1,200 operators, half of which take 2.00 us or less, and calling them takes 71 % of it." in finding.sentence
+        "is 1,200 operators, half of which take 2.00 us or less, and calling them takes 71% of it." in finding.sentence
     )
     assert "aten::add (800), MulBackward0 (400), in Net: net (1,200)" in finding.why
     assert finding.numbers["share"] == pytest.approx((15 - 3) / (20 - 3))
@@ -401,7 +400,7 @@ def test_a_profiler_that_takes_much_of_the_time_says_how_far_to_believe_the_rest
     finding = found(trace(profiler_overhead=(asked,), causes=(idle("python", 60 * MS),)))["recording_overhead"]
     assert finding.severity is Severity.WARNING
     assert found(trace(profiler_overhead=(asked,)))["recording_overhead"].severity is Severity.INFO
-    assert "takes 16 % of the recorded time" in finding.sentence
+    assert "takes 16% of the recorded time" in finding.sentence
     assert "Activity Buffer Request 3 times" in finding.why
 
 
@@ -415,7 +414,7 @@ def test_events_as_dense_as_their_cost_say_so_where_the_host_matters() -> None:
         "recording_overhead"
     ]
     assert finding.severity is Severity.INFO
-    assert "takes about 60 % of the recorded time" in finding.sentence
+    assert "takes about 60% of the recorded time" in finding.sentence
     assert "with_stack=False" in finding.next_steps[0]
     assert "record_shapes=False" in finding.next_steps[0]
     assert not found(trace(events=300_000))

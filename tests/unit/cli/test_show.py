@@ -238,7 +238,7 @@ def test_markdown_has_the_verdict_and_tables_of_a_run(tmp_path: Path, capsys: py
     assert text.startswith("**No bottleneck found")
     for heading in ("## Time", "## Memory", "## Ranks", "## Artifacts"):
         assert heading in text
-    assert "| backward | 10.2 ms (55 %) |" in text
+    assert "| backward | 10.2 ms (55%) |" in text
     assert "\\<b\\>Net\\</b\\>" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert all(line.endswith("|") for line in rows)

@@ -46,7 +46,7 @@ def test_where_there_is_no_terminal_each_look_is_a_line_until_the_end(
     make_run(tmp_path, SLOW_DATA)
     assert main(["watch", str(tmp_path), "--interval", "0.01"]) == 0
     first, *findings = capsys.readouterr().out.splitlines()
-    assert first.startswith("steps 30 of 60 (50 %) · ")
+    assert first.startswith("steps 30 of 60 (50%) · ")
     assert "data wait" in first
     assert "rss " in first
     assert findings

@@ -39,7 +39,7 @@ def sides() -> tuple[Side, Side]:
             "peak_allocated_bytes": measure("peak_allocated_bytes", 2000),
         },
         named={"modules": {"net": 200.0, HOSTILE: 70.0}, "findings": {"input_bound": 3.0}},
-        sentences={"input_bound": "47 % of the step waits for data."},
+        sentences={"input_bound": "47% of the step waits for data."},
         notes=(f"trace {HOSTILE} is torn",),
     )
     return a, b
@@ -63,7 +63,7 @@ def test_nothing_above_noise_is_said_in_these_words() -> None:
 
 def test_the_page_has_both_sides_their_noise_and_the_change(comparison: Comparison) -> None:
     rows = {line.split(" ")[0]: line.split()[1:] for line in page(comparison).split("\n")}
-    assert " ".join(rows["step_ns"]) == "20.0 ms +-5% 40.0 ms +-2% +100 %"
+    assert " ".join(rows["step_ns"]) == "20.0 ms +-5% 40.0 ms +-2% +100%"
     assert " ".join(rows["peak_allocated_bytes"]) == "100 B 1.95 KiB x20"
     assert rows["other_ns"][-1] == "~"
     assert " ".join(rows["reserved_bytes"]) == "100 B - n/a"
@@ -74,18 +74,16 @@ def test_the_page_says_what_appeared_and_disappeared(comparison: Comparison) -> 
     assert any(line.startswith("  net ") and line.endswith("100 B -> 200 B") for line in lines)
     assert any(line.startswith("- old ") and line.endswith("50 B -> none") for line in lines)
     assert any(line.startswith("+ evil") and line.endswith("none -> 70 B") for line in lines)
-    assert "    47 % of the step waits for data." in lines
+    assert "    47% of the step waits for data." in lines
 
 
 def test_the_verdict_names_time_and_peak_first(comparison: Comparison) -> None:
-    assert conclusion(comparison) == (
-        "B differs from A: step_ns +100 %, peak_allocated_bytes x20, 3 modules, 1 finding"
-    )
+    assert conclusion(comparison) == ("B differs from A: step_ns +100%, peak_allocated_bytes x20, 3 modules, 1 finding")
 
 
 def test_a_limit_is_shown_with_its_figures(comparison: Comparison) -> None:
     shown = page(comparison, "step_ns>5%", "step_ns>30ms")
-    assert "limit    step_ns>5% BROKEN: step_ns rises (20.0 ms -> 40.0 ms, +100 %)" in shown
+    assert "limit    step_ns>5% BROKEN: step_ns rises (20.0 ms -> 40.0 ms, +100%)" in shown
     assert "limit    step_ns>30ms kept: step_ns rises" in shown
 
 
@@ -119,7 +117,7 @@ def test_the_document_is_json_and_has_every_figure(comparison: Comparison) -> No
 def test_names_cannot_break_out_of_markdown(comparison: Comparison) -> None:
     text = comparison_markdown(comparison, [check(comparison, parse_limit("step_ns>5%"))])
     assert "**B differs from A:" in text
-    assert "| step_ns | 20.0 ms +-5% | 40.0 ms +-2% | +100 % |" in text
+    assert "| step_ns | 20.0 ms +-5% | 40.0 ms +-2% | +100% |" in text
     assert "- step\\_ns&gt;5% BROKEN" in text
     assert "<script" not in text
     assert "<img" not in text

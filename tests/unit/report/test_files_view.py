@@ -132,8 +132,8 @@ def test_the_operators_of_a_trace_without_a_device_are_on_every_page(tmp_path: P
     view = viewed(path)
     (lines,) = (part for part in page(view).split("\n\n") if part.startswith("operators"))
     assert [line.split() for line in lines.splitlines()[2:]] == [
-        ["aten::mm", "3.00", "ms", "75", "%", "3.00", "ms", "1"],
-        ["aten::linear", "1.00", "ms", "25", "%", "4.00", "ms", "1"],
+        ["aten::mm", "3.00", "ms", "75%", "3.00", "ms", "1"],
+        ["aten::linear", "1.00", "ms", "25%", "4.00", "ms", "1"],
     ]
     assert [operator["own_ns"] for operator in files_document(view)["traces"][0]["operators"]] == [3_000_000, 1_000_000]
     assert "Operators on the host" in html.to_html(view)
@@ -150,7 +150,7 @@ def test_a_healthy_trace_says_how_busy_the_device_was(tmp_path: Path, monkeypatc
     monkeypatch.setattr("lightning_memprof.analysis.findings.of_traces.TRACE_RULES", ())
     view = viewed(trace(tmp_path / "a.json"))
     assert view.verdict.rule == "nothing_found"
-    assert view.verdict.sentence == "No bottleneck found: the device is busy 93 % of the time."
+    assert view.verdict.sentence == "No bottleneck found: the device is busy 93% of the time."
     assert "lightning-memprof view" in view.verdict.next
 
 

@@ -147,7 +147,7 @@ def test_an_accelerator_without_figures_says_why() -> None:
 
 def test_ranks_stand_side_by_side() -> None:
     text = page(make_run(Path("logs").absolute(), FakeRun(world_size=2, endings={1: None})))
-    assert re.search(r"^ +0  node0  finished +30 +18.6 ms +408 us +2 % +513 MiB", text, re.MULTILINE)
+    assert re.search(r"^ +0  node0  finished +30 +18.6 ms +408 us +2% +513 MiB", text, re.MULTILINE)
     assert re.search(r"^ +1  node0  no end +30 ", text, re.MULTILINE)
     assert "still running, or killed" in text
 
@@ -271,7 +271,7 @@ def test_failures_damage_and_gaps_are_shown_with_their_reasons() -> None:
 
 def test_our_own_cost_is_shown() -> None:
     (line,) = lines_of(page(make_run(Path("logs").absolute())), "our cost")
-    assert "pulse 9.00 us a step (<1 %); windows 40.0 ms (operator_trace 35.0 ms" in line
+    assert "pulse 9.00 us a step (<1%); windows 40.0 ms (operator_trace 35.0 ms" in line
 
 
 @pytest.mark.parametrize("hostile", ["[Strategy]DDP", "[bold red]x[/]", "[/unbalanced]", ":smile:", "[link=http://x]y"])

@@ -89,7 +89,7 @@ def test_the_devices_utilization_is_the_operations_over_its_peak(tmp_path: Path)
     (rate,) = document(shown)["throughput"]
     assert rate["flops_per_s"] == pytest.approx(1e14)
     assert rate["utilization"] == pytest.approx(0.1)
-    assert "2.00 TFLOP a step, 100 TFLOP/s: 10 % of the device's 1.00 PFLOP/s" in page(shown)
+    assert "2.00 TFLOP a step, 100 TFLOP/s: 10% of the device's 1.00 PFLOP/s" in page(shown)
 
 
 def test_operations_that_a_later_window_did_not_count_again_hold(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_the_machines_extremes_are_shown(tmp_path: Path) -> None:
     assert samples["figures"]["memory_available_bytes"]["least"] == GIB
     assert "memory_limit_bytes" not in samples["figures"]
     text = page(shown)
-    assert "this process 210 % (most 380 %) · all 50 % (most 90 %)" in text
+    assert "this process 210% (most 380%) · all 50% (most 90%)" in text
     assert "most used 3.00 GiB · least available 1.00 GiB" in text
     assert "load at most 7.0" in text
 
@@ -152,7 +152,7 @@ def test_a_gpu_has_a_line_of_its_own(tmp_path: Path) -> None:
     gpu = {"gpu3_utilization_percent": 87, "gpu3_memory_used_bytes": 40 * GIB, "gpu3_power_w": 310.5}
     text = page(view(tmp_path, system=[sample(**gpu, gpu3_temperature_c=None)]))
     assert "GPU 3" in text
-    assert "busy 87 % · most used 40.0 GiB" in text
+    assert "busy 87% · most used 40.0 GiB" in text
 
 
 def test_samples_of_the_whole_run_count_also_where_it_was_killed(tmp_path: Path) -> None:
