@@ -86,8 +86,9 @@ class StepRecord(NamedTuple):
     """One finished step of the run.
 
     ``phases_ns`` holds the exclusive host time of each of ``artifacts.series.PHASES`` and sums to ``duration_ns``.
-    ``moments`` holds ``(index of the phase that begins, device moment)`` in order, and a last one that ends the step;
-    None without a device clock. ``usual`` is False where a validation, a checkpoint or the end of an epoch is in it.
+    ``moments`` holds ``(index of the phase that begins, device moment, nanoseconds after it to exclude)`` in order, and
+    a last one that ends the step; None without a device clock. ``usual`` is False where a validation, a checkpoint or
+    the end of an epoch is in it.
     """
 
     step: int
@@ -97,7 +98,7 @@ class StepRecord(NamedTuple):
     start_ns: int
     duration_ns: int
     phases_ns: tuple[int, ...]
-    moments: list[tuple[int, Any]] | None
+    moments: list[tuple[int, Any, int]] | None
     usual: bool = True
 
 

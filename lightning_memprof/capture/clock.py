@@ -36,7 +36,7 @@ class StepClock:
         self._current = _OTHER
         self._last = 0
         self.start_ns = 0
-        self._moments: list[tuple[int, Any]] = []
+        self._moments: list[tuple[int, Any, int]] = []
 
     @property
     def phase(self) -> str:
@@ -51,7 +51,7 @@ class StepClock:
         self._stack.append(self._current)
         self._current = phase
         if self._timer is not None and phase not in _HOST_ONLY:
-            self._moments.append((phase, self._timer.record()))
+            self._moments.append((phase, self._timer.record(), 0))
 
     def leave(self) -> None:
         """End the present phase and go on with the one around it."""
@@ -63,7 +63,7 @@ class StepClock:
         self._last = now
         self._current = self._stack.pop()
         if self._timer is not None and left not in _HOST_ONLY:
-            self._moments.append((self._device_phase(), self._timer.record()))
+            self._moments.append((self._device_phase(), self._timer.record(), 0))
 
     def start(self) -> None:
         """Begin a step now, outside of all phases."""
@@ -71,22 +71,29 @@ class StepClock:
         self._stack.clear()
         self._current = _OTHER
         if self._timer is not None:
-            self._moments = [(_OTHER, self._timer.record())]
+            self._moments = [(_OTHER, self._timer.record(), 0)]
         self.start_ns = self._last = time.perf_counter_ns()
 
     def leave_out(self, ns: int) -> None:
         """Take time that ended now out of the present step: it was not the training's."""
         self._last += ns
         self.start_ns += ns
+        moments = self._moments
+        if moments:
+            # The allocator synchronizes before it reports a failed allocation: the device idles meanwhile. By index,
+            # because another thread than the training's may report it.
+            last = len(moments) - 1
+            phase, moment, excluded_ns = moments[last]
+            moments[last] = (phase, moment, excluded_ns + ns)
 
-    def stop(self) -> tuple[int, tuple[int, ...], list[tuple[int, Any]] | None]:
+    def stop(self) -> tuple[int, tuple[int, ...], list[tuple[int, Any, int]] | None]:
         """End the step now; return its end, nanoseconds by phase, and the moments on the device's clock."""
         now = time.perf_counter_ns()
         self._spent[self._current] += now - self._last
         self._last = now
         moments = None
         if self._timer is not None:
-            self._moments.append((_OTHER, self._timer.record()))
+            self._moments.append((_OTHER, self._timer.record(), 0))
             moments, self._moments = self._moments, []
         return now, tuple(self._spent), moments
 

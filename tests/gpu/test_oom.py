@@ -20,6 +20,7 @@ from torch import nn
 from lightning_memprof import MemProfilerCallback, Output, Pulse
 from lightning_memprof.analysis.oom.autopsy import Autopsy, autopsies
 from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.artifacts.series import read_pulse
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.collectors.oom import OomWatch, OutOfMemory
 from lightning_memprof.capture.session import Session
@@ -188,6 +189,9 @@ def test_a_training_that_fills_the_device_is_explained(
     )
     assert row["step"] is not None
     assert row["step"] >= 8
+    step = read_pulse(only_run(tmp_path) / "pulse.rank00000.csv")[-1]
+    # Writing the report takes some 100 ms, which are no part of the step on either clock.
+    assert (step["device_duration_ns"] or 0) < (step["duration_ns"] or 0) + 50_000_000
     found = understood(tmp_path)
     assert found.by_stack[0].name.startswith(f"{__file__}(")
     assert found.by_stack[0].bytes >= 9 * 100 * MIB

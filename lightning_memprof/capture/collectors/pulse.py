@@ -41,9 +41,9 @@ def device_columns(record: StepRecord, timer: DeviceTimer) -> tuple[int | None, 
     """
     moments = record.moments or []
     spent = [0] * len(PHASES)
-    for (phase, start), (_, end) in pairwise(moments):
-        spent[phase] += timer.elapsed_ns(start, end)
-    for _, moment in moments:
+    for (phase, start, excluded_ns), (_, end, _) in pairwise(moments):
+        spent[phase] += max(timer.elapsed_ns(start, end) - excluded_ns, 0)
+    for _, moment, _ in moments:
         timer.release(moment)
     return (sum(spent), *(None if index == _CALLBACKS else ns for index, ns in enumerate(spent)))
 

@@ -132,6 +132,27 @@ def test_a_step_of_the_device_ends_where_its_work_was_queued_and_not_where_the_h
     assert ended - clock.start_ns < 10**12
 
 
+def test_excluded_time_is_in_no_phase_of_either_clock() -> None:
+    timer = FakeTimer()
+    now = SimpleNamespace(ns=0)
+    with mock.patch("lightning_memprof.capture.clock.time", SimpleNamespace(perf_counter_ns=lambda: now.ns)):
+        clock = StepClock(timer)
+        clock.start()
+        clock.enter(BACKWARD)
+        for ns in (7, 1000, 500):
+            now.ns += ns
+            timer.work(ns)
+        clock.leave_out(1000)
+        clock.leave_out(500)
+        clock.leave()
+        ended, phases, moments = clock.stop()
+    timer.catch_up()
+    record = StepRecord(0, 0, 0, None, clock.start_ns, ended - clock.start_ns, phases, moments)
+    columns = dict(zip(DEVICE_COLUMNS, device_columns(record, timer), strict=True))
+    assert record.duration_ns == phases[BACKWARD] == 7
+    assert columns["device_duration_ns"] == columns["device_backward_ns"] == 7
+
+
 def test_a_cpu_has_no_clock_of_its_own() -> None:
     assert device_timer(torch.device("cpu")) is None
     assert device_timer(torch.device("meta")) is None

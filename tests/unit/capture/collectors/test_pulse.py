@@ -30,11 +30,11 @@ def record(step: int, timer: FakeTimer | None) -> StepRecord:
     """A step that works 100 ns in its forward and 10 ns outside of it."""
     moments = None
     if timer is not None:
-        moments = [(FORWARD, timer.record())]
+        moments = [(FORWARD, timer.record(), 0)]
         timer.work(100)
-        moments.append((OTHER, timer.record()))
+        moments.append((OTHER, timer.record(), 0))
         timer.work(10)
-        moments.append((OTHER, timer.record()))
+        moments.append((OTHER, timer.record(), 0))
     return StepRecord(step, step, 0, None, step, 6, (1,) * len(PHASES), moments)
 
 
