@@ -1,30 +1,51 @@
-"""Sets of time: sorted, disjoint intervals as two int64 columns, start and end; what touches is one interval."""
+"""Intervals of time: sets of them, and which event runs inside which.
+
+Columns are int64, one entry per interval, ``[start, end)``. The functions on sets take and return sorted, disjoint
+intervals; those on events take columns in any order.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Column", "Intervals", "clip", "difference", "intersection", "length", "length_before", "union"]
+__all__ = [
+    "Column",
+    "Intervals",
+    "Nesting",
+    "clip",
+    "difference",
+    "innermost_at",
+    "intersection",
+    "length",
+    "length_before",
+    "nest",
+    "nesting_order",
+    "outermost",
+    "union",
+]
 
 Column: TypeAlias = NDArray[np.int64]
 
+_BLOCK: Final = 1 << 14
+
 
 class Intervals(NamedTuple):
-    """Half-open intervals ``[starts[i], ends[i])``, sorted, disjoint and none of them empty."""
+    """A set of time: half-open intervals ``[starts[i], ends[i])``, sorted, disjoint and none of them empty."""
 
     starts: Column
     ends: Column
 
 
 def union(starts: Column, ends: Column) -> Intervals:
-    """Return the time that is in at least one of the intervals; they may come in any order, and overlap.
+    """Return the time inside at least one of the intervals; they may overlap, and come in any order.
 
     Args:
-        starts: any shape ``(n,)``.
-        ends: the same shape; an interval that ends before it starts is empty.
+        starts: ``(n,)``.
+        ends: ``(n,)``; an interval that ends before it starts is empty.
     """
     kept = ends > starts
     starts, ends = starts[kept], ends[kept]
@@ -39,12 +60,12 @@ def union(starts: Column, ends: Column) -> Intervals:
 
 
 def length(of: Intervals) -> int:
-    """Return how long the intervals are together."""
+    """Return the total length of a set."""
     return int(np.sum(of.ends - of.starts))
 
 
 def length_before(of: Intervals, moments: Column) -> Column:
-    """Return for each moment how much of the intervals lies before it; the moments may come in any order."""
+    """Return the length of a set before each moment; the moments may come in any order."""
     if not len(of.starts):
         return np.zeros(len(moments), np.int64)
     before = np.append(0, np.cumsum(of.ends - of.starts))
@@ -55,34 +76,116 @@ def length_before(of: Intervals, moments: Column) -> Column:
 
 
 def clip(of: Intervals, start: int, end: int) -> Intervals:
-    """Return what of the intervals lies in ``[start, end)``."""
+    """Return the part of a set in ``[start, end)``."""
     return _not_empty(np.maximum(of.starts, start), np.minimum(of.ends, end))
 
 
-def intersection(spans: Intervals, other: Intervals) -> Intervals:
-    """Return the time that is in both."""
-    if not len(spans.starts) or not len(other.starts):
-        return Intervals(spans.starts[:0], spans.ends[:0])
-    first = np.searchsorted(other.ends, spans.starts, side="right")
-    behind = np.searchsorted(other.starts, spans.ends, side="left")
-    counts = np.maximum(behind - first, 0)
+def intersection(first: Intervals, second: Intervals) -> Intervals:
+    """Return the time in both sets."""
+    if not len(first.starts) or not len(second.starts):
+        return Intervals(first.starts[:0], first.ends[:0])
+    begin = np.searchsorted(second.ends, first.starts, side="right")
+    behind = np.searchsorted(second.starts, first.ends, side="left")
+    counts = np.maximum(behind - begin, 0)
     mine = np.repeat(np.arange(len(counts)), counts)
     begins = np.cumsum(counts) - counts
-    theirs = first[mine] + np.arange(len(mine)) - begins[mine]
+    theirs = begin[mine] + np.arange(len(mine)) - begins[mine]
     return _not_empty(
-        np.maximum(spans.starts[mine], other.starts[theirs]), np.minimum(spans.ends[mine], other.ends[theirs])
+        np.maximum(first.starts[mine], second.starts[theirs]), np.minimum(first.ends[mine], second.ends[theirs])
     )
 
 
-def difference(spans: Intervals, other: Intervals) -> Intervals:
-    """Return the time that is in the first and not in the other."""
-    if not len(spans.starts) or not len(other.starts):
-        return spans
-    start, end = int(spans.starts[0]), int(spans.ends[-1])
-    starts, ends = np.append(start, other.ends), np.append(other.starts, end)
-    return intersection(spans, _not_empty(starts, ends))
+def difference(first: Intervals, second: Intervals) -> Intervals:
+    """Return the time in the first set and not in the second."""
+    if not len(first.starts) or not len(second.starts):
+        return first
+    start, end = int(first.starts[0]), int(first.ends[-1])
+    starts, ends = np.append(start, second.ends), np.append(second.starts, end)
+    return intersection(first, _not_empty(starts, ends))
 
 
 def _not_empty(starts: Column, ends: Column) -> Intervals:
     kept = ends > starts
     return Intervals(starts[kept], ends[kept])
+
+
+class Nesting(NamedTuple):
+    """The events of one thread as trees, by position in the given columns.
+
+    Attributes:
+        order: ``(n,)`` all positions by start; an event comes after the event around it.
+        parents: ``(n,)`` position of the innermost event around each, -1 for none.
+        ends: ``(n,)`` end of each, cut to the end of its parent where overlaps are cut.
+    """
+
+    order: Column
+    parents: Column
+    ends: Column
+
+
+def nesting_order(starts: Sequence[int] | Column, ends: Sequence[int] | Column) -> Column:
+    """Return positions by start, longest first, so that each event follows those that contain it; equal ones stay."""
+    begin, end = np.asarray(starts, np.int64), np.asarray(ends, np.int64)
+    later, equal = begin[1:] > begin[:-1], begin[1:] == begin[:-1]
+    if np.all(later | (equal & (end[1:] <= end[:-1]))):
+        return np.arange(len(begin))
+    return np.lexsort((-end, begin))
+
+
+def nest(starts: Sequence[int] | Column, ends: Sequence[int] | Column, *, slack: int | None = 0) -> Nesting:
+    """Find the innermost event around each event of one thread.
+
+    Args:
+        starts: ``(n,)``, in any order.
+        ends: ``(n,)``.
+        slack: how far an event may outlast the event that it started in and still be inside it; one that outlasts it
+            by more is beside it. None cuts it to the end of the other: everything that starts inside is inside.
+    """
+    begin, end = np.asarray(starts, np.int64), np.array(ends, np.int64)
+    order = nesting_order(begin, end)
+    parents = np.full(len(order), -1, np.int64)
+    open_ends: list[int] = []
+    open_events: list[int] = []
+    for first in range(0, len(order), _BLOCK):  # Python numbers of a block at a time: they take 30 bytes each
+        block = order[first : first + _BLOCK]
+        found = []
+        for event, start, stop in zip(block.tolist(), begin[block].tolist(), end[block].tolist(), strict=True):
+            while open_ends and (open_ends[-1] <= start or (slack is not None and open_ends[-1] < stop - slack)):
+                open_ends.pop()
+                open_events.pop()
+            found.append(open_events[-1] if open_events else -1)
+            open_ends.append(min(stop, open_ends[-1]) if slack is None and open_ends else stop)
+            open_events.append(event)
+            if slack is None:
+                end[event] = open_ends[-1]
+        parents[block] = found
+    return Nesting(order, parents, end)
+
+
+def innermost_at(nesting: Nesting, starts: Sequence[int] | Column, moments: Sequence[int] | Column) -> Column:
+    """Return the innermost event that runs at each moment, -1 for none.
+
+    Args:
+        nesting: of the events; the events end at its ``ends``.
+        starts: ``(n,)`` starts of the events.
+        moments: ``(m,)`` sorted.
+    """
+    begin, asked = np.asarray(starts, np.int64), np.asarray(moments, np.int64)
+    last = np.searchsorted(begin[nesting.order], asked, side="right") - 1
+    started = np.where(last >= 0, nesting.order[np.maximum(last, 0)], -1) if len(begin) else last
+    found = np.full(len(asked), -1, np.int64)
+    previous = event = -1
+    for at, (latest, moment) in enumerate(zip(started.tolist(), asked.tolist(), strict=True)):
+        if latest != previous:
+            previous = event = latest
+        while event >= 0 and nesting.ends[event] <= moment:
+            event = int(nesting.parents[event])
+        found[at] = event
+    return found
+
+
+def outermost(starts: Column, ends: Column) -> Column:
+    """Return the positions of the events that start in no other one, by start."""
+    order = nesting_order(starts, ends)
+    reach = np.maximum.accumulate(ends[order])
+    return order[np.append(True, starts[order][1:] >= reach[:-1])[: len(order)]]
