@@ -170,7 +170,7 @@ def _write_snapshot(source: _Source, out: Path) -> None:
 
 
 def _write_stacks(source: _Source, form: Form, of: Quantity, out: Path) -> None:
-    from lightning_memprof.analysis.trace.lanes import read_lanes
+    from lightning_memprof.analysis.trace.threads import read_lanes
     from lightning_memprof.report.export.stacks import Speedscope, write_folded
     from lightning_memprof.report.export.write import whole_file
 
@@ -184,7 +184,7 @@ def _write_stacks(source: _Source, form: Form, of: Quantity, out: Path) -> None:
         for path in source.traces:
             lanes = read_lanes(path)
             if form == "flamegraph":
-                counts.update(lanes.own_times())
+                counts.update(lanes.self_times())
             else:
                 scope.add_lanes(path.name if len(source.traces) > 1 else "", lanes)
     else:

@@ -112,7 +112,7 @@ def _prepare(names: Sequence[str], steps: Sequence[int] | None, folder: Path) ->
 
 def _trace_file(path: Path, steps: Sequence[int] | None, folder: Path) -> Path:
     from lightning_memprof.analysis.run.targets import file_kind
-    from lightning_memprof.analysis.trace.reader import read_trace
+    from lightning_memprof.analysis.trace.events import read_trace
 
     if file_kind(path) == "snapshot":
         raise ReportError(f"{path}: is a snapshot, which has no timeline; open it with lightning-memprof report")

@@ -14,7 +14,7 @@ from lightning_memprof.units import format_bytes, format_count, format_ns, perce
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from lightning_memprof.analysis.trace.model import Collective, GpuTimes, TraceReport
+    from lightning_memprof.analysis.trace.model import CollectiveTotals, GpuTimes, TraceReport
 
 __all__ = ["trace_sections"]
 
@@ -263,7 +263,7 @@ def _collectives(trace: TraceReport, width: int) -> list[Line]:
     return lines
 
 
-def _collective(collective: Collective) -> str:
+def _collective(collective: CollectiveTotals) -> str:
     size = f" of {format_bytes(collective.bytes_each)}" if collective.bytes_each is not None else ""
     return f"{collective.name}{size}" + (f", {collective.group}" if collective.group else "")
 

@@ -9,7 +9,7 @@ import pytest
 from lightning_memprof.analysis.memory.block_lives import live_by_kind, lives_of_replay
 from lightning_memprof.analysis.snapshot.reader import read_snapshot
 from lightning_memprof.analysis.snapshot.replay import replay
-from lightning_memprof.analysis.trace.device_timeline import device_timeline
+from lightning_memprof.analysis.trace.device import device_timeline
 
 pytestmark = pytest.mark.corpus
 

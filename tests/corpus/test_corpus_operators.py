@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_memprof.analysis.trace.events import read_trace
 from lightning_memprof.analysis.trace.operators import TableOptions, operator_table
-from lightning_memprof.analysis.trace.reader import read_trace
 
 pytestmark = pytest.mark.corpus
 

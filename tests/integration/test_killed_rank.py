@@ -16,7 +16,7 @@ from lightning_memprof import load_run
 from lightning_memprof.analysis.ranks.summary import read_summary
 from lightning_memprof.analysis.run.rows import series_rows
 from lightning_memprof.analysis.trace.communication import collectives
-from lightning_memprof.analysis.trace.reader import read_events
+from lightning_memprof.analysis.trace.events import read_events
 from lightning_memprof.report.view import run_view
 from training import only_run
 

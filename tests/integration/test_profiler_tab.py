@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lightning_memprof.analysis.trace.communication import collectives
-from lightning_memprof.analysis.trace.operator_rows import collect_rows
-from lightning_memprof.analysis.trace.reader import read_events
+from lightning_memprof.analysis.trace.events import read_events
+from lightning_memprof.analysis.trace.key_averages import collect_rows
 from lightning_memprof.analysis.trace.report import trace_report
 from lightning_memprof.artifacts.naming import TraceName
 from lightning_memprof.artifacts.series import read_pulse
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from lightning_memprof.analysis.trace.nesting import OperatorRow
+    from lightning_memprof.analysis.trace.key_averages import OperatorRow
 
 WORKER = "fit-fts_extended_pytorch_profiler-{}[Strategy]{}.training_step"
 ON_A_GPU = pytest.mark.skipif(not CORPUS.is_dir(), reason=f"no recorded traces in {CORPUS}; set MEMPROF_CORPUS")

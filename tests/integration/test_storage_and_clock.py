@@ -26,7 +26,7 @@ from lightning_memprof import (
     System,
     load_run,
 )
-from lightning_memprof.analysis.trace.reader import read_events
+from lightning_memprof.analysis.trace.events import read_events
 from lightning_memprof.artifacts.series import read_pulse, read_series
 from lightning_memprof.capture.sources.trace_file import TraceFile
 from training import Perceptron, loader, only_run, trainer

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from kineto import DEVICE_CATEGORIES, Made, event_fields, torch_table, write_trace
-from lightning_memprof.analysis.trace import reader as trace_module
-from lightning_memprof.analysis.trace.operator_rows import collect_rows
+from lightning_memprof.analysis.trace import events as trace_module
+from lightning_memprof.analysis.trace.events import read_trace
+from lightning_memprof.analysis.trace.key_averages import collect_rows
 from lightning_memprof.analysis.trace.operators import TableOptions, operator_table
-from lightning_memprof.analysis.trace.reader import read_trace
 from lightning_memprof.errors import ArtifactError
 
 HOSTILE = [

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, Output, Schedule
-from lightning_memprof.analysis.trace.reader import read_trace
+from lightning_memprof.analysis.trace.events import read_trace
 from lightning_memprof.artifacts.trace_categories import tensorboard_categories
 from ranks import launch
 from tensorboard_server import tensorboard

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_memprof.analysis.trace.model import (
     Cause,
-    Collective,
+    CollectiveTotals,
     GpuTimes,
     IdleCause,
     Kernel,
@@ -51,7 +51,7 @@ def kernel(name: str, count: int, each_ns: int) -> Kernel:
     return Kernel(name=name, kind="compute", count=count, total_ns=count * each_ns, max_ns=each_ns)
 
 
-def collective(**changes: Any) -> Collective:
+def collective(**changes: Any) -> CollectiveTotals:
     usual: dict[str, Any] = {
         "name": "nccl:all_reduce",
         "group": "0",
@@ -62,7 +62,7 @@ def collective(**changes: Any) -> Collective:
         "max_ns": 11 * MS,
         "exposed_ns": 5 * MS,
     }
-    return Collective(**{**usual, **changes})
+    return CollectiveTotals(**{**usual, **changes})
 
 
 def trace(steps: int = 5, *, loading_ns: int = 0, causes: tuple[IdleCause, ...] = (), **changes: Any) -> TraceReport:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_memprof import ArtifactError, load_run
 from lightning_memprof.analysis.run.rows import series_rows
-from lightning_memprof.analysis.trace.reader import read_events
+from lightning_memprof.analysis.trace.events import read_events
 from lightning_memprof.cli.main import main as command
 
 if TYPE_CHECKING:

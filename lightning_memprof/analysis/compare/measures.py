@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from lightning_memprof.analysis.compare.model import QUANTITIES, Measure
 from lightning_memprof.analysis.findings import Severity
 from lightning_memprof.analysis.stacks import parse_frame
-from lightning_memprof.analysis.trace.operator_rows import collect_rows
+from lightning_memprof.analysis.trace.key_averages import collect_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

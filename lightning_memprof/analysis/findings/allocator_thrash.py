@@ -17,7 +17,7 @@ from lightning_memprof.analysis.findings.trace_parts import (
 from lightning_memprof.units import format_ns, percent
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.trace.model import Collective, RuntimeCall, TraceReport
+    from lightning_memprof.analysis.trace.model import CollectiveTotals, RuntimeCall, TraceReport
 
 __all__ = ["allocator_thrash"]
 
@@ -89,7 +89,7 @@ def _bare(name: str) -> str:
     return name.partition("_")[0]
 
 
-def _severity(share: float, freed: int, slow: list[Collective]) -> Severity:
+def _severity(share: float, freed: int, slow: list[CollectiveTotals]) -> Severity:
     if not freed and not slow:
         # First steps do this too, and a few of them are all that many traces hold.
         return Severity.WARNING if share > SEVERE_SHARE else Severity.INFO
@@ -98,7 +98,7 @@ def _severity(share: float, freed: int, slow: list[Collective]) -> Severity:
     return Severity.WARNING if share > NOTABLE_SHARE or slow else Severity.INFO
 
 
-def _slow_collectives(trace: TraceReport) -> list[Collective]:
+def _slow_collectives(trace: TraceReport) -> list[CollectiveTotals]:
     """Return the collectives whose longest took many times the median while the allocator was with the driver."""
     return sorted(
         (
@@ -122,7 +122,7 @@ def _touches(spans: tuple[tuple[int, int], ...], start_ns: int, end_ns: int) -> 
     return place < len(spans) and spans[place][0] <= end_ns
 
 
-def _sentence(trace: TraceReport, share: float, freed: int, slow: list[Collective]) -> str:
+def _sentence(trace: TraceReport, share: float, freed: int, slow: list[CollectiveTotals]) -> str:
     rank = on_rank(trace)
     if slow:
         return (
@@ -133,7 +133,7 @@ def _sentence(trace: TraceReport, share: float, freed: int, slow: list[Collectiv
     return f"The allocator {doing} in the steps{rank}, {percent(share)} of the time."
 
 
-def _why(calls: list[RuntimeCall], slow: list[Collective], window_ns: int) -> str:
+def _why(calls: list[RuntimeCall], slow: list[CollectiveTotals], window_ns: int) -> str:
     shown = sorted(calls, key=lambda call: call.total_ns, reverse=True)[:3]
     named = ", ".join(f"{call.name} {times(call.count)} ({format_ns(call.total_ns)})" for call in shown)
     text = f"In {format_ns(window_ns)}: {named}"

@@ -16,7 +16,7 @@ from lightning_memprof.analysis.findings.trace_parts import (
 from lightning_memprof.units import MIB, format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.trace.model import Collective, TraceReport
+    from lightning_memprof.analysis.trace.model import CollectiveTotals, TraceReport
 
 __all__ = ["communication_exposed"]
 
@@ -115,7 +115,7 @@ def communication_exposed(trace: TraceReport) -> list[Finding]:
     ]
 
 
-def _late(collectives: list[Collective]) -> Collective | None:
+def _late(collectives: list[CollectiveTotals]) -> CollectiveTotals | None:
     """Return the collective whose durations differ as only those do that wait for another rank."""
     waits = [
         collective
@@ -134,7 +134,7 @@ def _plain(name: str) -> str:
     return UNKNOWN if name == "unknown" else shorter_name(name).removeprefix("nccl:").removeprefix("gloo:")
 
 
-def _told(collective: Collective) -> str:
+def _told(collective: CollectiveTotals) -> str:
     size = f" of {format_bytes(collective.bytes_each)}" if collective.bytes_each is not None else ""
     each = (
         f"{format_ns(collective.median_ns)} each and {format_ns(collective.max_ns)} at most, "
@@ -146,12 +146,14 @@ def _told(collective: Collective) -> str:
     )
 
 
-def _kind(collective: Collective) -> str:
+def _kind(collective: CollectiveTotals) -> str:
     bare = collective.name.lower().replace("_", "").replace("-", "")
     return next((kind for kind, names in KINDS.items() if any(name in bare for name in names)), "other")
 
 
-def _next_steps(trace: TraceReport, collectives: list[Collective], late: Collective | None) -> tuple[str, ...]:
+def _next_steps(
+    trace: TraceReport, collectives: list[CollectiveTotals], late: CollectiveTotals | None
+) -> tuple[str, ...]:
     steps: list[str] = []
     if late is not None:
         steps.append(

@@ -31,7 +31,7 @@ from lightning_memprof.analysis.memory.model import (
 from lightning_memprof.analysis.run.load import Artifact, Run
 from lightning_memprof.analysis.snapshot.rings import ring_allocations
 from lightning_memprof.analysis.stacks import Frame, user_frame
-from lightning_memprof.analysis.trace.host_ranges import HostRanges
+from lightning_memprof.analysis.trace.threads import HostRanges
 from lightning_memprof.artifacts.naming import TraceName
 from lightning_memprof.errors import ArtifactError
 

@@ -10,8 +10,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from lightning_memprof.analysis.trace.host_ranges import HostRanges, Label
-from lightning_memprof.analysis.trace.reader import Event, read_trace
+from lightning_memprof.analysis.trace.events import OperatorEvent, read_trace
+from lightning_memprof.analysis.trace.threads import HostRanges, Label
 from lightning_memprof.schedule import Point
 
 __all__ = ["DeviceMemory", "MemoryColumns", "MemoryTrace", "read_memory"]
@@ -59,7 +59,7 @@ class MemoryColumns:
     thread: array[int] = field(default_factory=lambda: array("i"))
     inner: array[int] = field(default_factory=lambda: array("i"))
 
-    def add(self, event: Event, thread: int) -> None:
+    def add(self, event: OperatorEvent, thread: int) -> None:
         """Append a `[memory]` event."""
         args = event.args
         self.time.append(event.start_ns)
@@ -100,7 +100,7 @@ class MemoryTrace:
         _, end, step = self.steps[before - 1]
         return step if at <= end else None
 
-    def add(self, event: Event) -> None:
+    def add(self, event: OperatorEvent) -> None:
         """Take an event if it is about memory or about what runs on the host."""
         if event.name == _MEMORY:
             device = DeviceMemory(event.args.device_type, event.args.device_id)
@@ -153,7 +153,7 @@ def read_memory(path: Path, stage: str = "fit") -> MemoryTrace:
     return found
 
 
-def _points(event: Event, label: Label) -> Sequence[tuple[int, str]]:
+def _points(event: OperatorEvent, label: Label) -> Sequence[tuple[int, str]]:
     """Return the points of a step at which the range starts or ends."""
     start, end = event.start_ns, event.start_ns + event.duration_ns
     if label.step is not None:

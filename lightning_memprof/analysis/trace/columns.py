@@ -2,54 +2,111 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from struct import pack
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_memprof.analysis.trace.communication import Span
-from lightning_memprof.analysis.trace.event import (
-    LARGEST,
-    Event,
-    FullEvent,
-    Kind,
-    Phase,
-    decode_events,
-    decode_full_events,
-)
-from lightning_memprof.analysis.trace.intervals import Column
+from lightning_memprof.analysis.trace.events import LARGEST, CollectiveEvent, Event, decoder
+from lightning_memprof.analysis.trace.intervals import Column, Intervals, union
 from lightning_memprof.analysis.trace.text import TraceText
 
-__all__ = ["Kind", "NamedEvent", "Progress", "TraceColumns", "read_columns"]
+__all__ = [
+    "STEP_NAME",
+    "Kind",
+    "Lane",
+    "NamedEvent",
+    "Progress",
+    "Step",
+    "TraceColumns",
+    "is_loading",
+    "launches",
+    "loading_intervals",
+    "read_columns",
+    "step_spans",
+]
 
 Progress: TypeAlias = Callable[[int, int], None]
+Lane: TypeAlias = tuple[int | str, int | str]
+
+STEP_NAME: Final = re.compile(r"ProfilerStep#(\d{1,18})\Z")
+# torch's own range around a loader's `__next__`, and Lightning's around fetching a batch.
+_LOADING: Final = re.compile(r"enumerate\(DataLoader\)|\[pl\]\[profile\].*dataloader_next\Z")
 
 # A piece and its events stay in the processor's cache: a MiB at a time takes up to twice as long.
 _CHUNK: Final = 1 << 18
 _BLOCK: Final = 1 << 15
-# A name of its own: to look a member up takes as long as to compare it.
-_COMPLETE: Final = Phase.COMPLETE
-# Until torch 1.9 what a program had annotated was an operator among others.
+# Until torch 1.9 the program's annotations were operators among others.
 _ANNOTATIONS: Final = (
     "ProfilerStep#", "enumerate(DataLoader", "Optimizer.", "[pl]", "[Strategy]", "[LightningModule]",
     "[LightningDataModule]", "[Callback]", "nccl:", "gloo:", "mpi:", "ucc:",
 )  # fmt: skip
 _OF_COLLECTIVES: Final = ("nccl", "rccl", "gloo:", "mpi:", "ucc:", "record_param_comms")
 
+_events: Final = decoder(Event)
+_collective_events: Final = decoder(CollectiveEvent)
 
-@dataclass(frozen=True)
+
+class Kind:
+    """The kind of an event, in the categories of all versions of torch."""
+
+    KERNEL: Final = 0
+    MEMORY_COPY: Final = 1
+    MEMORY_SET: Final = 2
+    RUNTIME: Final = 3
+    OPERATOR: Final = 4
+    ANNOTATION: Final = 5
+    PYTHON: Final = 6
+    OVERHEAD: Final = 7
+    OTHER: Final = 8
+
+
+_KINDS: Final = {
+    "kernel": Kind.KERNEL,
+    "gpu_memcpy": Kind.MEMORY_COPY,
+    "memcpy": Kind.MEMORY_COPY,
+    "gpu_memset": Kind.MEMORY_SET,
+    "memset": Kind.MEMORY_SET,
+    "runtime": Kind.RUNTIME,
+    "cpu_op": Kind.OPERATOR,
+    "operator": Kind.OPERATOR,
+    "user_annotation": Kind.ANNOTATION,
+    "python_function": Kind.PYTHON,
+    "overhead": Kind.OVERHEAD,
+}
+
+
+class Step(NamedTuple):
+    """A step on the host, in ns after the trace's origin."""
+
+    start: int
+    end: int
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class NamedEvent:
-    """An event of a collective, with its arguments; the times are ns after the trace's origin."""
+    """An event of a collective, with its arguments.
 
-    row: int
+    Attributes:
+        start_ns: ns after the trace's origin; ``end_ns`` likewise.
+        lane: pid and tid.
+        row: its position in the columns, -1 where the event was read without columns.
+    """
+
+    name: str
     category: str
-    lane: tuple[int | str, int | str]
-    span: Span
+    lane: Lane
+    start_ns: int
+    end_ns: int
+    args: dict[str, Any]
+    row: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +117,12 @@ class TraceColumns:
         starts: ``(n,)`` int64, ns after ``origin_ns``; ``ends`` likewise.
         names: ``(n,)`` int32, positions in ``name_of``; ``lanes`` likewise in ``lane_of`` (pid and tid).
         kinds: ``(n,)`` int8, values of ``Kind``.
-        correlations: ``(n,)`` int64, what a launch and its device event have in common; 0 for none.
-        copied: bytes by row of a copy that says them.
+        correlations: ``(n,)`` int64, the number that a launch shares with its device event; 0 for none.
+        copied: bytes by row of each copy whose size is known.
         collectives: events of collectives with their arguments.
-        events: how many events of any kind the file has.
-        metadata: what stands beside the events.
-        origin_ns: Unix epoch time from which times count.
+        events: number of events of any kind in the file.
+        metadata: everything in the file beside the events.
+        origin_ns: Unix epoch time in ns from which times count.
     """
 
     starts: Column
@@ -75,7 +132,7 @@ class TraceColumns:
     kinds: NDArray[np.int8]
     correlations: Column
     name_of: tuple[str, ...]
-    lane_of: tuple[tuple[int | str, int | str], ...]
+    lane_of: tuple[Lane, ...]
     copied: dict[int, int]
     collectives: tuple[NamedEvent, ...]
     events: int
@@ -86,20 +143,28 @@ class TraceColumns:
         """Return the positions of the events of some kinds."""
         return np.flatnonzero(np.isin(self.kinds, kinds))
 
+    def name(self, row: int) -> str:
+        """Return the name of an event."""
+        return self.name_of[int(self.names[row])]
+
+    def named(self, matches: Callable[[str], object]) -> NDArray[np.bool_]:
+        """Return for each number of a name whether the name matches; one False more where there is no name."""
+        return np.array([bool(matches(name)) for name in self.name_of] or [False])
+
 
 def read_columns(path: Path, progress: Progress | None = None) -> TraceColumns:
     """Read a trace once.
 
     Args:
         path: a Kineto JSON file of any year, plain or gzip-compressed.
-        progress: called now and then with how many bytes of the file were read, and how many it has.
+        progress: called now and then with the number of bytes read, and the size of the file.
 
     Raises:
-        ArtifactError: the file is missing, damaged or cut off, or no trace.
+        ArtifactError: the file is missing, damaged or truncated, or no trace.
     """
     text, table = TraceText(path), _Table()
     size = path.stat().st_size if path.is_file() else 0
-    # A report is the same with either category of an event; to put the original back costs a tenth.
+    # A report is the same with either category of an event; restoring the original costs a tenth.
     for _ in text.pieces(table.take, _CHUNK, as_written=True):
         if progress:
             progress(text.bytes_read, size)
@@ -115,26 +180,26 @@ class _Table:
         self._starts, self._durations, self._correlations = array("d"), array("d"), array("q")  # times in us
         self._name_numbers, self._lane_numbers = array("i"), array("i")
         self._kinds = array("b")
-        self._names, self._lanes = _Names(), _Numbers()
+        self._names, self._lanes, self._kind_of = _Names(), _Numbers(), _Kinds()
         self._copied: dict[int, int] = {}
         self._collectives: list[NamedEvent] = []
         self._events = 0
 
     def take(self, text: bytes) -> list[int]:
-        """Take the events of a piece, a JSON array; return how many there are.
+        """Take the events of a piece, a JSON array; return their number.
 
         Raises:
             msgspec.DecodeError: the text is not valid JSON; nothing was taken.
         """
-        full = decode_full_events(text) if self._names.of_collectives else None
-        batch: Sequence[Event] = decode_events(text) if full is None else full
+        full = _collective_events(text) if self._names.of_collectives else None
+        batch: Sequence[Event] = _events(text) if full is None else full
         self._events += len(batch)
-        found = [event for event in batch if event.ph is _COMPLETE]
+        found = [event for event in batch if event.ph == "X"]
         count, first, names, lanes = len(found), len(self._starts), self._names, self._lanes
-        # One loop for each field and one `pack` cost half of a loop for all, and of what numpy takes for a list.
+        # One loop for each field and one `pack` cost half of a loop for all, and of numpy's conversion of a list.
         places = zip([event.pid for event in found], [event.tid for event in found], strict=True)
         numbers = pack(f"{count}i", *map(names.__getitem__, [event.name for event in found]))
-        kinds = bytes([event.cat.kind for event in found])
+        kinds = bytes(map(self._kind_of.__getitem__, [event.cat for event in found]))
         self._starts.frombytes(pack(f"{count}d", *[event.ts for event in found]))
         self._durations.frombytes(pack(f"{count}d", *[event.dur for event in found]))
         self._correlations.frombytes(pack(f"{count}q", *[event.args.correlation for event in found]))
@@ -146,22 +211,31 @@ class _Table:
         if names.of_collectives:
             rows.update(np.flatnonzero(np.isin(np.frombuffer(numbers, np.int32), list(names.of_collectives))).tolist())
         if rows:
-            self._keep_collectives(decode_full_events(text) if full is None else full, rows, first)
+            self._keep_collectives(_collective_events(text) if full is None else full, rows, first)
         for row in on_device:
             if kinds[row] == Kind.MEMORY_COPY and (size := found[row].args.bytes) and row not in rows:
                 self._copied[first + row] = size
         return [len(batch)] if batch else []
 
-    def _keep_collectives(self, batch: list[FullEvent], rows: set[int], first: int) -> None:
-        found = [event for event in batch if event.ph is _COMPLETE]
+    def _keep_collectives(self, batch: list[CollectiveEvent], rows: set[int], first: int) -> None:
+        found = [event for event in batch if event.ph == "X"]
         for row in sorted(rows):
             event = found[row]
             start, duration = _nanoseconds(np.array([event.ts, event.dur])).tolist()
-            span = Span(start, start + max(duration, 0), event.name, event.arguments())
-            self._collectives.append(NamedEvent(first + row, event.cat.value, (event.pid, event.tid), span))
+            self._collectives.append(
+                NamedEvent(
+                    name=event.name,
+                    category=event.cat,
+                    lane=(event.pid, event.tid),
+                    start_ns=start,
+                    end_ns=start + max(duration, 0),
+                    args=event.arguments(),
+                    row=first + row,
+                )
+            )
 
     def columns(self, metadata: dict[str, Any], origin_ns: int) -> TraceColumns:
-        """Return what was taken."""
+        """Return the columns of all events taken."""
         starts = _in_nanoseconds(self._starts)
         ends = _in_nanoseconds(self._durations)
         np.maximum(ends, 0, out=ends)
@@ -189,7 +263,7 @@ class _Table:
 
 
 class _Numbers(dict[Any, int]):
-    """Numbers what it is asked for, from 0, in the order of its first appearance."""
+    """A number for each key, from 0, in the order of first lookup."""
 
     def __missing__(self, key: Any) -> int:
         number = self[key] = len(self)
@@ -197,7 +271,7 @@ class _Numbers(dict[Any, int]):
 
 
 class _Names(_Numbers):
-    """Names by number, and the numbers of those that collectives have."""
+    """Names by number, and the numbers of the names of collectives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,8 +284,18 @@ class _Names(_Numbers):
         return number
 
 
+class _Kinds(dict[str, int]):
+    """The kind of each category."""
+
+    def __missing__(self, category: str) -> int:
+        plain = category.lower()
+        fallback = Kind.RUNTIME if plain.endswith(("_runtime", "_driver")) else Kind.OTHER
+        kind = self[category] = _KINDS.get(plain, fallback)
+        return kind
+
+
 def _in_nanoseconds(microseconds: array[float]) -> Column:
-    """Make a column of microseconds one of nanoseconds, in its own memory."""
+    """Turn a column of microseconds into one of nanoseconds, in its own memory."""
     times = np.frombuffer(microseconds, np.float64)
     column = times.view(np.int64)
     for begin in range(0, len(times), _BLOCK):
@@ -220,7 +304,41 @@ def _in_nanoseconds(microseconds: array[float]) -> Column:
 
 
 def _nanoseconds(times: NDArray[np.float64]) -> Column:
-    """Exact nanoseconds: a double holds those of a moment since 1970 only where whole and fraction stay apart."""
+    """Exact nanoseconds: a double holds those of a time since 1970 only where whole and fraction stay apart."""
     whole = np.floor(times)
     exact: Column = whole.astype(np.int64) * 1000 + np.rint((times - whole) * 1000).astype(np.int64)
     return exact
+
+
+def is_loading(name: str) -> bool:
+    """Whether a range waits for a batch, or makes one."""
+    return _LOADING.match(name) is not None
+
+
+def step_spans(columns: TraceColumns) -> list[Step]:
+    """Return each step once, by start: the same range on a device's lane is not another step."""
+    numbers = {i: int(match[1]) for i, name in enumerate(columns.name_of) if (match := STEP_NAME.match(name))}
+    rows = columns.rows(Kind.ANNOTATION)
+    rows = rows[np.isin(columns.names[rows], list(numbers))]
+    return sorted(
+        {Step(int(columns.starts[row]), int(columns.ends[row]), numbers[int(columns.names[row])]) for row in rows}
+    )
+
+
+def loading_intervals(columns: TraceColumns) -> Intervals:
+    """Return the time in which the training process waited for a batch, or made one."""
+    rows = columns.rows(Kind.ANNOTATION)
+    rows = rows[columns.named(is_loading)[columns.names[rows]]]
+    return union(columns.starts[rows], columns.ends[rows])
+
+
+def launches(columns: TraceColumns, rows: Column) -> Column:
+    """Return for each device event the row of the call that launched it, -1 where the trace does not have it."""
+    calls = columns.rows(Kind.RUNTIME)
+    calls = calls[columns.correlations[calls] != 0]
+    calls = calls[np.argsort(columns.correlations[calls], kind="stable")]
+    wanted = columns.correlations[rows]
+    if not len(calls):
+        return np.full(len(rows), -1, np.int64)
+    at = np.minimum(np.searchsorted(columns.correlations[calls], wanted), len(calls) - 1)
+    return np.where(columns.correlations[calls[at]] == wanted, calls[at], -1)

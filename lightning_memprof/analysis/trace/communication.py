@@ -1,8 +1,9 @@
-"""The collectives of a trace: when this rank came to each, and when all were done.
+"""Collectives of a trace: when this rank arrived at each, when it left, and their totals.
 
-A trace holds a few hundred collectives among millions of events. Only what looks like one is decoded: the text is
-searched for the words that begin their names, a piece of 256 KiB at a time, so that a training process can read its own
-trace beside its steps: a piece holds the interpreter for about a millisecond.
+A trace has a few hundred collectives among millions of events. `collectives` decodes only events that look like one: it
+searches the text for the words at the beginning of their names, a piece of 256 KiB at a time, so that a training
+process can read its own trace beside its steps: a piece holds the interpreter for about a millisecond.
+`trace_collectives` sums up the collectives of a trace that was read into columns.
 """
 
 from __future__ import annotations
@@ -10,19 +11,25 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import IO, Any, Final, Literal, TypeAlias
+from statistics import median
+from typing import IO, Any, Final, Literal
 
+import numpy as np
 from isal import igzip, isal_zlib
 
+from lightning_memprof.analysis.trace.columns import Kind, Lane, NamedEvent, TraceColumns, launches
+from lightning_memprof.analysis.trace.device import DeviceEvents
+from lightning_memprof.analysis.trace.intervals import Column, Intervals, length_before, union
+from lightning_memprof.analysis.trace.model import CollectiveTotals
 from lightning_memprof.artifacts.plain_file import open_plain
 from lightning_memprof.errors import ArtifactError
 
-__all__ = ["Collective", "Lane", "Span", "collectives", "collectives_among", "described"]
+__all__ = ["Collective", "collectives", "trace_collectives"]
 
 _UNREADABLE: Final[tuple[type[Exception], ...]] = (OSError, EOFError, isal_zlib.error)  # type: ignore[assignment]
 
@@ -34,9 +41,14 @@ _LARGEST: Final = 1 << 53
 _BASE: Final = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d{1,19})\b')
 _OPENINGS_TO_TRY: Final = 6
 
+_HOST_BACKENDS: Final = ("gloo:", "mpi:", "ucc:")
 _ON_HOST: Final = re.compile(r"(gloo|mpi|ucc):(\w+)\Z")
 _ON_DEVICE: Final = re.compile(r"nccl:(\w+)\Z")
 _KERNEL: Final = re.compile(r"nccl(?:Dev)?Kernel_([A-Za-z]+)")
+_ANY_KERNEL: Final = re.compile(r"[nr]ccl(?:Dev)?Kernel_?([A-Za-z]+)")
+_CAMEL: Final = re.compile(r"(?<=[a-z])(?=[A-Z])")
+_UNKNOWN: Final = "unknown"
+_GENERIC: Final = "Generic"  # RCCL has one kernel for all collectives
 _KERNEL_NAMES: Final = {
     "AllReduce": "all_reduce", "AllGather": "all_gather", "ReduceScatter": "reduce_scatter", "Broadcast": "broadcast",
     "Reduce": "reduce",
@@ -56,198 +68,182 @@ _ITEM_BYTES: Final = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One collective as one rank saw it.
+    """One collective on one rank.
 
-    ``start_ns`` is when this rank came to it and ``end_ns`` when it was done with it (Unix epoch, ns). All-reduces
-    end nearly at once on all ranks, so the rank that starts last is the one for which the others wait.
-    ``group`` is the process group's name, empty where the trace has none (gloo). ``sequence`` counts from 0 what has
-    the same ``kind``: the two find the same collective in another rank's trace, if both traces begin at the same one.
-    ``bytes`` is the size of this rank's input, None where no shapes were recorded.
-    ``device`` is where it ran: ``host`` for gloo, ``cuda`` for a kernel of NCCL or RCCL.
+    Attributes:
+        name: such as ``all_reduce``.
+        group: the process group's name, empty where the trace has none (gloo).
+        sequence: number among those of the same ``kind``, from 0. The two find the same collective in another rank's
+            trace, if both traces begin at the same one.
+        bytes: size of this rank's input, None where no shapes were recorded.
+        start_ns: when this rank arrived (Unix epoch, ns).
+        end_ns: when it was done. All-reduces end nearly at once on all ranks, so the others wait for the rank that
+            arrives last.
+        device: where it ran: ``host`` for gloo, ``cuda`` for a kernel of NCCL or RCCL.
     """
 
     name: str
     group: str
-    sequence: int
     bytes: int | None
     start_ns: int
     end_ns: int
     device: Literal["host", "cuda"]
+    sequence: int = 0
 
     @property
     def duration_ns(self) -> int:
-        """Nanoseconds from coming to it until it was done."""
+        """Time from arrival to end in ns."""
         return self.end_ns - self.start_ns
 
     @property
     def kind(self) -> tuple[str, str, int | None]:
         """Name, group and size; without the size where each rank may have its own."""
-        return _kind(self.name, self.group, self.bytes)
+        return self.name, self.group, None if self.name in _ANY_SIZE else self.bytes
 
 
 def collectives(trace: Path) -> list[Collective]:
-    """Return the collectives of a trace in the order of their starts; those between two ranks alone are left out.
+    """Return the collectives of a trace by start, without point-to-point operations.
 
     Sources: torch writes ``gloo:NAME`` around the work of gloo; a device's are the kernels ``ncclDevKernel_*``, named
     by their own arguments (torch >= 2.4), by the ``nccl:NAME`` annotation on their stream, or by the kernel itself. A
-    launch whose kernel was not recorded says nothing about when it ran, and is left out.
+    launch without a recorded kernel does not tell when the collective ran, and is skipped.
 
     Raises:
         ArtifactError: the file is missing or cannot be read.
     """
     found = _Found()
-    for event in _events(trace, found):
+    for event in _scan(trace, found):
         found.take(event)
-    return _in_order(found)
-
-
-def collectives_among(spans: Iterable[tuple[str, Lane, Span]]) -> list[Collective]:
-    """Return the collectives among events that were read already, as `collectives` does of a trace.
-
-    Args:
-        spans: category, lane and event of each that is a collective's; times in ns, as those of the result.
-    """
-    found = _Found()
-    for category, lane, span in spans:
-        found.place(category, lane, span)
-    return _in_order(found)
-
-
-def described(annotation: Span, call: Span | None) -> tuple[str, str, int | None]:
-    """Return name, group and bytes that an ``nccl:NAME`` annotation and ``record_param_comms`` give a collective."""
-    args = call.args if call else {}
-    size = _message_bytes(args)
-    name = _common(annotation.name.partition(":")[2])
-    return name, str(args.get("Process Group Name", "")), _input_bytes(annotation.args) if size is None else size
-
-
-def _in_order(found: _Found) -> list[Collective]:
-    rows = sorted((*found.on_host, *_on_device(found)), key=lambda row: (row.start_ns, row.end_ns))
-    counts: Counter[tuple[str, str, int | None]] = Counter()
-    result = []
-    for row in rows:
-        key = _kind(row.name, row.group, row.bytes)
-        result.append(
-            Collective(row.name, row.group, counts[key], row.bytes, found.base_ns + row.start_ns,
-                       found.base_ns + row.end_ns, row.device)
-        )  # fmt: skip
-        counts[key] += 1
-    return result
-
-
-@dataclass(frozen=True)
-class _Row:
-    name: str
-    group: str
-    bytes: int | None
-    start_ns: int
-    end_ns: int
-    device: Literal["host", "cuda"]
-
-
-@dataclass(frozen=True)
-class Span:
-    """An event of a collective, with its arguments."""
-
-    start_ns: int
-    end_ns: int
-    name: str
-    args: dict[str, Any]
-
-
-Lane: TypeAlias = tuple[Any, Any]
+    return found.collectives()
 
 
 @dataclass
 class _Found:
-    """What the scan of a trace has found so far; times are ns after ``base_ns``."""
+    """The events found so far in a trace; times are ns after ``base_ns``."""
 
     base_ns: int = 0
-    on_host: list[_Row] = field(default_factory=list)
-    kernels: list[tuple[Lane, Span]] = field(default_factory=list)
-    on_streams: dict[Lane, list[Span]] = field(default_factory=dict)
-    launches: dict[int, tuple[Lane, Span]] = field(default_factory=dict)
-    calls: dict[Lane, list[Span]] = field(default_factory=dict)
+    on_host: list[Collective] = field(default_factory=list)
+    kernels: list[NamedEvent] = field(default_factory=list)
+    on_streams: dict[Lane, list[NamedEvent]] = field(default_factory=dict)
+    launches: dict[int, NamedEvent] = field(default_factory=dict)
+    calls: dict[Lane, list[NamedEvent]] = field(default_factory=dict)
 
     def take(self, event: dict[str, Any]) -> None:
-        """Keep what belongs to a collective."""
-        args = event.get("args")
-        name, category = str(event.get("name")), event.get("cat")
-        lane = (_part(event.get("pid")), _part(event.get("tid")))
+        """Keep an event if it belongs to a collective."""
         start, duration = _nanoseconds(event.get("ts")), _nanoseconds(event.get("dur"))
         if start is None or duration is None or event.get("ph") != "X":
             return
-        self.place(str(category), lane, Span(start, start + duration, name, args if isinstance(args, dict) else {}))
+        args = event.get("args")
+        self.place(
+            NamedEvent(
+                name=str(event.get("name")),
+                category=str(event.get("cat")),
+                lane=(_lane_part(event.get("pid")), _lane_part(event.get("tid"))),
+                start_ns=start,
+                end_ns=start + duration,
+                args=args if isinstance(args, dict) else {},
+            )
+        )
 
-    def place(self, category: str, lane: Lane, span: Span) -> None:
-        """Keep an event under what it tells of a collective."""
-        name = span.name
+    def place(self, event: NamedEvent) -> None:
+        """Keep an event by its part in a collective."""
+        name, category = event.name, event.category
         if category == "kernel" and name.startswith("nccl"):
-            self.kernels.append((lane, span))
+            self.kernels.append(event)
         elif category == "gpu_user_annotation" and _ON_DEVICE.match(name):
-            self.on_streams.setdefault(lane, []).append(span)
+            self.on_streams.setdefault(event.lane, []).append(event)
         elif category == "user_annotation" and _ON_DEVICE.match(name):
-            self.launches[_whole(span.args.get("External id")) or -1 - len(self.launches)] = (lane, span)
+            self.launches[_whole(event.args.get("External id")) or -1 - len(self.launches)] = event
         elif name == "record_param_comms":
-            self.calls.setdefault(lane, []).append(span)
+            self.calls.setdefault(event.lane, []).append(event)
         elif (host := _ON_HOST.match(name)) and category == "user_annotation" and host[2] not in _POINT_TO_POINT:
-            self.on_host.append(_Row(_common(host[2]), "", _input_bytes(span.args), span.start_ns, span.end_ns, "host"))
+            self.on_host.append(
+                Collective(
+                    name=_common(host[2]),
+                    group="",
+                    bytes=_input_bytes(event.args),
+                    start_ns=event.start_ns,
+                    end_ns=event.end_ns,
+                    device="host",
+                )
+            )
+
+    def collectives(self) -> list[Collective]:
+        """Return the collectives by start, each with its sequence number."""
+        rows = sorted((*self.on_host, *self._on_device()), key=lambda row: (row.start_ns, row.end_ns))
+        counts: Counter[tuple[str, str, int | None]] = Counter()
+        result = []
+        for row in rows:
+            start, end = self.base_ns + row.start_ns, self.base_ns + row.end_ns
+            result.append(replace(row, sequence=counts[row.kind], start_ns=start, end_ns=end))
+            counts[row.kind] += 1
+        return result
+
+    def _on_device(self) -> Iterator[Collective]:
+        for events in (*self.on_streams.values(), *self.calls.values()):
+            events.sort(key=_start)
+        launched = {_called(event) for event in self.launches.values()}
+        for kernel in self.kernels:
+            annotation = _latest(self.on_streams.get(kernel.lane, []), kernel.start_ns)
+            launch = self.launches.get(_whole(annotation.args.get("External id")) or 0) if annotation else None
+            call = _latest(self.calls.get(launch.lane, []), launch.start_ns) if launch else None
+            args = kernel.args if "Collective name" in kernel.args else call.args if call else {}
+            name = _device_name(kernel, annotation, args, launched)
+            if name is None:
+                continue
+            size = _message_bytes(args)
+            if size is None and launch:
+                size = _input_bytes(launch.args)
+            yield Collective(
+                name=name,
+                group=str(args.get("Process Group Name", "")),
+                bytes=size,
+                start_ns=kernel.start_ns,
+                end_ns=kernel.end_ns,
+                device="cuda",
+            )
 
 
-def _part(of_lane: Any) -> Any:
-    """Return what stands for a process or a thread; what a damaged file has there may be no key."""
-    return of_lane if isinstance(of_lane, int | str | None) else str(of_lane)
+def _lane_part(value: Any) -> Any:
+    """Return a process or thread as a key; a damaged file may have a value that is none."""
+    return value if isinstance(value, int | str | None) else str(value)
 
 
-def _on_device(found: _Found) -> list[_Row]:
-    for spans in (*found.on_streams.values(), *found.calls.values()):
-        spans.sort(key=lambda span: span.start_ns)
-    launched = {_common(span.name.partition(":")[2]) for _, span in found.launches.values()}
-    rows = []
-    for lane, kernel in found.kernels:
-        annotation = _around(found.on_streams.get(lane, []), kernel)
-        launch = found.launches.get(_whole(annotation.args.get("External id")) or 0) if annotation else None
-        call = _around(found.calls.get(launch[0], []), launch[1]) if launch else None
-        own = kernel.args if "Collective name" in kernel.args else call.args if call else {}
-        name = _device_name(kernel, annotation, own, launched)
-        if name is None:
-            continue
-        size = _message_bytes(own)
-        if size is None and launch:
-            size = _input_bytes(launch[1].args)
-        rows.append(_Row(name, str(own.get("Process Group Name", "")), size, kernel.start_ns, kernel.end_ns, "cuda"))
-    return rows
-
-
-def _device_name(kernel: Span, annotation: Span | None, own: dict[str, Any], launched: set[str]) -> str | None:
-    """Return what a kernel does, or None where it is between two ranks alone or not known."""
+def _device_name(
+    kernel: NamedEvent, annotation: NamedEvent | None, args: dict[str, Any], launched: set[str]
+) -> str | None:
+    """Return the collective of a kernel, or None where it is point-to-point or not known."""
     if annotation:
-        name = annotation.name.partition(":")[2]
-    elif own.get("Collective name"):
-        name = str(own["Collective name"])
+        name = _called(annotation)
+    elif args.get("Collective name"):
+        name = _common(str(args["Collective name"]))
     else:
         token = _KERNEL.match(kernel.name)
         name = _KERNEL_NAMES.get(token[1], "") if token else ""
-        # An all-to-all is made of sends; where the program sends nothing else, they are one.
+        # An all-to-all is made of sends; where the program sends nothing else, they are all-to-alls.
         if token and token[1] == "SendRecv" and "all_to_all" in launched and not launched & _POINT_TO_POINT:
             name = "all_to_all"
-    name = _common(name)
     return None if not name or name in _POINT_TO_POINT else name
-
-
-def _kind(name: str, group: str, size: int | None) -> tuple[str, str, int | None]:
-    return name, group, None if name in _ANY_SIZE else size
 
 
 def _common(name: str) -> str:
     return _CALL_NAMES.get(name, name)
 
 
-def _around(spans: list[Span], inner: Span) -> Span | None:
-    at = bisect_right(spans, inner.start_ns, key=lambda span: span.start_ns) - 1
-    return spans[at] if at >= 0 and spans[at].end_ns >= inner.start_ns else None
+def _called(annotation: NamedEvent) -> str:
+    return _common(annotation.name.partition(":")[2])
+
+
+def _start(event: NamedEvent) -> int:
+    return event.start_ns
+
+
+def _latest(events: list[NamedEvent], moment: int) -> NamedEvent | None:
+    """Return the latest event that started until a moment, if it had not ended before; the events are by start."""
+    at = bisect_right(events, moment, key=_start) - 1
+    return events[at] if at >= 0 and events[at].end_ns >= moment else None
 
 
 def _message_bytes(args: dict[str, Any]) -> int | None:
@@ -289,7 +285,7 @@ def _nanoseconds(value: Any) -> int | None:
     return round(value * 1000) if -_LARGEST < value < _LARGEST else None
 
 
-def _events(trace: Path, found: _Found) -> Iterator[dict[str, Any]]:
+def _scan(trace: Path, found: _Found) -> Iterator[dict[str, Any]]:
     """Yield the events that begin with one of our words; set the trace's base time when it comes by."""
     try:
         with _open(trace) as stream:
@@ -355,3 +351,134 @@ def _event_around(text: bytes, at: int) -> dict[str, Any] | None:
         if isinstance(event, dict) and "ph" in event:
             return event
     return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """One collective of a trace; times are ns after the trace's origin."""
+
+    name: str
+    group: str
+    bytes: int | None
+    start: int
+    end: int
+    on_device: bool
+
+
+def trace_collectives(columns: TraceColumns, device: DeviceEvents) -> tuple[CollectiveTotals, ...]:
+    """Return the totals of collectives and of point-to-point operations, longest first.
+
+    A collective on a device is exposed where no device computes. A collective on the host (gloo) is exposed where, in
+    addition, no other thread is inside an operator.
+    """
+    found = list(_all(columns, device))
+    exposed = _exposed(columns, device, found)
+    kinds: dict[tuple[str, str, int | None], list[int]] = defaultdict(list)
+    for i, call in enumerate(found):
+        kinds[call.name, call.group, call.bytes].append(i)
+    result = []
+    for (name, group, size), members in kinds.items():
+        durations = [found[i].end - found[i].start for i in members]
+        longest = max(members, key=lambda i: found[i].end - found[i].start)
+        result.append(
+            CollectiveTotals(
+                name=name,
+                group=group,
+                bytes_each=size,
+                count=len(members),
+                total_ns=sum(durations),
+                median_ns=round(median(durations)),
+                max_ns=max(durations),
+                exposed_ns=sum(int(exposed[i]) for i in members),
+                longest_start_ns=columns.origin_ns + found[longest].start,
+            )
+        )
+    return tuple(sorted(result, key=lambda row: (-row.total_ns, row.name, row.group)))
+
+
+def _all(columns: TraceColumns, device: DeviceEvents) -> Iterator[_Call]:
+    launchers = _Launchers(columns)
+    events = _Found()
+    for event in columns.collectives:
+        events.place(event)
+    known: dict[tuple[int, int], Collective] = {}
+    for row in events.collectives():
+        if row.device == "host":
+            yield _Call(
+                name=row.name, group=row.group, bytes=row.bytes, start=row.start_ns, end=row.end_ns, on_device=False
+            )
+        else:
+            known[row.start_ns, row.end_ns] = row
+    rows = device.rows[device.communicates]
+    for kernel, launch in zip(rows.tolist(), launches(columns, rows).tolist(), strict=True):
+        start, end = int(columns.starts[kernel]), int(columns.ends[kernel])
+        found = known.get((start, end))
+        name, group, size = (
+            (found.name, found.group, found.bytes) if found else (_plain_name(columns.name(kernel)), "", None)
+        )
+        if size is None:
+            name, group, size = launchers.describe(launch) or (name, group, None)
+        yield _Call(name=name, group=group, bytes=size, start=start, end=end, on_device=True)
+
+
+class _Launchers:
+    """The annotations and calls on the host inside which collectives were launched, by lane."""
+
+    def __init__(self, columns: TraceColumns) -> None:
+        self._columns = columns
+        self._events: dict[tuple[int, int], list[NamedEvent]] = defaultdict(list)
+        for event in sorted(columns.collectives, key=_start):
+            self._events[int(columns.lanes[event.row]), int(columns.kinds[event.row])].append(event)
+
+    def describe(self, launch: int) -> tuple[str, str, int | None] | None:
+        """Return name, group and bytes of the collective that a call launched, None where nothing around it tells.
+
+        The name is that of the ``nccl:NAME`` annotation; group and size are those of ``record_param_comms``.
+        """
+        if launch < 0:
+            return None
+        lane, moment = int(self._columns.lanes[launch]), int(self._columns.starts[launch])
+        annotation, call = (self._around(lane, kind, moment) for kind in (Kind.ANNOTATION, Kind.OPERATOR))
+        if annotation is None:
+            return None
+        args = call.args if call else {}
+        size = _message_bytes(args)
+        if size is None:
+            size = _input_bytes(annotation.args)
+        return _called(annotation), str(args.get("Process Group Name", "")), size
+
+    def _around(self, lane: int, kind: int, moment: int) -> NamedEvent | None:
+        found = _latest(self._events.get((lane, kind), []), moment)
+        return found if found and found.end_ns > moment else None
+
+
+def _plain_name(kernel: str) -> str:
+    """Return the collective in a kernel's name: `ncclDevKernel_AllReduce_Sum_f32_RING` is an all_reduce."""
+    match = _ANY_KERNEL.search(kernel)
+    if match is None:
+        return kernel.partition("(")[0].partition("<")[0]
+    return _UNKNOWN if match[1] == _GENERIC else _CAMEL.sub("_", match[1]).lower()
+
+
+def _exposed(columns: TraceColumns, device: DeviceEvents, found: list[_Call]) -> Column:
+    starts = np.array([call.start for call in found], np.int64)
+    ends = np.array([call.end for call in found], np.int64)
+    on_device = np.array([call.on_device for call in found], np.bool_)
+    anywhere = device.compute if np.all(on_device) else _computing_anywhere(columns, device)
+
+    def hidden(within: Intervals) -> Column:
+        return length_before(within, ends) - length_before(within, starts)
+
+    exposed: Column = ends - starts - np.where(on_device, hidden(device.compute), hidden(anywhere))
+    return exposed
+
+
+def _computing_anywhere(columns: TraceColumns, device: DeviceEvents) -> Intervals:
+    """Return the time in which a device computes, or a thread without collectives is inside an operator of torch."""
+    communicating = [event.row for event in columns.collectives if event.name.startswith(_HOST_BACKENDS)]
+    lanes = np.unique(columns.lanes[np.array(communicating, np.int64)])
+    rows = columns.rows(Kind.OPERATOR)
+    is_torchs = columns.named(lambda name: name.startswith("aten::"))
+    rows = rows[is_torchs[columns.names[rows]] & ~np.isin(columns.lanes[rows], lanes)]
+    starts = np.append(device.compute.starts, columns.starts[rows])
+    return union(starts, np.append(device.compute.ends, columns.ends[rows]))

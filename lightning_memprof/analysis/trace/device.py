@@ -1,38 +1,61 @@
-"""What ran on the devices of a trace: kernels, copies and memory sets of all streams."""
+"""Work on the devices of a trace: kernels, copies and memory sets of all streams, and their timeline."""
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_memprof.analysis.trace.columns import Kind, TraceColumns
-from lightning_memprof.analysis.trace.intervals import Column, Intervals, union
-from lightning_memprof.analysis.trace.model import Kernel, KernelKind
+from lightning_memprof.analysis.trace.columns import (
+    Kind,
+    Progress,
+    TraceColumns,
+    loading_intervals,
+    read_columns,
+    step_spans,
+)
+from lightning_memprof.analysis.trace.intervals import Column, Intervals, difference, intersection, length_before, union
+from lightning_memprof.analysis.trace.model import Copies, Kernel, KernelKind
 
-__all__ = ["DeviceEvents", "Totals", "device_events", "kernels", "totals_by"]
+__all__ = [
+    "STATES",
+    "DeviceEvents",
+    "DeviceTimeline",
+    "Totals",
+    "copies",
+    "device_events",
+    "device_timeline",
+    "kernels",
+    "totals_by",
+]
 
-# NCCL and RCCL say so in their kernels' names; the others are libraries and torch's own kernels that move between
-# devices. What a compiler fused is named after the operators in it: not a collective.
+# The names of NCCL's and RCCL's kernels contain the library's; the other words are libraries, and torch's own kernels
+# that move data between devices. A kernel fused by a compiler is named after its operators: not a collective.
 _COMMUNICATES: Final = re.compile(
     r"nccl|rccl|mscclpp|nvshmem|deep_ep::|cross_device_reduce|(one|two)_shot_all_reduce|multimem_\w*all_\w+",
     re.IGNORECASE,
 )
 _FUSED: Final = "triton_"
+_COPY: Final = re.compile(r"Memcpy (\w+)(?: \((.*)\))?\Z")
+
+STATES: Final = ("compute", "communication", "memory_copy", "idle_loading", "idle")
+"""The states of a device, the first one that applies: compute hides the rest; an idle device may wait for a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceEvents:
-    """Device events in the order of their starts, and the times in which there were any.
+    """Device events by start, and the time in which there were any.
 
     Attributes:
         rows: ``(n,)`` positions in the trace's columns.
         communicates: ``(n,)`` whether it is a collective or a message between devices.
         copies: ``(n,)`` whether it copies or sets memory.
-        busy: when anything ran; ``compute``, ``communication`` and ``memory_copy`` likewise.
+        busy: time in which anything ran; ``compute``, ``communication`` and ``memory_copy`` likewise.
     """
 
     rows: NDArray[np.int64]
@@ -44,9 +67,16 @@ class DeviceEvents:
     memory_copy: Intervals
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Count and sum of durations by key, and where the longest is; ``keys`` are those that occur."""
+    """Events by key.
+
+    Attributes:
+        keys: ``(k,)`` the keys that occur, sorted.
+        counts: ``(k,)`` number of events.
+        sums: ``(k,)`` ns, the sum of their durations.
+        longest: ``(k,)`` position of the longest.
+    """
 
     keys: NDArray[np.int64]
     counts: NDArray[np.int64]
@@ -54,15 +84,30 @@ class Totals:
     longest: NDArray[np.int64]
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeviceTimeline:
+    """Bins of equal length from the first device event's start to the last one's end.
+
+    Attributes:
+        start_ns: Unix time of the first bin's start.
+        stretch_ns: length of a bin in ns.
+        shares: by state (``STATES``) the part of each bin's time, 0 to 1; they add up to 1.
+        steps: number, start and end of each step in bins: 2.5 is the middle of the third.
+    """
+
+    start_ns: int
+    stretch_ns: float
+    shares: dict[str, list[float]]
+    steps: tuple[tuple[int, float, float], ...]
+
+
 def device_events(columns: TraceColumns) -> DeviceEvents:
-    """Find the device events of a trace."""
+    """Return the device events of a trace."""
     rows = columns.rows(Kind.KERNEL, Kind.MEMORY_COPY, Kind.MEMORY_SET)
     rows = rows[np.argsort(columns.starts[rows], kind="stable")]
-    copies = columns.kinds[rows] != Kind.KERNEL
-    names = columns.names[rows]
-    by_name = np.array([_communicates(name) for name in columns.name_of] or [False])
-    by_argument = np.array([each.row for each in columns.collectives if "Collective name" in each.span.args], np.int64)
-    communicates = (by_name[names] | np.isin(rows, by_argument)) & ~copies
+    copying = columns.kinds[rows] != Kind.KERNEL
+    by_argument = np.array([event.row for event in columns.collectives if "Collective name" in event.args], np.int64)
+    communicates = (columns.named(_communicates)[columns.names[rows]] | np.isin(rows, by_argument)) & ~copying
 
     def when(chosen: NDArray[np.bool_]) -> Intervals:
         return union(columns.starts[rows[chosen]], columns.ends[rows[chosen]])
@@ -70,12 +115,16 @@ def device_events(columns: TraceColumns) -> DeviceEvents:
     return DeviceEvents(
         rows=rows,
         communicates=communicates,
-        copies=copies,
+        copies=copying,
         busy=union(columns.starts[rows], columns.ends[rows]),
-        compute=when(~copies & ~communicates),
+        compute=when(~copying & ~communicates),
         communication=when(communicates),
-        memory_copy=when(copies),
+        memory_copy=when(copying),
     )
+
+
+def _communicates(name: str) -> bool:
+    return not name.startswith(_FUSED) and _COMMUNICATES.search(name) is not None
 
 
 def totals_by(keys: NDArray[np.int32] | NDArray[np.int64], durations: Column) -> Totals:
@@ -83,7 +132,7 @@ def totals_by(keys: NDArray[np.int32] | NDArray[np.int64], durations: Column) ->
     order = np.lexsort((durations, keys))
     found, begins, counts = np.unique(keys[order], return_index=True, return_counts=True)
     sums = np.add.reduceat(durations[order], begins) if len(order) else durations[:0]
-    return Totals(found.astype(np.int64), counts, sums, order[begins + counts - 1])
+    return Totals(keys=found.astype(np.int64), counts=counts, sums=sums, longest=order[begins + counts - 1])
 
 
 def kernels(columns: TraceColumns, device: DeviceEvents) -> tuple[Kernel, ...]:
@@ -97,20 +146,90 @@ def kernels(columns: TraceColumns, device: DeviceEvents) -> tuple[Kernel, ...]:
         Kernel(
             name=columns.name_of[key // len(kinds)],
             kind=kinds[key % len(kinds)],
-            count=count,
-            total_ns=sum_,
-            max_ns=most,
+            count=int(count),
+            total_ns=int(total),
+            max_ns=int(durations[longest]),
         )
-        for key, count, sum_, most in zip(
-            found.keys.tolist(),
-            found.counts.tolist(),
-            found.sums.tolist(),
-            durations[found.longest].tolist(),
-            strict=True,
-        )
+        for key, count, total, longest in zip(found.keys, found.counts, found.sums, found.longest, strict=True)
     ]
     return tuple(sorted(rows, key=lambda kernel: (-kernel.total_ns, kernel.name)))
 
 
-def _communicates(name: str) -> bool:
-    return not name.startswith(_FUSED) and _COMMUNICATES.search(name) is not None
+def copies(columns: TraceColumns, device: DeviceEvents) -> tuple[Copies, ...]:
+    """Return the copies by kind, longest first: Kineto names them ``Memcpy HtoD (Pageable -> Device)``."""
+    rows = columns.rows(Kind.MEMORY_COPY)
+    running = _either(device.compute, device.communication)
+    found: dict[tuple[str, bool | None], list[int]] = defaultdict(list)
+    for row, name in zip(rows.tolist(), columns.names[rows].tolist(), strict=True):
+        found[_copy_kind(columns.name_of[name])].append(row)
+    result = []
+    for (kind, is_pageable), members in found.items():
+        starts, ends = columns.starts[members], columns.ends[members]
+        hidden = length_before(running, ends) - length_before(running, starts)
+        sizes = [columns.copied.get(row) for row in members]
+        known = [size for size in sizes if size is not None]
+        total = int((ends - starts).sum())
+        result.append(
+            Copies(
+                kind=kind,
+                is_pageable=is_pageable,
+                count=len(members),
+                total_ns=total,
+                bytes=sum(known) if len(known) == len(sizes) else None,
+                exposed_ns=total - int(hidden.sum()),
+                longest_start_ns=columns.origin_ns + int(starts[np.argmax(ends - starts)]),
+            )
+        )
+    return tuple(sorted(result, key=lambda row: (-row.total_ns, row.kind)))
+
+
+def _copy_kind(name: str) -> tuple[str, bool | None]:
+    match = _COPY.match(name)
+    if match is None:
+        return name, None
+    places = (match[2] or "").lower()
+    return match[1], True if "pageable" in places else False if "pinned" in places else None
+
+
+def device_timeline(path: Path, stretches: int = 400, progress: Progress | None = None) -> DeviceTimeline | None:
+    """Read a trace once; None where nothing ran on a device.
+
+    Args:
+        path: a Kineto JSON file, plain or gzip-compressed.
+        stretches: number of bins.
+        progress: as of :func:`lightning_memprof.analysis.trace.columns.read_columns`.
+
+    Raises:
+        ArtifactError: the file is missing, damaged or truncated, or no trace.
+
+    """
+    columns = read_columns(path, progress)
+    device = device_events(columns)
+    if not len(device.busy.starts):
+        return None
+    start, end = int(device.busy.starts[0]), int(device.busy.ends[-1])
+    length = (end - start) / stretches
+    window = Intervals(np.array([start], np.int64), np.array([end], np.int64))
+    idle = difference(window, device.busy)
+    loading = intersection(idle, loading_intervals(columns))
+    parts = {
+        "compute": device.compute,
+        "communication": difference(device.communication, device.compute),
+        "memory_copy": difference(device.memory_copy, _either(device.compute, device.communication)),
+        "idle_loading": loading,
+        "idle": difference(idle, loading),
+    }
+    edges = np.rint(np.linspace(start, end, stretches + 1)).astype(np.int64)
+    widths = np.maximum(1, np.diff(edges))
+    return DeviceTimeline(
+        start_ns=columns.origin_ns + start,
+        stretch_ns=length,
+        shares={state: (np.diff(length_before(part, edges)) / widths).tolist() for state, part in parts.items()},
+        steps=tuple(
+            (step.number, (step.start - start) / length, (step.end - start) / length) for step in step_spans(columns)
+        ),
+    )
+
+
+def _either(first: Intervals, second: Intervals) -> Intervals:
+    return union(np.append(first.starts, second.starts), np.append(first.ends, second.ends))

@@ -1,45 +1,162 @@
-"""Why the device was idle: what the thread did that launched what came next.
+"""Idle time of the device and its causes: runtime calls, waits of the host, and the gaps in the device's work.
 
-Each gap in the device's work ends with an event, and that event was launched by a call on some thread. The call, and
-what a launch takes behind it, is ``launch``; where the event starts later than that, it is the device that waits
-(``queue``): for another stream, a copy, or another rank. Before the call the thread was doing something else. Where a
-thread of autograd had not begun yet, the training thread tells what held it up.
+Each gap in the device's work ends with an event, and a call on some thread launched that event. The call, and the
+latency of a launch after it, is ``launch``; where the event starts later still, the device waits (``queue``): for
+another stream, a copy, or another rank. Before the call, the cause is whatever the thread did then. Where a thread of
+autograd had not begun yet, it is whatever the training thread did.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Final, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_memprof.analysis.trace.calls import ALLOCATES, READS_BACK, WAITS
-from lightning_memprof.analysis.trace.columns import Kind, TraceColumns
-from lightning_memprof.analysis.trace.device import DeviceEvents
+from lightning_memprof.analysis.trace.columns import (
+    STEP_NAME,
+    Kind,
+    TraceColumns,
+    is_loading,
+    launches,
+    loading_intervals,
+)
+from lightning_memprof.analysis.trace.device import DeviceEvents, totals_by
 from lightning_memprof.analysis.trace.intervals import (
     Column,
     Intervals,
     difference,
     intersection,
     length_before,
+    outermost,
     union,
 )
-from lightning_memprof.analysis.trace.model import Cause, IdleCause
-from lightning_memprof.analysis.trace.steps import STEP_NAME, is_loading, launches
+from lightning_memprof.analysis.trace.model import Cause, IdleCause, RuntimeCall, Synchronization
 
-__all__ = ["idle_causes"]
+__all__ = ["allocator_spans", "calls", "idle_causes", "synchronizations"]
 
+# Calls that return when the device is done, and calls that get or return memory.
+_WAITS: Final = re.compile(r"(?:cuda|hip|cu)\w*Synchronize\w*\Z|(?:cuda|hip)Memcpy(?:WithStream|2D|3D)?\Z")
+_ALLOCATES: Final = re.compile(
+    r"(?:cuda|hip|cu)(?:Ext)?(?:Host|Mem)?"
+    r"(?:Malloc|Free|Alloc|Create|Release|Map|Unmap|AddressReserve|AddressFree)(?!\w*Event)\w*\Z"
+)
+# An operator that reads a number back to the host: its wait may be inside a copy without a runtime call.
+_READS_BACK: Final = frozenset({"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero"})
+_OF_HOST_MEMORY: Final = re.compile("Host|Managed")
+_MOST_SPANS: Final = 10_000
 _COLLECTS: Final = re.compile(r"Python GC|<built-in (?:function|method) collect>|gc\.collect", re.IGNORECASE)
 
 _CAUSES: Final[tuple[Cause, ...]] = get_args(Cause)
-# A kernel starts 3 to 8 us after its launch has returned, if nothing keeps it.
-_LATENCY_NS: Final = 20_000
-# Where several are going on at once, the first of them is what the thread did.
+# Where several of them run at once, the first one is the cause.
 _FIRST_OF: Final[tuple[Cause, ...]] = (
     "garbage", "data_loading", "synchronization", "allocator", "launch", "operators",
 )  # fmt: skip
+# A kernel starts 3 to 8 us after its launch has returned, if nothing keeps it.
+_LATENCY_NS: Final = 20_000
+# The clocks of host and device agree to some microseconds: a gap may seem to begin this much after the wait's end.
+_SLACK_NS: Final = 5_000
+
+
+def calls(columns: TraceColumns, kind: int) -> tuple[RuntimeCall, ...]:
+    """Return the events of a kind by name, longest first."""
+    rows = columns.rows(kind)
+    found = totals_by(columns.names[rows], columns.ends[rows] - columns.starts[rows])
+    result = []
+    for key, count, total, longest in zip(found.keys, found.counts, found.sums, rows[found.longest], strict=True):
+        result.append(
+            RuntimeCall(
+                name=columns.name_of[key],
+                count=int(count),
+                total_ns=int(total),
+                max_ns=int(columns.ends[longest] - columns.starts[longest]),
+                longest_start_ns=columns.origin_ns + int(columns.starts[longest]),
+            )
+        )
+    return tuple(sorted(result, key=lambda call: (-call.total_ns, call.name)))
+
+
+def allocator_spans(columns: TraceColumns) -> tuple[tuple[int, int], ...]:
+    """Return start and end (Unix ns) of the calls that get or return device memory; the longest 10,000, by start."""
+    rows = columns.rows(Kind.RUNTIME)
+    rows = rows[columns.named(_allocates_on_device)[columns.names[rows]]]
+    rows = rows[np.argsort(columns.starts[rows] - columns.ends[rows], kind="stable")[:_MOST_SPANS]]
+    rows = rows[np.argsort(columns.starts[rows], kind="stable")]
+    starts, ends = columns.origin_ns + columns.starts[rows], columns.origin_ns + columns.ends[rows]
+    return tuple(zip(starts.tolist(), ends.tolist(), strict=True))
+
+
+def _allocates_on_device(call: str) -> bool:
+    return _ALLOCATES.match(call) is not None and not _OF_HOST_MEMORY.search(call)
+
+
+def synchronizations(columns: TraceColumns, device: DeviceEvents) -> tuple[Synchronization, ...]:
+    """Return the waits by the operator that made them, those that cost the device most first.
+
+    A wait is a call that returns when the device is done, or a copy from the device to pageable memory.
+    """
+    rows = _waits(columns, device)
+    gaps = Intervals(device.busy.ends[:-1], device.busy.starts[1:])
+    places = np.searchsorted(columns.starts[rows], gaps.starts + _SLACK_NS, side="right") - 1
+    caused = places >= 0
+    if len(rows):
+        behind = launches(columns, device.rows[np.searchsorted(columns.starts[device.rows], gaps.ends)])
+        # Work launched before the wait began was queued: its gap is not the wait's.
+        caused &= (behind >= 0) & (columns.starts[behind] >= columns.starts[rows[places]])
+        caused &= columns.ends[rows[places]] + _SLACK_NS >= gaps.starts
+    # The host would wait for a batch that is loaded after a wait in any case.
+    loading = loading_intervals(columns)
+    lengths = gaps.ends - gaps.starts - (length_before(loading, gaps.ends) - length_before(loading, gaps.starts))
+    cost, worst = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+    np.add.at(cost, places[caused], lengths[caused])
+    np.maximum.at(worst, places[caused], lengths[caused])
+    around = _operators_around(columns, rows)
+    members: dict[str, list[int]] = defaultdict(list)
+    for i, (row, operator) in enumerate(zip(rows.tolist(), around.tolist(), strict=True)):
+        members[columns.name_of[columns.names[operator if operator >= 0 else row]]].append(i)
+    result = []
+    for name, mine in members.items():
+        chosen = rows[mine]
+        durations = columns.ends[chosen] - columns.starts[chosen]
+        longest = rows[mine[int(np.argmax(worst[mine] if np.any(worst[mine]) else durations))]]
+        result.append(
+            Synchronization(
+                name=name,
+                count=len(np.unique(np.where(around[mine] >= 0, around[mine], chosen))),
+                total_ns=int(durations.sum()),
+                gap_ns=int(cost[mine].sum()),
+                longest_gap_ns=int(worst[mine].max()),
+                longest_start_ns=columns.origin_ns + int(columns.starts[longest]),
+            )
+        )
+    return tuple(sorted(result, key=lambda wait: (-wait.gap_ns, -wait.total_ns, wait.name)))
+
+
+def _waits(columns: TraceColumns, device: DeviceEvents) -> NDArray[np.int64]:
+    waits = columns.named(_WAITS.match)
+    to_host = columns.named(lambda name: name.startswith("Memcpy DtoH") and "Pageable" in name)
+    called = columns.rows(Kind.RUNTIME)
+    copied = launches(columns, device.rows[to_host[columns.names[device.rows]]])
+    rows = np.unique(np.append(called[waits[columns.names[called]]], copied[copied >= 0]))
+    return rows[np.argsort(columns.starts[rows], kind="stable")]
+
+
+def _operators_around(columns: TraceColumns, rows: NDArray[np.int64]) -> Column:
+    """Return the row of the outermost operator around each event on its thread, -1 for none."""
+    found = np.full(len(rows), -1, np.int64)
+    operators = columns.rows(Kind.OPERATOR)
+    for lane in np.unique(columns.lanes[rows]).tolist():
+        mine = operators[columns.lanes[operators] == lane]
+        mine = mine[outermost(columns.starts[mine], columns.ends[mine])]
+        if not len(mine):
+            continue
+        places = np.flatnonzero(columns.lanes[rows] == lane)
+        at = np.searchsorted(columns.starts[mine], columns.starts[rows[places]], side="right") - 1
+        inside = (at >= 0) & (columns.ends[mine[at]] >= columns.ends[rows[places]])
+        found[places[inside]] = mine[at[inside]]
+    return found
 
 
 def idle_causes(columns: TraceColumns, device: DeviceEvents) -> tuple[IdleCause, ...]:
@@ -62,7 +179,7 @@ def idle_causes(columns: TraceColumns, device: DeviceEvents) -> tuple[IdleCause,
         left = Intervals(gaps.starts[mine], moments[mine])
         left = Intervals(*(column[left.ends > left.starts] for column in left))
         for thread in dict.fromkeys((lane, threads.training)):
-            for cause, when, rows in threads.doing(thread):
+            for cause, when, rows in threads.causes(thread):
                 tally.add(cause, intersection(left, when), rows)
                 left = difference(left, when)
         tally.add("python", left, threads.ranges(threads.training))
@@ -70,21 +187,21 @@ def idle_causes(columns: TraceColumns, device: DeviceEvents) -> tuple[IdleCause,
 
 
 class _Threads:
-    """What each thread did, by the rows of its events."""
+    """The activity of each thread, by the rows of its events."""
 
     def __init__(self, columns: TraceColumns) -> None:
         self._columns = columns
         self._codes = _codes(columns)
-        calls = columns.rows(Kind.RUNTIME)
+        runtime = columns.rows(Kind.RUNTIME)
         steps = columns.rows(Kind.ANNOTATION)
-        is_step = np.array([STEP_NAME.match(name) is not None for name in columns.name_of] or [False])
+        is_step = columns.named(STEP_NAME.match)
         steps = steps[is_step[columns.names[steps]]]
-        chosen = columns.lanes[steps if len(steps) else calls]
+        chosen = columns.lanes[steps if len(steps) else runtime]
         self.training = int(np.argmax(np.bincount(chosen))) if len(chosen) else -1
         self._plain = ~is_step
 
-    def doing(self, lane: int) -> list[tuple[Cause, Intervals, Column]]:
-        """Return what the thread did by cause, the first ones first."""
+    def causes(self, lane: int) -> list[tuple[Cause, Intervals, Column]]:
+        """Return the causes that a thread shows, with their times and rows, in the order of `_FIRST_OF`."""
         found = []
         columns = self._columns
         rows = np.flatnonzero(columns.lanes == lane)
@@ -95,7 +212,7 @@ class _Threads:
         return found
 
     def ranges(self, lane: int) -> Column:
-        """Return what the program itself has named on the thread, its steps aside."""
+        """Return the rows of the thread's annotations, except steps."""
         columns = self._columns
         rows = np.flatnonzero((columns.lanes == lane) & (columns.kinds == Kind.ANNOTATION))
         plain: Column = rows[self._plain[columns.names[rows]]]
@@ -111,7 +228,7 @@ class _Tally:
         self._by_name: dict[Cause, Counter[int]] = {cause: Counter() for cause in _CAUSES}
 
     def add(self, cause: Cause, when: Intervals, rows: Column) -> None:
-        """Add times within the gaps, during which the events at `rows` tell what was done."""
+        """Add times within the gaps; the events at `rows` ran then."""
         kept = when.ends > when.starts
         when = Intervals(when.starts[kept], when.ends[kept])
         if not len(when.starts):
@@ -128,7 +245,7 @@ class _Tally:
                 self._by_name[cause][name] += share
 
     def causes(self) -> tuple[IdleCause, ...]:
-        """Return what was added, longest first."""
+        """Return the sums, longest first."""
         found = []
         for cause, by_gap in self._by_gap.items():
             total = int(by_gap.sum())
@@ -145,29 +262,27 @@ class _Tally:
                     longest_start_ns=self._columns.origin_ns + int(self._gaps.starts[np.argmax(by_gap)]),
                 )
             )
-        return tuple(sorted(found, key=lambda each: (-each.total_ns, each.cause)))
+        return tuple(sorted(found, key=lambda row: (-row.total_ns, row.cause)))
 
 
 def _codes(columns: TraceColumns) -> NDArray[np.int8]:
-    """Number what each event on the host says its thread does, as `_FIRST_OF` does; -1 for nothing."""
+    """Return the cause that each event on the host shows, by its place in `_FIRST_OF`; -1 for none."""
     number = {cause: place for place, cause in enumerate(_FIRST_OF)}
     names = columns.name_of or ("",)
-    by_call = [_call(name) for name in names]
     by_kind = {
-        Kind.RUNTIME: [number[cause] for cause in by_call],
-        Kind.OPERATOR: [number["synchronization" if name in READS_BACK else "operators"] for name in names],
+        Kind.RUNTIME: [number[_runtime_cause(name)] for name in names],
+        Kind.OPERATOR: [number["synchronization" if name in _READS_BACK else "operators"] for name in names],
         Kind.ANNOTATION: [number["data_loading"] if is_loading(name) else -1 for name in names],
     }
-    collects = np.array([_COLLECTS.search(name) is not None for name in names])
     codes = np.full(len(columns.names), -1, np.int8)
     for kind, of_name in by_kind.items():
         rows = columns.rows(kind)
         codes[rows] = np.array(of_name, np.int8)[columns.names[rows]]
-    codes[collects[columns.names] & (columns.kinds >= Kind.OPERATOR)] = number["garbage"]
+    codes[columns.named(_COLLECTS.search)[columns.names] & (columns.kinds >= Kind.OPERATOR)] = number["garbage"]
     return codes
 
 
-def _call(name: str) -> Cause:
-    if WAITS.match(name):
+def _runtime_cause(call: str) -> Cause:
+    if _WAITS.match(call):
         return "synchronization"
-    return "allocator" if ALLOCATES.match(name) else "launch"
+    return "allocator" if _ALLOCATES.match(call) else "launch"

@@ -188,4 +188,5 @@ def outermost(starts: Column, ends: Column) -> Column:
     """Return the positions of the events that start in no other one, by start."""
     order = nesting_order(starts, ends)
     reach = np.maximum.accumulate(ends[order])
-    return order[np.append(True, starts[order][1:] >= reach[:-1])[: len(order)]]
+    found: Column = order[np.append(True, starts[order][1:] >= reach[:-1])[: len(order)]]
+    return found

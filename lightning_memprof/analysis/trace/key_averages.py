@@ -226,7 +226,7 @@ class _Memory:
         self.sums = [np.append(0, np.cumsum(np.asarray(column)[order])) for column in (self.cpu, self.device)]
         self.covered = np.zeros(len(order) + 1, np.int64)
 
-    def change(self, starts: Column, ends: Column, is_outermost: Column) -> list[Column]:
+    def change(self, starts: Column, ends: Column, is_outermost: NDArray[np.bool_]) -> list[Column]:
         """Return host and device bytes allocated from each start to each end, both inclusive."""
         first, last = np.searchsorted(self.times, starts), np.searchsorted(self.times, ends, side="right")
         np.add.at(self.covered, first[is_outermost], 1)

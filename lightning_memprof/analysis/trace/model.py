@@ -1,4 +1,4 @@
-"""What an analysis says of one operator trace; times are nanoseconds, and absolute ones Unix epoch time."""
+"""Results of the analysis of one operator trace; times are nanoseconds, absolute ones Unix epoch time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 __all__ = [
-    "Collective",
+    "CollectiveTotals",
     "Copies",
     "GpuTimes",
     "HostOperators",
@@ -27,9 +27,9 @@ Cause = Literal["data_loading", "synchronization", "allocator", "garbage", "pyth
 
 @dataclass(frozen=True, kw_only=True)
 class GpuTimes:
-    """What the devices did in a stretch of time: unions over all streams, so that what overlaps counts once.
+    """Device time in a window: unions over all streams, so that overlapping events count once.
 
-    ``busy_ns`` and ``idle_ns`` add up to ``window_ns``; communication is exposed where nothing is computed meanwhile.
+    ``busy_ns`` and ``idle_ns`` add up to ``window_ns``; communication is exposed where no device computes meanwhile.
     """
 
     window_ns: int
@@ -46,7 +46,7 @@ class GpuTimes:
 class StepTimes(GpuTimes):
     """The same within the steps (``ProfilerStep#N`` on the host), with the time in which batches were loaded.
 
-    ``data_loading_exposed_ns`` is the part of it in which no device was busy; None where that was not computed.
+    ``data_loading_exposed_ns`` is the part of it in which no device was busy, None if not computed.
     """
 
     data_loading_ns: int
@@ -56,10 +56,10 @@ class StepTimes(GpuTimes):
 
 @dataclass(frozen=True, kw_only=True)
 class TraceStep:
-    """One step; ``busy_ns`` is None where the trace has no device, else when the work was done that the step launched.
+    """One step; ``busy_ns`` is the device time of the work that it launched, None where the trace has no device.
 
-    It may go on behind the step's end, and of several steps at once; work of unknown origin belongs to the step in
-    which it began, and behind the last one to the last.
+    That work may end after the step, and overlap the work of other steps. Work without a known launch belongs to the
+    step in which it began, and after the last step to the last one.
     """
 
     number: int
@@ -71,7 +71,7 @@ class TraceStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """All launches of one kernel, or all copies of one kind, by name; ``total_ns`` is their sum, streams not united."""
+    """All launches of one kernel, or all copies of one kind, by name; ``total_ns`` is the sum over all streams."""
 
     name: str
     kind: KernelKind
@@ -82,12 +82,11 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True)
 class IdleCause:
-    """Idle time of the device within the GPU window, by what the launching thread did meanwhile.
+    """Idle time of the device within the GPU window with one cause: the activity of the launching thread meanwhile.
 
-    ``launch``: the next work was launched, or other calls of the runtime were made. Nothing is a ``tail`` as yet.
-
-    ``example`` names the operator, call or range that took the most of it. The causes add up to ``idle_ns``.
-    ``longest_start_ns`` is when the longest one began.
+    The cause ``launch`` is a call that launches the next work, or another call of the runtime. ``example`` is the
+    operator, call or range with the largest share. The causes add up to ``idle_ns``. ``count`` and ``longest_ns`` are
+    of gaps, and ``longest_start_ns`` is the start of the longest one.
     """
 
     cause: Cause
@@ -102,7 +101,7 @@ class IdleCause:
 class RuntimeCall:
     """All calls of one function of the driver or its runtime, such as ``cudaMalloc``.
 
-    ``longest_start_ns`` is when the longest one began.
+    ``longest_start_ns`` is the start of the longest call.
     """
 
     name: str
@@ -114,7 +113,7 @@ class RuntimeCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """All calls of one operator on the host; ``own_ns`` is without the operators that they called."""
+    """All calls of one operator on the host; ``own_ns`` is self time, without the operators that it called."""
 
     name: str
     count: int
@@ -128,9 +127,9 @@ class Synchronization:
     """All calls by which one operator, or the program itself, made the host wait for the device.
 
     ``name`` is the outermost operator around the call (``aten::item``), else the call (``cudaStreamSynchronize``).
-    The host waits ``total_ns``; the devices are idle ``gap_ns`` in the gaps that begin while it waits, or right after,
-    because nothing was queued meanwhile: that is what the calls cost, but for batches that were loaded then. A call
-    that no kernel follows counts to no gap.
+    The host waits ``total_ns``. ``gap_ns`` is the cost: the device is idle that long in gaps that begin while the host
+    waits, or right after, because nothing was queued; time in which a batch was loaded does not count. A call without a
+    kernel after it has no gap.
     """
 
     name: str
@@ -142,7 +141,7 @@ class Synchronization:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collective:
+class CollectiveTotals:
     """All collectives of one kind and size in one process group; ``bytes_each`` is None where the trace has no size."""
 
     name: str
@@ -158,9 +157,9 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Copies:
-    """All copies of one kind (``HtoD``, ``DtoH``, ``DtoD``); ``is_pageable`` is None where the trace does not say.
+    """All copies of one kind (``HtoD``, ``DtoH``, ``DtoD``); ``is_pageable`` is None where the trace does not tell.
 
-    ``exposed_ns`` is the part of ``total_ns`` in which no kernel ran, None where that was not computed.
+    ``exposed_ns`` is the part of ``total_ns`` in which no kernel ran, None if not computed.
     """
 
     kind: str
@@ -176,10 +175,15 @@ class Copies:
 class HostOperators:
     """A typical step on a host without a device: its operators, and the Python between them.
 
-    ``operators`` are those that call no other, and ``median_ns`` is theirs. ``small_ns`` passes in operators during
-    stretches so short that calling them takes as long as what they compute, ``between_ns`` in short stretches between
-    operators. ``events`` were recorded in the step, each of which took time too. ``names`` and ``places`` are the
-    operators that the program itself called, by name and by the innermost module or range around them, most first.
+    Attributes:
+        steps: number of steps that the typical step was made from.
+        step_ns: duration of the step.
+        operators: number of operators that call no other; ``median_ns`` is their median duration.
+        small_ns: time in operators, in stretches so short that the call takes as long as the computation.
+        between_ns: time between operators, in short stretches.
+        events: number of events recorded in the step; recording each takes time as well.
+        names: count of operators that the program called, by name, highest first.
+        places: the same by the innermost module or range around them.
     """
 
     steps: int
@@ -200,10 +204,10 @@ class TraceReport:
     Attributes:
         file: the trace.
         rank: global rank, None where the trace has none; ``world_size`` likewise.
-        devices: names of the devices on which something ran.
-        start_ns: Unix time of the first event, from the trace's base; 0 at the base where it has none.
+        devices: names of the devices with events.
+        start_ns: Unix time of the first event; counts from 0 where the trace has no base time.
         end_ns: the same of the last event's end.
-        events: how many events the file has.
+        events: number of events in the file.
         gpu_window: from the first device event's start to the last one's end; None without a device event.
         step_window: from the first step's start to the last one's end; None without steps or without a device event.
         steps: each step once, by number.
@@ -212,13 +216,13 @@ class TraceReport:
         runtime_calls: by total time, longest first.
         collectives: by total time, longest first.
         copies: by total time, longest first.
-        missing: what the trace lacks, a sentence each.
+        missing: facts that the trace does not have, a sentence each.
         synchronizations: by ``gap_ns``, longest first.
         profiler_overhead: events of the profiler's own work (category ``overhead``) by name, longest first.
         allocator_spans: start and end of each call that gets device memory from the driver or gives it back
             (``cudaMalloc``, ``cudaFree``, ``cuMemCreate``, ``hipMalloc``, ...) by start; at most 10,000, the longest.
-        operators: of a trace without a device event, the most time of their own first.
-        recorded_with: options that the trace says were on: ``with_stack``, ``profile_memory``, ``record_shapes``.
+        operators: of a trace without a device event, most self time first.
+        recorded_with: enabled options: ``with_stack``, ``profile_memory``, ``record_shapes``.
         host_operators: of a trace with steps and without a device event, else None.
     """
 
@@ -235,7 +239,7 @@ class TraceReport:
     kernels: tuple[Kernel, ...]
     idle: tuple[IdleCause, ...]
     runtime_calls: tuple[RuntimeCall, ...]
-    collectives: tuple[Collective, ...]
+    collectives: tuple[CollectiveTotals, ...]
     copies: tuple[Copies, ...]
     missing: tuple[str, ...]
     synchronizations: tuple[Synchronization, ...] = ()

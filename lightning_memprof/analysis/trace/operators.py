@@ -1,6 +1,6 @@
 """The operator table of saved traces: the text that torch prints for the same profile, without torch.
 
-Started as a process, it writes the table to a file: the training process never pays for it.
+The module is also a program that writes the table to a file: the training process never pays for it.
 
     python -m lightning_memprof.analysis.trace.operators '{"traces": ["..."], "out": "...", "options": {...}}'
 """
@@ -9,18 +9,29 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from lightning_memprof.analysis.trace.nesting import OperatorRow
-from lightning_memprof.analysis.trace.operator_rows import OperatorRows, collect_rows
+from lightning_memprof.analysis.trace.key_averages import OperatorRow, OperatorRows, collect_rows
+from lightning_memprof.artifacts.naming import TraceName, table_name
 from lightning_memprof.errors import ArtifactError, ConfigError, MemprofError
 
-__all__ = ["AVAILABLE_SORT_KEYS", "TableOptions", "main", "operator_table", "write_operator_table"]
+if TYPE_CHECKING:
+    from lightning_memprof.analysis.run.load import Artifact, Run
+
+__all__ = [
+    "AVAILABLE_SORT_KEYS",
+    "TableOptions",
+    "ensure_operator_tables",
+    "main",
+    "operator_table",
+    "write_operator_table",
+]
 
 _WIDTH: Final = 12
 _SPACE: Final = "  "
@@ -62,17 +73,17 @@ class TableOptions:
 
     Args:
         sort_by: one of `AVAILABLE_SORT_KEYS`, largest first; None keeps the order of the first events.
-        row_limit: how many rows are shown; -1 shows all.
-        max_name_column_width: longer names are cut; None cuts none.
-        group_by_input_shapes: a row for every shape of the inputs.
-        max_src_column_width: taken for torch's sake; the column is empty unless rows are grouped by stack.
-        max_shapes_column_width: longer shapes are cut; None cuts none.
+        row_limit: maximum number of rows; -1 for all.
+        max_name_column_width: longer names are truncated; None truncates none.
+        group_by_input_shapes: whether each shape of the inputs has a row.
+        max_src_column_width: accepted as torch does; the column is empty unless rows are grouped by stack.
+        max_shapes_column_width: longer shapes are truncated; None truncates none.
         header: a line above the table.
-        top_level_events_only: leave out operators that others called.
-        time_unit: one unit for all times; None picks the unit by size.
+        top_level_events_only: whether to skip operators that others called.
+        time_unit: unit of all times; None picks the unit by size.
 
     Raises:
-        ConfigError: `sort_by` or `time_unit` is not known.
+        ConfigError: `sort_by` or `time_unit` is unknown.
     """
 
     sort_by: str | None = None
@@ -88,25 +99,25 @@ class TableOptions:
     def __post_init__(self) -> None:
         if self.sort_by is not None and self.sort_by not in AVAILABLE_SORT_KEYS:
             raise ConfigError(
-                f"sort_by={self.sort_by!r} is no sort key; known are {', '.join(sorted(AVAILABLE_SORT_KEYS))}"
+                f"sort_by={self.sort_by!r} is not a sort key; use one of {', '.join(sorted(AVAILABLE_SORT_KEYS))}"
             )
         if self.time_unit not in {None, "s", "ms", "us"}:
-            raise ConfigError(f"time_unit={self.time_unit!r} is no unit; known are s, ms and us")
+            raise ConfigError(f"time_unit={self.time_unit!r} is not a unit; use s, ms or us")
 
 
 def operator_table(traces: Sequence[Path], options: TableOptions) -> str:
-    """One table over all traces, a window each.
+    """Return one table over all traces, a window each.
 
     Returns:
         The text that torch prints for the profile, and a last line with the number of windows.
 
     Raises:
-        ArtifactError: a trace is missing, damaged or cut off, or none of them holds an operator.
+        ArtifactError: a trace is missing, damaged or truncated, or none of them has an operator.
     """
     collected = collect_rows(traces, group_by_input_shapes=options.group_by_input_shapes)
     if not collected.rows:
         names = ", ".join(str(path) for path in traces) or "no trace"
-        raise ArtifactError(f"{names}: holds no operator to tabulate; record at least one step with the CPU activity")
+        raise ArtifactError(f"{names}: has no operators; record at least one step with the CPU activity")
     return _render(collected, options) + f"Windows: {collected.windows}\n"
 
 
@@ -123,6 +134,58 @@ def write_operator_table(traces: Sequence[Path], out: Path, options: TableOption
         temporary.replace(out)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def ensure_operator_tables(run: Run) -> Run:
+    """Return the run with an operator table for every rank that has traces.
+
+    A missing table is computed from the traces and written beside them, but never outside of the run: a run from
+    somebody else may name any place. Where that fails, the run is returned with a problem that gives the reason.
+    """
+    from lightning_memprof.analysis.run.load import Problem
+
+    traces: dict[Path, list[Artifact]] = defaultdict(list)
+    for artifact in run.artifacts:
+        name = TraceName.parse(artifact.file.name)
+        if artifact.type == "trace" and artifact.state == "present" and name is not None:
+            traces[artifact.file.with_name(table_name(name.stage, name.filename, name.rank))].append(artifact)
+    artifacts = [
+        artifact
+        for artifact in run.artifacts
+        if artifact.type != "table" or artifact.state == "present" or artifact.file not in traces
+    ]
+    problems = list(run.problems)
+    for table, sources in traces.items():
+        rank = sources[0].rank
+        present = [artifact for artifact in artifacts if artifact.type == "table" and artifact.state == "present"]
+        if any(artifact.rank == rank for artifact in present):
+            continue
+        try:
+            if not table.exists():
+                if not table.resolve().is_relative_to(run.root.resolve()):
+                    command = f"lightning-memprof show {sources[0].file}"
+                    problems.append(
+                        Problem(table.name, f"is not made outside of the run; `{command}` shows the operators", rank)
+                    )
+                    continue
+                write_operator_table([source.file for source in sources], table, TableOptions(sort_by=None))
+            artifacts.append(_table_artifact(run, table, sources[0]))
+            problems = [problem for problem in problems if problem.piece.rpartition("/")[2] != table.name]
+        except Exception as error:  # noqa: BLE001 a table that cannot be made must not hide the rest of the run
+            problems.append(Problem(table.name, f"cannot be made: {type(error).__name__}: {error}", rank))
+    return replace(run, artifacts=tuple(artifacts), problems=tuple(problems))
+
+
+def _table_artifact(run: Run, table: Path, trace: Artifact) -> Artifact:
+    return replace(
+        trace,
+        type="table",
+        path=table.relative_to(run.root).as_posix() if table.is_relative_to(run.root) else table.as_posix(),
+        file=table,
+        window=None,
+        size_bytes=table.stat().st_size,
+        sha256=None,
+    )
 
 
 class _Column(NamedTuple):
@@ -249,7 +312,7 @@ def _parse(text: str) -> tuple[list[Path], Path, TableOptions]:
         request = msgspec.json.decode(text, type=_Request)
         unknown = sorted(set(request.options) - {option.name for option in fields(TableOptions)})
         if unknown:
-            raise ConfigError(f"options {', '.join(unknown)} are not known to the operator table; leave them out")
+            raise ConfigError(f"options {', '.join(unknown)} are unknown to the operator table; remove them")
         return (
             [Path(trace) for trace in request.traces],
             Path(request.out),
@@ -257,17 +320,17 @@ def _parse(text: str) -> tuple[list[Path], Path, TableOptions]:
         )
     except msgspec.DecodeError as error:
         raise ConfigError(
-            f'the request is not understood ({error}); it is {{"traces": [..], "out": .., "options": ..}}'
+            f'invalid request ({error}); expected {{"traces": [..], "out": .., "options": ..}}'
         ) from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the table that the one argument, or with ``-`` standard input, asks for: 0, or 1 and a line on stderr."""
+    """Write the table requested by the argument, or by stdin for ``-``: 0, or 1 and a line on stderr."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         if len(arguments) != 1:
-            raise ConfigError(f"one argument is wanted, a JSON object, not {len(arguments)}")
-        # One argument of a process has a limit; a run of many windows has more traces than fit into it.
+            raise ConfigError(f"expected one argument, a JSON object, not {len(arguments)}")
+        # An argument of a process has a limit; a run of many windows has more traces than fit into it.
         traces, out, options = _parse(sys.stdin.read() if arguments[0] == "-" else arguments[0])
         write_operator_table(traces, out, options)
     except (MemprofError, OSError) as error:

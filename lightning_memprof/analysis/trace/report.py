@@ -1,6 +1,6 @@
-"""What one operator trace says of the time: steps, device, kernels, copies, collectives, and why the device was idle.
+"""The report of one operator trace: steps, device, kernels, copies, collectives, and the causes of idle time.
 
-Device time is a union over all streams and devices of the trace, so that what overlaps counts once.
+Device time is a union over all streams and devices of the trace, so that overlapping events count once.
 """
 
 from __future__ import annotations
@@ -12,17 +12,22 @@ from typing import Any, Final
 
 import numpy as np
 
-from lightning_memprof.analysis.trace.calls import allocator_spans, calls, copies
-from lightning_memprof.analysis.trace.collectives import trace_collectives
-from lightning_memprof.analysis.trace.columns import Kind, Progress, TraceColumns, read_columns
-from lightning_memprof.analysis.trace.device import DeviceEvents, device_events, kernels
-from lightning_memprof.analysis.trace.host_operators import host_operators
-from lightning_memprof.analysis.trace.idle import idle_causes
-from lightning_memprof.analysis.trace.intervals import Intervals, clip, intersection, length
-from lightning_memprof.analysis.trace.model import GpuTimes, StepTimes, TraceReport
-from lightning_memprof.analysis.trace.operator_times import operators
-from lightning_memprof.analysis.trace.steps import Step, loading_intervals, step_spans, trace_steps
-from lightning_memprof.analysis.trace.waits import synchronizations
+from lightning_memprof.analysis.trace.columns import (
+    Kind,
+    Progress,
+    Step,
+    TraceColumns,
+    launches,
+    loading_intervals,
+    read_columns,
+    step_spans,
+)
+from lightning_memprof.analysis.trace.communication import trace_collectives
+from lightning_memprof.analysis.trace.device import DeviceEvents, copies, device_events, kernels
+from lightning_memprof.analysis.trace.host import host_operators, operators
+from lightning_memprof.analysis.trace.idle import allocator_spans, calls, idle_causes, synchronizations
+from lightning_memprof.analysis.trace.intervals import Intervals, clip, intersection, length, union
+from lightning_memprof.analysis.trace.model import GpuTimes, StepTimes, TraceReport, TraceStep
 
 __all__ = ["of_rank", "trace_report"]
 
@@ -31,7 +36,7 @@ _WORLD: Final = re.compile(r"['\"]world_size['\"]\s*:\s*(\d{1,9})\b")
 _DEVICE: Final = re.compile(r"['\"]id['\"]\s*:\s*(\d{1,9})\s*,\s*['\"]name['\"]\s*:\s*['\"]([^'\"]*)['\"]")
 _OPTIONS: Final = ("with_stack", "profile_memory", "record_shapes")
 _LARGEST_RANK: Final = 1 << 31
-_NO_RANK: Final = "no rank: torch writes it where a process group was there when the recording ended"
+_NO_RANK: Final = "no rank: torch writes it if a process group exists when the recording ends"
 
 
 def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
@@ -39,10 +44,10 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
 
     Args:
         path: a Kineto JSON file of any year and any program, plain or gzip-compressed.
-        progress: called now and then with how many bytes of the file were read, and how many it has.
+        progress: called now and then with the number of bytes read, and the size of the file.
 
     Raises:
-        ArtifactError: the file is missing, damaged or cut off, or no trace.
+        ArtifactError: the file is missing, damaged or truncated, or no trace.
     """
     columns = read_columns(path, progress)
     device = device_events(columns)
@@ -62,7 +67,7 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
         events=columns.events,
         gpu_window=GpuTimes(**_times(device, *window)) if window else None,
         step_window=_step_times(device, steps, loading) if window and steps else None,
-        steps=trace_steps(columns, device, steps, loading),
+        steps=_steps(columns, device, steps, loading),
         kernels=kernels(columns, device),
         idle=idle_causes(columns, device) if window and _has_runtime(columns) else (),
         runtime_calls=calls(columns, Kind.RUNTIME),
@@ -79,10 +84,37 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
 
 
 def of_rank(report: TraceReport, rank: int) -> TraceReport:
-    """Return the report with the rank that is known of the file from elsewhere, where the file does not say it."""
+    """Return the report with a rank known from elsewhere, where the file does not have it."""
     if report.rank is not None:
         return report
     return replace(report, rank=rank, missing=tuple(text for text in report.missing if text != _NO_RANK))
+
+
+def _steps(columns: TraceColumns, device: DeviceEvents, steps: list[Step], loading: Intervals) -> tuple[TraceStep, ...]:
+    """Return the steps, each with the device work that it launched.
+
+    Work without a known launch belongs to the step in which it ran, and after the last step to the last one.
+    """
+    starts = np.array([step.start for step in steps], np.int64)
+    launched = launches(columns, device.rows)
+    moments = np.where(launched >= 0, columns.starts[np.maximum(launched, 0)], columns.starts[device.rows])
+    owners = np.searchsorted(starts, moments, side="right") - 1
+    order = np.argsort(owners, kind="stable")
+    bounds = np.searchsorted(owners[order], np.arange(len(steps) + 1))
+    found = []
+    for step, begin, end in zip(steps, bounds[:-1], bounds[1:], strict=True):
+        rows = device.rows[order[begin:end]]
+        busy = length(union(columns.starts[rows], columns.ends[rows])) if len(device.rows) else None
+        found.append(
+            TraceStep(
+                number=step.number,
+                start_ns=columns.origin_ns + step.start,
+                duration_ns=step.end - step.start,
+                busy_ns=busy,
+                data_loading_ns=length(clip(loading, step.start, step.end)),
+            )
+        )
+    return tuple(sorted(found, key=lambda step: (step.number, step.start_ns)))
 
 
 def _times(device: DeviceEvents, start: int, end: int) -> dict[str, int]:
@@ -114,7 +146,7 @@ def _step_times(device: DeviceEvents, steps: list[Step], loading: Intervals) -> 
 
 
 def _number(metadata: dict[str, Any], key: str, pattern: re.Pattern[str]) -> int | None:
-    """Look up what `distributedInfo` says; some programs write it as the text of a Python dictionary."""
+    """Return a number of `distributedInfo`; some programs write it as the text of a Python dictionary."""
     found = metadata.get("distributedInfo")
     if isinstance(found, str):
         match = pattern.search(found)
@@ -124,12 +156,12 @@ def _number(metadata: dict[str, Any], key: str, pattern: re.Pattern[str]) -> int
 
 
 def _device_names(columns: TraceColumns, device: DeviceEvents) -> tuple[str, ...]:
-    """Name the devices on which something ran; one that the trace does not name is called by its number."""
-    told = columns.metadata.get("deviceProperties")
-    if isinstance(told, list):
-        known = {str(each.get("id")): str(each.get("name")) for each in told if isinstance(each, dict)}
+    """Return the names of the devices with events; a device without a name in the trace has its number."""
+    properties = columns.metadata.get("deviceProperties")
+    if isinstance(properties, list):
+        known = {str(each.get("id")): str(each.get("name")) for each in properties if isinstance(each, dict)}
     else:
-        known = dict(_DEVICE.findall(told)) if isinstance(told, str) else {}
+        known = dict(_DEVICE.findall(properties)) if isinstance(properties, str) else {}
     lanes = np.unique(columns.lanes[device.rows])
     numbers = sorted({str(columns.lane_of[lane][0]) for lane in lanes})
     return tuple(known.get(number, f"device {number}") for number in numbers)
@@ -138,15 +170,15 @@ def _device_names(columns: TraceColumns, device: DeviceEvents) -> tuple[str, ...
 def _missing(rank: int | None, columns: TraceColumns, device: DeviceEvents, steps: list[Step]) -> list[str]:
     missing = []
     if not len(columns.starts):
-        missing.append("it has no events with a duration")
+        missing.append("no events with a duration")
     if not len(device.rows):
-        missing.append("no device event: it was recorded on a CPU, or without the device's activities")
+        missing.append("no device events: recorded on a CPU, or without the device's activities")
     if not steps:
-        missing.append("no steps: call `step()` of the profiler once a step, and `ProfilerStep#N` appears")
+        missing.append("no steps: call the profiler's `step()` once per step, and `ProfilerStep#N` appears")
     if rank is None:
         missing.append(_NO_RANK)
     if len(device.rows) and not _has_runtime(columns):
-        missing.append("no calls of the device's runtime: why the device was idle cannot be told")
+        missing.append("no calls of the device's runtime: the causes of idle time are unknown")
     return missing
 
 

@@ -1,8 +1,8 @@
 """The text of a JSON trace, plain or gzip-compressed, in pieces of whole events and in bounded memory.
 
-A piece is about a MiB. It ends where one event ends and the next begins, which the bytes `}, {"ph"` tell without
-parsing: inside a valid JSON string its quotes would be escaped. Where that fails (another first key, an array of
-objects inside an event) the place is found by counting brackets.
+A piece is about a MiB. It ends where one event ends and the next begins, which the bytes `}, {"ph"` show without
+parsing: inside a valid JSON string the quotes would be escaped. Where that fails (another first key, an array of
+objects inside an event) the splitter counts brackets.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _T = TypeVar("_T")
 # isal's stub calls its exception class an instance.
 _UNREADABLE: Final[tuple[type[Exception], ...]] = (OSError, isal_zlib.error)  # type: ignore[assignment]
 
-# What is no UTF-8 inside of a text raises Python's own error.
+# Bytes inside a string that are not UTF-8 raise Python's own error.
 _UNDECODABLE: Final = (msgspec.DecodeError, UnicodeDecodeError)
 
 _CHUNK: Final = 1 << 20
-# What stands beside the events; of 4,096 ranks with all their groups it is a few MiB.
+# The text beside the events; for 4,096 ranks with all their groups it is a few MiB.
 _HEAD_LIMIT: Final = 32 << 20
-# One event, or what is no event at all.
+# One event, or text that is no event.
 _STUCK_LIMIT: Final = 16 << 20
 # Recorded traces grow by 8 to 35 when they are decompressed; 1,032 is the most that gzip can.
 _MOST_GROWTH: Final = 100
 _UNWATCHED: Final = 64 << 20
-# Texts and brackets of one event, or of what stands before them all: recorded ones have thousands, and millions take
+# Strings and brackets of one event, or of the text before the first: recorded ones have thousands; millions take
 # seconds.
 _MOST_TOKENS: Final = 1_000_000
 _MOST_DEPTH: Final = 500
 _MOST_TRIES: Final = 1_000
 _GAP: Final = 256
-# Times since 1970 lose their first digits: what is left counts from eight or nine of these before the first event.
+# Times since 1970 lose their first digits: the rest counts from eight or nine of these before the first event.
 _BUCKET_US: Final = 10_000_000_000
 
 # Each escape costs memory while it is matched; no name has so many.
@@ -75,23 +75,30 @@ class TraceText:
         self.path = path
         self.metadata: dict[str, Any] = {}
         self.ts_offset_us = 0
-        """What was taken off every `ts` that counts from 1970, because a double would lose its fraction."""
+        """Offset subtracted from every `ts` that counts from 1970, because a double would lose its fraction."""
         self.bytes_read = 0
-        """How far the file was read, in its own, perhaps compressed, bytes."""
+        """Bytes read of the file, as it is on disk, perhaps compressed."""
+
+    @property
+    def time_origin_ns(self) -> int:
+        """Unix epoch time in ns from which `ts` counts; right once all events were read."""
+        base = self.metadata.get("baseTimeNanoseconds", 0)
+        return (base if isinstance(base, int) else 0) + self.ts_offset_us * 1000
 
     def pieces(
         self, decode: Callable[[bytes], list[_T]], chunk: int = _CHUNK, *, as_written: bool = False
     ) -> Iterator[list[_T]]:
-        """What `decode` makes of each piece, a JSON array of events.
+        """Yield the result of `decode` for each piece, a JSON array of events.
 
         Args:
-            decode: raises `msgspec.DecodeError` for what is not valid JSON; the piece is then repaired and tried again.
-            chunk: bytes of text that are read at a time.
-            as_written: leave events the categories that the file has, where it was rewritten for TensorBoard's profiler
-                tab; all others see what torch wrote.
+            decode: raises `msgspec.DecodeError` for text that is not valid JSON; the piece is then repaired and decoded
+                again.
+            chunk: bytes of text read at a time.
+            as_written: whether events keep the categories in the file, if it was rewritten for TensorBoard's profiler
+                tab; otherwise they have the categories that torch wrote.
 
         Raises:
-            ArtifactError: the file is missing, no gzip data under a name that ends in `.gz`, cut off, or no trace.
+            ArtifactError: the file is missing, no gzip data under a name that ends in `.gz`, truncated, or no trace.
         """
         try:
             with _open(self.path) as raw:
@@ -114,13 +121,13 @@ class TraceText:
         self.ts_offset_us = splitter.ts_offset_us
         plain, found = len(buffer), True
         while True:
-            # What is larger than a piece is looked through again with each read: twice as much each time.
+            # An event larger than a piece is searched again with each read: twice as much each time.
             data = stream.read(chunk if found else max(chunk, len(buffer)))
             self.bytes_read = raw.tell()
             plain += len(data)
             if plain > _UNWATCHED and plain > _MOST_GROWTH * self.bytes_read:
                 raise ArtifactError(
-                    f"{self.path}: grows more than {_MOST_GROWTH} times as it is decompressed: no trace"
+                    f"{self.path}: decompresses to more than {_MOST_GROWTH} times its size: not a trace"
                 )
             # The first chunk came with the head: it is cut before the next is added, so that pieces stay small.
             piece = splitter.split(buffer + data, at_end=not data)
@@ -130,7 +137,9 @@ class TraceText:
             if piece.finished:
                 tail = buffer + stream.read(_HEAD_LIMIT)
                 if len(tail) >= _HEAD_LIMIT:
-                    raise ArtifactError(f"{self.path}: goes on and on behind its events; record the trace again")
+                    raise ArtifactError(
+                        f"{self.path}: more than {_HEAD_LIMIT:,} bytes after the events; record the trace again"
+                    )
                 self.metadata = _metadata(self.path, head, tail)
                 return
 
@@ -138,7 +147,7 @@ class TraceText:
 class _Piece(NamedTuple):
     events: list[Any]
     rest: bytes
-    finished: bool  # the event array has ended; `rest` is what stands behind its bracket
+    finished: bool  # the event array has ended; `rest` is the text after its bracket
 
 
 class _Splitter:
@@ -158,10 +167,10 @@ class _Splitter:
         ]
 
     def split(self, buffer: bytes, *, at_end: bool) -> _Piece:
-        """Cut off what is complete.
+        """Cut off the complete events.
 
         Raises:
-            ArtifactError: the buffer ends within an event and there is no more, or is not valid JSON.
+            ArtifactError: the file ends within an event, or is not valid JSON.
         """
         failure: Exception | None = None
         repaired = buffer
@@ -193,7 +202,7 @@ class _Splitter:
                 tries += 1
                 gap = _BETWEEN_EVENTS.search(buffer, max(0, at - _GAP), at)
                 if gap:
-                    # Most files keep one order of keys: to look for another one first costs as much as to parse.
+                    # Most files keep one order of keys: searching for another one first costs as much as parsing.
                     self._keys = dict.fromkeys((key, *self._keys))
                     return gap.start() + 1, buffer.index(b",", gap.start()) + 1, False
                 at = buffer.rfind(key, 0, at)
@@ -218,7 +227,7 @@ class _Splitter:
                     return (len(last) - 1 if last.endswith(b",") else end), end + 1, True
                 found = _COMMA.match(buffer, token.end()) if depth == 0 else None
                 comma = found.end() - 1 if found else comma
-            elif text == b'"':  # a string that goes on behind the buffer
+            elif text == b'"':  # a string that continues after the buffer
                 break
         return (comma, comma + 1, False) if comma else None
 
@@ -227,7 +236,7 @@ class _Splitter:
         return self._decode(self._without_prefix(text) if self._prefixes else text)
 
     def _without_prefix(self, piece: bytes) -> bytes:
-        """Take the offset off every `ts`: where all begin alike by changing their first digits, which is far faster."""
+        """Subtract the offset from every `ts`; if all begin alike, change the first digits, which is far faster."""
         left = piece.count(b'"ts":')
         for prefix, short in self._prefixes:
             if left:
@@ -250,27 +259,27 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _plain(raw: IO[bytes]) -> IO[bytes]:
-    """The file's text as a byte stream; what it is compressed with is seen from its first bytes."""
+    """Return the file's text as a byte stream; its first bytes show whether it is compressed."""
     path = Path(raw.name)
     magic = raw.read(2)
     raw.seek(0)
     if not magic:
-        raise ArtifactError(f"{path}: is empty; the program that wrote it was stopped: record the trace again")
+        raise ArtifactError(f"{path}: is empty; its writer was stopped: record the trace again")
     if magic == b"\x1f\x8b":
         untyped: Any = igzip.IGzipFile
         compressed: IO[bytes] = untyped(fileobj=raw, mode="rb")
         return compressed
     if path.suffix == ".gz":
-        raise ArtifactError(f"{path}: is named .gz but holds no gzip data; compress it, or take the suffix away")
+        raise ArtifactError(f"{path}: is named .gz but is not gzip data; compress it, or remove the suffix")
     return raw
 
 
 def _truncated(path: Path) -> ArtifactError:
-    return ArtifactError(f"{path}: is cut off before its end; copy it again, or record the trace again")
+    return ArtifactError(f"{path}: is truncated; copy it again, or record the trace again")
 
 
 def _read_head(path: Path, stream: IO[bytes], chunk: int) -> tuple[bytes, bytes]:
-    """Read until the event array opens: what stands before it, its bracket included, and the bytes behind."""
+    """Read until the event array opens; return the text up to its bracket, and the bytes after it."""
     data = stream.read(chunk).removeprefix(codecs.BOM_UTF8)
     first = data.lstrip()[:1]
     if first == b"[":
@@ -282,17 +291,17 @@ def _read_head(path: Path, stream: IO[bytes], chunk: int) -> tuple[bytes, bytes]
         opening = _events_open_at(path, data)
         if opening is not None:
             return data[:opening], data[opening:]
-        more = stream.read(length)  # doubling: looking again at every chunk would take time that grows with its square
+        more = stream.read(length)  # doubling: a search after every chunk would take quadratic time
         length *= 2
         if not more and not data.rstrip().endswith(b"}"):
             raise _truncated(path)
         if not more or len(data) > _HEAD_LIMIT:
-            raise ArtifactError(f"{path}: has no `traceEvents`; its events stand there: name a profiler's trace")
+            raise ArtifactError(f"{path}: has no `traceEvents`, so it is not a trace; name a profiler's trace")
         data += more
 
 
 def _events_open_at(path: Path, data: bytes) -> int | None:
-    """Where the top-level array `traceEvents` opens (behind its bracket), or None as long as it does not."""
+    """Return the position after the opening bracket of the array `traceEvents`, or None before it opens."""
     depth = 0
     for count, token in enumerate(_TOKEN.finditer(data)):
         text = token[0]
@@ -304,30 +313,30 @@ def _events_open_at(path: Path, data: bytes) -> int | None:
             opens = _ARRAY_OPENS.match(data, token.end())
             if opens:
                 return opens.end()
-        elif text == b'"':  # a string that goes on behind the buffer
+        elif text == b'"':  # a string that continues after the buffer
             break
     return None
 
 
 def _endless(path: Path) -> ArtifactError:
     return ArtifactError(
-        f"{path}: is damaged, an event or the metadata have more than {_MOST_TOKENS:,} parts, or {_MOST_DEPTH} inside "
-        "one another; copy or record it again"
+        f"{path}: is damaged, an event or the metadata have more than {_MOST_TOKENS:,} parts, or over {_MOST_DEPTH} "
+        "levels; copy or record it again"
     )
 
 
 def _repair(buffer: bytes) -> bytes:
-    """Mend what Kineto writes wrongly: bare quotes in a name, bytes that are no UTF-8, numbers that JSON lacks."""
+    """Repair Kineto's errors: bare quotes in a name, bytes that are not UTF-8, numbers that JSON does not have."""
     text = buffer.decode("utf-8", errors="replace").encode()
     text = _NAME_LINE.sub(lambda line: line[1] + _BARE_QUOTE.sub(rb'\\"', line[2]) + line[3], text)
     return _NON_FINITE.sub(lambda found: b"null" if found[1] else found[0], text)
 
 
 def _metadata(path: Path, head: bytes, tail: bytes) -> dict[str, Any]:
-    """Everything but the events; `head` ends with the array's opening bracket, `tail` begins behind the closing one."""
+    """Return all except the events; `head` ends at the array's opening bracket, `tail` begins after the closing one."""
     if head == b"[":
         if tail.strip():
-            raise ArtifactError(f"{path}: goes on behind its events; a list of events ends with its bracket")
+            raise ArtifactError(f"{path}: has text after its events; a list of events ends with its bracket")
         return {}
     if not tail.rstrip().endswith(b"}"):
         raise _truncated(path)

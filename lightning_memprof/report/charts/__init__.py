@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 from lightning_memprof.analysis.memory.block_lives import BlockLives, lives_of_replay, lives_of_trace, with_held
 from lightning_memprof.analysis.snapshot.reader import read_snapshot
 from lightning_memprof.analysis.snapshot.replay import replay
-from lightning_memprof.analysis.trace.device_timeline import device_timeline
+from lightning_memprof.analysis.trace.device import device_timeline
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.report.charts.embed import Chart, chart_resources
 from lightning_memprof.report.charts.holders import holder_path, holders_chart, site_path

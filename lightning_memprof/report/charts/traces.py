@@ -10,7 +10,7 @@ from bokeh.models import ColumnDataSource, FactorRange, Range1d
 from bokeh.models.annotations import BoxAnnotation, Label
 from bokeh.plotting import figure
 
-from lightning_memprof.analysis.trace.device_timeline import STATES, DeviceTimeline
+from lightning_memprof.analysis.trace.device import STATES, DeviceTimeline
 from lightning_memprof.report.charts.embed import Chart, made
 from lightning_memprof.report.charts.style import hover, legend, new_figure
 from lightning_memprof.report.labels import called

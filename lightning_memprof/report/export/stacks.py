@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from lightning_memprof.analysis.memory.model import Site
     from lightning_memprof.analysis.snapshot.replay import Holder
-    from lightning_memprof.analysis.trace.lanes import Lane, Lanes
+    from lightning_memprof.analysis.trace.threads import Lane, Lanes
 
 __all__ = ["Speedscope", "holder_stacks", "site_stacks", "write_folded"]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memprof.analysis.trace.reader import read_events
+from lightning_memprof.analysis.trace.events import read_events
 from lightning_memprof.artifacts.trace_categories import original_categories, tensorboard_categories
 
 EVENT = """

@@ -170,7 +170,7 @@ def test_a_file_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
     assert problem.piece == str(torn)
     assert not problem.message.startswith(str(torn))
     assert "damaged" in page(view)
-    with pytest.raises(ArtifactError, match=r"torn\.pt\.trace\.json: .*cut off"):
+    with pytest.raises(ArtifactError, match=r"torn\.pt\.trace\.json: .*truncated"):
         viewed(torn)
 
 

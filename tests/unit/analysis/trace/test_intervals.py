@@ -8,9 +8,13 @@ from lightning_memprof.analysis.trace.intervals import (
     Intervals,
     clip,
     difference,
+    innermost_at,
     intersection,
     length,
     length_before,
+    nest,
+    nesting_order,
+    outermost,
     union,
 )
 
@@ -50,3 +54,65 @@ def test_sets_of_time_behave_as_sets(left, other):
 def test_the_length_before_a_moment_is_what_lies_before_it(spans, asked):
     found = length_before(make(spans), np.array(asked, np.int64))
     assert found.tolist() == [len([at for at in naive(spans) if at < moment]) for moment in asked]
+
+
+def columns(spans: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    return np.array([start for start, _ in spans], np.int64), np.array([end for _, end in spans], np.int64)
+
+
+SLICES = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12)).map(lambda pair: (pair[0], sum(pair))), max_size=14)
+
+
+@given(SLICES)
+def test_events_come_by_start_longest_first_and_equal_ones_keep_their_order(spans):
+    wanted = sorted(range(len(spans)), key=lambda at: (spans[at][0], -spans[at][1]))
+    assert nesting_order(*columns(spans)).tolist() == wanted
+
+
+@given(SLICES, st.sampled_from([0, 2]))
+def test_the_parent_is_the_innermost_running_event_that_lasts_long_enough(spans, slack):
+    order, parents, ends = nest(*columns(spans), slack=slack)
+    running: list[int] = []
+    for at in order.tolist():
+        start, end = spans[at]
+        while running and (spans[running[-1]][1] <= start or spans[running[-1]][1] + slack < end):
+            running.pop()
+        assert parents[at] == (running[-1] if running else -1)
+        running.append(at)
+    assert ends.tolist() == [end for _, end in spans]
+
+
+@given(SLICES)
+def test_where_overlaps_are_cut_every_moment_has_one_innermost_event(spans):
+    starts, ends = columns(spans)
+    nesting = nest(starts, ends, slack=None)
+    for at, parent in enumerate(nesting.parents.tolist()):
+        if parent >= 0:
+            assert starts[parent] <= starts[at] < nesting.ends[parent]
+            assert nesting.ends[at] <= nesting.ends[parent]
+        else:
+            assert nesting.ends[at] == ends[at]
+    alone = nesting.ends - starts
+    inner = np.flatnonzero(nesting.parents >= 0)
+    np.subtract.at(alone, nesting.parents[inner], (nesting.ends - starts)[inner])
+    assert np.all(alone >= 0)
+    assert alone.sum() == length(union(starts, nesting.ends))
+
+
+@given(SLICES, st.lists(st.integers(-2, 45), max_size=8).map(sorted))
+def test_the_innermost_event_at_a_moment_is_the_last_one_that_started_and_still_runs(spans, asked):
+    starts, ends = columns(spans)
+    nesting = nest(starts, ends)
+    found = innermost_at(nesting, starts, asked).tolist()
+    for moment, event in zip(asked, found, strict=True):
+        running = [at for at in nesting.order.tolist() if starts[at] <= moment < ends[at]]
+        assert event == (running[-1] if running else -1)
+
+
+@given(SLICES)
+def test_an_outermost_event_starts_in_no_other(spans):
+    starts, ends = columns(spans)
+    found = outermost(starts, ends).tolist()
+    for place, at in enumerate(nesting_order(starts, ends).tolist()):
+        before = nesting_order(starts, ends).tolist()[:place]
+        assert (at in found) == all(ends[other] <= starts[at] for other in before)

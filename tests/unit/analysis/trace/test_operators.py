@@ -11,9 +11,8 @@ import pytest
 
 from kineto import Made, event_fields, torch_table, write_trace
 from lightning_memprof.analysis.trace.columns import read_columns
-from lightning_memprof.analysis.trace.nesting import OperatorRow
-from lightning_memprof.analysis.trace.operator_rows import collect_rows
-from lightning_memprof.analysis.trace.operator_times import operators
+from lightning_memprof.analysis.trace.host import operators
+from lightning_memprof.analysis.trace.key_averages import OperatorRow, collect_rows
 from lightning_memprof.analysis.trace.operators import (
     AVAILABLE_SORT_KEYS,
     TableOptions,
@@ -267,7 +266,7 @@ def test_windows_are_added_up_in_one_table(tmp_path):
 
 def test_a_trace_without_operators_is_refused(tmp_path):
     path = write_trace(tmp_path / "t.json", [])
-    with pytest.raises(ArtifactError, match=r"t\.json: holds no operator"):
+    with pytest.raises(ArtifactError, match=r"t\.json: has no operators"):
         operator_table([path], ALL)
     with pytest.raises(ArtifactError, match="no trace: holds no operator"):
         operator_table([], ALL)

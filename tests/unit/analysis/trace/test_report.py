@@ -195,7 +195,7 @@ def test_rank_and_device_are_found_in_an_object_and_in_the_text_of_one(tmp_path)
 def test_a_trace_without_a_device_says_what_it_lacks(tmp_path):
     found = report(tmp_path, event("cpu_op", "aten::mm", 0, 5))
     assert (found.gpu_window, found.step_window, found.idle, found.steps) == (None, None, (), ())
-    assert [sentence.split(":")[0] for sentence in found.missing] == ["no device event", "no steps", "no rank"]
+    assert [sentence.split(":")[0] for sentence in found.missing] == ["no device events", "no steps", "no rank"]
 
 
 def test_operators_of_a_trace_without_a_device_have_the_time_of_their_own(tmp_path):
@@ -242,7 +242,7 @@ def test_the_first_collective_of_a_trace_and_all_behind_it_keep_their_arguments(
     late = {**kernel(29_000, 29_005, name="my_reduction"), "args": {"correlation": 7, **sizes}}
     last = event("cpu_op", "nccl:all_reduce", 30_000, 30_009, **{"External id": 3, **given([[8]], ["float"])})
     columns = read_columns(write_trace(tmp_path / "late.json", [*plain, late, *plain, last]))
-    assert [(each.row, each.category, each.span.start_ns, each.span.args) for each in columns.collectives] == [
+    assert [(each.row, each.category, each.start_ns, each.args) for each in columns.collectives] == [
         (3_000, "kernel", 29_000_000, {"External id": 0, **sizes}),
         (6_001, "cpu_op", 30_000_000, {"External id": 3, **given([[8]], ["float"])}),
     ]

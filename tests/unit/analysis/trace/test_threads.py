@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kineto import Made, event_fields, write_trace
-from lightning_memprof.analysis.trace.lanes import Lanes, read_lanes
+from lightning_memprof.analysis.trace.threads import Lanes, read_lanes
 from lightning_memprof.errors import ArtifactError
 
 
@@ -36,9 +36,9 @@ def test_calls_nest_and_times_count_from_the_first_of_all(tmp_path: Path) -> Non
     assert found.end_ns == 140_000
 
 
-def test_own_times_add_up_to_what_ran(tmp_path: Path) -> None:
+def test_self_times_add_up_to_what_ran(tmp_path: Path) -> None:
     found = lanes(tmp_path, Made("outer", 0, 100), Made("inner", 10, 40), Made("outer", 200, 250))
-    assert found.own_times() == {
+    assert found.self_times() == {
         ("thread 7", "outer"): 120_000,
         ("thread 7", "outer", "inner"): 30_000,
     }
@@ -46,7 +46,7 @@ def test_own_times_add_up_to_what_ran(tmp_path: Path) -> None:
 
 def test_a_call_that_outlives_what_it_began_in_ends_with_it(tmp_path: Path) -> None:
     found = lanes(tmp_path, Made("outer", 0, 100), Made("late", 90, 130))
-    assert found.own_times() == {("thread 7", "outer"): 90_000, ("thread 7", "outer", "late"): 10_000}
+    assert found.self_times() == {("thread 7", "outer"): 90_000, ("thread 7", "outer", "late"): 10_000}
 
 
 def test_events_that_are_no_calls_are_left_out(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kineto import write_trace
-from lightning_memprof.analysis.trace import reader as trace_module
-from lightning_memprof.analysis.trace.reader import read_events, read_trace
+from lightning_memprof.analysis.trace import events as trace_module
+from lightning_memprof.analysis.trace.events import read_events, read_trace
 from lightning_memprof.errors import ArtifactError
 
 OPERATOR = {
@@ -176,15 +176,15 @@ def damaged(tmp_path: Path) -> dict[str, Path]:
         ("html", "is not a trace"),
         ("other", "has no `traceEvents`"),
         ("number", "has no `traceEvents`"),
-        ("cut-head", "cut off"),
-        ("cut-events", "cut off"),
-        ("cut-tail", "cut off"),
+        ("cut-head", "truncated"),
+        ("cut-events", "truncated"),
+        ("cut-tail", "truncated"),
         ("no-json", "not valid JSON"),
         ("no-object", "not valid JSON"),
         ("tail", "metadata is not valid JSON"),
-        ("behind-list", "goes on behind"),
-        ("cut", "cut off"),
-        ("plain", "holds no gzip data"),
+        ("behind-list", "text after its events"),
+        ("cut", "truncated"),
+        ("plain", "is not gzip data"),
         ("bits", "bits"),
         ("missing", "no such file"),
         ("dir", "no such file"),
