@@ -156,7 +156,7 @@ def test_a_damaged_trace_is_a_problem_of_its_window(tmp_path):
     trace.write_bytes(trace.read_bytes()[:-100])
     (window,) = run_allocations(load_run(log_dir))
     assert window.devices == ()
-    assert "cut off" in (window.problem or "")
+    assert "truncated" in (window.problem or "")
 
 
 def test_a_run_without_traces_has_no_windows(tmp_path):
