@@ -1,4 +1,4 @@
-"""Put two runs, traces or snapshots beside each other and tell what differs by more than noise."""
+"""Comparison of two runs, traces or snapshots: the differences above noise."""
 
 from __future__ import annotations
 
@@ -22,35 +22,34 @@ if TYPE_CHECKING:
 
 __all__ = ["compare"]
 
-# The median of n samples has an error of 1.2533 standard deviations / sqrt(n), and a difference of two of them is
-# chance more rarely than once in three hundred comparisons when it is three errors large.
+# The median of n samples has a standard error of 1.2533 standard deviations / sqrt(n); a difference of three errors is
+# chance in fewer than 1 of 300 comparisons.
 _MEDIAN_ERROR: Final = 1.2533
 _ERRORS: Final = 3.0
-# Phases and operators that take less of a step than this are not worth a line, whatever they change by.
+# Smaller phases and operators are not reported, whatever their change.
 _LEAST_SHARE_OF_STEP: Final = 0.01
-# Clocks and schedulers: no step is timed more exactly.
+# Resolution of clocks and schedulers.
 _LEAST_NS: Final = 20_000
-# An operator is timed in a few recorded steps only: between two runs of one program a quarter is no news, and neither
-# is what two windows of one run differ by.
+# Operators are timed in a few recorded steps only: two runs of the same program differ by up to a quarter.
 _NAMED_TIME_SHARE: Final = 0.25
 _NAMED_BYTES_SHARE: Final = 0.01
-# Of the bytes at the peak; smaller holders come and go with an allocator's rounding.
+# Of the bytes at the peak; smaller sites vary with allocator rounding.
 _LEAST_SHARE_OF_PEAK: Final = 0.005
 
 
 def compare(a: Side, b: Side) -> Comparison:
     """Compare two sides.
 
-    A change counts as more than noise where it is larger than the spread of either side's steps, than three errors of
-    the difference of their medians, and than what cannot be measured.
+    A change is above noise if it exceeds the spread of either side's steps, three standard errors of the difference of
+    their medians, and the resolution of the measurement.
 
     Raises:
-        ConfigError: one is a run and the other a trace or a snapshot.
+        ConfigError: the two are of different kinds, such as a run and a trace.
 
     """
     if a.kind != b.kind:
         raise ConfigError(
-            f"{a.label} is {_KIND_WORDS[a.kind]} and {b.label} {_KIND_WORDS[b.kind]}: name two of one kind"
+            f"{a.label} is {_KIND_WORDS[a.kind]} and {b.label} {_KIND_WORDS[b.kind]}: compare two of the same kind"
         )
     names = [name for name in QUANTITIES if name in a.measures or name in b.measures]
     scale = _scale(a, b)
@@ -60,7 +59,7 @@ def compare(a: Side, b: Side) -> Comparison:
         differences=tuple(_difference(name, a.measures.get(name), b.measures.get(name), scale) for name in names),
         changes=tuple(change for group in GROUPS for change in _changes(group, a, b, scale)),
         left_out={
-            group: f"only {side.label} has them"
+            group: f"only in {side.label}"
             for group in GROUPS
             for side, other in ((a, b), (b, a))
             if group in side.named and group not in other.named
@@ -72,7 +71,7 @@ _KIND_WORDS: Final = {"run": "a run", "traces": "a trace", "snapshots": "a snaps
 
 
 def _scale(a: Side, b: Side) -> Mapping[str, float]:
-    """Return a step in ns and the peak in bytes, the smaller side's, and what part of a step is noise."""
+    """Return the step time in ns and the peak in bytes of the smaller side, and the noise as a share of the step."""
     steps = [side.measures["step_ns"] for side in (a, b) if "step_ns" in side.measures]
     peaks = [
         side.measures[name].value
@@ -94,7 +93,7 @@ def _difference(name: str, a: Measure | None, b: Measure | None, scale: Mapping[
     if a is None or b is None:
         problem = f"not measured in {'A' if a is None else 'B'}"
     elif a.source != b.source:
-        problem = f"A has it from {a.source}, B from {b.source}"
+        problem = f"different sources: A {a.source}, B {b.source}"
     needed = 0.0
     if a is not None and b is not None:
         error = math.sqrt(sum((_MEDIAN_ERROR * measure.noise) ** 2 / max(measure.samples, 1) for measure in (a, b)))
@@ -107,7 +106,7 @@ def _difference(name: str, a: Measure | None, b: Measure | None, scale: Mapping[
 
 
 def _needed_of_rate(a: Measure, b: Measure) -> float:
-    """Return how much a rate must change: where the times between that many events would differ by more than noise."""
+    """Return the smallest change of a rate above noise, computed on the time per event."""
     if not a.value or not b.value:
         return max(a.noise, b.noise)
     noise = max(measure.noise / measure.value / measure.value for measure in (a, b))
@@ -116,7 +115,7 @@ def _needed_of_rate(a: Measure, b: Measure) -> float:
 
 
 def _changes(group: str, a: Side, b: Side, scale: Mapping[str, float]) -> list[NamedChange]:
-    """Return what of a group appeared, disappeared or changed, the largest first."""
+    """Return the entries of a group that appeared, disappeared or changed, the largest change first."""
     if group not in a.named or group not in b.named:
         return []
     found = list(_changes_by_name(group, a, b, scale))
@@ -130,7 +129,7 @@ def _changes_by_name(group: str, a: Side, b: Side, scale: Mapping[str, float]) -
         old, new = before.get(name), after.get(name)
         spread = max(side.spreads.get(group, {}).get(name, 0.0) for side in (a, b))
         if old is not None and new is not None and unit == "ns":
-            # What slows whole steps for a while slows every operator in them.
+            # A slow phase of the machine slows every operator of a step.
             spread = max(spread, scale["noise"] * max(old, new))
         if abs((new or 0) - (old or 0)) <= max(spread, _needed(group, max(old or 0, new or 0), scale)):
             continue

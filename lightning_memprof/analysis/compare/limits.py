@@ -32,9 +32,9 @@ _MOST_DIGITS: Final = 40
 
 @dataclass(frozen=True)
 class Limit:
-    """How much more (``>``), or less (``<`` with a negative amount), B may have than A.
+    """The largest allowed increase (``>``), or decrease (``<``, a negative amount), from A to B.
 
-    ``amount`` is a part of 1 where ``is_relative``, else in the quantity's unit.
+    ``amount`` is a fraction if ``is_relative``, else in the unit of the quantity.
     """
 
     text: str
@@ -46,7 +46,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a limit; ``is_broken`` also where it could not be checked. ``sentence`` says which figures."""
+    """The outcome of a limit; ``is_broken`` also if it could not be checked. ``sentence`` has the reason."""
 
     limit: Limit
     is_broken: bool
@@ -54,52 +54,49 @@ class Outcome:
 
 
 def parse_limit(given: str) -> Limit:
-    """Read one limit.
+    """Parse one limit.
 
     Raises:
-        ConfigError: it is none, names no quantity that is compared, or has another unit than that.
+        ConfigError: it is malformed, names an unknown quantity, or has the wrong unit.
 
     """
     match = _LIMIT.fullmatch(given) if len(given) <= _MOST_DIGITS * 2 else None
     if match is None:
-        raise ConfigError(
-            f"--fail-on {given[: _MOST_DIGITS * 2]!r}: is no limit; {_EXAMPLE}: a shell takes > for a file"
-        )
+        raise ConfigError(f"--fail-on {given[: _MOST_DIGITS * 2]!r}: not a limit; {_EXAMPLE}")
     name, unit = match["name"], match["unit"]
     if name not in QUANTITIES:
-        raise ConfigError(f"--fail-on {given!r}: {name!r} is not compared; name one of {', '.join(QUANTITIES)}")
+        raise ConfigError(f"--fail-on {given!r}: unknown quantity {name!r}; use one of {', '.join(QUANTITIES)}")
     amount = float(match["amount"])
     is_upper = match["sign"] == ">"
     if amount < 0 if is_upper else amount > 0:
         raise ConfigError(
-            f"--fail-on {given!r}: {'>' if is_upper else '<'} is for what {'rises' if is_upper else 'falls'}, so the "
-            f"amount may not be {'negative' if is_upper else 'positive'}; {_EXAMPLE}"
+            f"--fail-on {given!r}: {'>' if is_upper else '<'} limits {'an increase' if is_upper else 'a decrease'}, so "
+            f"the amount must not be {'negative' if is_upper else 'positive'}; {_EXAMPLE}"
         )
     if unit == "%":
         return Limit(given, name, is_upper, amount / 100, is_relative=True)
     scales = _SCALES[QUANTITIES[name]]
     if unit not in scales:
         known = ", ".join(scale for scale in scales if scale) or "a number alone"
-        raise ConfigError(f"--fail-on {given!r}: {unit or 'no unit'} is no unit of {name}; use % or {known}")
+        raise ConfigError(f"--fail-on {given!r}: {unit or 'no unit'} is not a unit of {name}; use % or {known}")
     return Limit(given, name, is_upper, amount * scales[unit], is_relative=False)
 
 
 def check(comparison: Comparison, limit: Limit) -> Outcome:
-    """Say whether B keeps a limit.
+    """Return whether B exceeds a limit.
 
-    A change beyond the limit that is not more than noise does not break it. A quantity that cannot be compared breaks
-    it: what was asked for was not checked.
+    A change beyond the limit but within noise does not break it. A quantity that cannot be compared does.
     """
     found = comparison.difference(limit.name)
     change = found.change if found is not None else None
     if found is None or change is None or found.a is None or found.b is None:
-        why = found.problem if found is not None else "measured in neither"
+        why = found.problem if found is not None else "not measured in either"
         return Outcome(limit, is_broken=True, sentence=f"{limit.name} cannot be checked: {why}")
     value = change
     if limit.is_relative:
         value = found.relative if found.relative is not None else math.copysign(math.inf, change) if change else 0.0
     beyond = value > limit.amount if limit.is_upper else value < limit.amount
     if beyond and not found.is_above_noise:
-        return Outcome(limit, is_broken=False, sentence=f"{limit.name} is beyond it, by no more than noise")
-    moved = "rises" if change > 0 else "falls" if change < 0 else "is the same"
+        return Outcome(limit, is_broken=False, sentence=f"{limit.name} exceeds the limit, but within noise")
+    moved = "increases" if change > 0 else "decreases" if change < 0 else "is unchanged"
     return Outcome(limit, is_broken=beyond, sentence=f"{limit.name} {moved}")

@@ -1,4 +1,4 @@
-"""Samples to measures: a value, and by how much it differs by chance."""
+"""Measures from samples: a value and its noise."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ __all__ = [
     "typical",
 ]
 
-# A single time says nothing of its spread; steps of one program mostly differ by this.
+# Noise of a single time, for which there is no spread.
 ONE_TIME: Final = 0.10
-# What an allocator counts is the same in every run of one program, but for blocks of a few bytes.
+# Allocator counters are reproducible but for blocks of a few bytes.
 EXACT: Final = 0.001
-# Libraries' arenas and threads: the resident size of two processes of one program.
+# RSS of two processes of the same program: arenas and threads of libraries.
 RESIDENT: Final = 0.02
-# The standard deviation that a median absolute deviation means, where deviations are normal.
+# Standard deviation per median absolute deviation, for a normal distribution.
 _MAD_TO_SD: Final = 1.4826
-# Of fewer samples the median deviation is often 0 by chance: their range is what is known.
+# With fewer samples the median deviation is often 0 by chance; the range is used.
 _FEW_SAMPLES: Final = 5
-# A machine that others use too is slower for a while: as much as the halves of one run differ, two runs do.
+# A shared machine is slower at times: two runs differ as much as the halves of one run.
 _MANY_SAMPLES: Final = 10
 _BUILTIN: Final = "<built-in "
 _STEPS: Final = "ProfilerStep*"
 
 
 def typical(name: str, samples: Sequence[float], source: str, least_share: float = 0.0) -> Measure | None:
-    """Return the median of some samples and their spread; None without a sample."""
+    """Return the median of samples and their spread; None without samples."""
     if not samples:
         return None
     value = statistics.median(samples)
@@ -60,7 +60,7 @@ def typical(name: str, samples: Sequence[float], source: str, least_share: float
 
 
 def peak(name: str, samples: Sequence[float], source: str, least_share: float = EXACT) -> Measure | None:
-    """Return the largest of some samples of a size, and their spread; None without a sample."""
+    """Return the maximum of samples and their spread; None without samples."""
     if not samples:
         return None
     value = max(samples)
@@ -71,7 +71,7 @@ def peak(name: str, samples: Sequence[float], source: str, least_share: float = 
 
 
 def _spread(samples: Sequence[float]) -> float:
-    """Return how much samples, in the order of time, differ: one from the next, and half from half."""
+    """Return the spread of samples in time order: their deviation, or the drift between halves if larger."""
     if len(samples) < _FEW_SAMPLES:
         return max(samples) - min(samples)
     middle = statistics.median(samples)
@@ -83,9 +83,9 @@ def _spread(samples: Sequence[float]) -> float:
 
 
 def operator_times(traces: Sequence[Path]) -> tuple[Times, Times]:
-    """Return ns a step by name, of operators and annotations on the host, and of kernels; Python's frames left out.
+    """Return self time in ns per step by name, of host operators and annotations, and of kernels; no Python frames.
 
-    Each trace is a sample. One without steps counts as one step.
+    Each trace is a sample. A trace without steps counts as one step.
 
     Raises:
         ArtifactError: a trace is missing, damaged or cut off.
@@ -108,13 +108,13 @@ def operator_times(traces: Sequence[Path]) -> tuple[Times, Times]:
 
 
 class Times:
-    """Times by name, of several traces."""
+    """Times by name over several traces."""
 
     def __init__(self) -> None:
         self._samples: list[dict[str, float]] = []
 
     def add(self, sums: Mapping[str, int], steps: int) -> None:
-        """Take the sums over the steps of one trace."""
+        """Add the sums over the steps of one trace."""
         self._samples.append({name: ns / steps for name, ns in sums.items()})
 
     def _of(self, name: str) -> list[float]:
@@ -122,18 +122,18 @@ class Times:
 
     @property
     def values(self) -> dict[str, float]:
-        """The median over the traces, in ns a step."""
+        """The median over the traces, in ns per step."""
         names = dict.fromkeys(name for sample in self._samples for name in sample)
         return {name: statistics.median(self._of(name)) for name in names}
 
     @property
     def spreads(self) -> dict[str, float]:
-        """The range over the traces, in ns a step."""
+        """The range over the traces, in ns per step."""
         return {name: max(known) - min(known) for name in self.values if (known := self._of(name))}
 
 
 def site_bytes(sites: Iterable[Site]) -> dict[str, float]:
-    """Return what is held at the peak by operator, and by module or line, over all steps."""
+    """Return the live bytes at the peak by operator and module or line, over all steps."""
     held: Counter[str] = Counter()
     for site in sites:
         where = site.module or (_short(site.line) if site.line else None)
@@ -142,21 +142,21 @@ def site_bytes(sites: Iterable[Site]) -> dict[str, float]:
 
 
 def holder_bytes(holders: Iterable[Holder]) -> dict[str, float]:
-    """Return what is held at the peak by the innermost line of the user's own code."""
+    """Return the live bytes at the peak by allocation site."""
     held: Counter[str] = Counter()
     for holder in holders:
-        held[_short(holder.site) or "before the history was switched on"] += holder.bytes
+        held[_short(holder.site) or "allocated before the history was on"] += holder.bytes
     return dict(held)
 
 
 def _short(line: str) -> str:
-    """Return a line of code without what moves: its number, and the directories above its own."""
+    """Return a code location without line number and leading directories, which differ between runs."""
     frame = parse_frame(line)
     return line if frame is None else f"{'/'.join(frame.filename.split('/')[-2:])}: {frame.name}"
 
 
 def severities(findings: Iterable[Finding]) -> tuple[dict[str, float], Mapping[str, str]]:
-    """Return the severity of each rule that warns, and its sentence."""
+    """Return the severity and the sentence of each rule that warns."""
     worst: dict[str, Finding] = {}
     for finding in sorted(findings, key=lambda finding: finding.severity):
         if finding.severity >= Severity.WARNING:

@@ -1,4 +1,4 @@
-"""What two runs, traces or snapshots are compared by, and what the comparison says."""
+"""The compared quantities of runs, traces and snapshots, and the results of a comparison."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Unit = Literal["ns", "bytes", "count", "per_s"]
 SideKind = Literal["run", "traces", "snapshots"]
 Change = Literal["appeared", "disappeared", "changed"]
 
-# What ``--fail-on`` can name, with its unit, in the order in which it is shown.
+# The quantities that ``--fail-on`` accepts, with their units, in display order.
 QUANTITIES: Final[Mapping[str, Unit]] = {
     "step_ns": "ns",
     "data_wait_ns": "ns",
@@ -56,14 +56,14 @@ QUANTITIES: Final[Mapping[str, Unit]] = {
     "activation_bytes": "bytes",
     "warnings": "count",
 }
-# What appears and disappears by name, with the unit of its figures and what one is called.
+# Groups of named entries that appear and disappear, with unit and heading.
 GROUPS: Final[Mapping[str, tuple[Unit, str]]] = {
-    "modules": ("bytes", "bytes for backward, in a step"),
-    "parameters": ("bytes", "bytes of a module's parameters"),
-    "stacks": ("bytes", "bytes held at the peak"),
-    "operators": ("ns", "time of its own on the host, in a step"),
-    "kernels": ("ns", "time on the device, in a step"),
-    "collectives": ("ns", "time in communication, in a step"),
+    "modules": ("bytes", "saved activations per step"),
+    "parameters": ("bytes", "parameters by module"),
+    "stacks": ("bytes", "live bytes at the peak"),
+    "operators": ("ns", "self time on the host per step"),
+    "kernels": ("ns", "device time per step"),
+    "collectives": ("ns", "communication time per step"),
     "findings": ("count", "severity: 2 warning, 3 critical"),
 }
 
@@ -72,9 +72,8 @@ GROUPS: Final[Mapping[str, tuple[Unit, str]]] = {
 class Measure:
     """One quantity of one side.
 
-    ``noise`` is its spread over the ``samples`` (steps mostly): the standard deviation that their median deviation
-    means; of a single sample it is what such a quantity differs by between two runs of one program. ``source`` says
-    what it was taken from: only what has the same source is compared.
+    ``noise`` is its spread over the ``samples`` (usually steps) as a standard deviation; for a single sample, the usual
+    difference between two runs of the same program. Only measures with the same ``source`` are compared.
     """
 
     name: str
@@ -87,11 +86,11 @@ class Measure:
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One of the two that are compared.
+    """One side of a comparison.
 
-    ``named`` holds figures by group (a key of ``GROUPS``) and name; a group that was not recorded is not in it.
-    ``spreads`` has by how much those differ between windows, ``sentences`` what each finding says, by rule.
-    ``notes`` say what could not be read.
+    ``named`` has figures by group (a key of ``GROUPS``) and name; groups that were not recorded are missing.
+    ``spreads`` has their ranges over the windows, ``sentences`` the sentence of each finding by rule, ``notes`` the
+    files that could not be read.
     """
 
     label: str
@@ -105,9 +104,9 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One quantity of both sides; None where a side does not have it.
+    """One quantity of both sides; None where a side lacks it.
 
-    ``needed`` is how large a change must be to be more than noise. ``problem`` says why the two cannot be compared.
+    ``needed`` is the smallest change above noise. ``problem`` is the reason why the two cannot be compared.
     """
 
     name: str
@@ -119,27 +118,27 @@ class Difference:
 
     @property
     def change(self) -> float | None:
-        """Return how much more B has, in the unit; None where they cannot be compared."""
+        """B minus A, in the unit; None where they cannot be compared."""
         if self.a is None or self.b is None or self.problem is not None:
             return None
         return self.b.value - self.a.value
 
     @property
     def relative(self) -> float | None:
-        """Return the change as a part of A; None where they cannot be compared, or A is 0."""
+        """The change as a fraction of A; None where they cannot be compared or A is 0."""
         change = self.change
         return None if change is None or self.a is None or not self.a.value else change / self.a.value
 
     @property
     def is_above_noise(self) -> bool:
-        """Whether the change is more than noise."""
+        """Whether the change is above noise."""
         change = self.change
         return change is not None and abs(change) > self.needed
 
 
 @dataclass(frozen=True, kw_only=True)
 class NamedChange:
-    """Something with a name that only one side has, or whose figure changed by more than noise."""
+    """A named entry that only one side has, or whose figure changed above noise."""
 
     group: str
     name: str
@@ -152,9 +151,9 @@ class NamedChange:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two sides beside each other. ``changes`` are by group, the largest first; ``left_out`` groups were not compared.
+    """The comparison of two sides. ``changes`` are by group, largest first.
 
-    ``left_out`` maps a group to the reason.
+    ``left_out`` maps each group that was not compared to the reason.
     """
 
     a: Side
@@ -165,9 +164,9 @@ class Comparison:
 
     @property
     def is_same(self) -> bool:
-        """Whether nothing differs by more than noise, and nothing appeared or disappeared."""
+        """Whether nothing differs above noise, and nothing appeared or disappeared."""
         return not self.changes and not any(difference.is_above_noise for difference in self.differences)
 
     def difference(self, name: str) -> Difference | None:
-        """Return one quantity, None where neither side has it."""
+        """Return one quantity, or None."""
         return next((difference for difference in self.differences if difference.name == name), None)

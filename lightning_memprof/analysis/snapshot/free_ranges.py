@@ -1,4 +1,4 @@
-"""What was reserved and in no use at any moment of a ring, piece by piece."""
+"""Free ranges of the reserved memory at any moment of the recorded history."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHANGES: Final = frozenset({"alloc", "free_requested", "free_completed", *_MADE
 
 
 class FreeRange(NamedTuple):
-    """A piece that was reserved and in no use; ``is_segment`` where it is all of a segment, which can be given back."""
+    """A free range, in bytes; ``is_segment`` where it spans a whole segment, which can be returned to the driver."""
 
     address: int
     size: int
@@ -28,11 +28,10 @@ class FreeRange(NamedTuple):
 
 
 def free_ranges(ring: Replay, event: int) -> tuple[FreeRange, ...]:
-    """Return each free piece after an event, in the order of addresses.
+    """Return each free range after an event, by address.
 
-    Where nothing changes after the event these are the inactive blocks of the snapshot; else the gaps that the blocks
-    of that moment leave in the segments of that moment. A ring does not know how large a block was that a request got:
-    gaps may then be a little too large, by less than a block's rounding for most.
+    Where nothing changes after the event these are the inactive blocks of the snapshot, otherwise the gaps between the
+    blocks of that moment. The history has requested sizes, not block sizes, so a gap can be too large by the rounding.
     """
     if not any(later.action in _CHANGES for later in ring.snapshot.events[event + 1 :]):
         return tuple(
@@ -46,7 +45,7 @@ def free_ranges(ring: Replay, event: int) -> tuple[FreeRange, ...]:
 
 
 def _segments_at(ring: Replay, event: int) -> list[tuple[int, int]]:
-    """Return start and end of what was reserved after an event, in the order of addresses."""
+    """Return start and end of each reserved range after an event, by address."""
     alone = {segment.address for segment in ring.snapshot.segments if not segment.is_expandable}
     reserved = {segment.address: segment.address + segment.size for segment in ring.snapshot.segments}
     for later in reversed(ring.snapshot.events[event + 1 :]):
@@ -55,7 +54,7 @@ def _segments_at(ring: Replay, event: int) -> list[tuple[int, int]]:
             reserved[start] = max(end, reserved.get(start, end))
             alone |= set() if later.action == _UNMAPPED else {start}
         elif later.action in _MADE:
-            # A part of an expandable segment is the end, mostly, of a longer stretch.
+            # A part of an expandable segment is usually the end of a longer range.
             inside = start if start in reserved else next((at for at, to in reserved.items() if at < start < to), None)
             if inside is not None:
                 until = reserved.pop(inside)

@@ -1,4 +1,4 @@
-"""What an analysis says of one snapshot of the CUDA allocator."""
+"""Results of analysing one CUDA allocator snapshot."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["AgedHolder", "DeviceReport", "FailedRequest", "HeldLine", "LargeBloc
 
 @dataclass(frozen=True, kw_only=True)
 class FailedRequest:
-    """The last ``oom`` of a ring: what was asked for, and what the device had free.
+    """The last failed allocation (``oom`` event) of the recorded history.
 
-    ``live`` is at that moment. ``largest_free_bytes`` is the largest piece then between blocks in use, ``unused_bytes``
-    all of them: reserved, and of no use to the request where they are smaller.
+    ``live`` is the state at that event. ``unused_bytes`` were reserved but not allocated, ``largest_free_bytes`` is the
+    largest contiguous part of them.
     """
 
     device: int
@@ -31,10 +31,10 @@ class FailedRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldLine:
-    """Holders folded to the user's innermost line (``site`` of a `Holder`): from how many stacks, the largest first.
+    """Live bytes of one allocation site, the user's innermost line; ``stacks`` counts its different stacks.
 
-    ``called`` are the functions that this line called in the end, by bytes, such as ``linear``; libraries' frames in
-    between are left out. ``site`` is empty where nothing is known.
+    ``called`` are the innermost functions called from this line, such as ``linear``, by bytes. ``site`` is empty where
+    it is unknown.
     """
 
     site: str
@@ -46,7 +46,7 @@ class HeldLine:
 
 @dataclass(frozen=True, kw_only=True)
 class LargeBlock:
-    """One block that was live at the peak; ``born_us`` is None where it is from before the ring, or has no time."""
+    """One block live at the peak; ``born_us`` is None if it predates the recorded history or has no time."""
 
     address: int
     bytes: int
@@ -56,10 +56,10 @@ class LargeBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class AgedHolder:
-    """What a stack holds at the end of the ring, with the age of its oldest block.
+    """Live bytes of one stack at the end of the recorded history, with the age of its oldest block.
 
-    ``before_ring_bytes`` are from before the ring: older than all else, and nobody knows how much. ``age_us`` is that
-    of the oldest of the others at the last event; None where there are none, or no times.
+    ``before_ring_bytes`` predate the recorded history, so their age is unknown. ``age_us`` is the age of the oldest
+    other block at the last event; None without such blocks or without times.
     """
 
     holder: Holder
@@ -69,7 +69,7 @@ class AgedHolder:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPool:
-    """The segments of one pool and stream, which serve no other; ``(0, 0)`` is the pool of all that is in no graph."""
+    """The segments of one pool and stream, which serve no other; ``(0, 0)`` is the default pool (no CUDA graph)."""
 
     pool: tuple[int, int]
     stream: int
@@ -81,33 +81,33 @@ class MemoryPool:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceReport:
-    """One device; sizes at the end of the ring but for the peaks, which are over the ring.
+    """One device; sizes are in bytes at the end of the recorded history, peaks are over the whole history.
 
     Attributes:
-        device: the device's number.
-        reserved_bytes: what the allocator had from the driver.
-        allocated_bytes: what tensors held, as blocks were handed out.
-        requested_bytes: the same, as it was asked for.
-        inactive_bytes: reserved and in no use.
-        pending_bytes: freed, but another stream may still use it.
-        peak_requested_bytes: the most that was asked for and live.
-        peak_reserved_bytes: the most that was reserved.
-        peak_time_us: Unix microseconds of the former; None without times, or before the first event.
-        events: how many the ring has.
-        segments: how many there are.
-        holders_at_peak: who held the requested bytes, by Python stack, largest first; they add up.
-        fragmentation: at the end.
-        segments_made: how many segments (or parts of expandable ones) the ring saw made, and their bytes.
-        segments_returned: how many it saw given back to the driver, and their bytes.
-        replay: the ring, for any other moment.
-        lines_at_peak: the holders by the user's line, largest first; they add up as well.
+        device: index of the device.
+        reserved_bytes: segments obtained from the driver.
+        allocated_bytes: live blocks, with rounding.
+        requested_bytes: live blocks, as requested.
+        inactive_bytes: reserved and free.
+        pending_bytes: freed, but possibly still in use by another stream.
+        peak_requested_bytes: maximum of the live requested bytes.
+        peak_reserved_bytes: maximum of the reserved bytes.
+        peak_time_us: Unix microseconds of the peak of requested bytes; None without times or before the first event.
+        events: number of events.
+        segments: number of segments.
+        holders_at_peak: requested bytes by Python stack, largest first; they sum to the peak.
+        fragmentation: at the end of the history.
+        segments_made: count and bytes of segments (or parts of expandable ones) created in the history.
+        segments_returned: count and bytes of segments returned to the driver.
+        replay: the replayed history, for any other moment.
+        lines_at_peak: requested bytes by allocation site, largest first; they sum to the peak.
         largest_at_peak: the largest blocks, at most 20.
-        oldest: who holds what at the end, the oldest first.
+        oldest: live bytes at the end by stack, oldest first.
         pools: by pool and stream, largest first.
         has_times: whether the events have times.
-        has_stacks: whether anything that was live in the ring has a stack.
-        is_expandable: whether there are expandable segments.
-        start_bytes: requested and live as the ring begins.
+        has_stacks: whether any block in the history has a stack.
+        is_expandable: whether any segment is expandable.
+        start_bytes: live requested bytes at the start of the history.
         start_us: Unix microseconds of the first event, ``end_us`` of the last; None without times.
     """
 
@@ -141,10 +141,10 @@ class DeviceReport:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotReport:
-    """One snapshot; ``missing`` says what it lacks, a sentence each.
+    """One snapshot; ``missing`` lists its gaps, one sentence each.
 
-    ``form`` is that of the file: a dictionary, or the bare list of segments. ``settings`` are the allocator's, as they
-    stand in the file; ``PYTORCH_CUDA_ALLOC_CONF`` is one of them.
+    ``form`` is the form of the file: a dictionary, or a bare list of segments. ``settings`` are the allocator settings
+    recorded in the file, such as ``PYTORCH_CUDA_ALLOC_CONF``.
     """
 
     file: Path

@@ -1,8 +1,8 @@
-"""Snapshots of the CUDA allocator: what `torch.cuda.memory._snapshot()` returns, as a pickle, plain or gzip.
+"""Reader of CUDA allocator snapshots: pickles, plain or gzip, of `torch.cuda.memory._snapshot()`.
 
-All forms since torch 2.0 are read: the dictionary of segments and rings of events, and the bare list of segments that
-`torch.cuda.memory_snapshot()` gives; blocks without an address and with a history (2.0), rings without times (2.1),
-expandable segments, private pools. A key that is not known is not looked at.
+It reads all forms since torch 2.0: the dictionary of segments and events, and the bare list of segments of
+`torch.cuda.memory_snapshot()`; blocks without address (2.0), events without times (2.1), expandable segments, private
+pools. Unknown keys are ignored.
 
 Format: `torch/csrc/cuda/memory_snapshot.cpp` and `torch/cuda/_memory_viz.py` of torch 2.0 to 2.13.
 """
@@ -39,10 +39,9 @@ _UNREADABLE: Final[tuple[type[Exception], ...]] = (OSError, EOFError, isal_zlib.
 
 
 class Block(NamedTuple):
-    """A piece of a segment. `state` is torch's word; a block that is neither allocated nor inactive waits to be freed.
+    """A block of a segment. `state` as torch writes it; neither allocated nor inactive means pending free.
 
-    `size` is what the allocator handed out, `requested_size` what was asked for; `stack` a number of
-    `DeviceSnapshot.stacks`.
+    `size` is rounded by the allocator, `requested_size` is not, both in bytes; `stack` indexes `DeviceSnapshot.stacks`.
     """
 
     address: int
@@ -53,7 +52,7 @@ class Block(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Memory that the allocator has from the driver, tiled by its blocks in the order of addresses."""
+    """Memory obtained from the driver, tiled by its blocks in address order."""
 
     address: int
     size: int
@@ -65,9 +64,9 @@ class Segment(NamedTuple):
 
 
 class Event(NamedTuple):
-    """An entry of the ring; `size` of an allocation or a free is what was asked for, of `oom` what could not be had.
+    """An event of the recorded history; `size` is the requested size in bytes, of an `oom` the failed allocation.
 
-    `device_free` is what the device had free at an `oom`; it has no address.
+    `device_free` are the free bytes of the device at an `oom`, which has no address.
     """
 
     action: str
@@ -81,7 +80,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceSnapshot:
-    """One device: its segments, its ring of events, oldest first, and the stacks that both number (0 is no stack)."""
+    """One device: segments, events (oldest first), and the stacks that both index (0 is no stack)."""
 
     device: int
     segments: tuple[Segment, ...]
@@ -90,39 +89,39 @@ class DeviceSnapshot:
 
     @property
     def reserved_bytes(self) -> int:
-        """What the allocator has from the driver."""
+        """Bytes of all segments."""
         return sum(segment.size for segment in self.segments)
 
     @property
     def allocated_bytes(self) -> int:
-        """What tensors hold, as blocks were handed out."""
+        """Bytes of allocated blocks, with rounding."""
         return sum(block.size for block in self._blocks(ALLOCATED))
 
     @property
     def requested_bytes(self) -> int:
-        """What tensors hold, as it was asked for."""
+        """Bytes of allocated blocks, as requested."""
         return sum(block.requested_size for block in self._blocks(ALLOCATED))
 
     @property
     def inactive_bytes(self) -> int:
-        """What is reserved and in no use."""
+        """Bytes of inactive blocks."""
         return sum(block.size for block in self._blocks(INACTIVE))
 
     @property
     def pending_bytes(self) -> int:
-        """What was freed, but another stream may still use."""
+        """Bytes of freed blocks that another stream may still use."""
         return sum(segment.size for segment in self.segments) - self.allocated_bytes - self.inactive_bytes
 
     @property
     def free_segment_bytes(self) -> int:
-        """What `torch.cuda.empty_cache()` could give back: segments of which no block is in use."""
+        """Bytes that `torch.cuda.empty_cache()` can release: segments without a block in use."""
         return sum(
             segment.size for segment in self.segments if all(block.state == INACTIVE for block in segment.blocks)
         )
 
     @property
     def largest_free_block(self) -> int:
-        """The largest request that needs no new segment, in bytes."""
+        """Bytes of the largest allocation that needs no new segment."""
         return max((block.size for block in self._blocks(INACTIVE)), default=0)
 
     def _blocks(self, state: str) -> list[Block]:
@@ -131,9 +130,9 @@ class DeviceSnapshot:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot: one entry of `devices` for each device that has segments or events, by number.
+    """A snapshot: `devices` by index, those with segments or events.
 
-    `annotations` are torch's external ones and `settings` the allocator's, as they stand in the file.
+    `annotations` are external annotations and `settings` the allocator settings, as recorded in the file.
     """
 
     source: str
@@ -144,15 +143,14 @@ class Snapshot:
 
 
 def read_snapshot(path: Path, limits: Limits | None = None) -> Snapshot:
-    """Read a snapshot from a pickle, plain or gzip, without running anything that it names.
+    """Read a snapshot from a pickle, plain or gzip, without executing anything from it.
 
     Args:
         path: the file.
-        limits: how large it may be.
+        limits: maximum sizes.
 
     Raises:
-        ArtifactError: the file is missing or damaged, above a limit, no snapshot, or names a global, which is refused
-            with its name.
+        ArtifactError: the file is missing or damaged, above a limit, not a snapshot, or names a global.
 
     """
     limits = limits or Limits()
@@ -160,7 +158,7 @@ def read_snapshot(path: Path, limits: Limits | None = None) -> Snapshot:
 
 
 def load_snapshot(path: Path, limits: Limits | None = None) -> Any:
-    """Return what a pickle, plain or gzip, holds, as torch wrote it; nothing in it is looked at.
+    """Return the content of a pickle, plain or gzip, unchecked.
 
     Raises:
         ArtifactError: the file is missing or damaged, above a limit, or names a global.
@@ -168,7 +166,7 @@ def load_snapshot(path: Path, limits: Limits | None = None) -> Any:
     """
     limits = limits or Limits()
     if not path.is_file():
-        raise ArtifactError(f"{path}: no such file; a snapshot is what torch.cuda.memory._dump_snapshot wrote")
+        raise ArtifactError(f"{path}: no such file; torch.cuda.memory._dump_snapshot writes snapshots")
     try:
         with path.open("rb") as stream:
             compressed = stream.read(2) == b"\x1f\x8b"
@@ -181,15 +179,15 @@ def load_snapshot(path: Path, limits: Limits | None = None) -> Any:
 
 
 def parse_snapshot(data: Any, source: str, limits: Limits | None = None) -> Snapshot:
-    """Make a snapshot of what torch returns.
+    """Parse the value returned by torch.
 
     Args:
         data: the dictionary of `torch.cuda.memory._snapshot()`, or the list of `torch.cuda.memory_snapshot()`.
-        source: where it is from, the first words of every error.
-        limits: how large it may be.
+        source: its origin, the start of every error message.
+        limits: maximum sizes.
 
     Raises:
-        ArtifactError: it is no snapshot, or something in it has another type than torch writes.
+        ArtifactError: it is not a snapshot, or a value in it has an unexpected type.
 
     """
     return _Parser(source, limits or Limits()).snapshot(data)
@@ -211,7 +209,7 @@ class _Parser:
         form: Literal["dict", "list"] = "list" if isinstance(data, list) else "dict"
         top = {"segments": data} if isinstance(data, list) else self._mapping(data, "the snapshot")
         if "segments" not in top:
-            raise ArtifactError(f"{self._source}: has no segments: it is no snapshot of the CUDA allocator")
+            raise ArtifactError(f"{self._source}: has no segments: it is not a CUDA allocator snapshot")
         segments: dict[int, list[Segment]] = {}
         for raw in self._own(top["segments"], "segments"):
             fields = self._mapping(raw, "a segment")
@@ -289,7 +287,7 @@ class _Parser:
         return tuple(found)
 
     def _stack(self, frames: Any) -> int:
-        """Return the number of a stack; torch shares lists of frames, and frames."""
+        """Return the index of a stack; torch shares lists of frames, and frames."""
         if not frames:
             return 0
         number = self._number_of.get(id(frames))
@@ -324,14 +322,14 @@ class _Parser:
         # A list that is shared is walked each time: a small file can mean a very long walk.
         self._left -= len(value)
         if self._left < 0:
-            raise ArtifactError(f"{self._source}: holds too many entries; record fewer events (max_entries)")
+            raise ArtifactError(f"{self._source}: has too many entries; record fewer events (max_entries)")
         return value
 
     def _own(self, value: Any, what: str) -> list[Any]:
-        """Return a list of what torch makes anew each time: a small file that shares it could mean any amount."""
+        """Return a list that torch never shares: a small file that shares lists could expand to any size."""
         found = self._list(value, what)
         if id(found) in self._seen or len(set(map(id, found))) < len(found):
-            raise ArtifactError(f"{self._source}: {what} holds one thing several times; it is damaged: copy it")
+            raise ArtifactError(f"{self._source}: {what} has shared lists; the file is damaged: copy it again")
         self._seen.add(id(found))
         return found
 
@@ -355,4 +353,4 @@ class _Parser:
     def _odd(self, what: str, value: Any, rule: str) -> ArtifactError:
         # A container's own text may be as long as the file, and endless.
         shown = repr(value)[:60] if isinstance(value, (int, float, str, type(None))) else type(value).__name__
-        return ArtifactError(f"{self._source}: {what} is {shown} where a snapshot has {rule}; it is damaged: copy it")
+        return ArtifactError(f"{self._source}: {what} is {shown}, expected {rule}; the file is damaged: copy it again")

@@ -1,12 +1,12 @@
-"""The allocator's ring of events, replayed: what was live at each of them, the peak, and who held it.
+"""The recorded history of the allocator, replayed: live bytes at each event, the peak, and its holders.
 
-A ring holds the last events only, so it is read backwards from the blocks that are live at its end: what an event freed
-was live before it, what it allocated was not. Nothing is assumed about what came before the ring, and where an event is
-missing the blocks around it stay right.
+The history is a ring of the last events, so it is replayed backwards from the blocks live at its end: a freed block was
+live before the event, an allocated one was not. Nothing is assumed about earlier events, and a missing event affects
+only its own block.
 
-Words as in `torch.cuda.memory_stats`: `requested` counts what was asked for from `alloc` to `free_completed`,
-`allocated` the blocks as handed out, to `free_requested` already; `reserved` the segments. A ring does not say how
-large the block was that a request got: where it is not live at the end, the least is counted, 512 bytes rounded up.
+Terms as in `torch.cuda.memory_stats`: `requested` counts requested sizes from `alloc` to `free_completed`, `allocated`
+block sizes until `free_requested`, `reserved` segments. The history has no block sizes: a block that is not live at the
+end counts as its requested size rounded up to 512 bytes.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from lightning_memprof.errors import ArtifactError
 __all__ = ["BlockLife", "Fragmentation", "Holder", "Live", "Replay", "holders_of", "replay"]
 
 _ROUND: Final = 512
-_BEFORE: Final = -1  # born before the ring
+_BEFORE: Final = -1  # allocated before the history
 _GROWS: Final = frozenset({"segment_alloc", "segment_map"})
 _SHRINKS: Final = frozenset({"segment_free", "segment_unmap"})
 
 
 class BlockLife(NamedTuple):
-    """One block that was live in the ring.
+    """One block of the recorded history, sizes in bytes.
 
-    It lives after event `born` (-1: since before the ring) until event `freed` asked for its end and event `died` ended
-    it; both are the number of events where it outlives them.
+    It is live from event `born` (-1: before the history) until `died`; `freed` is the event that requested the free.
+    Both equal the number of events if the block outlives the history.
     """
 
     address: int
@@ -47,7 +47,7 @@ class BlockLife(NamedTuple):
 
 
 class Live(NamedTuple):
-    """What is live at one moment, in bytes."""
+    """Live bytes at one moment."""
 
     requested_bytes: int
     allocated_bytes: int
@@ -56,10 +56,10 @@ class Live(NamedTuple):
 
 @dataclass(frozen=True)
 class Holder:
-    """Blocks of one stack: its Python frames, innermost first, as `file.py(12): function`, and the user's own of them.
+    """Blocks of one stack: its Python frames, innermost first, as `file.py(12): function`, and its allocation site.
 
-    Without Python frames the stack is what there is: C++ frames, as in backward's threads, and `site` is the autograd
-    node or the operator; or none, as for blocks from before the history was switched on, and `site` is empty.
+    `site` is the user's innermost frame. Without Python frames (autograd threads) the stack has C++ frames and `site`
+    is the autograd node or operator; without any stack (allocated before the history) `site` is empty.
     """
 
     stack: tuple[str, ...]
@@ -70,10 +70,10 @@ class Holder:
 
 @dataclass(frozen=True)
 class Fragmentation:
-    """What is reserved and of no use, at the end of the ring, in bytes.
+    """Reserved but unused memory at the end of the recorded history, in bytes.
 
-    `inactive_split_bytes` lie between blocks in use, where `empty_cache()` cannot reach them; `free_segment_bytes` it
-    gives back; `rounding_bytes` are inside blocks, beyond what was asked for.
+    `inactive_split_bytes` are between blocks in use, so `empty_cache()` cannot release them; it can release
+    `free_segment_bytes`. `rounding_bytes` are the part of blocks beyond the requested size.
     """
 
     reserved_bytes: int
@@ -87,22 +87,22 @@ class Fragmentation:
 
 @dataclass(frozen=True)
 class Replay:
-    """A device's ring.
+    """The replayed history of one device.
 
-    Events are counted from 0; the moment `n` is the one after event `n`, and -1 the one before the first.
+    Events are counted from 0; moment `n` is after event `n`, and -1 before the first.
 
     Attributes:
-        device: the device's number.
-        peak_requested_bytes: the most that was asked for and live.
-        peak_event: the moment of that, the first one.
-        peak_time_us: Unix microseconds of it; None where the ring has no times, or it was before the first event.
-        peak_reserved_bytes: the most that was reserved.
-        holders_at_peak: who held the requested bytes at that moment, largest first; they add up.
-        live_now: at the end.
+        device: index of the device.
+        peak_requested_bytes: maximum of the live requested bytes.
+        peak_event: first moment of that maximum.
+        peak_time_us: its Unix microseconds; None without times or before the first event.
+        peak_reserved_bytes: maximum of the reserved bytes.
+        holders_at_peak: requested bytes by stack at the peak, largest first; they sum to the peak.
+        live_now: live bytes at the end.
         fragmentation: at the end.
-        segments_made: how many segments (or parts of expandable ones) the ring saw made, and their bytes.
-        segments_returned: how many it saw given back to the driver, and their bytes.
-        lives: every block that was live in the ring, in no order.
+        segments_made: count and bytes of segments (or parts of expandable ones) created in the history.
+        segments_returned: count and bytes of segments returned to the driver.
+        lives: every block of the history, unordered.
 
     """
 
@@ -124,11 +124,11 @@ class Replay:
 
     @property
     def events(self) -> int:
-        """How many events the ring holds."""
+        """Number of events."""
         return len(self.snapshot.events)
 
     def live_at(self, event: int) -> Live:
-        """Return what is live after an event; -1 asks for the start of the ring.
+        """Return the live bytes after an event; -1 is the start of the history.
 
         Raises:
             IndexError: there is no such event.
@@ -139,20 +139,20 @@ class Replay:
         return Live(self._requested[event + 1], self._allocated[event + 1], self._reserved[event + 1])
 
     def holders_at(self, event: int) -> tuple[Holder, ...]:
-        """Return who holds the requested bytes after an event, largest first; -1 asks for the start of the ring."""
+        """Return requested bytes by stack after an event, largest first; -1 is the start of the history."""
         return holders_of(self.snapshot, [life for life in self.lives if life.born <= event < life.died])
 
     def event_at(self, time_us: int) -> int:
-        """Return the last event until a time (Unix microseconds), -1 where it is before all; events have times."""
+        """Return the last event at or before a time (Unix microseconds), or -1; events must have times."""
         return bisect_right(self.snapshot.events, time_us, key=lambda event: event.time_us or 0) - 1
 
 
 def replay(snapshot: Snapshot, device: int = 0) -> Replay:
-    """Replay a device's ring of events, backwards from its end.
+    """Replay the recorded history of one device, backwards from its end.
 
     Args:
-        snapshot: what was read.
-        device: the device's number.
+        snapshot: the parsed snapshot.
+        device: index of the device.
 
     Raises:
         ArtifactError: the snapshot has no such device.
@@ -161,7 +161,7 @@ def replay(snapshot: Snapshot, device: int = 0) -> Replay:
     found = snapshot.devices.get(device)
     if found is None:
         known = ", ".join(map(str, snapshot.devices)) or "none"
-        raise ArtifactError(f"{snapshot.source}: has nothing of device {device}; it has {known}")
+        raise ArtifactError(f"{snapshot.source}: has no device {device}; it has {known}")
     count = len(found.events)
     lives = _lives(found)
     requested = _running(count, [(life.born, life.died, life.requested_size) for life in lives])
@@ -189,7 +189,7 @@ def replay(snapshot: Snapshot, device: int = 0) -> Replay:
 
 @dataclass(slots=True)
 class _Open:
-    """A block on its way back to where it was born."""
+    """A block whose allocation is not reached yet."""
 
     requested_size: int
     size: int
@@ -203,11 +203,11 @@ class _Open:
 
 
 def _lives(device: DeviceSnapshot) -> list[BlockLife]:
-    """Every block that was live at some moment of the ring."""
+    """Return every block of the history."""
     events, count = device.events, len(device.events)
     actions = {event.action for event in events}
     ends = "free_completed" if "free_completed" in actions else "free_requested"
-    # A free whose request is not in the ring was asked for before it, unless the ring leaves all requests out.
+    # A completed free without its request was requested before the history, unless the history has no requests at all.
     asked = -1 if {"free_requested", "free_completed"} <= actions else None
     opened = {
         block.address: _Open(
@@ -222,7 +222,7 @@ def _lives(device: DeviceSnapshot) -> list[BlockLife]:
         event = events[i]
         if event.action == ends:
             later = opened.get(event.address)
-            if later is not None:  # its allocation is missing: it cannot have been there before this
+            if later is not None:  # its allocation is missing: it was not live before this event
                 lives.append(later.close(event.address, i))
             opened[event.address] = _Open(event.size, -(-event.size // _ROUND) * _ROUND, asked, i, 0)
         elif event.action == "free_requested":
@@ -243,7 +243,7 @@ def _is_allocated(state: str) -> bool:
 
 
 def _running(count: int, spans: Sequence[tuple[int, int, int]]) -> Sequence[int]:
-    """Bytes at each moment, from -1 on, of spans that begin with an event and end with another."""
+    """Return the bytes at each moment from -1 on, of spans between two events."""
     deltas = [0] * (count + 2)
     for begin, end, size in spans:
         deltas[begin + 1] += size
@@ -252,7 +252,7 @@ def _running(count: int, spans: Sequence[tuple[int, int, int]]) -> Sequence[int]
 
 
 def _reserved(device: DeviceSnapshot) -> Sequence[int]:
-    """Reserved bytes at each moment, from -1 on."""
+    """Return the reserved bytes at each moment from -1 on."""
     reserved = [device.reserved_bytes]
     for event in reversed(device.events):
         change = event.size if event.action in _GROWS else -event.size if event.action in _SHRINKS else 0
@@ -267,7 +267,7 @@ def _churn(events: Sequence[Event], actions: frozenset[str]) -> tuple[int, int]:
 
 
 def holders_of(device: DeviceSnapshot, lives: Sequence[BlockLife]) -> tuple[Holder, ...]:
-    """Sum blocks up by the Python part of their stacks, largest first."""
+    """Sum blocks by the Python part of their stacks, largest first."""
     shown = {number: _python(device.stacks[number]) for number in {life.stack for life in lives}}
     held: Counter[tuple[Frame, ...]] = Counter()
     blocks: Counter[tuple[Frame, ...]] = Counter()
@@ -275,7 +275,8 @@ def holders_of(device: DeviceSnapshot, lives: Sequence[BlockLife]) -> tuple[Hold
         held[shown[life.stack]] += life.requested_size
         blocks[shown[life.stack]] += 1
     return tuple(
-        Holder(tuple(map(str, stack)), _site(stack), count, blocks[stack]) for stack, count in held.most_common()
+        Holder(stack=tuple(map(str, stack)), site=_site(stack), bytes=count, blocks=blocks[stack])
+        for stack, count in held.most_common()
     )
 
 

@@ -1,4 +1,4 @@
-"""Everything that one snapshot of the CUDA allocator says, from any tool that wrote it."""
+"""The report of one CUDA allocator snapshot, written by any tool."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CALLED: Final = 3
 
 
 def snapshot_report(path: Path, limits: Limits | None = None) -> SnapshotReport:
-    """Read a snapshot, replay its rings, and say all of it.
+    """Read a snapshot, replay its recorded history, and return its report.
 
     Args:
         path: a pickle, plain or gzip, of what ``torch.cuda.memory._snapshot()`` or ``memory_snapshot()`` returned.
@@ -49,7 +49,7 @@ def snapshot_report(path: Path, limits: Limits | None = None) -> SnapshotReport:
 
 
 def report_of(snapshot: Snapshot, path: Path) -> SnapshotReport:
-    """Say all of a snapshot that was read from a path."""
+    """Return the report of a snapshot that was read from ``path``."""
     devices = tuple(_device(replay(snapshot, number)) for number in snapshot.devices)
     return SnapshotReport(
         file=path,
@@ -95,7 +95,7 @@ def _device(ring: Replay) -> DeviceReport:
 
 
 def held_lines(holders: Sequence[Holder]) -> tuple[HeldLine, ...]:
-    """Fold holders to the user's lines, largest first."""
+    """Sum holders by allocation site, largest first."""
     held: defaultdict[str, list[Holder]] = defaultdict(list)
     for holder in holders:
         held[holder.site].append(holder)
@@ -133,7 +133,7 @@ def _largest(ring: Replay) -> tuple[LargeBlock, ...]:
 
 
 def _oldest(ring: Replay) -> tuple[AgedHolder, ...]:
-    """Return who holds what at the end of the ring, the oldest first, and of the same age the largest."""
+    """Return the live bytes at the end by stack, oldest first, then largest first."""
     events, lives = ring.snapshot.events, defaultdict[int, list[BlockLife]](list)
     for life in ring.lives:
         if life.died == ring.events:
@@ -174,7 +174,7 @@ def _pools(device: DeviceSnapshot) -> tuple[MemoryPool, ...]:
 
 
 def _failed(rings: Sequence[Replay]) -> FailedRequest | None:
-    """Return the last request that failed: by time over all devices, by place in the ring where there are no times."""
+    """Return the last failed allocation of all devices, by time, or by position where there are no times."""
     failed = [
         (event.time_us or 0, i, ring)
         for ring in rings
@@ -199,22 +199,24 @@ def _failed(rings: Sequence[Replay]) -> FailedRequest | None:
 
 def _missing(snapshot: Snapshot, devices: Sequence[DeviceReport]) -> list[str]:
     if not devices:
-        return ["It holds no memory of any device: it was taken before anything was allocated."]
+        return ["The snapshot has no device memory: it was taken before the first allocation."]
     found = []
     if snapshot.form == "list":
-        found.append("It is the bare list of segments: it holds what was live at its moment, and no events.")
+        found.append("The file is a bare list of segments: it has the live blocks of one moment and no events.")
     for device in devices:
         name = f"cuda:{device.device}"
         if not device.events:
             if snapshot.form == "dict":
-                found.append(f"{name} has no events: the history was off, so the peak is what was live at the end.")
+                found.append(
+                    f"{name} has no events because the history was off; the peak is the live bytes at the end."
+                )
         elif not device.has_times:
-            found.append(f"The events of {name} have no times: torch before 2.2 wrote none.")
+            found.append(f"The events of {name} have no times (torch before 2.2).")
         if device.events and device.start_bytes:
             found.append(
-                f"The ring of {name} begins with {format_bytes(device.start_bytes)} live already; what was before it "
-                "is not known (max_entries)."
+                f"The recorded history of {name} starts with {format_bytes(device.start_bytes)} already live; earlier "
+                "events are not in it (max_entries)."
             )
         if not device.has_stacks:
-            found.append(f"No block of {name} has a stack: record the history with stacks before it is allocated.")
+            found.append(f"No block of {name} has a stack: record the history with stacks before the first allocation.")
     return found

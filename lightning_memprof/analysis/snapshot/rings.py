@@ -1,7 +1,7 @@
-"""The allocator's rings of a run: the last snapshot of each window, replayed, where its trace knows nothing of CUDA.
+"""Allocations of a run from allocator snapshots: the last snapshot of each window whose trace has no CUDA memory.
 
-A ring knows neither operators nor modules, but the line that allocated: an operator is known from C++ frames only, and
-is `alloc` otherwise. Bytes are those that were asked for. Bytes without a stack are unattributed.
+Snapshots have allocation sites but no modules, and operators only in C++ frames (otherwise `alloc`). Bytes are
+requested bytes; those without a stack are unattributed.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class _Step(NamedTuple):
 
 
 def ring_allocations(run: Run, traced: Sequence[WindowAllocations]) -> list[WindowAllocations]:
-    """What the allocator's rings say of the windows whose traces say nothing of a CUDA device.
+    """Return the allocations of windows whose traces have no CUDA memory, from their snapshots.
 
     Args:
         run: the run.
-        traced: what is known from its traces.
+        traced: allocations found in its traces.
 
     """
     known = {
@@ -74,16 +74,16 @@ def _read(artifact: Artifact, steps: Sequence[_Step]) -> WindowAllocations:
     devices = tuple(
         ring_of(replay(snapshot, device), steps) for device, recorded in snapshot.devices.items() if recorded.events
     )
-    problem = None if devices else "its snapshot has no events: the allocator's history was off"
+    problem = None if devices else "the snapshot has no events: the allocator history was off"
     return WindowAllocations(artifact.rank, artifact.window, devices, artifact.file, problem)
 
 
 def ring_of(ring: Replay, steps: Sequence[tuple[int, int, int]] = ()) -> DeviceAllocations:
-    """What one device's ring says, in the terms of a trace: above what was live as the ring begins.
+    """Return the allocations of one device, relative to the live bytes at the start of its history.
 
     Args:
-        ring: the ring, replayed; it has events, and they have times (torch 2.2 and later), or all times are 0.
-        steps: Unix ns of start and end, and number, of the steps, in the order of time.
+        ring: the replayed history; it has events. Without times (torch before 2.2) all times are 0.
+        steps: (start, end, number) of the steps in Unix ns, by time.
 
     """
     start = ring.live_at(-1).requested_bytes
@@ -148,7 +148,7 @@ def _step_at(steps: Sequence[tuple[int, int, int]], time_ns: int) -> int | None:
 
 
 def _holds(step: tuple[int, int, int], times: Sequence[int]) -> bool:
-    """Whether the ring reaches back to the start of a step, and to its end."""
+    """Return whether the history covers a whole step."""
     return times[0] <= step[0] and step[1] <= times[-1]
 
 

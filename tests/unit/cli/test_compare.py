@@ -71,7 +71,7 @@ def test_a_run_and_a_snapshot_are_refused(runs, tmp_path: Path, capsys) -> None:
     ring = [event("alloc", 4096, MIB, MODEL)]
     file = write_snapshot(tmp_path / "s.pickle", snapshot([segment(block(4096, MIB, MODEL))], ring))
     assert main(["compare", runs[0], str(file)]) == 1
-    assert "name two of one kind" in capsys.readouterr().err
+    assert "compare two of the same kind" in capsys.readouterr().err
     assert main(["compare", str(file), str(file)]) == 0
     assert "peak_requested_bytes" in capsys.readouterr().out
 

@@ -161,7 +161,7 @@ def test_stacks_that_differ_in_cxx_only_are_one_holder():
 
 def test_a_device_that_is_not_there_and_a_moment_that_is_not_there_are_refused():
     snapshot = parse_snapshot([segment(0)], "it")
-    with pytest.raises(ArtifactError, match="it: has nothing of device 3; it has 0"):
+    with pytest.raises(ArtifactError, match="it: has no device 3; it has 0"):
         replay(snapshot, 3)
     with pytest.raises(IndexError):
         replay(snapshot).live_at(0)

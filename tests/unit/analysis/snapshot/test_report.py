@@ -108,9 +108,9 @@ def test_pools_and_streams_are_told_apart(tmp_path):
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (snapshot([], []), ["It holds no memory of any device"]),
-        ([segment(block(0, 512, MODEL))], ["It is the bare list of segments"]),
-        (snapshot([segment(block(0, 512, MODEL))], []), ["cuda:0 has no events: the history was off"]),
+        (snapshot([], []), ["The snapshot has no device memory"]),
+        ([segment(block(0, 512, MODEL))], ["The file is a bare list of segments"]),
+        (snapshot([segment(block(0, 512, MODEL))], []), ["cuda:0 has no events because the history was off"]),
         (snapshot([segment(block(0, 512))], [event("alloc", 0, 512, TRAIN)]), []),
         (
             snapshot([segment(block(0, 512))], [event("alloc", 0, 512)], is_timed=False),
@@ -118,7 +118,7 @@ def test_pools_and_streams_are_told_apart(tmp_path):
         ),
         (
             snapshot([segment(block(0, 512, TRAIN), block(512, 512))], [event("alloc", 0, 512)]),
-            ["The ring of cuda:0 begins with 512 B live already"],
+            ["The recorded history of cuda:0 starts with 512 B already live"],
         ),
     ],
 )
