@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 from lightning_memprof.errors import ConfigError
 
-__all__ = ["Action", "Mark", "Point", "Schedule", "Stages", "Window", "no_window", "plan_window"]
+__all__ = ["Action", "Mark", "Point", "Schedule", "StageSchedules", "Window", "no_window", "plan_window"]
 
 
 class Action(Enum):
@@ -135,7 +135,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stages:
+class StageSchedules:
     """A schedule for each stage; None is no window in that stage.
 
     Args:
@@ -159,7 +159,7 @@ class Stages:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and not isinstance(value, Schedule):
-                msg = f"Stages({field.name}={value!r}): must be a Schedule, or None for no window in that stage"
+                msg = f"StageSchedules({field.name}={value!r}): must be a Schedule, or None for no window in that stage"
                 raise ConfigError(msg)
 
     def of(self, stage: str) -> Callable[[int], Action]:

@@ -111,7 +111,7 @@ def _importable(package: str) -> bool:
 
 
 def _checked_config(config: Path) -> Path:
-    from lightning_memprof.integration.options_file import options_fault
+    from lightning_memprof.integration.registration import options_fault
 
     try:
         fault = options_fault(config)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 import torch
+from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_memprof.capture.base import Collector
@@ -17,12 +20,13 @@ from lightning_memprof.capture.triggers.watch import Triggers, check_steps
 from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.integration.adapter import Adapter
 from lightning_memprof.integration.logger_files import hand_over
-from lightning_memprof.integration.output import Output
+from lightning_memprof.integration.output import OutputOptions
 from lightning_memprof.integration.profiler import ExtendedPyTorchProfiler
 from lightning_memprof.integration.ranks import Ranks, check_ranks
+from lightning_memprof.integration.registration import ENVIRONMENT_VARIABLE, options_fault
 from lightning_memprof.integration.settings import Settings, as_list, as_schedule, joined
 from lightning_memprof.report.summary import print_summary
-from lightning_memprof.schedule import Schedule, Stages
+from lightning_memprof.schedule import Schedule, StageSchedules
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,48 +34,49 @@ if TYPE_CHECKING:
     from lightning_memprof.capture.session import Position
     from lightning_memprof.integration.attachment import Attachment
 
-__all__ = ["MemProfilerCallback"]
+__all__ = ["AttachedCallback", "MemProfilerCallback", "load_options"]
 
 log = logging.getLogger(__name__)
 
 _DEFAULT_SCHEDULE: Final = Schedule()
 _DEFAULT_TRIGGERS: Final = Triggers()
 _DEFAULT_BUDGET: Final = Budget()
-_DEFAULT_OUTPUT: Final = Output()
+_DEFAULT_OUTPUT: Final = OutputOptions()
 
 
 class MemProfilerCallback(Adapter):
-    """Records where a run's memory and time went, and prints it at the end.
+    """Records where a run spends its time and memory, and prints a summary at the end.
 
-    Every step of the run leaves one row in the pulse; in the windows of ``schedule`` everything else is recorded too.
+    Every step of the run adds one row to the pulse; the other collectors record inside the windows of ``schedule``.
     With :class:`ExtendedPyTorchProfiler` on the same Trainer both feed one run: the callback's schedule leads, and the
-    profiler's options hold for the operator trace.
+    profiler's options apply to the operator trace.
 
     Args:
         schedule: when windows open; a :class:`Schedule`, a mapping of its fields, a function from step to
-            ``torch.profiler.ProfilerAction``, or :class:`Stages` with a schedule for each stage.
-        collectors: what records; None is the default set: ``Pulse``, ``HostMemory``, ``AllocatorStats``,
-            ``HookTimings``, ``AllocatorHistory``, ``FunctionMemory``, ``SavedTensors``, ``OutOfMemory`` and
-            ``OperatorTrace``, as far as they are available.
-        ranks: global ranks whose windows have every collector: ``"all"``, ``"none"``, a list, a count (the first N),
-            ``{"every": N}``; None is all of up to 8, else the first of each node. The others record what is light.
-        triggers: what opens a window besides the schedule; :class:`Triggers`.
-        budget: what traces may cost the run; :class:`Budget`.
-        output: where results go, and what becomes of a collector that fails; :class:`Output`.
+            ``torch.profiler.ProfilerAction``, or :class:`StageSchedules` with a schedule for each stage.
+        collectors: the collectors to use; None is the default set, as far as it is available: ``Pulse``,
+            ``HostMemory``, ``AllocatorStats``, ``HookTimings``, ``Garbage``, ``System``, ``Throughput``,
+            ``AllocatorHistory``, ``FunctionMemory``, ``SavedTensors``, ``OutOfMemory`` and ``OperatorTrace``.
+        ranks: global ranks that record windows with every collector: ``"all"``, ``"none"``, a list, a count (the
+            first N), ``{"every": N}``; None is all of up to 8, else the first of each node. The other ranks use only
+            collectors that are cheap enough for every rank.
+        triggers: requests for windows outside the schedule; :class:`Triggers`.
+        budget: limits on the cost of traces; :class:`Budget`.
+        output: destination of the results, and the policy for failing collectors; :class:`OutputOptions`.
 
     Raises:
-        ConfigError: a value is not usable.
+        ConfigError: a value is invalid.
 
     """
 
     def __init__(
         self,
-        schedule: Schedule | Stages | Callable[[int], Any] = _DEFAULT_SCHEDULE,
+        schedule: Schedule | StageSchedules | Callable[[int], Any] = _DEFAULT_SCHEDULE,
         collectors: list[Collector] | None = None,
         ranks: Ranks = None,
         triggers: Triggers = _DEFAULT_TRIGGERS,
         budget: Budget = _DEFAULT_BUDGET,
-        output: Output = _DEFAULT_OUTPUT,
+        output: OutputOptions = _DEFAULT_OUTPUT,
     ) -> None:
         super().__init__()
         self._schedule = schedule
@@ -171,3 +176,46 @@ class MemProfilerCallback(Adapter):
 
     def _position(self) -> Position | None:
         return None if self.attachment is None else self.attachment.session.position
+
+
+class AttachedCallback(MemProfilerCallback):
+    """The callback that the environment attaches: it defers to one of the program, and prints to standard error."""
+
+    def summary_file(self) -> TextIO | None:
+        """Print to standard error: another program may read the standard output of this one."""
+        return sys.stderr
+
+    def steps_aside(self, trainer: Trainer) -> bool:
+        """Whether the program has a MemProfilerCallback of its own."""
+        return any(
+            isinstance(other, MemProfilerCallback)
+            and not isinstance(other, AttachedCallback)
+            and not other.steps_aside(trainer)
+            for other in trainer.callbacks  # type: ignore[attr-defined]
+        )
+
+
+def load_options(path: Path) -> dict[str, Any]:
+    """Read arguments of :class:`MemProfilerCallback` from a YAML file.
+
+    Raises:
+        ConfigError: the file is missing or a value is invalid.
+
+    """
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(MemProfilerCallback)
+    try:
+        fault = options_fault(path)
+        options = {} if fault else parser.instantiate_classes(parser.parse_path(str(path)))
+    except Exception as error:
+        raise _invalid_options(path, str(error)) from error
+    if fault:
+        raise _invalid_options(path, fault)
+    return dict(options)
+
+
+def _invalid_options(path: Path, reason: str) -> ConfigError:
+    reason = " ".join(reason.split())
+    return ConfigError(
+        f"{ENVIRONMENT_VARIABLE}={path}: {reason}; use a YAML file of MemProfilerCallback's options, or 1"
+    )

@@ -11,13 +11,13 @@ from typing import Final, Literal
 from lightning_memprof.artifacts.upload import check_url, is_url
 from lightning_memprof.errors import ConfigError
 
-__all__ = ["Output"]
+__all__ = ["OutputOptions"]
 
 _MANGLED: Final = re.compile(r"[a-z][a-z0-9+.:-]+:/[^/]")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Output:
+class OutputOptions:
     """Where a run's results go.
 
     Args:
@@ -48,13 +48,13 @@ class Output:
     def __post_init__(self) -> None:
         """Refuse what means nothing."""
         if self.on_error not in ("warn", "raise"):
-            msg = f"Output(on_error={self.on_error!r}): must be 'warn' or 'raise'"
+            msg = f"OutputOptions(on_error={self.on_error!r}): must be 'warn' or 'raise'"
             raise ConfigError(msg)
         if self.dirpath is not None and not isinstance(self.dirpath, str | os.PathLike):
-            msg = f"Output(dirpath={self.dirpath!r}): must be a path or a URL"
+            msg = f"OutputOptions(dirpath={self.dirpath!r}): must be a path or a URL"
             raise ConfigError(msg)
         if isinstance(self.dirpath, Path) and _MANGLED.match(str(self.dirpath)):
-            msg = f"Output(dirpath={self.dirpath!r}): a Path drops one '/' of a URL; give the URL as a string"
+            msg = f"OutputOptions(dirpath={self.dirpath!r}): a Path drops one '/' of a URL; give the URL as a string"
             raise ConfigError(msg)
         if isinstance(self.dirpath, str) and is_url(self.dirpath):
             check_url(self.dirpath)

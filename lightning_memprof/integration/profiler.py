@@ -22,10 +22,10 @@ from lightning_memprof.capture.collectors.operator_trace import DEFAULT_FILENAME
 from lightning_memprof.capture.collectors.pulse import Pulse
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.adapter import Adapter
-from lightning_memprof.integration.output import Output
+from lightning_memprof.integration.output import OutputOptions
 from lightning_memprof.integration.ranks import Ranks, check_ranks
 from lightning_memprof.integration.settings import Settings, as_schedule
-from lightning_memprof.schedule import Schedule, Stages
+from lightning_memprof.schedule import Schedule, StageSchedules
 
 if TYPE_CHECKING:
     from lightning_memprof.capture.base import Collector
@@ -60,7 +60,7 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
         table_kwargs: further arguments of torch's table: ``max_src_column_width``, ``max_name_column_width``,
             ``max_shapes_column_width``, ``header``, ``top_level_events_only``.
         schedule: when windows open; a :class:`Schedule`, a mapping of its fields, a function from step to
-            ``torch.profiler.ProfilerAction``, or :class:`Stages` with a schedule for each stage. From Python
+            ``torch.profiler.ProfilerAction``, or :class:`StageSchedules` with a schedule for each stage. From Python
             also None, which records every step.
         schedule_cfg: another name of ``schedule``.
         ranks: global ranks whose windows have every collector, as in :class:`MemProfilerCallback`.
@@ -87,7 +87,7 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
         sort_by_key: str | None = None,
         record_module_names: bool = True,
         table_kwargs: dict[str, Any] | None = None,
-        schedule: Schedule | Stages | Callable[[int], Any] = _DEFAULT_SCHEDULE,
+        schedule: Schedule | StageSchedules | Callable[[int], Any] = _DEFAULT_SCHEDULE,
         schedule_cfg: Schedule | dict[str, Any] | None = None,
         ranks: Ranks = None,
         max_name_column_width: int = 55,
@@ -151,7 +151,7 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
             schedule=as_schedule(self._chosen_schedule, self._stage or "fit"),
             collectors=[(collector, False) for collector in (Pulse(), OutOfMemory(), *self.lend())],
             ranks=self._ranks,
-            output=Output(dirpath=self.dirpath),
+            output=OutputOptions(dirpath=self.dirpath),
             table=self._table,
         )
 

@@ -1,19 +1,31 @@
-"""Makes ``profiler="fts_extended"`` known, and attaches to every Trainer where the environment asks for it.
+"""The entry points that Lightning calls in every ``Trainer()``, and checks before Lightning is imported.
 
-Both go through Lightning's entry point for callbacks, which Lightning calls in every ``Trainer()`` before it looks at
-the profiler.
+The entry points make ``profiler="fts_extended"`` known, and attach the callback where the environment variable
+``LIGHTNING_MEMPROF`` asks for it. Lightning calls them before it resolves the profiler.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 import os
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-__all__ = ["ENVIRONMENT_VARIABLE", "PROFILER_NAME", "lightning_callbacks", "pytorch_lightning_callbacks"]
+if TYPE_CHECKING:
+    from types import FrameType
+
+__all__ = [
+    "ENVIRONMENT_VARIABLE",
+    "PROFILER_NAME",
+    "check_lightning",
+    "lightning_callbacks",
+    "missing_lightning",
+    "options_fault",
+    "pytorch_lightning_callbacks",
+]
 
 log = logging.getLogger(__name__)
 
@@ -21,15 +33,18 @@ PROFILER_NAME: Final = "fts_extended"
 ENVIRONMENT_VARIABLE: Final = "LIGHTNING_MEMPROF"
 _OFF: Final = ("", "0", "false", "no", "off")
 _ON: Final = ("1", "true", "yes", "on")
+# Counted with expanded aliases: a few lines of aliases of aliases can expand to more than the memory of a machine.
+_MAX_VALUES: Final = 10_000
+_MAX_MESSAGE: Final = 300
 
 
 def lightning_callbacks() -> list[Any]:
-    """Register with ``lightning.pytorch``; return the callbacks that the environment asks for."""
+    """Register with ``lightning.pytorch``; return the callbacks that the environment requests."""
     return _register("lightning.pytorch.trainer.setup")
 
 
 def pytorch_lightning_callbacks() -> list[Any]:
-    """Register with ``pytorch_lightning``; return the callbacks that the environment asks for."""
+    """Register with ``pytorch_lightning``; return the callbacks that the environment requests."""
     return _register("pytorch_lightning.trainer.setup")
 
 
@@ -43,7 +58,7 @@ def _register(module_name: str) -> list[Any]:
 
         if isinstance(sys.exc_info()[1], ConfigError):
             raise
-        log.warning("lightning-memprof could not be registered; training goes on without it", exc_info=True)
+        log.warning("lightning-memprof cannot be registered; training continues without it", exc_info=True)
         return []
 
 
@@ -62,35 +77,106 @@ def _wrap_init_profiler(module: Any) -> None:
 
 def _profiler_for(profiler: Any) -> Any:
     named = isinstance(profiler, str) and profiler.lower() == PROFILER_NAME
-    if named or (profiler is None and _asked() is not None):
+    if named or (profiler is None and _requested() is not None):
         _check_installed(f"profiler='{PROFILER_NAME}'" if named else ENVIRONMENT_VARIABLE)
         from lightning_memprof.integration.profiler import ExtendedPyTorchProfiler
 
-        # The name promises the whole page; the class has the defaults of torch's profiler.
+        # The name stands for the complete report; the class has the defaults of torch's profiler.
         return ExtendedPyTorchProfiler(profile_memory=True)
     return profiler
 
 
-def _asked() -> str | None:
+def _requested() -> str | None:
     value = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
     return None if value.lower() in _OFF else value
 
 
 def _attached_callbacks() -> list[Any]:
-    value = _asked()
+    value = _requested()
     if value is None:
         return []
     _check_installed(f"{ENVIRONMENT_VARIABLE}={value}")
-    from lightning_memprof.integration.attached import AttachedCallback, load_options
+    from lightning_memprof.integration.callback import AttachedCallback, load_options
 
     options = {} if value.lower() in _ON else load_options(Path(value))
     return [AttachedCallback(**options)]
 
 
-def _check_installed(what: str) -> None:
-    from lightning_memprof.integration.distributions import missing_lightning
+def missing_lightning(name: str) -> str | None:
+    """Return one line that says that ``name`` needs the package ``lightning``; None where it is installed."""
+    if importlib.util.find_spec("lightning") is not None:
+        return None
+    return (
+        f"{name} needs the package lightning, which is not installed; "
+        "pytorch_lightning alone is not enough: pip install lightning"
+    )
 
-    if message := missing_lightning(what):
+
+def _check_installed(name: str) -> None:
+    if message := missing_lightning(name):
         from lightning_memprof.errors import ConfigError
 
         raise ConfigError(message)
+
+
+def check_lightning(name: str, caller: FrameType | None) -> None:
+    """Check that the code of the frame ``caller`` can use ``name``, a class or a module for ``lightning.pytorch``.
+
+    Raises:
+        ModuleNotFoundError: the package ``lightning`` is not installed.
+        SystemExit: a CLI of ``pytorch_lightning`` resolves a class path; it accepts classes of its own package only.
+
+    """
+    if message := missing_lightning(name):
+        raise ModuleNotFoundError(message, name="lightning")
+    is_other_cli = "pytorch_lightning.cli" in sys.modules and "lightning.pytorch.cli" not in sys.modules
+    if is_other_cli and _is_jsonargparse(caller):
+        # An exception would become one of many lines in jsonargparse's list of reasons.
+        sys.stderr.write(
+            f"error: {name} is for lightning.pytorch, but this CLI is from pytorch_lightning: import LightningCLI from "
+            f"lightning.pytorch.cli, or use --trainer.profiler={PROFILER_NAME} or {ENVIRONMENT_VARIABLE}=1, which work "
+            "with both\n"
+        )
+        raise SystemExit(2)
+
+
+def _is_jsonargparse(frame: FrameType | None) -> bool:
+    # `from package import name` and `import_module` have frames of importlib in between.
+    while frame is not None and (module := frame.f_globals.get("__name__", "").partition(".")[0]) == "importlib":
+        frame = frame.f_back
+    return frame is not None and module == "jsonargparse"
+
+
+def options_fault(path: Path) -> str | None:
+    """Return in one line why a file cannot contain options, or None where it is YAML of a sensible size.
+
+    Raises:
+        OSError: the file is unreadable, or is not a regular file.
+
+    """
+    import yaml
+
+    from lightning_memprof.artifacts.plain_file import read_plain
+    from lightning_memprof.units import MIB
+
+    try:
+        data = yaml.safe_load(read_plain(path, MIB).decode())
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        # A date in a 13th month is a ValueError.
+        return " ".join(str(error).split())[:_MAX_MESSAGE]
+    return None if _is_small(data) else f"it has more than {_MAX_VALUES:,} values, or a value that contains itself"
+
+
+def _is_small(data: Any) -> bool:
+    pending, count = [data], 0
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            inner = [*value.keys(), *value.values()]
+        else:
+            inner = list(value) if isinstance(value, list | set) else []
+        count += len(inner)
+        if count > _MAX_VALUES:
+            return False
+        pending += inner
+    return True

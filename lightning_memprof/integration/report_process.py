@@ -19,7 +19,7 @@ __all__ = ["VARIABLE", "start_report"]
 log = logging.getLogger(__name__)
 
 VARIABLE: Final = "LIGHTNING_MEMPROF_REPORT"
-"""Set to ``0``, no run of this environment has a page made, whatever ``Output(report=...)`` says."""
+"""Set to ``0``, no run of this environment has a page made, whatever ``OutputOptions(report=...)`` says."""
 
 # It holds none of our pipes, which a caller would wait for, and none of our terminal, whose Ctrl-C is not for it. The
 # shell ends at once, so the process is a child of nobody here: it may outlive the training, and leaves no zombie.

@@ -26,9 +26,9 @@ from lightning_memprof.capture.collectors.system import System
 from lightning_memprof.capture.collectors.throughput import Throughput
 from lightning_memprof.capture.triggers.watch import Triggers
 from lightning_memprof.errors import ConfigError
-from lightning_memprof.integration.output import Output
+from lightning_memprof.integration.output import OutputOptions
 from lightning_memprof.integration.ranks import Ranks
-from lightning_memprof.schedule import Action, Schedule, Stages
+from lightning_memprof.schedule import Action, Schedule, StageSchedules
 
 __all__ = ["Settings", "as_list", "as_schedule", "default_collectors", "joined"]
 
@@ -59,7 +59,7 @@ class Settings:
     every_collector: bool = True
     triggers: Triggers = field(default_factory=Triggers)
     budget: Budget = field(default_factory=Budget)
-    output: Output = field(default_factory=Output)
+    output: OutputOptions = field(default_factory=OutputOptions)
     table: TableOptions = field(default_factory=TableOptions)
 
 
@@ -133,7 +133,7 @@ def as_schedule(value: Any, stage: str = "fit") -> Callable[[int], Action]:
 
     Args:
         value: a :class:`Schedule`, a mapping of its fields, a function from step to ``torch.profiler.ProfilerAction``
-            or :class:`Action`, :class:`Stages`, or None, which records every step.
+            or :class:`Action`, :class:`StageSchedules`, or None, which records every step.
         stage: ``fit``, ``validate``, ``test`` or ``predict``.
 
     Raises:
@@ -144,7 +144,7 @@ def as_schedule(value: Any, stage: str = "fit") -> Callable[[int], Action]:
         return lambda _step: Action.RECORD
     if isinstance(value, Schedule):
         return value
-    if isinstance(value, Stages):
+    if isinstance(value, StageSchedules):
         return value.of(stage)
     if isinstance(value, Mapping):
         return _from_mapping(value, stage)
@@ -158,20 +158,20 @@ def as_schedule(value: Any, stage: str = "fit") -> Callable[[int], Action]:
             msg = f"schedule={value!r}: returns {first!r}, a torch.profiler.ProfilerAction is expected"
             raise ConfigError(msg)
         return lambda step: Action[value(step).name]
-    msg = f"schedule={value!r}: must be a Schedule, a mapping of its fields, Stages, or a function of the step"
+    msg = f"schedule={value!r}: must be a Schedule, a mapping of its fields, StageSchedules, or a function of the step"
     raise ConfigError(msg)
 
 
 def _from_mapping(value: Mapping[str, Any], stage: str) -> Callable[[int], Action]:
     try:
-        if value and set(value) <= set(Stages.__dataclass_fields__):
+        if value and set(value) <= set(StageSchedules.__dataclass_fields__):
             by_stage = {
                 name: Schedule(**options) if isinstance(options, Mapping) else options
                 for name, options in value.items()
             }
-            return Stages(**by_stage).of(stage)
+            return StageSchedules(**by_stage).of(stage)
         return Schedule(**value)
     except TypeError as error:
-        fields, stages = ", ".join(Schedule.__dataclass_fields__), ", ".join(Stages.__dataclass_fields__)
+        fields, stages = ", ".join(Schedule.__dataclass_fields__), ", ".join(StageSchedules.__dataclass_fields__)
         msg = f"schedule={value!r}: {error}; its fields are {fields}, or each stage has its own under {stages}"
         raise ConfigError(msg) from error

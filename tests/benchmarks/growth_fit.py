@@ -21,14 +21,9 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
-from lightning_memprof import (
-    ExtendedPyTorchProfiler,
-    MemProfilerCallback,
-    ModuleMemory,
-    Output,
-    Schedule,
-)
+from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.artifacts.manifest import read_manifest
+from lightning_memprof.collectors import ModuleMemory
 
 if TYPE_CHECKING:
     from tests.benchmarks import child, networks
@@ -63,7 +58,7 @@ def arguments(recording: str, directory: Path) -> dict[str, Any]:
     """Give what a Trainer is told to record: ``bare``, ``idle``, ``window`` (the default set) or ``tracker``."""
     if recording == "bare":
         return {}
-    output = Output(dirpath=directory)
+    output = OutputOptions(dirpath=directory)
     if recording == "tracker":
         return {"callbacks": [MemProfilerCallback(WINDOW, [ModuleMemory()], output=output)]}
     schedule = {"idle": NEVER, "window": WINDOW}[recording]

@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
+from fake_runs import FakeRun, make_run
 from lightning_memprof.report.opened import opened
-from lightning_memprof.testing import FakeRun, make_run
 from lightning_memprof.units import format_bytes
 from tensorboard_server import tensorboard
 

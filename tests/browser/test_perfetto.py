@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from fake_runs import FakeRun, make_run
 from lightning_memprof import load_run
 from lightning_memprof.analysis.timeline.merge import merge_traces
 from lightning_memprof.analysis.timeline.model import Source
 from lightning_memprof.analysis.timeline.sources import run_sources
-from lightning_memprof.testing import FakeRun, make_run
 from ranks import launch
 
 pytestmark = pytest.mark.browser

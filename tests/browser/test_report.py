@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from fake_memory import FakeMemory
+from fake_runs import FakeRun, make_run
 from lightning_memprof.report.html import to_html
 from lightning_memprof.report.opened import opened
-from lightning_memprof.testing import FakeMemory, FakeRun, make_run
 from lightning_memprof.units import MIB
 
 pytestmark = pytest.mark.browser

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, Output
+from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions
 from lightning_memprof.artifacts.series import read_pulse
 from training import Perceptron, loader, only_run, trainer
 
@@ -30,7 +30,7 @@ RANK = "memprofiler/tb/rank0"
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("logs")
     logger = TensorBoardLogger(directory, name="", version="version_0")
-    callback = MemProfilerCallback(output=Output(summary=False, report=False, on_error="raise"))
+    callback = MemProfilerCallback(output=OutputOptions(summary=False, report=False, on_error="raise"))
     trainer(directory, callback, profiler=ExtendedPyTorchProfiler(), logger=logger).fit(Perceptron(), loader(8))
     return Path(logger.log_dir)
 

@@ -6,21 +6,17 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from lightning_memprof import (
-    Collector,
-    ExtendedPyTorchProfiler,
+from lightning_memprof import Collector, ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
+from lightning_memprof.collectors import (
     FunctionMemory,
     Garbage,
     HookTimings,
     HostMemory,
-    MemProfilerCallback,
     ModuleMemory,
     ModuleRss,
     OutOfMemory,
-    Output,
     Pulse,
     SavedTensors,
-    Schedule,
     System,
     Throughput,
 )
@@ -55,8 +51,8 @@ def everything() -> dict[str, Any]:
     return {"callbacks": [MemProfilerCallback(WINDOWS, collectors, output=_quiet())], "profiler": trace}
 
 
-def _quiet() -> Output:
-    return Output(summary=False, report=False)
+def _quiet() -> OutputOptions:
+    return OutputOptions(summary=False, report=False)
 
 
 RECORDERS: Final[Mapping[str, Callable[[], dict[str, Any]]]] = MappingProxyType(

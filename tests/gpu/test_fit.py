@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, Output
+from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions
 from lightning_memprof.artifacts.series import PHASES, read_pulse
 from training import Perceptron, loader, only_run, rows_of, trainer
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 
 def recorder() -> MemProfilerCallback:
-    return MemProfilerCallback(output=Output(summary=False, on_error="raise"))
+    return MemProfilerCallback(output=OutputOptions(summary=False, on_error="raise"))
 
 
 def test_by_default_every_collector_is_available_and_nothing_fails(tmp_path: Path) -> None:

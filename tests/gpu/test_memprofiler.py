@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from lightning_memprof import MemProfiler, MemProfilerCfg
+from lightning_memprof.compat.fts import MemProfiler, MemProfilerCfg
 from training import Perceptron, loader, only_run, rows_of, trainer
 
 pytestmark = pytest.mark.gpu

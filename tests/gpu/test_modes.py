@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, Output, Schedule
+from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory
 from training import Perceptron, loader, only_run, rows_of, trainer
 
@@ -65,7 +65,7 @@ class Graphed(Perceptron):
 def train(model: pl.LightningModule, directory: Path, *, recorded: bool) -> list[torch.Tensor]:
     ours: dict[str, Any] = {"callbacks": []}
     if recorded:
-        callback = MemProfilerCallback(WINDOW, output=Output(summary=False, on_error="raise"))
+        callback = MemProfilerCallback(WINDOW, output=OutputOptions(summary=False, on_error="raise"))
         ours = {"callbacks": [callback], "profiler": ExtendedPyTorchProfiler()}
     made = trainer(directory, *ours.pop("callbacks"), accelerator="gpu", **ours)
     made.fit(model, loader(8))
@@ -111,7 +111,7 @@ def test_what_recording_costs_on_the_device_is_said_in_absolute_times(
                 torch.cuda.synchronize()
                 seconds.append(time.perf_counter())
 
-        callbacks = [] if schedule is None else [MemProfilerCallback(schedule, output=Output(summary=False))]
+        callbacks = [] if schedule is None else [MemProfilerCallback(schedule, output=OutputOptions(summary=False))]
         fit = trainer(tmp_path / str(len(list(tmp_path.iterdir()))), *callbacks, accelerator="gpu")
         fit.fit(Timed(), loader(60))
         steps = sorted(after - before for before, after in pairwise(seconds[10:]))
@@ -126,7 +126,7 @@ def test_what_recording_costs_on_the_device_is_said_in_absolute_times(
 
 
 def test_the_allocators_history_is_off_after_a_fit(cuda: torch.device, tmp_path: Path) -> None:
-    callback = MemProfilerCallback(WINDOW, [AllocatorHistory()], output=Output(summary=False, on_error="raise"))
+    callback = MemProfilerCallback(WINDOW, [AllocatorHistory()], output=OutputOptions(summary=False, on_error="raise"))
     trainer(tmp_path, callback, accelerator="gpu").fit(Perceptron(), loader(8))
     torch.empty(1 << 20, device=cuda)
     assert not any(torch.cuda.memory._snapshot(cuda)["device_traces"])

@@ -17,13 +17,14 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memprof import MemProfilerCallback, Output, Pulse
+from lightning_memprof import MemProfilerCallback, OutputOptions
 from lightning_memprof.analysis.oom.autopsy import Autopsy, autopsies
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.series import read_pulse
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.collectors.oom import OomWatch, OutOfMemory
 from lightning_memprof.capture.session import Session
+from lightning_memprof.collectors import Pulse
 from lightning_memprof.schedule import Action
 from lightning_memprof.units import MIB
 from sessions import context, session
@@ -169,7 +170,7 @@ class Grows(Perceptron):
 
 def fit(tmp_path: Path, model: pl.LightningModule) -> BaseException:
     collectors = [Pulse(), OutOfMemory(history="always")]
-    callback = MemProfilerCallback(collectors=collectors, output=Output(on_error="raise"))
+    callback = MemProfilerCallback(collectors=collectors, output=OutputOptions(on_error="raise"))
     return runs_out(lambda: trainer(tmp_path, callback, accelerator="gpu").fit(model, loader(40)))
 
 

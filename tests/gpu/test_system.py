@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_memprof import MemProfilerCallback, Output, Pulse, Schedule, System, Throughput
+from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.artifacts.series import read_series
+from lightning_memprof.collectors import Pulse, System, Throughput
 from training import Noise, Perceptron, loader, only_run, rows_of, trainer
 
 pytestmark = pytest.mark.gpu
@@ -18,7 +19,7 @@ WINDOW = Schedule(wait=1, warmup=1, active=2, repeat=1)
 def test_the_gpus_figures_are_sampled_where_its_library_is_installed(tmp_path: Path) -> None:
     pytest.importorskip("pynvml")
     made = trainer(
-        tmp_path, MemProfilerCallback(schedule=WINDOW, collectors=[System()], output=Output(summary=False)),
+        tmp_path, MemProfilerCallback(schedule=WINDOW, collectors=[System()], output=OutputOptions(summary=False)),
         accelerator="gpu",
     )  # fmt: skip
     made.fit(Perceptron(), loader(6))
@@ -31,7 +32,7 @@ def test_the_gpus_figures_are_sampled_where_its_library_is_installed(tmp_path: P
 
 def test_operations_of_a_backward_on_the_gpu_are_counted(tmp_path: Path) -> None:
     throughput = MemProfilerCallback(
-        schedule=WINDOW, collectors=[Pulse(), Throughput(flops=True)], output=Output(summary=False)
+        schedule=WINDOW, collectors=[Pulse(), Throughput(flops=True)], output=OutputOptions(summary=False)
     )
     trainer(tmp_path, throughput, accelerator="gpu").fit(Perceptron(), loader(6))
     with FlopCounterMode(display=False) as counter:

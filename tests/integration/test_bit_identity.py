@@ -8,21 +8,18 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from lightning_memprof import (
-    Collector,
+from lightning_memprof import Collector, MemProfilerCallback, OutputOptions, Schedule
+from lightning_memprof.collectors import (
     FunctionMemory,
     Garbage,
     HookTimings,
     HostMemory,
-    MemProfilerCallback,
     ModuleMemory,
     ModuleRss,
     OperatorTrace,
     OutOfMemory,
-    Output,
     Pulse,
     SavedTensors,
-    Schedule,
     System,
     Throughput,
 )
@@ -68,7 +65,7 @@ def all_of_them() -> list[Collector]:
 
 
 def callback(*collectors: Collector) -> MemProfilerCallback:
-    return MemProfilerCallback(schedule=WINDOWS, collectors=list(collectors), output=Output(summary=False))
+    return MemProfilerCallback(schedule=WINDOWS, collectors=list(collectors), output=OutputOptions(summary=False))
 
 
 @pytest.fixture(scope="module")

@@ -14,20 +14,11 @@ import pytest
 import torch
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 
-from lightning_memprof import (
-    ConfigError,
-    ExtendedPyTorchProfiler,
-    HookTimings,
-    HostMemory,
-    MemProfilerCallback,
-    OperatorTrace,
-    Output,
-    Pulse,
-    Schedule,
-)
+from lightning_memprof import ConfigError, ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.artifacts import naming
 from lightning_memprof.artifacts.series import PHASES, read_pulse
 from lightning_memprof.artifacts.trace_categories import original_categories
+from lightning_memprof.collectors import HookTimings, HostMemory, OperatorTrace, Pulse
 from training import Perceptron, loader, manifest, only_run, rows_of, trainer
 
 if TYPE_CHECKING:
@@ -35,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def recorder(**options: Any) -> MemProfilerCallback:
-    return MemProfilerCallback(**{"output": Output(summary=False, on_error="raise"), **options})
+    return MemProfilerCallback(**{"output": OutputOptions(summary=False, on_error="raise"), **options})
 
 
 def windows(run: Path) -> list[dict[str, Any]]:
@@ -139,8 +130,9 @@ def test_windows_across_epochs_leave_a_process_that_ends_well(tmp_path: Path, ru
         sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
         from pathlib import Path
         from training import Perceptron, loader, trainer
-        from lightning_memprof import MemProfilerCallback, Output, Schedule
-        callback = MemProfilerCallback(schedule=Schedule(wait=0, active=3, repeat=0), output=Output(summary=False))
+        from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
+        output = OutputOptions(summary=False)
+        callback = MemProfilerCallback(schedule=Schedule(wait=0, active=3, repeat=0), output=output)
         trainer(Path("."), callback, max_epochs=8).fit(Perceptron(), loader(5))
         """)
     )
@@ -278,7 +270,7 @@ def test_two_callbacks_on_one_trainer_are_refused(tmp_path: Path) -> None:
 def test_a_collector_that_was_asked_for_and_is_not_available_stops_before_training(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is CUDA")
-    from lightning_memprof import AllocatorHistory
+    from lightning_memprof.collectors import AllocatorHistory
 
     with pytest.raises(ConfigError, match="CUDA is not available"):
         trainer(tmp_path, recorder(collectors=[AllocatorHistory()])).fit(Perceptron(), loader())
@@ -441,7 +433,8 @@ def test_windows_do_not_keep_the_memory_of_their_events(tmp_path: Path, run_prog
         from pathlib import Path
         from torch import nn
         from training import Perceptron, loader, trainer
-        from lightning_memprof import MemProfilerCallback, OperatorTrace, Output, Pulse, Schedule
+        from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
+        from lightning_memprof.collectors import OperatorTrace, Pulse
 
         class Deep(Perceptron):
             def __init__(self):
@@ -449,7 +442,7 @@ def test_windows_do_not_keep_the_memory_of_their_events(tmp_path: Path, run_prog
                 self.net = nn.Sequential(nn.Linear(8, 16), *[nn.Linear(16, 16) for _ in range(40)], nn.Linear(16, 1))
 
         schedule = Schedule(wait=1, active=2, repeat=0)
-        quiet = Output(summary=False)
+        quiet = OutputOptions(summary=False)
         callback = MemProfilerCallback(schedule=schedule, collectors=[Pulse(), OperatorTrace()], output=quiet)
         trainer(Path("."), callback).fit(Deep(), loader(60))
         """)
@@ -484,7 +477,7 @@ def test_the_table_of_a_schedule_that_has_ended_is_made_while_the_training_goes_
 def test_a_run_that_is_refused_in_setup_says_so_in_its_manifest(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is CUDA")
-    from lightning_memprof import AllocatorHistory
+    from lightning_memprof.collectors import AllocatorHistory
 
     with pytest.raises(ConfigError):
         trainer(tmp_path, recorder(collectors=[AllocatorHistory()])).fit(Perceptron(), loader())

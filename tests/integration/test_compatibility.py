@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from lightning_memprof import MemProfilerCallback, ModuleMemory, Output, Schedule
+from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
+from lightning_memprof.collectors import ModuleMemory
 from training import Perceptron, loader, rows_of, trainer
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -51,7 +52,9 @@ def test_simple():
 
 
 def test_what_was_asked_for_a_fit_does_not_stop_the_test_after_it(tmp_path: Path) -> None:
-    ours = MemProfilerCallback(Schedule(wait=0, warmup=1, active=1), [ModuleMemory()], output=Output(summary=False))
+    ours = MemProfilerCallback(
+        Schedule(wait=0, warmup=1, active=1), [ModuleMemory()], output=OutputOptions(summary=False)
+    )
     made = trainer(tmp_path, ours)
     model = Perceptron()
     made.fit(model, loader(4))

@@ -18,8 +18,9 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
-from lightning_memprof import HostMemory, MemProfilerCallback, Output, Pulse, SavedTensors, Schedule
+from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.artifacts.series import read_pulse, read_series
+from lightning_memprof.collectors import HostMemory, Pulse, SavedTensors
 from lightning_memprof.units import MIB
 from ranks import launch
 from training import Perceptron, loader, manifest, only_run, rows_of, trainer
@@ -48,7 +49,7 @@ def callback(**output: Any) -> MemProfilerCallback:
     return MemProfilerCallback(
         schedule=Schedule(wait=4, warmup=1, active=2, repeat=2),
         collectors=light,
-        output=Output(**{"summary": False, "report": False, "on_error": "raise", **output}),
+        output=OutputOptions(**{"summary": False, "report": False, "on_error": "raise", **output}),
     )
 
 
@@ -248,7 +249,7 @@ class Slow(CSVLogger):
 
 def test_a_slow_logger_is_asked_less_often(tmp_path: Path) -> None:
     slow = Slow(tmp_path, name="", version="slow")
-    only = MemProfilerCallback(collectors=[Pulse()], output=Output(summary=False, report=False))
+    only = MemProfilerCallback(collectors=[Pulse()], output=OutputOptions(summary=False, report=False))
     trainer(tmp_path, only, logger=slow).fit(Perceptron(), loader(64 * 8))
     # The first step, the window and the steps around it, and the rest at the end; the pulse is written nine times.
     assert slow.seconds == pytest.approx(4 * 0.3)
@@ -276,7 +277,9 @@ class TwoOptimizers(Logged):
 def test_curves_stand_over_the_same_steps_as_the_user_s_metrics(
     tmp_path: Path, model: type[Logged], options: dict[str, Any]
 ) -> None:
-    only = MemProfilerCallback(collectors=[Pulse()], output=Output(summary=False, report=False, on_error="raise"))
+    only = MemProfilerCallback(
+        collectors=[Pulse()], output=OutputOptions(summary=False, report=False, on_error="raise")
+    )
     trainer(tmp_path, only, logger=loggers(tmp_path), **options).fit(model(), loader(40))
     theirs = {step for step, _ in curves(tmp_path / "log")["loss"]}
     ours = [step for step, _ in curves(rank_file(tmp_path))["memprof/step_time_ms"]]

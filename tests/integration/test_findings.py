@@ -18,9 +18,10 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from faults import Samples, Steady, Training, findings_of, findings_of_run
-from lightning_memprof import HookTimings, Pulse, SavedTensors, Schedule
+from lightning_memprof import Schedule
 from lightning_memprof.analysis.findings import Finding, Severity
 from lightning_memprof.capture.base import Collector, OnMark, RunContext
+from lightning_memprof.collectors import HookTimings, Pulse, SavedTensors
 from lightning_memprof.schedule import Window
 from lightning_memprof.units import MIB
 from ranks import launch

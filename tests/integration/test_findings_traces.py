@@ -12,10 +12,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from faults import Samples, Steady
-from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, Output, Pulse, Schedule
+from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.analysis.findings import Finding, Severity, examine_files
 from lightning_memprof.analysis.trace.model import TraceReport
 from lightning_memprof.analysis.trace.report import trace_report
+from lightning_memprof.collectors import Pulse
 from training import trainer
 
 STEPS = 6
@@ -73,7 +74,7 @@ class SumsAtOnce(Sums):
 def recorded(directory: Path, model: pl.LightningModule) -> TraceReport:
     """Train, and return the report of the one trace."""
     ours = MemProfilerCallback(
-        schedule=Schedule(wait=3, warmup=1, active=STEPS), collectors=[Pulse()], output=Output(summary=False)
+        schedule=Schedule(wait=3, warmup=1, active=STEPS), collectors=[Pulse()], output=OutputOptions(summary=False)
     )
     trainer(directory, ours, profiler=ExtendedPyTorchProfiler()).fit(model, DataLoader(Samples(11), batch_size=None))
     (path,) = directory.rglob("*.pt.trace.json.gz")

@@ -16,7 +16,7 @@ import torch
 import yaml
 from torch import nn
 
-from lightning_memprof import ConfigError, MemProfilerCallback, Output, Schedule
+from lightning_memprof import ConfigError, MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.collectors.functions import CallRange, FunctionMemory, UserHooks, memprofilable
 from training import Perceptron, loader, manifest, only_run, rows_of, trainer
@@ -27,7 +27,7 @@ EVERYTHING = ("training_step", "backward", "optimizer_step", "validation_step", 
 
 def recording(collector: FunctionMemory | None = None, schedule: Schedule = SCHEDULE) -> MemProfilerCallback:
     collector = collector or FunctionMemory(functions=EVERYTHING, saved_tensors_hooks=True)
-    return MemProfilerCallback(schedule, [collector], output=Output(summary=False, on_error="raise"))
+    return MemProfilerCallback(schedule, [collector], output=OutputOptions(summary=False, on_error="raise"))
 
 
 def functions(directory: Path, window: int = 0, rank: int = 0) -> list[dict[str, Any]]:
@@ -351,7 +351,7 @@ def test_what_ddp_leaves_on_the_instance_is_left_as_ddp_leaves_it(
         from pathlib import Path
         import torch
         from lightning.pytorch.strategies import DDPStrategy
-        from lightning_memprof import MemProfilerCallback, Output, Schedule
+        from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
         from lightning_memprof.capture.collectors.functions import FunctionMemory
         from training import Perceptron, loader, trainer
 
@@ -373,7 +373,7 @@ def test_what_ddp_leaves_on_the_instance_is_left_as_ddp_leaves_it(
         collector = FunctionMemory(functions=["forward", "training_step", "backward"])
         schedule = Schedule(wait={start}, warmup=0, active=2, repeat=2)
         bare, left = fit(Path("bare"))
-        recorder = MemProfilerCallback(schedule, [collector], output=Output(summary=False, on_error="raise"))
+        recorder = MemProfilerCallback(schedule, [collector], output=OutputOptions(summary=False, on_error="raise"))
         ours, our_left = fit(Path("ours"), recorder)
         assert left and our_left
         assert all(torch.equal(a, b) for a, b in zip(bare, ours))

@@ -114,8 +114,8 @@ def test_the_callback_by_class_path_with_schedule_and_collectors(tmp_path: Path,
               init_args:
                 schedule: {wait: 2, active: 1}
                 collectors:
-                  - class_path: lightning_memprof.Pulse
-                  - class_path: lightning_memprof.OperatorTrace
+                  - class_path: lightning_memprof.collectors.Pulse
+                  - class_path: lightning_memprof.collectors.OperatorTrace
                     init_args: {record_shapes: true, activities: [cpu]}
         """)
     )
@@ -218,7 +218,7 @@ def test_the_environment_variable_may_name_a_file_of_options(tmp_path: Path, pla
     options = tmp_path / "memprof.yaml"
     options.write_text(
         "schedule: {wait: 3, active: 1}\n"
-        "collectors:\n  - class_path: lightning_memprof.HostMemory\n"
+        "collectors:\n  - class_path: lightning_memprof.collectors.HostMemory\n"
         "output: {summary: false}\n"
     )
     done = plain(str(options))

@@ -12,7 +12,7 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_memprof import MemProfilerCallback, Output
+from lightning_memprof import MemProfilerCallback, OutputOptions
 from training import Perceptron, loader, only_run, trainer
 
 
@@ -58,7 +58,7 @@ class Wandb(Quiet, WandbLogger):
 
 
 def fit(directory: Path, *loggers: Any, asked: bool = True) -> None:
-    callback = MemProfilerCallback(output=Output(dirpath=directory / "run", summary=False, loggers=asked))
+    callback = MemProfilerCallback(output=OutputOptions(dirpath=directory / "run", summary=False, loggers=asked))
     trainer(directory, callback, logger=list(loggers), default_root_dir=str(directory)).fit(Perceptron(), loader(6))
 
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lightning_memprof import MemProfilerCallback, ModuleMemory, Output, Pulse, SavedTensors, Schedule
+from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.cli.main import main
+from lightning_memprof.collectors import ModuleMemory, Pulse, SavedTensors
 from training import Perceptron, loader, trainer
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def test_the_two_lines_of_the_readme_fill_the_page(tmp_path: Path, capsys: pytes
 
 def test_a_tracked_step_gives_every_category_of_its_peak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     callback = MemProfilerCallback(
-        Schedule(wait=3), [Pulse(), SavedTensors(), ModuleMemory()], output=Output(summary=False)
+        Schedule(wait=3), [Pulse(), SavedTensors(), ModuleMemory()], output=OutputOptions(summary=False)
     )
     memory = memory_of(tmp_path, capsys, callback)
     assert memory["source"] == "module_memory"

@@ -16,16 +16,16 @@ import yaml
 from lightning.pytorch import Callback
 from torch import nn
 
-from lightning_memprof.errors import ConfigError
-from lightning_memprof.integration.callback import MemProfilerCallback
-from lightning_memprof.integration.memprofiler_cfg import (
+from lightning_memprof.compat.fts import MemProfiler, MemProfilerCLI
+from lightning_memprof.compat.fts_config import (
     MemProfilerCfg,
     MemProfilerFuncs,
     MemProfilerHooks,
     MemProfilerSchedule,
 )
-from lightning_memprof.integration.memprofiler_cli import MemProfiler, MemProfilerCLI
-from lightning_memprof.integration.output import Output
+from lightning_memprof.errors import ConfigError
+from lightning_memprof.integration.callback import MemProfilerCallback
+from lightning_memprof.integration.output import OutputOptions
 from training import Perceptron, loader, only_run, rows_of, trainer
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -45,7 +45,7 @@ PROGRAM = """
     sys.path.insert(0, {support!r})
     import torch
     from lightning.pytorch.cli import LightningCLI
-    from lightning_memprof.integration.memprofiler_cli import MemProfilerCLI, add_memprofiler_arguments
+    from lightning_memprof.compat.fts import MemProfilerCLI, add_memprofiler_arguments
     from torch.distributed.fsdp import fully_shard
     from training import Perceptron, loader
 
@@ -376,7 +376,7 @@ def test_a_marked_method_of_any_object_is_recorded(tmp_path: Path) -> None:
 
 def test_a_disabled_one_leaves_the_trainer_to_others(tmp_path: Path) -> None:
     idle = MemProfilerCfg()
-    run = fit(tmp_path / "callback", idle, None, MemProfilerCallback(output=Output(summary=False)))
+    run = fit(tmp_path / "callback", idle, None, MemProfilerCallback(output=OutputOptions(summary=False)))
     assert [row["steps"] for row in rows_of(run, "window") if row["event"] == "close"] == [[2, 3]]
     assert fit(tmp_path / "profiler", idle, None, profiler="fts_extended").is_dir()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memprof import MemProfilerCallback, Output, Schedule
+from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.tracker.modules import ModuleMemory
 from models import Compiled, GradientPenalty, InPlaceCnn, Lstm, Mlp, SharedEmbeddings, fit
@@ -57,7 +57,7 @@ def record(directory: Path, model: pl.LightningModule, **options: Any) -> Path:
     schedule = options.pop("schedule", Schedule(wait=1, warmup=1, active=1))
     validation = options.pop("validation", None)
     ours = MemProfilerCallback(
-        schedule=schedule, collectors=[collector], output=Output(on_error="raise", summary=False)
+        schedule=schedule, collectors=[collector], output=OutputOptions(on_error="raise", summary=False)
     )
     trainer(directory, ours, **options).fit(model, loader(), validation)
     return only_run(directory)
@@ -188,7 +188,7 @@ def test_a_module_that_is_called_twice_ends_the_collector_and_not_the_training(t
     bare = fit(CalledTwice, tmp_path / "bare")
     schedule = Schedule(wait=1, warmup=0, active=1, repeat=2)
     ours = MemProfilerCallback(
-        schedule=schedule, collectors=[ModuleMemory()], output=Output(on_error=on_error, summary=False)
+        schedule=schedule, collectors=[ModuleMemory()], output=OutputOptions(on_error=on_error, summary=False)
     )
     recorded = fit(CalledTwice, tmp_path / "ours", ours)
     assert all(torch.equal(expected, other) for expected, other in zip(bare, recorded, strict=True))
@@ -206,7 +206,7 @@ def test_training_is_the_same_to_the_last_bit(tmp_path: Path, kind: Any) -> None
     ours = MemProfilerCallback(
         schedule=Schedule(wait=0, warmup=0, active=1, repeat=0),
         collectors=[ModuleMemory()],
-        output=Output(on_error="raise"),
+        output=OutputOptions(on_error="raise"),
     )
     bare, recorded = fit(kind, tmp_path / "bare"), fit(kind, tmp_path / "ours", ours)
     assert all(torch.equal(expected, other) for expected, other in zip(bare, recorded, strict=True))

@@ -12,15 +12,8 @@ from torch import nn
 from torch.utils import _python_dispatch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_memprof import (
-    Collector,
-    FunctionMemory,
-    MemProfilerCallback,
-    ModuleMemory,
-    Output,
-    SavedTensors,
-    Schedule,
-)
+from lightning_memprof import Collector, MemProfilerCallback, OutputOptions, Schedule
+from lightning_memprof.collectors import FunctionMemory, ModuleMemory, SavedTensors
 from models import Mlp, TracedModel, fit
 from training import only_run, rows_of
 
@@ -181,7 +174,7 @@ EACH: dict[str, Callable[[], Collector]] = {
 def test_training_is_the_same_to_the_last_bit_and_nothing_fails(kind: type[TracedModel], tmp_path: Path) -> None:
     bare = fit(kind, tmp_path / "bare")
     for name, collector in EACH.items():
-        ours = MemProfilerCallback(schedule=WINDOWS, collectors=[collector()], output=Output(summary=False))
+        ours = MemProfilerCallback(schedule=WINDOWS, collectors=[collector()], output=OutputOptions(summary=False))
         recorded = fit(kind, tmp_path / name, ours)
         assert [torch.equal(expected, other) for expected, other in zip(bare, recorded, strict=True)] == [True] * len(
             bare
@@ -193,7 +186,7 @@ def test_training_is_the_same_to_the_last_bit_and_nothing_fails(kind: type[Trace
 
 
 def test_a_dispatch_mode_that_ends_before_ours_leaves_torchs_flags_as_they_were(tmp_path: Path) -> None:
-    ours = MemProfilerCallback(schedule=WINDOWS, collectors=[ModuleMemory()], output=Output(summary=False))
+    ours = MemProfilerCallback(schedule=WINDOWS, collectors=[ModuleMemory()], output=OutputOptions(summary=False))
     fit(ModeOverTheStep, tmp_path, ours)
     assert _python_dispatch._get_current_dispatch_mode_stack() == []
     assert not _python_dispatch.is_in_torch_dispatch_mode()

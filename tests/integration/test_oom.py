@@ -18,16 +18,17 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memprof import MemProfilerCallback, Output, Pulse, Schedule
+from fake_devices import FakeCuda
+from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.snapshot.restricted_pickle import read_pickle
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory
 from lightning_memprof.capture.collectors.oom import OutOfMemory
+from lightning_memprof.collectors import Pulse
 from lightning_memprof.integration import attachment
 from lightning_memprof.report.machine import to_json
 from lightning_memprof.report.view import run_view
-from lightning_memprof.testing import FakeCuda
 from lightning_memprof.units import GIB, MIB
 from training import Perceptron, loader, manifest, only_run, rows_of, trainer
 
@@ -97,7 +98,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 
 def recorder(**options: Any) -> MemProfilerCallback:
     collectors = [Pulse(), AllocatorHistory(), OutOfMemory(**options)]
-    return MemProfilerCallback(schedule=Schedule(wait=2), collectors=collectors, output=Output(on_error="raise"))
+    return MemProfilerCallback(schedule=Schedule(wait=2), collectors=collectors, output=OutputOptions(on_error="raise"))
 
 
 def test_a_device_that_runs_out_of_memory_leaves_an_autopsy_and_the_very_exception(
@@ -216,7 +217,7 @@ def test_an_error_that_the_program_catches_changes_nothing_and_is_on_the_page(
 
 
 def test_without_the_collector_nothing_is_watched(cuda: FakeCuda, tmp_path: Path) -> None:
-    callback = MemProfilerCallback(collectors=[Pulse()], output=Output(on_error="raise"))
+    callback = MemProfilerCallback(collectors=[Pulse()], output=OutputOptions(on_error="raise"))
     with pytest.raises(torch.OutOfMemoryError):
         trainer(tmp_path, callback).fit(Fills(cuda, 2), loader())
     assert cuda.observers == []
@@ -373,7 +374,8 @@ SMALL_OBJECTS = """
     sys.path.insert(0, {support!r})
     from pathlib import Path
     import psutil
-    from lightning_memprof import MemProfilerCallback, OutOfMemory, Pulse
+    from lightning_memprof import MemProfilerCallback
+    from lightning_memprof.collectors import OutOfMemory, Pulse
     from training import Perceptron, loader, trainer
 
     class Hoards(Perceptron):

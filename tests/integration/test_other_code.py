@@ -19,18 +19,16 @@ import torch
 from lightning.pytorch.profilers import Profiler
 
 from lightning_memprof import (
-    Action,
     Collector,
     ConfigError,
     ExtendedPyTorchProfiler,
-    HostMemory,
     MemProfilerCallback,
-    OperatorTrace,
-    Output,
-    Pulse,
+    OutputOptions,
     Schedule,
 )
 from lightning_memprof.artifacts.series import read_pulse
+from lightning_memprof.collectors import HostMemory, OperatorTrace, Pulse
+from lightning_memprof.schedule import Action
 from training import Perceptron, loader, manifest, only_run, rows_of, trainer
 
 if TYPE_CHECKING:
@@ -41,7 +39,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 def warning(**options: Any) -> MemProfilerCallback:
     """Give a callback with the policy that users have."""
-    return MemProfilerCallback(**{"output": Output(summary=False), **options})
+    return MemProfilerCallback(**{"output": OutputOptions(summary=False), **options})
 
 
 class Profiled(Perceptron):
@@ -104,10 +102,10 @@ def test_two_trainings_in_two_threads_record_one_trace_at_a_time(
         sys.path.insert(0, {str(SUPPORT)!r})
         from pathlib import Path
         from training import Perceptron, loader, trainer
-        from lightning_memprof import MemProfilerCallback, Output, Schedule
+        from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
 
         def fit(name):
-            callback = MemProfilerCallback(schedule=Schedule(wait=0, repeat=0), output=Output(summary=False))
+            callback = MemProfilerCallback(schedule=Schedule(wait=0, repeat=0), output=OutputOptions(summary=False))
             trainer(Path(name), callback).fit(Perceptron(), loader(30))
 
         threads = [threading.Thread(target=fit, args=(name,)) for name in "ab"]

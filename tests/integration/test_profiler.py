@@ -12,7 +12,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_memprof import ConfigError, ExtendedPyTorchProfiler, MemProfilerCallback, OperatorTrace, Output, Schedule
+from lightning_memprof import ConfigError, ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
+from lightning_memprof.collectors import OperatorTrace
 from training import Perceptron, loader, only_run, rows_of, trainer
 
 if TYPE_CHECKING:
@@ -52,7 +53,9 @@ def test_a_path_of_ones_own_kind_is_taken_for_what_it_says(tmp_path: Path) -> No
 
     place: Any = Elsewhere()
     profiler = ExtendedPyTorchProfiler(dirpath=place)
-    trainer(tmp_path, MemProfilerCallback(output=Output(dirpath=place)), profiler=profiler).fit(Perceptron(), loader())
+    trainer(tmp_path, MemProfilerCallback(output=OutputOptions(dirpath=place)), profiler=profiler).fit(
+        Perceptron(), loader()
+    )
     assert traces(tmp_path / "elsewhere")
     assert only_run(tmp_path / "elsewhere").is_dir()
 
@@ -151,7 +154,9 @@ def test_with_the_callback_there_is_one_run_with_the_callbacks_schedule_and_the_
     tmp_path: Path,
 ) -> None:
     profiler = ExtendedPyTorchProfiler(schedule=Schedule(wait=5), record_shapes=True, filename="both", row_limit=3)
-    callback = MemProfilerCallback(schedule=Schedule(wait=2, active=1), output=Output(summary=False, on_error="raise"))
+    callback = MemProfilerCallback(
+        schedule=Schedule(wait=2, active=1), output=OutputOptions(summary=False, on_error="raise")
+    )
     trainer(tmp_path, callback, profiler=profiler).fit(Perceptron(), loader())
     run = only_run(tmp_path)
     (closed,) = [row for row in rows_of(run, "window") if row["event"] == "close"]
@@ -166,7 +171,7 @@ def test_with_the_callback_there_is_one_run_with_the_callbacks_schedule_and_the_
 
 def test_a_collector_named_by_the_callback_wins_over_the_profilers(tmp_path: Path) -> None:
     callback = MemProfilerCallback(
-        collectors=[OperatorTrace(filename="named")], output=Output(summary=False, on_error="raise")
+        collectors=[OperatorTrace(filename="named")], output=OutputOptions(summary=False, on_error="raise")
     )
     trainer(tmp_path, callback, profiler="fts_extended").fit(Perceptron(), loader())
     (trace,) = traces(tmp_path / "log")

@@ -19,24 +19,16 @@ import pytest
 import torch
 from torch.nn.modules import module as torch_modules
 
-from lightning_memprof import (
-    Collector,
-    ExtendedPyTorchProfiler,
-    HookTimings,
-    HostMemory,
-    MemProfilerCallback,
-    OperatorTrace,
-    Output,
-    Pulse,
-    Schedule,
-)
+from lightning_memprof import Collector, ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.artifacts.series import read_pulse
+from lightning_memprof.collectors import HookTimings, HostMemory, OperatorTrace, Pulse
 from training import Perceptron, loader, manifest, only_run, rows_of, trainer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lightning_memprof import Mark, RunContext, Window
+    from lightning_memprof import Mark, RunContext
+    from lightning_memprof.collectors import Window
 
 
 def everything(**options: Any) -> MemProfilerCallback:
@@ -47,7 +39,7 @@ def everything(**options: Any) -> MemProfilerCallback:
         **{
             "schedule": schedule,
             "collectors": collectors,
-            "output": Output(summary=False, on_error="raise"),
+            "output": OutputOptions(summary=False, on_error="raise"),
             **options,
         }
     )
@@ -200,7 +192,7 @@ def test_a_failing_collector_is_switched_off_and_nothing_else_notices(
     callback = MemProfilerCallback(
         schedule=Schedule(repeat=2),
         collectors=[Pulse(), faulty, HostMemory(), OperatorTrace()],
-        output=Output(summary=False),
+        output=OutputOptions(summary=False),
     )
     with caplog.at_level(logging.WARNING, logger="lightning_memprof"):
         trainer(tmp_path, callback).fit(Perceptron(), loader())
@@ -222,7 +214,7 @@ def test_a_log_dir_that_cannot_be_written_does_not_stop_the_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("not a directory")
-    callback = MemProfilerCallback(output=Output(dirpath=tmp_path / "file", summary=False))
+    callback = MemProfilerCallback(output=OutputOptions(dirpath=tmp_path / "file", summary=False))
     training = trainer(tmp_path, callback)
     with caplog.at_level(logging.WARNING, logger="lightning_memprof"):
         training.fit(Perceptron(), loader())
@@ -239,7 +231,9 @@ def test_a_run_directory_that_vanishes_does_not_stop_the_training(tmp_path: Path
                 shutil.rmtree(tmp_path / "log")
             return self.loss(batch)
 
-    training = trainer(tmp_path, MemProfilerCallback(output=Output(summary=True)), profiler=ExtendedPyTorchProfiler())
+    training = trainer(
+        tmp_path, MemProfilerCallback(output=OutputOptions(summary=True)), profiler=ExtendedPyTorchProfiler()
+    )
     training.fit(Vanishing(), loader())
     assert training.global_step == 12
 
@@ -256,7 +250,7 @@ def test_nothing_is_held_outside_of_windows(tmp_path: Path) -> None:
             held[batch_idx] = (hooks + patched, torch.autograd._profiler_enabled())
             return self.loss(batch)
 
-    trainer(tmp_path, MemProfilerCallback(output=Output(summary=False)), profiler=ExtendedPyTorchProfiler()).fit(
+    trainer(tmp_path, MemProfilerCallback(output=OutputOptions(summary=False)), profiler=ExtendedPyTorchProfiler()).fit(
         Watching(), loader()
     )
     assert {step for step, (hooks, _) in held.items() if hooks} == {1, 2, 3}
@@ -322,7 +316,7 @@ def test_a_recording_that_cannot_begin_leaves_no_file_open_and_says_how_it_ended
         raise FailsError("ours")
 
     monkeypatch.setattr("lightning_memprof.integration.attachment.Session", broken)
-    training = trainer(tmp_path, MemProfilerCallback(output=Output(summary=False)))
+    training = trainer(tmp_path, MemProfilerCallback(output=OutputOptions(summary=False)))
     training.fit(Perceptron(), loader(3))
     assert training.global_step == 3
     end = manifest(only_run(tmp_path))[-1]

@@ -15,11 +15,12 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_memprof import ConfigError, HostMemory, MemProfilerCallback, Output
+from lightning_memprof import ConfigError, MemProfilerCallback, OutputOptions
 from lightning_memprof.analysis.run.fetch import local_run
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts import upload
 from lightning_memprof.cli.show import show
+from lightning_memprof.collectors import HostMemory
 from lightning_memprof.errors import ArtifactError
 from ranks import launch
 from s3 import BUCKET, S3Server, s3_server
@@ -43,7 +44,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
 
 
 def fit(directory: Path, url: str, **output: Any) -> MemProfilerCallback:
-    callback = MemProfilerCallback(output=Output(dirpath=url, summary=False, on_error="raise", **output))
+    callback = MemProfilerCallback(output=OutputOptions(dirpath=url, summary=False, on_error="raise", **output))
     trainer(directory, callback, default_root_dir=str(directory)).fit(Perceptron(), loader(6))
     return callback
 
@@ -82,7 +83,7 @@ def test_a_second_run_of_one_place_has_a_directory_of_its_own(tmp_path: Path) ->
 
 
 def test_a_stage_other_than_fit_has_its_own_place(tmp_path: Path) -> None:
-    callback = MemProfilerCallback(output=Output(dirpath=URL, summary=False, on_error="raise"))
+    callback = MemProfilerCallback(output=OutputOptions(dirpath=URL, summary=False, on_error="raise"))
     trainer(tmp_path, callback, default_root_dir=str(tmp_path)).test(Perceptron(), loader(6), verbose=False)
     assert callback.run_location == f"{URL}/test/memprofiler"
     with local_run(URL) as found:
@@ -97,7 +98,7 @@ def test_a_run_that_fails_is_at_its_url_too(tmp_path: Path) -> None:
                 raise RuntimeError("on purpose")
             return self.loss(batch)
 
-    callback = MemProfilerCallback(output=Output(dirpath=URL, summary=False))
+    callback = MemProfilerCallback(output=OutputOptions(dirpath=URL, summary=False))
     with pytest.raises(RuntimeError, match="on purpose"):
         trainer(tmp_path, callback, default_root_dir=str(tmp_path)).fit(Failing(), loader(8))
     with local_run(URL) as found:
@@ -117,7 +118,7 @@ def test_a_file_url_is_a_directory_of_this_machine(tmp_path: Path) -> None:
 def test_the_summary_and_show_name_the_url_and_no_path_of_a_copy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    callback = MemProfilerCallback(output=Output(dirpath=URL, on_error="raise"))
+    callback = MemProfilerCallback(output=OutputOptions(dirpath=URL, on_error="raise"))
     trainer(tmp_path, callback, default_root_dir=str(tmp_path)).fit(Perceptron(), loader(6))
     pages = [capsys.readouterr().out]
     assert show(URL) == 0
@@ -190,7 +191,7 @@ def test_ctrl_c_ends_a_program_whose_place_does_not_answer(tmp_path: Path, monke
     gate = threading.Event()
     monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *_, **__: gate.wait(60))
     monkeypatch.setattr(upload, "HURRY_S", 0.2)
-    callback = MemProfilerCallback(output=Output(dirpath=URL, summary=False), collectors=[HostMemory()])
+    callback = MemProfilerCallback(output=OutputOptions(dirpath=URL, summary=False), collectors=[HostMemory()])
     started = time.monotonic()
     # Lightning ends the program, and ignores any further Ctrl-C before that.
     with pytest.raises(SystemExit):
@@ -205,7 +206,9 @@ def test_a_trainers_url_with_a_password_is_recorded_here_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    callback = MemProfilerCallback(collectors=[HostMemory()], output=Output(summary=False, curves=False, report=False))
+    callback = MemProfilerCallback(
+        collectors=[HostMemory()], output=OutputOptions(summary=False, curves=False, report=False)
+    )
     url = "memory://me:hid/HIDDEN@host/x?sig=HIDDEN"
     trainer(tmp_path, callback, default_root_dir=url, logger=False).fit(Perceptron(), loader(6))
     assert "memory://me:***@host/x?sig=***" in caplog.text
@@ -217,9 +220,9 @@ def test_a_trainers_url_with_a_password_is_recorded_here_without_it(
 
 
 def test_a_refused_setup_leaves_no_working_copy(tmp_path: Path) -> None:
-    from lightning_memprof import AllocatorHistory
+    from lightning_memprof.collectors import AllocatorHistory
 
-    callback = MemProfilerCallback(collectors=[AllocatorHistory()], output=Output(dirpath=URL))
+    callback = MemProfilerCallback(collectors=[AllocatorHistory()], output=OutputOptions(dirpath=URL))
     with pytest.raises(ConfigError, match="AllocatorHistory"):
         trainer(tmp_path, callback, default_root_dir=str(tmp_path)).fit(Perceptron(), loader(6))
     assert working_copies(tmp_path) == []

@@ -13,12 +13,13 @@ import psutil
 import pytest
 
 import lightning_memprof
-from lightning_memprof import HostMemory, MemProfilerCallback, OperatorTrace, Output, Pulse, Schedule
+from fake_runs import FakeRun, make_run
+from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.artifacts.sink import RunPlace
+from lightning_memprof.collectors import HostMemory, OperatorTrace, Pulse
 from lightning_memprof.integration.report_process import VARIABLE, start_report
 from lightning_memprof.report.html import to_html
 from lightning_memprof.report.opened import opened
-from lightning_memprof.testing import FakeRun, make_run
 from training import Perceptron, loader, only_run, trainer
 
 PATIENCE_SECONDS = 90
@@ -28,7 +29,8 @@ sys.path.insert(0, {support!r})
 from pathlib import Path
 import psutil
 from lightning.pytorch import Callback, seed_everything
-from lightning_memprof import HostMemory, MemProfilerCallback, Output, Pulse, Schedule
+from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
+from lightning_memprof.collectors import HostMemory, Pulse
 from training import Perceptron, loader, trainer
 
 place, page = Path(sys.argv[1]), bool(sys.argv[2])
@@ -42,7 +44,7 @@ class Late(Callback):
 seed_everything(3, verbose=False)
 model = Perceptron()
 recorder = MemProfilerCallback(
-    Schedule(wait=1, active=1), [Pulse(), HostMemory()], output=Output(summary=False, report=page)
+    Schedule(wait=1, active=1), [Pulse(), HostMemory()], output=OutputOptions(summary=False, report=page)
 )
 trainer(place, recorder, Late()).fit(model, loader(), loader(2))
 print(hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in model.parameters())).hexdigest())
@@ -51,7 +53,7 @@ print(len(psutil.Process().children(recursive=True)))
 
 
 def callback(**output) -> MemProfilerCallback:
-    kept = Output(summary=False, on_error="raise", **output)
+    kept = OutputOptions(summary=False, on_error="raise", **output)
     return MemProfilerCallback(Schedule(wait=1, active=1), [Pulse(), HostMemory()], output=kept)
 
 
@@ -92,7 +94,7 @@ def test_a_fit_leaves_its_page_and_does_not_wait_for_it(tmp_path, monkeypatch):
 
 def test_the_page_at_the_end_has_all_that_the_command_has_traces_included(tmp_path, monkeypatch):
     monkeypatch.delenv(VARIABLE)
-    kept = Output(summary=False, on_error="raise")
+    kept = OutputOptions(summary=False, on_error="raise")
     recorder = MemProfilerCallback(Schedule(wait=1, active=1), [Pulse(), OperatorTrace()], output=kept)
     trainer(tmp_path, recorder).fit(Perceptron(), loader(4))
     run = only_run(tmp_path)

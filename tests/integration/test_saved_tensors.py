@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memprof import MemProfilerCallback, Output, Schedule
+from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.collectors.saved_tensors import NO_BACKWARD, SavedTensors
 from lightning_memprof.capture.sources.module_calls import COMPILED
@@ -23,7 +23,9 @@ MANUAL = "manual optimization with two optimizers"
 
 def callback(**options: Any) -> MemProfilerCallback:
     schedule = Schedule(wait=1, warmup=1, active=3)
-    return MemProfilerCallback(schedule, [SavedTensors()], output=Output(summary=False, on_error="raise"), **options)
+    return MemProfilerCallback(
+        schedule, [SavedTensors()], output=OutputOptions(summary=False, on_error="raise"), **options
+    )
 
 
 def rows(directory: Path, rank: int = 0) -> list[dict[str, Any]]:

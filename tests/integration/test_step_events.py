@@ -17,9 +17,10 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from torch.utils.data import DataLoader
 
-from lightning_memprof import Garbage, HookTimings, MemProfilerCallback, Pulse, Schedule, load_run
+from lightning_memprof import MemProfilerCallback, Schedule, load_run
 from lightning_memprof.analysis.steps.events import StepEvents, rank_events
 from lightning_memprof.analysis.steps.pauses import pauses
+from lightning_memprof.collectors import Garbage, HookTimings, Pulse
 from training import Noise, Perceptron, trainer
 
 MS = 1_000_000

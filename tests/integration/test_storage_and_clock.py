@@ -13,22 +13,11 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_memprof import (
-    FunctionMemory,
-    Garbage,
-    HookTimings,
-    HostMemory,
-    MemProfilerCallback,
-    OperatorTrace,
-    Output,
-    Pulse,
-    Schedule,
-    System,
-    load_run,
-)
+from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule, load_run
 from lightning_memprof.analysis.trace.events import read_events
 from lightning_memprof.artifacts.series import read_pulse, read_series
 from lightning_memprof.capture.sources.trace_file import TraceFile
+from lightning_memprof.collectors import FunctionMemory, Garbage, HookTimings, HostMemory, OperatorTrace, Pulse, System
 from training import Perceptron, loader, only_run, trainer
 
 HOUR_NS = 3600 * 10**9
@@ -36,7 +25,7 @@ HOUR_NS = 3600 * 10**9
 
 def recorded(*collectors: Any, **output: Any) -> MemProfilerCallback:
     schedule = Schedule(wait=1, warmup=1, active=2, repeat=2)
-    return MemProfilerCallback(schedule, list(collectors), output=Output(summary=False, report=False, **output))
+    return MemProfilerCallback(schedule, list(collectors), output=OutputOptions(summary=False, report=False, **output))
 
 
 class Refusing(CSVLogger):

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_memprof import MemProfilerCallback, Output, Pulse, Schedule, System, Throughput
+from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.series import read_series
+from lightning_memprof.collectors import Pulse, System, Throughput
 from lightning_memprof.report.machine import to_json
 from lightning_memprof.report.view import run_view
 from training import Noise, Perceptron, loader, only_run, rows_of, trainer
@@ -19,7 +20,7 @@ WINDOW = Schedule(wait=1, warmup=1, active=2, repeat=1)
 
 
 def callback(*collectors: Any) -> MemProfilerCallback:
-    return MemProfilerCallback(schedule=WINDOW, collectors=list(collectors), output=Output(summary=False))
+    return MemProfilerCallback(schedule=WINDOW, collectors=list(collectors), output=OutputOptions(summary=False))
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -71,7 +72,7 @@ def test_a_count_that_fails_stops_neither_training_nor_recording(tmp_path: Path)
 
 
 def test_the_default_set_shows_throughput_and_machine(tmp_path: Path) -> None:
-    made = trainer(tmp_path, MemProfilerCallback(schedule=WINDOW, output=Output(summary=False)))
+    made = trainer(tmp_path, MemProfilerCallback(schedule=WINDOW, output=OutputOptions(summary=False)))
     made.fit(Perceptron(), loader(8))
     document = json.loads(json.dumps(to_json(run_view(load_run(only_run(tmp_path)))), allow_nan=False))
     (throughput,), (system,) = document["throughput"], document["system"]

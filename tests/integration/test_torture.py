@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from lightning_memprof import HostMemory, MemProfilerCallback, OperatorTrace, Output, Pulse, Schedule
+from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
+from lightning_memprof.collectors import HostMemory, OperatorTrace, Pulse
 from training import Perceptron, loader, trainer
 
 TORTURE = Path(__file__).parents[1] / "torture"
@@ -82,7 +83,7 @@ def lived(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("healthy") / "ours"
     collectors = [Pulse(), HostMemory(), OperatorTrace()]
     callback = MemProfilerCallback(
-        Schedule(wait=2, warmup=1, active=2, repeat=0), collectors, output=Output(summary=False, report=False)
+        Schedule(wait=2, warmup=1, active=2, repeat=0), collectors, output=OutputOptions(summary=False, report=False)
     )
     trainer(directory, callback).fit(Perceptron(), loader(15))
     (directory / "trail.rank0").write_text('[0, "a"]\n[1, "b"]\n')

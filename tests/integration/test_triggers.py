@@ -16,28 +16,25 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_memprof import (
-    AllocatorRetries,
     Budget,
     ConfigError,
     ExtendedPyTorchProfiler,
-    HostMemory,
     MemProfilerCallback,
-    OperatorTrace,
-    Output,
-    Pulse,
+    OutputOptions,
     Schedule,
-    SlowStep,
-    Stages,
+    StageSchedules,
     Triggers,
 )
 from lightning_memprof.artifacts.trigger import read_plan
 from lightning_memprof.cli.main import main
+from lightning_memprof.collectors import HostMemory, OperatorTrace, Pulse
+from lightning_memprof.triggers import AllocatorRetries, SlowStep
 from ranks import launch
 from training import Perceptron, loader, only_run, rows_of, trainer
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-NO_FIT = Stages(fit=None)
-OUTPUT = Output(summary=False, on_error="raise")
+NO_FIT = StageSchedules(fit=None)
+OUTPUT = OutputOptions(summary=False, on_error="raise")
 
 
 class At(pl.Callback):
@@ -167,7 +164,7 @@ def test_an_anomaly_that_cannot_be_watched_here_is_an_error_in_setup(tmp_path: P
 
 
 def test_each_stage_has_its_schedule(tmp_path: Path) -> None:
-    stages = Stages(fit=None, validate=Schedule(steps=(3,)), test=Schedule(wait=0, active=1), predict=None)
+    stages = StageSchedules(fit=None, validate=Schedule(steps=(3,)), test=Schedule(wait=0, active=1), predict=None)
     callback = memprof(stages)
     training, module = trainer(tmp_path, callback), Perceptron()
     recorded = {}
@@ -181,7 +178,7 @@ def test_each_stage_has_its_schedule(tmp_path: Path) -> None:
 
 
 def test_the_profiler_alone_takes_stages_and_opens_windows_that_are_wanted(tmp_path: Path) -> None:
-    profiler = ExtendedPyTorchProfiler(schedule=Stages(fit=None, test=Schedule(wait=0, warmup=0, active=1)))
+    profiler = ExtendedPyTorchProfiler(schedule=StageSchedules(fit=None, test=Schedule(wait=0, warmup=0, active=1)))
     training = trainer(tmp_path, At(_3=lambda: os.kill(os.getpid(), signal.SIGUSR2)), profiler=profiler)
     training.fit(Perceptron(), loader(8))
     training.test(Perceptron(), loader(4))
@@ -228,16 +225,16 @@ def test_a_cycle_counts_the_steps_of_this_process(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_options_in_yaml(tmp_path: Path) -> None:
-    from lightning_memprof.integration.attached import load_options
+    from lightning_memprof.integration.callback import load_options
 
     path = tmp_path / "memprof.yaml"
     path.write_text(
         "schedule: {fit: {steps: [100, 2000]}, validate: null}\n"
         "triggers:\n  anomalies:\n    - class_path: SlowStep\n      init_args: {factor: 3}\n"
-        "    - class_path: lightning_memprof.NearOOM\n  active: 5\n"
+        "    - class_path: lightning_memprof.triggers.NearOOM\n  active: 5\n"
     )
     options = load_options(path)
-    assert options["schedule"] == Stages(fit=Schedule(steps=(100, 2000)), validate=None)
+    assert options["schedule"] == StageSchedules(fit=Schedule(steps=(100, 2000)), validate=None)
     triggers = options["triggers"]
     assert [type(anomaly).__name__ for anomaly in triggers.anomalies] == ["SlowStep", "NearOOM"]
     assert (triggers.anomalies[0].factor, triggers.active, options["budget"]) == (3, 5, Budget())

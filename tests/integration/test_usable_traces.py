@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_memprof import Budget, MemProfilerCallback, Output, Schedule, load_run
+from lightning_memprof import Budget, MemProfilerCallback, OutputOptions, Schedule, load_run
 from lightning_memprof.capture.collectors.host import HostMemory
 from lightning_memprof.capture.collectors.operator_trace import OperatorTrace
 from lightning_memprof.capture.sources.trace_file import TraceFile
@@ -43,7 +43,7 @@ def test_the_rank_that_is_chosen_records_everything_and_the_other_one_what_is_li
 def test_only_the_newest_windows_are_kept_and_the_page_says_so_without_a_word_of_missing_files(
     tmp_path: Path,
 ) -> None:
-    callback = MemProfilerCallback(CYCLES, budget=Budget(keep_windows=2), output=Output(on_error="raise"))
+    callback = MemProfilerCallback(CYCLES, budget=Budget(keep_windows=2), output=OutputOptions(on_error="raise"))
     trainer(tmp_path, callback).fit(Perceptron(), loader(8))
     directory = only_run(tmp_path)
     assert sorted(path.name for path in directory.glob("window*")) == ["window002", "window003"]

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_memprof import MemProfilerCallback, Output
+from lightning_memprof import MemProfilerCallback, OutputOptions
 from lightning_memprof.capture import budget
 from training import Perceptron, loader, trainer
 
 
 def main(directory: Path) -> None:
     budget._TIMEOUT_SHARE = 1e-6  # type: ignore[misc]
-    callback = MemProfilerCallback(ranks=[1], output=Output(on_error="raise"))
+    callback = MemProfilerCallback(ranks=[1], output=OutputOptions(on_error="raise"))
     strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=100))
     trainer(directory, callback, devices=2, strategy=strategy).fit(Perceptron(), loader(16))
 

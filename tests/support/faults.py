@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_memprof import Garbage, HookTimings, MemProfilerCallback, Output, Pulse, Schedule
+from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.analysis.memory.allocations import run_allocations
 from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.collectors import Garbage, HookTimings, Pulse
 from lightning_memprof.report.view import run_view
 from training import only_run, trainer
 
@@ -86,7 +87,9 @@ class Training:
 def findings_of(directory: Path, training: Training | None = None, stage: str = "fit") -> dict[str, Finding]:
     """Run a training and return what its run directory shows, by rule, the verdict's first."""
     training = training or Training()
-    ours = MemProfilerCallback(schedule=training.schedule, collectors=training.collectors, output=Output(summary=False))
+    ours = MemProfilerCallback(
+        schedule=training.schedule, collectors=training.collectors, output=OutputOptions(summary=False)
+    )
     made = trainer(directory, ours, *training.callbacks, **training.options)
     loaders = [DataLoader(training.data or Samples(training.steps), batch_size=None)]
     if training.validation is not None:

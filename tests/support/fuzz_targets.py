@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.findings import examine_files
 from lightning_memprof.analysis.memory.allocations import run_allocations
 from lightning_memprof.analysis.run.load import load_run
@@ -23,7 +24,6 @@ from lightning_memprof.analysis.trace.report import trace_report
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.report.machine import to_json
 from lightning_memprof.report.view import run_view
-from lightning_memprof.testing import FakeRun, make_run
 
 __all__ = ["BETWEEN", "LONGEST_LINE", "SEEDS", "TARGETS", "Target", "manifest_parts", "outcome", "target"]
 

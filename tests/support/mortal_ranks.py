@@ -18,7 +18,7 @@ from pathlib import Path
 import torch._inductor.config  # noqa: F401 the profiler imports it late, once for each child
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, Output, Schedule
+from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
 from training import Perceptron, loader, trainer
 
 STARTS_WITHIN = 20.0
@@ -34,7 +34,7 @@ def fit(directory: Path, rank: int, port: int) -> None:
     os.dup2(out, 1)
     os.dup2(out, 2)
     schedule = Schedule(wait=1, warmup=1, active=1, repeat=0)
-    callback = MemProfilerCallback(schedule=schedule, output=Output(summary=False))
+    callback = MemProfilerCallback(schedule=schedule, output=OutputOptions(summary=False))
     trainer(
         directory, callback, devices=2, strategy=DDPStrategy(process_group_backend="gloo"), max_epochs=50,
         profiler=ExtendedPyTorchProfiler(),

@@ -14,18 +14,14 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch.profiler import ProfilerAction
 
-from lightning_memprof import (
-    Budget,
-    Collector,
-    ExtendedPyTorchProfiler,
+from lightning_memprof import Budget, Collector, ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions
+from lightning_memprof.collectors import (
     FunctionMemory,
     Garbage,
     HookTimings,
     HostMemory,
-    MemProfilerCallback,
     ModuleMemory,
     OperatorTrace,
-    Output,
     Pulse,
     SavedTensors,
     System,
@@ -59,7 +55,7 @@ def main(directory: Path) -> None:
         schedule=functools.partial(schedule, token=os.environ["MY_SERVICE_TOKEN"]),
         collectors=collectors,
         budget=Budget(keep_windows=2),
-        output=Output(loggers=True),
+        output=OutputOptions(loggers=True),
     )
     model = Failing() if os.environ.get("FAIL") else Perceptron()
     logger = TensorBoardLogger(directory, name=None, version="version_0")

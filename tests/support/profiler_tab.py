@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, Output, Schedule
+from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.analysis.trace.events import read_trace
 from lightning_memprof.artifacts.trace_categories import tensorboard_categories
 from ranks import launch
@@ -40,7 +40,7 @@ _PATIENCE_SECONDS = 120
 def fit(directory: Path, *, windows: int = 1, validate: bool = False, **options: Any) -> None:
     """Train, recording two steps a window."""
     profiler = ExtendedPyTorchProfiler(record_shapes=True, profile_memory=True, **options)
-    callback = MemProfilerCallback(schedule=Schedule(repeat=windows), output=Output(summary=False))
+    callback = MemProfilerCallback(schedule=Schedule(repeat=windows), output=OutputOptions(summary=False))
     training = trainer(directory, callback, profiler=profiler)
     training.fit(Perceptron(), loader(), loader(4))
     if validate:

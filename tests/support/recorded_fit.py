@@ -7,22 +7,18 @@ import sys
 from pathlib import Path
 
 from file_operations import Recorder
-from lightning_memprof import (
-    Budget,
-    ExtendedPyTorchProfiler,
+from lightning_memprof import Budget, ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
+from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.collectors import (
     FunctionMemory,
     HookTimings,
     HostMemory,
-    MemProfilerCallback,
     ModuleMemory,
     OperatorTrace,
-    Output,
     Pulse,
     SavedTensors,
-    Schedule,
     System,
 )
-from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.report.opened import OpenOptions, opened
 from lightning_memprof.report.written import PAGE_NAME, write_page
 from training import Perceptron, loader, only_run, trainer
@@ -37,7 +33,7 @@ def fit(directory: Path, windows: int) -> None:
             ModuleMemory(), System(always=True, interval=0.1),
         ],
         budget=Budget(keep_windows=max(1, windows - 1)),
-        output=Output(summary=False, report=False),
+        output=OutputOptions(summary=False, report=False),
     )  # fmt: skip
     training = trainer(directory, callback, profiler=ExtendedPyTorchProfiler())
     model = Perceptron()

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_memprof import MemProfilerCallback, Output, Schedule
+from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
 from training import Perceptron, loader, trainer
 
 
 def main(directory: Path, url: str) -> None:
-    callback = MemProfilerCallback(schedule=Schedule(repeat=2), output=Output(dirpath=url, on_error="raise"))
+    callback = MemProfilerCallback(schedule=Schedule(repeat=2), output=OutputOptions(dirpath=url, on_error="raise"))
     world = int(os.environ["WORLD_SIZE"])
     several = {"devices": world, "strategy": DDPStrategy(process_group_backend="gloo")} if world > 1 else {}
     training = trainer(directory, callback, default_root_dir=str(directory), **several)

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from lightning_memprof import MemProfilerCallback, Output, Schedule
+from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.capture.collectors.saved_tensors import SavedTensors
 from training import Perceptron, loader, trainer
 
@@ -42,7 +42,7 @@ class ShardedBlocks(Blocks):
 def main(directory: Path, kind: str) -> None:
     world = int(os.environ["WORLD_SIZE"])
     callback = MemProfilerCallback(
-        Schedule(wait=0, warmup=1, active=2), [SavedTensors()], output=Output(summary=False, on_error="raise")
+        Schedule(wait=0, warmup=1, active=2), [SavedTensors()], output=OutputOptions(summary=False, on_error="raise")
     )
     if kind == "ddp":
         strategy = DDPStrategy(process_group_backend="gloo")

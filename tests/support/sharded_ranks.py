@@ -59,7 +59,7 @@ def main(directory: Path, options: dict[str, str]) -> None:
     model = Sharded("group" in options)
     callbacks: list[pl.Callback] = []
     if "bare" not in options:
-        from lightning_memprof import Collector, MemProfilerCallback, Output, Schedule
+        from lightning_memprof import Collector, MemProfilerCallback, OutputOptions, Schedule
         from lightning_memprof.capture.tracker.fsdp import FSDPMemory
         from lightning_memprof.capture.tracker.modules import ModuleMemory
 
@@ -68,7 +68,7 @@ def main(directory: Path, options: dict[str, str]) -> None:
         )
         collectors: list[Collector] = [ModuleMemory() if "modules" in options else collector]
         schedule = Schedule(wait=1, warmup=1, active=2)
-        output = Output(on_error="raise", summary=False)
+        output = OutputOptions(on_error="raise", summary=False)
         callbacks.append(MemProfilerCallback(schedule=schedule, collectors=collectors, output=output))
     hooks: list[Any] = []
     callbacks.append(pl.callbacks.LambdaCallback(on_train_start=lambda *_: hooks.append(hooks_of(model))))

@@ -13,7 +13,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_memprof import HostMemory, MemProfilerCallback, Output, Pulse, Stages
+from lightning_memprof import MemProfilerCallback, OutputOptions, StageSchedules
+from lightning_memprof.collectors import HostMemory, Pulse
 from lightning_memprof.schedule import Schedule
 from training import Perceptron, loader, trainer
 
@@ -40,9 +41,9 @@ class Steered(pl.Callback):
 
 def main(directory: Path) -> None:
     memprof = MemProfilerCallback(
-        Stages(fit=Schedule(wait=1, warmup=1, active=2, repeat=1)),
+        StageSchedules(fit=Schedule(wait=1, warmup=1, active=2, repeat=1)),
         collectors=[Pulse(), HostMemory()],
-        output=Output(summary=False, report=False),
+        output=OutputOptions(summary=False, report=False),
     )
     trainer(directory, memprof, Steered(directory, memprof)).fit(Perceptron(), loader(STEPS))
 

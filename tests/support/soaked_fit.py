@@ -18,7 +18,7 @@ import lightning.pytorch as pl
 import psutil
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from lightning_memprof import Budget, ExtendedPyTorchProfiler, MemProfilerCallback, Output, Schedule
+from lightning_memprof import Budget, ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
 from training import Perceptron, loader, trainer
 
 KEEP: Final = 5
@@ -101,7 +101,7 @@ def main(directory: Path, steps: int, every: int, how: str) -> None:
             MemProfilerCallback(
                 schedule=Schedule(wait=every - 3, warmup=1, active=2, repeat=0),
                 budget=Budget(keep_windows=KEEP),
-                output=Output(summary=False, report=False),
+                output=OutputOptions(summary=False, report=False),
             )
         ]
         options["profiler"] = ExtendedPyTorchProfiler()

@@ -14,7 +14,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_memprof import HostMemory, MemProfilerCallback, Output, Pulse, Stages
+from lightning_memprof import MemProfilerCallback, OutputOptions, StageSchedules
+from lightning_memprof.collectors import HostMemory, Pulse
 from training import Perceptron, loader, trainer
 
 STEPS = 160
@@ -38,7 +39,9 @@ class Slow(pl.Callback):
 
 def main(directory: Path) -> None:
     memprof = MemProfilerCallback(
-        Stages(fit=None), collectors=[Pulse(), HostMemory()], output=Output(summary=False, on_error="raise")
+        StageSchedules(fit=None),
+        collectors=[Pulse(), HostMemory()],
+        output=OutputOptions(summary=False, on_error="raise"),
     )
     trainer(
         directory, memprof, Slow(directory, memprof), devices=2, strategy=DDPStrategy(process_group_backend="gloo")

@@ -65,9 +65,9 @@ def main(directory: Path, options: dict[str, str]) -> None:
     callbacks: list[pl.Callback] = [counting]
     profiler = None
     if "bare" not in options:
-        from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, Output
+        from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions
 
-        callbacks.append(MemProfilerCallback(output=Output(on_error="raise")))
+        callbacks.append(MemProfilerCallback(output=OutputOptions(on_error="raise")))
         profiler = ExtendedPyTorchProfiler()
     die = int(options["die"]) if "die" in options and rank == 1 else None
     training = trainer(

@@ -14,7 +14,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
 from faults import Samples, Steady
-from lightning_memprof import HostMemory, MemProfilerCallback, Output, Pulse, Schedule
+from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
+from lightning_memprof.collectors import HostMemory, Pulse
 from training import trainer
 
 
@@ -33,7 +34,7 @@ def main(directory: Path) -> None:
             MemProfilerCallback(
                 schedule=Schedule(wait=2, warmup=1, active=2),
                 collectors=[Pulse(), HostMemory()],
-                output=Output(summary=False),
+                output=OutputOptions(summary=False),
             ),
             devices=2,
             strategy=DDPStrategy(process_group_backend="gloo"),

@@ -16,23 +16,19 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_memprof import (
+from lightning_memprof import Collector, ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
+from lightning_memprof.collectors import (
     AllocatorStats,
-    Collector,
-    ExtendedPyTorchProfiler,
     FunctionMemory,
     Garbage,
     HookTimings,
     HostMemory,
-    MemProfilerCallback,
     ModuleMemory,
     ModuleRss,
     OperatorTrace,
     OutOfMemory,
-    Output,
     Pulse,
     SavedTensors,
-    Schedule,
     System,
     Throughput,
 )
@@ -41,7 +37,8 @@ from training import Perceptron
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lightning_memprof import Mark, RunContext, Window
+    from lightning_memprof import Mark, RunContext
+    from lightning_memprof.collectors import Window
     from tests.torture import data, fault, moments
 else:
     import data
@@ -203,7 +200,7 @@ def next_fit(cell: fault.Cell) -> str:
     profiler = None
     if cell.ours:
         schedule = Schedule(wait=1, warmup=1, active=1, repeat=1)
-        callbacks.append(MemProfilerCallback(schedule, output=Output(summary=False, report=False)))
+        callbacks.append(MemProfilerCallback(schedule, output=OutputOptions(summary=False, report=False)))
         profiler = ExtendedPyTorchProfiler()
     options = _quiet() | {"devices": 1, "logger": CSVLogger(directory, name="", version="log"), "profiler": profiler}
     pl.Trainer(**options, callbacks=callbacks).fit(model, DataLoader(data.Batches(5), batch_size=None))
@@ -247,7 +244,7 @@ def _ours(cell: fault.Cell) -> list[pl.Callback]:
         collector for collector in collectors if collector.name != AllocatorStats.name or torch.cuda.is_available()
     ]
     schedule = Schedule(wait=moments.WAIT, warmup=moments.WARMUP, active=moments.ACTIVE, repeat=0)
-    arguments = {"output": Output(summary=False, report=False)} | dict(cell.fault.arguments(cell))
+    arguments = {"output": OutputOptions(summary=False, report=False)} | dict(cell.fault.arguments(cell))
     return [MemProfilerCallback(schedule, available, **arguments)]
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from lightning_memprof import Budget, Collector
 
 if TYPE_CHECKING:
-    from lightning_memprof import Mark, RunContext, Window
+    from lightning_memprof import Mark, RunContext
+    from lightning_memprof.collectors import Window
     from tests.torture import fault
 else:
     import fault

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memprof import ConfigError, Schedule, Stages
+from lightning_memprof import ConfigError, Schedule, StageSchedules
 from lightning_memprof.schedule import Action, no_window, plan_window
 
 
@@ -49,14 +49,14 @@ def test_listed_steps_and_a_cycle_are_refused() -> None:
 
 
 def test_each_stage_gives_its_schedule_and_none_records_nothing() -> None:
-    stages = Stages(fit=Schedule(wait=3), test=None)
+    stages = StageSchedules(fit=Schedule(wait=3), test=None)
     assert stages.of("fit") == Schedule(wait=3)
     assert stages.of("validate") == Schedule()
     assert stages.of("test") is no_window
     assert {no_window(step) for step in range(100)} == {Action.NONE}
 
 
-@pytest.mark.parametrize("make", [lambda: Stages(fit=3), lambda: Stages(predict=lambda _: Action.NONE)])  # type: ignore[arg-type]
-def test_a_stage_takes_a_schedule_or_none(make: Callable[[], Stages]) -> None:
+@pytest.mark.parametrize("make", [lambda: StageSchedules(fit=3), lambda: StageSchedules(predict=lambda _: Action.NONE)])  # type: ignore[arg-type]
+def test_a_stage_takes_a_schedule_or_none(make: Callable[[], StageSchedules]) -> None:
     with pytest.raises(ConfigError, match="must be a Schedule, or None for no window in that stage"):
         make()

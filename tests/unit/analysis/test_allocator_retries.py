@@ -3,9 +3,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.findings import Facts, Finding, Severity, examine
 from lightning_memprof.analysis.run.load import load_run
-from lightning_memprof.testing import FakeRun, make_run
 from lightning_memprof.units import GIB
 
 FAKE = FakeRun(device_bytes=lambda _step: 70 * GIB, windows=((2, 3), (12, 13)), world_size=2)

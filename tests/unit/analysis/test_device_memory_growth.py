@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from fake_devices import FakeCuda
 from lightning_memprof.analysis.findings import Facts, Finding, Severity, examine
 from lightning_memprof.analysis.memory.allocations import run_allocations
 from lightning_memprof.analysis.memory.report import memory_report
@@ -12,7 +13,6 @@ from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.snapshot.report import snapshot_report
 from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory
 from lightning_memprof.schedule import Schedule
-from lightning_memprof.testing import FakeCuda
 from lightning_memprof.units import GIB, MIB
 from sessions import context, drive, session
 from snapshots import MODEL, MODEL_LINE, TRAIN, block, event, segment, snapshot, write_snapshot

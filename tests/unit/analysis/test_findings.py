@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from fake_runs import HEALTHY, FakeRun, make_run
 from lightning_memprof.analysis.findings import Facts, Finding, Severity, examine, verdict
 from lightning_memprof.analysis.findings.memory_growth import left_by_windows, steady_growth
 from lightning_memprof.analysis.findings.rhythm import rhythm
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.run.locate import shown_path
-from lightning_memprof.testing import HEALTHY, FakeRun, make_run
 from lightning_memprof.units import GIB, MIB, format_ns, percent
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from fake_memory import FakeMemory
+from fake_runs import FakeRun, make_run
 from fuzz_targets import outcome
 from lightning_memprof.analysis.ranks.summary import RankSummary, encode_summary, read_summary
 from lightning_memprof.analysis.run.following import Follower
@@ -24,7 +26,6 @@ from lightning_memprof.cli.main import main
 from lightning_memprof.errors import ArtifactError, MemprofError
 from lightning_memprof.report.machine import to_json
 from lightning_memprof.report.opened import opened
-from lightning_memprof.testing import FakeMemory, FakeRun, make_run
 from lightning_memprof.units import GIB
 
 TERABYTE = 1 << 40

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from fake_memory import FakeMemory
+from fake_runs import HEALTHY, FakeRun, make_run
 from lightning_memprof.analysis.findings import Facts, Finding, Severity, examine, verdict
 from lightning_memprof.analysis.findings.own_cost import own_marks, own_ns
 from lightning_memprof.analysis.memory.report import memory_report
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.steps.statistics import pulse_statistics, window_steps
-from lightning_memprof.testing import HEALTHY, FakeMemory, FakeRun, make_run
 from lightning_memprof.units import GIB, MIB
 
 MS = 1_000_000

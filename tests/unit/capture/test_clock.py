@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fake_devices import FakeCuda, FakeTimer
 from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS
 from lightning_memprof.capture.base import StepRecord, unix_offset_ns
 from lightning_memprof.capture.clock import AcceleratorTimer, StepClock, device_timer
 from lightning_memprof.capture.collectors.pulse import device_columns
-from lightning_memprof.testing import FakeCuda, FakeTimer
 
 FORWARD, BACKWARD, CALLBACKS, OTHER = (PHASES.index(name) for name in ("forward", "backward", "callbacks", "other"))
 HOST_ONLY = (CALLBACKS, OTHER)

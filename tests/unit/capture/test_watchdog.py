@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from lightning_memprof import Collector, Mark, RunContext, Window
+from lightning_memprof import Collector, Mark, RunContext
 from lightning_memprof.artifacts.manifest import read_rows
 from lightning_memprof.capture.budget import Budget, Ledger
 from lightning_memprof.capture.watchdog import CollectorHungError, Watchdog
+from lightning_memprof.collectors import Window
 from lightning_memprof.schedule import Schedule
 from sessions import context, drive, session
 

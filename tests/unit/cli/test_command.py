@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from fake_runs import make_run
 from lightning_memprof.artifacts.manifest import ManifestWriter
 from lightning_memprof.cli.command import check_output, parse_numbers
 from lightning_memprof.cli.main import main
 from lightning_memprof.errors import ConfigError
-from lightning_memprof.testing import make_run
 
 
 @pytest.mark.parametrize(

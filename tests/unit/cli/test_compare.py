@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from fake_memory import FakeMemory
+from fake_runs import FakeRun, make_run
 from lightning_memprof.cli.main import main
-from lightning_memprof.testing import FakeRun, make_run
-from lightning_memprof.testing.memory import FakeMemory
 from lightning_memprof.units import MIB
 from snapshots import MODEL, block, event, segment, snapshot, write_snapshot
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import lightning_memprof
+from fake_runs import make_run
 from lightning_memprof.cli.main import COMMANDS, main
 from lightning_memprof.errors import MemprofError
-from lightning_memprof.testing import make_run
 
 UNIMPORTABLE = """
 import sys

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from fake_runs import FakeRun, make_run
 from kineto import write_trace
 from lightning_memprof.cli.main import main
-from lightning_memprof.testing import FakeRun, make_run
 
 
 def slices(path: Path) -> list[dict[str, object]]:

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
+from fake_runs import make_run
 from lightning_memprof.cli.main import main
 from lightning_memprof.report import html as html_module
-from lightning_memprof.testing import make_run
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ from typing import cast
 
 import pytest
 
+from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.findings import Evidence, Finding, Severity
 from lightning_memprof.analysis.trace import operators
 from lightning_memprof.analysis.trace.model import TraceReport
@@ -17,7 +18,6 @@ from lightning_memprof.cli.show import show
 from lightning_memprof.cli.terminal import reading
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.report.opened import OpenOptions
-from lightning_memprof.testing import FakeRun, make_run
 
 TABLE = "fit-fts_extended_pytorch_profiler-0.txt"
 

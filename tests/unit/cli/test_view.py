@@ -18,11 +18,11 @@ from contextlib import ExitStack, contextmanager, suppress
 import psutil
 import pytest
 
+from fake_runs import FakeRun, make_run
 from lightning_memprof.cli.main import main
 from lightning_memprof.cli.terminal import sigterm_as_ctrl_c
 from lightning_memprof.cli.view import tensorboard_directory
 from lightning_memprof.errors import ReportError
-from lightning_memprof.testing import FakeRun, make_run
 
 # What a native trace processor does as far as the page's start is concerned; the real one is a download of its own.
 NATIVE = """#!{python}

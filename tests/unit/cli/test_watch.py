@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from fake_runs import HEALTHY, FakeRun, make_run
 from lightning_memprof.cli.main import main
 from lightning_memprof.errors import ArtifactError, ConfigError
 from lightning_memprof.report import watching
-from lightning_memprof.testing import HEALTHY, FakeRun, make_run
 
 SLOW_DATA = FakeRun(
     phases=lambda *_: {**HEALTHY, "data_wait": 30_000_000},

@@ -14,7 +14,7 @@ from lightning_memprof.artifacts.sink import Sink, claim_run_place
 from lightning_memprof.capture.faults import Faults
 from lightning_memprof.integration import curves as module
 from lightning_memprof.integration.curves import Curves, curves_of
-from lightning_memprof.integration.output import Output
+from lightning_memprof.integration.output import OutputOptions
 from lightning_memprof.integration.settings import Settings
 from lightning_memprof.schedule import Schedule
 
@@ -145,7 +145,7 @@ def test_a_full_disk_ends_the_curves_and_nothing_else(tmp_path):
 )
 def test_ranks_that_record_everything_have_a_file_and_rank_zero_the_loggers(tmp_path, zero, chosen, drawn):
     trainer = stand_in(loggers=[Recorder()], is_global_zero=zero, log_every_n_steps=50)
-    settings = Settings(schedule=Schedule(), collectors=(), every_collector=chosen, output=Output())
+    settings = Settings(schedule=Schedule(), collectors=(), every_collector=chosen, output=OutputOptions())
     sink = Sink(claim_run_place(tmp_path / "log"), 0 if zero else 9)
     found = curves_of(trainer, "fit", settings, sink, Faults(sink.manifest, "raise"))
     sink.close()

@@ -94,7 +94,7 @@ def test_none_records_every_step() -> None:
         ({"train": {"wait": 1}}, "or each stage has its own under fit, validate, test, predict"),
         ({"active": 0}, "active=0"),
         (lambda _: True, "returns True, a torch.profiler.ProfilerAction is expected"),
-        (3, "must be a Schedule, a mapping of its fields, Stages, or a function of the step"),
+        (3, "must be a Schedule, a mapping of its fields, StageSchedules, or a function of the step"),
         ("fit", "must be a Schedule"),
     ],
 )

@@ -15,6 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fake_memory import FakeMemory
+from fake_runs import FakeRun, make_run
 from kineto import write_trace
 from lightning_memprof.analysis.memory.allocations import run_allocations
 from lightning_memprof.analysis.memory.block_lives import BlockLives
@@ -29,8 +31,6 @@ from lightning_memprof.report.charts.memory import memory_chart
 from lightning_memprof.report.charts.placing import offsets
 from lightning_memprof.report.charts.system import system_chart
 from lightning_memprof.report.view import run_view
-from lightning_memprof.testing import FakeRun, make_run
-from lightning_memprof.testing.memory import FakeMemory
 from lightning_memprof.units import format_bytes
 
 STEERING = "a\x1b[31mb\u202ec\x07d\ud800é€😀\\u202e"

@@ -3,13 +3,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from fake_runs import FakeRun, make_run
 from lightning_memprof import load_run
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.events import events_document, events_lines
 from lightning_memprof.report.machine import to_json
 from lightning_memprof.report.memory_tables import table
 from lightning_memprof.report.view import run_view
-from lightning_memprof.testing import FakeRun, make_run
 
 
 def page(directory: Path, width: int = 80) -> list[str]:

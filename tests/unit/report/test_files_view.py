@@ -10,6 +10,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.findings import Evidence, Finding, Severity
 from lightning_memprof.analysis.run.targets import find_targets
 from lightning_memprof.errors import ArtifactError
@@ -21,7 +22,6 @@ from lightning_memprof.report.markdown import to_markdown
 from lightning_memprof.report.opened import OpenOptions, opened
 from lightning_memprof.report.terminal import render_files
 from lightning_memprof.report.view import View
-from lightning_memprof.testing import FakeRun, make_run
 
 US_OF_STEP = 1000
 

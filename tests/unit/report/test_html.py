@@ -6,6 +6,7 @@ from html import unescape
 
 import pytest
 
+from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.findings import Evidence, Finding, Severity
 from lightning_memprof.errors import ReportError
 from lightning_memprof.report import html as html_module
@@ -16,7 +17,6 @@ from lightning_memprof.report.page import run_page
 from lightning_memprof.report.page.model import Findings, Table
 from lightning_memprof.report.view import View
 from lightning_memprof.report.written import main, write_page
-from lightning_memprof.testing import FakeRun, make_run
 
 SCRIPT = "</script><script>alert(1)</script>"
 

@@ -14,6 +14,7 @@ from typing import get_args
 import pytest
 from rich.console import Console
 
+from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.findings import Evidence, Finding, Severity
 from lightning_memprof.analysis.run.targets import find_targets
 from lightning_memprof.analysis.trace.model import Cause
@@ -28,7 +29,6 @@ from lightning_memprof.report.peaks import run_peaks
 from lightning_memprof.report.terminal import render, render_files
 from lightning_memprof.report.view import View
 from lightning_memprof.report.words import trouble
-from lightning_memprof.testing import FakeRun, make_run
 from lightning_memprof.units import MIB, format_bytes
 from snapshots import block, segment, snapshot, unused, write_snapshot
 from trace_reports import gpu_times, idle, trace

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
+from fake_memory import FakeMemory
+from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.memory.allocations import run_allocations
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.report.memory import memory_sections, peak_allocations
 from lightning_memprof.report.memory_tables import bar, cut, notes, over_time, sparkline, table, tops
 from lightning_memprof.report.view import View, run_view
-from lightning_memprof.testing import FakeMemory, FakeRun, make_run
 from lightning_memprof.units import MIB
 
 LABELS = ["memory", "modules", "sites", "live", "functions", "what if"]

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.sink import RunPlace, Sink
 from lightning_memprof.report.machine import to_json
 from lightning_memprof.report.oom import print_autopsy
 from lightning_memprof.report.terminal import print_view
 from lightning_memprof.report.view import run_view
-from lightning_memprof.testing import FakeRun, make_run
 from lightning_memprof.units import GIB
 
 STACK = [{"filename": "/home/me/model.py", "line": 33, "name": "forward"}]

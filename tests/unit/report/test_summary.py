@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from fake_runs import FakeRun, make_run
 from lightning_memprof.errors import ReportError
 from lightning_memprof.report import summary
 from lightning_memprof.report.summary import print_summary
-from lightning_memprof.testing import FakeRun, make_run
 
 
 def test_the_summary_is_the_page_on_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

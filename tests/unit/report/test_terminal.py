@@ -9,11 +9,12 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from fake_memory import FakeMemory
+from fake_runs import HEALTHY, FakeRun, make_run
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.manifest import ManifestWriter
 from lightning_memprof.report.terminal import render
 from lightning_memprof.report.view import run_view
-from lightning_memprof.testing import HEALTHY, FakeMemory, FakeRun, make_run
 from lightning_memprof.units import MIB
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.naming import system_name
 from lightning_memprof.artifacts.sink import RunPlace, Sink
@@ -17,7 +18,6 @@ from lightning_memprof.report.terminal import render
 from lightning_memprof.report.throughput import amount
 from lightning_memprof.report.view import View, run_view
 from lightning_memprof.schedule import Window
-from lightning_memprof.testing import FakeRun, make_run
 from lightning_memprof.units import GIB, MIB
 
 WINDOW = Window(0, (1,), (2, 3))

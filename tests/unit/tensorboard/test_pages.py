@@ -4,10 +4,10 @@ import gzip
 import json
 import time
 
+from fake_runs import FakeRun, make_run
 from lightning_memprof.artifacts.naming import manifest_name
 from lightning_memprof.tensorboard.pages import Asked, Pages
 from lightning_memprof.tensorboard.runs import RunList
-from lightning_memprof.testing import FakeRun, make_run
 
 
 def made(pages, asked):

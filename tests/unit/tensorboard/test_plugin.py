@@ -8,10 +8,10 @@ import pytest
 from tensorboard.plugins.base_plugin import TBContext
 from werkzeug.test import Client
 
+from fake_runs import FakeRun, make_run
 from lightning_memprof.artifacts.naming import manifest_name
 from lightning_memprof.tensorboard.plugin import MemprofPlugin, log_directories
 from lightning_memprof.tensorboard.profiler_tab import place_in_profiler_tab
-from lightning_memprof.testing import FakeRun, make_run
 
 PLUGINS = {"pytorch_profiler": object()}
 

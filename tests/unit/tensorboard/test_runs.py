@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from fake_runs import FakeRun, make_run
 from lightning_memprof.artifacts.naming import manifest_name, pulse_name
 from lightning_memprof.tensorboard.runs import RunList, revision
-from lightning_memprof.testing import FakeRun, make_run
 
 PLAIN = FakeRun(trace=False, memory=None)
 

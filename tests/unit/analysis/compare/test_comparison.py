@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from fake_memory import FakeMemory
+from fake_runs import FakeRun, make_run
 from kineto import Made, event_fields, write_trace
 from lightning_memprof.analysis.compare.comparison import compare
 from lightning_memprof.analysis.compare.limits import check, parse_limit
@@ -16,8 +18,6 @@ from lightning_memprof.analysis.compare.sides import run_side, snapshots_side, t
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.snapshot.replay import Holder
 from lightning_memprof.errors import ConfigError
-from lightning_memprof.testing import FakeRun, make_run
-from lightning_memprof.testing.memory import FakeMemory
 from lightning_memprof.units import MIB
 from snapshots import MODEL, TRAIN, block, event, segment, snapshot, write_snapshot
 

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fake_runs import make_run
 from kineto import write_trace
 from lightning_memprof import ExtendedPyTorchProfiler, Schedule
 from lightning_memprof.analysis.memory.allocations import DeviceAllocations, Site, run_allocations, window_allocations
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.errors import ArtifactError
-from lightning_memprof.testing import make_run
 from training import loader, trainer
 
 WIDTH = 512

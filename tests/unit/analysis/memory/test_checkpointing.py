@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from fake_memory import FakeMemory
+from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.memory.activations import Backward, ModuleActivations, read_saved_steps
 from lightning_memprof.analysis.memory.checkpointing import checkpointing, patterns, repeated_blocks
 from lightning_memprof.analysis.memory.report import memory_report
 from lightning_memprof.analysis.run.load import load_run
-from lightning_memprof.testing import FakeMemory, FakeRun, make_run
 from lightning_memprof.units import KIB, MIB
 
 

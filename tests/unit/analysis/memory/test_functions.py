@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fake_memory import FakeMemory
+from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.memory.functions import FunctionReport
 from lightning_memprof.analysis.memory.report import memory_report
 from lightning_memprof.analysis.run.load import load_run
-from lightning_memprof.testing import FakeMemory, FakeRun, make_run
 from lightning_memprof.units import MIB
 
 START: dict[str, Any] = {

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from fake_memory import FakeMemory
+from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.memory.report import CATEGORIES, CategoryPeak, MemoryReport, memory_report
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.manifest import ManifestWriter
-from lightning_memprof.testing import FakeMemory, FakeRun, make_run
 from lightning_memprof.units import KIB, MIB
 
 FAKE = FakeMemory()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fake_runs import make_run
 from lightning_memprof.analysis.findings import examine
 from lightning_memprof.analysis.findings.model import Facts, Severity
 from lightning_memprof.analysis.oom.autopsy import Autopsy, autopsies, autopsy
@@ -18,7 +19,6 @@ from lightning_memprof.analysis.oom.module_stacks import ModuleStacks
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.run.rows import ManifestRows
 from lightning_memprof.artifacts.sink import RunPlace, Sink
-from lightning_memprof.testing import make_run
 from lightning_memprof.units import GIB, MIB
 
 CORPUS = Path(os.environ.get("MEMPROF_CORPUS") or Path(__file__).parents[4].parent / "shared" / "corpus")

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.findings import Facts, Severity, verdict
 from lightning_memprof.analysis.findings.straggler import straggler
 from lightning_memprof.analysis.ranks.arrivals import RankTrack, track, window_waits
@@ -31,7 +32,6 @@ from lightning_memprof.errors import ArtifactError
 from lightning_memprof.report.machine import to_json
 from lightning_memprof.report.terminal import render
 from lightning_memprof.report.view import run_view
-from lightning_memprof.testing import FakeRun, make_run
 from many_ranks import make_many_ranks
 
 MS = 1_000_000

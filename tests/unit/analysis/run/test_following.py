@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.run.following import MOST_POINTS, RECENT_STEPS, Curve, Follower, Tail, progress_of
 from lightning_memprof.artifacts.manifest import ManifestWriter
-from lightning_memprof.testing import FakeRun, make_run
 
 
 def test_only_what_is_new_is_read_and_a_torn_line_waits_for_its_end(tmp_path: Path) -> None:

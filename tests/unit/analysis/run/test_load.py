@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.manifest import ManifestWriter
 from lightning_memprof.errors import ArtifactError
-from lightning_memprof.testing import FakeRun, make_run
 
 
 def append(directory: Path, kind: str, rank: int = 0, **facts: object) -> None:

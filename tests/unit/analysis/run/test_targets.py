@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.run.locate import find_run
 from lightning_memprof.analysis.run.targets import file_kind, find_targets
 from lightning_memprof.errors import ArtifactError
-from lightning_memprof.testing import FakeRun, make_run
 
 TRACE = json.dumps({"schemaVersion": 1, "traceEvents": [{"ph": "X", "name": "a", "ts": 1, "dur": 1}]}).encode()
 SNAPSHOT: dict[str, list[object]] = {"segments": [], "device_traces": [[]]}

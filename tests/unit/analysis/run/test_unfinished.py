@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from fake_runs import make_run
 from lightning_memprof.analysis.run.load import load_run
-from lightning_memprof.testing import make_run
 
 TRACE = "fit-{}-0[Strategy]SingleDeviceStrategy.training_step.17.pt.trace.json.gz.partial"
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from fake_runs import make_run
 from lightning_memprof.analysis.memory.allocations import run_allocations
 from lightning_memprof.analysis.run.load import Artifact, Run, load_run
 from lightning_memprof.analysis.snapshot.reader import parse_snapshot
 from lightning_memprof.analysis.snapshot.replay import replay
 from lightning_memprof.analysis.snapshot.rings import ring_of
-from lightning_memprof.testing import make_run
 
 MODEL = [{"filename": "/home/a/model.py", "line": 7, "name": "forward"}]
 NODE = [{"filename": "??", "line": 0, "name": "torch::autograd::generated::MmBackward0::apply(int)"}]

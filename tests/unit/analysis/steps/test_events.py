@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fake_runs import FakeRun, make_run
 from lightning_memprof import load_run
 from lightning_memprof.analysis.run.load import Window
 from lightning_memprof.analysis.steps.events import PARTS, event_totals, part_of, rank_events, window_events
 from lightning_memprof.analysis.steps.pauses import pauses
-from lightning_memprof.testing import FakeRun, make_run
 
 CHECKPOINTER = "[Callback]ModelCheckpoint{'monitor': 'a.b'}"
 ACTIONS = [

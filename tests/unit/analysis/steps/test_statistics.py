@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.steps.phases import classify, exclusive_times
 from lightning_memprof.analysis.steps.statistics import pulse_statistics, recorded_actions, window_steps
 from lightning_memprof.artifacts.series import PHASES
-from lightning_memprof.testing import FakeRun, make_run
 from lightning_memprof.units import MIB
 
 ACTIONS = [

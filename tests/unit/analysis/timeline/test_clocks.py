@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fake_runs import FakeRun, make_run
 from lightning_memprof import load_run
 from lightning_memprof.analysis.timeline.clocks import align_clocks, align_hosts
-from lightning_memprof.testing import FakeRun, make_run
 
 SECOND = 1_000_000_000
 START = 1_700_000_000 * SECOND

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from fake_runs import FakeRun, make_run
 from lightning_memprof import load_run
 from lightning_memprof.analysis.timeline.clocks import Clocks
 from lightning_memprof.analysis.timeline.model import Source, TimelineEvent
 from lightning_memprof.analysis.timeline.sources import run_sources
 from lightning_memprof.errors import ReportError
-from lightning_memprof.testing import FakeRun, make_run
 from lightning_memprof.units import GIB
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from fake_devices import FakeCuda
 from lightning_memprof.artifacts.manifest import read_rows
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.collectors.allocator_history import (
@@ -19,7 +20,6 @@ from lightning_memprof.capture.collectors.allocator_history import (
 )
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Schedule
-from lightning_memprof.testing import FakeCuda
 from sessions import context, drive, session
 
 SCHEDULE = Schedule(wait=1, warmup=1, active=2)

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import torch
 
+from fake_devices import FakeCuda
 from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.collectors.allocator_stats import AllocatorStats, memory_stats, peak_allocated_bytes
 from lightning_memprof.schedule import Schedule
-from lightning_memprof.testing import FakeCuda
 from sessions import context, drive, session
 
 

@@ -15,13 +15,13 @@ import torch
 import yaml
 from torch import nn
 
+from fake_devices import FakeCuda
 from lightning_memprof.artifacts.manifest import read_rows
 from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.collectors.functions import CallRange, FunctionMemory, UserHooks, memprofilable
 from lightning_memprof.capture.session import Session
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Schedule
-from lightning_memprof.testing import FakeCuda
 from sessions import context, drive, session
 
 SCHEDULE = Schedule(wait=1, warmup=1, active=2)

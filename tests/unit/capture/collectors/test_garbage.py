@@ -11,9 +11,10 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_memprof import Garbage, Schedule
+from lightning_memprof import Schedule
 from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.collectors import garbage
+from lightning_memprof.collectors import Garbage
 from sessions import context, drive, session
 
 

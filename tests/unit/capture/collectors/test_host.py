@@ -13,9 +13,10 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 
-from lightning_memprof import Collector, RunContext, Window
+from lightning_memprof import Collector, RunContext
 from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.collectors.host import HostMemory, ResidentSize, peak_rss_bytes
+from lightning_memprof.collectors import Window
 from lightning_memprof.schedule import Point, Schedule
 from lightning_memprof.units import MIB
 from sessions import POINTS, context, drive, session

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_memprof import ModuleRss, Schedule
+from lightning_memprof import Schedule
 from lightning_memprof.artifacts.series import read_series
+from lightning_memprof.collectors import ModuleRss
 from lightning_memprof.units import MIB
 from sessions import context, drive, session
 from training import rows_of

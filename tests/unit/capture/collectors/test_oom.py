@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fake_devices import FakeCuda
 from lightning_memprof.artifacts.manifest import read_rows
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.capture.base import RunContext
@@ -34,7 +35,6 @@ from lightning_memprof.capture.sources.oom_facts import (
 )
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Action, Point, Schedule
-from lightning_memprof.testing import FakeCuda
 from lightning_memprof.units import GIB, MIB
 from sessions import Tensors, context, drive, positions, session
 

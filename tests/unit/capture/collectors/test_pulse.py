@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from fake_devices import FakeCuda, FakeTimer
 from lightning_memprof.artifacts.manifest import read_rows
 from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS, read_pulse
 from lightning_memprof.capture.base import StepRecord
 from lightning_memprof.capture.collectors.pulse import Pulse, PulseWriter
 from lightning_memprof.schedule import Action, Schedule
-from lightning_memprof.testing import FakeCuda, FakeTimer
 from sessions import context, drive, session
 
 CUDA = torch.device("cuda", 0)

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fake_devices import FakeTimer
 from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.collectors.saved_tensors import NO_BACKWARD, SavedTensors
 from lightning_memprof.capture.session import Session
 from lightning_memprof.capture.sources.module_calls import COMPILED
 from lightning_memprof.schedule import Point, Schedule
-from lightning_memprof.testing.devices import FakeTimer
 from sessions import context, positions, session
 from training import manifest
 

@@ -12,15 +12,16 @@ import psutil
 import pytest
 import torch
 
-from lightning_memprof import System
+from fake_devices import FakeCuda
+from fake_nvidia import FakeNvml
 from lightning_memprof.artifacts.naming import parse_system_name, system_name
 from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.collectors.system import _Reader
 from lightning_memprof.capture.sources.cgroup import memory_limit_bytes
+from lightning_memprof.collectors import System
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Schedule
-from lightning_memprof.testing import FakeCuda, FakeNvml
 from lightning_memprof.units import GIB, MIB
 from sessions import context, drive, session
 from training import manifest

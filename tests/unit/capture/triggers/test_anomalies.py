@@ -10,9 +10,10 @@ import psutil
 import pytest
 import torch
 
-from lightning_memprof import AllocatorRetries, Anomaly, ConfigError, MemoryGrowth, NearOOM, SlowStep
+from fake_devices import FakeCuda
+from lightning_memprof import ConfigError
 from lightning_memprof.capture.base import StepRecord
-from lightning_memprof.testing import FakeCuda
+from lightning_memprof.triggers import AllocatorRetries, Anomaly, MemoryGrowth, NearOOM, SlowStep
 from lightning_memprof.units import GIB, MIB
 from sessions import context
 

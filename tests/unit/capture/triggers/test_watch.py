@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 
 import pytest
 
-from lightning_memprof import Anomaly, ConfigError, Triggers
+from lightning_memprof import ConfigError, Triggers
 from lightning_memprof.artifacts.manifest import read_rows
 from lightning_memprof.artifacts.trigger import Plan, Request, read_plan, write_plan, write_request
 from lightning_memprof.capture.base import RunContext, StepRecord
 from lightning_memprof.capture.triggers.requests import Demand
 from lightning_memprof.capture.triggers.watch import TriggerWatch
+from lightning_memprof.triggers import Anomaly
 from sessions import context
 
 QUIET = Triggers(signal=False)

@@ -192,13 +192,13 @@ class FakeCuda:
 
         """
         torch: Any = sys.modules["torch"]
-        record = mock.create_autospec(record_memory_history or torch.cuda.memory._record_memory_history)  # noqa: SLF001
+        record = mock.create_autospec(record_memory_history or torch.cuda.memory._record_memory_history)
         record.side_effect = self._record_memory_history
         forbidden = mock.Mock(side_effect=AssertionError("a collector must neither synchronise nor reset a peak"))
         with ExitStack() as patches:
             attach: dict[str, Any] = {"_cuda_attach_out_of_memory_observer": self.observers.append}
             # A build without CUDA has no such function.
-            patches.enter_context(mock.patch.multiple(torch._C, create=True, **attach))  # noqa: SLF001
+            patches.enter_context(mock.patch.multiple(torch._C, create=True, **attach))
             for target, values in (
                 (torch, {"Event": self._event}),
                 (torch.cuda.memory, {"_record_memory_history": record, "_snapshot": self._snapshot}),
@@ -219,7 +219,7 @@ class FakeCuda:
                 patches.enter_context(mock.patch.multiple(target, **values))
             yield self
 
-    def _event(self, device: Any = None, *, enable_timing: bool = False) -> _FakeEvent:  # noqa: ARG002 torch's
+    def _event(self, device: Any = None, *, enable_timing: bool = False) -> _FakeEvent:
         self.events_made += 1
         return _FakeEvent(self.timer)
 
@@ -229,7 +229,7 @@ class FakeCuda:
         if enabled is None:
             self._ring.clear()
 
-    def _snapshot(self, device: Any = None) -> dict[str, Any]:  # noqa: ARG002 torch's
+    def _snapshot(self, device: Any = None) -> dict[str, Any]:
         self.calls.append(("snapshot", {}))
         if self.snapshot is not None:
             return self.snapshot
@@ -259,10 +259,10 @@ class FakeCuda:
     def _reserved_bytes(self) -> int:
         return sum(segment["total_size"] for segment in self._segments())
 
-    def _properties(self, device: Any = None) -> Any:  # noqa: ARG002 torch's
+    def _properties(self, device: Any = None) -> Any:
         return SimpleNamespace(name="Fake", total_memory=self.total_bytes, major=9, minor=0)
 
-    def _nested_stats(self, device: Any = None) -> dict[str, Any]:  # noqa: ARG002 torch's
+    def _nested_stats(self, device: Any = None) -> dict[str, Any]:
         allocated = {"current": self.allocated_bytes, "peak": self.peak_bytes}
         reserved = self._reserved_bytes()
         return {
@@ -272,7 +272,7 @@ class FakeCuda:
             "num_ooms": self.ooms,
         }
 
-    def _memory_stats(self, device: Any = None) -> dict[str, Any]:  # noqa: ARG002 torch's
+    def _memory_stats(self, device: Any = None) -> dict[str, Any]:
         allocated, peak = self.allocated_bytes, self.peak_bytes
         if self.snapshot is not None:
             allocated = peak = sum(segment["allocated_size"] for segment in self._segments())
@@ -288,7 +288,7 @@ class FakeCuda:
 
 def _frames() -> list[dict[str, Any]]:
     """Return the Python stack of who called the fake device, innermost first, as torch's ring has it."""
-    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 the documented way to one's own stack
+    frame: FrameType | None = sys._getframe(2)
     found = []
     while frame is not None:
         code = frame.f_code

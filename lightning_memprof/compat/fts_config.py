@@ -1,12 +1,14 @@
-"""finetuning-scheduler's ``memprofiler_cfg``: its fields under its names, and what they are here.
+"""finetuning-scheduler's ``memprofiler_cfg``: its fields, and the schedule and collectors made from them.
 
 Names, defaults and meaning of the fields are those of ``fts_examples.profiling.config`` in finetuning-scheduler 2.x.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,22 +20,16 @@ from lightning_memprof.capture.collectors.functions import CallRange, FunctionMe
 from lightning_memprof.capture.collectors.host import HostMemory
 from lightning_memprof.capture.collectors.oom import OutOfMemory
 from lightning_memprof.capture.collectors.pulse import Pulse
+from lightning_memprof.capture.sources.saved_hooks import checked_unpack
 from lightning_memprof.capture.tracker.fsdp import FSDPMemory
 from lightning_memprof.errors import ConfigError
-from lightning_memprof.integration.memprofiler_hooks import (
-    HOOK_ATTRIBUTES,
-    NPP_HOOK,
-    POST_FORWARD,
-    PRE_FORWARD,
-    RESET_STATE,
-    BuiltIn,
-    reset_attributes,
-    resolve,
-    saved_tensors_pair,
-)
 from lightning_memprof.schedule import Schedule
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
     from lightning_memprof.capture.base import Collector
 
 __all__ = [
@@ -47,6 +43,14 @@ __all__ = [
 ]
 
 _STEP: Final = "training_step"
+_HOME: Final = "fts_examples"
+PRE_FORWARD: Final = f"{_HOME}.profiling.npp_hooks._hook_npp_pre_forward"
+POST_FORWARD: Final = f"{_HOME}.profiling.npp_hooks._hook_npp_post_forward"
+RESET_STATE: Final = f"{_HOME}.profiling.npp_hooks._reset_memory_hooks_state"
+NPP_HOOK: Final = f"{_HOME}.profiling.npp_hooks._npp_hook"
+HOOK_ATTRIBUTES: Final = (
+    "rss_pre_forward", "rss_post_forward", "rss_diff", "npp_pre_forward", "npp_post_forward", "npp_diff",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +71,10 @@ class MemProfilerHooks:
 
 @dataclass(frozen=True, kw_only=True)
 class MemProfilerFuncs:
-    """Names of methods, by what is collected at them.
+    """Method names, by the statistics recorded at them.
 
     Args:
-        default: added to each of the others.
+        default: added to each of the other sets.
         cpu: resident and virtual size.
         cuda: statistics of the CUDA allocator.
         cuda_allocator_history: snapshots of the CUDA allocator.
@@ -85,11 +89,11 @@ class MemProfilerFuncs:
     fsdp: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        """Take lists for sets; refuse a single name, whose letters would be taken for names."""
+        """Accept lists as sets; refuse a single name, whose letters would become names."""
         for option in self.__dataclass_fields__:
             value = getattr(self, option)
             if isinstance(value, str) or not all(isinstance(name, str) and name.isidentifier() for name in value):
-                msg = f"collect_funcs.{option}={value!r}: must be a set of methods' names, as in {{'training_step'}}"
+                msg = f"collect_funcs.{option}={value!r}: must be a set of method names, as in {{'training_step'}}"
                 raise ConfigError(msg)
             object.__setattr__(self, option, set(value))
 
@@ -99,8 +103,8 @@ class MemProfilerSchedule:
     """Which calls of each function are recorded, by the function's own count from 1.
 
     Args:
-        warmup_iters: calls that are left out at first.
-        max_iter: the last call that is recorded; None is ``warmup_iters + 1``.
+        warmup_iters: first calls, not recorded.
+        max_iter: last recorded call; None is ``warmup_iters + 1``.
 
     """
 
@@ -108,30 +112,30 @@ class MemProfilerSchedule:
     max_iter: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what could never record."""
+        """Refuse a range that records nothing."""
         if isinstance(self.warmup_iters, bool) or self.warmup_iters < 0:
             msg = f"schedule.warmup_iters={self.warmup_iters!r}: must be an integer of at least 0"
             raise ConfigError(msg)
         if self.last <= self.warmup_iters:
             msg = (
-                f"schedule.max_iter={self.max_iter!r}: the last call to record must be greater than "
-                f"warmup_iters={self.warmup_iters}; leave it out to record one call"
+                f"schedule.max_iter={self.max_iter!r}: the last recorded call must be after "
+                f"warmup_iters={self.warmup_iters}; omit it to record one call"
             )
             raise ConfigError(msg)
 
     @property
     def last(self) -> int:
-        """Number of the last call that is recorded."""
+        """Number of the last recorded call."""
         return self.warmup_iters + 1 if self.max_iter is None else self.max_iter
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemProfilerCfg:
-    """Configuration of :class:`~lightning_memprof.MemProfiler`, field for field finetuning-scheduler's.
+    """Configuration of :class:`~lightning_memprof.compat.fts.MemProfiler`, field for field finetuning-scheduler's.
 
     Args:
-        enabled: False records nothing and resolves no name.
-        collect_funcs: names of methods, by what is collected at them.
+        enabled: False records nothing and imports no hook.
+        collect_funcs: method names, by the statistics recorded at them.
         cuda_allocator_history: keep the CUDA allocator's history and write snapshots.
         track_fsdp_mem: track FSDP2 memory by category.
         fsdp_mem_track_module_depth: levels of modules in the FSDP report.
@@ -140,15 +144,15 @@ class MemProfilerCfg:
         fsdp_mem_tracker_root_module: path of the module that ``fully_shard`` was applied to; "" is the LightningModule.
         dump_memorystats_pickle: write the statistics as pickle.
         dump_memorystats_yaml: write the statistics as YAML.
-        schedule: which calls are recorded.
+        schedule: the calls to record.
         save_dir: directory of all files; None is ``memprofiler`` in the Trainer's ``log_dir``.
-        enable_memory_hooks: measure around the forwards of modules.
-        enable_saved_tensors_hooks: count what autograd saves for backward.
-        memory_hooks: what measures around forwards.
+        enable_memory_hooks: measure memory around module forwards.
+        enable_saved_tensors_hooks: count saved activations.
+        memory_hooks: the hooks around module forwards.
         saved_tensors_funcs: pack and unpack function of ``torch.autograd.graph.saved_tensors_hooks``, as dotted names
-            or callables; ``identity_lambda`` as unpack function gives back what was packed.
+            or callables; ``identity_lambda`` as unpack function returns the packed value.
         save_hook_attrs: attributes that the hooks write on modules.
-        retain_hooks_for_funcs: functions that must be done before the hooks around forwards go; the default is all.
+        retain_hooks_for_funcs: functions to finish before the hooks around forwards are removed; the default is all.
 
     """
 
@@ -173,10 +177,10 @@ class MemProfilerCfg:
 
 
 def schedule_for(cfg: MemProfilerCfg) -> Schedule:
-    """Return the schedule of what is recorded by whole steps."""
+    """Return the schedule of the collectors that record whole steps."""
     warmup, calls = cfg.schedule.warmup_iters, cfg.schedule.last - cfg.schedule.warmup_iters
     if calls > 1 and _tracks_fsdp(cfg):
-        # FSDP memory is tracked in one step of each window, and every call has its report.
+        # FSDP memory is tracked in one step per window, and every call has its own report.
         return Schedule(skip_first=warmup, wait=0, warmup=0, active=1, repeat=calls)
     return Schedule(wait=0, warmup=warmup, active=calls, repeat=1)
 
@@ -184,7 +188,7 @@ def schedule_for(cfg: MemProfilerCfg) -> Schedule:
 def dirpath_for(cfg: MemProfilerCfg) -> str | None:
     """Return the directory that gets the run directory, or None for the Trainer's ``log_dir``.
 
-    The run directory has its own name: it is ``save_dir`` where that ends with it, else it lies in ``save_dir``.
+    The run directory is ``save_dir`` where that has the name of a run directory, else a subdirectory of ``save_dir``.
     """
     if cfg.save_dir is None:
         return None
@@ -193,7 +197,7 @@ def dirpath_for(cfg: MemProfilerCfg) -> str | None:
 
 
 def collectors_for(cfg: MemProfilerCfg) -> list[Collector]:
-    """Return what records what an enabled ``cfg`` asks for, as far as this machine can.
+    """Return the collectors that an enabled ``cfg`` requests, as far as this machine supports them.
 
     Raises:
         ConfigError: a dotted name does not resolve, or a value is not usable.
@@ -212,7 +216,7 @@ def _usable_cuda(cfg: MemProfilerCfg) -> bool:
     available = torch.cuda.is_available()
     funcs = cfg.collect_funcs
     if not available and (cfg.cuda_allocator_history or funcs.cuda or funcs.cuda_allocator_history):
-        rank_zero_warn("memprofiler_cfg asks for CUDA memory, and there is no CUDA device: the rest is recorded")
+        rank_zero_warn("memprofiler_cfg requests CUDA memory, but there is no CUDA device: everything else is recorded")
     return available
 
 
@@ -232,13 +236,13 @@ def _function_memory(cfg: MemProfilerCfg, *, cuda: bool) -> FunctionMemory | Non
         dump_pickle=cfg.dump_memorystats_pickle,
         calls=CallRange(cfg.schedule.warmup_iters + 1, cfg.schedule.last),
         user_hooks=hooks,
-        # Its default waits for all functions there: the set is overwritten when the model is connected.
+        # finetuning-scheduler waits for all functions by default: it overwrites the set when the model is connected.
         retain_hooks_for=() if cfg.retain_hooks_for_funcs == {_STEP} else tuple(sorted(cfg.retain_hooks_for_funcs)),
     )
 
 
 def _user_hooks(cfg: MemProfilerCfg) -> tuple[bool, UserHooks | None]:
-    """Return whether ours measure around forwards, and what of the user's does besides."""
+    """Return whether the built-in hooks measure around forwards, and the hooks of the user."""
     pair = saved_tensors_pair(cfg.saved_tensors_funcs) if cfg.enable_saved_tensors_hooks else None
     if not cfg.enable_memory_hooks:
         return False, None if pair is None else UserHooks(saved_tensors_funcs=pair)
@@ -248,7 +252,7 @@ def _user_hooks(cfg: MemProfilerCfg) -> tuple[bool, UserHooks | None]:
     before, after = (tuple(hook for hook in hooks if not isinstance(hook, BuiltIn)) for hooks in around)
     if not any((before, after, pair)) and all(isinstance(hook, BuiltIn) for hook in resets):
         return measured, None
-    # What ours measure is in the files under these names already.
+    # The built-in measurements have these names in the files already.
     own = tuple(name for name in cfg.save_hook_attrs if not (measured and name in HOOK_ATTRIBUTES))
     reset = tuple(reset_attributes if isinstance(hook, BuiltIn) else hook for hook in resets)
     return measured, UserHooks(
@@ -269,7 +273,7 @@ def _fsdp_memory(cfg: MemProfilerCfg) -> FSDPMemory | None:
     if cfg.track_fsdp_mem and others:
         rank_zero_warn(
             f"memprofiler_cfg: FSDP memory is tracked in whole training steps, not in {', '.join(others)}; "
-            "whatever of it runs inside a training step is in that step's report"
+            "calls inside a training step are part of the report of that step"
         )
     if not _tracks_fsdp(cfg):
         return None
@@ -283,3 +287,78 @@ def _fsdp_memory(cfg: MemProfilerCfg) -> FSDPMemory | None:
     except ConfigError as error:
         msg = f"memprofiler_cfg, fsdp_mem_track_module_depth or fsdp_mem_tracker_units: {error}"
         raise ConfigError(msg) from error
+
+
+class BuiltIn(Enum):
+    """Built-in replacements of finetuning-scheduler's hooks, by the name of its function."""
+
+    PRE_FORWARD = "_hook_npp_pre_forward"
+    POST_FORWARD = "_hook_npp_post_forward"
+    RESET_STATE = "_reset_memory_hooks_state"
+    NPP_PACK = "_npp_hook"
+    IDENTITY = "identity_lambda"
+
+
+def resolve(hook: str | Callable[..., Any]) -> Callable[..., Any] | BuiltIn:
+    """Return the function with a dotted name, or its built-in replacement.
+
+    Raises:
+        ConfigError: the name cannot be imported, or is not callable.
+
+    """
+    name = hook if isinstance(hook, str) else f"{getattr(hook, '__module__', '')}.{getattr(hook, '__name__', '')}"
+    last = name.rpartition(".")[2]
+    if name == BuiltIn.IDENTITY.value or (
+        name.startswith(f"{_HOME}.") and last in {hook_name.value for hook_name in BuiltIn}
+    ):
+        return BuiltIn(last)
+    found = _imported(hook) if isinstance(hook, str) else hook
+    if not callable(found):
+        msg = f"memprofiler_cfg names {hook!r}: it is {type(found).__name__}, but must be a function"
+        raise ConfigError(msg)
+    return found
+
+
+def _imported(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        msg = (
+            f"memprofiler_cfg names {name!r}, which cannot be imported ({type(error).__name__}: {error}); "
+            "use the dotted name of a function, as in 'package.module.function'"
+        )
+        raise ConfigError(msg) from error
+
+
+def reset_attributes(model: nn.Module, names: Sequence[str]) -> None:
+    """Set the attributes to 0 on every module: hooks that add to them expect it."""
+    for module in model.modules():
+        for name in names:
+            setattr(module, name, 0)
+
+
+def identity(value: Any) -> Any:
+    """Return ``value``."""
+    return value
+
+
+def saved_tensors_pair(
+    funcs: Sequence[str | Callable[..., Any]],
+) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return the pack and the unpack function, or None where both are built in.
+
+    Raises:
+        ConfigError: there are not two functions, or one cannot be imported.
+
+    """
+    if isinstance(funcs, str) or len(funcs) != 2:
+        msg = f"saved_tensors_funcs={funcs!r}: must be a pack and an unpack function"
+        raise ConfigError(msg)
+    pack, unpack = (resolve(function) for function in funcs)
+    if isinstance(pack, BuiltIn) and isinstance(unpack, BuiltIn):
+        return None
+    return (
+        identity if isinstance(pack, BuiltIn) else pack,
+        checked_unpack if isinstance(unpack, BuiltIn) else unpack,
+    )

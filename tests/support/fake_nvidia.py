@@ -66,7 +66,7 @@ class FakeNvml:
     def _shutdown(self) -> None:
         self.opened -= 1
 
-    def _found(self, known: bool) -> object:  # noqa: FBT001 the answer to a question
+    def _found(self, known: bool) -> object:
         if not known:
             msg = "Not Found"
             raise _NVMLError(msg)

@@ -17,18 +17,21 @@ from lightning_memprof.capture.base import Collector
 from lightning_memprof.capture.collectors.functions import CallRange, FunctionMemory
 from lightning_memprof.capture.sources.saved_hooks import checked_unpack
 from lightning_memprof.capture.tracker.fsdp import FSDPMemory
-from lightning_memprof.errors import ConfigError
-from lightning_memprof.integration.memprofiler_cfg import (
+from lightning_memprof.compat.fts import MemProfiler, add_memprofiler_arguments
+from lightning_memprof.compat.fts_config import (
+    BuiltIn,
     MemProfilerCfg,
     MemProfilerFuncs,
     MemProfilerHooks,
     MemProfilerSchedule,
     collectors_for,
     dirpath_for,
+    identity,
+    resolve,
+    saved_tensors_pair,
     schedule_for,
 )
-from lightning_memprof.integration.memprofiler_cli import MemProfiler, add_memprofiler_arguments
-from lightning_memprof.integration.memprofiler_hooks import BuiltIn, identity, resolve, saved_tensors_pair
+from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Action, Schedule
 
 NPP = "fts_examples.profiling.npp_hooks"

@@ -1,4 +1,4 @@
-"""finetuning-scheduler's ``memprofiler_cfg`` on the command line, in YAML and on a Trainer."""
+"""The names of finetuning-scheduler: its memory profiler as a callback, in a CLI, and its configuration."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_memprof.capture.collectors.functions import FunctionMemory
 from lightning_memprof.capture.sources.methods import memprofilable
 from lightning_memprof.capture.tracker.fsdp import FSDPMemory
+from lightning_memprof.compat.fts_config import MemProfilerCfg as MemProfilerCfg
+from lightning_memprof.compat.fts_config import MemProfilerFuncs as MemProfilerFuncs
+from lightning_memprof.compat.fts_config import MemProfilerHooks as MemProfilerHooks
+from lightning_memprof.compat.fts_config import MemProfilerSchedule as MemProfilerSchedule
+from lightning_memprof.compat.fts_config import collectors_for, dirpath_for, schedule_for
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.callback import MemProfilerCallback
-from lightning_memprof.integration.memprofiler_cfg import MemProfilerCfg, collectors_for, dirpath_for, schedule_for
-from lightning_memprof.integration.output import Output
+from lightning_memprof.integration.output import OutputOptions
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -24,20 +28,18 @@ if TYPE_CHECKING:
     from lightning_memprof.capture.base import Collector
     from lightning_memprof.integration.settings import Settings
 
-__all__ = ["MemProfiler", "MemProfilerCLI", "add_memprofiler_arguments"]
-
 _CONFIGURATION: Final = "memprofiler_cfg"
 _CALLBACK: Final = "memprofiler"
 
 
 class MemProfiler(MemProfilerCallback):
-    """finetuning-scheduler's MemProfiler as a callback: a :class:`MemProfilerCallback` made of its configuration.
+    """finetuning-scheduler's MemProfiler: a :class:`MemProfilerCallback` made from its configuration.
 
     Args:
-        memprofiler_cfg: what to record; with ``enabled=False`` the callback does nothing.
+        memprofiler_cfg: the configuration; with ``enabled=False`` the callback does nothing.
 
     Raises:
-        ConfigError: a dotted name does not resolve, or a value is not usable.
+        ConfigError: a dotted name cannot be imported, or a value is invalid.
 
     """
 
@@ -52,45 +54,45 @@ class MemProfiler(MemProfilerCallback):
             super().__init__(
                 schedule_for(memprofiler_cfg),
                 collectors_for(memprofiler_cfg),
-                output=Output(dirpath=dirpath_for(memprofiler_cfg)),
+                output=OutputOptions(dirpath=dirpath_for(memprofiler_cfg)),
             )
         else:
             super().__init__(collectors=[])
 
     def settings(self, trainer: Trainer) -> Settings:
-        """Say what is wanted of this run; what it cannot have is left out, as finetuning-scheduler leaves it out."""
+        """Return the settings of this run, without collectors that it does not support, as in finetuning-scheduler."""
         settings = super().settings(trainer)
         fitting = [_fitting(collector, trainer) for collector, _ in settings.collectors]
-        # None is asked for: what turns out to be unavailable is said, and the rest is recorded.
+        # No collector is required: one that is not available is reported, and the others record.
         return replace(settings, collectors=[(collector, False) for collector in fitting if collector is not None])
 
     def leads(self, trainer: Trainer) -> bool:
-        """Only where it is enabled."""
+        """Whether it is enabled."""
         return self.memprofiler_cfg.enabled
 
     def steps_aside(self, trainer: Trainer) -> bool:
-        """Where it is not enabled."""
+        """Whether it is disabled."""
         return not self.memprofiler_cfg.enabled
 
 
 class MemProfilerCLI(LightningCLI):
-    """LightningCLI with the arguments of ``memprofiler_cfg``; what they ask for is recorded."""
+    """LightningCLI with the arguments of ``memprofiler_cfg`` and the callback made from them."""
 
-    # Where the core arguments are: `add_arguments_to_parser` is for users, who need not call what they override.
+    # Not `add_arguments_to_parser`: users override that, and need not call super.
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add Lightning's arguments and ours."""
+        """Add the arguments of Lightning and of ``memprofiler_cfg``."""
         super().add_core_arguments_to_parser(parser)
         add_memprofiler_arguments(parser)
 
 
 def add_memprofiler_arguments(parser: ArgumentParser) -> None:
-    """Add the arguments ``memprofiler_cfg`` to a parser, and the callback that they make.
+    """Add the arguments ``memprofiler_cfg`` to a parser, and the callback made from them.
 
-    A LightningCLI gives the callback to its Trainer by itself. With a parser of another kind it is the value
-    ``memprofiler`` of what the parser instantiates: ``Trainer(callbacks=[instantiated.memprofiler])``.
+    A LightningCLI passes the callback to its Trainer. Another parser instantiates it as ``memprofiler``:
+    ``Trainer(callbacks=[instantiated.memprofiler])``.
 
     Args:
-        parser: of jsonargparse; in a LightningCLI the one that ``add_arguments_to_parser`` is given.
+        parser: a parser of jsonargparse; in a LightningCLI the argument of ``add_arguments_to_parser``.
 
     """
     parser.add_class_arguments(MemProfilerCfg, _CONFIGURATION, sub_configs=True)
@@ -102,7 +104,7 @@ def add_memprofiler_arguments(parser: ArgumentParser) -> None:
 
 
 def _fitting(collector: Collector, trainer: Trainer) -> Collector | None:
-    """Return what of a collector this run can have, if anything."""
+    """Return the collector without the parts that this run does not support, or None."""
     if isinstance(collector, FSDPMemory):
         return collector if trainer.state.fn == "fit" else None
     if not isinstance(collector, FunctionMemory):
@@ -112,18 +114,20 @@ def _fitting(collector: Collector, trainer: Trainer) -> Collector | None:
     if missing:
         rank_zero_warn(
             f"memprofiler_cfg names {', '.join(missing)}, which {type(module).__name__} does not have; "
-            "a method of another object is recorded where it is marked with @memprofilable"
+            "mark a method of another object with @memprofilable to record it"
         )
     snapshots = collector.allocator_snapshots
     device = trainer.strategy.root_device
     if snapshots and device.type != "cuda":
-        rank_zero_warn(f"memprofiler_cfg asks for CUDA memory, and the model is on {device}: the rest is recorded")
+        rank_zero_warn(
+            f"memprofiler_cfg requests CUDA memory, but the model is on {device}: everything else is recorded"
+        )
         snapshots = False
     functions = tuple(name for name in collector.functions if name not in missing)
     return replace(collector, functions=functions, allocator_snapshots=snapshots)
 
 
-# Typed Any, or the parser would show every argument a second time.
+# Typed Any: with the class, the parser would show every argument twice.
 def _configured(memprofiler_cfg: Any = None) -> MemProfiler:
-    """Make the callback of ``memprofiler_cfg``."""
+    """Return the callback for ``memprofiler_cfg``."""
     return MemProfiler(memprofiler_cfg)

@@ -1,0 +1,25 @@
+"""The collectors, their options, and the type of a window for collectors of your own.
+
+``lightning_memprof.Collector`` is the base class.
+"""
+
+from __future__ import annotations
+
+from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory as AllocatorHistory
+from lightning_memprof.capture.collectors.allocator_stats import AllocatorStats as AllocatorStats
+from lightning_memprof.capture.collectors.functions import CallRange as CallRange
+from lightning_memprof.capture.collectors.functions import FunctionMemory as FunctionMemory
+from lightning_memprof.capture.collectors.garbage import Garbage as Garbage
+from lightning_memprof.capture.collectors.hook_timings import HookTimings as HookTimings
+from lightning_memprof.capture.collectors.host import HostMemory as HostMemory
+from lightning_memprof.capture.collectors.module_rss import ModuleRss as ModuleRss
+from lightning_memprof.capture.collectors.oom import OutOfMemory as OutOfMemory
+from lightning_memprof.capture.collectors.operator_trace import OperatorTrace as OperatorTrace
+from lightning_memprof.capture.collectors.pulse import Pulse as Pulse
+from lightning_memprof.capture.collectors.saved_tensors import SavedTensors as SavedTensors
+from lightning_memprof.capture.collectors.system import System as System
+from lightning_memprof.capture.collectors.throughput import Throughput as Throughput
+from lightning_memprof.capture.sources.forward_hooks import UserHooks as UserHooks
+from lightning_memprof.capture.tracker.fsdp import FSDPMemory as FSDPMemory
+from lightning_memprof.capture.tracker.modules import ModuleMemory as ModuleMemory
+from lightning_memprof.schedule import Window as Window
