@@ -49,7 +49,7 @@ def everything(directory: Path, *, idle: bool = False) -> dict[str, Any]:
 
     The anomalies are watched, and their limits never reached: what they cost is the watching.
     """
-    collectors: list[memprof.Collector] = [
+    chosen: list[memprof.Collector] = [
         collectors.Pulse(),
         collectors.HostMemory(),
         collectors.HookTimings(),
@@ -67,14 +67,14 @@ def everything(directory: Path, *, idle: bool = False) -> dict[str, Any]:
             record_shapes=True, profile_memory=True, with_stack=True, with_flops=True, with_modules=True
         ),
     ]
-    triggers = memprof.Triggers(
+    requests = memprof.Triggers(
         anomalies=[triggers.SlowStep(factor=1e6), triggers.MemoryGrowth(grows_bytes=1 << 50)],
     )
     callback = memprof.MemProfilerCallback(
         window(idle=idle),
-        collectors,
+        chosen,
         ranks="all",
-        triggers=triggers,
+        triggers=requests,
         budget=memprof.Budget(max_run_trace_bytes=1 << 40, keep_windows=10),
         # The page of `default` is enough: each one is seconds of another process, after the fit.
         output=memprof.OutputOptions(dirpath=directory, report=False),
