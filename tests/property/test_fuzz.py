@@ -25,6 +25,8 @@ from lightning_memprof.units import GIB, MIB
 from mutations import Runs, changed, damaged
 from snapshots import MODEL, TRAIN, block, event, failed, freed, segment, snapshot, unused
 
+pytestmark = pytest.mark.slow
+
 CORPUS = Path(os.environ.get("MEMPROF_CORPUS") or Path(__file__).parents[2].parent / "shared" / "corpus")
 ROUNDS = 10
 FILES_A_ROUND = {"trace": 150, "snapshot": 350}  # 5,000 together; `make fuzz` tries more

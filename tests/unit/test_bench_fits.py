@@ -172,6 +172,7 @@ def test_growth_is_what_a_process_has_beyond_one_that_records_nothing():
     assert (verdict.measured.split()[0], verdict.met) == ("0.27", True)
 
 
+@pytest.mark.slow
 def test_a_pair_of_real_fits_gives_every_figure_and_one_that_fails_says_why_and_leaves_no_process():
     profiled = misses.steps("closing", STRETCHES, 32)
     workers = pair.Pair()

@@ -27,6 +27,7 @@ def test_nothing_changed_is_no_leak(before, tmp_path):
     assert found(before, tmp_path) == []
 
 
+@pytest.mark.slow
 def test_thread(before, tmp_path):
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait, name="forgotten")
@@ -40,12 +41,14 @@ def test_thread(before, tmp_path):
         thread.join()
 
 
+@pytest.mark.slow
 def test_thread_that_is_already_ending_is_waited_for(before, tmp_path):
     thread = threading.Timer(0.2, lambda: None)
     thread.start()
     assert leaks.leftovers(before, tmp_path, patience=5) == []
 
 
+@pytest.mark.slow
 def test_child_process_and_zombie(before, tmp_path):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
@@ -63,12 +66,14 @@ def test_child_process_and_zombie(before, tmp_path):
     assert found(before, tmp_path) == []
 
 
+@pytest.mark.slow
 def test_environment_names_the_variable_and_not_its_value(before, tmp_path, monkeypatch):
     monkeypatch.setenv("FORGOTTEN", "a secret")
     monkeypatch.delenv("PATH")
     assert found(before, tmp_path) == ["environment variable set: FORGOTTEN", "environment variable removed: PATH"]
 
 
+@pytest.mark.slow
 def test_working_directory(before, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (line,) = found(before, tmp_path)
@@ -76,6 +81,7 @@ def test_working_directory(before, tmp_path, monkeypatch):
     assert line.endswith(f" -> {tmp_path}")
 
 
+@pytest.mark.slow
 def test_signal_handler(before, tmp_path):
     def forgotten(*_):
         pass
@@ -89,12 +95,14 @@ def test_signal_handler(before, tmp_path):
         signal.signal(signal.SIGUSR1, old)
 
 
+@pytest.mark.slow
 def test_excepthook(before, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "excepthook", lambda *_: None)
     (line,) = found(before, tmp_path)
     assert line.startswith("hook changed: sys.excepthook")
 
 
+@pytest.mark.slow
 def test_torch_profiler(before, tmp_path):
     import torch
 
@@ -103,6 +111,7 @@ def test_torch_profiler(before, tmp_path):
     assert found(before, tmp_path) == []
 
 
+@pytest.mark.slow
 def test_global_module_hook_and_saved_tensor_hooks(before, tmp_path):
     import torch
 
@@ -127,6 +136,7 @@ def test_global_module_hook_and_saved_tensor_hooks(before, tmp_path):
     assert found(before, tmp_path) == []
 
 
+@pytest.mark.slow
 def test_temporary_and_unfinished_files(before, tmp_path):
     partial = tmp_path / "deep" / "trace.json.partial"
     partial.parent.mkdir()
@@ -167,6 +177,7 @@ def test_fixtures_undo_first(borrowed):
 """
 
 
+@pytest.mark.slow
 def test_the_fixture_fails_the_leaking_test_by_name(tmp_path, run_python):
     here = Path(__file__).resolve().parents[1]
     shutil.copy(here / "conftest.py", tmp_path)

@@ -12,6 +12,8 @@ import pytest
 
 import lightning_memprof
 
+pytestmark = pytest.mark.wheel
+
 ROOT = Path(__file__).resolve().parents[2]
 SITE_PACKAGES = Path(sysconfig.get_path("purelib"))
 REQUIREMENT = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)(\[[^]]*\])?(?P<versions>[^;]*)(;(?P<marker>.*))?$")
@@ -119,6 +121,7 @@ def test_constraints_cover_every_requirement(distribution, constraints):
     assert "hatchling" in pinned
 
 
+@pytest.mark.slow
 def test_everything_that_is_imported_is_required(distribution):
     providers = metadata.packages_distributions()
     required = {

@@ -20,12 +20,14 @@ def pulse(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("pulse") / "pulse.csv"
 
 
+@pytest.mark.slow
 @given(rows)
 def test_every_row_of_integers_and_gaps_is_read_back(pulse: Path, written: list[tuple[int | None, ...]]) -> None:
     pulse.write_text(HEADER + encode_pulse(written))
     assert [tuple(row.values()) for row in read_pulse(pulse)] == written
 
 
+@pytest.mark.slow
 @given(rows, st.integers(min_value=0))
 def test_a_pulse_cut_anywhere_gives_the_rows_that_are_whole(
     pulse: Path, written: list[tuple[int | None, ...]], cut: int

@@ -220,6 +220,7 @@ def test_a_place_that_was_waited_for_in_vain_is_not_waited_for_again(
     assert time.monotonic() - started < 5
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_wait_for_a_mute_place_for_good(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *_, **__: gate.wait(30))
@@ -355,6 +356,7 @@ def test_what_the_other_process_cannot_copy_is_told_with_the_reason(root: Path, 
     assert "there" in str(uploads.error)
 
 
+@pytest.mark.slow
 def test_claiming_a_place_draws_no_random_numbers_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     original = MemoryFileSystem.pipe_file
     monkeypatch.setattr(

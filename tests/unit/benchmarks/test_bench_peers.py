@@ -23,6 +23,7 @@ def wheel(folder: Path, name: str, version: str, *requires: str) -> None:
         archive.writestr(f"{info}/RECORD", "")
 
 
+@pytest.mark.slow
 def test_a_peer_that_the_tests_pin_otherwise_is_installed_and_brings_no_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

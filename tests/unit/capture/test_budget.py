@@ -237,6 +237,7 @@ record(Path(sys.argv[1]) / "write", 10**9, 6_000)
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_takes_no_more_is_an_error_row_and_leaves_a_whole_trace_or_none(tmp_path: Path) -> None:
     support = Path(__file__).parents[2] / "support"
     command = [sys.executable, "-c", FULL_DISK, str(tmp_path), str(support)]

@@ -12,6 +12,7 @@ from lightning_memprof.cli.main import main
 from lightning_memprof.errors import ConfigError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     ["zero\x00byte", "loop", "a" * 300, "memprofiler/window000/" + "a" * 300],

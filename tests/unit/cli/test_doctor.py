@@ -49,6 +49,7 @@ def test_a_system_without_control_groups_has_no_limit(tmp_path):
     assert memory_limit_bytes(tmp_path / "nothing", tmp_path) is None
 
 
+@pytest.mark.slow
 def test_doctor_says_of_every_default_collector_whether_it_records_here(run_python):
     ended = run_python("-m", "lightning_memprof", "doctor", COLUMNS="80")
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -73,6 +74,7 @@ def test_doctor_says_of_every_default_collector_whether_it_records_here(run_pyth
     assert ended.stderr == ""
 
 
+@pytest.mark.slow
 def test_doctor_names_what_is_broken_and_is_exit_code_1(run_python, tmp_path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libtorch.so: cannot open shared object file')")

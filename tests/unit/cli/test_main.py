@@ -147,6 +147,7 @@ def test_the_command_line_loads_neither_torch_nor_lightning(run_python):
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["terminal", "json"])
 def test_show_works_where_torch_and_lightning_cannot_be_imported(form, run_python, tmp_path):
     make_run(tmp_path / "run")
@@ -168,6 +169,7 @@ def test_a_name_in_an_error_cannot_steer_the_terminal(tmp_path, capsys):
     assert "\\x1b[31m" in err
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_a_command_is_imported_is_exit_code_130_and_no_traceback(run_python, tmp_path):
     stub = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
     (tmp_path / "jsonargparse.py").write_text(stub)

@@ -114,6 +114,7 @@ def test_a_file_of_the_run_is_never_the_result_and_what_is_damaged_is_told(
     assert "rank00001.host.jsonl: is listed but missing" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_merge_that_is_ended_leaves_nothing_behind_and_says_nothing(tmp_path: Path, number: signal.Signals) -> None:
     event = {"ph": "X", "name": "a" * 2000, "pid": 7, "tid": 8, "dur": 2}

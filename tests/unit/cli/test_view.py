@@ -24,6 +24,8 @@ from lightning_memprof.cli.terminal import sigterm_as_ctrl_c
 from lightning_memprof.cli.view import tensorboard_directory
 from lightning_memprof.errors import ReportError
 
+pytestmark = pytest.mark.slow
+
 # What a native trace processor does as far as the page's start is concerned; the real one is a download of its own.
 NATIVE = """#!{python}
 import http.server, pathlib, sys

@@ -50,6 +50,7 @@ def program(directory: Path, *texts: str) -> str:
     return "train.py"
 
 
+@pytest.mark.slow
 def test_a_class_path_in_the_cli_of_pytorch_lightning_is_refused_in_one_line(tmp_path: Path, run_python: Run) -> None:
     pytest.importorskip("pytorch_lightning")
     named = {
@@ -68,6 +69,7 @@ def test_a_class_path_in_the_cli_of_pytorch_lightning_is_refused_in_one_line(tmp
         assert "import LightningCLI from lightning.pytorch.cli, or use" in line
 
 
+@pytest.mark.slow
 def test_without_the_package_lightning_one_line_says_what_is_missing(tmp_path: Path, run_python: Run) -> None:
     pytest.importorskip("pytorch_lightning")
     done = run_python(program(tmp_path, HIDDEN, ASKED))

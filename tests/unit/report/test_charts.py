@@ -102,6 +102,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[str, Char
     return load_run(place), found
 
 
+@pytest.mark.slow
 def test_the_steps_of_a_run_stand_in_its_chart(usual: tuple[Run, dict[str, Chart]]):
     run, found = usual
     chart = found["steps"]
@@ -288,6 +289,7 @@ def test_texts_of_the_program_in_a_chart_cannot_steer_what_shows_them() -> None:
     assert key.endswith("é€😀\\u202e")
 
 
+@pytest.mark.slow
 def test_charts_are_drawn_from_the_view_and_read_no_manifest_again(tmp_path: Path) -> None:
     run = load_run(make_run(tmp_path, FakeRun(world_size=2)))
     view = run_view(run)

@@ -4,6 +4,8 @@ import gzip
 import json
 import time
 
+import pytest
+
 from fake_runs import FakeRun, make_run
 from lightning_memprof.artifacts.naming import manifest_name
 from lightning_memprof.tensorboard.pages import Asked, Pages
@@ -24,6 +26,7 @@ def html(job) -> str:
     return gzip.decompress(job.page).decode()
 
 
+@pytest.mark.slow
 def test_a_page_is_made_once_for_a_state_and_two_runs_are_compared(tmp_path):
     slow = {"data_wait": 9_000_000, "forward": 6_000_000, "backward": 10_000_000, "optimizer": 1, "callbacks": 1,
             "other": 1}  # fmt: skip
@@ -45,6 +48,7 @@ def test_a_page_is_made_once_for_a_state_and_two_runs_are_compared(tmp_path):
     assert "step +" in text  # B is slower, and the sentence says so
 
 
+@pytest.mark.slow
 def test_a_page_that_cannot_be_made_says_why(tmp_path):
     run = make_run(tmp_path / "a", FakeRun(trace=False, memory=None))
     (found,) = RunList({"": tmp_path}).look()
@@ -54,6 +58,7 @@ def test_a_page_that_cannot_be_made_says_why(tmp_path):
     assert "no run is in it" in job.message
 
 
+@pytest.mark.slow
 def test_what_lies_outside_of_the_log_directory_is_not_read(tmp_path):
     run = make_run(tmp_path / "logs" / "a", FakeRun(memory=None))
     secret = tmp_path / "secret.pt.trace.json"

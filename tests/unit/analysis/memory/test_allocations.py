@@ -76,6 +76,7 @@ def adds_up(device: DeviceAllocations) -> bool:
     return held == device.peak_bytes + device.freed_outside_bytes
 
 
+@pytest.mark.slow
 def test_the_peak_of_a_real_run_is_the_most_that_its_events_leave_live(recorded, host):
     live: dict[int, int] = {}
     peak = 0
@@ -150,6 +151,7 @@ def test_a_trace_without_allocations_says_how_to_record_them(tmp_path):
     assert window.problem == "its trace has no allocations: record it with profile_memory=True"
 
 
+@pytest.mark.slow
 def test_a_damaged_trace_is_a_problem_of_its_window(tmp_path):
     log_dir = record(tmp_path)
     (trace,) = log_dir.glob("*.pt.trace.json.gz")
@@ -321,6 +323,7 @@ def test_traces_without_addresses_have_a_peak_and_no_holders(tmp_path):
     assert device.curve[-1][1] == 70
 
 
+@pytest.mark.slow
 def test_a_curve_of_many_points_keeps_the_peak_the_ends_and_every_large_swing(tmp_path):
     events = [memory(i, -(i % 7) if i % 2 else 1000 * (i % 97), 10_000 + i, kind=1) for i in range(5000)]
     events[2601] = memory(2601, 10**9, 3, kind=1)

@@ -285,6 +285,7 @@ def test_a_budget_leaves_out_ranks_but_never_the_first(tmp_path: Path) -> None:
     assert "2 more ranks" in run.notes[-1].message
 
 
+@pytest.mark.slow
 def test_reading_needs_neither_torch_nor_lightning(tmp_path: Path) -> None:
     make_run(tmp_path)
     program = (

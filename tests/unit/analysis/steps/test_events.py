@@ -138,6 +138,7 @@ nested_rows = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(nested_rows, st.integers(0, 1_000))
 def test_parts_sum_to_the_step_for_any_rows(tmp_path_factory: Any, rows: list[dict[str, Any]], length: int) -> None:
     made = window(tmp_path_factory.mktemp("run"), [*rows, row("step", 0, length, -1)])

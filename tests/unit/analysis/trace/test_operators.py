@@ -160,6 +160,7 @@ def first_column(table: str) -> list[str]:
     return [line[:width].strip() for line in lines[3:end]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", sorted(AVAILABLE_SORT_KEYS))
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_every_sort_key_orders_as_torch_does(recorded, key):

@@ -129,6 +129,7 @@ def test_tensors_that_a_compiler_traces_with_are_left_alone(tmp_path: Path) -> N
     assert all(row["collected"] >= 1 for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin `gc.collect:UserWarning")
 def test_a_collection_inside_a_compiled_call_has_nothing_of_ours_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -181,6 +181,7 @@ def test_a_fit_inside_of_a_fit_is_told_as_the_outer_one_is(cuda: FakeCuda, run: 
     assert len(rows(run)) == len(rows(inner)) == 1
 
 
+@pytest.mark.slow
 def test_of_many_events_the_first_few_and_the_one_that_ends_the_run_are_written_down(
     cuda: FakeCuda, run: RunContext
 ) -> None:
@@ -416,6 +417,7 @@ def test_a_tensor_of_the_program_is_among_the_largest_with_its_shape() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_tensors_without_a_storage_are_left_out() -> None:
     def other_bytes() -> int:
         # Others of this process are there as well.
