@@ -18,6 +18,7 @@ PARAMETERS = 6
 
 TOP_LEVEL = {
     "CHANGELOG.md",
+    "CONTRIBUTING.md",
     "LICENSE",
     "Makefile",
     "README.md",

@@ -51,7 +51,7 @@ def test_the_python_of_each_page_runs_from_top_to_bottom(tmp_path: Path, run_pro
             names = {{"__name__": page}}
             try:
                 for block in [{PRELUDE!r}, *blocks]:
-                    exec(compile(block, page, "exec"), names)
+                    exec(compile(block, f"<{page}>", "exec"), names)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
