@@ -15,8 +15,8 @@ from lightning_memprof.errors import ConfigError, ReportError
 from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
+    from lightning_memprof.analysis.timeline.events import Source
     from lightning_memprof.analysis.timeline.merge import Merged
-    from lightning_memprof.analysis.timeline.model import Source
 
 __all__ = ["COMMAND", "file_sources"]
 
@@ -105,7 +105,7 @@ def _merge_run(target: str, out: Path, window: int | None, ranks: Sequence[int] 
 
 def file_sources(files: Sequence[Path]) -> list[Source]:
     """Label each trace file with its name, or with its path where two files have the same name."""
-    from lightning_memprof.analysis.timeline.model import Source
+    from lightning_memprof.analysis.timeline.events import Source
 
     names = [file.name for file in files]
     labels = [name if names.count(name) == 1 else str(file) for name, file in zip(names, files, strict=True)]

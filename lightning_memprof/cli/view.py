@@ -123,7 +123,7 @@ def _trace_file(path: Path, steps: Sequence[int] | None, folder: Path) -> Path:
 
 
 def _cut(trace: Path, steps: Sequence[int], folder: Path) -> Path:
-    from lightning_memprof.analysis.timeline.cut import cut
+    from lightning_memprof.analysis.timeline.merge import cut
 
     # Uncompressed: the page reads it over loopback.
     part = folder / f"{trace.name.removesuffix('.gz').removesuffix('.json')}.steps.json"

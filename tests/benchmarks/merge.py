@@ -43,7 +43,7 @@ OURS = """
 import sys
 from pathlib import Path
 from lightning_memprof.analysis.timeline.merge import merge_traces
-from lightning_memprof.analysis.timeline.model import Source
+from lightning_memprof.analysis.timeline.events import Source
 sources = [Source(label=f"rank {at} · host", sort=at, trace=Path(path)) for at, path in enumerate(sys.argv[2:])]
 merge_traces(sources, Path(sys.argv[1]))
 """

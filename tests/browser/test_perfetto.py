@@ -8,8 +8,8 @@ import pytest
 
 from fake_runs import FakeRun, make_run
 from lightning_memprof import load_run
+from lightning_memprof.analysis.timeline.events import Source
 from lightning_memprof.analysis.timeline.merge import merge_traces
-from lightning_memprof.analysis.timeline.model import Source
 from lightning_memprof.analysis.timeline.sources import run_sources
 from ranks import launch
 

@@ -1,8 +1,8 @@
-"""The clocks of a run's hosts, laid over each other by the ends of the collectives that they met in.
+"""Alignment of the clocks of a run's hosts by the ends of collectives.
 
-A collective ends nearly at once on all who take part, whoever came last. Of each pair of hosts the ends of the same
-collectives therefore differ by the difference of the two clocks, plus what delivering the last message took, which has
-no sign of its own: the median over many of them is the difference.
+A collective ends nearly at once on all its ranks. The ends of the same collective on two hosts therefore differ by the
+difference of the two clocks, plus the time to deliver the last message, which can have either sign: the median over
+many collectives is the difference of the clocks.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ from lightning_memprof.errors import ArtifactError
 
 __all__ = ["Clocks", "align_clocks", "align_hosts"]
 
-# One that ends for all at the same time; of the others some ranks go on before the last has come.
+# These end on all ranks at the same time; in others some ranks continue before the last one arrives.
 _TOGETHER: Final = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
-# Ranks of a host that are read: its clock is one, and a trace of hundreds of megabytes takes seconds.
+# Ranks read per host: they share a clock, and a trace of hundreds of megabytes takes seconds.
 _RANKS_OF_A_HOST: Final = 2
 
 Key = tuple[str, str, int | None, int, int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Clocks:
-    """What is added to the times of each host.
+    """Offsets of the hosts' clocks.
 
-    ``offsets_ns`` maps a host's name to nanoseconds. ``residual_ns`` is the median distance that is left between the
-    ends of one collective on two hosts, None where there is nothing to compare. ``matched`` counts those collectives.
-    ``unaligned`` names the hosts that share no collective with the first one: their clocks are taken as they are.
+    Attributes:
+        offsets_ns: by host, the ns to add to its times.
+        residual_ns: median distance that remains between the ends of a collective on two hosts, None without any.
+        matched: number of collectives compared.
+        unaligned: hosts without a collective in common with the first one, which keep their own clocks.
     """
 
     offsets_ns: Mapping[str, int] = field(default_factory=dict)
@@ -43,17 +45,17 @@ class Clocks:
     unaligned: tuple[str, ...] = ()
 
     def offset_ns(self, rank: Rank) -> int:
-        """Nanoseconds to add to the times of a rank."""
+        """Return the nanoseconds to add to the times of a rank."""
         return self.offsets_ns.get(text(rank.facts, "host") or "", 0)
 
 
 def align_clocks(run: Run, window: int | None = None, ranks: Collection[int] | None = None) -> Clocks:
-    """Align the clocks of a run's hosts by the collectives in their traces; of one host there is nothing to read.
+    """Align the clocks of a run's hosts by the collectives in their traces; a single host needs no reading.
 
     Args:
         run: the run.
-        window: index of the only window that is wanted; None takes all.
-        ranks: the global ranks that are wanted; None takes all.
+        window: index of one window; None for all.
+        ranks: global ranks; None for all.
 
     """
     hosts: dict[str, list[Rank]] = {}
@@ -61,7 +63,7 @@ def align_clocks(run: Run, window: int | None = None, ranks: Collection[int] | N
         if ranks is None or rank.rank in ranks:
             hosts.setdefault(text(rank.facts, "host") or "", []).append(rank)
     if len(hosts) < 2:
-        return Clocks(dict.fromkeys(hosts, 0))
+        return Clocks(offsets_ns=dict.fromkeys(hosts, 0))
     ends: dict[str, list[Mapping[Key, int]]] = {host: [] for host in hosts}
     for host, members in hosts.items():
         for rank in members:
@@ -72,12 +74,12 @@ def align_clocks(run: Run, window: int | None = None, ranks: Collection[int] | N
 
 
 def align_hosts(ends: Mapping[str, Mapping[Key, int]]) -> Clocks:
-    """Align hosts by when each saw each collective end.
+    """Align hosts by the ends of collectives.
 
-    A host that shares none with the first is aligned by way of a third one, where there is one.
+    A host without a collective in common with the first is aligned through a third one, if possible.
 
     Args:
-        ends: per host, collective (window, name, group, size and sequence) to its end, Unix epoch ns of that host.
+        ends: per host, the end of each collective (name, group, size, sequence and window), Unix epoch ns of that host.
 
     """
     hosts = list(ends)
@@ -98,7 +100,12 @@ def align_hosts(ends: Mapping[str, Mapping[Key, int]]) -> Clocks:
         matched += shared
         waiting.remove(host)
     offsets |= dict.fromkeys(waiting, 0)
-    return Clocks(offsets, int(median(distances)) if distances else None, matched, tuple(waiting))
+    return Clocks(
+        offsets_ns=offsets,
+        residual_ns=int(median(distances)) if distances else None,
+        matched=matched,
+        unaligned=tuple(waiting),
+    )
 
 
 def _rank_ends(run: Run, rank: int, window: int | None) -> dict[Key, int]:
@@ -123,7 +130,7 @@ def _ends(window: int, trace: Path) -> dict[Key, int]:
 
 
 def _host_ends(found: list[Mapping[Key, int]]) -> dict[Key, int]:
-    """Of several ranks of a host the last end of each collective: the others may not have looked yet."""
+    """Return the last end of each collective among a host's ranks: other ranks may see it earlier."""
     merged: dict[Key, int] = {}
     for ends in found:
         for key, end in ends.items():

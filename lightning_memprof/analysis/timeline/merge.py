@@ -1,7 +1,7 @@
-"""Merge sources into one trace that a viewer imports without an error.
+"""Merge sources into one trace that a viewer imports without an error, or cut steps out of a trace.
 
-Every source is read twice, a MiB at a time: first to see what overlaps, which arrows end nowhere and where time begins,
-then to be written. What is held in between is a few numbers per event of one source, and the edits of all.
+Every source is read twice, a MiB at a time: first to find overlaps, arrows without an end and the begin of time, then
+to be written. A few numbers per event of one source, and the edits of all, are held in between.
 
 The format is the JSON Trace Event Format as the Perfetto UI imports it: times are microseconds after
 ``baseTimeNanoseconds``, with three decimals, and stay small so that a double holds every nanosecond; process and thread
@@ -11,6 +11,7 @@ numbers are small and positive; the slices of a track nest; an arrow's id begins
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,15 +20,19 @@ from pathlib import Path
 from threading import Lock
 from typing import Final
 
-from lightning_memprof.analysis.timeline.model import Source
-from lightning_memprof.analysis.timeline.numbering import Numbering
+import msgspec
+
+from lightning_memprof.analysis.timeline.events import Reader, Source
 from lightning_memprof.analysis.timeline.plan import Plan, make_plan
-from lightning_memprof.analysis.timeline.rows import Reader
+from lightning_memprof.analysis.timeline.rewrite import Numbering
 from lightning_memprof.analysis.timeline.workers import PlanJob, Pool, RewriteJob, Worker
 from lightning_memprof.analysis.timeline.writer import Parts, TraceWriter
-from lightning_memprof.errors import ConfigError
+from lightning_memprof.analysis.trace.events import Microseconds, decoder
+from lightning_memprof.analysis.trace.text import TraceText
+from lightning_memprof.errors import ArtifactError, ConfigError
+from lightning_memprof.units import nanoseconds
 
-__all__ = ["Merged", "merge_traces"]
+__all__ = ["Merged", "cut", "merge_traces", "step_spans"]
 
 Progress = Callable[[int, int], None]
 
@@ -38,17 +43,20 @@ _FARTHEST_NS: Final = 60 * 86_400_000_000_000
 _MOST_WORKERS: Final = 4
 _WORTH_WORKERS: Final = 4 << 20
 
+_STEP: Final = re.compile(r"ProfilerStep#?\s*([0-9]+)")
+_DIGITS: Final = 19  # a larger number is damage
+
 
 @dataclass(frozen=True, kw_only=True)
 class Merged:
-    """What a merged trace holds.
+    """A merged trace.
 
     Attributes:
-        events: events in it, without metadata.
+        events: number of events, without metadata.
         size_bytes: size of the file.
-        start_ns: Unix epoch time in ns at which its time begins; 0 where no source says when it was recorded.
+        start_ns: Unix epoch time in ns at which its time begins; 0 where no source has its time of recording.
         end_ns: the same of the last event's end.
-        notes: what the reader of the trace should know, a sentence each.
+        notes: remarks for the reader of the trace, a sentence each.
     """
 
     events: int
@@ -64,28 +72,28 @@ def merge_traces(
     """Write all sources into one trace.
 
     Args:
-        sources: in the order of the screen, within one ``Source.sort``.
-        out: where it goes, compressed where the name ends in ``.gz``; appears when it is complete.
-        progress: called with what is done and what there is to do, in bytes of the files.
-        workers: processes that read traces beside this one; None: as many as there are processors, 4 at most, where the
-            traces are large enough to be worth it.
+        sources: in the order on screen, within one ``Source.sort``.
+        out: the merged file, compressed where the name ends in ``.gz``; it appears when it is complete.
+        progress: called with the bytes read and the bytes to read.
+        workers: processes that read traces beside this one; None for one per processor, at most 4, if the traces are
+            large enough.
 
     Raises:
-        ArtifactError: a trace is missing, cut off, or no trace.
-        ConfigError: there is no source, one of them is the result, or that is a directory or a device.
+        ArtifactError: a trace is missing, truncated, or no trace.
+        ConfigError: there is no source, or `out` is one of them, a directory or a device.
     """
     if not sources:
-        raise ConfigError("merge: there is no trace to merge; name one or more")
+        raise ConfigError("merge: no trace to merge; name one or more")
     if out.exists() and not out.is_file():
-        # The result takes the place of what has its name, and of a device too where the user may do that.
+        # The result replaces the file of its name, and a device too where the user has the permission.
         raise ConfigError(f"{out}: is a directory or a device; name a file for the result")
     for source in sources:
         if source.trace is not None and source.trace.resolve() == out.resolve():
             raise ConfigError(f"{out}: is one of the traces to merge; give the result another name")
-    told = _Told(sources, progress)
-    # The workers end before their parts are removed: none comes back.
+    reading = _Progress(sources, progress)
+    # The workers end before their parts are removed, so that no part appears again.
     with Parts(out) as parts, Pool(_workers(sources, workers)) as pool:
-        plans = list(pool.map(partial(_plan, told), [Reader(source) for source in sources]))
+        plans = list(pool.map(partial(_plan, reading), [Reader(source) for source in sources]))
         times = _Times(plans)
         numbering = Numbering(plans, times.shifts)
         with TraceWriter(out, times.origin_ns) as writer:
@@ -101,12 +109,15 @@ def merge_traces(
                 )
                 for at, plan in enumerate(plans)
             ]
-            for job, events in zip(jobs, pool.map(partial(_rewrite, told), jobs), strict=True):
+            for job, events in zip(jobs, pool.map(partial(_rewrite, reading), jobs), strict=True):
                 writer.append(job.part, events)
-    left_out: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
     for plan in plans:
-        left_out.update(plan.left_out)
-    notes = [*times.notes, *(f"{count} {what} cannot be drawn and were left out" for what, count in left_out.items())]
+        skipped.update(plan.skipped)
+    notes = [
+        *times.notes,
+        *(f"skipped, because a viewer cannot draw them: {reason} ({count})" for reason, count in skipped.items()),
+    ]
     return Merged(
         events=writer.events - len(numbering.metadata()),
         size_bytes=out.stat().st_size,
@@ -117,15 +128,15 @@ def merge_traces(
 
 
 def _workers(sources: Sequence[Source], wanted: int | None) -> int:
-    """How many processes read the traces: none for small ones, which are read sooner than a process has started."""
+    """Return the number of processes: none for small traces, which are read before a process has started."""
     if wanted is not None:
         return wanted
     sizes = [size for source in sources if (size := Reader(source).size_bytes)]
     return min(len(sizes), os.cpu_count() or 1, _MOST_WORKERS) if sum(sizes) > _WORTH_WORKERS else 0
 
 
-def _plan(told: _Told, reader: Reader, worker: Worker | None) -> Plan:
-    seen = told.reader(reader.size_bytes)
+def _plan(reading: _Progress, reader: Reader, worker: Worker | None) -> Plan:
+    seen = reading.reader(reader.size_bytes)
     if worker is not None and reader.source.trace is not None:
         plan: Plan = worker.call(PlanJob(reader), seen)
     else:
@@ -134,16 +145,16 @@ def _plan(told: _Told, reader: Reader, worker: Worker | None) -> Plan:
     return plan
 
 
-def _rewrite(told: _Told, job: RewriteJob, worker: Worker | None) -> int:
+def _rewrite(reading: _Progress, job: RewriteJob, worker: Worker | None) -> int:
     size = job.plan.reader.size_bytes
-    seen = told.reader(size)
+    seen = reading.reader(size)
     events: int = job.run(seen) if worker is None or job.plan.reader.source.trace is None else worker.call(job, seen)
     seen(size)
     return events
 
 
-class _Told:
-    """How much of all reading is done, a file counting twice."""
+class _Progress:
+    """Progress of all reading; a file counts twice."""
 
     def __init__(self, sources: Sequence[Source], progress: Progress | None) -> None:
         self._progress = progress
@@ -152,7 +163,7 @@ class _Told:
         self._total = 2 * sum(Reader(source).size_bytes for source in sources)
 
     def reader(self, size: int) -> Callable[[int], None]:
-        """Return what is to be told how far one reading of a file has come, in bytes."""
+        """Return a function to call with the bytes of a file read so far in one reading."""
         last = 0
 
         def seen(at: int) -> None:
@@ -167,7 +178,7 @@ class _Told:
 
 
 class _Times:
-    """One time base: per source what is added to its times to get ns after the earliest event of all."""
+    """One time base: per source the number to add to its times to get ns after the earliest event of all."""
 
     def __init__(self, plans: Sequence[Plan]) -> None:
         self.notes: list[str] = []
@@ -184,11 +195,9 @@ class _Times:
             shift = base - self.origin_ns
             if begin is not None and not 0 <= begin - self.origin_ns <= _FARTHEST_NS:
                 shift = -(plan.first_ns or 0)
-                why = (
-                    "does not say when it was recorded" if begin < _A_DATE_NS else "was recorded months after the first"
-                )
+                why = "has no time of recording" if begin < _A_DATE_NS else "was recorded months after the first"
                 self.notes.append(
-                    f"{plan.reader.source.label or plan.reader.source.trace}: {why}; it was put at the start"
+                    f"{plan.reader.source.label or plan.reader.source.trace}: {why}; it is placed at the start"
                 )
             self.shifts.append(shift)
             if plan.first_ns is not None:
@@ -199,5 +208,70 @@ def _base(plan: Plan) -> int:
     reader = plan.reader
     base = reader.base_ns + reader.ts_offset_ns
     absolute = reader.ts_offset_ns + (plan.first_ns or 0) >= _A_DATE_NS
-    # Where both the times and the base are dates, the times are the ones that count.
+    # Where both the times and the base are dates, the times are right.
     return (reader.ts_offset_ns if absolute and reader.source.trace is not None else base) + reader.source.offset_ns
+
+
+def step_spans(trace: Path) -> dict[int, tuple[int, int]]:
+    """Return begin and end of each step in ns of the trace's own ``ts``: the earliest and the latest of all ranks.
+
+    Source: the ranges ``ProfilerStep#N``, including those of the device, where a step's kernels run after its end.
+
+    Raises:
+        ArtifactError: the trace is missing, truncated, or no trace.
+    """
+    text = TraceText(trace)
+    found: dict[int, tuple[int, int]] = {}
+    for events in text.pieces(_steps):
+        for step, start, end in events:
+            first, last = found.get(step, (start, end))
+            found[step] = (min(first, start), max(last, end))
+    offset = text.ts_offset_us * 1000
+    return {step: (first + offset, last + offset) for step, (first, last) in sorted(found.items())}
+
+
+def cut(trace: Path, steps: Sequence[int], out: Path, progress: Progress | None = None) -> Merged:
+    """Write the time from the first of the steps to the last into a new trace.
+
+    Events across an edge are clipped. The trace is streamed; memory is bounded by the slice.
+
+    Args:
+        trace: a trace, merged or not, plain or gzip-compressed.
+        steps: numbers of steps, as in the ranges ``ProfilerStep#N``.
+        out: the new file, compressed where the name ends in ``.gz``.
+        progress: as for ``merge_traces``.
+
+    Raises:
+        ArtifactError: the trace is missing, truncated, or has none of the steps.
+        ConfigError: `steps` is empty.
+    """
+    if not steps:
+        raise ConfigError("steps: no step; name one or more, such as 2-3")
+    spans = step_spans(trace)
+    wanted = [spans[step] for step in steps if step in spans]
+    if not wanted:
+        present = f"its steps are {min(spans)} to {max(spans)}" if spans else "it has none: no schedule recorded it"
+        raise ArtifactError(f"{trace}: has no step {', '.join(map(str, steps))}; {present}")
+    span = (min(first for first, _ in wanted), max(last for _, last in wanted))
+    return merge_traces([Source(label="", trace=trace, span_ns=span)], out, progress)
+
+
+class _StepEvent(msgspec.Struct, gc=False):
+    name: str = ""
+    ts: Microseconds | None = None
+    dur: Microseconds = 0.0
+
+
+_decode: Final = decoder(_StepEvent)
+
+
+def _steps(text: bytes) -> list[tuple[int, int, int]]:
+    if b"ProfilerStep" not in text:
+        return []
+    found = []
+    for event in _decode(text):
+        step = _STEP.fullmatch(event.name) if event.name.startswith("ProfilerStep") else None
+        if step and len(step[1]) < _DIGITS and event.ts is not None:
+            start = nanoseconds(event.ts)
+            found.append((int(step[1]), start, start + nanoseconds(event.dur)))
+    return found

@@ -1,36 +1,130 @@
-"""The first reading of a source: what must change so that a viewer imports every event."""
+"""The first reading of a source: the changes after which a viewer imports every event.
+
+Slices of a track must nest, because a viewer drops those that overlap in part. The sweep over a track is in the order
+of :func:`lightning_memprof.analysis.trace.intervals.in_order`; unlike `nest`, it moves an overlapping slice to a
+spare lane of its own, and follows arrows to the lane of their slice.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Any, Final
 
 import msgspec
 
-from lightning_memprof.analysis.timeline.nesting import LEFT_OUT, Track
-from lightning_memprof.analysis.timeline.rows import Number, Reader, Row, canonical
+from lightning_memprof.analysis.timeline.events import Number, Reader, Row, canonical
+from lightning_memprof.analysis.trace.intervals import in_order
 from lightning_memprof.units import AT_ONCE_US, nanoseconds
 
-__all__ = ["BEGINS", "Key", "Plan", "ProcessFacts", "make_plan"]
+__all__ = ["BEGINS", "SKIPPED", "Key", "Plan", "ProcessFacts", "Track", "make_plan"]
 
 BEGINS: Final = 1 << 20
 """Lane of the slices that are written as a begin and an end, on a track that has whole slices too."""
+
+SKIPPED: Final = -(1 << 62)
+"""The edit of an event that a viewer cannot draw."""
 
 Key = tuple[int | str, int | str]
 
 _PYTHON: Final = msgspec.Raw(b'"python_function"')
 _FOREVER: Final = (-(1 << 62), 1 << 62)
-# 146 years: what is farther away is damage, and too much for a column.
+# 146 years: times beyond are damage, and do not fit into a column.
 _MOST_NS: Final = 1 << 62
-_TOO_FAR: Final = "events with times that no clock has"
+_TOO_FAR: Final = "events with impossible times"
 _COUNTED: Final = frozenset("XBEiIRCstfbn")
 
 
+class Track:
+    """The slices and arrow ends of one track, as columns; times are ns.
+
+    An edit is a number: 0 or more is the duration to which a slice is cut; below 0 it is minus the number of the spare
+    lane to which the event moves, or ``SKIPPED``.
+    """
+
+    def __init__(self) -> None:
+        self.starts = array("q")
+        self.ends = array("q")
+        self.indexes = array("q")
+        self.yields = bytearray()  # 1: a Python frame, which may end before its time
+        self.arrows: list[tuple[int, int]] = []
+        self.begins = False
+
+    def span(self) -> tuple[int, int] | None:
+        """Return first start and last end of the slices in ns, None where there is none."""
+        return (min(self.starts), max(self.ends)) if self.starts else None
+
+    def edits(self) -> Iterator[tuple[int, int]]:
+        """Yield ``(index, edit)`` of each event that must change, in no order."""
+        if len(self.starts) or self.arrows:
+            yield from _Sweep(self).edits()
+
+
+class _Sweep:
+    def __init__(self, track: Track) -> None:
+        self.track = track
+        self.lanes: list[list[tuple[int, int, int]]] = [[]]  # per lane a stack of (end, start, position)
+        self.found: list[tuple[int, int]] = []
+
+    def edits(self) -> Iterable[tuple[int, int]]:
+        track, place, stack = self.track, self._place, self.lanes[0]
+        starts, ends = track.starts, track.ends
+        arrows = sorted(track.arrows, reverse=True)
+        for at in in_order(starts, ends):
+            start, end = starts[at], ends[at]
+            while arrows and arrows[-1][0] < start:
+                self._arrow(*arrows.pop())
+            while stack and stack[-1][0] <= start:
+                stack.pop()
+            if stack and end > stack[-1][0]:
+                place(at, start, end)
+            else:
+                stack.append((end, start, at))
+        while arrows:
+            self._arrow(*arrows.pop())
+        return self.found
+
+    def _place(self, at: int, start: int, end: int) -> None:
+        """Place a slice that outlasts the slice that it began in."""
+        track, stack = self.track, self.lanes[0]
+        outlasted = 0
+        while outlasted < len(stack) and stack[-1 - outlasted][0] < end:
+            outlasted += 1
+        # A frame around a function that opens a range ends after the range began, and the range continues: the frame
+        # is cut. Other overlapping slices did run at the same time: they get a lane of their own.
+        if all(track.yields[position] for _, _, position in stack[-outlasted:]):
+            for _, begun, position in stack[-outlasted:]:
+                self.found.append((track.indexes[position], start - begun))
+            del stack[-outlasted:]
+            stack.append((end, start, at))
+            return
+        for lane in range(1, len(self.lanes) + 1):
+            if lane == len(self.lanes):
+                self.lanes.append([])
+            spare = self.lanes[lane]
+            while spare and spare[-1][0] <= start:
+                spare.pop()
+            if not spare or end <= spare[-1][0]:
+                spare.append((end, start, at))
+                self.found.append((track.indexes[at], -lane))
+                return
+
+    def _arrow(self, at: int, index: int) -> None:
+        """Put the end of an arrow into the lane of its slice; an arrow that ends in no slice cannot be drawn."""
+        reached = [lane for lane, stack in enumerate(self.lanes) if stack and stack[0][0] >= at]
+        if not reached:
+            self.found.append((index, SKIPPED))
+            return
+        begun = [lane for lane in reached if self.lanes[lane][-1][1] == at]
+        lane = min(begun or reached)
+        if lane:
+            self.found.append((index, -lane))
+
+
 class ProcessFacts:
-    """What the metadata events of a source say about one process."""
+    """The metadata of one process of a source."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -41,7 +135,7 @@ class ProcessFacts:
 
 
 class Plan:
-    """What the second reading of a source has to know."""
+    """The result of the first reading, for the second one."""
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
@@ -54,16 +148,16 @@ class Plan:
         self.edit_indexes = array("q")
         self.edits = array("q")
         self.reused: set[tuple[bytes, bytes, int | str]] = set()
-        """Arrows of the source that begin twice under one id."""
-        self.left_out: Counter[str] = Counter()
+        """Arrows of the source that begin more than once under one id."""
+        self.skipped: Counter[str] = Counter()
         self.keys: dict[tuple[Number, Number], Key] = {}
 
     def key(self, pid: Number, tid: Number) -> Key:
-        """The track of an event."""
+        """Return the track of an event."""
         return self.keys.get((pid, tid)) or self._new_key(pid, tid)
 
     def _new_key(self, pid: Number, tid: Number) -> Key:
-        # Kineto's own spans and marks come as three processes with names for numbers.
+        # Kineto's own spans and marks are three processes with names for numbers.
         key = (canonical(pid), canonical(tid))
         if self.reader.source.trace is not None and key[0] in {"", "Spans", "Traces"}:
             key = ("profiler", key[1])
@@ -76,10 +170,10 @@ def make_plan(reader: Reader, after_batch: Callable[[], None]) -> Plan:
 
     Args:
         reader: of the source.
-        after_batch: called after every some thousand events.
+        after_batch: called after every few thousand events.
 
     Raises:
-        ArtifactError: the trace is missing, cut off, or no trace.
+        ArtifactError: the trace is missing, truncated, or no trace.
     """
     scan = _Scan(Plan(reader))
     for rows in reader.batches():
@@ -115,12 +209,12 @@ class _Scan:
                 except OverflowError:
                     start = end = _MOST_NS
                 if start <= -_MOST_NS or end >= _MOST_NS:
-                    self.edits[index] = LEFT_OUT
-                    self.plan.left_out[_TOO_FAR] += 1
+                    self.edits[index] = SKIPPED
+                    self.plan.skipped[_TOO_FAR] += 1
                     continue
                 if not whole:
                     if end < low or start > high:
-                        self.edits[index] = LEFT_OUT
+                        self.edits[index] = SKIPPED
                         continue
                     start, end = max(start, low), min(end, high)
                 track = by_number.get((row.pid, row.tid)) or self.track(row)
@@ -131,9 +225,9 @@ class _Scan:
                 continue
             reason = self.other(row, index, (low, high))
             if reason is not None:
-                self.edits[index] = LEFT_OUT
+                self.edits[index] = SKIPPED
                 if reason:
-                    self.plan.left_out[reason] += 1
+                    self.plan.skipped[reason] += 1
         self.index = index
 
     def track(self, row: Row) -> Track:
@@ -145,7 +239,7 @@ class _Scan:
         return track
 
     def other(self, row: Row, index: int, span: tuple[int, int]) -> str | None:
-        """Take in an event that is no slice; the reason why it is left out, empty where it need not be told."""
+        """Take an event that is no slice; return the reason for skipping it, empty where there is nothing to report."""
         ph = row.ph
         if ph == "M":
             self.metadata(row)
@@ -235,19 +329,19 @@ class _Scan:
         arrows = {index for _, index in track.arrows}
         for index, edit in track.edits():
             self.edits[index] = edit
-            if edit == LEFT_OUT and index in arrows:
-                plan.left_out["arrow ends outside of every slice"] += 1
-            elif LEFT_OUT < edit < 0:
+            if edit == SKIPPED and index in arrows:
+                plan.skipped["arrow ends outside of every slice"] += 1
+            elif SKIPPED < edit < 0:
                 lanes[-edit] = span
         if track.begins and not track.starts:
-            # Nothing is known of slices that are written as a begin and an end: they keep what they had.
+            # Slices written as a begin and an end are not analysed: arrows to them stay as they were.
             for index in arrows:
                 self.edits.pop(index, None)
         plan.lanes[key] = dict(sorted(lanes.items()))
 
 
 def _undrawable(row: Row) -> str:
-    """Why the importer would refuse an event; empty where it does not."""
+    """Return the reason why the importer would refuse an event; empty where it does not."""
     if not row.ph:
         return "events without a kind"
     if row.ts is None:

@@ -1,6 +1,6 @@
-"""What a run recorded beside its traces, as events of one timeline: one list of sources for the merger.
+"""The sources of a run's timeline: its traces, its series as events, and its findings.
 
-Everything is read line by line when the merger asks for it, so that a run costs no more memory here than a line.
+Series are read line by line when the merger asks for them, so that a run takes the memory of one line here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_memprof.analysis.findings import Facts, Finding, examine
 from lightning_memprof.analysis.run.load import Rank, Run, Window
 from lightning_memprof.analysis.run.rows import integer, text
 from lightning_memprof.analysis.timeline.clocks import Clocks
-from lightning_memprof.analysis.timeline.model import Source, TimelineEvent
+from lightning_memprof.analysis.timeline.events import Source, TimelineEvent
 from lightning_memprof.artifacts.naming import regions_name, system_name
 from lightning_memprof.artifacts.plain_file import MOST_BYTES, open_plain
 from lightning_memprof.errors import ReportError
@@ -30,9 +30,9 @@ Row = dict[str, Any]
 _Span = tuple[int, int]
 Reader = Callable[[Path], Iterator[TimelineEvent]]
 
-# Where and when a row was taken, which is no figure.
+# Place and time of a row, which are no measurements.
 _PLACE: Final = frozenset({"step", "global_step", "point", "recorded", "time_ns", "device", "name"})
-# Of the allocator's hundred figures those that make a curve of memory.
+# The allocator statistics with a curve; there are a hundred more.
 _CURVES: Final = (
     "allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.current",
     "active_bytes.all.current", "inactive_split_bytes.all.current",
@@ -42,15 +42,16 @@ _BASE: Final = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d{1,19})\b')
 _HEAD: Final = 1 << 16
 _UNREADABLE: Final[tuple[type[Exception], ...]] = (OSError, EOFError, isal_zlib.error)  # type: ignore[assignment]
 _FETCHES: Final = ("train_dataloader_next", "].val_next", "].test_next", "].predict_next")
-# No figure is larger: what is, is damage, and too much for a float.
+# A larger number is damage, and does not fit into a float.
 _MOST: Final = 1e30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What of a run is wanted; None is all of it.
+    """The part of a run to show; None for all.
 
-    ``steps`` counts training batches as the pulse does; only what lies in them is kept, on every rank by its own clock.
+    ``steps`` counts training batches as the pulse does; only events inside them are kept, on every rank by its own
+    clock.
     """
 
     window: int | None = None
@@ -62,21 +63,21 @@ def run_sources(
     run: Run, window: int | None = None, ranks: Collection[int] | None = None, *,
     steps: Collection[int] | None = None, clocks: Clocks | None = None,
 ) -> list[Source]:  # fmt: skip
-    """Return all that a run recorded in its windows, as sources in the order of the global ranks.
+    """Return the sources of a run's windows, by global rank.
 
     Args:
         run: the run.
-        window: index of the only window that is wanted; None takes all.
-        ranks: the global ranks that are wanted; None takes all.
-        steps: keep only these steps; None keeps whole windows.
-        clocks: the hosts' clocks, from :func:`lightning_memprof.analysis.timeline.clocks.align_clocks`; None takes the
-            clocks as they are.
+        window: index of one window; None for all.
+        ranks: global ranks; None for all.
+        steps: steps to keep; None for whole windows.
+        clocks: the hosts' clocks, from :func:`lightning_memprof.analysis.timeline.clocks.align_clocks`; None for the
+            clocks as recorded.
 
     Returns:
-        Per rank and window its traces and its series; first of all the run's findings, on a track of their own.
+        The run's findings, on a track of their own; then the traces and series of each rank and window.
 
     Raises:
-        ReportError: the run has no such window, rank or step, or recorded no window at all.
+        ReportError: the run has no such window, rank or step, or no window.
 
     """
     choice = Choice(window=window, ranks=ranks, steps=steps)
@@ -100,7 +101,7 @@ def run_sources(
 
 
 def rank_label(rank: Rank) -> str:
-    """What a rank is called on the timeline: ``"rank 3 · host"``."""
+    """Return the name of a rank on the timeline: ``"rank 3 · host"``."""
     host = text(rank.facts, "host")
     return f"rank {rank.rank} · {host}" if host else f"rank {rank.rank}"
 
@@ -140,11 +141,11 @@ def _nothing(run: Run, choice: Choice) -> str:
     if choice.steps is not None:
         recorded = _listed(step for window in windows for step in window.steps)
         return f"no window holds step {_listed(choice.steps)}; the recorded steps are {recorded}"
-    return "the chosen ranks recorded no such window; leave --ranks or --window away"
+    return "the chosen ranks recorded no such window; remove --ranks or --window"
 
 
 def _listed(numbers: Iterable[int]) -> str:
-    """Write numbers for people: ``"0-3, 7"``."""
+    """Return numbers as text: ``"0-3, 7"``."""
     groups: list[list[int]] = []
     for number in sorted(set(numbers)):
         if groups and number == groups[-1][-1] + 1:
@@ -156,9 +157,9 @@ def _listed(numbers: Iterable[int]) -> str:
 
 
 def _span(window: Window, rank: Rank, steps: Collection[int] | None) -> _Span | None:
-    """First and last time of a window's steps by the rank's clock; None where nothing says when they were."""
+    """Return begin and end of a window's steps by the rank's clock; None where they are unknown."""
     inside = set(_steps(window)) if steps is None else set(steps) & set(_steps(window))
-    # The pulse is there already; to cut a step out, the row that is drawn is the one to follow.
+    # The pulse is in memory; a step that is cut out has the edges of the slice that is drawn.
     edges = [] if steps is not None else _pulse_edges(rank, inside)
     if not edges and "hooks" in window.series:
         edges = [
@@ -210,7 +211,7 @@ def _ready(rank: Rank, offset: int, span: _Span | None, events: Callable[[], Ite
 
 
 def _within(events: Callable[[], Iterable[TimelineEvent]], span: _Span) -> Iterator[TimelineEvent]:
-    """What lies in a span; slices that reach out of it are clipped."""
+    """Yield the events in a span; slices across its edges are clipped."""
     first, last = span
     for event in events():
         start, end = event.start_ns, event.start_ns + event.duration_ns
@@ -222,13 +223,13 @@ def _within(events: Callable[[], Iterable[TimelineEvent]], span: _Span) -> Itera
 
 
 def _in_trace(trace: Path, span: _Span) -> _Span:
-    """A span of Unix time by a trace's own times, which count from its base."""
+    """Return a span of Unix time in a trace's own times, which count from its base."""
     base = _base_ns(trace)
     return span[0] - base, span[1] - base
 
 
 def _base_ns(trace: Path) -> int:
-    """Unix epoch time in ns from which a trace's times count; 0 where it does not say so or cannot be read."""
+    """Return the Unix epoch time in ns from which a trace's times count; 0 where it has none or cannot be read."""
     try:
         with open_plain(trace) as raw:
             packed = raw.read(2) == b"\x1f\x8b"
@@ -241,7 +242,7 @@ def _base_ns(trace: Path) -> int:
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    """Rows of a series that can be read; a damaged line hides only itself, the run's page names it."""
+    """Yield the readable rows of a series; a damaged line is skipped, and reported by the run's page."""
     decode = msgspec.json.Decoder(dict[str, Any]).decode
     try:
         with open_plain(path, most=MOST_BYTES) as lines:
@@ -323,7 +324,7 @@ def _marks(path: Path) -> Iterator[TimelineEvent]:
 
 
 def _named(path: Path) -> Iterator[TimelineEvent]:
-    """Named snapshots as instants and named regions as slices; a region that never ended is an instant."""
+    """Yield named snapshots as instants and named regions as slices; a region without an end is an instant."""
     open_regions: dict[str, list[Row]] = {}
     for row in _rows(path):
         time, name, point = integer(row.get("time_ns")), text(row, "name"), text(row, "point")

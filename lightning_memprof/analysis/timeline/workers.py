@@ -1,8 +1,8 @@
-"""Processes that read traces side by side, because one interpreter does one thing at a time.
+"""Processes that read traces in parallel, because an interpreter runs one thread at a time.
 
-A worker is the program `lightning_memprof.analysis.timeline.worker`: it gets pickled jobs on stdin and answers with how
-far it is, ``("seen", bytes)``, and with ``("done", result)`` or ``("failed", error)``. It imports nothing of the
-program that started it.
+A worker is the program `lightning_memprof.analysis.timeline.worker`: it gets pickled jobs on stdin and answers with its
+progress, ``("seen", bytes)``, and with ``("done", result)`` or ``("failed", error)``. It imports nothing of the program
+that started it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import IO, Any, Protocol, TypeVar
 
-from lightning_memprof.analysis.timeline.numbering import Places
+from lightning_memprof.analysis.timeline.events import Reader
 from lightning_memprof.analysis.timeline.plan import Plan, make_plan
-from lightning_memprof.analysis.timeline.rewrite import Rewrite
-from lightning_memprof.analysis.timeline.rows import Reader
+from lightning_memprof.analysis.timeline.rewrite import Places, Rewrite
 from lightning_memprof.analysis.timeline.writer import PartWriter
 from lightning_memprof.artifacts.own_program import own_program
 from lightning_memprof.errors import ArtifactError
@@ -34,10 +33,10 @@ _R = TypeVar("_R")
 
 
 class Job(Protocol):
-    """What a worker can do."""
+    """A job of a worker."""
 
     def run(self, seen: Seen) -> Any:
-        """Do it, telling how far the file was read."""
+        """Run the job; `seen` is called with the bytes of the file read so far."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class PlanJob:
 
 @dataclass(frozen=True, kw_only=True)
 class RewriteJob:
-    """The second reading, into a part of the result; what the fields are, ``Rewrite`` and ``PartWriter`` say."""
+    """The second reading, into a part of the result; the fields are those of ``Rewrite`` and ``PartWriter``."""
 
     plan: Plan
     places: Places
@@ -63,7 +62,7 @@ class RewriteJob:
     compressed: bool
 
     def run(self, seen: Seen) -> int:
-        """Write the part, and return how many events it has.
+        """Write the part, and return its number of events.
 
         Raises:
             ArtifactError: it cannot be written.
@@ -77,27 +76,27 @@ class RewriteJob:
             part.close()
         except OSError as error:
             raise ArtifactError(
-                f"{self.part}: cannot be written ({error}); give another place, or make room"
+                f"{self.part}: cannot be written ({error}); choose another place, or free space"
             ) from error
         return part.events
 
 
 class Worker:
-    """One such process."""
+    """One process."""
 
     def __init__(self) -> None:
         command = own_program("lightning_memprof.analysis.timeline.worker")
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         stdin, stdout = self._process.stdin, self._process.stdout
         if stdin is None or stdout is None:
-            raise AssertionError("Popen gives the pipes that it was asked for")
+            raise AssertionError("Popen returned no pipes")
         self._streams: tuple[IO[bytes], IO[bytes]] = (stdin, stdout)
 
     def call(self, job: Job, seen: Seen) -> Any:
-        """Let the process do a job; what it raises is raised here.
+        """Run a job in the process; its exceptions are raised here.
 
         Raises:
-            ArtifactError: the process ended before the job did.
+            ArtifactError: the process ended before the job.
         """
         stdin, stdout = self._streams
         try:
@@ -112,22 +111,22 @@ class Worker:
                 else:
                     return value
         except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
-            raise ArtifactError("a process that read a trace was ended; is there enough memory? start again") from error
+            raise ArtifactError("a process that read a trace was killed; free memory, and start again") from error
 
     def end(self) -> None:
         """End the process."""
         self._process.kill()
         self._process.wait()
         for stream in self._streams:
-            with contextlib.suppress(OSError):  # what a dead process did not take is still in the pipe's buffer
+            with contextlib.suppress(OSError):  # the pipe's buffer still has data that a dead process did not read
                 stream.close()
 
 
 class Pool:
-    """Some workers; none of them: everything is done here.
+    """Some workers; with fewer than two, jobs run in this process.
 
     Args:
-        workers: how many.
+        workers: number of processes.
     """
 
     def __init__(self, workers: int) -> None:
@@ -137,12 +136,12 @@ class Pool:
             self._workers.put(worker)
 
     def map(self, function: Callable[[_J, Worker | None], _R], jobs: Sequence[_J]) -> Iterator[_R]:
-        """What `function` returns for each job, in their order; it is given the worker that it may use."""
+        """Yield the result of `function` for each job, in their order; its second argument is a free worker."""
         if not self._all:
             yield from (function(job, None) for job in jobs)
             return
 
-        def lent(job: _J) -> _R:
+        def with_worker(job: _J) -> _R:
             worker = self._workers.get()
             try:
                 return function(job, worker)
@@ -151,7 +150,7 @@ class Pool:
 
         threads = ThreadPoolExecutor(len(self._all))
         try:
-            yield from threads.map(lent, jobs)
+            yield from threads.map(with_worker, jobs)
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -166,7 +165,7 @@ class Pool:
 
 
 def serve(jobs: IO[bytes], answers: IO[bytes]) -> None:
-    """Do the jobs that come until there are no more."""
+    """Run jobs until there are no more."""
 
     def answer(kind: str, value: Any) -> None:
         pickle.dump((kind, value), answers, pickle.HIGHEST_PROTOCOL)
@@ -180,6 +179,6 @@ def serve(jobs: IO[bytes], answers: IO[bytes]) -> None:
         try:
             answer("done", job.run(lambda at: answer("seen", at)))
         except BrokenPipeError:
-            return  # who wanted it is gone
-        except Exception as error:  # noqa: BLE001 it is raised where the job came from
+            return  # the program that wanted the result has ended
+        except Exception as error:  # noqa: BLE001 it is raised in the program that sent the job
             answer("failed", error)

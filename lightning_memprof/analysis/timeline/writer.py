@@ -1,4 +1,4 @@
-"""Write a trace piece by piece; it has its name when it is complete."""
+"""Write a trace piece by piece; the file appears under its name when it is complete."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import IO, Any, Final
 import msgspec
 from isal import igzip
 
-from lightning_memprof.analysis.timeline.rows import Row
+from lightning_memprof.analysis.timeline.events import Row
 from lightning_memprof.artifacts.naming import temporary_name
 from lightning_memprof.artifacts.placing import own_temporary
 from lightning_memprof.errors import ArtifactError
@@ -22,10 +22,10 @@ _COPY: Final = 1 << 20
 
 
 class TraceWriter:
-    """A trace that is being written.
+    """A trace being written.
 
     Args:
-        out: its place; compressed at a fast level where the name ends in ``.gz``.
+        out: the file; compressed at a fast level where the name ends in ``.gz``.
         origin_ns: Unix epoch time in ns from which its times count.
 
     Raises:
@@ -49,14 +49,14 @@ class TraceWriter:
             self.events += len(rows)
 
     def append(self, part: Path, events: int) -> None:
-        """Append a part that was written beside, by :class:`PartWriter`, and remove it.
+        """Append a part written by :class:`PartWriter`, and remove it.
 
         Raises:
             ArtifactError: it cannot be written.
         """
         try:
             if events:
-                # Only text goes through the compressor: members of gzip data may stand behind one another.
+                # Only text goes through the compressor: gzip data is a sequence of members.
                 self._put(b",\n" if self.events else b"")
                 self._end_member()
                 with part.open("rb") as stream:
@@ -79,7 +79,7 @@ class TraceWriter:
             raise self._unwritable(error) from error
 
     def _unwritable(self, error: OSError) -> ArtifactError:
-        return ArtifactError(f"{self._out}: cannot be written ({error}); give another place, or make room")
+        return ArtifactError(f"{self._out}: cannot be written ({error}); choose another place, or free space")
 
     def __enter__(self) -> TraceWriter:  # noqa: PYI034 Self needs Python 3.11, or a package more
         head = b'{"schemaVersion":1,"displayTimeUnit":"ms","baseTimeNanoseconds":%d,"traceEvents":[\n'
@@ -89,7 +89,7 @@ class TraceWriter:
         except OSError as error:
             raise self._unwritable(error) from error
         except BaseException:
-            # Ctrl-C may come as soon as the file is there.
+            # Ctrl-C may come as soon as the file exists.
             self._temporary.unlink(missing_ok=True)
             raise
         return self
@@ -112,10 +112,10 @@ class TraceWriter:
 
 
 class Parts:
-    """Places of parts, beside the result; what is left of them goes at the end, when nobody writes them any more.
+    """Files of parts, beside the result; those that remain are removed at the end, when no process writes them.
 
     Args:
-        out: the result's place.
+        out: the result.
     """
 
     def __init__(self, out: Path) -> None:
@@ -123,7 +123,7 @@ class Parts:
         self._places: list[Path] = []
 
     def place(self, number: int) -> Path:
-        """Place of a part."""
+        """Return the file of a part."""
         self._places.append(own_temporary(self._out.with_name(f"{self._out.name}.{number}")))
         return self._places[-1]
 
@@ -138,11 +138,11 @@ class Parts:
 
 
 class PartWriter:
-    """A part of a trace: events without what stands around them, for :meth:`TraceWriter.append`.
+    """A part of a trace: events without the text around them, for :meth:`TraceWriter.append`.
 
     Args:
-        path: its place.
-        compressed: whether the whole will be.
+        path: the file.
+        compressed: whether the whole trace will be compressed.
     """
 
     def __init__(self, path: Path, *, compressed: bool) -> None:

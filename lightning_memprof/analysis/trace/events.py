@@ -22,6 +22,7 @@ __all__ = [
     "Args",
     "CollectiveEvent",
     "Event",
+    "Microseconds",
     "OperatorArgs",
     "OperatorEvent",
     "Trace",
@@ -37,7 +38,7 @@ LARGEST: Final = 1 << 62
 """Sums of two such numbers still fit into 64 bits; a larger number in a column is damage."""
 
 _LONGEST_US: Final = 4e15  # 127 years: as ns below LARGEST
-_Microseconds = Annotated[float, msgspec.Meta(ge=-_LONGEST_US, le=_LONGEST_US)]
+Microseconds = Annotated[float, msgspec.Meta(ge=-_LONGEST_US, le=_LONGEST_US)]
 _Whole = Annotated[int, msgspec.Meta(ge=-LARGEST, le=LARGEST)]
 
 _T = TypeVar("_T")
@@ -54,8 +55,8 @@ class TraceEvent(msgspec.Struct, gc=False, frozen=True):
     name: str = ""
     pid: int | str = 0
     tid: int | str = 0
-    ts: _Microseconds = 0.0
-    dur: _Microseconds = 0.0
+    ts: Microseconds = 0.0
+    dur: Microseconds = 0.0
 
     @property
     def start_ns(self) -> int:

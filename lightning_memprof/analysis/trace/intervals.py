@@ -6,7 +6,7 @@ intervals; those on events take columns in any order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -18,6 +18,7 @@ __all__ = [
     "Nesting",
     "clip",
     "difference",
+    "in_order",
     "innermost_at",
     "intersection",
     "length",
@@ -132,6 +133,13 @@ def nesting_order(starts: Sequence[int] | Column, ends: Sequence[int] | Column) 
     return np.lexsort((-end, begin))
 
 
+def in_order(starts: Sequence[int], ends: Sequence[int]) -> Iterator[int]:
+    """Yield the positions of :func:`nesting_order` as Python numbers, a block at a time: they take 30 bytes each."""
+    order = nesting_order(starts, ends)
+    for first in range(0, len(order), _BLOCK):
+        yield from order[first : first + _BLOCK].tolist()
+
+
 def nest(starts: Sequence[int] | Column, ends: Sequence[int] | Column, *, slack: int | None = 0) -> Nesting:
     """Find the innermost event around each event of one thread.
 
@@ -146,7 +154,7 @@ def nest(starts: Sequence[int] | Column, ends: Sequence[int] | Column, *, slack:
     parents = np.full(len(order), -1, np.int64)
     open_ends: list[int] = []
     open_events: list[int] = []
-    for first in range(0, len(order), _BLOCK):  # Python numbers of a block at a time: they take 30 bytes each
+    for first in range(0, len(order), _BLOCK):  # as in `in_order`
         block = order[first : first + _BLOCK]
         found = []
         for event, start, stop in zip(block.tolist(), begin[block].tolist(), end[block].tolist(), strict=True):

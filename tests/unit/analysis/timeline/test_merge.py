@@ -8,9 +8,8 @@ import stat
 import pytest
 
 from kineto import write_trace
-from lightning_memprof.analysis.timeline.cut import cut, step_spans
-from lightning_memprof.analysis.timeline.merge import merge_traces
-from lightning_memprof.analysis.timeline.model import Source, TimelineEvent
+from lightning_memprof.analysis.timeline.events import Source, TimelineEvent
+from lightning_memprof.analysis.timeline.merge import cut, merge_traces, step_spans
 from lightning_memprof.analysis.trace.events import read_trace
 from lightning_memprof.errors import ArtifactError, ConfigError
 
@@ -70,7 +69,7 @@ def test_a_trace_that_does_not_say_when_it_was_recorded_begins_with_the_others(t
     out = tmp_path / "out.json"
     result = merge_traces([Source(label="a", trace=dated), Source(label="b", trace=other)], out)
     assert [event["ts"] for event in events(json.loads(out.read_text()))] == [0, 0]
-    assert result.notes == ("b: does not say when it was recorded; it was put at the start",)
+    assert result.notes == ("b: has no time of recording; it is placed at the start",)
 
 
 def test_a_frame_that_outlasts_the_range_it_opened_yields_to_it(tmp_path):
@@ -133,10 +132,10 @@ def test_what_cannot_be_drawn_is_left_out_and_told(tmp_path):
         ("X", None), ("C", {"b": 2}),
     ]  # fmt: skip
     assert sorted(result.notes) == [
-        "1 arrow ends outside of every slice cannot be drawn and were left out",
-        "1 arrows and asynchronous slices without an id cannot be drawn and were left out",
-        "1 counters without a number cannot be drawn and were left out",
-        "1 events without a kind cannot be drawn and were left out",
+        "skipped, because a viewer cannot draw them: arrow ends outside of every slice (1)",
+        "skipped, because a viewer cannot draw them: arrows and asynchronous slices without an id (1)",
+        "skipped, because a viewer cannot draw them: counters without a number (1)",
+        "skipped, because a viewer cannot draw them: events without a kind (1)",
     ]
 
 
@@ -217,7 +216,7 @@ def test_a_slice_holds_its_steps_and_clips_what_reaches_over(tmp_path):
         ("in", 10, 5), ("ProfilerStep#4", 200, 0),
     }  # fmt: skip
     assert result.start_ns == found["baseTimeNanoseconds"] == BASE + 200_000
-    with pytest.raises(ArtifactError, match="no step 9; it holds 0 to 4"):
+    with pytest.raises(ArtifactError, match="no step 9; its steps are 0 to 4"):
         cut(path, [9], out)
 
 
@@ -241,7 +240,7 @@ def test_an_event_at_a_time_that_no_clock_has_is_left_out_and_told(tmp_path, odd
     trace = write_trace(tmp_path / "a.json", [op("good", 1, 2), odd], baseTimeNanoseconds=BASE)
     found = merge_traces([Source(label="a", trace=trace)], tmp_path / "out.json")
     assert found.events == 1
-    assert found.notes == ("1 events with times that no clock has cannot be drawn and were left out",)
+    assert found.notes == ("skipped, because a viewer cannot draw them: events with impossible times (1)",)
 
 
 def test_a_step_at_a_time_that_no_clock_has_is_no_step(tmp_path):

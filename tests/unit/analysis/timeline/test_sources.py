@@ -10,7 +10,7 @@ import pytest
 from fake_runs import FakeRun, make_run
 from lightning_memprof import load_run
 from lightning_memprof.analysis.timeline.clocks import Clocks
-from lightning_memprof.analysis.timeline.model import Source, TimelineEvent
+from lightning_memprof.analysis.timeline.events import Source, TimelineEvent
 from lightning_memprof.analysis.timeline.sources import run_sources
 from lightning_memprof.errors import ReportError
 from lightning_memprof.units import GIB
@@ -128,7 +128,7 @@ def test_what_is_not_there_is_said_with_what_is(tmp_path, choice, said):
 
 def test_a_hosts_clock_moves_all_its_events(tmp_path):
     run = load_run(make_run(tmp_path))
-    clocks = Clocks({run.lead.facts["host"]: 1_000})
+    clocks = Clocks(offsets_ns={run.lead.facts["host"]: 1_000})
     assert {source.offset_ns for source in run_sources(run, clocks=clocks)[1:]} == {1_000}
 
 
