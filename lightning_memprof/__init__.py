@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.findings import Finding as Finding
     from lightning_memprof.analysis.findings import Severity as Severity
     from lightning_memprof.capture.base import Collector as Collector
-    from lightning_memprof.capture.base import NotNowError as NotNowError
     from lightning_memprof.capture.base import OnMark as OnMark
     from lightning_memprof.capture.base import RunContext as RunContext
+    from lightning_memprof.capture.base import SkipWindow as SkipWindow
     from lightning_memprof.capture.budget import Budget as Budget
     from lightning_memprof.capture.collectors.allocator_history import start_memory_history as start_memory_history
     from lightning_memprof.capture.sources.methods import memprofilable as memprofilable
@@ -39,7 +39,7 @@ __version__ = "0.1.0"
 # The module of each name. A test compares it with the imports above.
 _MODULES = (
     ("analysis.findings", "Finding", "Severity"),
-    ("capture.base", "Collector", "NotNowError", "OnMark", "RunContext"),
+    ("capture.base", "Collector", "SkipWindow", "OnMark", "RunContext"),
     ("capture.budget", "Budget"),
     ("capture.collectors.allocator_history", "start_memory_history"),
     ("capture.sources.methods", "memprofilable"),

@@ -1,4 +1,4 @@
-"""What a collector is, and what it is given."""
+"""The collector protocol, and the context that collectors get."""
 
 from __future__ import annotations
 
@@ -16,18 +16,22 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lightning_memprof.artifacts.sink import Sink
+    from lightning_memprof.capture.clock import StepClock
     from lightning_memprof.capture.faults import Faults
-    from lightning_memprof.schedule import Mark, Window
+    from lightning_memprof.schedule import Mark, Point, Window
 
 __all__ = [
     "ActionFeed",
     "Collector",
     "DeviceTimer",
-    "NotNowError",
+    "OnException",
     "OnMark",
     "OnRows",
     "OnStep",
+    "Position",
+    "Progress",
     "RunContext",
+    "SkipWindow",
     "StepRecord",
     "TimedPart",
     "TrainingFeed",
@@ -36,59 +40,92 @@ __all__ = [
 ]
 
 OnMark = Callable[["Mark"], None]
+# Gets the exception that ended the run; returns whether the run's out-of-memory report describes it.
+OnException = Callable[[BaseException], bool]
 
 
-class NotNowError(Exception):
-    """Raised by ``record`` where this window cannot be recorded for a reason that is nobody's fault."""
+class SkipWindow(Exception):  # noqa: N818 it is not an error
+    """Raised by ``record`` if this window cannot be recorded, without a fault; its text is the reason."""
 
 
 class ActionFeed(Protocol):
-    """The Trainer's actions (hooks, fetches, phases) as they start and stop, by Lightning's names."""
+    """The Trainer's actions (hooks, fetches, phases) as they start and stop, under Lightning's names."""
 
     def listen(self, start: Callable[[str], None], stop: Callable[[str], None]) -> AbstractContextManager[None]:
         """Call ``start`` and ``stop`` with the name of every action while the context is open."""
 
 
 class TrainingFeed(Protocol):
-    """What a training step works on, as it comes by."""
+    """Batches, losses and optimizers of the training."""
 
     def listen(
         self, *, batch: Callable[[Any], None] | None = None, loss: Callable[[torch.Tensor], None] | None = None
     ) -> AbstractContextManager[None]:
-        """Call ``batch`` with each batch before ``Point.BATCH_START``, and ``loss`` with what backward starts from.
+        """Call ``batch`` with each batch before ``Point.BATCH_START``, and ``loss`` with the root of each backward.
 
         The loss comes before ``Point.BEFORE_BACKWARD``, once for every backward that goes through Lightning, divided
-        and scaled as backward gets it. Every stage has batches, those of a validation inside fit left out; only fit
-        has losses.
+        and scaled as backward gets it. Every stage has batches, except those of a validation inside fit; only fit has
+        losses.
         """
 
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """Return the Trainer's optimizers; empty where there are none yet."""
+        """Return the Trainer's optimizers; empty before it has any."""
 
 
 class DeviceTimer(Protocol):
-    """Moments on the device's own clock, read when the device has reached them."""
+    """Timestamps on the device's own clock, read when the device has reached them."""
 
     def record(self) -> Any:
-        """Put a moment into the device's queue."""
+        """Put a timestamp into the device's queue."""
 
     def reached(self, moment: Any) -> bool:
-        """Whether the device has passed ``moment``; does not wait."""
+        """Return whether the device has passed ``moment``; does not wait."""
 
     def elapsed_ns(self, start: Any, end: Any) -> int:
-        """Nanoseconds between two moments that were reached."""
+        """Return the nanoseconds between two reached timestamps."""
 
     def release(self, moment: Any) -> None:
-        """Give a moment back for reuse."""
+        """Return a timestamp for reuse."""
+
+
+class Position(NamedTuple):
+    """Place in the run where a step begins.
+
+    ``step`` counts the training batches of the run before this one, ``global_step`` its optimizer steps, ``epoch`` its
+    epochs, and ``schedule_step`` is the number that the schedule decides by.
+    """
+
+    step: int
+    global_step: int
+    epoch: int
+    schedule_step: int
+
+
+class Progress:
+    """Place in the run at this moment; updated by the session.
+
+    Attributes:
+        position: where the current step began; None between steps.
+        point: the last point that was reached.
+        window: index of the open window.
+        clock: of the run's steps; None before there is a session.
+
+    """
+
+    def __init__(self) -> None:
+        self.position: Position | None = None
+        self.point: Point | None = None
+        self.window: int | None = None
+        self.clock: StepClock | None = None
 
 
 class StepRecord(NamedTuple):
     """One finished step of the run.
 
     ``phases_ns`` holds the exclusive host time of each of ``artifacts.series.PHASES`` and sums to ``duration_ns``.
-    ``moments`` holds ``(index of the phase that begins, device moment, nanoseconds after it to exclude)`` in order, and
-    a last one that ends the step; None without a device clock. ``usual`` is False where a validation, a checkpoint or
-    the end of an epoch is in it.
+    ``moments`` holds ``(index of the phase that begins, device timestamp, nanoseconds after it to exclude)`` in order,
+    and a last one that ends the step; None without a device clock. ``usual`` is False if it contains a validation, a
+    checkpoint or the end of an epoch.
     """
 
     step: int
@@ -108,7 +145,7 @@ OnRows = Callable[[Sequence[tuple[int | None, ...]]], None]
 
 
 class TimedPart(NamedTuple):
-    """A method of one object of a training that is no action of the Trainer's profiler, and the name of its calls."""
+    """A method of an object of the Trainer that is no profiler action, and the action name for its calls."""
 
     owner: Any
     method: str
@@ -116,17 +153,17 @@ class TimedPart(NamedTuple):
 
 
 def unix_offset_ns() -> int:
-    """Return what a reading of ``time.perf_counter_ns`` lacks to be Unix time, by the machine's clock of this moment.
+    """Return the difference between Unix time and ``time.perf_counter_ns``, by the machine's clock now.
 
-    A run takes it once. A machine may set its clock while it trains: times of one run that were turned into Unix time
-    before and afterwards would lie apart by as much, or in another order.
+    A run reads it once: if the machine's clock is set during the training, times that were converted before and after
+    would be inconsistent.
     """
     return time.time_ns() - time.perf_counter_ns()
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """What a collector may know of the run.
+    """The run, as collectors see it.
 
     Attributes:
         rank: global rank.
@@ -134,19 +171,20 @@ class RunContext:
         stage: ``fit``, ``validate``, ``test`` or ``predict``.
         function: the LightningModule's method that a step runs, ``training_step`` for instance.
         strategy: class name of the strategy.
-        device: where the model runs.
+        device: device of the model.
         model: the LightningModule.
-        actions: the Trainer's actions while they happen.
-        training: the batches, losses and optimizers of the training.
-        sink: where artifacts go.
-        faults: what happens when a collector fails.
+        actions: the Trainer's actions.
+        training: batches, losses and optimizers.
+        sink: writes artifacts.
+        faults: reports failures of collectors.
         timer: the device's own clock, one for the run; None on a CPU, whose clock is the host's.
-        peak_flops: floating-point operations per second that the device could do at best in this run's precision; None
-            where nobody knows.
-        parts: gives the methods that the Trainer's profiler does not tell of, as they are now.
-        ledger: what traces have cost so far, and may cost.
-        pulse_written: is given rows of the pulse when they are written, some dozens of steps at a time.
-        unix_offset_ns: makes a reading of ``time.perf_counter_ns`` Unix time, the same for all of the run.
+        peak_flops: peak floating-point operations per second of the device in this run's precision; None if unknown.
+        parts: returns the current methods of the Trainer's objects that are no profiler actions.
+        ledger: cost of the traces so far, and its bounds.
+        pulse_written: called with the rows of the pulse when they are written, some dozens of steps at a time.
+        progress: place in the run at this moment.
+        profiler_conflict: why torch's profiler is not available in this run; None if it is.
+        unix_offset_ns: converts a reading of ``time.perf_counter_ns`` to Unix time, the same for the whole run.
 
     """
 
@@ -166,12 +204,14 @@ class RunContext:
     parts: Callable[[], Sequence[TimedPart]] = tuple
     ledger: Ledger = field(default_factory=Ledger)
     pulse_written: OnRows = lambda _: None
+    progress: Progress = field(default_factory=Progress)
+    profiler_conflict: str | None = None
     unix_offset_ns: int = field(default_factory=unix_offset_ns)
 
     def guarded(
         self, call: Callable[..., None], *, collector: str, window: Window | None = None
     ) -> Callable[..., None]:
-        """Return ``call`` as a hook that may stand in the user's code: its first failure is reported and its last."""
+        """Return ``call`` as a hook for the user's code: its first failure is reported, and it is not called again."""
         failed = False
 
         def guarded(*values: Any) -> None:
@@ -186,34 +226,41 @@ class RunContext:
         return guarded
 
     def in_background(self, job: Callable[[], None], *, collector: str, window: Window) -> None:
-        """Do slow work after the window without the training waiting; a failure is the collector's."""
+        """Run slow work after the window, without blocking the training; a failure is the collector's."""
 
         def guarded() -> None:
             try:
                 job()
-            except Exception as error:  # noqa: BLE001 nobody hears what a background thread raises
+            except Exception as error:  # noqa: BLE001 nothing catches what a background thread raises
                 self.faults.report(collector, "write", window.index, error)
 
         self.sink.in_background(guarded, window=window.index)
 
 
 def no_training_step(run: RunContext) -> str | None:
-    """Return why what needs a training step cannot work in this run, or None in a fit."""
+    """Return why a collector that needs training steps is not available in this run, or None in a fit."""
     return None if run.stage == "fit" else f"{run.stage} has no training step"
 
 
 class Collector(ABC):
-    """Records one kind of fact. Its constructor is its configuration; state of a window is local to ``record``.
+    """Records one kind of data. Its constructor is its configuration; the state of a window is local to ``record``.
 
-    One that is light enough for every rank of a large run says so in ``every_rank``; the others record on the ranks
-    that are chosen, see ``MemProfilerCallback(ranks=...)``.
+    Attributes:
+        name: of its series and its rows in the manifest.
+        every_rank: whether it is light enough for every rank of a large run; the others record on the chosen ranks
+            only, see ``MemProfilerCallback(ranks=...)``.
+        times_device: whether it reads ``StepRecord.moments``, for which each phase records device timestamps.
+        marks_last: whether it gets each mark after the other collectors, so that it does not record their work.
+
     """
 
     name: ClassVar[str]
     every_rank: ClassVar[bool] = False
+    times_device: ClassVar[bool] = False
+    marks_last: ClassVar[bool] = False
 
     def unavailable(self, run: RunContext) -> str | None:  # noqa: ARG002 for overriding
-        """Return why this collector cannot work in this run, or None where it can."""
+        """Return why this collector is not available in this run, or None if it is."""
         return None
 
     @abstractmethod
@@ -223,13 +270,20 @@ class Collector(ABC):
         Entered before the window's first step, left after its last one.
 
         Raises:
-            NotNowError: this window cannot be recorded; the reason is written down and training goes on.
+            SkipWindow: this window cannot be recorded; the reason goes into the manifest and training goes on.
 
         """
 
     def follow(self, run: RunContext) -> AbstractContextManager[OnStep | None]:  # noqa: ARG002 for overriding
-        """Watch the whole run, also outside windows: yield a function that is called after each step.
+        """Follow the steps of the whole run, also outside windows: yield a function that is called after each step.
 
-        Almost no collector should: what it does is paid for in every step.
+        Avoid it: its cost is part of every step.
+        """
+        return nullcontext(None)
+
+    def guard(self, run: RunContext) -> AbstractContextManager[OnException | None]:  # noqa: ARG002 for overriding
+        """Guard the run from its setup to its end: yield a function that is called with an exception that ends it.
+
+        The function is called before anything else is closed, while the exception's frames still exist.
         """
         return nullcontext(None)

@@ -1,4 +1,4 @@
-"""What traces may cost a run, and what the next one leaves out where the last one cost too much."""
+"""Bounds for the cost of traces, and the contents that the next trace omits if the last one exceeded them."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ if TYPE_CHECKING:
     from lightning_memprof.capture.base import RunContext
     from lightning_memprof.schedule import Window
 
-__all__ = ["Budget", "Export", "Ledger", "TraceLevel", "plan_trace", "remove_old_windows", "settle"]
+__all__ = ["Budget", "Export", "Ledger", "TraceLevel", "charge_trace", "plan_trace", "remove_old_windows"]
 
 log = logging.getLogger(__name__)
 
-# Viewers that load a trace whole fail between 200 MB and 600 MB of JSON.
+# Viewers that load a whole trace fail between 200 MB and 600 MB of JSON.
 _LARGE_BYTES: Final = 400_000_000
-# Of the process group's timeout: a rank that stands still for longer ends the whole training.
+# Of the process group's timeout: a rank that blocks for longer ends the whole training.
 _TIMEOUT_SHARE: Final = 0.5
-# What gzip leaves of a trace; used until a trace of this run tells better.
+# Compression ratio of gzip; used until this run has a compressed trace.
 _USUAL_RATIO: Final = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What the recording of one rank may cost; None is no bound.
+    """Bounds for the profiler overhead of one rank; None is no bound.
 
-    A bound is kept by the next windows: after a window that cost more they leave out Python stacks, then input shapes,
-    then active steps. Where the bound of the whole run is reached, further windows have no trace.
+    Bounds apply to the next windows: after a window that exceeded one they omit Python stacks, then input shapes, then
+    active steps. After a bound of the whole run is reached, windows have no trace.
 
     Args:
         max_trace_bytes: size of one window's trace as torch writes it, before compression.
-        max_export_seconds: time for which the training stands still at the end of one window.
-        max_run_trace_bytes: size of all traces of the run, as they lie on the disk.
-        max_run_export_seconds: time for which the training stands still in the whole run.
-        keep_windows: number of windows to keep on the disk; the oldest go first.
-        max_collector_seconds: time for which one collector may hold the training at one mark, or at one end of a
-            window. One that takes longer hangs: it is interrupted, where Python can be, and switched off.
+        max_export_seconds: time that the training is blocked at the end of one window.
+        max_run_trace_bytes: size of all traces of the run on disk.
+        max_run_export_seconds: time that the training is blocked by exports during the whole run.
+        keep_windows: number of windows to keep on disk; the oldest are removed first.
+        max_collector_seconds: time that one collector may block the training at one mark, or at the start or end of a
+            window. One that takes longer is interrupted, if it runs Python code, and disabled.
 
     Raises:
-        ConfigError: a bound is no positive number.
+        ConfigError: a bound is not a positive number.
 
     """
 
@@ -55,7 +55,7 @@ class Budget:
     max_collector_seconds: float | None = 600.0
 
     def __post_init__(self) -> None:
-        """Refuse what bounds nothing."""
+        """Validate the bounds."""
         for name, value in vars(self).items():
             kinds = (int, float) if name.endswith("_seconds") else (int,)
             if value is not None and (type(value) not in kinds or not value > 0):
@@ -66,7 +66,7 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceLevel:
-    """What a trace may hold; ``active_steps`` is the number of steps that it records, None is all of the window."""
+    """Contents of a trace; ``active_steps`` is its number of recorded steps, None is all of the window."""
 
     stack: bool = True
     shapes: bool = True
@@ -75,15 +75,15 @@ class TraceLevel:
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """What one window's trace cost.
+    """Cost of one window's trace.
 
     Attributes:
         window: index of the window.
-        seconds: time for which the training stood still: torch's stop and save.
-        bytes: size of the JSON that torch wrote.
-        steps: recorded steps in it.
-        stack: whether it holds Python stacks.
-        shapes: whether it holds input shapes.
+        seconds: time that the training was blocked by torch's stop and save.
+        bytes: size of torch's JSON.
+        steps: its recorded steps.
+        stack: whether it contains Python stacks.
+        shapes: whether it contains input shapes.
 
     """
 
@@ -102,11 +102,11 @@ class _Overrun:
 
 
 class Ledger:
-    """What the traces of one rank have cost so far, against the run's budget.
+    """Cost of one rank's traces so far, against the run's budget.
 
     Args:
         budget: the bounds.
-        timeout_seconds: after which the process group gives a rank up that does not come; None where there is none.
+        timeout_seconds: timeout of the process group for an absent rank; None without one.
 
     """
 
@@ -116,16 +116,16 @@ class Ledger:
         self._timeout_seconds = timeout_seconds
         self._seconds = 0.0
         self._last: Export | None = None
-        self._judged = True
+        self._checked = True
         self._warned: set[str] = set()
-        # The background thread tells what compression left of a trace.
+        # The background thread reports the compressed size.
         self._lock = threading.Lock()
         self._raw_bytes: dict[int, int] = {}
         self._disk_bytes: dict[int, int] = {}
 
     def charge(self, export: Export) -> list[str]:
-        """Write down what a trace cost; return warnings, each kind once a run."""
-        self._last, self._judged = export, False
+        """Add the cost of a trace; return warnings, each kind once per run."""
+        self._last, self._checked = export, False
         self._seconds += export.seconds
         with self._lock:
             self._raw_bytes[export.window] = export.bytes
@@ -135,20 +135,20 @@ class Ledger:
         return list(fresh.values())
 
     def wrote(self, window: int, size_bytes: int) -> None:
-        """Write down what lies on the disk of a window's trace."""
+        """Set the size of a window's trace on disk."""
         with self._lock:
             self._disk_bytes[window] = size_bytes
 
     def removed(self, window: int) -> None:
-        """Forget a window of which nothing lies on the disk any more."""
+        """Remove a window whose files were deleted."""
         with self._lock:
             self._raw_bytes.pop(window, None)
             self._disk_bytes.pop(window, None)
 
     def tighten(self) -> str | None:
-        """Judge the last trace, once; where it was too expensive lower the level and return the reason."""
-        last, judged, self._judged = self._last, self._judged, True
-        if last is None or judged:
+        """Check the last trace once; if it exceeded a bound, lower the level and return the reason."""
+        last, checked, self._checked = self._last, self._checked, True
+        if last is None or checked:
             return None
         overruns = self._overruns(last)
         if not overruns:
@@ -166,12 +166,12 @@ class Ledger:
         return worst.reason
 
     def refusal(self) -> str | None:
-        """Return why there is no further trace in this run, or None."""
+        """Return why this run has no further traces, or None."""
         budget = self.budget
         on_disk = self._on_disk()
         if budget.max_run_trace_bytes is not None and on_disk >= budget.max_run_trace_bytes:
             size, most = format_bytes(on_disk), format_bytes(budget.max_run_trace_bytes)
-            return f"the traces of this run have {size}, max_run_trace_bytes is {most}"
+            return f"the traces of this run take {size}, max_run_trace_bytes is {most}"
         if budget.max_run_export_seconds is not None and self._seconds >= budget.max_run_export_seconds:
             most_seconds = budget.max_run_export_seconds
             return f"exports took {self._seconds:.3g} s of this run, max_run_export_seconds is {most_seconds:g}"
@@ -181,7 +181,7 @@ class Ledger:
         budget, name = self.budget, f"the trace of window {last.window}"
         found: list[_Overrun] = []
         if budget.max_trace_bytes is not None and last.bytes > budget.max_trace_bytes:
-            text = f"{name} had {format_bytes(last.bytes)}, max_trace_bytes is {format_bytes(budget.max_trace_bytes)}"
+            text = f"{name} was {format_bytes(last.bytes)}, max_trace_bytes is {format_bytes(budget.max_trace_bytes)}"
             found.append(_Overrun(budget.max_trace_bytes / last.bytes, text))
         if budget.max_export_seconds is not None and last.seconds > budget.max_export_seconds:
             text = f"the export of window {last.window} took {last.seconds:.3g} s, "
@@ -190,13 +190,15 @@ class Ledger:
         if budget.max_run_trace_bytes is not None:
             size, left = self._size(last.window), budget.max_run_trace_bytes - self._on_disk()
             if size > left:
-                text = f"{name} has {format_bytes(size)}, of max_run_trace_bytes {format_bytes(max(left, 0))} are left"
+                text = (
+                    f"{name} takes {format_bytes(size)}, {format_bytes(max(left, 0))} of max_run_trace_bytes are left"
+                )
                 found.append(_Overrun(max(left, 0) / size, text))
         if budget.max_run_export_seconds is not None:
             left_seconds = max(budget.max_run_export_seconds - self._seconds, 0.0)
             if last.seconds > left_seconds:
                 text = f"the export of window {last.window} took {last.seconds:.3g} s, "
-                text += f"of max_run_export_seconds {left_seconds:.3g} s are left"
+                text += f"{left_seconds:.3g} s of max_run_export_seconds are left"
                 found.append(_Overrun(left_seconds / last.seconds, text))
         return found
 
@@ -204,7 +206,7 @@ class Ledger:
         return sum(map(self._size, list(self._raw_bytes)))
 
     def _size(self, window: int) -> int:
-        """Return the size on the disk; estimated for a trace that is not compressed yet."""
+        """Return the size on disk; estimated for a trace that is not compressed yet."""
         with self._lock:
             known = self._disk_bytes.get(window)
             if known is not None:
@@ -220,9 +222,9 @@ class Ledger:
         if timeout is None or export.seconds <= timeout * _TIMEOUT_SHARE:
             return None
         return (
-            f"the export of window {export.window} took {export.seconds:.3g} s, more than half of the process group's "
-            f"timeout of {timeout:g} s, in which the other ranks wait: a longer one ends the training; record fewer "
-            f"steps a window, or set Budget(max_export_seconds={timeout / 4:g})"
+            f"the export of window {export.window} took {export.seconds:.3g} s while the other ranks waited, more than "
+            f"half of the process group's timeout of {timeout:g} s: a longer export ends the training; record fewer "
+            f"steps per window, or set Budget(max_export_seconds={timeout / 4:g})"
         )
 
 
@@ -233,14 +235,14 @@ def _size_warning(export: Export) -> str | None:
     smaller += [f"no {option}" for option, on in (("with_stack", export.stack), ("record_shapes", export.shapes)) if on]
     advice = f"record {', '.join(smaller)}" if smaller else "record fewer ranks"
     return (
-        f"the trace of window {export.window} has {format_bytes(export.bytes)} uncompressed, more than most viewers "
-        f"load: {advice}, or set Budget(max_trace_bytes={_LARGE_BYTES}); a part of this one opens with "
+        f"the trace of window {export.window} is {format_bytes(export.bytes)} uncompressed, more than most viewers "
+        f"can load: {advice}, or set Budget(max_trace_bytes={_LARGE_BYTES}); open a part of this one with "
         "`lightning-memprof view RUN --steps 2-3`"
     )
 
 
 def plan_trace(run: RunContext, window: Window) -> TraceLevel:
-    """Return what the trace of this window may hold, and say so in the manifest where that is less than before."""
+    """Return the contents of this window's trace, and note in the manifest if they are less than before."""
     ledger = run.ledger
     before = ledger.level
     if (reason := ledger.tighten()) is not None:
@@ -257,8 +259,8 @@ def plan_trace(run: RunContext, window: Window) -> TraceLevel:
     return ledger.level
 
 
-def settle(run: RunContext, export: Export) -> None:
-    """Write down what a trace cost, and warn where that is dangerous."""
+def charge_trace(run: RunContext, export: Export) -> None:
+    """Add the cost of a trace, and warn if it is dangerous."""
     run.sink.manifest.append("export", window=export.window, seconds=round(export.seconds, 6), bytes=export.bytes)
     for message in run.ledger.charge(export):
         run.sink.manifest.append("note", collector="operator_trace", message=message)
@@ -271,8 +273,8 @@ def remove_old_windows(run: RunContext, newest: int) -> None:
     if keep is None:
         return
     try:
-        held = {artifact.window for artifact in list(run.sink.artifacts) if artifact.window is not None}
-        for window in sorted(window for window in held if window <= newest)[:-keep]:
+        windows = {artifact.window for artifact in list(run.sink.artifacts) if artifact.window is not None}
+        for window in sorted(window for window in windows if window <= newest)[:-keep]:
             run.sink.remove_window(window, f"keep_windows is {keep}")
             run.ledger.removed(window)
     except Exception as error:  # noqa: BLE001 nobody hears what a background thread raises

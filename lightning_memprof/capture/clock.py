@@ -1,4 +1,4 @@
-"""Where the time of a step goes: exclusive time of each phase, on the host's and on the device's clock."""
+"""Self time of each phase of a step, on the host's and on the device's clock."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _HOST_ONLY: Final = (PHASES.index("callbacks"), _OTHER)
 class StepClock:
     """Splits a step into phases that may nest; time in an inner phase does not count for the outer one.
 
-    ``enter`` and ``leave`` run a dozen times in every step of the run: about 0.2 us each.
+    ``enter`` and ``leave`` run a dozen times in every step of the run: about 0.2 µs each.
 
     Args:
-        timer: the device's clock, or None where the host's clock is all there is. Phases of callbacks are not put on
-            the device's clock: each moment costs a call into its driver.
+        timer: the device's clock, or None to use the host's only. Callback phases get no device timestamps: each one
+            costs a call into the driver.
 
     """
 
@@ -40,11 +40,11 @@ class StepClock:
 
     @property
     def phase(self) -> str:
-        """The innermost phase that goes on."""
+        """The innermost current phase."""
         return PHASES[self._current]
 
     def enter(self, phase: int) -> None:
-        """Begin a phase, inside of the present one."""
+        """Begin a phase inside the current one."""
         now = time.perf_counter_ns()
         self._spent[self._current] += now - self._last
         self._last = now
@@ -54,7 +54,7 @@ class StepClock:
             self._moments.append((phase, self._timer.record(), 0))
 
     def leave(self) -> None:
-        """End the present phase and go on with the one around it."""
+        """End the current phase and continue the one around it."""
         if not self._stack:
             return
         now = time.perf_counter_ns()
@@ -66,7 +66,7 @@ class StepClock:
             self._moments.append((self._device_phase(), self._timer.record(), 0))
 
     def start(self) -> None:
-        """Begin a step now, outside of all phases."""
+        """Begin a step now, outside all phases."""
         self._spent = [0] * len(PHASES)
         self._stack.clear()
         self._current = _OTHER
@@ -75,7 +75,7 @@ class StepClock:
         self.start_ns = self._last = time.perf_counter_ns()
 
     def leave_out(self, ns: int) -> None:
-        """Take time that ended now out of the present step: it was not the training's."""
+        """Exclude time that ended now from the current step: it was not the training's."""
         self._last += ns
         self.start_ns += ns
         moments = self._moments
@@ -87,7 +87,7 @@ class StepClock:
             moments[last] = (phase, moment, excluded_ns + ns)
 
     def stop(self) -> tuple[int, tuple[int, ...], list[tuple[int, Any, int]] | None]:
-        """End the step now; return its end, nanoseconds by phase, and the moments on the device's clock."""
+        """End the step now; return its end, nanoseconds by phase, and the device timestamps."""
         now = time.perf_counter_ns()
         self._spent[self._current] += now - self._last
         self._last = now
@@ -98,7 +98,7 @@ class StepClock:
         return now, tuple(self._spent), moments
 
     def _device_phase(self) -> int:
-        """Give the innermost phase that the device's clock tells apart."""
+        """Return the innermost phase that has device timestamps."""
         for phase in (self._current, *reversed(self._stack)):
             if phase not in _HOST_ONLY:
                 return phase
@@ -106,7 +106,7 @@ class StepClock:
 
 
 class AcceleratorTimer:
-    """Timed events of an accelerator, from a pool: making one costs more than recording it.
+    """Timed events of an accelerator, from a pool: creating one costs more than recording it.
 
     Args:
         device: the accelerator.
@@ -128,11 +128,11 @@ class AcceleratorTimer:
         return bool(moment.query())
 
     def elapsed_ns(self, start: torch.Event, end: torch.Event) -> int:
-        """Nanoseconds between two events."""
+        """Return the nanoseconds between two events."""
         return round(start.elapsed_time(end) * 1e6)
 
     def release(self, moment: torch.Event) -> None:
-        """Put the event back into the pool."""
+        """Return the event to the pool."""
         self._pool.append(moment)
 
 

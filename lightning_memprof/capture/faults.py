@@ -1,4 +1,4 @@
-"""What happens when a collector fails: said once, written down, switched off; training goes on."""
+"""Failures of collectors: reported once, written to the manifest, and the collector disabled; training goes on."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ OnError = Literal["warn", "raise"]
 
 
 def describe(error: BaseException) -> str:
-    """Write an exception as one line without the secrets in it, also one whose own text cannot be had."""
+    """Return an exception as one line without its secrets, also if its text is not available."""
     try:
         return masked(f"{type(error).__name__}: {error}")
-    except Exception:  # noqa: BLE001 the text of anybody's exception may fail
+    except Exception:  # noqa: BLE001 the text of any exception may fail
         return type(error).__name__
 
 
@@ -31,20 +31,23 @@ class Faults:
     """The policy for failing collectors of one run.
 
     Args:
-        manifest: where ``error`` rows go.
-        on_error: ``"warn"`` logs and switches the collector off; ``"raise"`` raises into the training, for tests.
+        manifest: gets the ``error`` rows.
+        on_error: ``"warn"`` logs and disables the collector; ``"raise"`` raises into the training, for tests.
+
+    Attributes:
+        disabled: names of the collectors that failed.
 
     """
 
     def __init__(self, manifest: ManifestWriter, on_error: OnError) -> None:
         self._manifest = manifest
         self._on_error = on_error
-        self.switched_off: set[str] = set()
+        self.disabled: set[str] = set()
 
     def report(self, collector: str, where: str, window: int | None, error: BaseException) -> None:
-        """Write down that ``collector`` failed, and switch it off."""
-        first = collector not in self.switched_off
-        self.switched_off.add(collector)
+        """Write that ``collector`` failed, and disable it."""
+        first = collector not in self.disabled
+        self.disabled.add(collector)
         with suppress(OSError):
             self._manifest.append(
                 "error",
@@ -57,6 +60,4 @@ class Faults:
         if self._on_error == "raise":
             raise error
         if first:
-            log.warning(
-                "collector %s failed on %s and is switched off; training goes on", collector, where, exc_info=error
-            )
+            log.warning("collector %s failed on %s and is disabled; training goes on", collector, where, exc_info=error)

@@ -1,4 +1,4 @@
-"""Memory at moments that the program names itself."""
+"""Memory at points that the program names."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from lightning_memprof.artifacts.naming import regions_name
-from lightning_memprof.capture.collectors.allocator_stats import memory_stats
-from lightning_memprof.capture.collectors.host import ResidentSize, peak_rss_bytes
+from lightning_memprof.capture.sources.memory import ResidentSize, memory_stats, peak_rss_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from lightning_memprof.capture.session import Position
+    from lightning_memprof.capture.base import Position
 
-__all__ = ["NamedSnapshots", "plain"]
+__all__ = ["NamedSnapshots", "printable"]
 
 log = logging.getLogger(__name__)
 
 
-def plain(name: object) -> str:
-    """Turn what a program may give as a name into text that files and traces take."""
+def printable(name: object) -> str:
+    """Return any name as text that files and traces can encode."""
     return str(name).encode("utf-8", "replace").decode()
 
 
 class NamedSnapshots:
-    """Rows of host and device memory by name; kept until a run directory is known, then appended to its file."""
+    """Rows of host and device memory by name, buffered until the run directory is known, then appended to its file."""
 
     def __init__(self) -> None:
         self._waiting: list[dict[str, Any]] = []
@@ -41,7 +40,7 @@ class NamedSnapshots:
         self._flush()
 
     def take(self, name: str, point: Literal["snapshot", "start", "end"], position: Position | None) -> None:
-        """Take one row now."""
+        """Record one row now."""
         resident = ResidentSize()
         rss = resident.read()
         resident.close()

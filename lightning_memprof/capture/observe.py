@@ -1,44 +1,162 @@
-"""Functions in front of methods of torch for a time; contexts may end in any order."""
+"""The one way in which this package wraps a method of somebody else's object while a window is open.
+
+A wrapper goes into the class, where calls of other instances pass through it: the object is pickled and copied as
+before. It goes onto the instance only where the instance already has the attribute, as a compiled model has, or an
+optimizer with a learning-rate scheduler.
+"""
 
 from __future__ import annotations
 
+import inspect
 from contextlib import contextmanager
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
+
+import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["in_front_of"]
+__all__ = ["Guard", "Link", "original_of", "place_of", "wrapped"]
 
-_FOLLOWING: Final = "_memprof_following"
+_LINK: Final = "_memprof_link"
+
+
+class Link:
+    """A wrapper's connection to the method below it, which may itself be a wrapper.
+
+    Attributes:
+        call: calls the method below: in a class with the instance first, on an instance without it.
+        below: the attribute that the wrapper replaced, as it was found.
+        is_own: whether the class or the instance had the attribute itself; otherwise it was inherited.
+
+    """
+
+    def __init__(self, place: Any, name: str) -> None:
+        own = vars(place)
+        self.is_own = name in own
+        if isinstance(place, type):
+            self.below: Any = own[name] if self.is_own else inspect.getattr_static(place, name)
+            self.call = _unbound(self.below)
+        else:
+            self.below = self.call = own[name] if self.is_own else getattr(place, name)
+
+    def take_over(self, other: Link) -> None:
+        """Connect to the method below ``other``, whose wrapper has ended."""
+        self.call, self.below, self.is_own = other.call, other.below, other.is_own
 
 
 @contextmanager
-def in_front_of(
-    owner: type, name: str, wrap: Callable[[list[Callable[..., Any]]], Callable[..., Any]]
-) -> Iterator[None]:
-    """Put ``wrap(following)`` in place of ``owner``'s method ``name`` while the context is open.
+def wrapped(place: Any, name: str, wrap: Callable[[Link], Callable[..., Any]]) -> Iterator[None]:
+    """Put the function ``wrap(link)`` in place of a method while the context is open.
 
-    ``following`` is a list whose one item is what comes next. Who ends takes itself out of the chain of those in front
-    of it; where somebody else's function hides the chain, it stays in it. A method that the class has only inherited
-    is not left on it.
+    Contexts may end in any order: a wrapper that ends takes itself out of the chain of those above it. Where another
+    program's wrapper hides the chain it stays there, so the function must pass calls through after the context.
+
+    Args:
+        place: a class, for the calls of all its instances, or one instance; see :func:`place_of`.
+        name: of the method; an inherited one is not left behind.
+        wrap: returns the replacement, a function that calls ``link.call``.
+
     """
-    following: list[Callable[..., Any]] = [getattr(owner, name)]
-    mine = wrap(following)
-    mine.__dict__[_FOLLOWING] = following
-    setattr(owner, name, mine)
+    link = Link(place, name)
+    wrapper = wrap(link)
+    vars(wrapper)[_LINK] = link
+    _put(place, name, wrapper)
     try:
         yield
     finally:
-        if (there := getattr(owner, name)) is mine:
-            inherited = next((vars(base)[name] for base in owner.__mro__[1:] if name in vars(base)), None)
-            if following[0] is inherited:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, following[0])
+        if (top := vars(place).get(name)) is not wrapper:
+            above = _link_of(top)
+            while above is not None and above.below is not wrapper:
+                above = _link_of(above.below)
+            if above is not None:
+                above.take_over(link)
+        elif link.is_own:
+            _put(place, name, link.below)
+        elif isinstance(place, type):
+            delattr(place, name)
         else:
-            link = getattr(there, _FOLLOWING, None)
-            while link is not None and link[0] is not mine:
-                link = getattr(link[0], _FOLLOWING, None)
-            if link is not None:
-                link[0] = following[0]
+            del vars(place)[name]
+
+
+def place_of(instance: Any, name: str) -> Any:
+    """Return where to wrap the method ``name`` of one object: its class, or the instance if that has the attribute."""
+    return instance if name in getattr(instance, "__dict__", {}) else type(instance)
+
+
+def original_of(method: Any) -> Any:
+    """Return the method below all wrappers of this module."""
+    while (link := _link_of(method)) is not None:
+        method = link.below
+    return method
+
+
+class Guard:
+    """Runs our code inside the user's; keeps the first failure and runs nothing after it."""
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+
+    def run(self, call: Callable[..., object], *values: Any) -> None:
+        """Call it unless something failed before, without the program's ``__torch_function__``."""
+        if self.failure is None:
+            try:
+                with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 torch has no public one
+                    call(*values)
+            except Exception as error:  # noqa: BLE001 nothing of ours may raise into the user's code
+                self.failure = error
+
+    def between(
+        self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], original: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Return ``wrap(original)``, which calls ``original`` exactly once, also if the code of ``wrap`` fails."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.failure is not None:
+                return original(*args, **kwargs)
+            outcome: list[tuple[Any, BaseException | None]] = []
+
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    outcome.append((original(*args, **kwargs), None))
+                except BaseException as error:
+                    outcome.append((None, error))
+                    raise
+                return outcome[0][0]
+
+            try:
+                return wrap(watched)(*args, **kwargs)
+            except Exception as error:
+                if outcome and outcome[0][1] is not None:
+                    raise
+                self.failure = error
+                return outcome[0][0] if outcome else original(*args, **kwargs)
+
+        return call
+
+
+def _link_of(method: Any) -> Link | None:
+    # Any object may answer any name.
+    link = getattr(method, _LINK, None)
+    return link if isinstance(link, Link) else None
+
+
+def _put(place: Any, name: str, value: Any) -> None:
+    if isinstance(place, type):
+        setattr(place, name, value)
+    else:
+        # Without the object's own `__setattr__`.
+        vars(place)[name] = value
+
+
+def _unbound(method: Any) -> Callable[..., Any]:
+    """Return a class's attribute as a function whose first argument is the instance."""
+    if isinstance(method, FunctionType):
+        return method
+
+    def call(instance: Any, /, *args: Any, **kwargs: Any) -> Any:
+        bound = method.__get__(instance, type(instance)) if hasattr(type(method), "__get__") else method
+        return bound(*args, **kwargs)
+
+    return call

@@ -1,4 +1,4 @@
-"""Interrupts a collector that holds the training for too long."""
+"""Interrupts a collector that blocks the training for too long."""
 
 from __future__ import annotations
 
@@ -7,40 +7,41 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
-
-from lightning_memprof.capture.triggers.signals import caught_elsewhere
 
 if TYPE_CHECKING:
     from types import FrameType
 
-__all__ = ["CollectorHungError", "Watchdog"]
+__all__ = ["CollectorHungError", "Watchdog", "caught_elsewhere"]
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# A check costs some microseconds of a thread that sleeps otherwise.
+# A check takes a few microseconds of a sleeping thread.
 _CHECKS: Final = 4
 _LONGEST_SLEEP: Final = 30.0
 _DELIVERED_WITHIN: Final = 1.0
+_STATUS: Final = Path("/proc/self/status")
 
 
 class CollectorHungError(RuntimeError):
-    """A collector took longer than it may; raised inside of it, so that its traceback says where it was."""
+    """A collector exceeded its time; raised inside it, so that the traceback shows where it was."""
 
 
 class Watchdog:
-    """Watches calls into collectors for the time of a window, and raises in one that does not come back.
+    """Watches calls into collectors while a window is open, and raises in one that does not return.
 
-    A thread looks at the clock, and a real-time signal that nobody else has wakes the training's thread, also out of a
-    system call that waits. Its handler raises only while a collector is called, never in the training's own code: it
-    runs in the same thread, so it knows for sure. Code of C that holds the interpreter cannot be interrupted.
+    A thread checks the clock, and an unused real-time signal interrupts the training's thread, also in a blocking
+    system call. Its handler raises only while a collector is called, never in the training's own code: it runs in the
+    same thread, so this is certain. C code that holds the interpreter cannot be interrupted.
 
-    Only the main thread can be woken. Where the training runs in another one, or no signal is free, nothing is watched.
+    Only the main thread can be interrupted. If the training runs in another thread, or no signal is free, nothing is
+    watched.
 
     Args:
-        seconds: how long a call may take; None watches nothing.
+        seconds: maximum duration of a call; None watches nothing.
 
     """
 
@@ -54,14 +55,14 @@ class Watchdog:
         self._before: Any = None
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
-        # One object, so that it can be known again.
+        # One object, so that it can be compared.
         self._own = self._handle
 
     def call(self, work: Callable[[], Result]) -> Result:
         """Call into a collector.
 
         Raises:
-            CollectorHungError: within ``work``, when it took too long.
+            CollectorHungError: inside ``work``, if it took too long.
 
         """
         self._raised = None
@@ -75,10 +76,10 @@ class Watchdog:
             self._since = None
 
     def raise_swallowed(self) -> None:
-        """Raise what interrupted the last call and did not come out of it: a collector may catch every exception.
+        """Raise the interruption of the last call if it caught that: a collector may catch every exception.
 
         Raises:
-            CollectorHungError: the last call took too long, and returned all the same.
+            CollectorHungError: the last call took too long and returned anyway.
 
         """
         swallowed, self._raised = self._raised, None
@@ -86,7 +87,7 @@ class Watchdog:
             raise swallowed
 
     def start(self) -> None:
-        """Begin to watch; never raises."""
+        """Start watching; never raises."""
         if self._seconds is None or threading.current_thread() is not threading.main_thread():
             return
         number = _free_signal()
@@ -98,19 +99,19 @@ class Watchdog:
         try:
             thread.start()
         except RuntimeError as error:
-            # The machine has no room for a thread; it has none for a watch then.
+            # The machine cannot start another thread.
             log.debug("collectors are not watched: %s", error)
             self._thread = None
             self.stop()
 
     def stop(self) -> None:
-        """End the thread and give the signal back."""
+        """End the thread and release the signal."""
         self._done.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         if self._number:
-            # One that is still on its way must not come to the handler of before: that is the end of the process.
+            # A pending signal must not reach the previous handler: that would end the process.
             deadline = time.monotonic() + _DELIVERED_WITHIN
             while self._handled < self._sent and time.monotonic() < deadline:
                 time.sleep(0.001)
@@ -133,21 +134,31 @@ class Watchdog:
     def _handle(self, _number: int, frame: FrameType | None) -> None:
         self._handled += 1
         seconds = self._seconds
-        # In `call` itself the collector is about to be called or has come back.
+        # In `call` itself the collector is about to be called or has returned.
         inside = frame is not None and frame.f_code is not Watchdog.call.__code__
         if inside and seconds is not None and self._overdue(seconds):
-            # Where it goes on all the same, it has as long again.
+            # If it continues anyway, it has the same time again.
             self._since = time.monotonic()
-            msg = f"did not come back within {seconds:g} s, which is Budget(max_collector_seconds=...)"
+            msg = f"did not return within {seconds:g} s, see Budget(max_collector_seconds=...)"
             self._raised = CollectorHungError(msg)
             raise self._raised
 
 
 def _free_signal() -> int | None:
-    """Return a real-time signal that has no handler, the highest; None where there is none."""
+    """Return the highest real-time signal without a handler; None without one."""
     if not hasattr(signal, "SIGRTMIN"):
         return None
     for number in range(signal.SIGRTMAX, signal.SIGRTMIN, -1):
         if signal.getsignal(number) is signal.SIG_DFL and not caught_elsewhere(number):
             return number
     return None
+
+
+def caught_elsewhere(number: int) -> bool:
+    """Return whether C code handles the signal, `faulthandler.register` for instance, which Python does not show."""
+    try:
+        status = _STATUS.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (number - 1) & 1)

@@ -16,10 +16,11 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY
-from lightning_memprof.capture.collectors.functions import CallRange, FunctionMemory, UserHooks
+from lightning_memprof.capture.collectors.functions import CallRange, FunctionMemory
 from lightning_memprof.capture.collectors.host import HostMemory
-from lightning_memprof.capture.collectors.oom import OutOfMemory
+from lightning_memprof.capture.collectors.oom import OOMAutopsy
 from lightning_memprof.capture.collectors.pulse import Pulse
+from lightning_memprof.capture.sources.call_memory import UserHooks
 from lightning_memprof.capture.sources.saved_hooks import checked_unpack
 from lightning_memprof.capture.tracker.fsdp import FSDPMemory
 from lightning_memprof.errors import ConfigError
@@ -204,7 +205,7 @@ def collectors_for(cfg: MemProfilerCfg) -> list[Collector]:
 
     """
     cuda = _usable_cuda(cfg)
-    collectors: list[Collector] = [Pulse(), HostMemory(), OutOfMemory()]
+    collectors: list[Collector] = [Pulse(), HostMemory(), OOMAutopsy()]
     if (functions := _function_memory(cfg, cuda=cuda)) is not None:
         collectors.append(functions)
     if (sharded := _fsdp_memory(cfg)) is not None:

@@ -19,7 +19,7 @@ from lightning_memprof.integration.curves import Curves, curves_of
 from lightning_memprof.integration.driver import StepDriver, position_source
 from lightning_memprof.integration.environment import run_facts, training_facts
 from lightning_memprof.integration.feeds import LateFeed, TensorFeed
-from lightning_memprof.integration.memory_watch import watch_memory
+from lightning_memprof.integration.memory_watch import MemoryWatch
 from lightning_memprof.integration.parts import untold_parts
 from lightning_memprof.integration.peak_flops import peak_flops
 from lightning_memprof.integration.place import release_place
@@ -92,6 +92,7 @@ class Attachment:
             ledger=Ledger(settings.budget, group_timeout_seconds(trainer)),
             parts=lambda: untold_parts(trainer, stage),
             pulse_written=self._pulse_written,
+            profiler_conflict=_profiler_conflict(trainer.profiler),  # type: ignore[attr-defined]
         )
         try:
             available = self._available()
@@ -99,7 +100,7 @@ class Attachment:
             across = [RankSummaries()] if trainer.world_size > 1 else []
             collectors = [*across, *available]
             self.session = Session(self.run, settings.schedule, collectors, self._window_closed, self.triggers)
-            self._oom = watch_memory(self.run, self.session, available)
+            self._oom = MemoryWatch(self.run, available)
         except BaseException as error:
             sink.manifest.append("end", status="exception", exception=describe(error), steps=0)
             sink.close()
@@ -188,7 +189,7 @@ class Attachment:
         """End the recording, not the training, because of a failure that is no single collector's."""
         if self.raises:
             raise error
-        log.warning("recording failed and is switched off; training goes on", exc_info=error)
+        log.warning("recording failed and is disabled; training continues", exc_info=error)
         self.run.faults.report("session", "mark", None, error)
         try:
             self.stop(f"recording failed: {describe(error)}")
@@ -196,7 +197,7 @@ class Attachment:
             self.run.faults.report("session", "exit", None, second)
 
     def _pulse_written(self, rows: Sequence[tuple[int | None, ...]]) -> None:
-        if self._curves is not None and Curves.name not in self.run.faults.switched_off:
+        if self._curves is not None and Curves.name not in self.run.faults.disabled:
             try:
                 device = None if self.run.device.type == "cpu" else self.run.device
                 self._curves.hear(rows, device, in_window=self.session.window is not None)
@@ -252,8 +253,6 @@ class Attachment:
         return available
 
     def _why_not(self, collector: Collector) -> str | None:
-        if collector.name == "operator_trace" and _is_lightnings_own(self._trainer.profiler):  # type: ignore[attr-defined]
-            return "Lightning's PyTorchProfiler owns torch.profiler in this run"
         try:
             return collector.unavailable(self.run)
         except Exception as error:
@@ -263,6 +262,8 @@ class Attachment:
             return None
 
 
-def _is_lightnings_own(profiler: Any) -> bool:
+def _profiler_conflict(profiler: Any) -> str | None:
     names = [base.__name__ for base in type(profiler).__mro__]
-    return "PyTorchProfiler" in names and "ExtendedPyTorchProfiler" not in names
+    if "PyTorchProfiler" in names and "ExtendedPyTorchProfiler" not in names:
+        return "Lightning's PyTorchProfiler owns torch.profiler in this run"
+    return None

@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_memprof.capture.base import Collector
 from lightning_memprof.capture.budget import Budget
-from lightning_memprof.capture.named_snapshots import NamedSnapshots, plain
+from lightning_memprof.capture.named_snapshots import NamedSnapshots, printable
 from lightning_memprof.capture.triggers.watch import Triggers, check_steps
 from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.integration.adapter import Adapter
@@ -31,7 +31,7 @@ from lightning_memprof.schedule import Schedule, StageSchedules
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lightning_memprof.capture.session import Position
+    from lightning_memprof.capture.base import Position
     from lightning_memprof.integration.attachment import Attachment
 
 __all__ = ["AttachedCallback", "MemProfilerCallback", "load_options"]
@@ -56,7 +56,7 @@ class MemProfilerCallback(Adapter):
             ``torch.profiler.ProfilerAction``, or :class:`StageSchedules` with a schedule for each stage.
         collectors: the collectors to use; None is the default set, as far as it is available: ``Pulse``,
             ``HostMemory``, ``AllocatorStats``, ``HookTimings``, ``Garbage``, ``System``, ``Throughput``,
-            ``AllocatorHistory``, ``FunctionMemory``, ``SavedTensors``, ``OutOfMemory`` and ``OperatorTrace``.
+            ``AllocatorHistory``, ``FunctionMemory``, ``SavedTensors``, ``OOMAutopsy`` and ``OperatorTrace``.
         ranks: global ranks that record windows with every collector: ``"all"``, ``"none"``, a list, a count (the
             first N), ``{"every": N}``; None is all of up to 8, else the first of each node. The other ranks use only
             collectors that are cheap enough for every rank.
@@ -113,12 +113,12 @@ class MemProfilerCallback(Adapter):
 
     def snapshot(self, name: str) -> None:
         """Write down the memory of this moment under ``name``, at any point of the program."""
-        self._named.take(plain(name), "snapshot", self._position())
+        self._named.take(printable(name), "snapshot", self._position())
 
     @contextmanager
     def region(self, name: str) -> Iterator[None]:
         """Write down the memory at the start and the end of the body; in a window the trace shows it by name."""
-        name = plain(name)
+        name = printable(name)
         in_window = self.attachment is not None and self.attachment.session.window is not None
         self._named.take(name, "start", self._position())
         try:

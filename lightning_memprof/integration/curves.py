@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_memprof.artifacts.naming import curves_path, series_path
 from lightning_memprof.artifacts.series import PULSE_COLUMNS, read_series
 from lightning_memprof.artifacts.sink import Artifact
-from lightning_memprof.capture.collectors.allocator_stats import peak_reserved_bytes
+from lightning_memprof.capture.sources.memory import peak_reserved_bytes
 from lightning_memprof.integration.csv_rows import save_rows, take_back
 from lightning_memprof.units import MIB
 
@@ -170,7 +170,7 @@ class Curves:
         return self._spent_seconds < _START_SECONDS + _SHARE * (time.perf_counter() - self._began)
 
     def _draw(self, places: Sequence[int], rows: Sequence[_Row], reserved: float | None) -> None:
-        if self.name not in self._faults.switched_off:
+        if self.name not in self._faults.disabled:
             try:
                 self._drawing.draw(places, rows, reserved)
             except Exception as error:  # noqa: BLE001 nobody hears what a background thread raises

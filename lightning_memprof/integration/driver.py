@@ -6,7 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.artifacts.series import PHASES
-from lightning_memprof.capture.session import Position, Session
+from lightning_memprof.capture.base import Position
+from lightning_memprof.capture.session import Session
 from lightning_memprof.schedule import Point
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Watches one run of a Trainer for memory that runs out, and says on standard error what it was."""
+"""The collectors' guards of a run, and the out-of-memory report on standard error."""
 
 from __future__ import annotations
 
@@ -9,25 +9,23 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.capture.collectors.oom import OomWatch, OutOfMemory
 from lightning_memprof.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightning_memprof.capture.base import Collector, RunContext
-    from lightning_memprof.capture.session import Session
+    from lightning_memprof.capture.base import Collector, OnException, RunContext
 
-__all__ = ["MemoryWatch", "watch_memory"]
+__all__ = ["MemoryWatch"]
 
 log = logging.getLogger(__name__)
 
-# Where many small objects took the last byte, nothing could be said of it. Never touched, it is only address space.
+# If many small objects took the last byte, no report could be made. It is never touched: address space only.
 _RESERVE_BYTES: Final = 32 * MIB
 
 
 def _reserve() -> mmap.mmap | None:
-    """Take address space that can be given back when memory ran out; None where the system does not give it."""
+    """Return reserved address space to release when memory has run out; None if the system refuses it."""
     if sys.platform == "win32":
         return None
     try:
@@ -37,43 +35,42 @@ def _reserve() -> mmap.mmap | None:
 
 
 class MemoryWatch:
-    """A run's :class:`~lightning_memprof.capture.collectors.oom.OomWatch` while it is open.
+    """A run's guards (:meth:`Collector.guard`) while they are open.
 
     Args:
         run: the run.
-        session: its session.
-        watch: None where nobody watches.
-        held: what ends the watch.
+        collectors: those that are available in this run.
 
     """
 
-    def __init__(self, run: RunContext, session: Session, watch: OomWatch | None, held: ExitStack) -> None:
+    def __init__(self, run: RunContext, collectors: Sequence[Collector]) -> None:
         self._run = run
-        self._session = session
-        self._watch = watch
-        self._held = held
-        self._reserve = None if watch is None else _reserve()
+        self._stack = ExitStack()
+        self._guards: list[OnException] = []
+        for collector in collectors:
+            try:
+                on_exception = self._stack.enter_context(collector.guard(run))
+            except Exception as error:  # noqa: BLE001 a collector of anybody's must not stop the training
+                run.faults.report(collector.name, "enter", None, error)
+            else:
+                self._guards += [] if on_exception is None else [on_exception]
+        self._reserve = _reserve() if self._guards else None
 
     def end(self, exception: BaseException | None) -> None:
-        """End the watch; where memory ran out, write it down and print the autopsy. Never raises."""
+        """Pass an exception to the guards and print the autopsy if memory ran out; close them. Never raises."""
         began = time.perf_counter_ns()
         if self._reserve is not None:
             self._reserve.close()
         try:
-            with self._held:
-                event = None if self._watch is None or exception is None else self._watch.ended_by(exception)
-            if event is not None:
+            with self._stack:
+                described = False
+                for on_exception in self._guards:
+                    described |= exception is not None and on_exception(exception)
+            if described:
                 from lightning_memprof.report.oom import print_autopsy
 
                 print_autopsy(self._run.sink.place.directory, self._run.rank, sys.stderr)
         except Exception as error:
             log.warning("the out-of-memory report cannot be shown: %s", type(error).__name__, exc_info=True)
-        self._session.clock.leave_out(time.perf_counter_ns() - began)
-
-
-def watch_memory(run: RunContext, session: Session, collectors: Sequence[Collector]) -> MemoryWatch:
-    """Begin to watch, where one of the collectors is :class:`~lightning_memprof.capture.collectors.oom.OutOfMemory`."""
-    held = ExitStack()
-    collector = next((collector for collector in collectors if isinstance(collector, OutOfMemory)), None)
-    watch = None if collector is None else held.enter_context(collector.watch(run, session))
-    return MemoryWatch(run, session, watch, held)
+        if (clock := self._run.progress.clock) is not None:
+            clock.leave_out(time.perf_counter_ns() - began)

@@ -17,7 +17,7 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from lightning_memprof.analysis.trace.operators import AVAILABLE_SORT_KEYS, TableOptions
 from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory
 from lightning_memprof.capture.collectors.hook_timings import HookTimings
-from lightning_memprof.capture.collectors.oom import OutOfMemory
+from lightning_memprof.capture.collectors.oom import OOMAutopsy
 from lightning_memprof.capture.collectors.operator_trace import DEFAULT_FILENAME, NvtxRanges, OperatorTrace
 from lightning_memprof.capture.collectors.pulse import Pulse
 from lightning_memprof.errors import ConfigError
@@ -149,7 +149,7 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
         """Return what this profiler wants of a run when it records alone."""
         return Settings(
             schedule=as_schedule(self._chosen_schedule, self._stage or "fit"),
-            collectors=[(collector, False) for collector in (Pulse(), OutOfMemory(), *self.lend())],
+            collectors=[(collector, False) for collector in (Pulse(), OOMAutopsy(), *self.lend())],
             ranks=self._ranks,
             output=OutputOptions(dirpath=self.dirpath),
             table=self._table,

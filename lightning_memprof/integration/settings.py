@@ -15,14 +15,14 @@ from lightning_memprof.capture.budget import Budget
 from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory
 from lightning_memprof.capture.collectors.allocator_stats import AllocatorStats
 from lightning_memprof.capture.collectors.functions import FunctionMemory
-from lightning_memprof.capture.collectors.garbage import Garbage
+from lightning_memprof.capture.collectors.garbage import GarbageCollection
 from lightning_memprof.capture.collectors.hook_timings import HookTimings
 from lightning_memprof.capture.collectors.host import HostMemory
-from lightning_memprof.capture.collectors.oom import OutOfMemory
+from lightning_memprof.capture.collectors.oom import OOMAutopsy
 from lightning_memprof.capture.collectors.operator_trace import OperatorTrace
 from lightning_memprof.capture.collectors.pulse import Pulse
 from lightning_memprof.capture.collectors.saved_tensors import SavedTensors
-from lightning_memprof.capture.collectors.system import System
+from lightning_memprof.capture.collectors.system import SystemStats
 from lightning_memprof.capture.collectors.throughput import Throughput
 from lightning_memprof.capture.triggers.watch import Triggers
 from lightning_memprof.errors import ConfigError
@@ -70,13 +70,13 @@ def default_collectors() -> list[Collector]:
         HostMemory(),
         AllocatorStats(),
         HookTimings(),
-        Garbage(),
-        System(),
+        GarbageCollection(),
+        SystemStats(),
         Throughput(),
         AllocatorHistory(),
         FunctionMemory(),
         SavedTensors(),
-        OutOfMemory(),
+        OOMAutopsy(),
         OperatorTrace(profile_memory=True),
     ]
 
@@ -112,7 +112,7 @@ def joined(asked: Sequence[Collector] | None, lent: Sequence[Collector]) -> list
     for collector in lent:
         if asked is None or collector.name not in chosen:
             chosen[collector.name] = (collector, False)
-    return sorted(chosen.values(), key=lambda entry: entry[0].name == OperatorTrace.name)
+    return sorted(chosen.values(), key=lambda entry: entry[0].marks_last)
 
 
 def as_list(option: str, value: Any) -> Sequence[Any] | None:

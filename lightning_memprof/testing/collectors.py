@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_memprof.capture.base import Collector, NotNowError
+from lightning_memprof.capture.base import Collector, SkipWindow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -72,7 +72,7 @@ class FakeCollector(Collector):
         """Hear of one window."""
         self._hear("enter", window)
         if self._not_now is not None:
-            raise NotNowError(self._not_now)
+            raise SkipWindow(self._not_now)
         left_with: BaseException | None = None
         try:
             yield lambda mark: self._hear("mark", mark)

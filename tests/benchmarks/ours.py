@@ -53,7 +53,7 @@ def everything(directory: Path, *, idle: bool = False) -> dict[str, Any]:
         collectors.Pulse(),
         collectors.HostMemory(),
         collectors.HookTimings(),
-        collectors.Garbage(cycles=True),
+        collectors.GarbageCollection(cycles=True),
         collectors.System(interval=0.1, always=True),
         collectors.Throughput(samples=len, flops=True),
         collectors.FunctionMemory(
@@ -62,7 +62,7 @@ def everything(directory: Path, *, idle: bool = False) -> dict[str, Any]:
         collectors.SavedTensors(),
         collectors.ModuleMemory(),
         collectors.ModuleRss(),
-        collectors.OutOfMemory(history="always"),
+        collectors.OOMAutopsy(history="always"),
         collectors.OperatorTrace(
             record_shapes=True, profile_memory=True, with_stack=True, with_flops=True, with_modules=True
         ),

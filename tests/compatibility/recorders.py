@@ -9,15 +9,15 @@ from typing import Any, Final
 from lightning_memprof import Collector, ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.collectors import (
     FunctionMemory,
-    Garbage,
+    GarbageCollection,
     HookTimings,
     HostMemory,
     ModuleMemory,
     ModuleRss,
-    OutOfMemory,
+    OOMAutopsy,
     Pulse,
     SavedTensors,
-    System,
+    SystemStats,
     Throughput,
 )
 
@@ -37,15 +37,15 @@ def everything() -> dict[str, Any]:
     collectors: list[Collector] = [
         Pulse(),
         HostMemory(),
-        System(),
+        SystemStats(),
         HookTimings(),
-        Garbage(),
+        GarbageCollection(),
         FunctionMemory(functions=["training_step", "backward"]),
         SavedTensors(),
         ModuleMemory(),
         ModuleRss(),
         Throughput(flops=True),
-        OutOfMemory(),
+        OOMAutopsy(),
     ]
     trace = ExtendedPyTorchProfiler(profile_memory=True, record_shapes=True, with_stack=True)
     return {"callbacks": [MemProfilerCallback(WINDOWS, collectors, output=_quiet())], "profiler": trace}

@@ -21,11 +21,12 @@ from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS, read_pulse
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.clock import AcceleratorTimer, device_timer
 from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory, start_memory_history
-from lightning_memprof.capture.collectors.allocator_stats import AllocatorStats, memory_stats, peak_allocated_bytes
+from lightning_memprof.capture.collectors.allocator_stats import AllocatorStats
 from lightning_memprof.capture.collectors.operator_trace import OperatorTrace
 from lightning_memprof.capture.collectors.pulse import Pulse
 from lightning_memprof.capture.named_snapshots import NamedSnapshots
 from lightning_memprof.capture.session import Session
+from lightning_memprof.capture.sources.memory import memory_stats, peak_allocated_bytes
 from lightning_memprof.schedule import Action, Schedule
 from lightning_memprof.units import MIB
 from sessions import context, drive, session

@@ -22,7 +22,7 @@ from lightning_memprof.analysis.oom.autopsy import Autopsy, autopsies
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.series import read_pulse
 from lightning_memprof.capture.base import RunContext
-from lightning_memprof.capture.collectors.oom import OomWatch, OutOfMemory
+from lightning_memprof.capture.collectors.oom import OOMAutopsy, OomWatch
 from lightning_memprof.capture.session import Session
 from lightning_memprof.collectors import Pulse
 from lightning_memprof.schedule import Action
@@ -53,7 +53,7 @@ def run(cuda: torch.device, tmp_path: Path) -> Iterator[RunContext]:
 
 @contextmanager
 def watched(run: RunContext, **options: Any) -> Iterator[tuple[Session, OomWatch]]:
-    with session(run, lambda _: Action.NONE, []) as made, OutOfMemory(**options).watch(run, made) as watch:
+    with session(run, lambda _: Action.NONE, []) as made, OOMAutopsy(**options).watch(run) as watch:
         yield made, watch
 
 
@@ -169,7 +169,7 @@ class Grows(Perceptron):
 
 
 def fit(tmp_path: Path, model: pl.LightningModule) -> BaseException:
-    collectors = [Pulse(), OutOfMemory(history="always")]
+    collectors = [Pulse(), OOMAutopsy(history="always")]
     callback = MemProfilerCallback(collectors=collectors, output=OutputOptions(on_error="raise"))
     return runs_out(lambda: trainer(tmp_path, callback, accelerator="gpu").fit(model, loader(40)))
 

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.artifacts.series import read_series
-from lightning_memprof.collectors import Pulse, System, Throughput
+from lightning_memprof.collectors import Pulse, SystemStats, Throughput
 from training import Noise, Perceptron, loader, only_run, rows_of, trainer
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +19,7 @@ WINDOW = Schedule(wait=1, warmup=1, active=2, repeat=1)
 def test_the_gpus_figures_are_sampled_where_its_library_is_installed(tmp_path: Path) -> None:
     pytest.importorskip("pynvml")
     made = trainer(
-        tmp_path, MemProfilerCallback(schedule=WINDOW, collectors=[System()], output=OutputOptions(summary=False)),
+        tmp_path, MemProfilerCallback(schedule=WINDOW, collectors=[SystemStats()], output=OutputOptions(summary=False)),
         accelerator="gpu",
     )  # fmt: skip
     made.fit(Perceptron(), loader(6))

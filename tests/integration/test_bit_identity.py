@@ -11,16 +11,16 @@ import torch
 from lightning_memprof import Collector, MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.collectors import (
     FunctionMemory,
-    Garbage,
+    GarbageCollection,
     HookTimings,
     HostMemory,
     ModuleMemory,
     ModuleRss,
+    OOMAutopsy,
     OperatorTrace,
-    OutOfMemory,
     Pulse,
     SavedTensors,
-    System,
+    SystemStats,
     Throughput,
 )
 from models import MODELS, Mlp, Outcome, fit
@@ -39,9 +39,9 @@ EACH: dict[str, Callable[[], Collector]] = {
     "SavedTensors": SavedTensors,
     "ModuleMemory": ModuleMemory,
     "ModuleRss": ModuleRss,
-    "System": lambda: System(interval=0.1, always=True),
+    "System": lambda: SystemStats(interval=0.1, always=True),
     "Throughput": lambda: Throughput(flops=True),
-    "Garbage": lambda: Garbage(cycles=True),
+    "Garbage": lambda: GarbageCollection(cycles=True),
     "HookTimings": HookTimings,
 }
 
@@ -52,14 +52,14 @@ def all_of_them() -> list[Collector]:
         Pulse(),
         HostMemory(),
         HookTimings(),
-        Garbage(cycles=True),
+        GarbageCollection(cycles=True),
         FunctionMemory(functions=FUNCTIONS, saved_tensors_hooks=True),
         SavedTensors(),
         ModuleMemory(),
         ModuleRss(),
-        System(),
+        SystemStats(),
         Throughput(flops=True),
-        OutOfMemory(),
+        OOMAutopsy(),
         trace,
     ]
 

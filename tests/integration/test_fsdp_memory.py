@@ -114,8 +114,8 @@ def test_one_process_holds_the_whole_and_writes_tables_if_asked(tmp_path: Path) 
 def test_a_root_that_is_not_there_is_the_users_error_before_the_first_step(tmp_path: Path) -> None:
     assert launch("sharded_ranks.py", tmp_path / "ours", "root=nope", world=1) == [1]
     said = (tmp_path / "ours/out0").read_text()
-    assert "ConfigError: FSDPMemory(root_module='nope'): there is no such module" in said
-    assert "those that are: 'model', 'model.0'" in said
+    assert "ConfigError: FSDPMemory(root_module='nope'): the model has no such module" in said
+    assert "sharded modules: 'model', 'model.0'" in said
     (end,) = rows_of(only_run(tmp_path / "ours"), "end")
     assert (end["status"], end["steps"]) == ("exception", 0)
 

@@ -24,7 +24,7 @@ from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.snapshot.restricted_pickle import read_pickle
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory
-from lightning_memprof.capture.collectors.oom import OutOfMemory
+from lightning_memprof.capture.collectors.oom import OOMAutopsy
 from lightning_memprof.collectors import Pulse
 from lightning_memprof.integration import attachment
 from lightning_memprof.report.machine import to_json
@@ -97,7 +97,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 
 
 def recorder(**options: Any) -> MemProfilerCallback:
-    collectors = [Pulse(), AllocatorHistory(), OutOfMemory(**options)]
+    collectors = [Pulse(), AllocatorHistory(), OOMAutopsy(**options)]
     return MemProfilerCallback(schedule=Schedule(wait=2), collectors=collectors, output=OutputOptions(on_error="raise"))
 
 
@@ -164,7 +164,7 @@ def test_by_default_the_ring_is_there_in_a_window_and_else_the_page_says_how_to_
     snapshot = pickle.loads((run / "cuda_oom_rank_0.pickle").read_bytes())  # noqa: S301 our own
     assert bool(snapshot["device_traces"][0]) == (window is not None)
     said = " ".join(capsys.readouterr().err.split())
-    assert ('OutOfMemory(history="always")' in said) == (window is None)
+    assert ('OOMAutopsy(history="always")' in said) == (window is None)
     assert cuda.history == "off"
 
 
@@ -375,7 +375,7 @@ SMALL_OBJECTS = """
     from pathlib import Path
     import psutil
     from lightning_memprof import MemProfilerCallback
-    from lightning_memprof.collectors import OutOfMemory, Pulse
+    from lightning_memprof.collectors import OOMAutopsy, Pulse
     from training import Perceptron, loader, trainer
 
     class Hoards(Perceptron):
@@ -391,7 +391,7 @@ SMALL_OBJECTS = """
                         bytearray(1 << 19)
             return super().training_step(batch, batch_idx)
 
-    callback = MemProfilerCallback(collectors=[Pulse(), OutOfMemory()])
+    callback = MemProfilerCallback(collectors=[Pulse(), OOMAutopsy()])
     trainer(Path("run"), callback).fit(Hoards(), loader())
 """
 

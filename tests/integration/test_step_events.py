@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_memprof import MemProfilerCallback, Schedule, load_run
 from lightning_memprof.analysis.steps.events import StepEvents, rank_events
 from lightning_memprof.analysis.steps.pauses import pauses
-from lightning_memprof.collectors import Garbage, HookTimings, Pulse
+from lightning_memprof.collectors import GarbageCollection, HookTimings, Pulse
 from training import Noise, Perceptron, trainer
 
 MS = 1_000_000
@@ -139,7 +139,7 @@ class SlowFiles(TorchCheckpointIO):
 
 def fit(directory: Path, model: pl.LightningModule, *more: pl.Callback, **options: Any) -> list[StepEvents]:
     """Train for 6 batches an epoch, record steps 1 to 5, and check what holds for every run; give their events."""
-    collectors = [Pulse(), HookTimings(), Garbage()]
+    collectors = [Pulse(), HookTimings(), GarbageCollection()]
     ours = MemProfilerCallback(schedule=Schedule(wait=1, warmup=0, active=5), collectors=collectors)
     made = trainer(
         directory, Napping(), *more, ours, logger=SlowLogger(directory, name="", version="log"), **options

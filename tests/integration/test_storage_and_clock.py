@@ -16,8 +16,16 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule, load_run
 from lightning_memprof.analysis.trace.events import read_events
 from lightning_memprof.artifacts.series import read_pulse, read_series
-from lightning_memprof.capture.sources.trace_file import TraceFile
-from lightning_memprof.collectors import FunctionMemory, Garbage, HookTimings, HostMemory, OperatorTrace, Pulse, System
+from lightning_memprof.capture.sources.kineto import TraceFile
+from lightning_memprof.collectors import (
+    FunctionMemory,
+    GarbageCollection,
+    HookTimings,
+    HostMemory,
+    OperatorTrace,
+    Pulse,
+    SystemStats,
+)
 from training import Perceptron, loader, only_run, trainer
 
 HOUR_NS = 3600 * 10**9
@@ -77,7 +85,14 @@ class SetsBack(pl.Callback):
 
 def test_a_clock_that_is_set_back_moves_no_time_of_a_run(tmp_path: Path) -> None:
     began = time.time_ns()
-    collectors = (Pulse(), HostMemory(), HookTimings(), Garbage(), FunctionMemory(), System(interval=0.1))
+    collectors = (
+        Pulse(),
+        HostMemory(),
+        HookTimings(),
+        GarbageCollection(),
+        FunctionMemory(),
+        SystemStats(interval=0.1),
+    )
     with pytest.MonkeyPatch.context() as patch:
         trainer(tmp_path, recorded(*collectors, on_error="raise"), SetsBack(patch)).fit(Perceptron(), loader())
     run = only_run(tmp_path)

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.series import read_series
-from lightning_memprof.collectors import Pulse, System, Throughput
+from lightning_memprof.collectors import Pulse, SystemStats, Throughput
 from lightning_memprof.report.machine import to_json
 from lightning_memprof.report.view import run_view
 from training import Noise, Perceptron, loader, only_run, rows_of, trainer
@@ -62,7 +62,7 @@ def test_a_validation_inside_fit_adds_neither_batches_nor_operations(tmp_path: P
 
 
 def test_a_count_that_fails_stops_neither_training_nor_recording(tmp_path: Path) -> None:
-    made = trainer(tmp_path, callback(Pulse(), System(interval=0.1), Throughput(samples=lambda _: 1 // 0)))
+    made = trainer(tmp_path, callback(Pulse(), SystemStats(interval=0.1), Throughput(samples=lambda _: 1 // 0)))
     made.fit(Perceptron(), loader(6))
     run = only_run(tmp_path)
     (error,) = rows_of(run, "error")

@@ -14,7 +14,7 @@ import torch
 from lightning_memprof import Budget, MemProfilerCallback, OutputOptions, Schedule, load_run
 from lightning_memprof.capture.collectors.host import HostMemory
 from lightning_memprof.capture.collectors.operator_trace import OperatorTrace
-from lightning_memprof.capture.sources.trace_file import TraceFile
+from lightning_memprof.capture.sources.kineto import TraceFile
 from ranks import launch
 from training import Perceptron, loader, only_run, rows_of, trainer
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.analysis.memory.allocations import run_allocations
 from lightning_memprof.analysis.run.load import load_run
-from lightning_memprof.collectors import Garbage, HookTimings, Pulse
+from lightning_memprof.collectors import GarbageCollection, HookTimings, Pulse
 from lightning_memprof.report.view import run_view
 from training import only_run, trainer
 
@@ -81,7 +81,7 @@ class Training:
     callbacks: tuple[pl.Callback, ...] = ()
     schedule: Schedule = field(default_factory=lambda: Schedule(wait=7, warmup=1, active=2))
     options: dict[str, Any] = field(default_factory=dict)
-    collectors: list[Collector] | None = field(default_factory=lambda: [Pulse(), HookTimings(), Garbage()])
+    collectors: list[Collector] | None = field(default_factory=lambda: [Pulse(), HookTimings(), GarbageCollection()])
 
 
 def findings_of(directory: Path, training: Training | None = None, stage: str = "fit") -> dict[str, Finding]:

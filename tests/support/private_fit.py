@@ -17,14 +17,14 @@ from torch.profiler import ProfilerAction
 from lightning_memprof import Budget, Collector, ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions
 from lightning_memprof.collectors import (
     FunctionMemory,
-    Garbage,
+    GarbageCollection,
     HookTimings,
     HostMemory,
     ModuleMemory,
     OperatorTrace,
     Pulse,
     SavedTensors,
-    System,
+    SystemStats,
 )
 from training import Perceptron, loader, trainer
 
@@ -48,8 +48,8 @@ def main(directory: Path) -> None:
     """Train."""
     collectors: list[Collector] = [
         Pulse(), HostMemory(), HookTimings(), FunctionMemory(dump_pickle=True), SavedTensors(),
-        OperatorTrace(with_stack=True, record_shapes=True), ModuleMemory(), Garbage(),
-        System(always=True, interval=0.1),
+        OperatorTrace(with_stack=True, record_shapes=True), ModuleMemory(), GarbageCollection(),
+        SystemStats(always=True, interval=0.1),
     ]  # fmt: skip
     callback = MemProfilerCallback(
         schedule=functools.partial(schedule, token=os.environ["MY_SERVICE_TOKEN"]),

@@ -17,7 +17,7 @@ from lightning_memprof.collectors import (
     OperatorTrace,
     Pulse,
     SavedTensors,
-    System,
+    SystemStats,
 )
 from lightning_memprof.report.opened import OpenOptions, opened
 from lightning_memprof.report.written import PAGE_NAME, write_page
@@ -30,7 +30,7 @@ def fit(directory: Path, windows: int) -> None:
         schedule=Schedule(wait=1, warmup=1, active=1, repeat=windows),
         collectors=[
             Pulse(), HostMemory(), HookTimings(), FunctionMemory(), SavedTensors(), OperatorTrace(),
-            ModuleMemory(), System(always=True, interval=0.1),
+            ModuleMemory(), SystemStats(always=True, interval=0.1),
         ],
         budget=Budget(keep_windows=max(1, windows - 1)),
         output=OutputOptions(summary=False, report=False),

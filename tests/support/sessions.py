@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from lightning_memprof.artifacts.sink import Sink, claim_run_place
-from lightning_memprof.capture.base import Collector, RunContext
+from lightning_memprof.capture.base import Collector, Position, RunContext
 from lightning_memprof.capture.clock import device_timer
 from lightning_memprof.capture.faults import Faults, OnError
-from lightning_memprof.capture.session import Position, Session
+from lightning_memprof.capture.session import Session
 from lightning_memprof.schedule import Action, Point
 
 __all__ = ["POINTS", "Feed", "Tensors", "context", "drive", "positions", "session"]

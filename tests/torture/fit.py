@@ -20,16 +20,16 @@ from lightning_memprof import Collector, ExtendedPyTorchProfiler, MemProfilerCal
 from lightning_memprof.collectors import (
     AllocatorStats,
     FunctionMemory,
-    Garbage,
+    GarbageCollection,
     HookTimings,
     HostMemory,
     ModuleMemory,
     ModuleRss,
+    OOMAutopsy,
     OperatorTrace,
-    OutOfMemory,
     Pulse,
     SavedTensors,
-    System,
+    SystemStats,
     Throughput,
 )
 from training import Perceptron
@@ -236,8 +236,9 @@ def _ours(cell: fault.Cell) -> list[pl.Callback]:
         return []
     # The last one named is left first.
     collectors = [
-        Pulse(), HostMemory(), AllocatorStats(), HookTimings(), FunctionMemory(), SavedTensors(), OutOfMemory(),
-        System(), Garbage(), Throughput(), ModuleRss(), ModuleMemory(), OperatorTrace(profile_memory=True),
+        Pulse(), HostMemory(), AllocatorStats(), HookTimings(), FunctionMemory(), SavedTensors(), OOMAutopsy(),
+        SystemStats(), GarbageCollection(), Throughput(), ModuleRss(), ModuleMemory(),
+        OperatorTrace(profile_memory=True),
         *cell.fault.collectors(cell), Saving(cell),
     ]  # fmt: skip
     available = [

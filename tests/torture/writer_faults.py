@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from lightning_memprof.artifacts.sink import Sink
-from lightning_memprof.capture.sources.trace_file import TraceFile
+from lightning_memprof.capture.sources.kineto import TraceFile
 
 if TYPE_CHECKING:
     from tests.torture import fault, storage

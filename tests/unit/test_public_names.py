@@ -18,14 +18,14 @@ from lightning_memprof.integration.settings import default_collectors
 
 ROOT = {
     "ArtifactError", "Budget", "Collector", "ConfigError", "ExtendedPyTorchProfiler", "Finding", "Mark",
-    "MemProfilerCallback", "MemprofError", "NotNowError", "OnMark", "OutputOptions", "Point", "ReportError", "Run",
+    "MemProfilerCallback", "MemprofError", "SkipWindow", "OnMark", "OutputOptions", "Point", "ReportError", "Run",
     "RunContext", "Schedule", "Severity", "StageSchedules", "Triggers", "load_run", "memprofilable",
     "start_memory_history",
 }  # fmt: skip
 NAMESPACES = {
     "collectors": {
         "AllocatorHistory", "AllocatorStats", "CallRange", "FSDPMemory", "FunctionMemory", "Garbage", "HookTimings",
-        "HostMemory", "ModuleMemory", "ModuleRss", "OperatorTrace", "OutOfMemory", "Pulse", "SavedTensors", "System",
+        "HostMemory", "ModuleMemory", "ModuleRss", "OperatorTrace", "OOMAutopsy", "Pulse", "SavedTensors", "System",
         "Throughput", "UserHooks", "Window",
     },
     "triggers": {"AllocatorRetries", "Anomaly", "MemoryGrowth", "NearOOM", "SlowStep"},

@@ -1,4 +1,4 @@
-"""The CUDA allocator's history with Python stacks: the only owner of that switch in this package."""
+"""The CUDA allocator's history with Python stacks; the only owner of that switch in this package."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ _MAX_ENTRIES: Final = 100_000
 # pytorch.org/memory_viz shows pickles of protocol 5 as a blank page.
 _PROTOCOL: Final = 4
 
-# One entry for each context that wants the history on: torch's switch does not count.
-_wanted_by: Final[list[object]] = []
+# One entry per open context: torch's switch does not count.
+_open_contexts: Final[list[object]] = []
 
 Dumps = Literal["last_end", "every_end", "every_start_and_end"]
 
 
 def start_memory_history(*, max_entries: int = _MAX_ENTRIES, stacks: Literal["python", "all"] = "python") -> None:
-    """Record the CUDA allocator's history from now on, before the model is built for instance.
+    """Record the CUDA allocator's history from now on; call it before the model is built, for instance.
 
-    The first window's :class:`AllocatorHistory` dumps what is in the ring and switches it off.
+    The first window's :class:`AllocatorHistory` writes the recorded history and stops it.
 
     Args:
-        max_entries: length of the ring of events.
-        stacks: ``"python"``, or ``"all"`` for C++ frames too, whose symbols take minutes to resolve.
+        max_entries: number of events to keep.
+        stacks: ``"python"``, or ``"all"`` to include C++ frames, whose symbols take minutes to resolve.
 
     Raises:
         ConfigError: there is no CUDA device.
 
     """
     if not torch.cuda.is_available():
-        msg = "start_memory_history(): no CUDA device is available; leave the call out on this machine"
+        msg = "start_memory_history(): no CUDA device is available; remove the call on this machine"
         raise ConfigError(msg)
     wanted: dict[str, Any] = {"enabled": "all", "context": "all", "stacks": stacks, "max_entries": max_entries}
     record = torch.cuda.memory._record_memory_history  # noqa: SLF001 torch documents it under this name
@@ -62,28 +62,28 @@ def start_memory_history(*, max_entries: int = _MAX_ENTRIES, stacks: Literal["py
 
 @contextmanager
 def memory_history(*, max_entries: int = _MAX_ENTRIES, stacks: Literal["python", "all"] = "python") -> Iterator[None]:
-    """Keep the CUDA allocator's history on while the context is open.
+    """Record the CUDA allocator's history while the context is open.
 
-    Contexts nest and overlap: the first one switches it on, with its own ``max_entries`` and ``stacks``, and the last
-    one off, which clears the ring. Dump inside of the context.
+    Contexts may nest and overlap: the first one starts the history, with its ``max_entries`` and ``stacks``, and the
+    last one stops it, which clears it. Write snapshots inside the context.
 
     Args:
-        max_entries: length of the ring of events.
-        stacks: ``"python"``, or ``"all"`` for C++ frames too, whose symbols take minutes to resolve.
+        max_entries: number of events to keep.
+        stacks: ``"python"``, or ``"all"`` to include C++ frames, whose symbols take minutes to resolve.
 
     Raises:
         ConfigError: there is no CUDA device.
 
     """
-    if not _wanted_by:
+    if not _open_contexts:
         start_memory_history(max_entries=max_entries, stacks=stacks)
-    me = object()
-    _wanted_by.append(me)
+    context = object()
+    _open_contexts.append(context)
     try:
         yield
     finally:
-        _wanted_by.remove(me)
-        if not _wanted_by:
+        _open_contexts.remove(context)
+        if not _open_contexts:
             with suppress(RuntimeError):
                 _stop_memory_history()
 
@@ -93,7 +93,7 @@ def _stop_memory_history() -> None:
 
 
 def write_snapshot(run: RunContext, name: SnapshotName, window: int | None) -> None:
-    """Write the allocator's segments and its ring of events as ``name`` into the run directory."""
+    """Write the allocator's segments and recorded history as ``name`` into the run directory."""
     snapshot: Any = torch.cuda.memory._snapshot(run.device)  # noqa: SLF001 torch documents it under this name
     path = run.sink.place.directory / str(name)
     with (
@@ -109,9 +109,9 @@ class AllocatorHistory(Collector):
     """Snapshots of the CUDA allocator with the Python stack of every allocation, for pytorch.org/memory_viz.
 
     Args:
-        dumps: at the end of a window's last step, of every recorded step, or at the start and end of each.
-        max_entries: length of the ring of events; older events are overwritten.
-        stacks: ``"python"``, or ``"all"`` for C++ frames too, whose symbols take minutes to resolve.
+        dumps: at the end of a window's last step, at the end of every recorded step, or at the start and end of each.
+        max_entries: number of events to keep; older events are overwritten.
+        stacks: ``"python"``, or ``"all"`` to include C++ frames, whose symbols take minutes to resolve.
 
     """
 
@@ -122,14 +122,14 @@ class AllocatorHistory(Collector):
     stacks: Literal["python", "all"] = "python"
 
     def unavailable(self, run: RunContext) -> str | None:
-        """Only CUDA's allocator keeps a history."""
+        """Return a reason on other devices: only CUDA's allocator has a history."""
         if run.device.type == "cuda":
             return None
         return "CUDA is not available" if not torch.cuda.is_available() else f"the model is on {run.device}"
 
     @contextmanager
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
-        """Switch the history on, dump at the marks asked for, and at the end: dump, then off."""
+        """Start the history, write snapshots at the configured marks, and at the end write one, then stop."""
         last: Mark | None = None
         dumped = True
 

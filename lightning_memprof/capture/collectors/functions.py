@@ -1,4 +1,4 @@
-"""Memory at the start and the end of named functions."""
+"""Memory at the start and end of named functions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from lightning_memprof.artifacts.naming import functions_name
 from lightning_memprof.artifacts.sink import Artifact
 from lightning_memprof.capture.base import Collector, OnMark, OnStep
 from lightning_memprof.capture.collectors.allocator_history import memory_history
-from lightning_memprof.capture.collectors.function_rows import Counting, FunctionRows, Moment
-from lightning_memprof.capture.collectors.memory_stats_file import write_memory_stats
-from lightning_memprof.capture.sources.forward_hooks import UserHooks
-from lightning_memprof.capture.sources.function_hooks import CallMemory, HookOptions
-from lightning_memprof.capture.sources.methods import IN_COMPILED, heard_method, marked_methods, memprofilable, why_not
+from lightning_memprof.capture.collectors.function_rows import CallNumber, Counting, FunctionRows, write_memory_stats
+from lightning_memprof.capture.sources.call_memory import CallMemory, HookOptions, UserHooks
+from lightning_memprof.capture.sources.methods import IN_COMPILED, marked_methods, method_calls, unsupported_method
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Point
 
@@ -31,15 +29,15 @@ if TYPE_CHECKING:
     from lightning_memprof.capture.base import RunContext, StepRecord
     from lightning_memprof.schedule import Mark, Window
 
-__all__ = ["CallRange", "FunctionMemory", "UserHooks", "memprofilable"]
+__all__ = ["CallRange", "FunctionMemory"]
 
 
 @dataclass(frozen=True)
 class CallRange:
-    """Calls number ``first`` to ``last`` of each function, counted from 1 since the run began.
+    """Calls number ``first`` to ``last`` of each function, counted from 1 since the start of the run.
 
     Raises:
-        ConfigError: there is no such call.
+        ConfigError: the range is empty.
 
     """
 
@@ -47,7 +45,7 @@ class CallRange:
     last: int
 
     def __post_init__(self) -> None:
-        """Refuse a range without calls."""
+        """Validate the range."""
         if self.first < 1 or self.last < self.first:
             msg = f"CallRange(first={self.first}, last={self.last}): must be 1 <= first <= last"
             raise ConfigError(msg)
@@ -55,39 +53,39 @@ class CallRange:
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionMemory(Collector):
-    """Memory at the start and the end of named methods of the LightningModule, and of methods marked `memprofilable`.
+    """Memory at the start and end of named methods of the LightningModule, and of methods marked `memprofilable`.
 
-    Each start and each end is a row of the series, and of a step's first call also an entry
+    Each start and each end is a row of the series; those of a step's first call are also entries
     ``{rank}.{function}.{number}.{start|end}`` of ``rank_{rank}_memory_stats.yaml``: every statistic of the device's
     allocator under torch's names, ``rss`` and ``vms`` in bytes, and with hooks
 
-    - ``rss_pre_forward``: resident size when the first outermost forward of a module in the call began;
-      ``rss_post_forward``: when the last one ended; ``rss_diff``: what the outermost forwards added, all together.
+    - ``rss_pre_forward``: RSS at the start of the first outermost forward of a module in the call;
+      ``rss_post_forward``: at the end of the last one; ``rss_diff``: total growth over the outermost forwards.
       Without a forward they are 0.
-    - ``npp_pre_forward``, ``npp_post_forward``, ``npp_diff``: the same in bytes that autograd saved for backward since
-      the call began, each storage once and whole, without those of parameters and buffers.
+    - ``npp_pre_forward``, ``npp_post_forward``, ``npp_diff``: the same for the bytes that autograd saved for backward
+      since the start of the call, each storage once and completely, without those of parameters and buffers.
 
-    Hook values are None in other threads than the training's, in generators and coroutines, and where a part of the
-    model is compiled. A call of a generator starts with its body and ends with it.
+    Hook values are None in threads other than the training's, in generators and coroutines, and if a part of the
+    model is compiled. A call of a generator starts and ends with its body.
 
-    Saved-tensor hooks change what a program may do, which is why they are off unless asked for: ``torch.func.grad`` and
-    ``torch.func.jacrev`` raise under them, as does ``disable_saved_tensors_hooks``; a custom function gets a saved
-    parameter back as a plain tensor without its attributes; the text of autograd's in-place error differs; the operator
-    trace has ``aten::detach`` for what is saved. Losses and gradients of any order are the same, and the in-place error
-    is raised as ever. ``SavedTensors`` needs no hooks.
+    Saved-tensor hooks restrict the program, so they are off by default: ``torch.func.grad`` and ``torch.func.jacrev``
+    raise under them, as does ``disable_saved_tensors_hooks``; a custom function gets a saved parameter back as a plain
+    tensor without its attributes; the text of autograd's in-place error differs; the operator trace contains
+    ``aten::detach`` for each saved tensor. Losses and gradients of any order are the same, and the in-place error is
+    still raised. ``SavedTensors`` needs no hooks.
 
     Args:
-        functions: names of methods. Outside fit ``training_step`` stands for the stage's own, ``validation_step`` for
+        functions: names of methods. Outside fit ``training_step`` means the stage's own step, ``validation_step`` for
             instance.
-        memory_hooks: read the resident size at forwards.
-        saved_tensors_hooks: count what autograd saves.
-        allocator_snapshots: functions at whose edges the CUDA allocator is dumped; True is all.
+        memory_hooks: read RSS at forwards.
+        saved_tensors_hooks: count the bytes of saved activations.
+        allocator_snapshots: functions at whose start and end a CUDA allocator snapshot is written; True is all.
         dump_yaml: write the YAML file.
         dump_pickle: write the same as ``rank_{rank}_memory_stats.pickle``, a dict of dicts.
-        calls: record these calls of each function, whatever the schedule says; ``number`` is then the call's. None
+        calls: record these calls of each function, independently of the schedule; ``number`` is then the call's. None
             records the windows' steps, and ``number`` is the step + 1.
-        user_hooks: hooks of your own.
-        retain_hooks_for: with ``calls``, the hooks go when these functions are done; empty is all functions.
+        user_hooks: your own hooks.
+        retain_hooks_for: with ``calls``, the hooks are removed when these functions are done; empty is all functions.
 
     """
 
@@ -104,10 +102,10 @@ class FunctionMemory(Collector):
     retain_hooks_for: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """Refuse names that are no names.
+        """Validate the names.
 
         Raises:
-            ConfigError: an option that holds names is one text, or holds something else.
+            ConfigError: an option for names is a string, or contains something else.
 
         """
         for option in ("functions", "allocator_snapshots", "retain_hooks_for"):
@@ -119,10 +117,10 @@ class FunctionMemory(Collector):
                 raise ConfigError(msg)
 
     def unavailable(self, run: RunContext) -> str | None:
-        """Every name must be one of the model's methods, and snapshots need CUDA's allocator."""
+        """Return a reason if a name is not a method of the model, or snapshots are requested without CUDA."""
         if self.allocator_snapshots and run.device.type != "cuda":
             return f"allocator_snapshots needs CUDA, and the model is on {run.device}"
-        reasons = [reason for name in self._names(run) if (reason := why_not(run.model, name))]
+        reasons = [reason for name in self._names(run) if (reason := unsupported_method(run.model, name))]
         missing = [reason for reason in reasons if not reason.endswith(IN_COMPILED)]
         if missing or (reasons and len(reasons) == len(self._names(run))):
             return "; ".join(missing or reasons)
@@ -130,25 +128,25 @@ class FunctionMemory(Collector):
 
     @contextmanager
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
-        """Hear of the functions' calls in the window's recorded steps, and write what they left at its end."""
+        """Record the functions' calls in the window's recorded steps, and write the rows at its end."""
         if self.calls is not None:
             yield None
             return
         steps = _Steps()
         guard = partial(run.guarded, collector=self.name, window=window)
         memory = self._memory(run, guard, window)
-        rows = FunctionRows(run, memory, Counting(steps.moment, self._has_snapshots), guard, window)
+        rows = FunctionRows(run, memory, Counting(steps.number, self._has_snapshots), guard, window)
         try:
-            with ExitStack() as all_of_it:
+            with ExitStack() as stack:
                 if self.allocator_snapshots:
-                    all_of_it.enter_context(memory_history())
-                all_of_it.callback(memory.close)
-                all_of_it.callback(rows.finish)
-                self._say(run, memory.open(), window)
-                for name in self._heard_names(run, window):
-                    all_of_it.enter_context(heard_method(run.model, name, rows))
-                all_of_it.enter_context(marked_methods(rows))
-                yield steps.hear
+                    stack.enter_context(memory_history())
+                stack.callback(memory.close)
+                stack.callback(rows.finish)
+                self._report(run, memory.open(), window)
+                for name in self._supported_names(run, window):
+                    stack.enter_context(method_calls(run.model, name, rows))
+                stack.enter_context(marked_methods(rows))
+                yield steps.on_mark
         finally:
             if rows.rows:
                 run.sink.write_rows(window, self.name, rows.rows)
@@ -156,7 +154,7 @@ class FunctionMemory(Collector):
 
     @contextmanager
     def follow(self, run: RunContext) -> Iterator[OnStep | None]:
-        """With ``calls``: hear of the functions until their last call is done, and write what they left."""
+        """With ``calls``: record the functions until their last call is done, and write the rows."""
         if self.calls is None:
             yield None
             return
@@ -168,12 +166,12 @@ class FunctionMemory(Collector):
             counted.close()
 
     def _names(self, run: RunContext) -> tuple[str, ...]:
-        stands_for = {} if run.stage == "fit" else {"training_step": run.function}
-        return tuple(dict.fromkeys(stands_for.get(name, name) for name in self.functions))
+        aliases = {} if run.stage == "fit" else {"training_step": run.function}
+        return tuple(dict.fromkeys(aliases.get(name, name) for name in self.functions))
 
-    def _heard_names(self, run: RunContext, window: Window | None) -> list[str]:
-        # A compiled method is seen as one only until it is wrapped: all are asked for before the first is.
-        return [name for name in self._names(run) if not self._say(run, why_not(run.model, name), window)]
+    def _supported_names(self, run: RunContext, window: Window | None) -> list[str]:
+        # Compiled methods are recognized only until the first one is wrapped: all are checked before.
+        return [name for name in self._names(run) if not self._report(run, unsupported_method(run.model, name), window)]
 
     def _memory(self, run: RunContext, guard: Callable[..., Any], window: Window | None) -> CallMemory:
         def on_fault(error: Exception) -> None:
@@ -190,42 +188,42 @@ class FunctionMemory(Collector):
         forms: list[tuple[StatsFormat, bool]] = [("yaml", self.dump_yaml), ("pickle", self.dump_pickle)]
         return [form for form, wanted in forms if wanted]
 
-    def _say(self, run: RunContext, reason: str | None, window: Window | None) -> bool:
-        """Write a reason down, in the first window only; return whether there is one."""
+    def _report(self, run: RunContext, reason: str | None, window: Window | None) -> bool:
+        """Write a reason to the manifest, in the first window only; return whether there is one."""
         if reason is not None and (window is None or window.index == 0):
             run.sink.manifest.append("unavailable", collector=self.name, reason=reason)
         return reason is not None
 
 
 class _Steps:
-    """The windows' numbering: the step + 1, in recorded steps."""
+    """Numbers calls by the step + 1, in recorded steps."""
 
     def __init__(self) -> None:
-        self._now: Moment | None = None
+        self._now: CallNumber | None = None
 
-    def hear(self, mark: Mark) -> None:
+    def on_mark(self, mark: Mark) -> None:
         if mark.point is Point.STEP_START and mark.recorded:
-            self._now = Moment(mark.step + 1, mark.step, mark.global_step)
+            self._now = CallNumber(mark.step + 1, mark.step, mark.global_step)
         elif mark.point is Point.STEP_END:
             self._now = None
 
-    def moment(self, _function: str) -> Moment | None:
+    def number(self, _function: str) -> CallNumber | None:
         return self._now
 
 
 class _CountedCalls:
-    """Functions that are recorded by the count of their calls: over the whole run, each until its last call is done."""
+    """Functions that are recorded by call number: during the whole run, each until its last call is done."""
 
     def __init__(self, run: RunContext, settings: FunctionMemory, calls: CallRange) -> None:
         guard = partial(run.guarded, collector=settings.name)
         self._run = run
         self._settings = settings
         self._calls = calls
-        self._memory = settings._memory(run, guard, None)  # noqa: SLF001 its own half
-        counting = Counting(self._moment, settings._has_snapshots, self._ended)  # noqa: SLF001 its own half
+        self._memory = settings._memory(run, guard, None)  # noqa: SLF001 part of the collector
+        counting = Counting(self._number, settings._has_snapshots, self._ended)  # noqa: SLF001 part of the collector
         self._rows = FunctionRows(run, self._memory, counting, guard, None)
         self._counts: dict[str, Iterator[int]] = {}
-        self._heard: dict[str, AbstractContextManager[None]] = {}
+        self._observed: dict[str, AbstractContextManager[None]] = {}
         self._waits_for: set[str] = set()
         self._has_hooks = True
         self._shared = ExitStack()
@@ -235,51 +233,51 @@ class _CountedCalls:
         self._is_written = False
 
     def open(self) -> None:
-        """Begin to count."""
+        """Start counting."""
         settings, model = self._settings, self._run.model
         if settings.allocator_snapshots:
             self._shared.enter_context(memory_history())
         self._shared.enter_context(marked_methods(self._rows))
-        for name in settings._heard_names(self._run, None):  # noqa: SLF001 its own half
-            self._heard[name] = heard_method(model, name, self._rows)
-            self._heard[name].__enter__()
-        self._waits_for = {*settings.retain_hooks_for} & {*self._heard} or {*self._heard}
+        for name in settings._supported_names(self._run, None):  # noqa: SLF001 part of the collector
+            self._observed[name] = method_calls(model, name, self._rows)
+            self._observed[name].__enter__()
+        self._waits_for = {*settings.retain_hooks_for} & {*self._observed} or {*self._observed}
 
     def on_step(self, record: StepRecord) -> None:
-        """Hear that a step is over."""
+        """Handle the end of a step."""
         self._step = record.step + 1
         if self._is_done:
             self._write()
 
     def close(self) -> None:
-        """Hear of nothing any more."""
-        with ExitStack() as all_of_it:
-            all_of_it.callback(self._write)
-            all_of_it.callback(self._memory.close)
-            all_of_it.push(self._shared)
-            for heard in self._heard.values():
-                all_of_it.push(heard)
-            self._heard = {}
+        """Stop and write the rows."""
+        with ExitStack() as stack:
+            stack.callback(self._write)
+            stack.callback(self._memory.close)
+            stack.push(self._shared)
+            for observed in self._observed.values():
+                stack.push(observed)
+            self._observed = {}
 
-    def _moment(self, function: str) -> Moment | None:
+    def _number(self, function: str) -> CallNumber | None:
         number = next(self._counts.setdefault(function, itertools.count(1)))
         if not self._calls.first <= number <= self._calls.last:
             return None
         if self._has_hooks and not self._memory.is_open and get_ident() == self._thread:
-            self._settings._say(self._run, self._memory.open(), None)  # noqa: SLF001 its own half
-        return Moment(number, self._step, getattr(self._run.model, "global_step", None))
+            self._settings._report(self._run, self._memory.open(), None)  # noqa: SLF001 part of the collector
+        return CallNumber(number, self._step, getattr(self._run.model, "global_step", None))
 
     def _ended(self, function: str, number: int) -> None:
         if number < self._calls.last:
             return
-        if (heard := self._heard.pop(function, None)) is None:
+        if (observed := self._observed.pop(function, None)) is None:
             return
-        heard.__exit__(None, None, None)
+        observed.__exit__(None, None, None)
         self._waits_for.discard(function)
         if not self._waits_for:
             self._has_hooks = False
             self._memory.close()
-        if not self._heard:
+        if not self._observed:
             self._shared.close()
             self._is_done = True
 
@@ -294,4 +292,4 @@ class _CountedCalls:
         path = sink.place.directory / functions_name(sink.rank)
         with sink.file(Artifact(path, "series", name)) as temporary:
             temporary.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8")
-        write_memory_stats(sink, name, self._rows.stats, self._settings._forms())  # noqa: SLF001 its own half
+        write_memory_stats(sink, name, self._rows.stats, self._settings._forms())  # noqa: SLF001 part of the collector

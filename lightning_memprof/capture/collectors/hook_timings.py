@@ -1,37 +1,85 @@
-"""When every event of the Trainer began and how long it took."""
+"""Start and duration of every action of the Trainer in a window."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import os
 import time
 from array import array
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from threading import get_ident
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+from torch.compiler import is_compiling
+from torch.utils.data import dataloader
+from torch.utils.data._utils import fetch
+
 from lightning_memprof.capture.base import Collector, OnMark, unix_offset_ns
-from lightning_memprof.capture.collectors.hook_events import timed_fetches, timed_parts
+from lightning_memprof.capture.observe import wrapped
 from lightning_memprof.schedule import Point
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
-    from lightning_memprof.capture.base import RunContext
+    from lightning_memprof.capture.base import RunContext, TimedPart
+    from lightning_memprof.capture.observe import Link
     from lightning_memprof.schedule import Mark, Window
 
-__all__ = ["ActionLog", "HookTimings"]
+    Report = Callable[[str], None]
+    # Returns the action name for a call of this object's method, or None if the call is not reported.
+    ActionOf = Callable[[Any], str | None]
+
+__all__ = ["ActionLog", "HookTimings", "timed_fetches", "timed_parts"]
 
 _CAPACITY: Final = 4096
 _STEP: Final = "step"
-# The action of our own work at a mark.
+# The action of the collectors' work at a mark.
 _MARK: Final = "[MemProfiler]"
+_FETCH: Final = "fetch"
+# torch's classes and methods, and their names in actions; torch has no public ones.
+_FETCHES: Final = (
+    (dataloader._BaseDataLoaderIter, "_next_index", "sampler"),  # noqa: SLF001
+    (dataloader._MultiProcessingDataLoaderIter, "_get_data", "workers"),  # noqa: SLF001
+    (fetch._MapDatasetFetcher, "fetch", _FETCH),  # noqa: SLF001
+    (fetch._IterableDatasetFetcher, "fetch", _FETCH),  # noqa: SLF001
+)
+
+
+class HookTimings(Collector):
+    """Every action of the Trainer in the window's steps.
+
+    These are the hooks of each callback and of the module, fetches and their parts, transfers, strategy, precision,
+    optimizers, loggers, checkpoints, a validation inside fit, and the collectors' work at the marks.
+    """
+
+    name: ClassVar[str] = "hooks"
+    every_rank: ClassVar[bool] = True
+
+    @contextmanager
+    def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
+        """Listen to the actions, and wrap the methods that are no actions."""
+        log = ActionLog(run.unix_offset_ns)
+        try:
+            with (
+                timed_parts(run.parts(), log.start, log.stop),
+                timed_fetches(log.start, log.stop),
+                run.actions.listen(log.start, log.stop),
+            ):
+                yield log.mark
+        finally:
+            if rows := log.rows():
+                run.sink.write_rows(window, self.name, rows)
 
 
 class ActionLog:
-    """Starts and stops of actions in preallocated storage; nothing is computed while they are taken.
+    """Starts and stops of actions in preallocated storage; nothing is computed while they are recorded.
 
-    A stop is a negative time. Taking one costs about 0.2 us.
+    A stop is a negative time. Recording one costs about 0.2 µs.
 
     Args:
-        offset_ns: of the run, see :class:`RunContext`; None is that of this moment.
+        offset_ns: of the run, see :class:`RunContext`; None reads it now.
 
     """
 
@@ -43,7 +91,7 @@ class ActionLog:
         self._offset_ns = unix_offset_ns() if offset_ns is None else offset_ns
 
     def start(self, name: str) -> None:
-        """Take the start of an action."""
+        """Record the start of an action."""
         used = self._used
         if used == len(self._names):
             self._grow()
@@ -52,7 +100,7 @@ class ActionLog:
         self._used = used + 1
 
     def stop(self, name: str) -> None:
-        """Take the end of an action."""
+        """Record the end of an action."""
         used = self._used
         if used == len(self._names):
             self._grow()
@@ -61,7 +109,7 @@ class ActionLog:
         self._used = used + 1
 
     def mark(self, mark: Mark) -> None:
-        """Take a mark at its own time: others were told of it before us."""
+        """Record a mark at its own time: other collectors got it earlier."""
         used = self._used
         self._marks[used] = mark
         if mark.point is Point.STEP_START:
@@ -74,11 +122,11 @@ class ActionLog:
         self._times[used] = self._offset_ns - mark.time_ns
 
     def rows(self) -> list[dict[str, Any]]:
-        """Give one row an action in order of start: its step, name, start, duration and depth.
+        """Return one row per action in order of start: its step, name, start, duration and depth.
 
-        The row of a step itself has depth -1 and begins with its first action. A mark inside of a step is an action
-        too, ``[MemProfiler]`` and its point: all collectors' work at it, until the next event. Actions that began
-        before the log or did not end in it are left out.
+        The row of a step has depth -1 and starts with its first action. A mark inside a step is an action too,
+        ``[MemProfiler]`` and its point: the work of all collectors at it, until the next event. Actions that started
+        before the log or did not end in it are omitted.
         """
         offset = self._offset_ns
         rows: list[dict[str, Any]] = []
@@ -127,24 +175,98 @@ def _close(open_rows: list[dict[str, Any]], name: str, end_ns: int) -> None:
             return
 
 
-class HookTimings(Collector):
-    """Every event of the Trainer in the window's steps.
+@contextmanager
+def timed_parts(parts: Iterable[TimedPart], start: Report, stop: Report) -> Iterator[None]:
+    """Call ``start`` and ``stop`` with a part's action around every call of its method while the context is open.
 
-    That is each hook of each callback and of the module, fetches and their parts, transfers, strategy, precision,
-    optimizers, loggers, checkpoints, a validation inside fit, and our own work at the marks.
+    Calls in other threads are not reported.
     """
+    thread = get_ident()
+    is_open = [True]
+    actions: dict[tuple[type, str], dict[int, str]] = {}
 
-    name: ClassVar[str] = "hooks"
-    every_rank: ClassVar[bool] = True
+    def of_instance(action: str) -> ActionOf:
+        return lambda _: action if is_open and get_ident() == thread else None
 
-    @contextmanager
-    def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
-        """Listen to the actions, and stand in front of what is no action."""
-        actions = ActionLog(run.unix_offset_ns)
-        told = actions.start, actions.stop
+    def of_class(known: dict[int, str]) -> ActionOf:
+        def action_of(owner: Any) -> str | None:
+            action = known.get(id(owner)) if is_open else None
+            return action if action is not None and get_ident() == thread else None
+
+        return action_of
+
+    with ExitStack() as undo:
+        undo.callback(is_open.clear)
+        for owner, method, action in parts:
+            known = actions.setdefault((type(owner), method), {})
+            if isinstance(inspect.getattr_static(type(owner), method, None), FunctionType):
+                known[id(owner)] = action
+            if method in getattr(owner, "__dict__", {}):
+                action_of = of_instance(known.pop(id(owner), action))
+                undo.enter_context(wrapped(owner, method, functools.partial(_reported, action_of, (start, stop))))
+        for (cls, method), known in actions.items():
+            if known:
+                wrap = functools.partial(_reported, of_class(known), (start, stop))
+                undo.enter_context(wrapped(cls, method, wrap))
+        yield
+
+
+@contextmanager
+def timed_fetches(start: Report, stop: Report) -> Iterator[None]:
+    """Call ``start`` and ``stop`` around the parts of a fetch from torch's data loaders while the context is open.
+
+    The actions are ``[DataLoader]DATASET.sampler``, ``.workers`` (the wait for a batch from another process),
+    ``.fetch`` (the data set in this process) and inside it ``.collate``. Only loaders that are iterated in the thread
+    that opens the context are reported; worker processes pass through.
+    """
+    here = [(os.getpid(), get_ident())]
+
+    def action_of(part: str, iterator: Any) -> str | None:
+        # A worker that was forked from this thread has its number.
+        if not here or here[0] != (os.getpid(), get_ident()):
+            return None
+        # A data set may be a tensor, or another object without a truth value.
+        dataset = getattr(iterator, "dataset", getattr(iterator, "_dataset", None))
+        return f"[DataLoader]{type(dataset).__name__}.{part}"
+
+    with ExitStack() as undo:
+        undo.callback(here.clear)
+        for cls, method, part in _FETCHES:
+            if method in vars(cls):
+                wrap = functools.partial(_reported, functools.partial(action_of, part), (start, stop))
+                undo.enter_context(wrapped(cls, method, wrap))
+                if part == _FETCH:
+                    wrap = functools.partial(_collated, functools.partial(action_of, "collate"), (start, stop))
+                    undo.enter_context(wrapped(cls, method, wrap))
+        yield
+
+
+def _reported(action_of: ActionOf, report: tuple[Report, Report], link: Link) -> Callable[..., Any]:
+    """Return a method that reports its calls and calls the method below."""
+    start, stop = report
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        # First: a compiled region that steps its optimizer must trace nothing of ours.
+        if is_compiling() or (action := action_of(args[0] if args else None)) is None:
+            return link.call(*args, **keywords)
+        start(action)
         try:
-            with timed_parts(run.parts(), *told), timed_fetches(*told), run.actions.listen(*told):
-                yield actions.mark
+            return link.call(*args, **keywords)
         finally:
-            if rows := actions.rows():
-                run.sink.write_rows(window, self.name, rows)
+            stop(action)
+
+    # torch marks an optimizer's step with attributes, and reads signatures.
+    return functools.update_wrapper(call, link.below)
+
+
+def _collated(action_of: ActionOf, report: tuple[Report, Report], link: Link) -> Callable[..., Any]:
+    """Return a fetch in which the fetcher's ``collate_fn``, an attribute of the instance, reports its call."""
+
+    def call(fetcher: Any, *args: Any, **keywords: Any) -> Any:
+        action = action_of(fetcher)
+        if action is None:
+            return link.call(fetcher, *args, **keywords)
+        with wrapped(fetcher, "collate_fn", functools.partial(_reported, lambda _: action, report)):
+            return link.call(fetcher, *args, **keywords)
+
+    return functools.update_wrapper(call, link.below)

@@ -1,4 +1,4 @@
-"""What each module's forward adds to the resident size of this process."""
+"""RSS growth of this process over each module's forward."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from lightning_memprof.capture.base import Collector, NotNowError, OnMark
-from lightning_memprof.capture.collectors.host import ResidentSize
+from lightning_memprof.capture.base import Collector, OnMark, SkipWindow
+from lightning_memprof.capture.sources.memory import ResidentSize
 from lightning_memprof.capture.sources.module_calls import COMPILED, is_compiled, module_calls
 from lightning_memprof.schedule import Point
 
@@ -24,25 +24,25 @@ _graph_task = torch._C._current_graph_task_id  # noqa: SLF001 torch has no publi
 
 
 class ModuleRss(Collector):
-    """Growth of the resident size over each module's forwards: a series of one row a step.
+    """RSS growth over each module's forwards: a series with one row per step.
 
-    A row's ``modules`` maps a path to ``[rss_diff_bytes, calls]``: the sum over the step's forwards of the resident
-    size at the end less that at the start, what happened in sub-modules included. A forward that a checkpoint runs
-    again does not count. The size is read from one open file, twice a forward, some 4 us each.
+    A row's ``modules`` maps a path to ``[rss_diff_bytes, calls]``: the sum over the step's forwards of the RSS at the
+    end minus that at the start, including sub-modules. A checkpoint's recomputation does not count. The RSS is read
+    from one open file, twice per forward, about 4 µs each.
     """
 
     name: ClassVar[str] = "module_rss"
 
     @contextmanager
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
-        """Read at every forward, and write at the end of each step.
+        """Read at every forward and write at the end of each step.
 
         Raises:
-            NotNowError: a part of the model is compiled.
+            SkipWindow: a part of the model is compiled.
 
         """
         if is_compiled(run.model):
-            raise NotNowError(COMPILED)
+            raise SkipWindow(COMPILED)
         failed = run.guarded(_raise, collector=self.name, window=window)
         with closing(ResidentSize()) as resident, run.sink.series(window, self.name) as write:
             modules: dict[str, list[int]] = {}
@@ -60,10 +60,10 @@ class ModuleRss(Collector):
 def _hooks(
     modules: dict[str, list[int]], read: Callable[[], int], failed: Callable[[Exception], None]
 ) -> tuple[Callable[[str, tuple[Any, ...]], None], Callable[[str], None]]:
-    """Give what to call before and after a forward: closures, because every module calls them in each step."""
+    """Return the functions for before and after a forward: closures, since every module calls them in each step."""
     started: list[int | None] = []
 
-    def before(path: str, args: tuple[Any, ...]) -> None:  # noqa: ARG001 told where it ends
+    def before(path: str, args: tuple[Any, ...]) -> None:  # noqa: ARG001 `after` needs the path only
         size = None
         try:
             if _graph_task() == -1:

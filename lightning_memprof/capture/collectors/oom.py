@@ -1,9 +1,9 @@
-"""What there is to know when memory runs out: the only owner of torch's out-of-memory observer in this package.
+"""State of memory when it runs out; the only owner of torch's out-of-memory observer in this package.
 
-The observer is called before torch raises, while everything is still held. It reads the allocator's counters and its
-ring, which allocates nothing on the device, and writes them to disk at once, for the process may not live to do it
-later. It never changes what torch raises. The observer can fire as often as a program catches the error and tries
-again: the first few times are written down, the others are counted.
+The observer is called before torch raises, while all memory is still allocated. It reads the allocator's counters and
+recorded history, which allocates nothing on the device, and writes them to disk at once: the process may end before it
+can do so later. It never changes what torch raises. The observer can fire each time a program catches the error and
+retries: the first few events are written, the others are counted.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import torch
 
 from lightning_memprof.artifacts.naming import oom_name, oom_snapshot_name
 from lightning_memprof.artifacts.sink import Artifact
-from lightning_memprof.capture.base import Collector, OnMark
+from lightning_memprof.capture.base import Collector, OnException, OnMark
 from lightning_memprof.capture.collectors.allocator_history import memory_history
-from lightning_memprof.capture.collectors.allocator_stats import memory_stats
 from lightning_memprof.capture.faults import describe
-from lightning_memprof.capture.sources.oom_facts import (
+from lightning_memprof.capture.sources.memory import memory_stats
+from lightning_memprof.capture.sources.oom_state import (
     Frame,
-    forwards,
+    forward_sources,
     frames_of,
-    host_facts,
+    host_memory,
     live_tensors,
     module_of,
     phase_of,
@@ -43,25 +43,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-    from lightning_memprof.capture.base import RunContext
-    from lightning_memprof.capture.session import Session
+    from lightning_memprof.capture.base import Progress, RunContext
     from lightning_memprof.schedule import Window
 
-__all__ = ["OomWatch", "OutOfMemory", "Where", "memory_error", "where_is"]
+__all__ = ["OOMAutopsy", "OomWatch", "Where", "memory_error", "where"]
 
 log = logging.getLogger(__name__)
 
 _PROTOCOL: Final = 4
 _MAX_RECORDED: Final = 3
 _MAX_STACK: Final = 60
-# Marks are passed on the way out of an exception too: the phase says which were reached before it.
+# Marks are also passed while an exception propagates: the phase shows which were reached before it.
 _POINTS: Final = {
     "data_wait": Point.STEP_START,
     "forward": Point.BATCH_START,
     "backward": Point.BEFORE_BACKWARD,
     "optimizer": Point.BEFORE_OPTIMIZER_STEP,
 }
-# What c10's allocator says where the system gives it no memory (c10/core/impl/alloc_cpu.cpp).
+# The message of c10's allocator if the system refuses memory (c10/core/impl/alloc_cpu.cpp).
 _HOST_REFUSED: Final = re.compile(
     r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory): you tried to allocate (\d+) bytes"
 )
@@ -71,7 +70,7 @@ _UNITS: Final = {"bytes": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
 
 
 class Where(NamedTuple):
-    """Where a run is; None for what is not known or not begun."""
+    """Place in a run; None is unknown or not started."""
 
     step: int | None = None
     global_step: int | None = None
@@ -81,20 +80,26 @@ class Where(NamedTuple):
     window: int | None = None
 
 
-def where_is(session: Session) -> Where:
-    """Return where a session's run is now."""
-    position, window = session.position, session.window
-    index = None if window is None else window.index
+def where(progress: Progress) -> Where:
+    """Return the current place of a run."""
+    position = progress.position
     if position is None:
-        return Where(window=index)
-    return Where(position.step, position.global_step, position.epoch, session.clock.phase, session.point, index)
+        return Where(window=progress.window)
+    return Where(
+        step=position.step,
+        global_step=position.global_step,
+        epoch=position.epoch,
+        phase=None if progress.clock is None else progress.clock.phase,
+        point=progress.point,
+        window=progress.window,
+    )
 
 
 def memory_error(error: BaseException) -> tuple[BaseException, Literal["device", "host"]] | None:
-    """Return the exception that says that memory ran out, ``error`` or one that it was raised from, and of what.
+    """Return the out-of-memory exception, ``error`` or one of its causes, and whose memory it was; None without one.
 
     ``torch.OutOfMemoryError`` is the device's. ``MemoryError`` and the ``RuntimeError`` of torch's CPU allocator, which
-    has no type of its own, are the host's.
+    has no separate type, are the host's.
     """
     cause: BaseException | None = error
     for _ in range(8):
@@ -107,12 +112,12 @@ def memory_error(error: BaseException) -> tuple[BaseException, Literal["device",
 
 
 class _Observer:
-    """What torch calls: it cannot be taken back, so it is registered once and hands on to who listens now."""
+    """Torch's observer, which cannot be detached: it is registered once and calls the current listeners."""
 
     def __init__(self) -> None:
         self._listeners: tuple[Callable[[int, int, int, int], None], ...] = ()
         self._attached_by: object = None
-        # Recording may itself run out of memory, and another device may in another thread.
+        # Recording may run out of memory, and so may another device in another thread.
         self._busy = threading.Lock()
 
     def __call__(self, device: int, asked_bytes: int, limit_bytes: int, free_bytes: int) -> None:
@@ -129,7 +134,7 @@ class _Observer:
 
     @contextmanager
     def listen(self, listener: Callable[[int, int, int, int], None]) -> Iterator[None]:
-        # Torch has no other name for it, and a build without CUDA has none at all.
+        # torch has no public name for it, and a build without CUDA does not have it.
         attach: Any = getattr(torch._C, "_cuda_attach_out_of_memory_observer")  # noqa: B009,SLF001
         if attach is not self._attached_by:
             attach(self)
@@ -145,14 +150,14 @@ _observer: Final = _Observer()
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutOfMemory(Collector):
-    """An autopsy where the device or the host runs out of memory: what was asked, what held the rest, where.
+class OOMAutopsy(Collector):
+    """State of memory when the device or the host runs out of it: the failed allocation, the live bytes, the place.
 
     Args:
-        history: ``"windows"`` knows the Python stacks of what is allocated while ``AllocatorHistory`` records;
-            ``"always"`` keeps the CUDA allocator's ring on for the whole run: about 1 us for each allocation and some
-            hundred bytes of host memory for each entry.
-        max_entries: length of that ring; older events are overwritten.
+        history: ``"windows"`` has the Python stacks of allocations made while ``AllocatorHistory`` records;
+            ``"always"`` records the CUDA allocator's history during the whole run: about 1 µs per allocation and some
+            hundred bytes of host memory per entry.
+        max_entries: length of that history; older events are overwritten.
 
     Raises:
         ConfigError: a value is not usable.
@@ -166,35 +171,35 @@ class OutOfMemory(Collector):
     max_entries: int = 100_000
 
     def __post_init__(self) -> None:
-        """Refuse what means nothing."""
+        """Validate the values."""
         if self.history not in ("windows", "always"):
-            msg = f"OutOfMemory(history={self.history!r}): must be 'windows' or 'always'"
+            msg = f"OOMAutopsy(history={self.history!r}): must be 'windows' or 'always'"
             raise ConfigError(msg)
         if type(self.max_entries) is not int or self.max_entries < 1:
-            msg = f"OutOfMemory(max_entries={self.max_entries!r}): must be an integer of at least 1"
+            msg = f"OOMAutopsy(max_entries={self.max_entries!r}): must be an integer of at least 1"
             raise ConfigError(msg)
 
     def record(self, run: RunContext, window: Window) -> AbstractContextManager[OnMark | None]:  # noqa: ARG002 Collector's
-        """Record nothing by window: memory runs out when it will; see :meth:`watch`."""
+        """Record nothing per window; see :meth:`guard`."""
         return nullcontext(None)
 
     @contextmanager
-    def watch(self, run: RunContext, session: Session) -> Iterator[OomWatch]:
-        """Watch a run from its setup to its end, for the model may not even fit.
+    def guard(self, run: RunContext) -> Iterator[OnException | None]:
+        """Watch the run from its setup: the model itself may not fit."""
+        with self.watch(run) as watch:
+            yield lambda exception: watch.ended_by(exception) is not None
 
-        Args:
-            run: the run.
-            session: its session, which knows where it is when memory runs out.
-
-        """
-        watch = OomWatch(run, session)
-        with ExitStack() as held:
+    @contextmanager
+    def watch(self, run: RunContext) -> Iterator[OomWatch]:
+        """Yield the watch of a run's out-of-memory events."""
+        watch = OomWatch(run)
+        with ExitStack() as stack:
             if run.device.type == "cuda":
                 try:
                     if self.history == "always":
-                        held.enter_context(memory_history(max_entries=self.max_entries))
-                    held.enter_context(_observer.listen(watch.observed))
-                except Exception as error:  # noqa: BLE001 cudaMallocAsync's allocator has neither ring nor observer
+                        stack.enter_context(memory_history(max_entries=self.max_entries))
+                    stack.enter_context(_observer.listen(watch.observed))
+                except Exception as error:  # noqa: BLE001 cudaMallocAsync's allocator has neither history nor observer
                     run.faults.report(self.name, "enter", None, error)
             yield watch
 
@@ -204,25 +209,23 @@ class OomWatch:
 
     Args:
         run: the run.
-        session: its session.
 
     """
 
-    def __init__(self, run: RunContext, session: Session) -> None:
+    def __init__(self, run: RunContext) -> None:
         self._run = run
-        self._session = session
         self._events: list[dict[str, Any]] = []
         self._count = 0
         self._last: dict[str, Any] | None = None
 
     def observed(self, device: int, asked_bytes: int, limit_bytes: int, free_bytes: int) -> None:
-        """Write down what torch's observer says, before torch raises.
+        """Write an event of torch's observer, before torch raises.
 
         Args:
             device: index of the device.
-            asked_bytes: what was asked of the driver, rounded as the allocator rounds.
-            limit_bytes: all of the device, or what ``set_per_process_memory_fraction`` allows.
-            free_bytes: what the driver has left, for all processes.
+            asked_bytes: size of the failed allocation, rounded by the allocator.
+            limit_bytes: memory of the device, or the limit of ``set_per_process_memory_fraction``.
+            free_bytes: free memory of the driver, for all processes.
 
         """
         began = time.perf_counter_ns()
@@ -231,27 +234,30 @@ class OomWatch:
         try:
             event = self._event("device", running_frames(), f"cuda:{device}")
             event |= {**numbers, "free_bytes": free_bytes, "seen": "observer"}
-            event["statistics"] = self._or_why(event, "statistics", lambda: memory_stats(torch.device("cuda", device)))
+            event["statistics"] = self._value_or_reason(
+                event, "statistics", lambda: memory_stats(torch.device("cuda", device))
+            )
             self._last = event
             if len(self._events) < _MAX_RECORDED:
                 self._events.append(event)
-                self._look_around(event, torch.device("cuda", device))
+                self._add_state(event, torch.device("cuda", device))
                 self._write(event)
         except Exception as error:  # noqa: BLE001 nothing of ours may raise into the allocator
             self._failed(error)
-        self._session.clock.leave_out(time.perf_counter_ns() - began)
+        if (clock := self._run.progress.clock) is not None:
+            clock.leave_out(time.perf_counter_ns() - began)
 
     def ended_by(self, exception: BaseException) -> Any | None:
-        """Write down that a run ended, by an exception; call it before anything is closed.
+        """Write the exception that ended the run; call it before anything is closed.
 
         Returns:
-            The facts, where memory ran out; else None.
+            The event if memory ran out; else None.
 
         """
         try:
             found = memory_error(exception)
             return None if found is None else self._ended(*found, exception)
-        except Exception as error:  # noqa: BLE001 the exception that goes on must be the user's
+        except Exception as error:  # noqa: BLE001 the exception that propagates must be the user's
             self._failed(error)
             return None
 
@@ -260,11 +266,11 @@ class OomWatch:
         if event is None:
             event = self._from_exception(error, kind, frames_of(error, arrived))
         if not any(known is event for known in self._events):
-            # What lies between the first few and the last was only counted.
-            self._look_around(event, torch.device(event["device"]))
+            # Events between the first few and the last were only counted.
+            self._add_state(event, torch.device(event["device"]))
             self._events.append(event)
         event["ended_run"], event["exception"] = True, describe(error)
-        place = self._or_why(event, "module", lambda: module_of(error, self._run.model))
+        place = self._value_or_reason(event, "module", lambda: module_of(error, self._run.model))
         if place is not None:
             event["module"], event["module_class"] = place
         self._write(event)
@@ -277,17 +283,17 @@ class OomWatch:
         device = str(self._run.device) if kind == "device" else "cpu"
         event = self._event(kind, frames, device)
         event["point"] = _POINTS[event["phase"]].value if event["phase"] in _POINTS else None
-        event["asked_bytes"], event["asked_source"] = _asked(error)
+        event["asked_bytes"], event["asked_source"] = _failed_allocation(error)
         free = _DEVICE_FREE.search(str(error))
         event["limit_bytes"], event["free_bytes"] = None, None if free is None else _size(free)
         event["seen"] = "exception"
         event["statistics"] = None
         if kind == "device":
-            event["statistics"] = self._or_why(event, "statistics", lambda: memory_stats(self._run.device))
+            event["statistics"] = self._value_or_reason(event, "statistics", lambda: memory_stats(self._run.device))
         return event
 
     def _event(self, memory: str, frames: list[Frame], device: str) -> dict[str, Any]:
-        where = where_is(self._session)
+        place = where(self._run.progress)
         phase, function = phase_of(frames)
         return {
             "number": self._count - 1,
@@ -297,13 +303,13 @@ class OomWatch:
             "rank": self._run.rank,
             "thread": threading.current_thread().name,
             "stage": self._run.stage,
-            "step": where.step,
-            "global_step": where.global_step,
-            "epoch": where.epoch,
-            "phase": phase or where.phase,
+            "step": place.step,
+            "global_step": place.global_step,
+            "epoch": place.epoch,
+            "phase": phase or place.phase,
             "function": function,
-            "point": None if where.point is None else where.point.value,
-            "window": where.window,
+            "point": None if place.point is None else place.point.value,
+            "window": place.window,
             "stack": [[frame.filename, frame.line, frame.name] for frame in frames[:_MAX_STACK]],
             "module": None,
             "module_class": None,
@@ -313,29 +319,29 @@ class OomWatch:
             "unavailable": {},
         }
 
-    def _look_around(self, event: dict[str, Any], device: torch.device) -> None:
-        """Add what takes longer: who holds what, the host's limits, the ring."""
+    def _add_state(self, event: dict[str, Any], device: torch.device) -> None:
+        """Add the parts that take longer: the host's limits, live tensors, the allocator's history."""
         run = self._run
-        event["host"] = self._or_why(event, "host", host_facts)
+        event["host"] = self._value_or_reason(event, "host", host_memory)
         event["total_bytes"] = event["host"]["total_bytes"] if event["host"] else None
         if device.type == "cuda":
-            event["total_bytes"] = self._or_why(
+            event["total_bytes"] = self._value_or_reason(
                 event, "total_bytes", lambda: int(torch.cuda.get_device_properties(device).total_memory)
             )
-        tensors = self._or_why(
+        tensors = self._value_or_reason(
             event, "tensors", lambda: live_tensors(run.model, run.training.optimizers(), device)
         )  # fmt: skip
         event["held"], event["tensors"] = tensors or (None, None)
-        event["forwards"] = self._or_why(event, "forwards", lambda: forwards(run.model))
+        event["forwards"] = self._value_or_reason(event, "forwards", lambda: forward_sources(run.model))
         if device.type == "cuda":
-            event["snapshot"] = self._or_why(event, "snapshot", lambda: self._write_snapshot(event, device))
+            event["snapshot"] = self._value_or_reason(event, "snapshot", lambda: self._write_snapshot(event, device))
         elif event["memory"] == "host":
             event["unavailable"]["snapshot"] = "the host's allocator keeps no history"
 
-    def _or_why(self, event: dict[str, Any], what: str, read: Callable[[], Any]) -> Any:
+    def _value_or_reason(self, event: dict[str, Any], what: str, read: Callable[[], Any]) -> Any:
         try:
             return read()
-        except Exception as error:  # noqa: BLE001 one fact that cannot be had must not hide the others
+        except Exception as error:  # noqa: BLE001 one value that is not available must not hide the others
             event["unavailable"][what] = describe(error)
             return None
 
@@ -343,13 +349,13 @@ class OomWatch:
         snapshot: Any = torch.cuda.memory._snapshot(device)  # noqa: SLF001 torch documents it under this name
         event["history"] = any(snapshot.get("device_traces") or ())
         place = self._run.sink.place
-        artifact = Artifact(place.directory / oom_snapshot_name(self._run.rank), "snapshot", OutOfMemory.name)
+        artifact = Artifact(place.directory / oom_snapshot_name(self._run.rank), "snapshot", OOMAutopsy.name)
         with self._run.sink.file(artifact) as temporary, temporary.open("wb") as file:
             pickle.dump(snapshot, file, protocol=_PROTOCOL)
         for earlier in self._events:
             if earlier is not event and earlier["snapshot"] is not None:
                 earlier["snapshot"] = None
-                earlier["unavailable"]["snapshot"] = "a later event's took its place"
+                earlier["unavailable"]["snapshot"] = "replaced by a later event's"
         return artifact.path.name
 
     def _write(self, event: dict[str, Any]) -> None:
@@ -361,26 +367,26 @@ class OomWatch:
         run.sink.manifest.append("oom", **row)
         path = run.sink.place.directory / oom_name(run.rank)
         document = {"rank": run.rank, "seen": self._count, "events": self._events}
-        with run.sink.file(Artifact(path, "blob", OutOfMemory.name)) as temporary:
+        with run.sink.file(Artifact(path, "blob", OOMAutopsy.name)) as temporary:
             temporary.write_text(json.dumps(document, default=str), encoding="utf-8")
 
     def _failed(self, error: BaseException) -> None:
         with suppress(Exception):
-            self._run.faults.report(OutOfMemory.name, "hook", None, error)
+            self._run.faults.report(OOMAutopsy.name, "hook", None, error)
 
 
-# Too long for a line of the manifest.
+# Too long for a manifest row.
 _ONLY_IN_FILE: Final = frozenset({"stack", "statistics", "host", "tensors", "forwards", "held", "unavailable"})
 
 
-def _asked(error: BaseException) -> tuple[int | None, str | None]:
-    """Return how many bytes an exception says were asked for, and how exactly it says so."""
+def _failed_allocation(error: BaseException) -> tuple[int | None, str | None]:
+    """Return the size of the failed allocation according to an exception, and the source of the number."""
     text = str(error)
     if (match := _HOST_REFUSED.search(text)) is not None:
         return int(match[1]), "message"
     if (match := _DEVICE_REFUSED.search(text)) is not None:
         return _size(match), "message, rounded"
-    # numpy's MemoryError knows; Python's own does not.
+    # numpy's MemoryError has it; Python's own does not.
     size = getattr(error, "_total_size", None)
     return (size, "exception") if isinstance(size, int) else (None, None)
 

@@ -1,4 +1,4 @@
-"""One row for every step of the whole run, at a cost of some microseconds."""
+"""One row for every step of the whole run, for less than 20 µs of host time per step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from lightning_memprof.artifacts.naming import pulse_name
 from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS, encode_pulse
 from lightning_memprof.artifacts.sink import Artifact
 from lightning_memprof.capture.base import Collector, OnMark, OnRows, OnStep
-from lightning_memprof.capture.collectors.allocator_stats import peak_allocated_bytes
-from lightning_memprof.capture.collectors.host import ResidentSize
+from lightning_memprof.capture.sources.memory import ResidentSize, peak_allocated_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +26,7 @@ __all__ = ["Pulse", "PulseWriter", "device_columns"]
 
 _CHUNK_ROWS: Final = 64
 _CHUNK_NS: Final = 10_000_000_000
-# Behind a training step the caches are cold, and reading memory costs as much as all the rest of the pulse.
+# After a training step the caches are cold, and reading memory costs as much as the rest of the pulse.
 _MEMORY_NS: Final = 10_000_000
 _CALLBACKS: Final = PHASES.index("callbacks")
 _NO_DEVICE: Final = (None,) * (1 + len(PHASES))
@@ -36,7 +35,7 @@ _NO_DEVICE: Final = (None,) * (1 + len(PHASES))
 def device_columns(record: StepRecord, timer: DeviceTimer) -> tuple[int | None, ...]:
     """Return a step's duration and phases in nanoseconds on the device's clock, in the order of ``PULSE_COLUMNS``.
 
-    Time in callbacks belongs to the phase around it on this clock, so that column is None. The moments are given back
+    On this clock, time in callbacks belongs to the phase around it and that column is None. The timestamps are returned
     to the timer.
     """
     moments = record.moments or []
@@ -49,13 +48,13 @@ def device_columns(record: StepRecord, timer: DeviceTimer) -> tuple[int | None, 
 
 
 class PulseWriter:
-    """Rows of the pulse, kept until the device has reached their moments and written in chunks.
+    """Rows of the pulse, buffered until the device has reached their timestamps and written in chunks.
 
     Args:
         path: the file; must not exist.
-        device: where the model runs.
+        device: device of the model.
         timer: the device's clock; None on a CPU.
-        written: is given the rows of each chunk when they are written.
+        written: called with the rows of each chunk when they are written.
 
     """
 
@@ -74,7 +73,7 @@ class PulseWriter:
         self._memory_read_ns = 0
 
     def add(self, record: StepRecord) -> None:
-        """Take one step."""
+        """Add one step."""
         row = (
             record.step,
             record.global_step,
@@ -95,16 +94,16 @@ class PulseWriter:
             self._flushed_ns = record.start_ns
 
     def flush(self) -> None:
-        """Write the rows that are complete."""
+        """Write the complete rows."""
         rows, self._rows = self._rows, []
         if rows:
-            # On a full disk these rows are lost; nothing may be written behind the half of one.
+            # On a full disk these rows are lost; nothing may follow a partial row.
             self._file.write(encode_pulse(rows).encode())
             self._file.flush()
             self._written(rows)
 
     def close(self) -> None:
-        """Write all rows; what the device has not reached by now stays empty."""
+        """Write all rows; timestamps that the device has not reached stay empty."""
         try:
             if self._timer is not None:
                 self._read_device(self._timer)
@@ -113,11 +112,11 @@ class PulseWriter:
             self.flush()
         finally:
             self._resident.close()
-            # On a full disk closing fails as well.
+            # On a full disk closing fails too.
             self._file.close()
 
     def _memory(self, record: StepRecord) -> tuple[int | None, int | None]:
-        """Return resident size and device peak, or None where they were read just before."""
+        """Return RSS and device peak, or None if they were read less than 10 ms ago."""
         end_ns = record.start_ns + record.duration_ns
         if end_ns - self._memory_read_ns < _MEMORY_NS:
             return None, None
@@ -134,22 +133,23 @@ class PulseWriter:
 
 
 class Pulse(Collector):
-    """Phases, data wait, resident size and device peak of every step of the run.
+    """Phases, data wait, RSS and device peak of every step of the run.
 
-    Memory is read at most every 10 ms, and the fields of steps between are empty. On an accelerator the phases are also
-    timed on the device's clock, by events that are read when the device has reached them; nothing is synchronised.
+    Memory is read at most every 10 ms; the fields of the steps between are empty. On an accelerator the phases are also
+    timed on the device's clock, by events that are read when the device has reached them, without synchronization.
     """
 
     name: ClassVar[str] = "pulse"
     every_rank: ClassVar[bool] = True
+    times_device: ClassVar[bool] = True
 
     def record(self, run: RunContext, window: Window) -> AbstractContextManager[OnMark | None]:  # noqa: ARG002
-        """Windows add nothing: the pulse has their steps anyway."""
+        """Record nothing per window: the pulse has its steps already."""
         return nullcontext(None)
 
     @contextmanager
     def follow(self, run: RunContext) -> Iterator[OnStep | None]:
-        """Write one row a step."""
+        """Write one row per step."""
         path = run.sink.place.directory / pulse_name(run.rank)
         writer = PulseWriter(path, run.device, run.timer, run.pulse_written)
         try:

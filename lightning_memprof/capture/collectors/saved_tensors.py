@@ -1,4 +1,4 @@
-"""Activations: what autograd keeps for each backward, by module; and what a training holds beside it."""
+"""Saved activations of each backward, by module, and the bytes that persist from step to step."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
-from lightning_memprof.capture.base import Collector, NotNowError, OnMark
+from lightning_memprof.capture.base import Collector, OnMark, SkipWindow
 from lightning_memprof.capture.sources.module_calls import COMPILED, module_calls
 from lightning_memprof.capture.sources.saved_graph import SavedGraph, can_read
-from lightning_memprof.capture.sources.tensors import Held, ModelTensors, batch_bytes, fold, tensors_in
+from lightning_memprof.capture.sources.tensors import ModelTensors, PersistentBytes, batch_bytes, fold, tensors_in
 from lightning_memprof.schedule import Point
 
 if TYPE_CHECKING:
@@ -25,43 +25,45 @@ if TYPE_CHECKING:
 
 __all__ = ["NO_BACKWARD", "SavedTensors"]
 
-NO_BACKWARD: Final = "no backward of this step went through Lightning: what autograd kept for others is not seen"
+NO_BACKWARD: Final = (
+    "no backward of this step went through Lightning: saved activations of other backwards are not recorded"
+)
 
 _sequence_number = torch._C._autograd._get_sequence_nr  # noqa: SLF001 torch has no public one
-# Tensors of the program's own classes are read without their `__torch_function__`.
+# Tensor subclasses of the program are read without their `__torch_function__`.
 _plainly = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001 torch has no public one
 _graph_task = torch._C._current_graph_task_id  # noqa: SLF001 torch has no public one
 
 
 class SavedTensors(Collector):
-    """Bytes that autograd keeps for each backward, by module and by dtype, and the bytes held from step to step.
+    """Saved activations of each backward, by module and by dtype, and the bytes that persist from step to step.
 
-    Read from the graph of the loss, with no saved-tensor hooks, which change what user code may do. Every storage
-    counts once, for the module whose forward saved it first; those of parameters and buffers do not count. What is
-    saved in the step outside of every module's forward belongs to the root. Nothing is attributed where a part of the
-    model is compiled, and what was saved before the step is unattributed too.
+    Read from the graph of the loss, without saved-tensor hooks, which restrict user code. Every storage counts once,
+    for the module whose forward saved it first; storages of parameters and buffers do not count. Tensors saved in the
+    step outside every module's forward belong to the root. If a part of the model is compiled nothing is attributed;
+    tensors saved before the step are unattributed too.
 
-    Not seen: tensors that a custom function keeps on its ``ctx`` in other ways than ``save_for_backward``, what an
-    in-place operation on a view saves, and branches that do not lead to the loss.
+    Not included: tensors that a custom function stores on its ``ctx`` without ``save_for_backward``, tensors saved by
+    an in-place operation on a view, and branches that do not lead to the loss.
     """
 
     name: ClassVar[str] = "saved_tensors"
 
     def unavailable(self, run: RunContext) -> str | None:  # noqa: ARG002 the collector's signature
-        """Say so where torch does not show what a graph holds without unpacking it."""
+        """Return a reason if this torch version shows saved tensors only unpacked."""
         return None if can_read() else f"torch {torch.__version__} shows saved tensors only unpacked"
 
     @contextmanager
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
-        """Follow the forwards, and read the graph when a backward is about to start.
+        """Record the forwards, and read the graph before each backward.
 
         Raises:
-            NotNowError: the stage has no backward.
+            SkipWindow: the stage has no backward.
 
         """
         if run.stage != "fit":
             msg = f"{run.stage} has no backward"
-            raise NotNowError(msg)
+            raise SkipWindow(msg)
 
         def guarded(call: Callable[..., None]) -> Callable[..., None]:
             return run.guarded(call, collector=self.name, window=window)
@@ -72,9 +74,9 @@ class SavedTensors(Collector):
             try:
                 with (
                     run.training.listen(batch=guarded(recorder.batch), loss=guarded(recorder.loss)),
-                    module_calls(run.model, *log.hooks()) as is_told,
+                    module_calls(run.model, *log.hooks()) as has_calls,
                 ):
-                    recorder.attribution = None if is_told else COMPILED
+                    recorder.attribution = None if has_calls else COMPILED
                     yield recorder.mark
             finally:
                 log.close()
@@ -86,18 +88,18 @@ _OWN, _INCLUSIVE, _CALLS, _FORWARD, _INPUT = range(5)
 
 
 class _ForwardLog:
-    """Which module's forward went on at which sequence number of autograd, and what each module was called with.
+    """The running module by autograd's sequence number, and each module's calls.
 
     Args:
         timer: the device's clock; None is the host's.
-        failed: is told of an error in a hook.
+        failed: called with an error of a hook.
 
     """
 
     def __init__(self, timer: DeviceTimer | None, failed: Callable[[Exception], None]) -> None:
         self._timer = timer
         self._failed = failed
-        # From sequences[i] on, nodes of the graph are made in the forward of the module owners[i].
+        # From sequences[i] on, graph nodes are created in the forward of the module owners[i].
         self.sequences: list[int] = []
         self.owners: list[str] = []
         self._rows: dict[str, _Row] = {}
@@ -105,16 +107,16 @@ class _ForwardLog:
         self._timed: list[tuple[_Row, Any, Any]] = []
 
     def begin_step(self) -> None:
-        """Forget the step before."""
+        """Discard the previous step."""
         self.sequences[:] = [_sequence_number()]
         self.owners[:] = [self._inside[-1][0] if self._inside else ""]
         self._rows.clear()
         self.read_timer()
 
     def hooks(self) -> tuple[Callable[[str, tuple[Any, ...]], None], Callable[[str], None]]:
-        """Give what to call before and after a module's forward.
+        """Return the functions for before and after a module's forward.
 
-        They are closures, which every module of the model calls in each step. A forward inside of a backward is a
+        They are closures, since every module of the model calls them in each step. A forward inside a backward is a
         checkpoint's recomputation and does not count.
         """
         timer = self._timer
@@ -163,13 +165,13 @@ class _ForwardLog:
             return 0
 
     def take_rows(self) -> dict[str, _Row]:
-        """Give the modules that were called since this was asked for last; times are added to the rows later."""
+        """Return the rows of the modules called since the last call of this; times are added to them later."""
         rows = dict(self._rows)
         self._rows.clear()
         return rows
 
     def read_timer(self) -> None:
-        """Add the times that the device has reached to their rows."""
+        """Add the times that the device has reached to the rows."""
         if self._timer is None:
             return
         waiting = []
@@ -183,7 +185,7 @@ class _ForwardLog:
         self._timed = waiting
 
     def close(self) -> None:
-        """Give every moment back; the time of a module that the device has not done by now stays unknown."""
+        """Release every timestamp; times that the device has not reached stay unknown."""
         self.read_timer()
         if self._timer is not None:
             for row, start, end in self._timed:
@@ -193,7 +195,7 @@ class _ForwardLog:
 
 
 class _Recorder:
-    """Makes the rows of one window."""
+    """Writes the rows of one window."""
 
     def __init__(self, run: RunContext, log: _ForwardLog, write: SeriesWriter) -> None:
         self.attribution: str | None = None
@@ -202,19 +204,19 @@ class _Recorder:
         self._write = write
         self._graph = SavedGraph()
         self._model = ModelTensors(run.model)
-        self._held = Held(self._model)
+        self._persistent = PersistentBytes(self._model)
         self._paths = {id(module): path for path, module in run.model.named_modules()}
         self._input_bytes: int | None = None
         self._row: dict[str, Any] | None = None
         self._backwards = 0
 
     def batch(self, batch: Any) -> None:
-        """Take the size of a batch."""
+        """Record the size of a batch."""
         with _plainly():
             self._input_bytes = batch_bytes(batch)
 
     def loss(self, loss: torch.Tensor) -> None:
-        """Read the graph of a loss; its row is written at the mark that follows."""
+        """Read the graph of a loss; its row is written at the next mark."""
         self._backwards += 1
         with _plainly():
             saved = self._graph.read(loss, self._model.storage_keys())
@@ -248,7 +250,7 @@ class _Recorder:
             self._row = None
         elif mark.point is Point.STEP_END:
             with _plainly():
-                held, parameters = self._held.count(self._run.training.optimizers())
+                held, parameters = self._persistent.count(self._run.training.optimizers())
             self._write(
                 mark,
                 parameters=parameters,
@@ -267,7 +269,7 @@ class _Recorder:
         return rows
 
     def _owned(self, saved: SavedStorages) -> Iterator[tuple[str | None, int, torch.dtype]]:
-        """Give ``(owner or None, bytes, dtype)`` of each storage."""
+        """Yield ``(owner or None, bytes, dtype)`` of each storage."""
         sequences, owners = self._log.sequences, self._log.owners
         if self.attribution is not None:
             sequences = []
@@ -281,7 +283,7 @@ class _Recorder:
             yield owners[index] if after else None, size, dtype
 
     def _caller(self, checkpoint: Checkpoint, sequence: int, index: int) -> int:
-        """Go back from the first node in a checkpoint to the forward that called it: that one saved its inputs."""
+        """Return the index of the forward that called a checkpoint and saved its inputs, from its first node."""
         sequences, owners = self._log.sequences, self._log.owners
         function = checkpoint.function
         path = self._paths.get(id(getattr(function, "__self__", function)))

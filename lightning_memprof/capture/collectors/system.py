@@ -1,7 +1,8 @@
-"""What the machine does while the model trains: processors, memory, disks, networks, the GPU."""
+"""Use of the machine while the model trains: processors, memory, disks, networks and the GPU."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import threading
@@ -11,12 +12,12 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import psutil
+import torch
 
 from lightning_memprof.artifacts.naming import system_name
 from lightning_memprof.artifacts.sink import Artifact
 from lightning_memprof.capture.base import Collector, OnMark, OnStep
-from lightning_memprof.capture.collectors.nvidia import Gpu, gpu_of, open_gpu, why_not
-from lightning_memprof.capture.sources.cgroup import memory_limit_bytes
+from lightning_memprof.capture.sources.memory import cgroup_memory
 from lightning_memprof.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,24 +26,24 @@ if TYPE_CHECKING:
     from lightning_memprof.capture.base import RunContext
     from lightning_memprof.schedule import Mark, Window
 
-__all__ = ["System"]
+__all__ = ["SystemStats", "gpu_fault", "gpu_of", "open_gpu"]
 
 Row = dict[str, Any]
 
 _LEAST_S: Final = 0.1
 _MOST_S: Final = 60.0
-# Machines count processor time in ticks of 10 ms: over less than some of them a rate is noise.
+# Processor time is counted in ticks of 10 ms: over a few of them a rate is noise.
 _LAST_SAMPLE_S: Final = 0.02
 # A driver that hangs must not hang the training.
 _PATIENCE_S: Final = 5.0
 _IDLE: Final = frozenset({"idle", "iowait"})
-# Linux counts these into user and nice as well.
+# Linux includes these in user and nice as well.
 _COUNTED_TWICE: Final = frozenset({"guest", "guest_nice"})
 
 
 @dataclass(frozen=True)
 class _Counts:
-    """Everything that only grows, at one moment. None is not there on this machine."""
+    """All counters that only grow, at one moment. None is not available on this machine."""
 
     process_s: float
     page_faults: int
@@ -58,15 +59,15 @@ class _Counts:
 def _counts() -> _Counts:
     process = _process_counts()
     machine = psutil.cpu_times()._asdict()
-    all_of_it = sum(seconds for name, seconds in machine.items() if name not in _COUNTED_TWICE)
-    # psutil's own care for counters that wrap holds a lock, which a fork of the training may copy while it is held.
-    # Both are None on a machine that has none, which psutil's types do not know.
+    total_s = sum(seconds for name, seconds in machine.items() if name not in _COUNTED_TWICE)
+    # psutil handles counters that wrap under a lock, which a fork of the training may copy while it is held.
+    # Both are None on a machine without a disk or a network, which psutil's types do not say.
     disk: Any = psutil.disk_io_counters(nowrap=False)
     network: Any = psutil.net_io_counters(nowrap=False)
     return _Counts(
         *process,
-        busy_s=all_of_it - sum(machine.get(name, 0.0) for name in _IDLE),
-        machine_s=all_of_it,
+        busy_s=total_s - sum(machine.get(name, 0.0) for name in _IDLE),
+        machine_s=total_s,
         disk_read_bytes=None if disk is None else disk.read_bytes,
         disk_write_bytes=None if disk is None else disk.write_bytes,
         network_sent_bytes=None if network is None else network.bytes_sent,
@@ -82,10 +83,10 @@ def _process_counts() -> tuple[float, int, int]:
 
 
 class _Reader:
-    """Turns counts into rates since the reading before."""
+    """Converts counters into rates since the previous reading."""
 
     def __init__(self, offset_ns: int) -> None:
-        self._limit_bytes = memory_limit_bytes()
+        self._limit_bytes, _ = cgroup_memory()
         self._offset_ns = offset_ns
         self._before = _counts()
         self._read_ns = time.perf_counter_ns()
@@ -96,7 +97,7 @@ class _Reader:
         return (time.perf_counter_ns() - self._read_ns) / 1e9
 
     def read(self) -> Row:
-        """Return one sample; its rates hold for the time since the one before."""
+        """Return one sample; its rates cover the time since the previous one."""
         counts, now_ns = _counts(), time.perf_counter_ns()
         before, self._before = self._before, counts
         elapsed_s = max(now_ns - self._read_ns, 1) / 1e9
@@ -126,16 +127,16 @@ class _Reader:
 
 
 def _grown(before: float | None, now: float | None) -> float | None:
-    """Return by how much a counter grew: not at all where it fell, because a disk or a network went away."""
+    """Return the growth of a counter; 0 if it fell because a disk or a network was removed."""
     return None if before is None or now is None else max(0.0, now - before)
 
 
 class _Sampler:
-    """A thread that samples until it is stopped, and once more then.
+    """A thread that samples until it is stopped, and once more when it stops.
 
     Args:
         interval_s: from sample to sample.
-        gpu: torch's index and the UUID of the GPU to ask; None is none.
+        gpu: torch's index and the UUID of the GPU; None omits it.
         offset_ns: of the run's times.
         put: called with each sample, in the thread.
 
@@ -153,21 +154,21 @@ class _Sampler:
         self._thread = threading.Thread(target=self._run, name="memprof-system", daemon=True)
 
     def start(self) -> None:
-        """Begin to sample; the first sample comes after one interval."""
+        """Start sampling; the first sample comes after one interval."""
         self._thread.start()
 
     def stop(self) -> None:
         """Take the last sample and end the thread.
 
         Raises:
-            RuntimeError: it does not end, because the driver hangs.
-            Exception: what a sample raised.
+            RuntimeError: the thread does not end because the driver hangs.
+            Exception: a sample raised it.
 
         """
         self._stop.set()
         self._thread.join(_PATIENCE_S)
         if self._thread.is_alive():
-            msg = f"the sampling thread did not end within {_PATIENCE_S:.0f} s: something it asked hangs"
+            msg = f"the sampling thread did not end within {_PATIENCE_S:.0f} s: a reading hangs"
             raise RuntimeError(msg)
         if self._error is not None:
             raise self._error
@@ -187,27 +188,26 @@ class _Sampler:
                     samples += 1
                 if not samples or reader.age_s >= _LAST_SAMPLE_S:
                     self._sample(reader, gpu)
-        except Exception as error:  # noqa: BLE001 nobody hears what a thread raises; `stop` raises it
+        except Exception as error:  # noqa: BLE001 `stop` raises it
             self._error = error
 
     def _sample(self, reader: _Reader, gpu: Gpu | None) -> None:
         self._put(reader.read() | (gpu.read() if gpu is not None else {}))
 
 
-class System(Collector):
+class SystemStats(Collector):
     """Processors, memory, disks, networks and this rank's GPU, sampled by a thread while a window is open.
 
-    One sample takes the thread about 1 ms. The last one is taken when the window ends, so that a window shorter than
-    the interval has one too. Rates hold for the time since the sample before, and for the whole machine but for
-    processor time, page faults and context switches, which are this process's. The GPU is asked where
-    ``nvidia-ml-py`` is installed.
+    One sample takes the thread about 1 ms. The last one is taken when the window ends, so a window shorter than the
+    interval has one too. Rates cover the time since the previous sample, for the whole machine; processor time, page
+    faults and context switches are those of this process. GPU figures need ``nvidia-ml-py``.
 
     Args:
-        interval: seconds from sample to sample, 0.1 to 60.
-        always: sample from the start of the run to its end as well, into a file of its own.
+        interval: seconds between samples, 0.1 to 60.
+        always: also sample the whole run, into a separate file.
 
     Raises:
-        ConfigError: the interval is not in that range.
+        ConfigError: the interval is outside that range.
 
     """
 
@@ -216,10 +216,10 @@ class System(Collector):
     def __init__(self, interval: float = 0.5, always: bool = False) -> None:  # noqa: FBT001, FBT002 read from YAML
         number: Any = interval
         if type(number) not in {int, float} or not _LEAST_S <= number <= _MOST_S:
-            msg = f"System(interval={interval!r}): must be a number of seconds from {_LEAST_S} to {_MOST_S:.0f}"
+            msg = f"SystemStats(interval={interval!r}): must be a number of seconds from {_LEAST_S} to {_MOST_S:.0f}"
             raise ConfigError(msg)
         if not isinstance(always, bool):
-            msg = f"System(always={always!r}): must be true or false"
+            msg = f"SystemStats(always={always!r}): must be true or false"
             raise ConfigError(msg)
         self._interval_s = float(interval)
         self._always = always
@@ -249,9 +249,9 @@ class System(Collector):
 
     @contextmanager
     def follow(self, run: RunContext) -> Iterator[OnStep | None]:
-        """Say once why there are no figures of the GPU; where asked, sample the whole run, one line a sample."""
+        """Report once why the GPU has no figures; with ``always``, sample the whole run, one line per sample."""
         gpu = gpu_of(run.device)
-        if gpu is not None and (reason := why_not(gpu)) is not None:
+        if gpu is not None and (reason := gpu_fault(gpu)) is not None:
             run.sink.manifest.append("unavailable", collector=self.name, reason=reason)
         if not self._always:
             yield None
@@ -273,3 +273,85 @@ class System(Collector):
 def _write_line(file: Any, row: Row) -> None:
     # One call, so that a reader sees whole lines.
     file.write(json.dumps(row) + "\n")
+
+
+class Gpu:
+    """One NVIDIA GPU. A figure that its model does not have is None.
+
+    Args:
+        nvml: the ``pynvml`` module.
+        handle: its handle of the GPU.
+        index: torch's index, used in the names of the figures.
+
+    """
+
+    def __init__(self, nvml: Any, handle: Any, index: int) -> None:
+        self._nvml = nvml
+        self._handle = handle
+        self._prefix = f"gpu{index}_"
+
+    def read(self) -> dict[str, float | int | None]:
+        """Return utilization in percent, bytes used by all processes, watts and degrees Celsius.
+
+        Source: NVML's ``nvmlDeviceGetUtilizationRates``, ``GetMemoryInfo``, ``GetPowerUsage``, ``GetTemperature``.
+        """
+        nvml, handle = self._nvml, self._handle
+        milliwatts = self._value(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+        return {
+            f"{self._prefix}utilization_percent": self._value(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+            f"{self._prefix}memory_used_bytes": self._value(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used),
+            f"{self._prefix}power_w": None if milliwatts is None else milliwatts / 1000,
+            f"{self._prefix}temperature_c": self._value(
+                lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
+            ),
+        }
+
+    def _value(self, read: Callable[[], Any]) -> int | None:
+        try:
+            return int(read())
+        except self._nvml.NVMLError:
+            return None
+
+
+def gpu_of(device: torch.device) -> tuple[int, str | None] | None:
+    """Return torch's index and the UUID of the GPU that ``device`` is, or None if it is not an NVIDIA GPU."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    # None without an index, which torch's types do not say.
+    number: Any = device.index
+    index = torch.cuda.current_device() if number is None else int(number)
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    return index, None if uuid is None else str(uuid)
+
+
+@contextmanager
+def open_gpu(index: int, uuid: str | None) -> Iterator[Gpu]:
+    """Open the driver's library and yield the GPU; about 10 ms.
+
+    The UUID finds it independently of ``CUDA_VISIBLE_DEVICES``; without one torch's index is used as the driver's.
+
+    Raises:
+        Exception: an ``NVMLError`` if the driver does not know it.
+
+    """
+    nvml = importlib.import_module("pynvml")
+    nvml.nvmlInit()
+    try:
+        if uuid is None:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        else:
+            handle = nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+        yield Gpu(nvml, handle, index)
+    finally:
+        nvml.nvmlShutdown()
+
+
+def gpu_fault(gpu: tuple[int, str | None]) -> str | None:
+    """Return why the driver has no figures of the GPU from :func:`gpu_of`, or None if it has."""
+    try:
+        with open_gpu(*gpu):
+            return None
+    except ImportError:
+        return "no GPU figures: nvidia-ml-py is not installed; pip install nvidia-ml-py"
+    except Exception as error:  # noqa: BLE001 an NVMLError, whose class is the library's
+        return f"no GPU figures: the driver does not answer ({error})"

@@ -1,4 +1,4 @@
-"""How much data the steps of a window work through, and how many operations that takes."""
+"""Samples and tokens of the steps of a window, and their floating-point operations."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import flop_registry
 
 from lightning_memprof.capture.base import Collector, OnMark
-from lightning_memprof.capture.collectors.flops import FlopCount, other_modes
 from lightning_memprof.capture.sources.methods import compiled_methods
 from lightning_memprof.capture.sources.module_calls import is_compiled
 from lightning_memprof.errors import ConfigError
@@ -23,20 +26,21 @@ if TYPE_CHECKING:
     from lightning_memprof.capture.base import RunContext
     from lightning_memprof.schedule import Mark, Window
 
-__all__ = ["Throughput", "batch_samples"]
+__all__ = ["FlopCount", "Throughput", "batch_samples"]
 
 log = logging.getLogger(__name__)
 
-_COMPILED: Final = "operations are not counted: a part of the model is compiled, and torch would run it otherwise"
-_MODES: Final = "operations are not counted: another dispatch mode of torch's was active in each step that could be"
-_NOTHING: Final = "operations are not counted: no matrix product, convolution or attention was seen"
+_COMPILED: Final = "operations are not counted: a part of the model is compiled, and counting would change how it runs"
+_MODES: Final = "operations are not counted: another torch dispatch mode was active in every step"
+_NOTHING: Final = "operations are not counted: no matrix product, convolution or attention ran"
 _DEPTH: Final = 4
+_PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def batch_samples(batch: Any, depth: int = _DEPTH) -> int | None:
-    """Return the first dimension of the first tensor in a batch, looked for in its order; None where there is none.
+    """Return the first dimension of the first tensor in a batch, in its order; None without a tensor.
 
-    A batch that holds texts has as many samples as its first list of them.
+    A batch of texts has as many samples as its first list of them.
     """
     if isinstance(batch, torch.Tensor):
         return int(batch.shape[0]) if batch.ndim else None
@@ -58,21 +62,21 @@ def _parts(batch: Any) -> list[Any]:
 
 
 class Throughput(Collector):
-    """Samples and tokens of each recorded step's batch, and the operations of one step where asked.
+    """Samples and tokens of each recorded step's batch, and the operations of one step on request.
 
-    Rows are written when the window has closed: a count that is still on the device is not waited for in a step.
-    Operations are counted once, in the run's first window: in a warmup step, or where that has none in a recorded one,
-    whose times then hold the counting, some 10 us an operator.
+    Rows are written when the window has closed: no step waits for a count that is still on the device. Operations are
+    counted once, in the run's first window: in a warmup step, or without one in a recorded step, whose times then
+    include the counting, some 10 µs per operator.
 
     Args:
         samples: batch to its number of samples; None is the first dimension of its first tensor.
-        tokens: batch to its number of tokens; None does not count them. Both get the batch itself and may not change
-            it; what a count raises is reported once and leaves it unknown.
+        tokens: batch to its number of tokens; None does not count them. Both get the batch itself and must not change
+            it; an exception is reported once and leaves the count unknown.
         flops: count the floating-point operations of a step: matrix products, convolutions and attention, forward and
-            backward, with what activation checkpointing computes again.
+            backward, including the recomputation of activation checkpointing.
 
     Raises:
-        ConfigError: ``samples`` or ``tokens`` is no function.
+        ConfigError: ``samples`` or ``tokens`` is not a function.
 
     """
 
@@ -97,25 +101,25 @@ class Throughput(Collector):
 
     @contextmanager
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
-        """Write one row a recorded step."""
-        counting = _Counting(run) if self._flops and window.index == 0 else None
+        """Write one row per recorded step."""
+        operations = _Operations(run) if self._flops and window.index == 0 else None
         batches = _Batches(self._samples, self._tokens)
-        hear = run.guarded(batches.hear, collector=self.name, window=window)
+        on_batch = run.guarded(batches.count, collector=self.name, window=window)
 
         def on_mark(mark: Mark) -> None:
-            if counting is not None:
-                counting.come_to(mark)
-            batches.come_to(mark)
+            if operations is not None:
+                operations.on_mark(mark)
+            batches.on_mark(mark)
 
         try:
-            with run.training.listen(batch=hear):
+            with run.training.listen(batch=on_batch):
                 yield on_mark
         finally:
             flops = None
-            if counting is not None:
-                flops = counting.leave()
-                if counting.reason is not None:
-                    _not_counted(run, window, counting.reason)
+            if operations is not None:
+                flops = operations.close()
+                if operations.reason is not None:
+                    _not_counted(run, window, operations.reason)
             if rows := batches.rows(flops=flops, peak_flops=run.peak_flops):
                 run.sink.write_rows(window, self.name, rows)
 
@@ -129,28 +133,28 @@ class _Batches:
     """Sizes of the batches, by step."""
 
     def __init__(self, samples: Callable[[Any], int | None], tokens: Callable[[Any], int] | None) -> None:
-        self._of_batch = (samples, tokens)
-        self._heard: tuple[Any, Any] = (None, None)
+        self._counters = (samples, tokens)
+        self._counts: tuple[Any, Any] = (None, None)
         self._start_ns = 0
         self._steps: list[tuple[Mark, int, tuple[Any, Any]]] = []
 
-    def hear(self, batch: Any) -> None:
+    def count(self, batch: Any) -> None:
         """Count one batch."""
-        samples, tokens = self._of_batch
-        self._heard = (samples(batch), None)
+        samples, tokens = self._counters
+        self._counts = (samples(batch), None)
         if tokens is not None:
-            self._heard = (self._heard[0], tokens(batch))
+            self._counts = (self._counts[0], tokens(batch))
 
-    def come_to(self, mark: Mark) -> None:
+    def on_mark(self, mark: Mark) -> None:
         """Begin and end a step."""
         if mark.point is Point.STEP_START:
             self._start_ns = mark.time_ns
-            self._heard = (None, None)
+            self._counts = (None, None)
         elif mark.point is Point.STEP_END and mark.recorded:
-            self._steps.append((mark, mark.time_ns - self._start_ns, self._heard))
+            self._steps.append((mark, mark.time_ns - self._start_ns, self._counts))
 
     def rows(self, *, flops: int | None, peak_flops: float | None) -> list[dict[str, Any]]:
-        """Return the rows; here a count that is a tensor is read."""
+        """Return the rows; a count that is a tensor is read here."""
         return [
             {
                 "step": mark.step,
@@ -172,13 +176,13 @@ def _whole(count: Any) -> int | None:
     return None if count is None else int(count)
 
 
-class _Counting:
-    """Counts the operations of the window's first step in which nobody else stands between torch and its operators.
+class _Operations:
+    """Counts the operations of the window's first step in which no other dispatch mode is active.
 
-    From the batch to the end of the batch: a validation that follows in the same step is not in it.
+    From the start to the end of its batch, so without a validation that follows in the same step.
 
     Attributes:
-        reason: why there is no count, when it has been looked for.
+        reason: why there is no count, after a step that could have been counted.
 
     """
 
@@ -189,15 +193,15 @@ class _Counting:
         self._flops: int | None = None
         self._mode: FlopCount | None = None
 
-    def come_to(self, mark: Mark) -> None:
+    def on_mark(self, mark: Mark) -> None:
         """Enter at the start of a batch, leave at its end.
 
         Raises:
-            Exception: what one of torch's formulas raised.
+            Exception: one of torch's formulas raised it.
 
         """
         if mark.point is Point.BATCH_START and self._wanted and self._mode is None:
-            if other_modes():
+            if _get_current_dispatch_mode_stack():
                 self.reason = _MODES
             else:
                 self.reason, self._wanted = None, False
@@ -210,11 +214,11 @@ class _Counting:
         elif mark.point is Point.STEP_END:
             self._leave_mode()
 
-    def leave(self) -> int | None:
-        """Return the count, None without one; a step that did not end has none.
+    def close(self) -> int | None:
+        """Return the count; None if no step was counted to its end.
 
         Raises:
-            Exception: as :meth:`come_to`.
+            Exception: as :meth:`on_mark`.
 
         """
         self._leave_mode()
@@ -226,3 +230,67 @@ class _Counting:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             if mode.failure is not None:
                 raise mode.failure
+
+
+class FlopCount(TorchDispatchMode):
+    """Counts matrix products, convolutions and attention, in forward and backward; values are not touched.
+
+    Every operator runs as it would without: torch's own ``FlopCounterMode`` also hooks modules and gradients. Operators
+    without a formula count nothing. Source of the formulas: ``torch.utils.flop_counter.flop_registry``; a
+    multiplication with an addition is two operations.
+
+    Attributes:
+        flops: operations so far.
+        counting: whether operators are counted; otherwise they only pass.
+        failure: the first exception of a formula, which ended the counting.
+
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+        self.counting = True
+        self.failure: Exception | None = None
+        self._formulas = _formulas()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one operator, and count it."""
+        kwargs = kwargs or {}
+        if not self.counting:
+            return func(*args, **kwargs)
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            # A sharded tensor tries an operator with shapes alone. NotImplemented would fail: the fake mode, which
+            # torch asks after every other mode, is the only one that can run it.
+            return func(*args, **kwargs)
+        if not _PLAIN.issuperset(types):
+            # A subclass, a sharded tensor for instance: the operators on this process's part come here.
+            return NotImplemented
+        formula = self._formulas.get(getattr(func, "overloadpacket", func))
+        if formula is None and torch.is_inference_mode_enabled():
+            # Only there composite operators arrive undivided; these are the parts that they would run anyway.
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+        result = func(*args, **kwargs)
+        if formula is not None and active_fake_mode() is None:
+            try:
+                self.flops += formula(*args, **kwargs, out_val=result)
+            except Exception as error:  # noqa: BLE001 nothing of ours may raise into the user's code
+                self.failure, self.counting = error, False
+        return result
+
+
+def _formulas() -> dict[Any, Callable[..., int]]:
+    """Return torch's formulas, and those of attention on a CPU, which torch's counter omits."""
+    aten = torch.ops.aten
+    formulas: dict[Any, Callable[..., int]] = dict(flop_registry)
+    for known, cpu in (
+        ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+        ("_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_flash_attention_for_cpu_backward"),
+    ):
+        if (formula := formulas.get(getattr(aten, known, None))) is not None and hasattr(aten, cpu):
+            formulas.setdefault(getattr(aten, cpu), formula)
+    return formulas

@@ -1,15 +1,16 @@
-"""Named methods that are heard for a time: when each call of them starts and ends."""
+"""Start and end of each call of named methods."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from contextlib import contextmanager
-from types import FunctionType, GeneratorType, MethodType
+from types import GeneratorType, MethodType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
 
 import torch
 
+from lightning_memprof.capture.observe import Link, original_of, place_of, wrapped
 from lightning_memprof.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,17 +23,17 @@ __all__ = [
     "MethodCall",
     "MethodListener",
     "compiled_methods",
-    "heard_method",
     "marked_methods",
     "memprofilable",
-    "why_not",
+    "method_calls",
+    "unsupported_method",
 ]
 
 _Method = TypeVar("_Method", bound="Callable[..., Any]")
 
-IN_COMPILED: Final = "a compiled part of the model may call it: torch would compile it again for what comes or goes"
+IN_COMPILED: Final = "a compiled part of the model may call it: torch would recompile when the wrapper comes or goes"
 
-# What a Trainer calls itself, from outside of anything that is compiled, besides `*_step` and `on_*`.
+# Methods that the Trainer calls, from outside any compiled region, besides `*_step` and `on_*`.
 _TRAINERS: Final = frozenset(
     {"backward", "optimizer_zero_grad", "configure_gradient_clipping", "transfer_batch_to_device"}
 )
@@ -44,9 +45,9 @@ class MethodCall:
 
     Attributes:
         function: the method's name.
-        suspends: whether it is a generator or a coroutine, which other code runs inside of.
-        raised: at its end, the name of the exception's class; None where it returned, or a generator was closed.
-        note: of whoever listens.
+        suspends: whether it is a generator or a coroutine, whose body other code interrupts.
+        raised: at its end, the name of the exception's class; None if it returned, or a generator was closed.
+        note: the listener's own.
 
     """
 
@@ -60,17 +61,17 @@ class MethodCall:
 
 
 class MethodListener(Protocol):
-    """Hears of calls, in whichever thread they happen; must not raise: it is called in the user's code."""
+    """Is called in the user's code, in the thread of the call; must not raise."""
 
     def start(self, call: MethodCall, /) -> None:
-        """Hear that a call starts."""
+        """Handle the start of a call."""
 
     def end(self, call: MethodCall, /) -> None:
-        """Hear that it ends, however it ends."""
+        """Handle its end, by return or exception."""
 
 
-class _Heard:
-    """A context around one call; each start that was told has its end."""
+class _Reported:
+    """A context around one call that reports it to listeners; every reported start gets its end."""
 
     __slots__ = ("_calls", "_listeners")
 
@@ -89,31 +90,43 @@ class _Heard:
             listener.end(call)
 
 
-def _relay(made: Any, heard: _Heard) -> Generator[Any, Any, Any]:
-    with heard:
-        return (yield from made)
+def _relay(generator: Any, reported: _Reported) -> Generator[Any, Any, Any]:
+    with reported:
+        return (yield from generator)
 
 
-async def _relay_coroutine(made: Any, heard: _Heard) -> Any:
-    with heard:
-        return await made
+async def _relay_coroutine(coroutine: Any, reported: _Reported) -> Any:
+    with reported:
+        return await coroutine
 
 
-def _call(
-    method: Callable[..., Any], listeners: Sequence[MethodListener], name: str, args: Any, kwargs: Any
-) -> Any:  # fmt: skip
-    """Call ``method``; a generator or coroutine starts when its body does and ends when that ends."""
-    if inspect.iscoroutinefunction(method):
-        return _relay_coroutine(method(*args, **kwargs), _Heard(listeners, name, suspends=True))
-    if inspect.isgeneratorfunction(method):
-        made = method(*args, **kwargs)
-        return _relay(made, _Heard(listeners, name, suspends=True)) if isinstance(made, GeneratorType) else made
-    with _Heard(listeners, name):
-        return method(*args, **kwargs)
+class _Reporter:
+    """Calls of one method, reported to listeners under its name.
+
+    The call of a generator or a coroutine starts when its body starts and ends when that ends.
+    """
+
+    def __init__(self, name: str, original: Any) -> None:
+        body = original.func if isinstance(original, functools.partialmethod) else original
+        self._name = name
+        self._is_coroutine = inspect.iscoroutinefunction(body)
+        self._is_generator = inspect.isgeneratorfunction(body)
+
+    def call(self, listeners: Sequence[MethodListener], method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call ``method`` and return its result."""
+        if self._is_coroutine:
+            return _relay_coroutine(method(*args, **kwargs), _Reported(listeners, self._name, suspends=True))
+        if self._is_generator:
+            made = method(*args, **kwargs)
+            if isinstance(made, GeneratorType):
+                return _relay(made, _Reported(listeners, self._name, suspends=True))
+            return made
+        with _Reported(listeners, self._name):
+            return method(*args, **kwargs)
 
 
-def _dressed(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make ``wrapper`` look like ``original``, but not like something that torch has compiled."""
+def _like(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``wrapper`` with the metadata of ``original``, except the marks of torch.compile."""
     functools.update_wrapper(wrapper, original)
     for name in [name for name in vars(wrapper) if name.startswith("_torchdynamo")]:
         delattr(wrapper, name)
@@ -121,17 +134,17 @@ def _dressed(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Calla
 
 
 class _Marked:
-    """Who hears of the methods that are marked."""
+    """The listeners of marked methods."""
 
     listeners: ClassVar[tuple[MethodListener, ...]] = ()
 
 
 def memprofilable(method: _Method) -> _Method:
-    """Mark a method of any class, or a function: every :class:`FunctionMemory` that records hears of its calls.
+    """Mark a method of any class, or a function: every :class:`FunctionMemory` that records includes its calls.
 
-    It is recorded under its own name beside the methods that are named, for every object that has it. While nothing
-    records, a call costs one attribute test, and torch's answer to whether it is compiling; inside a compiled region
-    a marked method is not recorded. Under a static method or a class method the mark goes nearest to the function.
+    They are recorded under its own name, besides those of the named methods, for every object that has it. While
+    nothing records, a call costs one attribute test and a call of ``torch.compiler.is_compiling``; inside a compiled
+    region a marked method is not recorded. Put the mark below ``@staticmethod`` and ``@classmethod``.
 
     Raises:
         ConfigError: it is an asynchronous generator, a property or a class method.
@@ -141,22 +154,22 @@ def memprofilable(method: _Method) -> _Method:
     if isinstance(given, (property, classmethod)) or inspect.isasyncgenfunction(given):
         msg = f"@memprofilable on {method!r}: only functions, generators and coroutines have a start and an end"
         raise ConfigError(msg)
-    name = getattr(method, "__name__", type(method).__name__)
+    reporter = _Reporter(getattr(method, "__name__", type(method).__name__), method)
 
     def marked(*args: Any, **kwargs: Any) -> Any:
-        # Asked first: a compiled region must not depend on whether somebody listens.
+        # First: a compiled region must not depend on whether there are listeners.
         if torch.compiler.is_compiling() or not (listeners := _Marked.listeners):
             return method(*args, **kwargs)
-        return _call(method, listeners, name, args, kwargs)
+        return reporter.call(listeners, method, args, kwargs)
 
-    _dressed(marked, method)
+    _like(marked, method)
     marked.__memprofilable__ = True  # type: ignore[attr-defined]
     return marked  # type: ignore[return-value]
 
 
 @contextmanager
 def marked_methods(listener: MethodListener) -> Iterator[None]:
-    """Hear of every call of every marked method, on any object and in any thread, while the context is open."""
+    """Report every call of every marked method, on any object and in any thread, while the context is open."""
     _Marked.listeners = (*_Marked.listeners, listener)
     try:
         yield
@@ -164,126 +177,72 @@ def marked_methods(listener: MethodListener) -> Iterator[None]:
         _Marked.listeners = tuple(other for other in _Marked.listeners if other is not listener)
 
 
-class _Patch:
-    """A wrapper in place of a method, in a class or in one instance, and who hears of which object's calls."""
-
-    def __init__(self, place: Any, name: str) -> None:
-        self.place = place
-        self.name = name
-        self.entries: list[tuple[Any, MethodListener]] = []
-        self.is_own = name in vars(place)
-        self.original: Any = vars(place)[name] if self.is_own else inspect.getattr_static(place, name)
-        self.wrapper = _dressed(self._of_class() if isinstance(place, type) else self._of_instance(), self.original)
-        self.wrapper.memprof_patch = self  # type: ignore[attr-defined]
-        self._put(self.wrapper)
-
-    @staticmethod
-    def of(place: Any, name: str) -> _Patch:
-        """Return the patch that is in place, or put a new one there."""
-        there = vars(place).get(name)
-        patch = getattr(there, "memprof_patch", None)
-        # Whoever wraps ours by the book copies its attributes.
-        return patch if isinstance(patch, _Patch) and patch.wrapper is there else _Patch(place, name)
-
-    def leave(self, model: Any, listener: MethodListener) -> None:
-        """Take a listener out, and with the last one the wrapper, unless somebody has put another in its place."""
-        self.entries.remove((model, listener))
-        if self.entries:
-            return
-        if vars(self.place).get(self.name) is self.wrapper:
-            if self.is_own:
-                self._put(self.original)
-            else:
-                delattr(self.place, self.name)
-        # DistributedDataParallel's strategy leaves the bound method that it found on the instance.
-        left = vars(model).get(self.name)
-        if isinstance(left, MethodType) and left.__func__ is self.wrapper:
-            vars(model)[self.name] = self.original.__get__(model, type(model))
-
-    def _put(self, value: Any) -> None:
-        if isinstance(self.place, type):
-            setattr(self.place, self.name, value)
-        else:
-            vars(self.place)[self.name] = value
-
-    def _of_class(self) -> Callable[..., Any]:
-        original, entries, name = self.original, self.entries, self.name
-        is_function = isinstance(original, FunctionType)
-        binds = hasattr(type(original), "__get__")
-
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            instance = args[0] if args else None
-            listeners = [listener for model, listener in entries if model is instance]
-            if is_function or instance is None:
-                return _call(original, listeners, name, args, kwargs) if listeners else original(*args, **kwargs)
-            bound = original.__get__(instance, type(instance)) if binds else original
-            if listeners:
-                return _call(bound, listeners, name, args[1:], kwargs)
-            return bound(*args[1:], **kwargs)
-
-        return wrapper
-
-    def _of_instance(self) -> Callable[..., Any]:
-        original, entries, name = self.original, self.entries, self.name
-
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if entries:
-                return _call(original, [listener for _, listener in entries], name, args, kwargs)
-            return original(*args, **kwargs)
-
-        return wrapper
-
-
 @contextmanager
-def heard_method(model: nn.Module, name: str, listener: MethodListener) -> Iterator[None]:
-    """Hear of every call of ``model``'s method ``name`` while the context is open.
+def method_calls(model: nn.Module, name: str, listener: MethodListener) -> Iterator[None]:
+    """Report every call of ``model``'s method ``name`` while the context is open.
 
-    The method is replaced in the class, where calls of other instances pass through, so that the model is pickled and
-    copied as ever; on the instance only where that has the attribute already, as a compiled model has, and the same
-    object is put back. A method that is marked :func:`memprofilable` is left to its mark.
+    The calls of a method that is marked :func:`memprofilable` are reported by its mark only.
 
     Raises:
-        ConfigError: it cannot be heard; the reason is that of :func:`why_not`.
+        ConfigError: its calls cannot be reported; the reason is that of :func:`unsupported_method`.
 
     """
-    if reason := why_not(model, name):
+    if reason := unsupported_method(model, name):
         raise ConfigError(reason)
-    place = model if name in vars(model) else type(model)
-    if getattr(inspect.getattr_static(place, name), "__memprofilable__", False):
+    place = place_of(model, name)
+    method = inspect.getattr_static(place, name)
+    if getattr(method, "__memprofilable__", False):
         yield
         return
-    patch = _Patch.of(place, name)
-    patch.entries.append((model, listener))
+    listeners = (listener,)
+    is_open = True
+    reporter = _Reporter(name, original_of(method))
+    wrappers: list[Any] = []
+
+    def wrap(link: Link) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if is_open and (place is model or (args and args[0] is model)):
+                return reporter.call(listeners, link.call, args, kwargs)
+            return link.call(*args, **kwargs)
+
+        wrappers.append(_like(wrapper, link.below))
+        return wrapper
+
     try:
-        yield
+        with wrapped(place, name, wrap):
+            yield
     finally:
-        patch.leave(model, listener)
+        is_open = False
+        # DistributedDataParallel's strategy leaves the bound method that it found on the instance.
+        left = vars(model).get(name)
+        if isinstance(left, MethodType) and left.__func__ in wrappers:
+            vars(model)[name] = inspect.getattr_static(place, name).__get__(model, type(model))
 
 
-def why_not(model: nn.Module, name: str) -> str | None:
-    """Return why calls of ``model``'s method ``name`` cannot be heard, or None where they can."""
+def unsupported_method(model: nn.Module, name: str) -> str | None:
+    """Return why calls of ``model``'s method ``name`` cannot be reported, or None if they can."""
     owner = type(model).__name__
     if name in vars(model):
         method: Any = vars(model)[name]
     elif (method := inspect.getattr_static(type(model), name, None)) is None:
-        what = "is no method" if hasattr(model, name) else "does not exist"
+        problem = "is no method" if hasattr(model, name) else "does not exist"
         return (
-            f"functions holds {name!r}: {owner}.{name} {what}; name methods of the LightningModule, and leave out "
-            "those of other objects: marked with @memprofilable they are recorded without a name here"
+            f"functions holds {name!r}: {owner}.{name} {problem}; name methods of the LightningModule, and mark those "
+            "of other objects with @memprofilable instead"
         )
     if isinstance(method, (staticmethod, classmethod, property)) or not callable(method):
         if not isinstance(method, functools.partialmethod):
             kind = type(method).__name__
             return f"functions holds {name!r}: {owner}.{name} is a {kind}; name methods of the LightningModule"
     elif inspect.isasyncgenfunction(method):
-        return f"functions holds {name!r}: {owner}.{name} is an asynchronous generator, which has no one end"
+        return f"functions holds {name!r}: {owner}.{name} is an asynchronous generator, which has no single end"
     if _may_be_called_by_compiled(model, name):
         return f"{owner}.{name}: {IN_COMPILED}"
     return None
 
 
 def compiled_methods(model: nn.Module) -> set[str]:
-    """Return the names of the model's methods that torch.compile has taken, each from where it is called."""
+    """Return the names of the model's methods that torch.compile has compiled, each as it is called."""
     # A compiled function that the model merely holds, a loss for instance, calls no method of it.
     found = {name for name, value in vars(model).items() if isinstance(_compiled_from(value), MethodType)}
     for base in type(model).__mro__:
@@ -292,23 +251,22 @@ def compiled_methods(model: nn.Module) -> set[str]:
 
 
 def _may_be_called_by_compiled(model: nn.Module, name: str) -> bool:
-    """Whether another method of the model is compiled, and ``name`` is none that the Trainer calls itself.
+    """Whether another method of the model is compiled, and ``name`` is not one that only the Trainer calls.
 
-    A sub-module that is compiled calls its own code and not the model's methods.
+    A compiled sub-module calls its own code, not the model's methods.
     """
     if name == "forward" and getattr(model, "_compiled_call_impl", None) is not None:
         return True
     if not compiled_methods(model) - {name}:
         return False
-    lightnings = any(
+    is_lightnings = any(
         name in vars(base) for base in type(model).__mro__ if base.__module__.partition(".")[0] in _LIGHTNING
     )
-    hook = name in _TRAINERS or name.endswith("_step") or name.startswith("on_")
-    return not (lightnings and hook)
+    is_hook = name in _TRAINERS or name.endswith("_step") or name.startswith("on_")
+    return not (is_lightnings and is_hook)
 
 
 def _compiled_from(value: Any) -> Any:
-    """Return what torch.compile made ``value`` from, also behind a wrapper of ours; None where it did not."""
-    patch = getattr(value, "memprof_patch", None)
-    own = getattr(patch.original if isinstance(patch, _Patch) else value, "__dict__", {})
+    """Return what torch.compile made ``value`` from, also below our wrappers; None if it is not compiled."""
+    own = getattr(original_of(value), "__dict__", {})
     return None if own.get("_torchdynamo_disable", False) else own.get("_torchdynamo_orig_callable")

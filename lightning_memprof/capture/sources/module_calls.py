@@ -1,9 +1,10 @@
-"""The forwards of a model's modules as they begin and end, only while a window is open."""
+"""Start and end of the forwards of a model's modules, only while a window is open."""
 
 from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,19 +12,20 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from lightning_memprof.capture.observe import in_front_of
+from lightning_memprof.capture.observe import wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["COMPILED", "is_compiled", "module_calls", "module_hooks"]
+    from lightning_memprof.capture.observe import Link
 
-COMPILED: Final = "a part of the model is compiled: torch would compile it again for hooks that come or go"
-_CALL: Final = "_call_impl"
+__all__ = ["COMPILED", "ForwardWatch", "Forwards", "is_compiled", "module_calls", "module_hooks"]
+
+COMPILED: Final = "a part of the model is compiled: torch would recompile it when hooks come or go"
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile has taken the model or a part of it."""
+    """Return whether the model or a part of it is compiled."""
     if getattr(model, "_compiler_ctx", None) is not None:
         return True
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
@@ -40,17 +42,17 @@ def module_calls(
 ) -> Iterator[bool]:
     """Call ``before`` and ``after`` around the forward of every module of ``model``.
 
-    They are given the module's path, ``""`` for the model itself, and ``before`` also the positional arguments. Each
-    ``before`` has its ``after``, also where a forward raises and where the context ends inside of one. Forwards of
-    other threads than the one that opens the context are not told.
+    They get the module's path, ``""`` for the model itself, and ``before`` also the positional arguments. Each
+    ``before`` has its ``after``, also if a forward raises or the context ends inside one. Forwards in other threads
+    than the one that opens the context are not reported.
 
-    ``nn.Module._call_impl`` is exchanged for the time of the context: torch's global hooks send every module of the
-    process through its slow half, 5 us a forward, twice of what this takes. Not ``__call__``, whose code torch's
-    profiler looks for when it records stacks: it would take ``self`` out of the frame of ours, and crash. A model that
-    is copied, pickled or scripted meanwhile takes nothing along.
+    It wraps ``nn.Module._call_impl``: torch's global hooks send every module of the process through its slow path,
+    5 µs per forward, twice the cost of this. Not ``__call__``: torch's profiler recognizes its code when it records
+    stacks, would read ``self`` from our frame, and crash. Copies, pickles and scripted versions of the model contain
+    nothing of this.
 
     Yields:
-        Whether forwards are told at all: where a part of the model is compiled they are not, for :data:`COMPILED`.
+        Whether forwards are reported: they are not if a part of the model is compiled, see :data:`COMPILED`.
 
     """
     if is_compiled(model):
@@ -62,25 +64,25 @@ def module_calls(
     is_compiling = torch.compiler.is_compiling
     thread = get_ident()
 
-    def patched(following: list[Callable[..., Any]]) -> Callable[..., Any]:
+    def wrap(link: Link) -> Callable[..., Any]:
         def call(module: nn.Module, *args: Any, **keywords: Any) -> Any:
             if is_compiling() or (path := path_of(id(module))) is None or get_ident() != thread:
-                return following[0](module, *args, **keywords)
+                return link.call(module, *args, **keywords)
             before(path, args)
             inside.append(path)
             try:
-                return following[0](module, *args, **keywords)
+                return link.call(module, *args, **keywords)
             finally:
                 if inside:
                     after(inside.pop())
 
         return call
 
-    with in_front_of(nn.Module, "_call_impl", patched):
+    with wrapped(nn.Module, "_call_impl", wrap):
         try:
             yield True
         finally:
-            # What still stands in a forward, or cannot be taken out, does nothing from now on.
+            # A wrapper that is still in a forward, or cannot be removed, passes through from now on.
             paths.clear()
             while inside:
                 after(inside.pop())
@@ -92,11 +94,11 @@ def module_hooks(
 ) -> Iterator[bool]:
     """Call ``before(module, args)`` and ``after(module, args, output)`` around the forward of every module of ``root``.
 
-    As torch's own hooks they are called in whichever thread it runs, and ``after`` not where it raises. What they
-    return changes nothing, and the modules themselves hold nothing of them.
+    Like torch's own hooks they are called in the thread of the forward, and ``after`` is not called if it raises. Their
+    results are ignored, and the modules hold no reference to them.
 
     Yields:
-        Whether they are called at all: not where a part of ``root`` is compiled, for :data:`COMPILED`.
+        Whether they are called: not if a part of ``root`` is compiled, see :data:`COMPILED`.
 
     """
     if is_compiled(root):
@@ -118,3 +120,203 @@ def module_hooks(
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@dataclass
+class _Figure:
+    """One quantity: at the start of the first forward, at the end of the last, and the growth over all forwards."""
+
+    before: int = 0
+    after: int = 0
+    added: int = 0
+    began: int = 0
+
+
+class Forwards:
+    """The outermost forwards since a moment at which ``packed_before`` bytes were saved for backward."""
+
+    def __init__(self, packed_before: int) -> None:
+        self.is_inside = False
+        self._packed_before = packed_before
+        self._count = 0
+        self._rss = _Figure()
+        self._npp = _Figure()
+
+    def begin(self, rss_bytes: int, packed_bytes: int) -> None:
+        """Start an outermost forward."""
+        for figure, now in ((self._rss, rss_bytes), (self._npp, packed_bytes - self._packed_before)):
+            figure.began = now
+            if self._count == 0:
+                figure.before = now
+        self._count += 1
+        self.is_inside = True
+
+    def end(self, rss_bytes: int, packed_bytes: int) -> None:
+        """End it; does nothing if none is open."""
+        if self.is_inside:
+            self.is_inside = False
+            for figure, now in ((self._rss, rss_bytes), (self._npp, packed_bytes - self._packed_before)):
+                figure.after = now
+                figure.added += now - figure.began
+
+    def rss(self) -> dict[str, int]:
+        """Return RSS in bytes; 0 without a forward."""
+        return {
+            "rss_pre_forward": self._rss.before, "rss_post_forward": self._rss.after, "rss_diff": self._rss.added
+        }  # fmt: skip
+
+    def npp(self) -> dict[str, int]:
+        """Return bytes of saved activations; 0 without a forward."""
+        return {
+            "npp_pre_forward": self._npp.before, "npp_post_forward": self._npp.after, "npp_diff": self._npp.added
+        }  # fmt: skip
+
+
+def _nothing(*_: object) -> None:
+    return None
+
+
+def _copied() -> Callable[..., None]:
+    return _nothing
+
+
+class _Hook:
+    """A hook of a module; in a copy or a pickle of the module it does nothing."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __call__(self, *_: object) -> None:
+        self._call()
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _copied, ()
+
+
+class _OpenForward:
+    """A running forward; ``ended`` is called when it ends, also if it raises.
+
+    The hooks are on that module only: torch's global hooks would send every module inside it through the slow path.
+    """
+
+    def __init__(self, module: nn.Module, waiting: list[Forwards], ended: Callable[[_OpenForward], None]) -> None:
+        self.waiting = waiting
+        self._ended = ended
+        self._again = 0
+        if isinstance(module, torch.jit.ScriptModule):
+
+            def leave(other: nn.Module, _args: Any, _output: Any) -> None:
+                if other is module:
+                    self._leave()
+
+            self._handles = [register_module_forward_hook(leave, always_call=True)]
+        else:
+            enter, out = _Hook(self._enter), _Hook(self._leave)
+            self._handles = [
+                module.register_forward_pre_hook(enter),
+                module.register_forward_hook(out, always_call=True),
+            ]
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self) -> None:
+        # The module calls itself: the end of that forward is not this one's.
+        self._again += 1
+
+    def _leave(self) -> None:
+        if self._again:
+            self._again -= 1
+        else:
+            self._ended(self)
+
+
+class ForwardWatch:
+    """Reads memory at the start and end of the outermost forwards of a model's modules, in the creating thread.
+
+    A hook exists only while the next forward is awaited, not inside an awaited one: the modules inside it cost nothing.
+
+    Args:
+        model: the model.
+        rss: returns the RSS in bytes.
+        packed: returns the bytes saved for backward so far.
+        guard: wraps a function so that it cannot raise into the user's code.
+
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rss: Callable[[], int],
+        packed: Callable[[], int],
+        guard: Callable[[Callable[..., None]], Any],
+    ) -> None:
+        self._members = {id(module) for module in model.modules()}
+        self._rss = rss
+        self._packed = packed
+        self._thread = get_ident()
+        self._open: list[Forwards] = []
+        self._inside: list[_OpenForward] = []
+        self._armed: Any = None
+        self._begin_guarded = guard(self._begin)
+        self._end_guarded = guard(self._end)
+
+    def open(self) -> Forwards:
+        """Watch the forwards that start from now on."""
+        forwards = Forwards(self._packed())
+        self._open.append(forwards)
+        self._arm()
+        return forwards
+
+    def close(self, forwards: Forwards) -> None:
+        """Stop watching; a running forward ends here."""
+        if forwards not in self._open:
+            return
+        self._open.remove(forwards)
+        forwards.end(self._rss(), self._packed())
+        for entry in tuple(self._inside):
+            if not any(waiting in self._open for waiting in entry.waiting):
+                self._drop(entry)
+        self._arm()
+
+    def release(self) -> None:
+        """Remove every hook."""
+        self._open.clear()
+        for entry in tuple(self._inside):
+            self._drop(entry)
+        self._arm()
+
+    def _arm(self) -> None:
+        waits = any(not forwards.is_inside for forwards in self._open)
+        if waits and self._armed is None:
+            self._armed = register_module_forward_pre_hook(self._before)
+        elif not waits and self._armed is not None:
+            self._armed.remove()
+            self._armed = None
+
+    def _before(self, module: nn.Module, _args: Any) -> None:
+        # First: a compiler that traces this knows the answer and reaches no other code of ours.
+        if not torch.compiler.is_compiling() and id(module) in self._members and get_ident() == self._thread:
+            self._begin_guarded(module)
+
+    def _begin(self, module: nn.Module) -> None:
+        waiting = [forwards for forwards in self._open if not forwards.is_inside]
+        self._inside.append(_OpenForward(module, waiting, self._end_guarded))
+        rss, packed = self._rss(), self._packed()
+        for forwards in waiting:
+            forwards.begin(rss, packed)
+        self._arm()
+
+    def _end(self, entry: _OpenForward) -> None:
+        rss, packed = self._rss(), self._packed()
+        for forwards in entry.waiting:
+            forwards.end(rss, packed)
+        self._drop(entry)
+        self._arm()
+
+    def _drop(self, entry: _OpenForward) -> None:
+        entry.remove()
+        if entry in self._inside:
+            self._inside.remove(entry)

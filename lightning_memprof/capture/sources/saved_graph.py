@@ -1,4 +1,4 @@
-"""What autograd keeps for a backward, read from the graph: no hook is set and nothing is unpacked."""
+"""Saved activations, read from autograd's graph without hooks and without unpacking."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoint", "SavedGraph", "SavedStorage", "SavedStorages", "can_read"]
 
-# torch's stub of it knows no `data`.
+# torch's stub has no `data`.
 _SavedTensor: Any = torch._C._autograd.SavedTensor  # noqa: SLF001 torch has no public one
 _SAVED: Final = "_raw_saved_"
 _LEAF: Final = "variable"
-# What torch.compile keeps beside the tensors that it saves for backward: those that need no version check.
+# Where torch.compile stores saved tensors that need no version check.
 _COMPILED: Final = "_tensors_no_vc_check"
 _WRAPPED_NUMBER_BYTES: Final = 16
-# How torch shows a node of C++ that has no class in Python, as that of a scripted module.
+# torch's name for a C++ node without a Python class, such as a scripted module's.
 _OPAQUE: Final = "CppFunction"
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A region under non-reentrant checkpointing; ``function`` is what it runs, or None where torch does not say."""
+    """A region under non-reentrant checkpointing; ``function`` is its function, or None if unknown."""
 
     function: Any
 
 
 class _Opaque:
-    """What a node keeps that does not show it."""
+    """The saved values of a node that does not show them."""
 
 
-# (sequence number of the node that saved it first, bytes, dtype, whose input it is where that is a checkpoint).
+# (sequence number of the node that saved it first, bytes, dtype, the checkpoint whose input it is or None).
 SavedStorage = tuple[int, int, torch.dtype, "Checkpoint | None"]
 
 
 @dataclass
 class SavedStorages:
-    """What one graph keeps.
+    """The saved activations of one graph.
 
     Attributes:
         storages: each storage once, by the node that saved it first, in order of time.
-        uncounted: saved values whose bytes are not known: packed by somebody's hooks into something else, or kept by
-            a node that does not show them, as that of a scripted module or of a function written in C++.
+        uncounted: saved values of unknown size: packed by another program's hooks, or saved by a node that does not
+            show them, such as a scripted module's or a C++ function's.
 
     """
 
@@ -64,31 +64,31 @@ class SavedStorages:
 
 
 class SavedGraph:
-    """Reads the graphs behind losses; keeps what it learned about types of nodes, and no node and no tensor.
+    """Reads the graphs of losses; holds information about node types, but no node and no tensor.
 
-    A node of C++ has its values under ``_raw_saved_*``, one of Python under ``_raw_saved_tensors``. The ``data`` of
-    such a value is what is stored: where hooks packed it, what they made of it. A non-reentrant checkpoint makes
-    nothing of it and keeps its own inputs, which are found through its hook.
+    A C++ node has its values under ``_raw_saved_*``, a Python node under ``_raw_saved_tensors``. The ``data`` of such a
+    value is the stored object: the result of pack hooks if there are any. A non-reentrant checkpoint packs nothing and
+    saves its inputs, which are found through its hook.
 
-    Not seen: tensors on the ``ctx`` of a custom function that are not from ``save_for_backward``; what an in-place
-    operation on a view saves (torch hides the node inside ``CopySlices``); branches that do not lead to the loss.
+    Not included: tensors on the ``ctx`` of a custom function that are not from ``save_for_backward``; tensors saved by
+    an in-place operation on a view (torch hides the node inside ``CopySlices``); branches that do not lead to the loss.
 
-    About 2 us a node.
+    About 2 µs per node.
     """
 
     def __init__(self) -> None:
         self._readers: dict[type, tuple[bool, Callable[[Any], Any] | None]] = {}
-        # Types of leaves whose variables were all left out anyway: half of the nodes, which need no visit again.
+        # Leaf types whose variables were all skipped: half of the nodes, which need not be visited again.
         self._passed_over: tuple[type, ...] = ()
 
     def read(self, root: torch.Tensor, skip: Iterable[int] = ()) -> SavedStorages:
-        """Collect the storages that the graph of ``root`` keeps.
+        """Return the saved activations in the graph of ``root``.
 
         Args:
-            root: what a backward would start from.
-            skip: storages to leave out, by ``untyped_storage()._cdata``: those of parameters and buffers. Those of
-                the ``nn.Parameter`` in the graph are left out as well: under FSDP2 these are others than the model's.
-            Where a graph's are all among ``skip``, those of later graphs are not looked at.
+            root: the root of a backward.
+            skip: storages to exclude, by ``untyped_storage()._cdata``: those of parameters and buffers. The storages of
+                each ``nn.Parameter`` in the graph are excluded too: under FSDP2 they differ from the model's. If all of
+                a graph's are in ``skip``, those of later graphs are not read.
 
         """
         if root.grad_fn is None:
@@ -100,16 +100,16 @@ class SavedGraph:
             if len(parameters) == len(leaves) and parameters <= skip:
                 self._passed_over = tuple({type(node) for node in leaves})
             skip |= parameters
-        # The first saver owns what is saved twice. The walk comes by in no order of time; sequence numbers are one.
+        # The first node owns a storage that is saved twice. The walk has no order of time; sequence numbers have.
         saved.sort(key=itemgetter(0))
         return _Collected(skip).all(saved)
 
     def _walk(self, root: Any) -> tuple[list[tuple[int, Any]], dict[Any, torch.Tensor]]:
-        """Give ``(sequence number, saved values)`` of every node that saves anything, and the variables of leaves."""
+        """Return ``(sequence number, saved values)`` of every node with saved values, and the variables of leaves."""
         readers, passed_over = self._readers, self._passed_over
         saved: list[tuple[int, Any]] = []
         leaves: dict[Any, torch.Tensor] = {}
-        # The set keeps the nodes: without it each visit would make a new Python object for the same node.
+        # The set holds the nodes: otherwise each visit would create a new Python object for the same node.
         seen = {root}
         pending = [root]
         while pending:
@@ -125,7 +125,7 @@ class SavedGraph:
                     else:
                         saved.append((node._sequence_nr(), reader(node)))  # noqa: SLF001 torch has no public one
                 except RuntimeError:
-                    pass  # a Python node whose values were released
+                    pass  # a Python node whose values are released
             for following, _ in node.next_functions:
                 if following is not None and type(following) not in passed_over and following not in seen:
                     seen.add(following)
@@ -134,12 +134,12 @@ class SavedGraph:
 
 
 def can_read() -> bool:
-    """Whether this version of torch shows what is saved as it is stored."""
+    """Return whether this torch version shows saved tensors without unpacking."""
     return hasattr(_SavedTensor, "data") and hasattr(_SavedTensor, "unpack_hook")
 
 
 class _Collected:
-    """Storages that were seen."""
+    """Collects storages, each once."""
 
     def __init__(self, seen: set[int]) -> None:
         self.result = SavedStorages()
@@ -147,7 +147,7 @@ class _Collected:
         self._frames: set[int] = set()
 
     def all(self, saved: Iterable[tuple[int, Any]]) -> SavedStorages:
-        """Add what every node saved; this is the walk's inner loop."""
+        """Add the saved values of every node; the inner loop."""
         seen, found = self._seen, self.result.storages
         for number, values in saved:
             for value in values if type(values) is tuple else (values,):
@@ -169,12 +169,12 @@ class _Collected:
         return self.result
 
     def _add(self, number: int, value: Any, checkpoint: Checkpoint | None) -> None:
-        """Add what a node saved: a saved tensor, a plain one, several of them, or nothing."""
+        """Add a node's saved value: a saved tensor, a plain tensor, several of them, or nothing."""
         if isinstance(value, _SavedTensor):
             try:
                 data = value.data
             except RuntimeError:
-                # Hooks that are not Python's.
+                # C++ hooks.
                 self.result.uncounted += 1
                 return
             if isinstance(data, torch.Tensor):
@@ -199,7 +199,7 @@ class _Collected:
                 self.result.storages.append((number, size, data.dtype, checkpoint))
 
     def _packed(self, number: int, data: Any, value: Any) -> None:
-        """Look into what somebody's hooks made of a tensor."""
+        """Add the result of another program's pack hook."""
         frame = _checkpoint_frame(value.unpack_hook)
         if frame is not None:
             if id(frame) not in self._frames:
@@ -214,7 +214,7 @@ class _Collected:
 
 
 def _reader(kind: type) -> tuple[bool, Callable[[Any], Any] | None]:
-    """Give whether a type of node is a leaf, and the function that reads a leaf's variable or a node's values."""
+    """Return whether a node type is a leaf, and the function that reads a leaf's variable or a node's values."""
     if kind.__name__ == _OPAQUE:
         return False, lambda _: _Opaque()
     names = [name for name in dir(kind) if name.startswith(_SAVED)]
@@ -226,7 +226,7 @@ def _reader(kind: type) -> tuple[bool, Callable[[Any], Any] | None]:
 
 
 def _is_wrapped_number(data: torch.Tensor) -> bool:
-    """Whether it is a number of Python that torch made a tensor of: in promotion it gives way to any tensor."""
+    """Return whether it is a Python number as a tensor: type promotion ignores its dtype."""
     if data.dim() or data.dtype not in (torch.float64, torch.int64, torch.complex128):
         return False
     narrower = {torch.float64: torch.float32, torch.int64: torch.int32, torch.complex128: torch.complex64}[data.dtype]
@@ -234,7 +234,7 @@ def _is_wrapped_number(data: torch.Tensor) -> bool:
 
 
 def _cell(function: Any, name: str) -> Any:
-    """Give the value that a function has closed over under a name, or None."""
+    """Return the value of a function's closure variable, or None."""
     code, closure = getattr(function, "__code__", None), getattr(function, "__closure__", None)
     if code is None or closure is None or name not in code.co_freevars:
         return None
@@ -244,13 +244,13 @@ def _cell(function: Any, name: str) -> Any:
 
 
 def _checkpoint_frame(unpack_hook: Any) -> Any:
-    """Give the frame of the non-reentrant checkpoint whose hook it is, or None: ``torch.utils.checkpoint``'s own."""
+    """Return the ``torch.utils.checkpoint`` frame of a non-reentrant checkpoint's hook, or None."""
     frame = _cell(unpack_hook, "frame")
     return frame if hasattr(frame, "recompute_fn") else None
 
 
 def _checkpoint_inputs(frame: Any) -> Any:
-    """Give what a checkpoint keeps of its inputs: saved tensors, or before torch 2.13 a node that saved them."""
+    """Return a checkpoint's saved inputs: saved tensors, or before torch 2.13 those of a node."""
     if (saved := getattr(frame, "saved_args", None)) is not None:
         return saved
     node = getattr(getattr(frame, "input_saver", None), "grad_fn", None)

@@ -1,4 +1,4 @@
-"""Bytes that autograd saves for backward, seen by torch's saved-tensor hooks; only where they are asked for."""
+"""Bytes of saved activations, counted by torch's saved-tensor hooks; only on request."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-_stack: Any = torch._C._autograd  # noqa: SLF001 what torch.autograd.graph.saved_tensors_hooks calls
+_stack: Any = torch._C._autograd  # noqa: SLF001 the functions behind torch.autograd.graph.saved_tensors_hooks
 
 __all__ = ["SavedBytes", "checked_pack", "checked_unpack"]
 
 
 class _Saved(NamedTuple):
-    """A saved tensor without its history, which would be a reference cycle, and its version then."""
+    """A saved tensor, detached to avoid a reference cycle, and its version at that time."""
 
     tensor: torch.Tensor
     version: int
@@ -31,13 +31,13 @@ def checked_pack(tensor: torch.Tensor) -> Any:
 
 
 def checked_unpack(saved: Any) -> Any:
-    """Give back what :func:`checked_pack` packed, and anything else as it is.
+    """Return the tensor that :func:`checked_pack` packed, and anything else unchanged.
 
-    Autograd leaves its own check out where hooks pack: without this one an in-place operation on a saved tensor would
-    give wrong gradients in silence.
+    Autograd omits its own check for packed tensors: without this one an in-place operation on a saved tensor would
+    silently give wrong gradients.
 
     Raises:
-        RuntimeError: an in-place operation has changed the tensor since it was saved, as without hooks.
+        RuntimeError: an in-place operation has changed the tensor since it was saved; raised without hooks too.
 
     """
     if not isinstance(saved, _Saved):
@@ -55,16 +55,16 @@ def checked_unpack(saved: Any) -> Any:
 
 
 class SavedBytes:
-    """Counts the bytes of what is saved between :meth:`start` and :meth:`stop`.
+    """Counts the bytes that autograd saves between :meth:`start` and :meth:`stop`.
 
-    Each storage counts once and whole, however many views of it are saved; those of parameters and buffers do not.
-    What is saved while backward runs, as a checkpoint's recomputation does, does not count.
+    Each storage counts once and completely, for any number of views; storages of parameters and buffers do not count,
+    nor does anything saved during backward, such as a checkpoint's recomputation.
 
     Args:
-        model: whose parameters and buffers are left out.
-        functions: pack and unpack of the user's, which decide what is kept; None keeps the tensors themselves. What
-            its pack returns unchanged is checked for in-place operations where its unpack is :func:`checked_unpack`.
-        on_fault: called with what the user's pack raised; that tensor is then kept itself.
+        model: its parameters and buffers are excluded.
+        functions: the user's pack and unpack; None saves the tensors themselves. A tensor that pack returns unchanged
+            is checked for in-place operations if unpack is :func:`checked_unpack`.
+        on_fault: called with an exception of the user's pack; that tensor is then saved itself.
 
     """
 
@@ -75,20 +75,20 @@ class SavedBytes:
         on_fault: Callable[[Exception], None],
     ) -> None:
         self.total = 0
-        # Read anew at each start; walking the modules each time would take as long as a step's hooks.
+        # Read again at each start; walking the modules each time would take as long as a step's hooks.
         self._tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]  # noqa: SLF001
         self._functions = functions
         self._on_fault = on_fault
         self._own: set[int] = set()
-        # A storage that is gone keeps its identity as long as somebody refers to it weakly.
+        # A freed storage keeps its identity as long as there is a weak reference to it.
         self._seen: dict[int, int] = {}
         self._hooks: Any = None
 
     def start(self) -> None:
-        """Count from 0, in this thread.
+        """Start counting at 0, in this thread.
 
         Raises:
-            RuntimeError: the program has forbidden saved-tensor hooks here.
+            RuntimeError: the program has disabled saved-tensor hooks here.
 
         """
         self.total = 0
@@ -103,7 +103,7 @@ class SavedBytes:
         self._hooks = pack
 
     def stop(self) -> None:
-        """Count no longer; :attr:`total` stays."""
+        """Stop counting; :attr:`total` remains."""
         pack, self._hooks = self._hooks, None
         if pack is not None:
             _leave(pack)
@@ -119,7 +119,7 @@ class SavedBytes:
         pack, unpack = self._functions
         try:
             packed = pack(tensor)
-        except Exception as error:  # noqa: BLE001 a hook of anybody's must not stop the training
+        except Exception as error:  # noqa: BLE001 a user's hook must not stop the training
             self._on_fault(error)
             return checked_pack(tensor)
         return checked_pack(tensor) if packed is tensor and unpack is checked_unpack else packed
@@ -138,10 +138,10 @@ class SavedBytes:
         identity = storage._cdata  # noqa: SLF001 a storage's identity, which its views share
         if identity in self._own or identity in self._seen:
             return
-        # Parameters of other models, and those that FSDP puts in for a forward.
+        # Parameters of other models, and those that FSDP inserts for a forward.
         if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):  # noqa: SLF001
             return
-        # A fake tensor, of a program that is being exported or compiled, takes no memory.
+        # A fake tensor, of a program that is being exported or compiled, uses no memory.
         if storage.device.type == "meta":
             return
         weak: Any = storage._weak_ref()  # noqa: SLF001 its only way
@@ -150,9 +150,9 @@ class SavedBytes:
 
 
 def _leave(pack: Callable[..., Any]) -> None:
-    """Take hooks off torch's stack, wherever in it: the program's own need not begin and end inside of ours.
+    """Remove hooks from any place in torch's stack: the program's own need not nest with ours.
 
-    torch's context manager takes off whatever is on top.
+    torch's context manager removes the hooks on top.
     """
     above: list[tuple[Any, Any]] = []
     while (top := _stack._top_saved_tensors_default_hooks(True)) is not None:  # noqa: SLF001, FBT003 torch has no public one
@@ -160,15 +160,15 @@ def _leave(pack: Callable[..., Any]) -> None:
         if top[0] is pack:
             break
         above.append(top)
-    # Those that began before ours and ended before them have taken ours off, and are themselves the last left.
+    # Hooks that started before ours and ended before them have removed ours, and remain as the last entry.
     if top is None and above:
         above.pop(0)
-    for entry in reversed(above):
-        _stack._push_saved_tensors_default_hooks(*entry)  # noqa: SLF001 torch has no public one
+    for hooks in reversed(above):
+        _stack._push_saved_tensors_default_hooks(*hooks)  # noqa: SLF001 torch has no public one
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Return what holds a tensor's bytes on this rank; None where it has no single one, or none yet."""
+    """Return a tensor's storage on this rank; None if it has several, or none yet."""
     if type(tensor) is not torch.Tensor:
         tensor = getattr(tensor, "_local_tensor", tensor)
     try:

@@ -1,4 +1,4 @@
-"""Bytes that a training holds from one step to the next: parameters, buffers, gradients, optimizer state, the batch."""
+"""Bytes of tensors and their storages: parameters, buffers, gradients, optimizer state, the batch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PLAIN_TENSORS",
-    "Held",
     "ModelTensors",
+    "PersistentBytes",
     "batch_bytes",
     "dense_parts",
     "fold",
@@ -28,9 +28,9 @@ __all__ = [
     "tensors_in",
 ]
 
-# Tensors whose storage is their own, unless they are sparse.
+# Types with their own storage, unless they are sparse.
 PLAIN_TENSORS: Final = (torch.Tensor, nn.Parameter)
-# What a state's entry is where its size cannot change while the number of entries does not.
+# Types of state entries whose size changes only with the number of entries.
 _COUNTED_BY_KEY: Final = (torch.Tensor, int, float, bool, type(None))
 _DEPTH: Final = 16
 _COMPRESSED_ROWS: Final = ("crow_indices", "col_indices", "values")
@@ -38,10 +38,10 @@ _COMPRESSED_COLUMNS: Final = ("ccol_indices", "row_indices", "values")
 
 
 def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Give the tensors with a storage of their own behind a tensor: itself, or what it is made of.
+    """Return the tensors with their own storage in a tensor: itself, or its components.
 
-    Of a ``DTensor`` that is this rank's part, of a sparse one its indices and values. No ``__torch_function__`` of the
-    program's is called. A tensor that has no storage, as a parameter that is not initialised yet, gives none.
+    For a ``DTensor`` that is this rank's part, for a sparse tensor its indices and values. The program's
+    ``__torch_function__`` is not called. A tensor without storage, such as an uninitialized parameter, has none.
     """
     found: list[torch.Tensor] = []
     pending = [tensor]
@@ -58,16 +58,16 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """Give the storages behind a tensor, those of its :func:`dense_parts`."""
+    """Return the storages of a tensor's :func:`dense_parts`."""
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 torch has no public one
         return [part.untyped_storage() for part in dense_parts(tensor)]
 
 
 def storage_sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Give the bytes of all storages behind tensors by ``untyped_storage()._cdata``.
+    """Return the bytes of all storages of tensors by ``untyped_storage()._cdata``.
 
-    That is the storage's identity as long as it lives; the data pointer of an empty one is 0. Those on the meta device
-    take none.
+    That is a storage's identity while it exists; the data pointer of an empty one is 0. On the meta device it has no
+    bytes.
     """
     sizes: dict[int, int] = {}
     for tensor in tensors:
@@ -86,7 +86,7 @@ def storage_sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def local_bytes(tensor: torch.Tensor) -> int:
-    """Give the bytes of a tensor's own elements on this rank, whatever else its storage holds."""
+    """Return the bytes of a tensor's own elements on this rank, not of its whole storage."""
     if type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided:
         return 0 if tensor.is_meta else tensor.nbytes
     with suppress(NotImplementedError, RuntimeError, ValueError), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 torch has no public one
@@ -96,14 +96,14 @@ def local_bytes(tensor: torch.Tensor) -> int:
 
 
 def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Give the tensors that a tensor is made of; none where it has its own storage."""
+    """Return the components of a tensor; none if it has its own storage."""
     if type(tensor) not in PLAIN_TENSORS and is_traceable_wrapper_subclass(tensor):
         inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
         return [part for part in inner if isinstance(part, torch.Tensor)]
     if tensor.layout is torch.strided:
         return ()
     if tensor.layout is torch.sparse_coo:
-        return (tensor._indices(), tensor._values())  # noqa: SLF001 the public ones refuse what is not coalesced
+        return (tensor._indices(), tensor._values())  # noqa: SLF001 the public ones reject uncoalesced tensors
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [getattr(tensor, name)() for name in _COMPRESSED_ROWS]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
@@ -112,7 +112,7 @@ def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
-    """Give the tensors in nested mappings, sequences, sets and dataclasses."""
+    """Yield the tensors in nested mappings, sequences, sets and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and not isinstance(value, (str, bytes)):
@@ -123,14 +123,14 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
             inner = value
         elif is_dataclass(value) and not isinstance(value, type):
             inner = (getattr(value, field.name) for field in fields(value))
-        for item in inner:
-            yield from tensors_in(item, depth - 1)
+        for part in inner:
+            yield from tensors_in(part, depth - 1)
 
 
 def batch_bytes(batch: Any) -> int:
-    """Give the bytes of a batch: of several views of one storage no more than the storage.
+    """Return the bytes of a batch; several views of a storage count no more than the storage.
 
-    A batch that is a slice of a larger tensor counts as the slice: the rest is the data set's.
+    A slice of a larger tensor counts as the slice: the rest belongs to the data set.
     """
     given: dict[int, tuple[int, int]] = {}
     for tensor in tensors_in(batch):
@@ -142,16 +142,16 @@ def batch_bytes(batch: Any) -> int:
 
 
 def optimizer_state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
-    """Give the bytes of all tensors in the optimizers' state, step counters included, each storage once."""
+    """Return the bytes of all tensors in the optimizers' state, including step counters, each storage once."""
     tensors = (tensor for optimizer in optimizers for tensor in tensors_in(dict(optimizer.state)))
     return sum(storage_sizes(tensors).values())
 
 
 def fold(paths: Sequence[str], own: dict[str, int]) -> dict[str, int]:
-    """Add up each module's bytes and those of all below it.
+    """Return the sum of each module's bytes and those of its sub-modules.
 
     Args:
-        paths: of all modules, each after the one that holds it, the root ``""`` first.
+        paths: of all modules, each after its parent, the root ``""`` first.
         own: bytes by path.
 
     """
@@ -164,9 +164,9 @@ def fold(paths: Sequence[str], own: dict[str, int]) -> dict[str, int]:
 
 
 class ModelTensors:
-    """Where a model's parameters and buffers are; keeps the places, and no tensor.
+    """The places of a model's parameters and buffers; holds no tensor.
 
-    Places are taken once: modules that are added later are not seen.
+    Places are read once: modules that are added later are not included.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -174,7 +174,7 @@ class ModelTensors:
         self.paths: list[str] = []
         self._buffers: list[tuple[dict[str, torch.Tensor | None], str]] = []
         self._parameters: list[tuple[dict[str, nn.Parameter | None], str, str]] = []
-        # Those with several places, as tied weights have: each counts once in every module that holds a place.
+        # Parameters with several places, such as tied weights: each counts once in every module with a place.
         self._tied: list[tuple[dict[str, nn.Parameter | None], str, set[str]]] = []
         places: dict[int, tuple[dict[str, nn.Parameter | None], str, list[str]]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
@@ -183,25 +183,25 @@ class ModelTensors:
                 if parameter is not None:
                     places.setdefault(id(parameter), (_places(module._parameters), name, []))[2].append(path)  # noqa: SLF001
             self._buffers += [(_places(module._buffers), name) for name in module._buffers.keys()]  # noqa: SLF001, SIM118 a scripted module's have no other way
-        for values, name, held_by in places.values():
-            if len(held_by) == 1:
-                self._parameters.append((values, name, held_by[0]))
+        for values, name, owners in places.values():
+            if len(owners) == 1:
+                self._parameters.append((values, name, owners[0]))
             else:
-                self._tied.append((values, name, {above for path in held_by for above in _and_above(path)}))
+                self._tied.append((values, name, {above for path in owners for above in _and_above(path)}))
 
     def parameters(self) -> list[nn.Parameter]:
-        """Give the parameters, each once."""
+        """Return the parameters, each once."""
         slots = (*((values, name) for values, name, _ in self._parameters), *((v, n) for v, n, _ in self._tied))
         found = (values.get(name) for values, name in slots)
         return [parameter for parameter in found if parameter is not None]
 
     def buffers(self) -> list[torch.Tensor]:
-        """Give the buffers."""
+        """Return the buffers."""
         found = (values.get(name) for values, name in self._buffers)
         return [buffer for buffer in found if buffer is not None]
 
     def storage_keys(self) -> set[int]:
-        """Give the storages of parameters and buffers, by ``untyped_storage()._cdata``."""
+        """Return the storages of parameters and buffers, by ``untyped_storage()._cdata``."""
         tensors = (*self.parameters(), *self.buffers())
         if not {nn.Parameter, torch.Tensor}.issuperset(map(type, tensors)):
             return set(storage_sizes(tensors))
@@ -209,13 +209,13 @@ class ModelTensors:
             places = list(map(torch.Tensor.data_ptr, tensors))
         except RuntimeError:
             return set(storage_sizes(tensors))
-        # Asking where the data is costs a fifth of asking for the storage. An empty tensor has no place.
+        # Reading the data pointer costs a fifth of reading the storage. An empty tensor has none.
         if self._known_keys is None or self._known_keys[0] != places or 0 in places:
             self._known_keys = places, set(storage_sizes(tensors))
         return self._known_keys[1]
 
     def by_module(self) -> dict[str, list[int]]:
-        """Give ``[parameter bytes, gradient bytes]`` of each module and all below it, each shared parameter once."""
+        """Return ``[parameter bytes, gradient bytes]`` of each module and those below it, shared parameters once."""
         own_bytes: dict[str, int] = {}
         own_gradients: dict[str, int] = {}
         for values, name, path in self._parameters:
@@ -237,7 +237,7 @@ class ModelTensors:
 
 
 class _Scripted:
-    """A scripted module's parameters or buffers, whose own mapping has no ``get``."""
+    """A scripted module's parameters or buffers, whose mapping has no ``get``."""
 
     def __init__(self, values: Any) -> None:
         self._values = values
@@ -250,10 +250,10 @@ def _places(values: Any) -> Any:
     return values if isinstance(values, dict) else _Scripted(values)
 
 
-class Held:
-    """What a model and its optimizers hold from one step to the next.
+class PersistentBytes:
+    """Bytes of a model and its optimizers that persist from step to step.
 
-    A step that changes neither which tensors there are nor their sizes costs a third of counting them again.
+    A step that changes neither the tensors nor their sizes costs a third of counting them again.
     """
 
     def __init__(self, model: ModelTensors) -> None:
@@ -261,20 +261,18 @@ class Held:
         self._known: tuple[object, dict[str, int], dict[str, list[int]]] | None = None
 
     def count(self, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[dict[str, int], dict[str, list[int]]]:
-        """Give bytes by category, each storage once, and :meth:`ModelTensors.by_module`; under FSDP2 this rank's."""
+        """Return bytes by category, each storage once, and :meth:`ModelTensors.by_module`; under FSDP2 this rank's."""
         parameters, buffers = self._model.parameters(), self._model.buffers()
         gradients = [parameter.grad for parameter in parameters]
         signature = _signature(parameters, gradients, buffers, optimizers)
         if self._known is None or signature is None or self._known[0] != signature:
-            held = {
+            persistent = {
                 "parameter_bytes": sum(storage_sizes(parameters).values()),
                 "buffer_bytes": sum(storage_sizes(buffers).values()),
-                "gradient_bytes": sum(
-                    storage_sizes(gradient for gradient in gradients if gradient is not None).values()
-                ),
+                "gradient_bytes": sum(storage_sizes(grad for grad in gradients if grad is not None).values()),
                 "optimizer_state_bytes": optimizer_state_bytes(optimizers),
             }
-            self._known = signature, held, self._model.by_module()
+            self._known = signature, persistent, self._model.by_module()
         return self._known[1], self._known[2]
 
 
@@ -284,7 +282,7 @@ def _signature(
     buffers: Sequence[torch.Tensor],
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> object:
-    """Give what changes with the sizes of parameters, gradients, buffers and state; None where nothing cheap does."""
+    """Return a value that changes with the sizes of parameters, gradients, buffers and state; None if not cheap."""
     given = [gradient for gradient in gradients if gradient is not None]
     changing = [*given, *buffers]
     if not ({nn.Parameter}.issuperset(map(type, parameters)) and {torch.Tensor}.issuperset(map(type, changing))):
@@ -303,7 +301,7 @@ def _signature(
 
 
 def _and_above(path: str) -> Iterator[str]:
-    """Give a module's path and those of all that hold it."""
+    """Yield a module's path and those of its parents."""
     while path:
         yield path
         path = path.rpartition(".")[0]

@@ -10,7 +10,7 @@ import yaml
 
 from lightning_memprof.artifacts.naming import fsdp_log_name, fsdp_stats_name
 from lightning_memprof.artifacts.sink import Artifact
-from lightning_memprof.capture.base import Collector, NotNowError, OnMark, no_training_step
+from lightning_memprof.capture.base import Collector, OnMark, SkipWindow, no_training_step
 from lightning_memprof.capture.sources.module_calls import COMPILED, is_compiled
 from lightning_memprof.capture.tracker.report import Layout
 from lightning_memprof.capture.tracker.tracked_step import TrackedStep, missing_tracker, track_step, write_log
@@ -34,23 +34,23 @@ _NAMED: Final = 8
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPMemory(Collector):
-    """This rank's sharded and unsharded parameters and gradients, and the rest, of one step, by torch's FSDPMemTracker.
+    """This rank's sharded and unsharded parameters and gradients, and the other categories, by torch's FSDPMemTracker.
 
-    The first recorded step of each window is tracked, forward and backward, from the start of its batch to its end;
-    that step is several times slower. A shard's padding, which it has to be as large as the other ranks', is no
+    The first recorded step of each window is tracked, forward and backward, from the start to the end of its batch;
+    that step is several times slower. A shard's padding to the size of the other ranks' shards does not count as
     parameter: the parameters of all ranks add up to the model's.
 
     Args:
-        depth: levels of modules in the log, the root being the first.
+        depth: levels of modules in the log; the root is the first.
         tabulate: tables in the log.
         units: ``B``, ``KiB``, ``MiB`` or ``GiB`` in the log.
-        root_module: path of the module to follow, which ``fully_shard`` was called on. Empty is the LightningModule,
-            or else the one outermost module that is.
-        function: stands in the names of the files; None is the function that a step runs, ``training_step``.
+        root_module: path of the module to track, which ``fully_shard`` was called on. Empty is the LightningModule, or
+            otherwise the only outermost sharded module.
+        function: part of the file names; None is the function that a step runs, ``training_step``.
 
     Raises:
-        ConfigError: ``depth`` or ``units`` is something else. When the training starts: ``root_module`` is not there,
-            or ``fully_shard`` was not called on it.
+        ConfigError: ``depth`` or ``units`` is invalid. When the training starts: ``root_module`` does not exist, or
+            ``fully_shard`` was not called on it.
 
     """
 
@@ -63,11 +63,11 @@ class FSDPMemory(Collector):
     function: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what could never be recorded."""
+        """Validate the values."""
         Layout(depth=self.depth, units=self.units)
 
     def unavailable(self, run: RunContext) -> str | None:
-        """Only a model under ``fully_shard`` has shards; it gets them between this question and the first step."""
+        """Return a reason if the model will not be sharded; ``fully_shard`` is called later, before the first step."""
         if reason := no_training_step(run):
             return reason
         if reason := missing_tracker():
@@ -75,14 +75,14 @@ class FSDPMemory(Collector):
         from lightning_memprof.capture.tracker.sharded_tracker import sharded_modules
 
         if run.strategy != "ModelParallelStrategy" and not sharded_modules(run.model):
-            return f"{run.strategy} does not shard by fully_shard (FSDP2), as ModelParallelStrategy does"
+            return f"{run.strategy} does not use fully_shard (FSDP2); ModelParallelStrategy does"
         return None
 
     def follow(self, run: RunContext) -> AbstractContextManager[OnStep | None]:
         """Find the root before the first step.
 
         Raises:
-            ConfigError: it is not there, or ``fully_shard`` was not called on it.
+            ConfigError: it does not exist, or ``fully_shard`` was not called on it.
 
         """
         self._root(run.model)
@@ -92,7 +92,7 @@ class FSDPMemory(Collector):
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
         """Track the first recorded step; write the series, the log and this rank's mapping."""
         if is_compiled(run.model):
-            raise NotNowError(COMPILED)
+            raise SkipWindow(COMPILED)
         from lightning_memprof.capture.tracker.sharded_tracker import ShardedTracker
 
         path, root = self._root(run.model)
@@ -125,11 +125,11 @@ class FSDPMemory(Collector):
         if path in sharded:
             return path, sharded[path]
         named = ", ".join(repr(name) for name in list(sharded)[:_NAMED]) + (", ..." if len(sharded) > _NAMED else "")
-        there = f"those that are: {named}" if sharded else "no module of this model is: call it in configure_model"
+        known = f"sharded modules: {named}" if sharded else "the model has none: call fully_shard in configure_model"
         if path and path not in dict(model.named_modules()):
-            msg = f"FSDPMemory(root_module={path!r}): there is no such module to be fully_shard'ed; {there}"
+            msg = f"FSDPMemory(root_module={path!r}): the model has no such module; {known}"
         else:
-            msg = f"FSDPMemory(root_module={path!r}): fully_shard was not called on it; {there}"
+            msg = f"FSDPMemory(root_module={path!r}): fully_shard was not called on it; {known}"
         raise ConfigError(msg)
 
 

@@ -1,4 +1,4 @@
-"""Bytes by category, at the peak of a step and around every module's forward and backward."""
+"""Bytes by category at the peak of a step, and around every module's forward and backward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lightning_memprof.artifacts.naming import module_log_name
 from lightning_memprof.artifacts.sink import Artifact
-from lightning_memprof.capture.base import Collector, NotNowError, OnMark, no_training_step
+from lightning_memprof.capture.base import Collector, OnMark, SkipWindow, no_training_step
 from lightning_memprof.capture.sources.module_calls import COMPILED, is_compiled
 from lightning_memprof.capture.tracker.report import Layout
 from lightning_memprof.capture.tracker.tracked_step import TrackedStep, missing_tracker, track_step, write_log
@@ -29,22 +29,21 @@ __all__ = ["ModuleMemory"]
 class ModuleMemory(Collector):
     """Parameters, gradients, optimizer state, activations, inputs and temporaries of one step, by torch's MemTracker.
 
-    Works with any model on any device, and without an accelerator: it counts the storages that operators make and give
-    back, of a view the whole storage, on CUDA in the allocator's steps of 512 bytes. One recorded step of each window
-    is tracked, from the start of its batch to its end; that step takes ten times as long and more, which shows in the
+    Works with any model on any device, also without an accelerator: it counts the storages that operators allocate and
+    free, for a view the whole storage, on CUDA in the allocator's steps of 512 bytes. One recorded step of each window
+    is tracked, from the start to the end of its batch; that step takes at least ten times as long, which affects the
     trace and the timings of the same window.
 
-    A step in which an optimizer makes its state files under optimizer_state also what it only uses for a moment: look
-    at a later step, as the default schedule does. A module that is called twice by no other module ends the recording,
-    with its reason.
+    In the step that allocates an optimizer's state, its temporaries count as optimizer_state too: track a later step,
+    as the default schedule does. A module that is called twice and by no other module ends the tracking, with a reason.
 
     Args:
-        step: which recorded step of each window, 0 being the first.
-        depth: levels of modules in the log, the LightningModule being the first.
+        step: number of the recorded step of each window, from 0.
+        depth: levels of modules in the log; the LightningModule is the first.
         units: ``B``, ``KiB``, ``MiB`` or ``GiB`` in the log.
 
     Raises:
-        ConfigError: ``step``, ``depth`` or ``units`` is something else.
+        ConfigError: ``step``, ``depth`` or ``units`` is invalid.
 
     """
 
@@ -55,14 +54,14 @@ class ModuleMemory(Collector):
     units: str = "MiB"
 
     def __post_init__(self) -> None:
-        """Refuse what could never be recorded."""
+        """Validate the values."""
         if type(self.step) is not int or self.step < 0:
             msg = f"ModuleMemory(step={self.step!r}): must be the number of a recorded step, from 0"
             raise ConfigError(msg)
         Layout(depth=self.depth, units=self.units)
 
     def unavailable(self, run: RunContext) -> str | None:
-        """Only fit has batches that can be heard, and gradients."""
+        """Return a reason outside fit, which alone has gradients, and without torch's tracker."""
         if reason := no_training_step(run):
             return reason
         return missing_tracker()
@@ -71,7 +70,7 @@ class ModuleMemory(Collector):
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
         """Track one step; write the series and the log."""
         if is_compiled(run.model):
-            raise NotNowError(COMPILED)
+            raise SkipWindow(COMPILED)
         from lightning_memprof.capture.tracker.tracker import ModuleTracker
 
         layout = Layout(depth=self.depth, units=self.units)

@@ -1,4 +1,4 @@
-"""Which modules of a model are in their forward or backward, told by hooks that raise nothing into the user's code."""
+"""The modules of a model that are in forward or backward, by hooks that never raise into the user's code."""
 
 from __future__ import annotations
 
@@ -14,58 +14,16 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["Guard", "PathTracker"]
+    from lightning_memprof.capture.observe import Guard
 
-
-class Guard:
-    """Runs what is ours inside the user's code; the first failure is kept, and nothing is run after it."""
-
-    def __init__(self) -> None:
-        self.failure: Exception | None = None
-
-    def run(self, call: Callable[..., object], *values: Any) -> None:
-        """Call it, unless something failed before; no ``__torch_function__`` of the program's is called in it."""
-        if self.failure is None:
-            try:
-                with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 torch has no public one
-                    call(*values)
-            except Exception as error:  # noqa: BLE001 nothing of ours may raise into the user's code
-                self.failure = error
-
-    def between(
-        self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], original: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        """Return ``wrap(original)`` that does what ``original`` does, once, also where ``wrap``'s own part fails."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self.failure is not None:
-                return original(*args, **kwargs)
-            outcome: list[tuple[Any, BaseException | None]] = []
-
-            def watched(*args: Any, **kwargs: Any) -> Any:
-                try:
-                    outcome.append((original(*args, **kwargs), None))
-                except BaseException as error:
-                    outcome.append((None, error))
-                    raise
-                return outcome[0][0]
-
-            try:
-                return wrap(watched)(*args, **kwargs)
-            except Exception as error:
-                if outcome and outcome[0][1] is not None:
-                    raise
-                self.failure = error
-                return outcome[0][0] if outcome else original(*args, **kwargs)
-
-        return call
+__all__ = ["PathTracker"]
 
 
 class PathTracker(ModTracker):
-    """Which modules of one model are in their forward or backward, by name; its hooks raise nothing.
+    """The modules of one model that are in forward or backward, by name; its hooks never raise.
 
     Args:
-        root: the model; its modules are named by its class and their path, ``Net.layers.0``. Others do not count.
+        root: the model; its modules are named by its class and their path, ``Net.layers.0``. Others are ignored.
         guard: runs the hooks.
 
     """
@@ -99,7 +57,7 @@ class PathTracker(ModTracker):
             self._user_pre_fw_hook(module, args)
         if self.is_bw:
             return
-        # The backward of a module is over when the gradients of all that it was given are there.
+        # The backward of a module ends when the gradients of all its inputs have arrived.
         leave = self._leaver(weakref.ref(module), self._known_modules[module])
         nodes = _nodes(args)
         awaited = len(nodes)
@@ -160,6 +118,6 @@ class PathTracker(ModTracker):
 
 
 def _nodes(value: Any) -> list[Any]:
-    """Give the graph nodes that tensors come from; a leaf has none."""
+    """Return the graph nodes of tensors; a leaf has none."""
     tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]

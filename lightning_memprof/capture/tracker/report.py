@@ -1,8 +1,8 @@
-"""What a memory tracker found in one step, as torch prints it, as a mapping, and as rows.
+"""Result of a memory tracker for one step, as text in torch's layout, as a mapping, and as rows.
 
-The text is laid out as torch's ``MemTracker.display_snapshot("peak")`` and ``display_modulewise_snapshots`` print it,
-and tables as the package ``tabulate`` lays out its format ``rst``. What torch leaves out, a device whose bytes round to
-0.0 in the unit asked for, is there.
+The text has the layout of torch's ``MemTracker.display_snapshot("peak")`` and ``display_modulewise_snapshots``, and
+tables that of the format ``rst`` of the package ``tabulate``. Unlike torch's it includes devices whose bytes round to
+0.0 in the given unit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Figures", "Layout", "ModuleFigures", "TrackerReport"]
 
 _UNITS: Final = MappingProxyType({"B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB})
-# torch's words to this package's; of a sharded model the sharded bytes are the parameters and the gradients.
+# torch's words to this package's; sharded bytes of a sharded model are its parameters and gradients.
 _CATEGORIES: Final = MappingProxyType(
     {
         "Parameter": "parameter", "Sharded Param": "parameter", "Gradient": "gradient", "Sharded Grad": "gradient",
@@ -36,14 +36,14 @@ _ALWAYS: Final = ("parameter", "gradient", "optimizer_state", "activation", "inp
 
 @dataclass(frozen=True)
 class Figures:
-    """Bytes on one device at one moment: by torch's word for the category, and their sum."""
+    """Bytes on one device at one moment, by torch's word for the category, and their sum."""
 
     device: str
     by_kind: Mapping[str, int]
     total_bytes: int
 
     def categories(self) -> dict[str, int]:
-        """Return the bytes by this package's words; categories that only sharded models have follow the others."""
+        """Return the bytes by this package's words; the categories of sharded models come last."""
         named = dict.fromkeys(_ALWAYS, 0)
         for kind, count in self.by_kind.items():
             category = _CATEGORIES[kind]
@@ -51,7 +51,7 @@ class Figures:
         return named
 
     def labelled(self) -> dict[str, int]:
-        """Return the bytes as torch lists them, the sum last."""
+        """Return the bytes in torch's order, the sum last."""
         return {**self.by_kind, "Total": self.total_bytes}
 
 
@@ -60,8 +60,8 @@ class ModuleFigures:
     """One moment of one module.
 
     Attributes:
-        name: as torch names it, from the root's class: ``Net.layers.0``.
-        path: in the LightningModule; the LightningModule itself has ``""``.
+        name: torch's name, from the root's class: ``Net.layers.0``.
+        path: in the LightningModule, whose own path is ``""``.
         state: torch's word for the moment, ``Pre-Forward`` for instance.
         call: number of the call, from 1.
         figures: by device.
@@ -77,15 +77,15 @@ class ModuleFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a report is written.
+    """Layout of a report.
 
     Args:
-        depth: levels of modules, the root being the first.
+        depth: levels of modules; the root is the first.
         units: ``B``, ``KiB``, ``MiB`` or ``GiB``.
         tabulate: as tables.
 
     Raises:
-        ConfigError: ``depth`` or ``units`` is something else.
+        ConfigError: ``depth`` or ``units`` is invalid.
 
     """
 
@@ -94,7 +94,7 @@ class Layout:
     tabulate: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be written."""
+        """Validate the values."""
         if type(self.depth) is not int or self.depth < 1:
             msg = f"depth={self.depth!r}: must be an integer of at least 1; 1 is the root alone"
             raise ConfigError(msg)
@@ -103,7 +103,7 @@ class Layout:
             raise ConfigError(msg)
 
     def amount(self, count: int) -> str:
-        """Write a number of bytes."""
+        """Return a number of bytes as text."""
         return f"{count if self.units == 'B' else round(count / _UNITS[self.units], 2)} {self.units}"
 
 
@@ -112,8 +112,8 @@ class TrackerReport:
     """One tracked step.
 
     Attributes:
-        peak: the step's peak by device, each device at its own moment.
-        end: what is there at the end of the step.
+        peak: the step's peak by device, each device at its own time.
+        end: bytes at the end of the step.
         modules: every moment of every module, in the order of their first calls.
 
     """
@@ -123,7 +123,7 @@ class TrackerReport:
     modules: tuple[ModuleFigures, ...]
 
     def text(self, layout: Layout) -> str:
-        """Write the peak and the modules."""
+        """Return peak and modules as text."""
         write, write_states = (_table, _state_table) if layout.tabulate else (_list, _state_list)
         lines = list(write(self.peak, layout))
         for name, moments in self._by_module(layout.depth).items():
@@ -132,7 +132,7 @@ class TrackerReport:
         return "\n".join(lines) + "\n"
 
     def mapping(self, layout: Layout) -> dict[str, Any]:
-        """Give the same figures, in bytes, as plain mappings and lists: modules, states, calls, devices, kinds."""
+        """Return the same figures, in bytes, as plain mappings and lists: modules, states, calls, devices, kinds."""
         modules: dict[str, dict[str, list[Any]]] = {}
         for name, moments in self._by_module(layout.depth).items():
             states = modules.setdefault(name, {})
@@ -141,7 +141,7 @@ class TrackerReport:
         return {"peak": _by_device(self.peak), "end": _by_device(self.end), "modules": modules}
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Give a row for each device at the peak, at the end, and at every moment of every module."""
+        """Yield a row for each device at the peak, at the end, and at every moment of every module."""
         for kind, several in (("peak", self.peak), ("end", self.end)):
             for figures in several:
                 yield {"kind": kind, **_row(figures)}
@@ -225,7 +225,7 @@ def _amounts(figures: Figures, layout: Layout) -> list[str]:
 
 
 def _rst(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    # tabulate leaves room for two more than a header, and writes ".." for an empty first cell.
+    # tabulate makes columns two wider than a header, and writes ".." for an empty first cell.
     rows = [[row[0] or "..", *row[1:]] for row in rows]
     widths = [max(len(header) + 2, *(len(row[column]) for row in rows), 0) for column, header in enumerate(headers)]
     rule = "  ".join("=" * width for width in widths)

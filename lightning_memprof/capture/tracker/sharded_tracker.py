@@ -1,7 +1,7 @@
-"""Bytes by category of a model under ``fully_shard`` (FSDP2): torch's FSDPMemTracker, made fit for Lightning's loop.
+"""Bytes by category of a model under ``fully_shard`` (FSDP2): torch's FSDPMemTracker, adapted to Lightning's loop.
 
-torch's own takes FSDP's hooks off the modules and puts others back, in another order for groups of modules and without
-``always_call``. Here each hook is exchanged where it stands, and the same object is put back.
+torch's own removes FSDP's hooks and adds others, in a different order for groups of modules and without
+``always_call``. Here each hook is replaced in its place, and the same object is restored.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPModState, _FSDPRefType, _FSDPState
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_memprof.capture.observe import Link, wrapped
 from lightning_memprof.capture.tracker.tracker import CategoryTracker, Kinds
 
 if TYPE_CHECKING:
@@ -28,14 +29,19 @@ class ShardedTracker(CategoryTracker, FSDPMemTracker):  # type: ignore[no-untype
     """Tracks this rank's part of the step.
 
     Args:
-        root: a module that ``fully_shard`` was called on; the modules below it are followed.
+        root: a module that ``fully_shard`` was called on; its sub-modules are tracked.
 
     """
 
     kinds = Kinds(
-        _FSDPRefType.SHARDED_PARAM, _FSDPRefType.BUFFER, _FSDPRefType.SHARDED_GRAD, _FSDPRefType.ACT, _FSDPRefType.TEMP,
-        _FSDPRefType.OPT, _FSDPRefType.INP,
-    )  # fmt: skip
+        parameter=_FSDPRefType.SHARDED_PARAM,
+        buffer=_FSDPRefType.BUFFER,
+        gradient=_FSDPRefType.SHARDED_GRAD,
+        activation=_FSDPRefType.ACT,
+        temporary=_FSDPRefType.TEMP,
+        optimizer_state=_FSDPRefType.OPT,
+        input=_FSDPRefType.INP,
+    )
     peaks = (_FSDPModState.PEAK_FW, _FSDPModState.PEAK_BW)
 
     def __init__(self, root: nn.Module) -> None:
@@ -48,8 +54,8 @@ class ShardedTracker(CategoryTracker, FSDPMemTracker):  # type: ignore[no-untype
                 state = module._get_fsdp_state()  # noqa: SLF001 torch's own tracker asks for it
                 group = state._fsdp_param_group  # noqa: SLF001 torch's own tracker asks for it
                 if group is not None:
-                    self._exchange_hooks(module, state, undo)
-                    # The modules of a group share it.
+                    self._replace_hooks(module, state, undo)
+                    # Modules of one group share it.
                     if "pre_backward" not in vars(group):
                         self._wrap(group, "pre_backward", partial(self._fsdp_param_group_pre_backward, module), undo)
                         self._wrap(group, "post_backward", partial(self._fsdp_param_group_post_backward, module), undo)
@@ -59,12 +65,12 @@ class ShardedTracker(CategoryTracker, FSDPMemTracker):  # type: ignore[no-untype
         )
         undo.callback(modules.clear_user_hooks)
 
-    def _exchange_hooks(self, module: Any, state: Any, undo: ExitStack) -> None:
+    def _replace_hooks(self, module: Any, state: Any, undo: ExitStack) -> None:
         for handle, hooks, wrap in (
             (state._pre_forward_hook_handle, module._forward_pre_hooks, self._fsdp_state_pre_forward),  # noqa: SLF001
             (state._post_forward_hook_handle, module._forward_hooks, self._fsdp_state_post_forward),  # noqa: SLF001
         ):
-            # One handle holds the hooks of all modules of a group.
+            # One handle has the hooks of all modules of a group.
             for single in getattr(handle, "handles", (handle,)):
                 if single.id in hooks:
                     original = hooks[single.id]
@@ -72,8 +78,13 @@ class ShardedTracker(CategoryTracker, FSDPMemTracker):  # type: ignore[no-untype
                     undo.callback(hooks.__setitem__, single.id, original)
 
     def _wrap(self, group: Any, name: str, wrap: Callable[..., Any], undo: ExitStack) -> None:
-        setattr(group, name, self.guard.between(wrap, getattr(group, name)))
-        undo.callback(delattr, group, name)
+        def between(link: Link) -> Callable[..., Any]:
+            def original(*args: Any, **kwargs: Any) -> Any:
+                return link.call(*args, **kwargs)
+
+            return self.guard.between(wrap, original)
+
+        undo.enter_context(wrapped(group, name, between))
 
     def _see(self, func: Any, args: Any, result: Any) -> None:
         c10d = torch.ops.c10d

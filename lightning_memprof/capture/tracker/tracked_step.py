@@ -1,4 +1,4 @@
-"""One step of a window under a memory tracker: when it is entered and left, and what becomes of its report."""
+"""One step of a window under a memory tracker, and its report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_memprof.artifacts.sink import Artifact
-from lightning_memprof.capture.base import NotNowError
+from lightning_memprof.capture.base import SkipWindow
 from lightning_memprof.schedule import Point
 
 if TYPE_CHECKING:
@@ -26,13 +26,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedStep:
-    """What to track.
+    """The tracked step.
 
     Attributes:
         collector: its name.
-        number: of the step among the window's recorded ones, from 0.
-        begin: makes the tracker.
-        save: given the mark of the step's end and the report, writes what is more than the series.
+        number: of the step among the window's recorded steps, from 0.
+        begin: returns the tracker and the root's path.
+        save: called with the mark of the step's end and the report; writes the files besides the series.
 
     """
 
@@ -43,61 +43,60 @@ class TrackedStep:
 
 
 def missing_tracker() -> str | None:
-    """Return why torch's memory trackers, which are private to torch, cannot be had; None where they can."""
+    """Return why torch's memory trackers, which are private, are not available; None if they are."""
     try:
         import lightning_memprof.capture.tracker.sharded_tracker  # noqa: F401
     except (ImportError, AttributeError) as error:
-        return f"this torch has no memory tracker that is known ({error})"
+        return f"this torch version has no supported memory tracker ({error})"
     return None
 
 
 @contextmanager
 def track_step(run: RunContext, window: Window, wanted: TrackedStep) -> Iterator[OnMark]:
-    """Track the step from the start of its batch to the end of its batch, and write its series.
+    """Track the step from the start to the end of its batch, and write its series.
 
-    A validation that follows in the same step is not in it. A step that ends early by an exception is saved as far as
-    it came.
+    A validation that follows in the same step is not included. A step that an exception ends is saved up to there.
     """
-    with run.sink.series(window, wanted.collector) as write, ExitStack() as left_open:
-        step = _Step(run, wanted, left_open)
+    with run.sink.series(window, wanted.collector) as write, ExitStack() as stack:
+        step = _Step(run, wanted, stack)
 
         def on_mark(mark: Mark) -> None:
-            reason = step.come_to(mark)
+            reason = step.on_mark(mark)
             if reason is not None:
                 run.sink.manifest.append(
                     "unavailable", collector=wanted.collector, window=window.index, reason=str(reason)
                 )
-                # The next window's step would end at the same place.
-                run.faults.switched_off.add(wanted.collector)
-                log.warning("%s: %s; it is switched off, training goes on", wanted.collector, reason)
+                # The next window's step would fail at the same place.
+                run.faults.disabled.add(wanted.collector)
+                log.warning("%s: %s; it is disabled, training goes on", wanted.collector, reason)
             if mark.point is Point.STEP_END and step.report is not None:
                 report, step.report = step.report, None
                 for row in report.rows():
                     write(mark, **row)
                 wanted.save(mark, report)
 
-        with run.training.listen(batch=step.hear_batch):
+        with run.training.listen(batch=step.on_batch):
             yield on_mark
 
 
 class _Step:
-    def __init__(self, run: RunContext, wanted: TrackedStep, left_open: ExitStack) -> None:
+    def __init__(self, run: RunContext, wanted: TrackedStep, stack: ExitStack) -> None:
         self.report: TrackerReport | None = None
         self._run = run
         self._wanted = wanted
-        self._left_open = left_open
+        self._stack = stack
         self._steps = 0
         self._batch: Any = None
         self._tracker: CategoryTracker | None = None
         self._root_path = ""
         self._tracking = ExitStack()
 
-    def hear_batch(self, batch: Any) -> None:
+    def on_batch(self, batch: Any) -> None:
         if self._tracker is None and self._steps <= self._wanted.number:
             self._batch = batch
 
-    def come_to(self, mark: Mark) -> Exception | None:
-        """Enter, follow or leave; return why the step cannot be tracked."""
+    def on_mark(self, mark: Mark) -> Exception | None:
+        """Enter, update or leave; return why the step cannot be tracked."""
         if mark.point is Point.BATCH_START:
             batch, self._batch = self._batch, None
             if mark.recorded:
@@ -108,27 +107,27 @@ class _Step:
         if tracker is None:
             return None
         if mark.point is Point.AFTER_BACKWARD:
-            tracker.guard.run(tracker.file_gradients, self._run.model)
+            tracker.guard.run(tracker.add_gradients, self._run.model)
         elif mark.point is Point.BEFORE_OPTIMIZER_STEP:
             tracker.guard.run(tracker.before_optimizer_step)
         if tracker.guard.failure is None and mark.point not in {Point.BATCH_END, Point.STEP_END}:
             return None
         self._leave(tracker)
         failure = tracker.guard.failure
-        if failure is not None and not isinstance(failure, (NotNowError, NotImplementedError)):
+        if failure is not None and not isinstance(failure, (SkipWindow, NotImplementedError)):
             raise failure
         return failure
 
     def _enter(self, batch: Any) -> None:
         self._tracker, self._root_path = self._wanted.begin()
-        self._left_open.push(self._tracking)
+        self._stack.push(self._tracking)
         self._tracking.enter_context(self._tracker.tracking(self._run.model, self._run.training.optimizers(), batch))
 
     def _leave(self, tracker: CategoryTracker) -> None:
         self._tracker = None
         try:
             if tracker.guard.failure is None:
-                tracker.file_gradients(self._run.model)
+                tracker.add_gradients(self._run.model)
                 self.report = tracker.report(self._root_path)
         finally:
             self._tracking.close()

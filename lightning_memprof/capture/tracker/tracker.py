@@ -1,11 +1,11 @@
-"""Bytes by category at every operator of one training step: torch's MemTracker, made fit for Lightning's loop.
+"""Bytes by category at every operator of one training step: torch's MemTracker, adapted to Lightning's loop.
 
-What torch's own does not do, and is done here:
+Differences from torch's tracker:
 
-- Lightning runs forward and backward inside ``optimizer.step(closure)``, which torch files under optimizer state.
-- It raises into the user's forward or backward: for a module that is called twice, a frozen parameter, a leaf that
-  ``torch.autograd.grad`` was asked for. Here nothing is raised there; the first failure ends the tracking.
-- It looks at all modules behind every operator; here at those that run.
+- Lightning runs forward and backward inside ``optimizer.step(closure)``, which torch counts as optimizer state.
+- torch raises into the user's forward or backward: for a module that is called twice, a frozen parameter, a leaf
+  passed to ``torch.autograd.grad``. Here nothing is raised; the first failure ends the tracking.
+- torch updates all modules after every operator; here only those that run.
 
 """
 
@@ -29,10 +29,10 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from lightning_memprof.capture.base import NotNowError
-from lightning_memprof.capture.observe import in_front_of
+from lightning_memprof.capture.base import SkipWindow
+from lightning_memprof.capture.observe import Guard, Link, wrapped
 from lightning_memprof.capture.sources.tensors import dense_parts
-from lightning_memprof.capture.tracker.path_tracker import Guard, PathTracker
+from lightning_memprof.capture.tracker.path_tracker import PathTracker
 from lightning_memprof.capture.tracker.report import Figures, ModuleFigures, TrackerReport
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ _TOTAL: Final = "Total"
 
 
 class Kind(_RefType):
-    """Categories, under the words that torch prints."""
+    """Categories under the words that torch prints."""
 
     PARAM = "Parameter"
     BUFFER = "Buffer"
@@ -59,7 +59,7 @@ class Kind(_RefType):
 
 
 class Kinds(NamedTuple):
-    """What a tracker files under, of its own enumeration."""
+    """A tracker's categories, in its own enumeration."""
 
     parameter: _RefType
     buffer: _RefType
@@ -71,10 +71,10 @@ class Kinds(NamedTuple):
 
 
 class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
-    """What both trackers share; one object tracks one step.
+    """The common part of both trackers; one object tracks one step.
 
     Attributes:
-        guard: holds why the tracking ended early.
+        guard: holds the failure that ended the tracking early.
 
     """
 
@@ -94,23 +94,23 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def tracking(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], batch: Any) -> Iterator[None]:
-        """Track what happens inside the context, on top of what is there already.
+        """Track the operators inside the context, in addition to the existing tensors.
 
         Args:
-            model: its parameters, buffers and gradients are there already.
-            optimizers: their states are.
+            model: its parameters, buffers and gradients exist already.
+            optimizers: their states exist already.
             batch: nested containers of tensors that count as input.
 
         """
         with ExitStack() as undo:
             undo.callback(self._WINFO.clear)
             self._padding = _padding(model)
-            self._file_model(model)
+            self._add_model(model)
             for optimizer in optimizers:
                 self._track_optimizer_states(self.kinds.optimizer_state, optimizer)
             for tensor in _tensors(batch):
                 self._update_and_maybe_create_winfos(tensor, self.kinds.input)
-            del batch  # not longer alive for being tracked
+            del batch  # tracking must not extend its lifetime
             self._hook(model, undo)
             self._fake_mode_on_entry = active_fake_mode()
             self._peak_mem_snap = self.get_tracker_snapshot()
@@ -123,21 +123,21 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled regions be compiled: torch runs them as they are written under any other mode."""
+        """Keep compiled regions compiled: under other modes torch runs them uncompiled."""
         return True
 
     def before_optimizer_step(self) -> None:
-        """Say that a closure has done its forward and backward: what follows is the optimizer's."""
+        """Note that the closure's forward and backward are done: the optimizer follows."""
         self._in_opt = True
 
-    def file_gradients(self, model: nn.Module) -> None:
-        """File the gradients that are there."""
+    def add_gradients(self, model: nn.Module) -> None:
+        """Add the existing gradients."""
         for parameter in model.parameters():
             if parameter.grad is not None:
                 self._update_and_maybe_create_winfos(parameter.grad, self.kinds.gradient)
 
     def report(self, root_path: str = "") -> TrackerReport:
-        """Read out peak, present state, and each module's figures; ``root_path`` is the root's path in the model."""
+        """Return peak, current state and each module's figures; ``root_path`` is the root's path in the model."""
         name = type(self._root).__name__
         modules = []
         for module, stats in self.memory_tracking.items():
@@ -153,16 +153,16 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
         )
 
     def get_tracker_snapshot(self, type: str = "current") -> dict[torch.device, dict[str, int]]:  # noqa: A002 torch's
-        """Copy the present figures, or those at the peak."""
+        """Return a copy of the current figures, or those at the peak."""
         source = self._curr_mem_snap if type == "current" else self._peak_mem_snap
         return {device: dict(figures) for device, figures in source.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # The DTensor takes itself apart; the operators on its parts come here.
+        # The DTensor splits itself; the operators on its parts come here.
         if DTensor in types:
             return NotImplemented
         result = func(*args, **kwargs or {})
-        # A DTensor finds out shapes under a fake mode of its own: nothing is allocated there.
+        # A DTensor computes shapes under its own fake mode, where nothing is allocated.
         if self.guard.failure is None and active_fake_mode() is self._fake_mode_on_entry:
             self.guard.run(self._see, func, args, result)
         return result
@@ -173,28 +173,28 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
         reftype: _RefType,
         update_existing: bool = False,  # noqa: FBT001, FBT002 torch's signature
     ) -> set[Any]:
-        # torch's own knows no sparse tensors, and none that has no storage yet.
-        known = super()._update_and_maybe_create_winfos
+        # torch's own supports neither sparse tensors nor those without storage.
+        add = super()._update_and_maybe_create_winfos
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 torch has no public one
-            return {info for part in dense_parts(t) for info in known(part, reftype, update_existing)}
+            return {info for part in dense_parts(t) for info in add(part, reftype, update_existing)}
 
     def _track(self, reftype: _RefType, t: torch.Tensor) -> None:
         for part in dense_parts(t):
             super()._track(reftype, part)
 
-    def _file_model(self, model: nn.Module) -> None:
+    def _add_model(self, model: nn.Module) -> None:
         for parameter in model.parameters():
             self._update_and_maybe_create_winfos(parameter, self.kinds.parameter)
         for buffer in model.buffers():
             self._update_and_maybe_create_winfos(buffer, self.kinds.buffer)
-        self.file_gradients(model)
+        self.add_gradients(model)
 
     def _hook(self, model: nn.Module, undo: ExitStack) -> None:  # noqa: ARG002 for overriding
-        """Stand where categories begin; what is taken goes onto ``undo``."""
+        """Add the hooks that separate the categories; their removal goes onto ``undo``."""
 
         def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             self._makes_state = not optimizer.state
-            # With a closure, forward and backward come first: see before_optimizer_step.
+            # With a closure, forward and backward come first, see before_optimizer_step.
             self._in_opt = (args[1] if len(args) > 1 else kwargs.get("closure")) is None
 
         def after(optimizer: torch.optim.Optimizer) -> None:
@@ -206,7 +206,7 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
         self._watch_resize(undo)
 
     def _watch_resize(self, undo: ExitStack) -> None:
-        # No dispatch mode hears of a storage that changes its size.
+        # No dispatch mode sees a storage change its size.
         def resized(storage: torch.UntypedStorage) -> None:
             known, _ = self._WINFO.get(storage, (None, None))  # type: ignore[no-untyped-call]
             if known is not None and known.size != storage.size():
@@ -214,15 +214,15 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
                 known.update_mem_consumed(storage)
                 self._update_snap(_UpdateType.SIZE, known, old_mem_consumed=before)
 
-        def wrap(following: list[Callable[..., Any]]) -> Callable[..., Any]:
+        def wrap(link: Link) -> Callable[..., Any]:
             def resize(storage: torch.UntypedStorage, size: int) -> Any:
-                result = following[0](storage, size)
+                result = link.call(storage, size)
                 self.guard.run(resized, storage)
                 return result
 
             return resize
 
-        undo.enter_context(in_front_of(torch.UntypedStorage, "resize_", wrap))
+        undo.enter_context(wrapped(torch.UntypedStorage, "resize_", wrap))
 
     def _see(self, func: Any, args: Any, result: Any) -> None:  # noqa: ARG002 for overriding
         kinds = self.kinds
@@ -230,7 +230,7 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
         if backward and not self._in_ac:
             kind = kinds.temporary
         elif self._in_opt:
-            # What an optimizer makes in its first step is mostly its state, which is filed when the step is over.
+            # An optimizer's first step mostly allocates its state, which is added after the step.
             kind = kinds.optimizer_state if self._makes_state else kinds.temporary
         else:
             kind = kinds.activation
@@ -264,7 +264,7 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
                 stats.snapshots[peak_state][-1][device] = dict(figures)
 
     def _module_begins(self) -> None:
-        # No optimizer runs a module's forward: a closure that is called again has left the step's own part.
+        # No optimizer runs a module's forward: the closure was called again.
         self._in_opt = False
         self._last_totals.clear()
 
@@ -318,8 +318,10 @@ class ModuleTracker(CategoryTracker):  # type: ignore[no-untyped-call]
             super()._pre_fw_hook(module, inputs)
         except NotImplementedError as error:
             name = self._mod_tracker.get_known_fqn(module)
-            msg = f"{name} is called twice in one step and by no other module: torch's MemTracker cannot take it"
-            raise NotNowError(msg) from error
+            msg = (
+                f"{name} is called twice in one step and by no other module, which torch's MemTracker does not support"
+            )
+            raise SkipWindow(msg) from error
         stats = self.memory_tracking[module]
         self._stats_by_name[stats.mod_fqn] = stats
 
@@ -332,16 +334,16 @@ class ModuleTracker(CategoryTracker):  # type: ignore[no-untyped-call]
         module: nn.Module,  # noqa: ARG002 torch's signature
         install_grad_hooks: bool = True,  # noqa: ARG002, FBT001, FBT002 torch's signature
     ) -> tuple[int, int]:
-        # The whole model's are filed when the step begins.
+        # Those of the whole model are added at the start of the step.
         return 0, 0
 
 
 def _leave_mode(mode: TorchDispatchMode) -> None:
-    """Take a mode off the stack, wherever in it: the program's own need not begin and end inside of ours."""
+    """Remove a mode from any place in the stack: the program's own modes need not nest with ours."""
     above: list[Any] = []
     while (count := len(_get_current_dispatch_mode_stack())) and (top := _pop_mode()) is not mode:
         above.append(top)
-    # One that began before ours and ended before it has taken ours off, and is itself the last that is left.
+    # A mode that started before ours and ended before it has removed ours, and remains as the last entry.
     if not count and above:
         above.pop(0)
     for entry in reversed(above):
@@ -358,7 +360,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _padding(model: nn.Module) -> dict[torch.device, int]:
-    """Return the bytes that shards have only to be as large as those of the other ranks."""
+    """Return the padding bytes that make shards as large as those of the other ranks."""
     held: dict[int, tuple[torch.device, int]] = {}
     used: dict[torch.device, int] = {}
     for parameter in model.parameters():

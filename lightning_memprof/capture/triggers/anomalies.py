@@ -1,4 +1,4 @@
-"""What may open a window by itself."""
+"""Anomalies that open a window."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 import psutil
 import torch
 
-from lightning_memprof.capture.collectors.allocator_stats import NO_ACCELERATOR, memory_stats, peak_allocated_bytes
+from lightning_memprof.capture.sources.memory import NO_ACCELERATOR, memory_stats, peak_allocated_bytes
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.units import MIB, format_bytes, format_ns
 
@@ -25,24 +25,24 @@ __all__ = ["AllocatorRetries", "Anomaly", "MemoryGrowth", "NearOOM", "SlowStep",
 Watch: TypeAlias = "Callable[[StepRecord], str | None]"
 
 _HISTORY: Final = 51
-# Fewer steps do not show what is usual; the first ones of a run are slow by themselves.
+# Fewer steps give no stable median; the first steps of a run are slow.
 _ENOUGH: Final = 20
-# Memory that a window displaced is taken again in the first steps behind it.
+# Memory that a window displaced is allocated again in the first steps after it.
 _SETTLING: Final = 5
 _SAMPLES: Final = 16
 _QUARTER: Final = 4
-# From one quarter to the next a steady slope adds a quarter of the whole; a jump or a cache that fills adds it once.
+# A steady slope adds a quarter of the growth per quarter; a jump or a cache that fills adds it once.
 _LEAST: Final = 1 / 12
 _MACHINE_NS: Final = 100_000_000
 
 
 class Anomaly(ABC):
-    """Something unusual in a step that opens a window at the next one, on the rank on which it happens.
+    """An unusual step, which opens a window at the next step, on the same rank.
 
-    Its constructor is its configuration; what it remembers of a run is local to ``watch``.
+    Its constructor is its configuration; the state of a run is local to ``watch``.
 
     Attributes:
-        limit: how many windows it may open in a run.
+        limit: maximum number of windows in a run.
 
     """
 
@@ -50,14 +50,14 @@ class Anomaly(ABC):
     limit: int = 1
 
     def unavailable(self, run: RunContext) -> str | None:  # noqa: ARG002 for overriding
-        """Return why this cannot be watched in this run, or None where it can."""
+        """Return why this cannot be watched in this run, or None if it can."""
         return None
 
     @abstractmethod
     def watch(self, run: RunContext) -> Watch:
-        """Return what is called after each step outside of windows; what it does is paid for in every step.
+        """Return a function that is called after each step outside windows; its cost is part of every step.
 
-        It says in words what was unusual, or returns None.
+        It returns a description of the anomaly, or None.
         """
 
 
@@ -65,11 +65,11 @@ class SlowStep(Anomaly):
     """A step that takes much longer than the median of the 51 before it.
 
     Args:
-        factor: how many times the median.
-        limit: how many windows it may open in a run.
+        factor: multiple of the median.
+        limit: maximum number of windows in a run.
 
     Raises:
-        ConfigError: a value is not usable.
+        ConfigError: a value is invalid.
 
     """
 
@@ -80,7 +80,7 @@ class SlowStep(Anomaly):
         self.limit = _limit("SlowStep", limit)
 
     def watch(self, run: RunContext) -> Watch:  # noqa: ARG002 time is told by the record
-        """Compare durations; about 2 us a step."""
+        """Compare durations; about 2 µs per step."""
         last: deque[int] = deque()
         ordered: list[int] = []
         epoch: int | None = None
@@ -105,13 +105,13 @@ class SlowStep(Anomaly):
 
 
 class AllocatorRetries(Anomaly):
-    """The device's allocator found no free block, gave its cache back to the driver and tried again.
+    """The device's allocator found no free block, released its cache to the driver and retried.
 
     Args:
-        limit: how many windows it may open in a run.
+        limit: maximum number of windows in a run.
 
     Raises:
-        ConfigError: a value is not usable.
+        ConfigError: a value is invalid.
 
     """
 
@@ -121,11 +121,11 @@ class AllocatorRetries(Anomaly):
         self.limit = _limit("AllocatorRetries", limit)
 
     def unavailable(self, run: RunContext) -> str | None:
-        """Say so where the model runs on the CPU, whose allocator counts nothing."""
+        """Return a reason on the CPU, whose allocator has no counters."""
         return NO_ACCELERATOR if run.device.type == "cpu" else None
 
     def watch(self, run: RunContext) -> Watch:
-        """Compare ``num_alloc_retries``; one reading of the allocator's statistics a step."""
+        """Compare ``num_alloc_retries``; reads the allocator's statistics once per step."""
         seen = _retries(run.device)
 
         def watch(record: StepRecord) -> str | None:
@@ -139,17 +139,17 @@ class AllocatorRetries(Anomaly):
 
 
 class MemoryGrowth(Anomaly):
-    """Memory that rises steadily: from each quarter of the last steps to the next, by so many bytes in all of them.
+    """Memory that grows steadily, in each quarter of the last steps, by a total number of bytes.
 
-    On an accelerator the bytes in live tensors at the end of steps, on the CPU the process's resident size.
+    On an accelerator the allocated bytes at the end of steps, on the CPU the process's RSS.
 
     Args:
-        grows_bytes: how much.
-        steps: in how many steps, at least 16.
-        limit: how many windows it may open in a run.
+        grows_bytes: total growth.
+        steps: number of steps, at least 16.
+        limit: maximum number of windows in a run.
 
     Raises:
-        ConfigError: a value is not usable.
+        ConfigError: a value is invalid.
 
     """
 
@@ -171,7 +171,7 @@ class MemoryGrowth(Anomaly):
         def watch(record: StepRecord) -> str | None:
             nonlocal last_step, settling
             if record.step != last_step + 1:
-                # A window was open: what it took and left is no growth of the training.
+                # A window was open: its memory is not growth of the training.
                 samples.clear()
                 settling = _SETTLING
             last_step = record.step
@@ -183,30 +183,32 @@ class MemoryGrowth(Anomaly):
             samples.append(read())
             if len(samples) < _SAMPLES:
                 return None
-            # What the memory comes back to, whatever it goes up and down by in between.
+            # The minimum of each quarter, independent of fluctuations in between.
             lows = [min(islice(samples, first, first + _QUARTER)) for first in range(0, _SAMPLES, _QUARTER)]
             grown = (lows[-1] - lows[0]) * 4 // 3
             if grown < self.grows_bytes or any(after - before < _LEAST * grown for before, after in pairwise(lows)):
                 return None
             samples.clear()
-            what = "the resident size" if run.device.type == "cpu" else "the memory in live tensors"
-            return f"{what} rose steadily by {format_bytes(grown)} in the {_SAMPLES * every} steps up to {record.step}"
+            quantity = "RSS" if run.device.type == "cpu" else "allocated memory"
+            return (
+                f"{quantity} grew steadily by {format_bytes(grown)} in the {_SAMPLES * every} steps up to {record.step}"
+            )
 
         return watch
 
 
 class NearOOM(Anomaly):
-    """Memory that is nearly used up.
+    """Memory that is nearly full.
 
-    On an accelerator the highest number of bytes in live tensors so far, against its memory less what other processes
-    hold; on the CPU what is in use of the machine's memory.
+    On an accelerator the peak of allocated bytes, relative to its memory without that of other processes; on the CPU
+    the used memory of the machine.
 
     Args:
-        fraction: of the memory that there is.
-        limit: how many windows it may open in a run; each one needs a higher peak than the one before.
+        fraction: of the available memory.
+        limit: maximum number of windows in a run; each needs a higher peak than the previous one.
 
     Raises:
-        ConfigError: a value is not usable.
+        ConfigError: a value is invalid.
 
     """
 
@@ -215,16 +217,16 @@ class NearOOM(Anomaly):
     def __init__(self, fraction: float = 0.95, limit: int = 1) -> None:
         self.fraction = _number("NearOOM", "fraction", fraction, above=0)
         if self.fraction >= 1:
-            msg = f"NearOOM(fraction={fraction!r}): must be less than 1; at 1 there is nothing left to record"
+            msg = f"NearOOM(fraction={fraction!r}): must be less than 1; at 1 no memory is left to record with"
             raise ConfigError(msg)
         self.limit = _limit("NearOOM", limit)
 
     def unavailable(self, run: RunContext) -> str | None:
-        """Say so on accelerators other than CUDA's, which do not tell how much memory they have."""
-        return None if run.device.type in ("cpu", "cuda") else f"{run.device.type} does not tell its free memory"
+        """Return a reason on accelerators other than CUDA's, which do not report their memory."""
+        return None if run.device.type in ("cpu", "cuda") else f"{run.device.type} does not report its free memory"
 
     def watch(self, run: RunContext) -> Watch:
-        """Read the allocator's statistics once a step, or the machine's memory every 100 ms."""
+        """Read the allocator's statistics once per step, or the machine's memory every 100 ms."""
         fill = _host_fill if run.device.type == "cpu" else _device_fill(run.device)
         reported = 0
         last_ns = 0
@@ -240,7 +242,7 @@ class NearOOM(Anomaly):
                 return None
             reported = used
             share = f"{used / total:.0%} of {format_bytes(total)}"
-            return f"{share} were in use after step {record.step}"
+            return f"{share} in use after step {record.step}"
 
         return watch
 
@@ -250,7 +252,7 @@ def _device_fill(device: torch.device) -> Callable[[], tuple[int, int]]:
 
     def fill() -> tuple[int, int]:
         peak = peak_allocated_bytes(device)
-        # The driver is asked only where it could matter: it takes its time.
+        # The driver is slow: it is queried only near the limit.
         if peak < total // 2:
             return peak, total
         free = int(torch.cuda.mem_get_info(device)[0])
@@ -273,7 +275,7 @@ def _bytes_in_use(device: torch.device) -> Callable[[], int]:
 
 def _retries(device: torch.device) -> int:
     if device.type == "cuda":
-        # Nested, without the flattening of a hundred keys: it is asked in every step.
+        # Nested, without the flattening of a hundred keys: it is read in every step.
         return int(torch.cuda.memory_stats_as_nested_dict(device).get("num_alloc_retries", 0))
     return int(memory_stats(device).get("num_alloc_retries", 0))
 
@@ -287,6 +289,6 @@ def _number(owner: str, name: str, value: Any, *, above: float) -> float:
 
 def _limit(owner: str, limit: int) -> int:
     if type(limit) is not int or limit < 1:
-        msg = f"{owner}(limit={limit!r}): must be an integer of at least 1; leave {owner} out for none"
+        msg = f"{owner}(limit={limit!r}): must be an integer of at least 1; remove {owner} to open none"
         raise ConfigError(msg)
     return limit

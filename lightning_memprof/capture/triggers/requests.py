@@ -1,108 +1,121 @@
-"""Windows that were not planned: what was asked for, and the one that goes on."""
+"""Window requests by file: rank 0 turns a request into a plan, and every rank records at the planned step."""
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+import logging
+import os
+import uuid
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.schedule import Action, Window
+from lightning_memprof.artifacts.naming import TRIGGER_PLAN, TRIGGER_REQUEST
+from lightning_memprof.artifacts.trigger import Plan, Request, read_plan, read_request, write_plan, write_request
+from lightning_memprof.capture.planner import WindowRequest
+from lightning_memprof.errors import ArtifactError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from lightning_memprof.capture.base import RunContext
 
-    from lightning_memprof.capture.base import StepRecord
+__all__ = ["FileRequests"]
 
-__all__ = ["Demand", "Demands", "NoWishes", "Wishes"]
+log = logging.getLogger(__name__)
+
+# Ranks of one job are within a step or two of each other; the rest is for file systems that show a file late.
+_LEAD_STEPS: Final = 20
 
 
-@dataclass(frozen=True)
-class Demand:
-    """A window that is wanted.
+class FileRequests:
+    """The requests in a run directory.
 
-    Attributes:
-        cause: why, in words.
-        warmup: steps whose records are thrown away.
-        active: steps to record.
-        step: the step at which it opens; None is the next one.
+    Rank 0 checks for a request once a step and writes a plan: the step at which every rank records, 20 steps after its
+    own. The other ranks check for the plan once a step. There is no collective, and no rank waits.
+
+    Args:
+        run: of this rank.
+        warmup: warmup steps of a request that does not specify them.
+        active: recorded steps of a request that does not specify them.
 
     """
 
-    cause: str
-    warmup: int
-    active: int
-    step: int | None = None
+    def __init__(self, run: RunContext, warmup: int, active: int) -> None:
+        self._run = run
+        self._warmup = warmup
+        self._active = active
+        self._directory = run.sink.place.directory
+        self._leads = run.rank == 0
+        self._path = os.fspath(self._directory / (TRIGGER_REQUEST if self._leads else TRIGGER_PLAN))
+        self._seen: tuple[int, int] | None = None
+        self._plan: Plan | None = None
 
-    def window(self, index: int, step: int) -> Window:
-        """Return the window that opens at ``step``."""
-        first = step + self.warmup
-        return Window(index, tuple(range(step, first)), tuple(range(first, first + self.active)))
+    def write(self, cause: str, active: int | None) -> bool:
+        """Request a window on all ranks; return whether the request was written."""
+        try:
+            write_request(self._directory, Request(uuid.uuid4().hex, cause, active))
+        except OSError as error:
+            log.warning("the other ranks cannot be reached (%s): only rank %d records", error, self._run.rank)
+            return False
+        return True
 
+    def read(self, step: int) -> WindowRequest | None:
+        """Return a new request for a window at or after ``step``; costs one ``os.stat``."""
+        try:
+            status = os.stat(self._path)  # noqa: PTH116 a Path object would cost time in every step
+        except OSError:
+            return None
+        seen = (status.st_mtime_ns, status.st_ino)
+        if seen == self._seen:
+            return None
+        self._seen = seen
+        try:
+            return self._answer(step) if self._leads else self._follow(step)
+        except (ArtifactError, OSError) as error:
+            self._warn(f"a requested window is not recorded: {error}")
+            return None
 
-class Wishes(Protocol):
-    """What asks for windows while the run goes on."""
+    def _answer(self, step: int) -> WindowRequest | None:
+        """Rank 0: choose the step at which the requested window opens, and write the plan for all ranks."""
+        request = read_request(self._directory)
+        if request is None:
+            return None
+        plan, answer = self._plan, None
+        if plan is not None and step <= plan.recorded[1]:
+            # Several ranks may request at once; they get one window.
+            plan = Plan(request.id, plan.cause, plan.step, plan.warmup, plan.active, step)
+        else:
+            lead = _LEAD_STEPS if self._run.world_size > 1 else 0
+            warmup = self._warmup if request.warmup is None else request.warmup
+            active = self._active if request.active is None else request.active
+            plan = Plan(request.id, request.cause, step + lead, warmup, active, step)
+            answer = WindowRequest(plan.cause, plan.warmup, plan.active, plan.step)
+        self._plan = plan
+        try:
+            write_plan(self._directory, plan)
+        except OSError as error:
+            # This rank records anyway.
+            self._warn(f"the plan of a requested window cannot be written ({error}): only rank 0 records")
+        finally:
+            # If it cannot be removed it is recognized by its time.
+            with suppress(OSError):
+                os.unlink(self._path)  # noqa: PTH108 as os.stat above
+        return answer
 
-    def before_step(self, step: int) -> Iterable[Demand]:
-        """Return what is wanted, from ``step`` on, that was not yet returned."""
+    def _follow(self, step: int) -> WindowRequest | None:
+        """Other ranks: record at rank 0's step, or from now on if that has passed."""
+        plan = read_plan(self._directory)
+        if plan is None:
+            return None
+        known, self._plan = self._plan, plan
+        if known is not None and known.step == plan.step:
+            return None
+        cause = plan.cause
+        if plan.step < step:
+            cause = f"{cause}, planned for step {plan.step}, which this rank had passed when it read the plan"
+            log.warning(
+                "rank %d is at step %d: the window planned for step %d opens late", self._run.rank, step, plan.step
+            )
+        return WindowRequest(cause, plan.warmup, plan.active, plan.step)
 
-    def after_step(self, record: StepRecord) -> None:
-        """Look at a step that has ended."""
-
-
-class NoWishes:
-    """Nothing but the schedule opens windows."""
-
-    def before_step(self, step: int) -> Iterable[Demand]:  # noqa: ARG002 for others
-        """Return nothing."""
-        return ()
-
-    def after_step(self, record: StepRecord) -> None:
-        """Look at nothing."""
-
-
-class Demands:
-    """Lays windows that are wanted over a schedule's.
-
-    One window is open at a time. One that was opened runs to its end: a wanted one waits until the schedule's is
-    closed, and a schedule's that would have begun in a wanted one begins behind it with the steps that are left.
-    """
-
-    def __init__(self) -> None:
-        self._wanted: deque[Demand] = deque()
-        self._open: Demand | None = None
-        self._passed = 0
-
-    @property
-    def open(self) -> Demand | None:
-        """The demand whose window goes on, or has come to its last step."""
-        return self._open
-
-    @property
-    def unmet(self) -> tuple[Demand, ...]:
-        """Those whose windows have not been opened, oldest first."""
-        return tuple(self._wanted)
-
-    def add(self, demand: Demand) -> None:
-        """Want a window."""
-        self._wanted.append(demand)
-
-    def turn(self, step: int, scheduled: Action) -> tuple[Action, Demand | None]:
-        """Say what happens at ``step``, once a step; and which demand's window opens at it, if one does."""
-        if self._open is not None:
-            self._passed += 1
-            if self._passed < self._open.warmup + self._open.active:
-                return self._action(self._open), None
-            self._open = None
-        if scheduled is Action.NONE:
-            due = next((demand for demand in self._wanted if demand.step is None or demand.step <= step), None)
-            if due is not None:
-                self._wanted.remove(due)
-                self._open, self._passed = due, 0
-                return self._action(due), due
-        return scheduled, None
-
-    def _action(self, demand: Demand) -> Action:
-        if self._passed < demand.warmup:
-            return Action.WARMUP
-        last = self._passed == demand.warmup + demand.active - 1
-        return Action.RECORD_AND_SAVE if last else Action.RECORD
+    def _warn(self, message: str) -> None:
+        log.warning("%s", message)
+        with suppress(OSError):
+            self._run.sink.manifest.append("note", collector="triggers", message=message)

@@ -62,7 +62,7 @@ def test_over_budget_traces_lose_stacks_then_shapes_then_steps_and_the_manifest_
         (2, "no_shapes", None),
         (3, "active_steps", 1),
     ]
-    assert budget[0]["reason"].startswith("the trace of window 0 had ")
+    assert budget[0]["reason"].startswith("the trace of window 0 was ")
     assert budget[0]["reason"].endswith(", max_trace_bytes is 1 B")
     made = list(traces(tmp_path))
     categories = [{event.get("cat") for event in events} for events in made]
@@ -136,7 +136,7 @@ def test_a_trace_is_made_smaller_before_the_run_has_nothing_left() -> None:
     ledger = Ledger(Budget(max_run_export_seconds=1.5, max_run_trace_bytes=10**6))
     ledger.charge(export())
     assert ledger.refusal() is None
-    assert ledger.tighten() == "the export of window 0 took 1 s, of max_run_export_seconds 0.5 s are left"
+    assert ledger.tighten() == "the export of window 0 took 1 s, 0.5 s of max_run_export_seconds are left"
     assert ledger.level.active_steps == 4
     ledger.charge(export(1, seconds=0.5, steps=4))
     assert ledger.refusal() == "exports took 1.5 s of this run, max_run_export_seconds is 1.5"
@@ -156,14 +156,15 @@ def test_a_trace_that_is_not_compressed_yet_counts_by_what_compression_left_of_t
     ledger.charge(export(bytes=100))
     ledger.wrote(0, 60)
     ledger.charge(export(1, bytes=100))
-    assert ledger.refusal() == "the traces of this run have 120 B, max_run_trace_bytes is 100 B"
+    assert ledger.refusal() == "the traces of this run take 120 B, max_run_trace_bytes is 100 B"
 
 
 def test_an_export_of_more_than_half_of_the_process_groups_timeout_is_warned_of_once() -> None:
     ledger = Ledger(timeout_seconds=20)
     assert ledger.charge(export(seconds=10)) == []
     (warning,) = ledger.charge(export(1, seconds=10.5))
-    assert "the export of window 1 took 10.5 s, more than half of the process group's timeout of 20 s" in warning
+    assert "the export of window 1 took 10.5 s while the other ranks waited" in warning
+    assert "more than half of the process group's timeout of 20 s" in warning
     assert "Budget(max_export_seconds=5)" in warning
     assert ledger.charge(export(2, seconds=19)) == []
 
@@ -178,7 +179,7 @@ def test_an_export_of_more_than_half_of_the_process_groups_timeout_is_warned_of_
 def test_a_trace_of_more_than_400_mb_is_warned_of_with_what_makes_it_smaller(cost: Any, advice: str) -> None:
     assert Ledger().charge(export(bytes=400_000_000)) == []
     (warning,) = Ledger().charge(export(bytes=400_000_001, **cost))
-    assert "has 381 MiB uncompressed" in warning
+    assert "is 381 MiB uncompressed" in warning
     assert advice in warning
     assert "lightning-memprof view RUN --steps" in warning
 
@@ -254,4 +255,4 @@ def test_a_disk_that_takes_no_more_is_an_error_row_and_leaves_a_whole_trace_or_n
         assert left == listed
         # What cannot be compressed is kept as torch wrote it.
         assert [Path(name).suffixes[-3:] for name in left] == {"exit": [], "write": [[".pt", ".trace", ".json"]]}[where]
-        assert f"collector operator_trace failed on {where} and is switched off; training goes on" in done.stderr
+        assert f"collector operator_trace failed on {where} and is disabled; training goes on" in done.stderr

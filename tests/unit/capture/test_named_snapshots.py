@@ -7,8 +7,8 @@ import pytest
 
 from fake_devices import FakeCuda
 from lightning_memprof.artifacts.naming import regions_name
+from lightning_memprof.capture.base import Position
 from lightning_memprof.capture.named_snapshots import NamedSnapshots
-from lightning_memprof.capture.session import Position
 
 
 def test_rows_taken_before_a_directory_is_known_are_written_when_it_is(tmp_path: Path) -> None:

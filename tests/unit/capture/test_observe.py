@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memprof.capture.observe import in_front_of
+from lightning_memprof.capture.observe import Guard, Link, wrapped
 
 
 class Base:
@@ -14,9 +14,9 @@ class Base:
         return ["original"]
 
 
-def saying(word: str) -> Callable[[list[Callable[..., Any]]], Callable[..., Any]]:
-    def wrap(following: list[Callable[..., Any]]) -> Callable[..., Any]:
-        return lambda instance: [word, *following[0](instance)]
+def saying(word: str) -> Callable[[Link], Callable[..., Any]]:
+    def wrap(link: Link) -> Callable[..., Any]:
+        return lambda *instance: [word, *link.call(*instance)]
 
     return wrap
 
@@ -27,7 +27,7 @@ def test_contexts_end_in_any_order_and_leave_the_class_as_it_was(first: int, inh
     owner: Any = type("Derived", (Base,), {} if inherited else {"method": lambda _: ["own"]})
     last = owner().method()
     before = dict(vars(owner))
-    contexts = [in_front_of(owner, "method", saying(word)) for word in "ab"]
+    contexts = [wrapped(owner, "method", saying(word)) for word in "ab"]
     for context in contexts:
         context.__enter__()
     assert owner().method() == ["b", "a", *last]
@@ -43,14 +43,68 @@ def test_a_method_of_torchs_storages_is_left_as_inherited_as_it_was(monkeypatch:
     assert "resize_" not in vars(torch.UntypedStorage)
     sizes: list[int] = []
 
-    def wrap(following: list[Callable[..., Any]]) -> Callable[..., Any]:
+    def wrap(link: Link) -> Callable[..., Any]:
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             sizes.append(size)
-            return following[0](storage, size)
+            return link.call(storage, size)
 
         return resize
 
-    with in_front_of(torch.UntypedStorage, "resize_", wrap):
+    with wrapped(torch.UntypedStorage, "resize_", wrap):
         torch.empty(4).untyped_storage().resize_(8)
     assert sizes == [8]
     assert "resize_" not in vars(torch.UntypedStorage)
+
+
+class TestGuardBetween:
+    """What stands between torch and the user's code does the original's work once, whatever happens."""
+
+    def test_the_original_runs_once_where_the_wrapper_fails_before_it(self) -> None:
+        calls: list[int] = []
+        guard = Guard()
+
+        def original(value: int) -> str:
+            calls.append(value)
+            return "done"
+
+        def wrap(_original: Any) -> Any:
+            def fail(_value: int) -> None:
+                raise LookupError
+
+            return fail
+
+        called = guard.between(wrap, original)
+        assert called(1) == "done"
+        assert called(2) == "done"
+        assert calls == [1, 2]
+        assert isinstance(guard.failure, LookupError)
+
+    def test_the_originals_result_is_given_where_the_wrapper_fails_behind_it(self) -> None:
+        calls: list[int] = []
+        guard = Guard()
+
+        def original(value: int) -> str:
+            calls.append(value)
+            return "done"
+
+        def wrap(inner: Any) -> Any:
+            def fail(value: int) -> None:
+                inner(value)
+                raise LookupError
+
+            return fail
+
+        assert guard.between(wrap, original)(1) == "done"
+        assert calls == [1]
+
+    def test_the_originals_exception_is_raised_as_it_is(self) -> None:
+        guard = Guard()
+        error = NotImplementedError("theirs")
+
+        def original() -> None:
+            raise error
+
+        with pytest.raises(NotImplementedError) as raised:
+            guard.between(lambda inner: inner, original)()
+        assert raised.value is error
+        assert guard.failure is None

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from lightning_memprof.artifacts.manifest import read_rows
 from lightning_memprof.artifacts.series import PHASES
-from lightning_memprof.capture.base import Collector, OnMark, RunContext
-from lightning_memprof.capture.session import Position, Session
+from lightning_memprof.capture.base import Collector, OnMark, Position, RunContext
+from lightning_memprof.capture.session import Session
 from lightning_memprof.schedule import Action, Point, Schedule, Window
 from lightning_memprof.testing import FakeCollector
 from sessions import POINTS, context, drive, session

@@ -109,7 +109,7 @@ def test_a_collector_that_hangs_is_interrupted_and_switched_off(
             drive(made, range(4))
         (row,) = [row for row in read_rows(run.sink.manifest.path)[0] if row["kind"] == "error"]
     assert (row["collector"], row["where"]) == ("hanging", where)
-    assert row["message"].startswith("CollectorHungError: did not come back within 0.2 s")
+    assert row["message"].startswith("CollectorHungError: did not return within 0.2 s")
     # It says where it hung.
     assert f"in {hang.__name__}" in row["traceback"]
     assert counting.marks == 16

@@ -136,7 +136,7 @@ def test_a_full_disk_ends_the_curves_and_nothing_else(tmp_path):
         run.sink.drain()
     run.curves.end()
     run.sink.close()
-    assert run.curves._faults.switched_off == {"curves"}
+    assert run.curves._faults.disabled == {"curves"}
     assert (run.place.directory / "manifest.rank00000.jsonl").read_text().count('"kind":"error"') == 1
 
 

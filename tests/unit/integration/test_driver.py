@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from lightning_memprof.artifacts.series import PHASES
-from lightning_memprof.capture.session import Position, Session
+from lightning_memprof.capture.base import Position
+from lightning_memprof.capture.session import Session
 from lightning_memprof.integration.driver import StepDriver, position_source
 from lightning_memprof.integration.stages import StageActions
 from lightning_memprof.schedule import Action, Point, Schedule

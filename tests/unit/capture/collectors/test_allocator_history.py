@@ -192,7 +192,7 @@ def test_with_cuda_it_is_available(run: RunContext) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
 def test_starting_a_history_without_cuda_is_an_error_with_the_way_out() -> None:
-    with pytest.raises(ConfigError, match="no CUDA device is available; leave the call out"):
+    with pytest.raises(ConfigError, match="no CUDA device is available; remove the call"):
         start_memory_history()
 
 

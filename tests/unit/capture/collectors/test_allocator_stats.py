@@ -2,11 +2,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from fake_devices import FakeCuda
 from lightning_memprof.artifacts.series import read_series
-from lightning_memprof.capture.collectors.allocator_stats import AllocatorStats, memory_stats, peak_allocated_bytes
+from lightning_memprof.capture.collectors.allocator_stats import AllocatorStats
 from lightning_memprof.schedule import Schedule
 from sessions import context, drive, session
 
@@ -27,16 +25,3 @@ def test_every_mark_has_all_statistics_and_the_device(tmp_path: Path) -> None:
     assert [row["allocated_bytes.all.peak"] for row in ends] == [200, 300, 300]
     assert len(rows) == 3 * 8
     assert all(row["device"] == "cuda:0" and row["num_ooms"] == 0 for row in rows)
-
-
-def test_the_peak_is_the_one_of_the_statistics() -> None:
-    device = torch.device("cuda", 0)
-    with FakeCuda().installed() as cuda:
-        cuda.allocate(100)
-        cuda.allocate(-60)
-        assert peak_allocated_bytes(device) == memory_stats(device)["allocated_bytes.all.peak"] == 100
-
-
-def test_before_cuda_is_used_the_peak_is_zero() -> None:
-    assert not torch.cuda.is_initialized()
-    assert peak_allocated_bytes(torch.device("cuda", 0)) == 0

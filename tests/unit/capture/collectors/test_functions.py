@@ -18,8 +18,10 @@ from torch import nn
 from fake_devices import FakeCuda
 from lightning_memprof.artifacts.manifest import read_rows
 from lightning_memprof.artifacts.series import read_series
-from lightning_memprof.capture.collectors.functions import CallRange, FunctionMemory, UserHooks, memprofilable
+from lightning_memprof.capture.collectors.functions import CallRange, FunctionMemory
 from lightning_memprof.capture.session import Session
+from lightning_memprof.capture.sources.call_memory import UserHooks
+from lightning_memprof.capture.sources.methods import memprofilable
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Schedule
 from sessions import context, drive, session
@@ -220,7 +222,7 @@ def test_by_count_the_calls_asked_for_are_recorded_whatever_the_schedule_says(tm
     wrapped: list[tuple[bool, bool]] = []
 
     def inside(model: Model, step: int) -> None:
-        wrapped.append(tuple(hasattr(vars(Model)[name], "memprof_patch") for name in ("training_step", "idle")))  # type: ignore[arg-type]
+        wrapped.append(tuple(hasattr(vars(Model)[name], "_memprof_link") for name in ("training_step", "idle")))  # type: ignore[arg-type]
         model.training_step()
         if step % 2:
             model.idle()
@@ -344,8 +346,8 @@ def test_a_name_that_the_model_does_not_have_is_said(tmp_path: Path) -> None:
     with context(tmp_path) as run:
         reason = FunctionMemory(functions=["training_step", "nothing"]).unavailable(replace(run, model=Model()))
     assert reason == (
-        "functions holds 'nothing': Model.nothing does not exist; name methods of the LightningModule, and leave out "
-        "those of other objects: marked with @memprofilable they are recorded without a name here"
+        "functions holds 'nothing': Model.nothing does not exist; name methods of the LightningModule, and mark "
+        "those of other objects with @memprofilable instead"
     )
 
 

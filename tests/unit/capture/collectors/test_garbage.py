@@ -14,7 +14,7 @@ import torch
 from lightning_memprof import Schedule
 from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.collectors import garbage
-from lightning_memprof.collectors import Garbage
+from lightning_memprof.collectors import GarbageCollection
 from sessions import context, drive, session
 
 
@@ -27,7 +27,7 @@ def quiet() -> Iterator[None]:
     gc.enable()
 
 
-def record(directory: Path, collector: Garbage, inside: Any, steps: int = 4) -> list[dict[str, Any]]:
+def record(directory: Path, collector: GarbageCollection, inside: Any, steps: int = 4) -> list[dict[str, Any]]:
     """Drive a session whose window warms up in step 1 and records 2 and 3."""
     before = list(gc.callbacks)
     with context(directory) as run:
@@ -50,7 +50,7 @@ def test_each_pause_of_the_windows_steps_is_a_row(tmp_path: Path) -> None:
         cycle(step)
         gc.collect(step % 3)
 
-    rows = record(tmp_path, Garbage(), inside, steps=6)
+    rows = record(tmp_path, GarbageCollection(), inside, steps=6)
     assert [(row["step"], row["recorded"], row["generation"]) for row in rows] == [
         (1, False, 1), (2, True, 2), (3, True, 0),
     ]  # fmt: skip
@@ -63,7 +63,7 @@ def test_each_pause_of_the_windows_steps_is_a_row(tmp_path: Path) -> None:
 
 
 def test_a_window_without_a_pause_leaves_no_file(tmp_path: Path) -> None:
-    assert record(tmp_path, Garbage(), lambda _: None) == []
+    assert record(tmp_path, GarbageCollection(), lambda _: None) == []
 
 
 def test_tensors_that_only_a_cycle_kept_alive_are_found(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_tensors_that_only_a_cycle_kept_alive_are_found(tmp_path: Path) -> None:
         torch.zeros(1000)
         gc.collect(0)
 
-    (row, _) = [row for row in record(tmp_path, Garbage(cycles=True), inside) if row["recorded"]]
+    (row, _) = [row for row in record(tmp_path, GarbageCollection(cycles=True), inside) if row["recorded"]]
     assert row["tensors"] == [
         {"type": "Tensor", "shape": [10, 25], "dtype": "float32", "bytes": 1000},
         {"type": "Tensor", "shape": [5, 1], "dtype": "float64", "bytes": 40},
@@ -92,7 +92,7 @@ def test_a_parameter_in_a_cycle_of_modules_is_found(tmp_path: Path) -> None:
         del model
         gc.collect(0)
 
-    row = record(tmp_path, Garbage(cycles=True), inside)[-1]
+    row = record(tmp_path, GarbageCollection(cycles=True), inside)[-1]
     assert [tensor["type"] for tensor in row["tensors"]] == ["Parameter", "Parameter"]
     assert row["tensor_bytes"] == 4 * (16 + 4)
 
@@ -105,13 +105,13 @@ def test_looking_for_tensors_keeps_none_alive(tmp_path: Path) -> None:
         gc.collect(0)
         sizes.append(sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects(generation=0)))
 
-    record(tmp_path, Garbage(cycles=True), inside)
+    record(tmp_path, GarbageCollection(cycles=True), inside)
     assert set(sizes) == {0}
 
 
 def test_a_failure_is_reported_once_and_the_collection_goes_on(tmp_path: Path) -> None:
     with mock.patch.object(garbage, "_tensors_up_to", side_effect=ZeroDivisionError("no")):
-        record(tmp_path, Garbage(cycles=True), lambda _: gc.collect(0))
+        record(tmp_path, GarbageCollection(cycles=True), lambda _: gc.collect(0))
     rows = map(json.loads, (tmp_path / "memprofiler/manifest.rank00000.jsonl").read_text().splitlines())
     assert [row["message"] for row in rows if row["kind"] == "error"] == ["ZeroDivisionError: no"]
 
@@ -124,7 +124,7 @@ def test_tensors_that_a_compiler_traces_with_are_left_alone(tmp_path: Path) -> N
             cycle(torch.zeros(8))
         gc.collect(0)
 
-    rows = record(tmp_path, Garbage(cycles=True), inside)
+    rows = record(tmp_path, GarbageCollection(cycles=True), inside)
     assert [row["tensors"] for row in rows] == [[], [], []]
     assert all(row["collected"] >= 1 for row in rows)
 
@@ -151,7 +151,7 @@ def test_a_collection_inside_a_compiled_call_has_nothing_of_ours_compiled(
         gc.collect()
         return value + 1
 
-    rows = record(tmp_path, Garbage(cycles=True), lambda _: call(torch.ones(2)))
+    rows = record(tmp_path, GarbageCollection(cycles=True), lambda _: call(torch.ones(2)))
     reset()
     assert len(rows) >= 3
     assert set(files) == {__file__}

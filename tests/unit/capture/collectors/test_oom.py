@@ -22,13 +22,13 @@ from lightning_memprof.artifacts.manifest import read_rows
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory
-from lightning_memprof.capture.collectors.oom import OomWatch, OutOfMemory, memory_error, where_is
+from lightning_memprof.capture.collectors.oom import OOMAutopsy, OomWatch, memory_error, where
 from lightning_memprof.capture.session import Session
-from lightning_memprof.capture.sources.oom_facts import (
+from lightning_memprof.capture.sources.oom_state import (
     Frame,
-    forwards,
+    forward_sources,
     frames_of,
-    host_facts,
+    host_memory,
     live_tensors,
     module_of,
     phase_of,
@@ -82,7 +82,7 @@ def never(_: int) -> Action:
 
 @contextmanager
 def watched(run: RunContext, **options: Any) -> Iterator[tuple[Session, OomWatch]]:
-    with session(run, never, []) as made, OutOfMemory(**options).watch(run, made) as watch:
+    with session(run, never, []) as made, OOMAutopsy(**options).watch(run) as watch:
         yield made, watch
 
 
@@ -155,12 +155,12 @@ def test_the_snapshot_is_a_pickle_of_protocol_4_with_the_failed_request_as_its_l
 def test_by_default_the_ring_is_off_outside_windows_and_always_keeps_it_on_through_them(
     cuda: FakeCuda, run: RunContext
 ) -> None:
-    with session(run, Schedule(), [AllocatorHistory()]) as made, OutOfMemory().watch(run, made):
+    with session(run, Schedule(), [AllocatorHistory()]) as made, OOMAutopsy().watch(run):
         drive(made, range(6))
         assert [call for call, _ in cuda.calls] == ["on", "snapshot", "off"]
     cuda.calls.clear()
-    kept = OutOfMemory(history="always", max_entries=500)
-    with session(run, Schedule(), [AllocatorHistory()]) as made, kept.watch(run, made):
+    kept = OOMAutopsy(history="always", max_entries=500)
+    with session(run, Schedule(), [AllocatorHistory()]) as made, kept.watch(run):
         drive(made, range(6))
         assert [call for call, _ in cuda.calls] == ["on", "snapshot"]
     assert [call for call, _ in cuda.calls] == ["on", "snapshot", "off"]
@@ -193,7 +193,7 @@ def test_of_many_events_the_first_few_and_the_one_that_ends_the_run_are_written_
     assert [row["number"] for row in rows(run)] == [0, 1, 2, 6]
     assert [event["asked_bytes"] // GIB for event in events(run)] == [100, 200, 300, 700]
     assert [event["snapshot"] for event in events(run)] == [None, None, None, "cuda_oom_rank_0.pickle"]
-    assert events(run)[0]["unavailable"] == {"snapshot": "a later event's took its place"}
+    assert events(run)[0]["unavailable"] == {"snapshot": "replaced by a later event's"}
     assert [event["ended_run"] for event in events(run)] == [False, False, False, True]
 
 
@@ -291,7 +291,7 @@ def test_a_fact_that_cannot_be_had_says_why_and_hides_no_other(
         msg = "no such file"
         raise RuntimeError(msg)
 
-    monkeypatch.setattr("lightning_memprof.capture.collectors.oom.host_facts", broken)
+    monkeypatch.setattr("lightning_memprof.capture.collectors.oom.host_memory", broken)
     with watched(run):
         caught(lambda: cuda.run_out(90 * GIB))
     (event,) = events(run)
@@ -309,7 +309,7 @@ def test_no_file_of_the_autopsy_has_the_secrets_that_an_exception_told(
     def broken(*_: object) -> None:
         raise RuntimeError(words)
 
-    monkeypatch.setattr("lightning_memprof.capture.collectors.oom.host_facts", broken)
+    monkeypatch.setattr("lightning_memprof.capture.collectors.oom.host_memory", broken)
     with watched(run) as (_, watch):
         watch.ended_by(torch.OutOfMemoryError(words))
     (event,) = events(run)
@@ -326,7 +326,7 @@ def test_the_time_of_recording_is_no_time_of_the_step(
 ) -> None:
     import time
 
-    monkeypatch.setattr("lightning_memprof.capture.collectors.oom.host_facts", lambda: time.sleep(0.3))
+    monkeypatch.setattr("lightning_memprof.capture.collectors.oom.host_memory", lambda: time.sleep(0.3))
     with watched(run) as (made, _):
         made.begin_step(next(positions([0])))
         made.clock.enter(PHASES.index("forward"))
@@ -344,7 +344,7 @@ def test_the_time_of_recording_is_no_time_of_the_step(
 )
 def test_a_value_that_means_nothing_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        OutOfMemory(**options)
+        OOMAutopsy(**options)
 
 
 @pytest.mark.parametrize(
@@ -459,7 +459,7 @@ def test_where_a_forward_is_written_is_known_for_inherited_and_replaced_ones() -
 
     model = nn.Sequential(Base(), Child(), nn.Linear(2, 2))
     model[2].forward = lambda values: values
-    found = forwards(model)
+    found = forward_sources(model)
     assert found["modules"]["0"][0] == "Base"
     assert found["modules"]["1"] == ("Child", found["modules"]["0"][1])
     file, first, last = found["sources"][found["modules"]["2"][1]]
@@ -523,7 +523,7 @@ def test_what_was_raised_from_it_shows_where_the_code_was() -> None:
 
 
 def test_the_hosts_figures_are_this_process(tmp_path: Path) -> None:
-    facts = host_facts()
+    facts = host_memory()
     assert 0 < (facts["rss_bytes"] or 0) <= (facts["vms_bytes"] or 0)
     assert (facts["available_bytes"] or 0) <= (facts["total_bytes"] or 0)
     assert {"rlimit_as_bytes", "cgroup_limit_bytes", "cgroup_used_bytes"} <= set(facts)
@@ -531,9 +531,9 @@ def test_the_hosts_figures_are_this_process(tmp_path: Path) -> None:
 
 def test_between_steps_and_before_the_first_one_the_place_is_not_known(run: RunContext) -> None:
     with watched(run) as (made, _):
-        assert tuple(where_is(made)) == (None,) * 6
+        assert tuple(where(run.progress)) == (None,) * 6
         made.begin_step(next(positions([3])))
-        assert where_is(made)[:5] == (3, 3, 0, "other", Point.STEP_START)
+        assert where(run.progress)[:5] == (3, 3, 0, "other", Point.STEP_START)
 
 
 def test_batches_and_optimizers_of_the_run_are_asked_for(cuda: FakeCuda, run: RunContext) -> None:

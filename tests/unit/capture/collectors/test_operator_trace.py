@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_memprof.artifacts.manifest import read_rows
 from lightning_memprof.capture.collectors.operator_trace import NvtxRanges, OperatorTrace
-from lightning_memprof.capture.sources.annotations import module_ranges
+from lightning_memprof.capture.sources.kineto import module_ranges
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Schedule
 from sessions import context, drive, session

@@ -18,8 +18,7 @@ from lightning_memprof.artifacts.naming import parse_system_name, system_name
 from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.collectors.system import _Reader
-from lightning_memprof.capture.sources.cgroup import memory_limit_bytes
-from lightning_memprof.collectors import System
+from lightning_memprof.collectors import SystemStats
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Schedule
 from lightning_memprof.units import GIB, MIB
@@ -35,7 +34,7 @@ def sampling() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "memprof-system"]
 
 
-def record(run: RunContext, system: System, step_s: float = 0.0, steps: int = 6) -> list[int]:
+def record(run: RunContext, system: SystemStats, step_s: float = 0.0, steps: int = 6) -> list[int]:
     """Drive a window and give the number of sampling threads in each step."""
     seen = []
 
@@ -58,23 +57,23 @@ def reasons(run: RunContext) -> list[str]:
 
 @pytest.mark.parametrize("interval", [0, 0.05, 61, -1, float("nan"), float("inf"), "1", None, True])
 def test_an_interval_out_of_range_is_refused(interval: Any) -> None:
-    with pytest.raises(ConfigError, match=r"System\(interval=.*from 0.1 to 60"):
-        System(interval=interval)
+    with pytest.raises(ConfigError, match=r"SystemStats\(interval=.*from 0.1 to 60"):
+        SystemStats(interval=interval)
 
 
 @pytest.mark.parametrize("interval", [0.1, 1, 60])
 def test_an_interval_in_range_is_taken(interval: float) -> None:
-    System(interval=interval)
+    SystemStats(interval=interval)
 
 
 def test_always_must_be_a_flag() -> None:
-    with pytest.raises(ConfigError, match=r"System\(always='no'\)"):
-        System(always="no")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"SystemStats\(always='no'\)"):
+        SystemStats(always="no")  # type: ignore[arg-type]
 
 
 def test_the_thread_lives_as_long_as_the_window(tmp_path: Path) -> None:
     with context(tmp_path) as run:
-        assert record(run, System()) == [0, 1, 1, 1, 0, 0]
+        assert record(run, SystemStats()) == [0, 1, 1, 1, 0, 0]
     assert not sampling()
 
 
@@ -82,7 +81,7 @@ def test_a_window_shorter_than_the_interval_has_one_sample_in_base_units(tmp_pat
     before = time.time_ns()
     with context(tmp_path) as run:
         # Machines count processor time in ticks of 10 ms: over less than one it is not known.
-        record(run, System(interval=60), step_s=0.02)
+        record(run, SystemStats(interval=60), step_s=0.02)
     (row,) = rows(tmp_path)
     assert row["step"] == 3
     assert row["recorded"] is True
@@ -97,7 +96,7 @@ def test_a_window_shorter_than_the_interval_has_one_sample_in_base_units(tmp_pat
 
 def test_samples_come_at_the_interval_in_order_of_time(tmp_path: Path) -> None:
     with context(tmp_path) as run:
-        record(run, System(interval=0.1), step_s=0.12)
+        record(run, SystemStats(interval=0.1), step_s=0.12)
     times = [row["time_ns"] for row in rows(tmp_path)]
     assert 2 <= len(times) <= 6
     assert all(later - earlier > 0 for earlier, later in pairwise(times))
@@ -131,7 +130,7 @@ def test_a_counter_that_falls_is_no_negative_rate(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(psutil, "disk_io_counters", lambda **_: next(readings))
     monkeypatch.setattr(psutil, "net_io_counters", lambda **_: None)
     with context(tmp_path) as run:
-        record(run, System(interval=60))
+        record(run, SystemStats(interval=60))
     (row,) = rows(tmp_path)
     assert row["disk_read_bytes_per_s"] == 0
     assert row["disk_write_bytes_per_s"] > 0
@@ -146,13 +145,13 @@ def test_a_sample_that_fails_is_the_collectors_error_and_the_thread_ends(
 
     monkeypatch.setattr(psutil, "swap_memory", fail)
     with context(tmp_path) as run:
-        record(run, System())
-        assert "system" in run.faults.switched_off
+        record(run, SystemStats())
+        assert "system" in run.faults.disabled
     assert not sampling()
 
 
 def test_an_exception_in_the_training_ends_the_thread_and_keeps_the_samples(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), context(tmp_path) as run, session(run, WINDOW, [System()]) as made:
+    with pytest.raises(ZeroDivisionError), context(tmp_path) as run, session(run, WINDOW, [SystemStats()]) as made:
         drive(made, range(6), lambda step: 1 // (3 - step))
     assert not sampling()
     assert len(rows(tmp_path)) == 1
@@ -160,7 +159,7 @@ def test_an_exception_in_the_training_ends_the_thread_and_keeps_the_samples(tmp_
 
 def test_always_samples_outside_of_windows_into_its_own_file(tmp_path: Path) -> None:
     with context(tmp_path) as run:
-        assert record(run, System(interval=0.1, always=True), step_s=0.05, steps=4) == [1, 2, 2, 2]
+        assert record(run, SystemStats(interval=0.1, always=True), step_s=0.05, steps=4) == [1, 2, 2, 2]
     assert not sampling()
     file = tmp_path / "memprofiler" / system_name(0)
     whole = read_series(file)
@@ -174,7 +173,7 @@ def test_always_samples_outside_of_windows_into_its_own_file(tmp_path: Path) -> 
 
 def test_always_writes_while_the_run_goes_on(tmp_path: Path) -> None:
     file = tmp_path / "memprofiler" / system_name(0)
-    with context(tmp_path) as run, session(run, lambda _: WINDOW(0), [System(interval=0.1, always=True)]) as made:
+    with context(tmp_path) as run, session(run, lambda _: WINDOW(0), [SystemStats(interval=0.1, always=True)]) as made:
         drive(made, range(2))
         deadline = time.monotonic() + 10
         while not file.read_text() and time.monotonic() < deadline:
@@ -192,7 +191,7 @@ def test_the_ranks_gpu_is_found_by_its_uuid(uuid: str, tmp_path: Path, monkeypat
     nvml = FakeNvml(uuid="GPU-11111111-2222")
     with FakeCuda().installed(), nvml.installed(), context(tmp_path, "cuda:3") as run:
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=uuid))
-        record(run, System())
+        record(run, SystemStats())
         assert not reasons(run)
     (row,) = rows(tmp_path)
     assert {name: value for name, value in row.items() if name.startswith("gpu")} == {
@@ -207,7 +206,7 @@ def test_the_ranks_gpu_is_found_by_its_uuid(uuid: str, tmp_path: Path, monkeypat
 def test_a_figure_that_a_gpu_does_not_have_is_none(tmp_path: Path) -> None:
     nvml = FakeNvml(figures={"utilization": None, "memory": GIB, "power": None, "temperature": 40})
     with FakeCuda().installed(), nvml.installed(), context(tmp_path, "cuda:0") as run:
-        record(run, System())
+        record(run, SystemStats())
     (row,) = rows(tmp_path)
     assert row["gpu0_utilization_percent"] is row["gpu0_power_w"] is None
     assert row["gpu0_memory_used_bytes"] == GIB
@@ -216,53 +215,14 @@ def test_a_figure_that_a_gpu_does_not_have_is_none(tmp_path: Path) -> None:
 def test_a_driver_that_does_not_answer_is_said_once_and_the_machine_is_sampled(tmp_path: Path) -> None:
     nvml = FakeNvml(broken="Driver/library version mismatch")
     with FakeCuda().installed(), nvml.installed(), context(tmp_path, "cuda:0") as run:
-        with session(run, Schedule(wait=0, warmup=0, active=1, repeat=2), [System()]) as made:
+        with session(run, Schedule(wait=0, warmup=0, active=1, repeat=2), [SystemStats()]) as made:
             drive(made, range(2))
-        assert reasons(run) == ["no figures of the GPU: its driver does not answer (Driver/library version mismatch)"]
+        assert reasons(run) == ["no GPU figures: the driver does not answer (Driver/library version mismatch)"]
     assert rows(tmp_path)[0]["memory_used_bytes"] > MIB
 
 
 def test_without_the_library_the_reason_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
     with FakeCuda().installed(), context(tmp_path, "cuda:0") as run:
-        record(run, System())
-        assert reasons(run) == ["no figures of the GPU: nvidia-ml-py is not installed; pip install nvidia-ml-py"]
-
-
-def groups(directory: Path, lines: str, files: dict[str, str]) -> tuple[Path, Path]:
-    (directory / "cgroup").write_text(lines)
-    mount = directory / "mount"
-    for name, content in files.items():
-        (mount / name).parent.mkdir(parents=True, exist_ok=True)
-        (mount / name).write_text(content)
-    return directory / "cgroup", mount
-
-
-@pytest.mark.parametrize(
-    ("lines", "files", "limit"),
-    [
-        ("0::/a/b\n", {"cgroup.controllers": "", "a/b/memory.max": "max\n", "a/memory.max": "4096\n"}, 4096),
-        ("0::/a/b\n", {"cgroup.controllers": "", "a/b/memory.max": "1024\n", "a/memory.max": "4096\n"}, 1024),
-        ("0::/\n", {"cgroup.controllers": "", "memory.max": "2048\n"}, 2048),
-        ("0::/on/the/host\n", {"cgroup.controllers": "", "memory.max": "512\n"}, 512),
-        ("4:cpu,memory:/c\n0::/\n", {"memory/c/memory.limit_in_bytes": "99\n"}, 99),
-        ("4:memory:/c\n", {"memory/c/memory.limit_in_bytes": "9223372036854771712\n"}, None),
-        ("4:memory:/on/the/host\n", {"memory/memory.limit_in_bytes": "77\n"}, 77),
-        ("0::/x\n", {"unified/x/memory.max": "55\n"}, 55),
-        ("0::/../../x\n", {"cgroup.controllers": "", "memory.max": "nonsense\n"}, None),
-        ("nonsense\n\n", {}, None),
-    ],
-)
-def test_the_smallest_limit_of_the_groups_around_is_the_limit(
-    lines: str, files: dict[str, str], limit: int | None, tmp_path: Path
-) -> None:
-    assert memory_limit_bytes(*groups(tmp_path, lines, files)) == limit
-
-
-def test_a_machine_without_groups_has_no_limit(tmp_path: Path) -> None:
-    assert memory_limit_bytes(tmp_path / "none", tmp_path) is None
-
-
-def test_this_machines_limit_is_a_size_or_none() -> None:
-    limit = memory_limit_bytes()
-    assert limit is None or limit > MIB
+        record(run, SystemStats())
+        assert reasons(run) == ["no GPU figures: nvidia-ml-py is not installed; pip install nvidia-ml-py"]

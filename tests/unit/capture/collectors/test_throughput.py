@@ -9,14 +9,14 @@ from typing import Any, ClassVar, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.base import RunContext
-from lightning_memprof.capture.collectors.flops import FlopCount
-from lightning_memprof.capture.collectors.throughput import batch_samples
+from lightning_memprof.capture.collectors.throughput import FlopCount, batch_samples
 from lightning_memprof.collectors import Throughput
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Point, Schedule
@@ -279,7 +279,7 @@ def unavailable(directory: Path) -> list[str]:
 def test_under_another_dispatch_mode_nothing_is_counted_and_the_reason_is_said(tmp_path: Path) -> None:
     with Mode(), context(tmp_path) as run:
         drive(run, [Throughput(flops=True)], inside=multiply)
-    assert "another dispatch mode" in unavailable(tmp_path)[0]
+    assert "another torch dispatch mode" in unavailable(tmp_path)[0]
     assert [row["flops"] for row in rows(tmp_path)] == [None, None]
 
 
@@ -306,3 +306,18 @@ def test_an_exception_in_the_counted_step_leaves_no_mode_behind(tmp_path: Path) 
     with pytest.raises(ZeroDivisionError), context(tmp_path) as run:
         drive(run, [Throughput(flops=True)], schedule, fail)
     assert not _get_current_dispatch_mode_stack()
+
+
+def test_shapes_that_are_tried_without_values_run_as_ever_and_count_nothing() -> None:
+    """What a sharded tensor does to find out how an operator can be sharded."""
+    made = torch.ones(4, 4)
+    with FlopCount() as count:
+        made @ made
+        with FakeTensorMode() as mode:
+            fake = mode.from_tensor(made)
+            found = (fake @ fake).mul_(0.9)
+            (torch.empty(4, 4) @ torch.empty(4, 4)).sum()
+        made @ made
+    assert (found.shape, type(found)) == (made.shape, type(fake))
+    assert count.failure is None
+    assert count.flops == 2 * (2 * 4 * 4 * 4)

@@ -19,10 +19,10 @@ from lightning_memprof.capture.sources.methods import (
     IN_COMPILED,
     MethodCall,
     _Marked,
-    heard_method,
     marked_methods,
     memprofilable,
-    why_not,
+    method_calls,
+    unsupported_method,
 )
 from lightning_memprof.errors import ConfigError
 
@@ -107,7 +107,7 @@ def nothing_stays() -> Iterator[None]:
 
 def test_a_call_starts_and_ends_and_returns_what_it_did(listener: Listener) -> None:
     model = Model()
-    with heard_method(model, "work", listener):
+    with method_calls(model, "work", listener):
         assert model.work(2, more=3) == 5
         assert Model.work(model, 4) == 4
     assert model.work() == 1
@@ -116,7 +116,7 @@ def test_a_call_starts_and_ends_and_returns_what_it_did(listener: Listener) -> N
 
 def test_other_instances_pass_through(listener: Listener) -> None:
     model = Model()
-    with heard_method(model, "work", listener):
+    with method_calls(model, "work", listener):
         assert Model().work(3) == 3
         assert copy.deepcopy(model).work(4) == 4
     assert listener.told == []
@@ -124,7 +124,7 @@ def test_other_instances_pass_through(listener: Listener) -> None:
 
 def test_an_inherited_method_is_taken_off_the_class_again(listener: Listener) -> None:
     model = Model()
-    with heard_method(model, "inherited", listener):
+    with method_calls(model, "inherited", listener):
         assert model.inherited() == 1
         assert "inherited" in vars(Model)
     assert "inherited" not in vars(Model)
@@ -133,24 +133,24 @@ def test_an_inherited_method_is_taken_off_the_class_again(listener: Listener) ->
 
 def test_nested_and_re_entrant_calls_end_in_reverse(listener: Listener) -> None:
     model = Model()
-    with heard_method(model, "outer", listener), heard_method(model, "work", listener):
+    with method_calls(model, "outer", listener), method_calls(model, "work", listener):
         model.outer()
     assert listener.told == ["+outer", "+work", "-work", "-outer"]
-    with heard_method(model, "again", again := Listener()):
+    with method_calls(model, "again", again := Listener()):
         assert model.again(2) == 2
     assert again.told == ["+again"] * 3 + ["-again"] * 3
 
 
 def test_an_exception_arrives_as_the_same_object_and_is_named(listener: Listener) -> None:
     model = Model()
-    with heard_method(model, "fails", listener), pytest.raises(ArithmeticError):
+    with method_calls(model, "fails", listener), pytest.raises(ArithmeticError):
         model.fails()
     assert listener.told == ["+fails", "-fails!ArithmeticError"]
 
 
 def test_calls_of_other_threads_are_heard(listener: Listener) -> None:
     model = Model()
-    with heard_method(model, "work", listener):
+    with method_calls(model, "work", listener):
         thread = Thread(target=model.work)
         thread.start()
         thread.join()
@@ -159,7 +159,7 @@ def test_calls_of_other_threads_are_heard(listener: Listener) -> None:
 
 def test_a_generator_starts_with_its_body_and_ends_with_it(listener: Listener) -> None:
     model = Model()
-    with heard_method(model, "numbers", listener):
+    with method_calls(model, "numbers", listener):
         made = model.numbers(2)
         assert listener.told == []
         assert inspect.isgenerator(made)
@@ -176,7 +176,7 @@ def test_a_generator_starts_with_its_body_and_ends_with_it(listener: Listener) -
 
 def test_a_generator_that_is_closed_or_forgotten_or_raises_has_its_end(listener: Listener) -> None:
     model = Model()
-    with heard_method(model, "numbers", listener):
+    with method_calls(model, "numbers", listener):
         made = model.numbers(3)
         next(made)
         made.close()
@@ -197,7 +197,7 @@ def test_a_generator_that_is_closed_or_forgotten_or_raises_has_its_end(listener:
 
 def test_a_coroutine_is_heard_while_it_runs(listener: Listener) -> None:
     model = Model()
-    with heard_method(model, "waits", listener):
+    with method_calls(model, "waits", listener):
         made = model.waits()
         assert listener.told == []
         assert asyncio.run(made) == 3
@@ -206,7 +206,7 @@ def test_a_coroutine_is_heard_while_it_runs(listener: Listener) -> None:
 
 def test_a_partial_method_is_heard(listener: Listener) -> None:
     model = Model()
-    with heard_method(model, "partial", listener):
+    with method_calls(model, "partial", listener):
         assert model.partial(more=1) == 6
     assert listener.told == ["+partial", "-partial"]
 
@@ -215,7 +215,7 @@ def test_the_wrapper_looks_like_the_method(listener: Listener) -> None:
     model = Model()
     signature = inspect.signature(model.work)
     original = Model.work
-    with heard_method(model, "work", listener):
+    with method_calls(model, "work", listener):
         assert model.work.__doc__ == "Add."
         assert model.work.__name__ == "work"
         assert inspect.signature(model.work) == signature
@@ -226,7 +226,7 @@ def test_an_attribute_of_the_instance_is_wrapped_there_and_put_back_as_the_same_
     model = Model()
     own = functools.partial(int, "7")
     vars(model)["work"] = own
-    with heard_method(model, "work", listener):
+    with method_calls(model, "work", listener):
         assert model.work() == 7
         assert Model().work() == 1
     assert vars(model)["work"] is own
@@ -236,7 +236,7 @@ def test_an_attribute_of_the_instance_is_wrapped_there_and_put_back_as_the_same_
 def test_without_an_attribute_of_its_own_the_instance_gets_none(listener: Listener) -> None:
     model = Model()
     before = dict(vars(model))
-    with heard_method(model, "work", listener):
+    with method_calls(model, "work", listener):
         assert dict(vars(model)) == before
         twin = pickle.loads(pickle.dumps(model))  # noqa: S301 our own
         assert twin.work(2) == 2
@@ -245,7 +245,7 @@ def test_without_an_attribute_of_its_own_the_instance_gets_none(listener: Listen
 
 def test_two_that_hear_one_model_leave_in_any_order() -> None:
     model, first, second = Model(), Listener(), Listener()
-    outer, two = heard_method(model, "work", first), heard_method(model, "work", second)
+    outer, two = method_calls(model, "work", first), method_calls(model, "work", second)
     outer.__enter__()
     two.__enter__()
     model.work()
@@ -258,8 +258,8 @@ def test_two_that_hear_one_model_leave_in_any_order() -> None:
 
 def test_two_models_of_one_class_are_told_apart() -> None:
     model, two, first, second = Model(), Model(), Listener(), Listener()
-    with heard_method(model, "work", first):
-        with heard_method(two, "work", second):
+    with method_calls(model, "work", first):
+        with method_calls(two, "work", second):
             model.work()
             two.work()
             two.work()
@@ -270,7 +270,7 @@ def test_two_models_of_one_class_are_told_apart() -> None:
 def test_what_somebody_put_over_ours_stays_and_passes_through(listener: Listener) -> None:
     model = Model()
     own = Model.work
-    context = heard_method(model, "work", listener)
+    context = method_calls(model, "work", listener)
     context.__enter__()
     ours: Callable[..., Any] = Model.work
 
@@ -283,7 +283,7 @@ def test_what_somebody_put_over_ours_stays_and_passes_through(listener: Listener
     try:
         assert Model.work is theirs
         assert model.work(3) == 3
-        with heard_method(model, "work", listener):
+        with method_calls(model, "work", listener):
             model.work()
         assert Model.work is theirs
     finally:
@@ -293,7 +293,7 @@ def test_what_somebody_put_over_ours_stays_and_passes_through(listener: Listener
 
 def test_a_bound_wrapper_that_was_left_on_the_instance_becomes_the_method_again(listener: Listener) -> None:
     model = Model()
-    with heard_method(model, "work", listener):
+    with method_calls(model, "work", listener):
         bound = model.work
         vars(model)["work"] = bound  # as the strategy of DistributedDataParallel does with `forward`
     assert vars(model)["work"].__func__ is Model.work
@@ -314,10 +314,10 @@ def test_a_bound_wrapper_that_was_left_on_the_instance_becomes_the_method_again(
 )
 def test_what_cannot_be_heard_says_why(name: str, reason: str, listener: Listener) -> None:
     model = Model()
-    found = why_not(model, name)
+    found = unsupported_method(model, name)
     assert found is not None
     assert reason in found
-    with pytest.raises(ConfigError, match=reason), heard_method(model, name, listener):
+    with pytest.raises(ConfigError, match=reason), method_calls(model, name, listener):
         pass
 
 
@@ -354,7 +354,7 @@ def test_a_marked_function_generator_and_coroutine_are_heard(listener: Listener)
 
 def test_a_marked_method_that_is_also_named_is_told_once(listener: Listener) -> None:
     model = Model()
-    with marked_methods(listener), heard_method(model, "marked", listener):
+    with marked_methods(listener), method_calls(model, "marked", listener):
         model.marked(1)
     assert listener.told == ["+marked", "-marked"]
 
@@ -413,11 +413,11 @@ def test_what_a_compiled_region_may_call_is_not_heard_and_the_region_is_not_comp
     model.run(value)
     before = compilations()
     for name in ("helper", "forward"):
-        reason = why_not(model, name)
+        reason = unsupported_method(model, name)
         assert reason is not None
         assert reason.endswith(IN_COMPILED)
     assert before == 1
-    assert why_not(model.net, "forward") is None
+    assert unsupported_method(model.net, "forward") is None
 
 
 def test_a_mark_inside_a_compiled_region_neither_breaks_the_graph_nor_compiles_it_again(
@@ -439,9 +439,9 @@ def test_a_compiled_method_is_heard_from_outside(listener: Listener, compilation
     vars(model)["run"] = torch.compile(model.run, backend="eager")
     own = vars(model)["run"]
     model.run(value)
-    assert why_not(model, "run") is None
-    assert why_not(model, "helper") is not None
-    with heard_method(model, "run", listener):
+    assert unsupported_method(model, "run") is None
+    assert unsupported_method(model, "helper") is not None
+    with method_calls(model, "run", listener):
         model.run(value)
     model.run(value)
     assert vars(model)["run"] is own
@@ -455,7 +455,7 @@ def test_a_model_with_a_compiled_part_is_heard_and_the_part_is_not_compiled_agai
     model, value = Compiled(), torch.ones(2, 2)
     model.net.compile(backend="eager")
     model.run(value)
-    with heard_method(model, "run", listener), heard_method(model, "helper", listener):
+    with method_calls(model, "run", listener), method_calls(model, "helper", listener):
         model.run(value)
     model.run(value)
     assert compilations() == 1

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lightning_memprof.capture.sources.tensors import (
-    Held,
     ModelTensors,
+    PersistentBytes,
     batch_bytes,
     fold,
     local_bytes,
@@ -32,7 +32,7 @@ class Two(nn.Module):
 
 
 def counted(model: nn.Module, *optimizers: torch.optim.Optimizer) -> tuple[dict[str, int], dict[str, list[int]]]:
-    return Held(ModelTensors(model)).count(optimizers)
+    return PersistentBytes(ModelTensors(model)).count(optimizers)
 
 
 @pytest.mark.parametrize("width", [8, 33, 128])
@@ -80,7 +80,7 @@ def test_a_module_under_two_names_counts_once_above_both() -> None:
 def test_what_changes_between_two_steps_is_counted_again() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    held = Held(ModelTensors(model))
+    held = PersistentBytes(ModelTensors(model))
     size = 2 * (64 + 16)
     assert held.count([optimizer])[0]["gradient_bytes"] == 0
     model(torch.randn(2, 4)).sum().backward()
@@ -96,7 +96,7 @@ def test_what_changes_between_two_steps_is_counted_again() -> None:
 
 def test_gradients_that_move_to_another_module_of_the_same_size_are_counted_there() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    held = Held(ModelTensors(model))
+    held = PersistentBytes(ModelTensors(model))
     for name, other in (("0", "1"), ("1", "0")):
         model.zero_grad()
         model.get_submodule(name)(torch.randn(2, 4)).sum().backward()
@@ -106,7 +106,7 @@ def test_gradients_that_move_to_another_module_of_the_same_size_are_counted_ther
 
 def test_an_unchanged_step_is_not_counted_again() -> None:
     model = nn.Linear(4, 4)
-    held = Held(ModelTensors(model))
+    held = PersistentBytes(ModelTensors(model))
     assert held.count([])[0] is held.count([])[0]
 
 
@@ -114,7 +114,7 @@ def test_an_optimizer_that_keeps_lists_of_tensors_is_counted_in_every_step() -> 
     weight = nn.Parameter(torch.ones(5))
     optimizer = torch.optim.LBFGS([weight], max_iter=1, history_size=3)
     held, model = [], nn.ParameterList([weight])
-    counter = Held(ModelTensors(model))
+    counter = PersistentBytes(ModelTensors(model))
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -141,7 +141,7 @@ def test_gradients_that_are_views_of_one_bucket_count_the_bucket_once() -> None:
 
 def test_sparse_gradients_count_their_parts_anew_in_every_step() -> None:
     embedding = nn.Embedding(100, 4, sparse=True)
-    held = Held(ModelTensors(embedding))
+    held = PersistentBytes(ModelTensors(embedding))
     for rows in (3, 5):
         embedding.zero_grad()
         embedding(torch.arange(rows)).sum().backward()
@@ -151,7 +151,7 @@ def test_sparse_gradients_count_their_parts_anew_in_every_step() -> None:
 
 def test_parameters_that_are_not_initialised_yet_have_no_bytes() -> None:
     model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1))
-    held = Held(ModelTensors(model))
+    held = PersistentBytes(ModelTensors(model))
     assert held.count([])[0]["parameter_bytes"] == 20
     model(torch.randn(2, 3))
     assert held.count([])[0]["parameter_bytes"] == 20 + 4 * 4 * 4
@@ -227,7 +227,7 @@ def test_sums_go_up_the_tree() -> None:
 
 def test_a_buffer_that_grows_is_counted_anew() -> None:
     model = nn.BatchNorm1d(4)
-    held = Held(ModelTensors(model))
+    held = PersistentBytes(ModelTensors(model))
     before = held.count([])[0]["buffer_bytes"]
     model.running_mean = torch.zeros(1004)
     assert held.count([])[0]["buffer_bytes"] == before + 4000

@@ -27,7 +27,7 @@ def test_a_strategy_that_does_not_shard_by_fully_shard_is_named(tmp_path: Path) 
     with context(tmp_path) as run:
         reason = FSDPMemory().unavailable(run)
         assert reason is not None
-        assert "SingleDeviceStrategy does not shard by fully_shard" in reason
+        assert "SingleDeviceStrategy does not use fully_shard" in reason
         assert FSDPMemory().unavailable(replace(run, strategy="ModelParallelStrategy")) is None
         assert FSDPMemory().unavailable(replace(run, stage="test")) == "test has no training step"
 
@@ -67,7 +67,7 @@ def test_without_a_name_the_root_is_the_outermost(
         ("decoder", ("encoder",), ["'decoder'", "no such module", "'encoder'"]),
         ("head", ("encoder",), ["'head'", "fully_shard was not called on it", "'encoder'"]),
         ("", ("encoder", "head"), ["''", "fully_shard was not called on it", "'encoder', 'head'"]),
-        ("head", (), ["'head'", "no module of this model is"]),
+        ("head", (), ["'head'", "the model has none"]),
     ],
 )
 def test_a_root_that_cannot_be_is_refused_and_the_others_are_named(

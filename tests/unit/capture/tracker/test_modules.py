@@ -39,7 +39,7 @@ def test_a_torch_without_its_tracker_is_said(tmp_path: Path, monkeypatch: pytest
     monkeypatch.delitem(sys.modules, "lightning_memprof.capture.tracker.sharded_tracker", raising=False)
     monkeypatch.setitem(sys.modules, "torch.distributed._tools.fsdp2_mem_tracker", None)
     with context(tmp_path) as run:
-        assert "no memory tracker" in (ModuleMemory().unavailable(run) or "")
+        assert "no supported memory tracker" in (ModuleMemory().unavailable(run) or "")
 
 
 def work(run: RunContext, tracked: list[bool]) -> Any:

@@ -86,7 +86,7 @@ def test_a_handler_of_c_is_left_alone() -> None:
     with Path(os.devnull).open("w") as nowhere:
         faulthandler.register(signal.SIGUSR2, file=nowhere)
         try:
-            assert Usr2().install() == "a handler that is not Python's has it"
+            assert Usr2().install() == "a handler outside Python is installed"
         finally:
             faulthandler.unregister(signal.SIGUSR2)
 

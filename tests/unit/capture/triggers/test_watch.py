@@ -15,7 +15,7 @@ from lightning_memprof import ConfigError, Triggers
 from lightning_memprof.artifacts.manifest import read_rows
 from lightning_memprof.artifacts.trigger import Plan, Request, read_plan, write_plan, write_request
 from lightning_memprof.capture.base import RunContext, StepRecord
-from lightning_memprof.capture.triggers.requests import Demand
+from lightning_memprof.capture.planner import WindowRequest
 from lightning_memprof.capture.triggers.watch import TriggerWatch
 from lightning_memprof.triggers import Anomaly
 from sessions import context
@@ -60,7 +60,7 @@ def test_rank_0_plans_its_step_plus_20_and_the_others_read_it(tmp_path: Path) ->
     with ranks(tmp_path) as (first, second):
         assert [*first.before_step(6), *second.before_step(6)] == []
         write_request(directory(tmp_path), Request("id", "somebody", 4, None))
-        expected = Demand("somebody", 1, 4, 27)
+        expected = WindowRequest("somebody", 1, 4, 27)
         assert list(first.before_step(7)) == [expected]
         assert read_plan(directory(tmp_path)) == Plan("id", "somebody", 27, 1, 4, 7)
         assert list(second.before_step(6)) == [expected]
@@ -71,7 +71,7 @@ def test_rank_0_plans_its_step_plus_20_and_the_others_read_it(tmp_path: Path) ->
 def test_alone_a_rank_opens_the_window_at_once(tmp_path: Path) -> None:
     with ranks(tmp_path, world=1) as (only,):
         write_request(directory(tmp_path), Request("id", "somebody"))
-        assert list(only.before_step(7)) == [Demand("somebody", 1, 3, 7)]
+        assert list(only.before_step(7)) == [WindowRequest("somebody", 1, 3, 7)]
 
 
 def test_a_rank_that_has_passed_the_planned_step_records_from_now_on_and_says_so(
@@ -81,8 +81,8 @@ def test_a_rank_that_has_passed_the_planned_step_records_from_now_on_and_says_so
         write_plan(directory(tmp_path), Plan("id", "somebody", 27, 1, 2, 7))
         (demand,) = second.before_step(40)
     assert (demand.step, demand.warmup, demand.active) == (27, 1, 2)
-    assert demand.cause == "somebody, planned for step 27, which this rank had passed when it saw the plan"
-    assert "rank 1 is at step 40: the window that was planned for step 27 opens late" in caplog.text
+    assert demand.cause == "somebody, planned for step 27, which this rank had passed when it read the plan"
+    assert "rank 1 is at step 40: the window planned for step 27 opens late" in caplog.text
 
 
 def test_requests_while_one_is_planned_get_the_same_window_and_later_ones_a_new_one(tmp_path: Path) -> None:
@@ -97,8 +97,8 @@ def test_requests_while_one_is_planned_get_the_same_window_and_later_ones_a_new_
         assert (plan.id, plan.step, plan.active) == ("b", 20, 2)
         assert list(second.before_step(22)) == []
         write_request(directory(tmp_path), Request("c", "three", 9))
-        assert list(first.before_step(23)) == [Demand("three", 1, 9, 43)]
-        assert list(second.before_step(23)) == [Demand("three", 1, 9, 43)]
+        assert list(first.before_step(23)) == [WindowRequest("three", 1, 9, 43)]
+        assert list(second.before_step(23)) == [WindowRequest("three", 1, 9, 43)]
 
 
 def test_trigger_asks_all_ranks_through_rank_0(tmp_path: Path) -> None:
@@ -106,14 +106,14 @@ def test_trigger_asks_all_ranks_through_rank_0(tmp_path: Path) -> None:
         second.call(5)
         first.call(5)
         demands = list(first.before_step(3))
-        assert demands == list(second.before_step(3)) == [Demand("MemProfilerCallback.trigger()", 1, 5, 23)]
+        assert demands == list(second.before_step(3)) == [WindowRequest("MemProfilerCallback.trigger()", 1, 5, 23)]
 
 
 def test_trigger_without_files_records_on_the_rank_that_calls_it(tmp_path: Path) -> None:
     with ranks(tmp_path, Triggers(file=False, signal=False)) as (first, second):
         second.call(None)
         assert list(first.before_step(3)) == []
-        assert list(second.before_step(3)) == [Demand("MemProfilerCallback.trigger()", 1, 3)]
+        assert list(second.before_step(3)) == [WindowRequest("MemProfilerCallback.trigger()", 1, 3)]
     assert not (directory(tmp_path) / "trigger.request.json").exists()
 
 

@@ -1,34 +1,41 @@
-"""What is known at the moment at which memory ran out: the code that asked, the host's limits, who holds what.
+"""State of the process when memory ran out: the requesting code, the host's limits, the live tensors.
 
-Nothing here allocates on a device, waits for it, or keeps a reference to a frame, a tensor or an exception.
+Nothing here allocates on a device, synchronizes, or keeps a reference to a frame, a tensor or an exception.
 """
 
 from __future__ import annotations
 
 import gc
 import inspect
-import os
 import sys
-from pathlib import Path
 from types import CellType, CodeType, FrameType, FunctionType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import psutil
 import torch
 
-from lightning_memprof.capture.collectors.host import peak_rss_bytes
+from lightning_memprof.capture.sources.memory import cgroup_memory, peak_rss_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from torch import nn
 
-__all__ = ["Frame", "forwards", "frames_of", "host_facts", "live_tensors", "module_of", "phase_of", "running_frames"]
+__all__ = [
+    "Frame",
+    "forward_sources",
+    "frames_of",
+    "host_memory",
+    "live_tensors",
+    "module_of",
+    "phase_of",
+    "running_frames",
+]
 
 _MAX_FRAMES: Final = 400
 _MAX_TENSORS: Final = 30
 _OPTIMIZED: Final = inspect.CO_OPTIMIZED
-# Innermost first, the first that fits is the phase. Backward's own frames are the autograd engine's callers.
+# Innermost first; the first match is the phase. The frames of backward are the autograd engine's callers.
 _CALLERS: Final = (
     ("backward", ("torch.autograd", "torch._tensor"), ("backward", "grad", "_engine_run_backward")),
     ("optimizer", ("torch.optim",), ()),
@@ -36,11 +43,10 @@ _CALLERS: Final = (
 )
 _STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
 _STRATEGIES: Final = (".strategies.", ".overrides.", ".plugins.")
-_V1_UNLIMITED: Final = 1 << 60
 
 
 class Frame(NamedTuple):
-    """One Python frame as text: nothing of it is kept alive."""
+    """One Python frame as text, without a reference to it."""
 
     filename: str
     line: int
@@ -49,11 +55,11 @@ class Frame(NamedTuple):
 
 
 def running_frames() -> list[Frame]:
-    """Return the frames of this thread, innermost first, without those of the caller's file and without their locals.
+    """Return the frames of this thread, innermost first, without those of the caller's file and without locals.
 
-    Reading the locals of a frame that runs would keep its tensors alive until it returns.
+    Reading the locals of a running frame would keep its tensors alive until it returns.
     """
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 the documented way to one's own stack
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 the documented way to the current stack
     found: list[Frame] = []
     callers = None if frame is None else frame.f_globals
     while frame is not None and frame.f_globals is callers:
@@ -65,30 +71,30 @@ def running_frames() -> list[Frame]:
 
 
 def frames_of(error: BaseException, ended_as: BaseException | None = None) -> list[Frame]:
-    """Return the frames that an exception came through, innermost first.
+    """Return the frames that an exception propagated through, innermost first.
 
     Args:
-        error: where it began.
-        ended_as: what arrived in the end, raised from it; None where that is the same.
+        error: the original exception.
+        ended_as: the final exception, raised from it; None if that is the same.
 
     """
     chain = [error] if ended_as is None or ended_as is error else [error, ended_as]
-    # What caught the first and raised the last is in both.
-    through = {id(traceback.tb_frame): traceback for part in chain for traceback in reversed(list(_tracebacks(part)))}
-    return [_text(traceback.tb_frame, traceback.tb_lineno) for traceback in through.values()][:_MAX_FRAMES]
+    # The frame that caught the first and raised the last is in both.
+    entries = {id(entry.tb_frame): entry for part in chain for entry in reversed(list(_tracebacks(part)))}
+    return [_text(entry.tb_frame, entry.tb_lineno) for entry in entries.values()][:_MAX_FRAMES]
 
 
 def module_of(error: BaseException, model: nn.Module) -> tuple[str, str] | None:
     """Return path and class of the innermost module of ``model`` in whose method an exception was raised, or None.
 
-    ``self`` is the first of the locals among what the ended frame refers to, where they are listed in their order.
+    ``self`` is the first local among the referents of the finished frame, which lists them in order.
     """
     paths = {id(module): path for path, module in model.named_modules()}
-    for traceback in reversed(list(_tracebacks(error))):
-        code = traceback.tb_frame.f_code
+    for entry in reversed(list(_tracebacks(error))):
+        code = entry.tb_frame.f_code
         if not (code.co_flags & _OPTIMIZED and code.co_argcount and code.co_varnames[0] == "self"):
             continue
-        itself = _first_local(traceback.tb_frame)
+        itself = _first_local(entry.tb_frame)
         path = paths.get(id(itself))
         if path is not None and issubclass(type(itself), torch.nn.Module):
             return path, type(itself).__name__
@@ -96,7 +102,7 @@ def module_of(error: BaseException, model: nn.Module) -> tuple[str, str] | None:
 
 
 def _first_local(frame: FrameType) -> Any:
-    """Return an ended frame's first local; ``f_locals`` would make a dictionary that keeps all of them alive."""
+    """Return a finished frame's first local; ``f_locals`` would create a dictionary that keeps all of them alive."""
     for value in gc.get_referents(frame):
         if type(value) is CellType:
             return value.cell_contents
@@ -106,7 +112,7 @@ def _first_local(frame: FrameType) -> Any:
 
 
 def phase_of(frames: Iterable[Frame]) -> tuple[str | None, str | None]:
-    """Return the phase that a stack shows, and the module's step function where one is in it; None where it does not.
+    """Return the phase of a stack, and the module's step function in it; None for each that it does not show.
 
     Args:
         frames: innermost first.
@@ -118,21 +124,21 @@ def phase_of(frames: Iterable[Frame]) -> tuple[str | None, str | None]:
             return phase or "forward", frame.name
         if phase is None:
             if frame.name == "closure" and ".loops.optimization." in frame.module:
-                # The optimizer called it, but it is at work for another: the clock knows for whom.
+                # The optimizer called it, but forward or backward runs: the clock knows which.
                 return None, None
             if frame.name in ("setup", "model_to_device") and ".strategies." in frame.module:
                 return "setup", None
             if frame.name == "_call_callback_hooks" and frame.module.endswith("pytorch.trainer.call"):
                 phase = "callbacks"
-            for word, modules, names in _CALLERS:
+            for caller_phase, modules, names in _CALLERS:
                 if frame.module.startswith(modules) and (not names or frame.name in names):
-                    phase = word
+                    phase = caller_phase
                     break
     return phase, None
 
 
-def forwards(model: nn.Module) -> dict[str, Any]:
-    """Return where the modules' forwards are written, to name modules from a Python stack.
+def forward_sources(model: nn.Module) -> dict[str, Any]:
+    """Return the source lines of the modules' forwards, to find modules in a Python stack.
 
     Returns:
         ``{"sources": [[file, first line, last line], ...], "modules": {path: [class, index of its source or None]}}``.
@@ -157,8 +163,8 @@ def _last_line(code: CodeType) -> int:
     return max((line for _, _, line in code.co_lines() if line), default=code.co_firstlineno)
 
 
-def host_facts() -> dict[str, int | None]:
-    """Return this process's sizes, the machine's memory and the limits that hold for the process, in bytes.
+def host_memory() -> dict[str, int | None]:
+    """Return this process's sizes, the machine's memory and the limits of the process, in bytes.
 
     A limit that is not set is None.
     """
@@ -177,7 +183,7 @@ def host_facts() -> dict[str, int | None]:
         for name in ("as", "data"):
             soft, _ = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
             facts[f"rlimit_{name}_bytes"] = None if soft == resource.RLIM_INFINITY else soft
-    facts["cgroup_limit_bytes"], facts["cgroup_used_bytes"] = _cgroup()
+    facts["cgroup_limit_bytes"], facts["cgroup_used_bytes"] = cgroup_memory()
     return facts
 
 
@@ -193,7 +199,7 @@ def live_tensors(
 
     Returns:
         Bytes by ``parameter_bytes``, ``gradient_bytes``, ``optimizer_state_bytes``, ``buffer_bytes``, and
-        ``other_bytes``: tensors that Python's garbage collector knows besides. What only autograd holds is in none.
+        ``other_bytes``: other tensors that Python's garbage collector tracks. None includes saved activations.
 
     """
     known = {storage._cdata: label for label, storage in _labelled(model, optimizers)}  # noqa: SLF001 reads no data
@@ -221,7 +227,7 @@ def live_tensors(
                 "dtype": str(tensor.dtype).removeprefix("torch."),
             }
         )
-    found.sort(key=lambda row: -int(row["bytes"]))
+    found.sort(key=lambda tensor: -int(tensor["bytes"]))
     return held, found[:_MAX_TENSORS]
 
 
@@ -232,16 +238,16 @@ def _text(frame: FrameType, line: int | None) -> Frame:
 
 
 def _tracebacks(error: BaseException) -> Iterator[TracebackType]:
-    traceback = error.__traceback__
-    while traceback is not None:
-        yield traceback
-        traceback = traceback.tb_next
+    entry = error.__traceback__
+    while entry is not None:
+        yield entry
+        entry = entry.tb_next
 
 
 def _labelled(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> Iterator[tuple[tuple[str, str | None], torch.UntypedStorage]]:
-    """Yield the category, the name and the storage of all that the model and its optimizers hold."""
+    """Yield category, name and storage of each tensor of the model and its optimizers."""
     names: dict[int, str] = {}
     tensors: list[tuple[str, str | None, Any]] = []
     for name, parameter in model.named_parameters():
@@ -271,45 +277,14 @@ def _all_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
             if isinstance(state, dict):
                 yield from (value for value in list(state.values()) if isinstance(value, torch.Tensor))
     for value in gc.get_objects():
-        # A proxy's isinstance may run the program's code; its type is what it is.
+        # isinstance of a proxy may run the program's code; its type does not.
         if issubclass(type(value), torch.Tensor):
             yield value
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Return where a tensor's data is, a sharded one's own part; None where it has none."""
+    """Return a tensor's storage, of a sharded one its local part; None if it has none."""
     try:
         return getattr(tensor, "_local_tensor", tensor).untyped_storage()
-    except Exception:  # noqa: BLE001 sparse, functional and other wrapped tensors have none, each in its own way
-        return None
-
-
-def _cgroup() -> tuple[int | None, int | None]:
-    """Return the smallest memory limit of this process's control groups, and what counts towards it; Linux only.
-
-    Source: ``memory.max`` and ``memory.current`` of version 2, ``memory.limit_in_bytes`` of version 1.
-    """
-    limit, used = _number("/sys/fs/cgroup/memory/memory.limit_in_bytes"), None
-    if limit is not None:
-        used = _number("/sys/fs/cgroup/memory/memory.usage_in_bytes")
-        return (limit, used) if limit < _V1_UNLIMITED else (None, used)
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None, None
-    group = next((line[3:] for line in lines if line.startswith("0::")), "/").strip("/")
-    while True:
-        folder = Path("/sys/fs/cgroup", group)
-        here = _number(folder / "memory.max")
-        if here is not None and (limit is None or here < limit):
-            limit, used = here, _number(folder / "memory.current")
-        if not group:
-            return limit, used
-        group = group.rpartition("/")[0]
-
-
-def _number(path: str | os.PathLike[str]) -> int | None:
-    try:
-        return int(Path(path).read_text(encoding="ascii"))
-    except (OSError, ValueError):
+    except Exception:  # noqa: BLE001 sparse, functional and other wrapped tensors raise different exceptions
         return None

@@ -13,7 +13,7 @@ import yaml
 
 from lightning_memprof.artifacts.manifest import read_rows
 from lightning_memprof.artifacts.sink import Sink, claim_run_place
-from lightning_memprof.capture.collectors.memory_stats_file import stats_key, write_memory_stats
+from lightning_memprof.capture.collectors.function_rows import stats_key, write_memory_stats
 from lightning_memprof.units import MIB
 from mutations import Runs
 
@@ -96,5 +96,7 @@ def test_a_write_that_fails_leaves_the_file_that_was_there(sink: Sink, monkeypat
 def test_a_pickle_that_somebody_else_has_put_there_runs_nothing_in_the_training(sink: Sink) -> None:
     path = sink.place.directory / "rank_0_memory_stats.pickle"
     path.write_bytes(pickle.dumps({"0.training_step.3.end": Runs()}))
-    with pytest.raises(pickle.UnpicklingError, match=r"names collections\.OrderedDict, which it never does; remove it"):
+    with pytest.raises(
+        pickle.UnpicklingError, match=r"refers to collections\.OrderedDict, which is not allowed; remove the file"
+    ):
         write_memory_stats(sink, "functions", FIRST, ["pickle"])

@@ -1,0 +1,268 @@
+"""Memory inside a call of a function: at its forwards, of saved activations, and by the user's own hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Final
+
+import psutil
+from torch import nn
+
+from lightning_memprof.capture.sources.memory import ResidentSize
+from lightning_memprof.capture.sources.methods import compiled_methods
+from lightning_memprof.capture.sources.module_calls import COMPILED, Forwards, ForwardWatch, is_compiled, module_hooks
+from lightning_memprof.capture.sources.saved_hooks import SavedBytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lightning_memprof.capture.base import RunContext
+    from lightning_memprof.capture.sources.methods import MethodCall
+
+__all__ = ["CallMemory", "HookOptions", "MeasuredCall", "UserHooks", "memory_info", "user_hooks"]
+
+_RSS: Final = ("rss_pre_forward", "rss_post_forward", "rss_diff")
+_NPP: Final = ("npp_pre_forward", "npp_post_forward", "npp_diff")
+_HANDLE: Final = "mem_info_handle"
+
+
+@dataclass(frozen=True)
+class HookOptions:
+    """The measurements of a call.
+
+    Attributes:
+        memory: RSS at forwards.
+        saved_tensors: bytes of saved activations, by saved-tensor hooks.
+        user: the user's hooks.
+
+    """
+
+    memory: bool
+    saved_tensors: bool
+    user: UserHooks | None
+
+
+@dataclass(eq=False)
+class MeasuredCall:
+    """A running call, in the thread of the hooks."""
+
+    forwards: Forwards
+    saves: bool
+
+
+class CallMemory:
+    """The hooks while they are open, and their values of a call.
+
+    Args:
+        run: of the collector.
+        options: the measurements.
+        guard: wraps a function so that it cannot raise into the user's code.
+        on_fault: called with an exception of a user's hook.
+
+    """
+
+    def __init__(
+        self,
+        run: RunContext,
+        options: HookOptions,
+        guard: Callable[[Callable[..., None]], Any],
+        on_fault: Callable[[Exception], None],
+    ) -> None:
+        self._run = run
+        self._options = options
+        self._guard = guard
+        self._on_fault = on_fault
+        self._thread = get_ident()
+        self._resources = ExitStack()
+        self._watch: ForwardWatch | None = None
+        self._saved: SavedBytes | None = None
+        self._user: UserState | None = None
+        self._saver: MeasuredCall | None = None
+        self.is_open = False
+
+    def open(self) -> str | None:
+        """Add the hooks for this thread; return why forwards are not measured, or None if they are."""
+        options, model = self._options, self._run.model
+        # Hooks are silently not called inside a compiled method.
+        supported = not is_compiled(model) and not compiled_methods(model)
+        wanted = options.memory or options.saved_tensors or options.user is not None
+        self._thread, self.is_open = get_ident(), True
+        with ExitStack() as resources:
+            if options.saved_tensors:
+                functions = options.user.saved_tensors_funcs if options.user is not None else None
+                self._saved = SavedBytes(model, functions, self._on_fault)
+            if supported and (options.memory or options.saved_tensors):
+                resident = ResidentSize()
+                resources.callback(resident.close)
+                self._watch = ForwardWatch(model, resident.read, self._packed_bytes, self._guard)
+                resources.callback(self._watch.release)
+            if options.user is not None:
+                self._user = resources.enter_context(user_hooks(model, options.user, self._guard))
+            self._resources = resources.pop_all()
+        return f"memory at forwards: {COMPILED}" if wanted and not supported else None
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self.is_open = False
+        if self._saver is not None and get_ident() == self._thread:
+            self._stop_saving()
+        self._watch = self._user = None
+        self._resources.close()
+
+    def start(self, call: MethodCall) -> MeasuredCall | None:
+        """Start measuring a call; return None if it is not measured.
+
+        Not measured are calls in other threads, and generators and coroutines, whose body other code interrupts.
+        """
+        if self._watch is None or call.suspends or get_ident() != self._thread:
+            return None
+        saves = self._saved is not None and self._saver is None
+        if saves and self._saved is not None:
+            self._saved.start()
+        measured = MeasuredCall(self._watch.open(), saves)
+        if saves:
+            self._saver = measured
+        return measured
+
+    def end(self, measured: MeasuredCall | None) -> None:
+        """End it; its values remain."""
+        if measured is None:
+            return
+        if self._watch is not None:
+            self._watch.close(measured.forwards)
+        if self._saver is measured:
+            self._stop_saving()
+
+    def values(self, measured: MeasuredCall | None) -> dict[str, Any]:
+        """Return the values of a call by name, None if they are unknown."""
+        values: dict[str, Any] = {}
+        if self._options.memory:
+            values |= dict.fromkeys(_RSS) if measured is None else measured.forwards.rss()
+        if self._options.saved_tensors:
+            values |= dict.fromkeys(_NPP) if measured is None else measured.forwards.npp()
+        if self._user is not None:
+            values |= self._user.read()
+        return values
+
+    def reset(self) -> None:
+        """Call the user's resets, after a function's end."""
+        if self._user is not None:
+            self._user.reset()
+
+    def _packed_bytes(self) -> int:
+        return 0 if self._saved is None else self._saved.total
+
+    def _stop_saving(self) -> None:
+        self._saver = None
+        if self._saved is not None:
+            self._saved.stop()
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserHooks:
+    """The user's own hooks, with finetuning-scheduler's signatures.
+
+    They are called for the modules of the root: the model's attribute ``model`` if that is a module, else the model.
+    Each module has the attribute ``mem_info_handle``, which returns psutil's ``memory_info()``. The results of hooks
+    are ignored: they change neither inputs nor outputs.
+
+    Args:
+        pre_forward: called with ``(module, args)`` before each module's forward.
+        post_forward: called with ``(module, args, output)`` after it.
+        reset_state: called with ``(root, save_attributes)`` at the start and after each function's end.
+        saved_tensors_funcs: pack and unpack for ``torch.autograd.graph.saved_tensors_hooks``.
+        save_attributes: attributes of the root that are read at each start and end; afterwards these attributes of
+            every module are restored or removed.
+
+    """
+
+    pre_forward: Sequence[Callable[..., Any]] = ()
+    post_forward: Sequence[Callable[..., Any]] = ()
+    reset_state: Sequence[Callable[..., Any]] = ()
+    saved_tensors_funcs: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+    save_attributes: Sequence[str] = ()
+
+
+def memory_info() -> Any:
+    """Return psutil's ``memory_info()`` of this process; unlike the bound method it can be copied and pickled."""
+    return psutil.Process().memory_info()
+
+
+@contextmanager
+def user_hooks(model: nn.Module, hooks: UserHooks, guard: Callable[[Callable[..., None]], Any]) -> Iterator[UserState]:
+    """Call the user's hooks around the forwards of the root's modules while the context is open.
+
+    Afterwards every attribute of :attr:`UserHooks.save_attributes` is restored on every module.
+    """
+    root = getattr(model, "model", None)
+    root = root if isinstance(root, nn.Module) else model
+    names = (*hooks.save_attributes, _HANDLE)
+    absent = object()
+    found = [(module, [(name, vars(module).get(name, absent)) for name in names]) for module in model.modules()]
+    befores = [guard(_valueless(hook)) for hook in hooks.pre_forward]
+    afters = [guard(_valueless(hook)) for hook in hooks.post_forward]
+    resets = [guard(_valueless(hook)) for hook in hooks.reset_state]
+
+    def before(module: nn.Module, args: Any) -> None:
+        for hook in befores:
+            hook(module, args)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        for hook in afters:
+            hook(module, args, output)
+
+    with ExitStack() as stack:
+        stack.callback(_restore, found, absent)
+        if befores or afters:
+            for module in root.modules():
+                vars(module)[_HANDLE] = memory_info
+            stack.enter_context(module_hooks(root, before, after))
+        state = UserState(root, tuple(hooks.save_attributes), resets)
+        state.reset()
+        yield state
+
+
+class UserState:
+    """Attributes that the user's hooks write on the root module."""
+
+    def __init__(self, root: nn.Module, names: tuple[str, ...], resets: Sequence[Callable[..., None]]) -> None:
+        self._root = root
+        self._names = names
+        self._resets = resets
+
+    def reset(self) -> None:
+        """Call the user's resets."""
+        for reset in self._resets:
+            reset(self._root, list(self._names))
+
+    def read(self) -> dict[str, Any]:
+        """Return the attributes; None if no hook has written one."""
+        return {name: _plain(vars(self._root).get(name)) for name in self._names}
+
+
+def _valueless(hook: Callable[..., Any]) -> Callable[..., None]:
+    def call(*values: Any) -> None:
+        hook(*values)
+
+    return call
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "numel", lambda: 0)() == 1:
+        return item()
+    return str(value)
+
+
+def _restore(found: Sequence[tuple[nn.Module, Sequence[tuple[str, Any]]]], absent: object) -> None:
+    for module, values in found:
+        for name, value in values:
+            if value is absent:
+                vars(module).pop(name, None)
+            else:
+                vars(module)[name] = value

@@ -1,0 +1,266 @@
+"""torch.profiler's use of Kineto in one window: its trace from preparation to file, and the ranges in it."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import os
+import shutil
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from isal import igzip
+from torch._C._profiler import _RecordFunctionFast
+from torch.autograd.profiler import profile as autograd_profile
+
+from lightning_memprof.artifacts.trace_rewriting import FAST_LEVEL, write_trace
+from lightning_memprof.capture.observe import wrapped
+from lightning_memprof.capture.sources.module_calls import module_calls
+from lightning_memprof.schedule import Point
+from lightning_memprof.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
+    from torch.profiler import profile
+
+    from lightning_memprof.capture.base import ActionFeed
+    from lightning_memprof.capture.observe import Link
+    from lightning_memprof.schedule import Mark
+
+__all__ = ["TraceFile", "WindowTrace", "action_ranges", "module_ranges", "yields_to_others"]
+
+_TAIL_BYTES: Final = 16
+
+
+class WindowTrace:
+    """One window's trace: prepared, started at the first recorded step, finished once.
+
+    Args:
+        profiler: torch's profiler, not prepared yet.
+        save: called with this object when a started trace has stopped.
+        max_steps: recorded steps after which it is finished; None is the end of the window.
+
+    """
+
+    def __init__(self, profiler: profile, save: Callable[[WindowTrace], None], max_steps: int | None = None) -> None:
+        self.profiler = profiler
+        self.steps = 0
+        self.stopping_ns = 0
+        self._save = save
+        self._max_steps = max_steps
+        self._step = ExitStack()
+        self._ranges: ExitStack | None = None
+        self._cut_actions: Callable[[], None] = lambda: None
+        self._started = False
+
+    @property
+    def owner(self) -> object:
+        """The object that torch's profiler passes to Kineto."""
+        return self.profiler.profiler
+
+    def prepare(self, ranges: ExitStack, cut_actions: Callable[[], None]) -> None:
+        """Warm up Kineto; ``ranges`` are closed before the trace stops."""
+        self.profiler.prepare_trace()
+        self._ranges, self._cut_actions = ranges, cut_actions
+
+    def on_mark(self, mark: Mark) -> None:
+        """Start with the first recorded step, and name the steps."""
+        if self._ranges is None:
+            return
+        if mark.point is Point.STEP_START and mark.recorded:
+            if not self._started:
+                self.profiler.start_trace()
+                self._started = True
+            self._step.enter_context(torch.profiler.record_function(f"ProfilerStep#{mark.step}"))
+            self.steps += 1
+        elif mark.point is Point.STEP_END:
+            self._cut_actions()
+            self._step.close()
+            if self.steps == self._max_steps:
+                self.finish()
+
+    def finish(self) -> bool:
+        """Stop the trace and save it; return whether it was still running."""
+        ranges, self._ranges = self._ranges, None
+        if ranges is None:
+            return False
+        self.stopping_ns = time.perf_counter_ns()
+        try:
+            self._cut_actions()
+            self._step.close()
+            ranges.close()
+        finally:
+            if not self._started:
+                # Kineto stays prepared until a trace is stopped.
+                self.profiler.start_trace()
+            self.profiler.stop_trace()
+        if self._started:
+            self._save(self)
+        return True
+
+
+@contextmanager
+def yields_to_others(owner: object, give_way: Callable[[], bool]) -> Iterator[None]:
+    """Call ``give_way`` before another profiler uses Kineto; it returns whether this one was still using it.
+
+    A second profiler inside the first loses the first one's data and can crash the process, and torch does not show
+    that one is warming up: for the time of a window the two methods that every profiler starts with are wrapped.
+    """
+
+    def prepare(link: Link) -> Callable[[Any], None]:
+        def prepare_trace(profiler: Any) -> None:
+            if profiler is not owner:
+                give_way()
+            link.call(profiler)
+
+        return prepare_trace
+
+    def start(link: Link) -> Callable[[Any], None]:
+        def start_trace(profiler: Any) -> None:
+            if profiler is not owner and give_way():
+                # It was prepared before the window; stopping our trace has undone that.
+                profiler._prepare_trace()  # noqa: SLF001 torch has no public one
+            link.call(profiler)
+
+        return start_trace
+
+    with wrapped(autograd_profile, "_prepare_trace", prepare), wrapped(autograd_profile, "_start_trace", start):
+        yield
+
+
+@contextmanager
+def module_ranges(model: nn.Module) -> Iterator[None]:
+    """Name every sub-module's forward ``[pl][module]{type}: {path}`` in the trace.
+
+    If a part of the model is compiled there are no names.
+    """
+    names = {
+        path: _quoteless(f"[pl][module]{type(module).__module__}.{type(module).__qualname__}: {path}")
+        for path, module in model.named_modules()
+        if path
+    }
+    ranges: list[Any] = []
+
+    def before(path: str, args: tuple[Any, ...]) -> None:  # noqa: ARG001 the name is enough
+        if path:
+            ranges.append(_RecordFunctionFast(names[path]))
+            ranges[-1].__enter__()
+
+    def after(path: str) -> None:
+        if path:
+            ranges.pop().__exit__(None, None, None)
+
+    with module_calls(model, before, after):
+        yield
+
+
+@contextmanager
+def action_ranges(actions: ActionFeed) -> Iterator[Callable[[], None]]:
+    """Name every action of the Trainer ``[pl][profile]{action}`` in the trace.
+
+    Yields a function that ends the open ranges. It must be called if a range around them ends first, as a step does
+    that ends in the middle of the next epoch's first action: ranges that partially overlap crash torch when the process
+    ends.
+    """
+    ranges: list[tuple[str, Any]] = []
+
+    def start(name: str) -> None:
+        opened = _RecordFunctionFast(_quoteless("[pl][profile]" + name))
+        opened.__enter__()
+        ranges.append((name, opened))
+
+    def stop(name: str) -> None:
+        if ranges and ranges[-1][0] == name:
+            ranges.pop()[1].__exit__(None, None, None)
+
+    def cut() -> None:
+        while ranges:
+            ranges.pop()[1].__exit__(None, None, None)
+
+    with actions.listen(start, stop):
+        try:
+            yield cut
+        finally:
+            cut()
+
+
+def _quoteless(name: str) -> str:
+    """Replace quotes: Kineto writes them unescaped, which breaks the JSON."""
+    return name.replace('"', "'")
+
+
+@dataclass(frozen=True)
+class TraceFile:
+    """A trace that Kineto has written: as JSON until it is compressed, then only as ``trace``."""
+
+    raw: Path
+    trace: Path
+
+    def take(self, profiler: profile) -> int:
+        """Let Kineto write the JSON, which holds the GIL; return its size.
+
+        Args:
+            profiler: torch's, stopped.
+
+        Raises:
+            RuntimeError: it has no trace.
+            OSError: the file is truncated: on a full disk torch reports nothing.
+
+        """
+        results = profiler.profiler.kineto_results if profiler.profiler is not None else None
+        if results is None or results.trace_start_ns() == 0:
+            msg = "Kineto returned no trace of this window; another profiler may have stopped it"
+            raise RuntimeError(msg)
+        self.raw.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            results.save(str(self.raw))
+            return self._complete_bytes()
+        except BaseException:
+            for partial in (self.raw, self._unfinished):
+                with suppress(OSError):
+                    partial.unlink()
+            raise
+
+    @property
+    def _unfinished(self) -> Path:
+        # Kineto's own temporary name, which remains if it could not write to the end.
+        return self.raw.with_name(f"{self.raw.name}.tmp")
+
+    def _complete_bytes(self) -> int:
+        found = self.raw if self.raw.exists() else self._unfinished
+        with found.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            is_complete = file.read().rstrip().endswith(b"}")
+        if found is not self.raw or not is_complete:
+            msg = f"torch wrote only {format_bytes(size)} of the trace; is the disk full?"
+            raise OSError(errno.ENOSPC, msg, str(self.raw))
+        return size
+
+    def compress(self, target: Path) -> None:
+        """Write the final trace: as gzip, with the categories that TensorBoard's profiler tab reads."""
+        write_trace(self.raw, target)
+
+    def export(self, path: str, use_python_export: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 torch's
+        """Replace ``torch.profiler.profile.export_chrome_trace``."""
+        if self.raw.exists():
+            if str(path).endswith(".gz"):
+                self._copy_compressed(Path(path))
+            else:
+                shutil.copyfile(self.raw, path)
+        elif str(path).endswith(".gz"):
+            shutil.copyfile(self.trace, path)
+        else:
+            with gzip.open(self.trace, "rb") as source, Path(path).open("wb") as target:
+                shutil.copyfileobj(source, target)
+
+    def _copy_compressed(self, target: Path) -> None:
+        """Write Kineto's JSON as gzip; isal releases the GIL."""
+        with self.raw.open("rb") as source, igzip.open(target, "wb", compresslevel=FAST_LEVEL) as gz:  # type: ignore[no-untyped-call]
+            shutil.copyfileobj(source, gz, 1 << 20)

@@ -1,0 +1,167 @@
+"""Readings of memory: of the process, the device's allocator, and the container's limit."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import psutil
+import torch
+
+from lightning_memprof.units import KIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = [
+    "NO_ACCELERATOR",
+    "ResidentSize",
+    "cgroup_memory",
+    "memory_stats",
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "peak_rss_bytes",
+]
+
+NO_ACCELERATOR: Final = "no accelerator"
+
+_MEMBERSHIP: Final = Path("/proc/self/cgroup")
+_MOUNT: Final = Path("/sys/fs/cgroup")
+# Version 1 writes "no limit" as the largest number of pages that fits into 63 bits.
+_UNLIMITED: Final = 1 << 60
+
+
+class ResidentSize:
+    """Reads the resident memory (RSS) of this process; about 4 µs on Linux, from one open file."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._page_bytes = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+        try:
+            self._fd = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        except (OSError, AttributeError):
+            self._fd = -1
+
+    def read(self) -> int:
+        """Return the RSS in bytes."""
+        if self._fd < 0:
+            return int(self._process.memory_info().rss)
+        return int(os.pread(self._fd, 96, 0).split(b" ", 2)[1]) * self._page_bytes
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def peak_rss_bytes(at_least: int) -> int:
+    """Return the peak RSS of this process in bytes.
+
+    On Linux it is ``VmHWM`` of ``/proc/self/status``: ``ru_maxrss`` of ``getrusage`` starts with the peak of the parent
+    process.
+
+    Args:
+        at_least: the RSS that was just read; the kernel updates the peak later than the RSS.
+
+    """
+    if sys.platform == "win32":
+        return max(at_least, int(psutil.Process().memory_info().peak_wset))
+    if sys.platform == "linux" and (high_water := _status().partition(b"VmHWM:")[2]):
+        return max(at_least, int(high_water.split(b"kB", 1)[0]) * KIB)
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return max(at_least, peak if sys.platform == "darwin" else peak * KIB)
+
+
+def _status() -> bytes:
+    """Return Linux's status of this process, about 30 µs; empty without /proc."""
+    try:
+        with open("/proc/self/status", "rb", buffering=0) as file:  # noqa: PTH123 a Path doubles the cost
+            return file.read()
+    except OSError:
+        return b""
+
+
+def memory_stats(device: torch.device) -> dict[str, Any]:
+    """Return all statistics of the device's caching allocator under torch's names, bytes and counts.
+
+    Source: ``torch.cuda.memory_stats``; on other accelerators ``torch.accelerator.memory_stats``.
+    """
+    if device.type == "cuda":
+        return dict(torch.cuda.memory_stats(device))
+    return dict(torch.accelerator.memory_stats(device))
+
+
+def peak_allocated_bytes(device: torch.device) -> int:
+    """Return the peak of allocated bytes since the process started or the user reset it."""
+    if device.type == "cuda":
+        return _peak("allocated_bytes", device)
+    return int(torch.accelerator.max_memory_allocated(device))
+
+
+def peak_reserved_bytes(device: torch.device) -> int:
+    """Return the peak of bytes that the allocator reserved since the process started or the user reset it."""
+    if device.type == "cuda":
+        return _peak("reserved_bytes", device)
+    return int(torch.accelerator.max_memory_reserved(device))
+
+
+def _peak(name: str, device: torch.device) -> int:
+    # The nested form omits the flattening of a hundred keys: it is read in every step.
+    nested = torch.cuda.memory_stats_as_nested_dict(device)
+    return int(nested[name]["all"]["peak"]) if nested else 0
+
+
+def cgroup_memory(membership: Path = _MEMBERSHIP, mount: Path = _MOUNT) -> tuple[int | None, int | None]:
+    """Return the smallest memory limit among this process's control groups and their parents, and its use, in bytes.
+
+    Both are None without a limit. Reads versions 1 and 2, also both at once. In a container the kernel may give the
+    host's path, which is not visible there: the mount itself is then the container's group.
+
+    Args:
+        membership: the file that lists the groups of this process; source: cgroups(7).
+        mount: where the groups are mounted.
+
+    """
+    try:
+        lines = membership.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return None, None
+    limits = [
+        (limit, used)
+        for line in lines
+        for folder, limit_name, used_name in _groups(line, mount)
+        if (limit := _number(folder / limit_name)) is not None and limit < _UNLIMITED
+        for used in (folder / used_name,)
+    ]
+    if not limits:
+        return None, None
+    limit, used = min(limits, key=lambda entry: entry[0])
+    return limit, _number(used)
+
+
+def _groups(line: str, mount: Path) -> Iterator[tuple[Path, str, str]]:
+    """Yield folder, limit file and use file of each group of a line ``number:controllers:path``, innermost first."""
+    _, _, rest = line.partition(":")
+    controllers, _, path = rest.partition(":")
+    if not controllers:
+        top = mount if (mount / "cgroup.controllers").exists() else mount / "unified"
+        names = ("memory.max", "memory.current")
+    elif "memory" in controllers.split(","):
+        top, names = mount / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    else:
+        return
+    parts = [part for part in path.split("/") if part not in {"", "..", "."}]
+    for count in range(len(parts), -1, -1):
+        yield (top.joinpath(*parts[:count]), *names)
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
