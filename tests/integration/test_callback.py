@@ -398,8 +398,8 @@ def test_what_a_person_watching_wants_to_know_is_logged(tmp_path: Path, caplog: 
     with caplog.at_level("INFO", logger="lightning_memprof"):
         trainer(tmp_path, recorder()).fit(Perceptron(), loader())
     text = caplog.text
-    assert "window 0 warming up, steps 1" in text
-    assert "window 0 recording steps 2-3" in text
+    assert "window 0 warms up in step 1" in text
+    assert "window 0 records steps 2–3" in text
     assert "saved" in text
     if not torch.cuda.is_available():
         assert "CUDA is not available: not recording allocator history" in text
