@@ -55,7 +55,7 @@ class MemProfilerCallback(Adapter):
         schedule: when windows open; a :class:`Schedule`, a mapping of its fields, a function from step to
             ``torch.profiler.ProfilerAction``, or :class:`StageSchedules` with a schedule for each stage.
         collectors: the collectors to use; None is the default set, as far as it is available: ``Pulse``,
-            ``HostMemory``, ``AllocatorStats``, ``HookTimings``, ``Garbage``, ``System``, ``Throughput``,
+            ``HostMemory``, ``AllocatorStats``, ``HookTimings``, ``GarbageCollection``, ``SystemStats``, ``Throughput``,
             ``AllocatorHistory``, ``FunctionMemory``, ``SavedTensors``, ``OOMAutopsy`` and ``OperatorTrace``.
         ranks: global ranks that record windows with every collector: ``"all"``, ``"none"``, a list, a count (the
             first N), ``{"every": N}``; None is all of up to 8, else the first of each node. The other ranks use only

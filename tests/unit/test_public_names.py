@@ -24,9 +24,9 @@ ROOT = {
 }  # fmt: skip
 NAMESPACES = {
     "collectors": {
-        "AllocatorHistory", "AllocatorStats", "CallRange", "FSDPMemory", "FunctionMemory", "Garbage", "HookTimings",
-        "HostMemory", "ModuleMemory", "ModuleRss", "OperatorTrace", "OOMAutopsy", "Pulse", "SavedTensors", "System",
-        "Throughput", "UserHooks", "Window",
+        "AllocatorHistory", "AllocatorStats", "CallRange", "FSDPMemory", "FunctionMemory", "GarbageCollection",
+        "HookTimings", "HostMemory", "ModuleMemory", "ModuleRss", "OOMAutopsy", "OperatorTrace", "Pulse",
+        "SavedTensors", "SystemStats", "Throughput", "UserHooks", "Window",
     },
     "triggers": {"AllocatorRetries", "Anomaly", "MemoryGrowth", "NearOOM", "SlowStep"},
     "compat.fts": {

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lightning_memprof.artifacts.trigger import MOST_STEPS
+from lightning_memprof.capture.planner import WindowRequest
 from lightning_memprof.capture.triggers.anomalies import Anomaly
-from lightning_memprof.capture.triggers.requests import FileRequests, WindowRequest
+from lightning_memprof.capture.triggers.requests import FileRequests
 from lightning_memprof.capture.triggers.signals import Usr2
 from lightning_memprof.errors import ConfigError
 
