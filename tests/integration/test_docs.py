@@ -51,7 +51,7 @@ def test_the_python_of_each_page_runs_from_top_to_bottom(tmp_path: Path, run_pro
             names = {{"__name__": page}}
             try:
                 for block in [{PRELUDE!r}, *blocks]:
-                    exec(compile(block, f"<{page}>", "exec"), names)
+                    exec(compile(block, "<" + page + ">", "exec"), names)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
@@ -98,6 +98,15 @@ def test_the_tests_that_the_security_page_names_exist() -> None:
     named = re.findall(r"`((?:unit|property|browser|integration)/[\w/]+(?:\.py)?)`", text)
     assert named
     assert [path for path in named if not (ROOT / "tests" / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "contributing").glob("*.md")), ids=lambda page: page.name)
+def test_the_modules_that_a_page_names_exist_and_no_list_is_long(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert [
+        path for path in re.findall(r"`(lightning_memprof/[\w/]+(?:\.py)?)", text) if not (ROOT / path).exists()
+    ] == []
+    assert max(map(int, re.findall(r"^(\d+)\. `", text, re.MULTILINE)), default=0) <= 8
 
 
 def test_the_readme_counts_the_findings() -> None:
