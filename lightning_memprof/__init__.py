@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from lightning_memprof.errors import MemprofError as MemprofError
     from lightning_memprof.errors import ReportError as ReportError
     from lightning_memprof.integration.callback import MemProfilerCallback as MemProfilerCallback
-    from lightning_memprof.integration.output import OutputOptions as OutputOptions
     from lightning_memprof.integration.profiler import ExtendedPyTorchProfiler as ExtendedPyTorchProfiler
+    from lightning_memprof.integration.settings import OutputOptions as OutputOptions
     from lightning_memprof.run import Run as Run
     from lightning_memprof.run import load_run as load_run
     from lightning_memprof.schedule import Mark as Mark
@@ -46,7 +46,7 @@ _MODULES = (
     ("capture.triggers.watch", "Triggers"),
     ("errors", "ArtifactError", "ConfigError", "MemprofError", "ReportError"),
     ("integration.callback", "MemProfilerCallback"),
-    ("integration.output", "OutputOptions"),
+    ("integration.settings", "OutputOptions"),
     ("integration.profiler", "ExtendedPyTorchProfiler"),
     ("run", "Run", "load_run"),
     ("schedule", "Mark", "Point", "Schedule", "StageSchedules"),

@@ -19,7 +19,7 @@ from lightning_memprof.compat.fts_config import MemProfilerSchedule as MemProfil
 from lightning_memprof.compat.fts_config import collectors_for, dirpath_for, schedule_for
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.callback import MemProfilerCallback
-from lightning_memprof.integration.output import OutputOptions
+from lightning_memprof.integration.settings import OutputOptions
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser

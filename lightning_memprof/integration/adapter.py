@@ -1,4 +1,4 @@
-"""What the callback and the profiler have in common: the life of a run, told by a Trainer's hooks."""
+"""The base of the callback and of the profiler: it translates the hooks of a Trainer into the life of a run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_memprof.capture.faults import describe
 from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.integration.attachment import Attachment
-from lightning_memprof.integration.log_lines import LogLines
+from lightning_memprof.integration.background import start_report
 from lightning_memprof.integration.place import claim_place
-from lightning_memprof.integration.ranks import for_this_rank
-from lightning_memprof.integration.report_process import start_report
+from lightning_memprof.integration.settings import for_this_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,44 +24,76 @@ if TYPE_CHECKING:
     from lightning_memprof.artifacts.sink import RunPlace
     from lightning_memprof.integration.settings import Settings
 
-__all__ = ["Adapter"]
+__all__ = ["Adapter", "LogLines"]
 
 log = logging.getLogger(__name__)
 
 
-class Adapter(Callback):
-    """Translates a Trainer's hooks into the life of an :class:`Attachment`; decides nothing."""
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
+    """A type of its own: different from the handlers of the program."""
+
+
+class LogLines:
+    """Shows INFO lines of this package on the terminal where the program has set up no logging."""
 
     def __init__(self) -> None:
-        # By the Trainer's id: a fit may run inside a fit.
+        self._handler: logging.Handler | None = None
+        self._level = logging.NOTSET
+
+    def show(self) -> None:
+        """Show them, unless the program or another run of this package already does."""
+        logger = logging.getLogger("lightning_memprof")
+        if self._handler is not None or logging.getLogger().handlers or logger.handlers:
+            return
+        self._handler = _Handler()
+        self._handler.setFormatter(logging.Formatter("memprof: %(message)s"))
+        logger.addHandler(self._handler)
+        self._level = logger.level
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.INFO)
+
+    def hide(self) -> None:
+        """Remove the handler again."""
+        if self._handler is not None:
+            logger = logging.getLogger("lightning_memprof")
+            logger.removeHandler(self._handler)
+            logger.setLevel(self._level)
+            self._handler = None
+
+
+class Adapter(Callback):
+    """Translates the hooks of a Trainer into calls of an :class:`Attachment`; decides nothing."""
+
+    def __init__(self) -> None:
+        # By the id of the Trainer: a fit may run inside a fit.
         self._attachments: dict[int, Attachment] = {}
         self._place: RunPlace | None = None
         self._log_lines = LogLines()
 
     @property
     def run_directory(self) -> Path | None:
-        """Directory of the present or last run, the same on all ranks; None before the first ``setup``.
+        """Directory of the current or last run, the same on all ranks; None before the first ``setup``.
 
-        Where results go to a URL it is the working copy, which is gone when the run has ended well.
+        For results at a URL it is the working copy, which is removed after a successful run.
         """
         return None if self._place is None else self._place.directory
 
     @property
     def run_location(self) -> str | None:
-        """What to give to ``lightning-memprof show``: :attr:`run_directory`, or the run's URL."""
+        """The argument for ``lightning-memprof show``: :attr:`run_directory`, or the URL of the run."""
         return None if self._place is None else self._place.location
 
     @abstractmethod
     def settings(self, trainer: Trainer) -> Settings:
-        """Say what is wanted of a run of this Trainer.
+        """Return the settings of a run of this Trainer.
 
         Raises:
-            ConfigError: it cannot be done with this Trainer.
+            ConfigError: this Trainer does not support them.
 
         """
 
     def leads(self, trainer: Trainer) -> bool:
-        """Whether this adapter's schedule holds for the Trainer, and a profiler lends it its collectors."""
+        """Whether the schedule of this adapter leads, and a profiler on the same Trainer lends it its collectors."""
         return True
 
     def steps_aside(self, trainer: Trainer) -> bool:
@@ -89,50 +120,50 @@ class Adapter(Callback):
             self._log_lines.hide()
             if settings.output.on_error == "raise":
                 raise
-            log.warning("this rank is not recorded (%s); training goes on", describe(error), exc_info=True)
+            log.warning("this rank is not recorded (%s); training continues", describe(error), exc_info=True)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to listen: loaders and optimizers are known."""
+        """Start recording: loaders and optimizers are known."""
         self._start(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Hand the batch on to collectors that listen."""
+        """Pass the batch to the collectors that listen."""
         self._guarded(trainer, lambda attachment: attachment.tensors.batch_comes(batch))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        """Hand the loss on to collectors that listen."""
+        """Pass the loss to the collectors that listen."""
         self._guarded(trainer, lambda attachment: attachment.tensors.loss_comes(loss))
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Hand the batch on, where validation is the stage and not a part of fit."""
+        """Pass the batch on, where validation is the stage and not a part of fit."""
         if trainer.state.fn == "validate":
             self._guarded(trainer, lambda attachment: attachment.tensors.batch_comes(batch))
 
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Hand the batch on to collectors that listen."""
+        """Pass the batch to the collectors that listen."""
         self._guarded(trainer, lambda attachment: attachment.tensors.batch_comes(batch))
 
     def on_predict_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Hand the batch on to collectors that listen."""
+        """Pass the batch to the collectors that listen."""
         self._guarded(trainer, lambda attachment: attachment.tensors.batch_comes(batch))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to listen, where validation is the stage and not a part of fit."""
+        """Start recording, where validation is the stage and not a part of fit."""
         if trainer.state.fn == "validate":
             self._start(trainer)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to listen."""
+        """Start recording."""
         self._start(trainer)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to listen."""
+        """Start recording."""
         self._start(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -153,7 +184,7 @@ class Adapter(Callback):
         self._stop(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Save what there is; Lightning calls neither ``on_train_end`` nor ``teardown`` after an exception."""
+        """Save the recorded data; Lightning calls neither ``on_train_end`` nor ``teardown`` after an exception."""
         self._end(trainer, exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -161,15 +192,15 @@ class Adapter(Callback):
         self._end(trainer, None)
 
     def ended(self, trainer: Trainer, attachment: Attachment, exception: BaseException | None) -> None:
-        """Do what is left to do when every file is written; for overriding."""
+        """Called after every file is written; for overriding."""
 
     @property
     def attachment(self) -> Attachment | None:
-        """The run that was begun last and goes on."""
+        """The run that started last and has not ended."""
         return next(reversed(self._attachments.values()), None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave what belongs to a running process behind."""
+        """Exclude the state of a running process."""
         return {**vars(self), "_attachments": {}, "_log_lines": LogLines()}
 
     def _start(self, trainer: Trainer) -> None:
@@ -193,7 +224,7 @@ class Adapter(Callback):
         if attachment is not None:
             try:
                 call(attachment)
-            except Exception as error:  # noqa: BLE001 nothing of ours may stop the training
+            except Exception as error:  # noqa: BLE001 a failure here must not stop the training
                 attachment.break_off(error)
 
     def _end(self, trainer: Trainer, exception: BaseException | None) -> None:
@@ -208,7 +239,7 @@ class Adapter(Callback):
         except Exception as error:
             if attachment.raises:
                 raise
-            log.warning("the run's last files cannot be written (%s)", describe(error), exc_info=True)
+            log.warning("the last files of the run cannot be written (%s)", describe(error), exc_info=True)
         finally:
             attachment.release()
             if not self._attachments:

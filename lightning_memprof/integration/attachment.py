@@ -15,19 +15,16 @@ from lightning_memprof.capture.faults import Faults, describe
 from lightning_memprof.capture.session import Session
 from lightning_memprof.capture.triggers.watch import TriggerWatch
 from lightning_memprof.errors import ConfigError
+from lightning_memprof.integration.background import RankSummaries, write_operator_table
 from lightning_memprof.integration.curves import Curves, curves_of
-from lightning_memprof.integration.driver import StepDriver, position_source
-from lightning_memprof.integration.environment import run_facts, training_facts
+from lightning_memprof.integration.driver import StageActions, StepDriver, position_source, stage_actions
+from lightning_memprof.integration.facts import run_facts, training_facts, unreachable
 from lightning_memprof.integration.feeds import LateFeed, TensorFeed
 from lightning_memprof.integration.memory_watch import MemoryWatch
 from lightning_memprof.integration.parts import untold_parts
 from lightning_memprof.integration.peak_flops import peak_flops
 from lightning_memprof.integration.place import release_place
-from lightning_memprof.integration.rank_summary import RankSummaries
-from lightning_memprof.integration.ranks import choice_note, group_timeout_seconds
-from lightning_memprof.integration.reach import unreachable
-from lightning_memprof.integration.stages import StageActions, stage_actions
-from lightning_memprof.integration.tables import write_operator_table
+from lightning_memprof.integration.settings import choice_note, group_timeout_seconds
 from lightning_memprof.integration.tap import ActionTap
 from lightning_memprof.schedule import Schedule
 

@@ -19,12 +19,18 @@ from lightning_memprof.capture.named_snapshots import NamedSnapshots, printable
 from lightning_memprof.capture.triggers.watch import Triggers, check_steps
 from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.integration.adapter import Adapter
-from lightning_memprof.integration.logger_files import hand_over
-from lightning_memprof.integration.output import OutputOptions
+from lightning_memprof.integration.loggers import send_report
 from lightning_memprof.integration.profiler import ExtendedPyTorchProfiler
-from lightning_memprof.integration.ranks import Ranks, check_ranks
 from lightning_memprof.integration.registration import ENVIRONMENT_VARIABLE, options_fault
-from lightning_memprof.integration.settings import Settings, as_list, as_schedule, joined
+from lightning_memprof.integration.settings import (
+    OutputOptions,
+    Ranks,
+    Settings,
+    as_list,
+    as_schedule,
+    check_ranks,
+    joined,
+)
 from lightning_memprof.report.summary import print_summary
 from lightning_memprof.schedule import Schedule, StageSchedules
 
@@ -165,7 +171,7 @@ class MemProfilerCallback(Adapter):
             return
         place = attachment.place
         if self._output.loggers:
-            hand_over(trainer, attachment.run.sink)
+            send_report(trainer, attachment.run.sink)
         if exception is not None or not self._output.summary:
             log.info("recorded in %s; look at it with: lightning-memprof show %s", place.location, place.location)
             return

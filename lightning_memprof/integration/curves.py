@@ -13,7 +13,7 @@ from lightning_memprof.artifacts.naming import curves_path, series_path
 from lightning_memprof.artifacts.series import PULSE_COLUMNS, read_series
 from lightning_memprof.artifacts.sink import Artifact
 from lightning_memprof.capture.sources.memory import peak_reserved_bytes
-from lightning_memprof.integration.csv_rows import save_rows, take_back
+from lightning_memprof.integration.loggers import remove_rows, save_rows
 from lightning_memprof.units import MIB
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class Curves:
             self._loggers.remove(logger)
             log.warning("%s took no curves and gets no more of them", type(logger).__name__, exc_info=True)
             with suppress(Exception):
-                take_back(logger, (f"{_STEPS}/", f"{_WINDOWS}/"))
+                remove_rows(logger, (f"{_STEPS}/", f"{_WINDOWS}/"))
 
 
 class _Axis:

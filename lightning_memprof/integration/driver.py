@@ -1,9 +1,10 @@
-"""Turns the Trainer's actions into steps, phases and points of a session."""
+"""Turns the actions of a Trainer, by Lightning's names, into steps, phases and points of a session."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.capture.base import Position
@@ -11,14 +12,13 @@ from lightning_memprof.capture.session import Session
 from lightning_memprof.schedule import Point
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import Callback, Trainer
 
-    from lightning_memprof.integration.stages import StageActions
     from lightning_memprof.schedule import Action
 
-__all__ = ["StepDriver", "position_source"]
+__all__ = ["StageActions", "StepDriver", "position_source", "stage_actions"]
 
 _DATA_WAIT: Final = PHASES.index("data_wait")
 _FORWARD: Final = PHASES.index("forward")
@@ -26,7 +26,100 @@ _BACKWARD: Final = PHASES.index("backward")
 _OPTIMIZER: Final = PHASES.index("optimizer")
 _CALLBACKS: Final = PHASES.index("callbacks")
 
+# Hooks that run between or around batches; per-batch hooks of a validation inside fit belong to the validation.
+_FIT_HOOKS: Final = (
+    "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+    "on_before_optimizer_step", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end",
+    "on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end",
+)  # fmt: skip
+_PREFIX: Final = {"validate": "validation", "test": "test", "predict": "predict"}
+
 Handlers = dict[str, "Callable[[], None]"]
+
+
+@dataclass(frozen=True)
+class StageActions:
+    """Names of a stage's actions.
+
+    Attributes:
+        function: the method of the LightningModule that a step calls.
+        fetch: the fetch of a batch; the first one of a step begins it.
+        batch_start: the module's hook before a batch.
+        batch_end: the module's hook after a batch.
+        forward: the strategy's step.
+        before_backward: the module's hook; None outside fit. Manual optimization calls it too, but no action of the
+            strategy.
+        after_backward: the module's hook; None outside fit.
+        before_optimizer_step: the module's hook; None outside fit.
+        optimizer: all actions of the optimizer; forward and backward may be nested in them.
+        callbacks: hooks that a callback overrides.
+        unusual: slow actions that are not part of every step.
+
+    """
+
+    function: str
+    fetch: str
+    batch_start: str
+    batch_end: str
+    forward: str
+    before_backward: str | None
+    after_backward: str | None
+    before_optimizer_step: str | None
+    optimizer: tuple[str, ...]
+    callbacks: tuple[str, ...]
+    unusual: tuple[str, ...] = ()
+
+
+def stage_actions(trainer: Trainer, stage: str, ours: type[Callback]) -> StageActions:
+    """Return the action names of a stage of this Trainer; callbacks of type ``ours`` are not the user's."""
+    module = f"[LightningModule]{type(trainer.lightning_module).__name__}"
+    strategy = f"[Strategy]{type(trainer.strategy).__name__}"
+    users = [callback for callback in trainer.callbacks if not isinstance(callback, ours)]  # type: ignore[attr-defined]
+    if stage == "fit":
+        return StageActions(
+            function="training_step",
+            fetch=f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next",
+            batch_start=f"{module}.on_train_batch_start",
+            batch_end=f"{module}.on_train_batch_end",
+            forward=f"{strategy}.training_step",
+            before_backward=f"{module}.on_before_backward",
+            after_backward=f"{module}.on_after_backward",
+            before_optimizer_step=f"{module}.on_before_optimizer_step",
+            optimizer=(f"{module}.optimizer_step", "optimizer_step", f"{module}.optimizer_zero_grad"),
+            callbacks=tuple(_overridden(users, _FIT_HOOKS)),
+            unusual=(f"{module}.on_validation_start", f"{module}.on_train_epoch_end", "save_checkpoint"),
+        )
+    prefix = _PREFIX[stage]
+    loop = {
+        "validate": trainer.validate_loop,
+        "test": trainer.test_loop,
+        "predict": trainer.predict_loop,
+    }[stage]
+    fetch = "val_next" if stage == "validate" else f"{stage}_next"
+    return StageActions(
+        function=f"{prefix}_step",
+        fetch=f"[{type(loop).__name__}].{fetch}",
+        batch_start=f"{module}.on_{prefix}_batch_start",
+        batch_end=f"{module}.on_{prefix}_batch_end",
+        forward=f"{strategy}.{prefix}_step",
+        before_backward=None,
+        after_backward=None,
+        before_optimizer_step=None,
+        optimizer=(),
+        callbacks=tuple(
+            _overridden(users, (f"on_{prefix}_batch_start", f"on_{prefix}_batch_end", f"on_{prefix}_epoch_end"))
+        ),
+    )
+
+
+def _overridden(callbacks: list[Any], hooks: tuple[str, ...]) -> Iterator[str]:
+    for callback in callbacks:
+        for hook in hooks:
+            method = getattr(type(callback), hook, None)
+            is_base = getattr(method, "__qualname__", "") == f"Callback.{hook}"
+            if not is_base or hook in vars(callback):
+                yield f"[Callback]{callback.state_key}.{hook}"
+        yield f"[Callback]{callback.state_key}.on_save_checkpoint"
 
 
 class StepDriver:
@@ -36,9 +129,10 @@ class StepDriver:
     hook in front of the batch.
 
     Args:
-        session: is driven.
-        actions: names of the stage's actions.
-        position: tells where the run is, once a step, given how many batches of the step Lightning has counted.
+        session: the session to drive.
+        actions: names of the actions of the stage.
+        position: returns the position of the run, called once per step with the number of batches of the step that
+            Lightning has counted.
 
     """
 
@@ -49,7 +143,7 @@ class StepDriver:
         self._between_steps = True
 
     def handlers(self) -> tuple[Handlers, Handlers]:
-        """Give what to do when an action starts, and when it stops, by the action's name."""
+        """Return the handlers of the start and of the stop of an action, by its name."""
         actions, session = self._actions, self._session
         enter, leave, mark = session.clock.enter, session.clock.leave, session.mark
 
@@ -101,7 +195,7 @@ class StepDriver:
             self._session.begin_step(self._position(1))
 
     def _epoch_end(self) -> None:
-        # A batch that the program skipped has no end of its own.
+        # A batch that the program skipped has no end.
         self._between_steps = True
 
     def _batch_end(self) -> None:
@@ -110,7 +204,7 @@ class StepDriver:
 
 
 def position_source(trainer: Trainer, stage: str, schedule: Callable[[int], Action]) -> Callable[[int], Position]:
-    """Give a function that says, when a step is about to begin, where the run is.
+    """Return a function that returns the position of the run before a step.
 
     Args:
         trainer: of the run.

@@ -22,9 +22,7 @@ from lightning_memprof.capture.collectors.operator_trace import DEFAULT_FILENAME
 from lightning_memprof.capture.collectors.pulse import Pulse
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.adapter import Adapter
-from lightning_memprof.integration.output import OutputOptions
-from lightning_memprof.integration.ranks import Ranks, check_ranks
-from lightning_memprof.integration.settings import Settings, as_schedule
+from lightning_memprof.integration.settings import OutputOptions, Ranks, Settings, as_schedule, check_ranks
 from lightning_memprof.schedule import Schedule, StageSchedules
 
 if TYPE_CHECKING:

@@ -1,15 +1,19 @@
-"""What an adapter wants of a run, and what users may write for it."""
+"""The settings of a run: schedule, collectors, ranks and output, and the values that users may pass for them."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
 from lightning_memprof.analysis.trace.operators import TableOptions
+from lightning_memprof.artifacts.upload import check_url, is_url
 from lightning_memprof.capture.base import Collector
 from lightning_memprof.capture.budget import Budget
 from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory
@@ -26,30 +30,90 @@ from lightning_memprof.capture.collectors.system import SystemStats
 from lightning_memprof.capture.collectors.throughput import Throughput
 from lightning_memprof.capture.triggers.watch import Triggers
 from lightning_memprof.errors import ConfigError
-from lightning_memprof.integration.output import OutputOptions
-from lightning_memprof.integration.ranks import Ranks
 from lightning_memprof.schedule import Action, Schedule, StageSchedules
 
-__all__ = ["Settings", "as_list", "as_schedule", "default_collectors", "joined"]
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
+__all__ = [
+    "OutputOptions",
+    "Ranks",
+    "Settings",
+    "as_list",
+    "as_schedule",
+    "check_ranks",
+    "choice_note",
+    "default_collectors",
+    "for_this_rank",
+    "group_timeout_seconds",
+    "is_chosen",
+    "joined",
+]
 
-# Part of a file's name; what reads the run directory knows it by the same pattern.
+Ranks = Literal["all", "none"] | int | list[int] | dict[str, int] | None
+
+# With more ranks, files would strain a shared file system, and exceed the amount that people read.
+_FEW_RANKS: Final = 8
+# `Path` drops one of the two slashes of a URL.
+_MANGLED: Final = re.compile(r"[a-z][a-z0-9+.:-]+:/[^/]")
+# Part of a file name; readers of the run directory use the same pattern.
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """Destination of the results of a run, and the policy for failing collectors.
+
+    Args:
+        dirpath: parent of the ``memprofiler`` directory; None is the Trainer's ``log_dir``. Also an fsspec URL
+            (``s3://``, ``gs://``, ``memory://``): files are written locally and copied there in the background.
+        summary: print the summary on rank 0 at the end of the run.
+        loggers: send the report files to the Trainer's loggers that accept files: TensorBoard (as text), MLflow, W&B.
+        curves: log curves of the pulse and of the windows during the run, if the Trainer has a logger: to its loggers
+            on rank 0, and to a TensorBoard event file of each rank in the run directory. Points are maxima.
+        report: write the HTML report, ``report.html`` in the run directory, after fit, in a separate process.
+        on_error: ``"warn"`` disables a failing collector and training continues; ``"raise"`` is for tests.
+
+    Raises:
+        ConfigError: a value is invalid.
+
+    """
+
+    dirpath: str | Path | None = None
+    summary: bool = True
+    loggers: bool = False
+    curves: bool = True
+    report: bool = True
+    on_error: Literal["warn", "raise"] = "warn"
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.on_error not in ("warn", "raise"):
+            msg = f"OutputOptions(on_error={self.on_error!r}): must be 'warn' or 'raise'"
+            raise ConfigError(msg)
+        if self.dirpath is not None and not isinstance(self.dirpath, str | os.PathLike):
+            msg = f"OutputOptions(dirpath={self.dirpath!r}): must be a path or a URL"
+            raise ConfigError(msg)
+        if isinstance(self.dirpath, Path) and _MANGLED.match(str(self.dirpath)):
+            msg = f"OutputOptions(dirpath={self.dirpath!r}): a Path drops one '/' of a URL; give the URL as a string"
+            raise ConfigError(msg)
+        if isinstance(self.dirpath, str) and is_url(self.dirpath):
+            check_url(self.dirpath)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What an adapter wants of a run.
+    """The settings of a run.
 
     Attributes:
-        schedule: decides by the count of steps.
-        collectors: in the order in which they are told; by name, whether the user asked for them.
+        schedule: returns the action of a step count.
+        collectors: in the order of their marks, and for each whether the user requires it.
         ranks: which ranks record windows with every collector.
         every_collector: whether this rank is one of them.
-        triggers: what opens windows besides the schedule.
-        budget: what traces may cost.
-        output: where results go, and the policy for failing collectors.
-        table: how the operator table is made.
+        triggers: requests for windows outside the schedule.
+        budget: limits on the cost of traces.
+        output: destination of the results, and the policy for failing collectors.
+        table: options of the operator table.
 
     """
 
@@ -64,7 +128,7 @@ class Settings:
 
 
 def default_collectors() -> list[Collector]:
-    """Return the default set; what is not available in a run is left out of it there."""
+    """Return the default set; a run leaves out the collectors that are not available there."""
     return [
         Pulse(),
         HostMemory(),
@@ -82,18 +146,18 @@ def default_collectors() -> list[Collector]:
 
 
 def joined(asked: Sequence[Collector] | None, lent: Sequence[Collector]) -> list[tuple[Collector, bool]]:
-    """Join a callback's collectors with those that a profiler lends; what the callback names wins.
+    """Join the collectors of a callback with those that a profiler lends; the callback's take precedence.
 
     Args:
-        asked: named by the user; None is the default set.
-        lent: by the profiler.
+        asked: collectors of the user; None is the default set.
+        lent: collectors of the profiler.
 
     Raises:
-        ConfigError: two of the user's collectors have one name.
+        ConfigError: two of the user's collectors have the same name.
 
     Returns:
-        Collectors in the order in which they are told, the operator trace last, so that it holds the others' work at
-        no mark; and whether the user asked for each.
+        The collectors in the order of their marks, and whether the user requires each. The operator trace is last:
+        it does not record the work of the others at a mark.
 
     """
     for collector in asked or ():
@@ -103,7 +167,7 @@ def joined(asked: Sequence[Collector] | None, lent: Sequence[Collector]) -> list
             raise ConfigError(msg)
     names = [collector.name for collector in asked or ()]
     if twice := {name for name in names if names.count(name) > 1}:
-        msg = f"collectors holds {', '.join(sorted(twice))} more than once; leave one"
+        msg = f"collectors holds {', '.join(sorted(twice))} more than once; keep one"
         raise ConfigError(msg)
     chosen = {
         collector.name: (collector, asked is not None)
@@ -116,10 +180,10 @@ def joined(asked: Sequence[Collector] | None, lent: Sequence[Collector]) -> list
 
 
 def as_list(option: str, value: Any) -> Sequence[Any] | None:
-    """Refuse what is no list.
+    """Return ``value``; refuse other values than a list and None.
 
     Raises:
-        ConfigError: ``value`` is something else, and not None.
+        ConfigError: ``value`` is neither a list nor None.
 
     """
     if value is not None and not isinstance(value, (list, tuple)):
@@ -129,7 +193,7 @@ def as_list(option: str, value: Any) -> Sequence[Any] | None:
 
 
 def as_schedule(value: Any, stage: str = "fit") -> Callable[[int], Action]:
-    """Turn what users may give into the schedule of one stage.
+    """Return the schedule of one stage from the value that a user passed.
 
     Args:
         value: a :class:`Schedule`, a mapping of its fields, a function from step to ``torch.profiler.ProfilerAction``
@@ -137,7 +201,7 @@ def as_schedule(value: Any, stage: str = "fit") -> Callable[[int], Action]:
         stage: ``fit``, ``validate``, ``test`` or ``predict``.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it is another value.
 
     """
     if value is None:
@@ -175,3 +239,86 @@ def _from_mapping(value: Mapping[str, Any], stage: str) -> Callable[[int], Actio
         fields, stages = ", ".join(Schedule.__dataclass_fields__), ", ".join(StageSchedules.__dataclass_fields__)
         msg = f"schedule={value!r}: {error}; its fields are {fields}, or each stage has its own under {stages}"
         raise ConfigError(msg) from error
+
+
+def check_ranks(ranks: Any) -> Any:
+    """Check a choice of ranks and return it.
+
+    Args:
+        ranks: ``"all"``, ``"none"``, a list of global ranks, a count (that many from rank 0 on), ``{"every": N}``, or
+            None: all of up to 8 ranks, else the first of each node.
+
+    Raises:
+        ConfigError: it is another value.
+
+    """
+    if isinstance(ranks, dict):
+        good = list(ranks) == ["every"] and _is_count(ranks["every"])
+    elif isinstance(ranks, (list, tuple)):
+        good = True
+        for rank in ranks:
+            if type(rank) is not int or rank < 0:
+                msg = f"ranks={ranks!r}: {rank!r} is not a global rank; use integers from 0, or 'all'"
+                raise ConfigError(msg)
+    else:
+        good = ranks in (None, "all", "none") or _is_count(ranks)
+    if not good:
+        msg = (
+            f"ranks={ranks!r}: must be 'all', 'none', a list of global ranks, a count of at least 1, "
+            "{'every': N} with N of at least 1, or None"
+        )
+        raise ConfigError(msg)
+    return ranks
+
+
+def is_chosen(ranks: Ranks, *, rank: int, world_size: int, local_rank: int) -> bool:
+    """Return whether a rank records windows with every collector.
+
+    Args:
+        ranks: the choice, see :func:`check_ranks`.
+        rank: the global rank.
+        world_size: number of ranks.
+        local_rank: number of the rank on its node, from 0.
+
+    """
+    if ranks is None:
+        return world_size <= _FEW_RANKS or local_rank == 0
+    if isinstance(ranks, str):
+        return ranks == "all"
+    if isinstance(ranks, int):
+        return rank < ranks
+    if isinstance(ranks, dict):
+        return rank % ranks["every"] == 0
+    return rank in ranks
+
+
+def choice_note(ranks: Ranks, world_size: int) -> str | None:
+    """Return a note on the choice for the report; None where every rank is chosen."""
+    if ranks is None:
+        if world_size <= _FEW_RANKS:
+            return None
+        return "windows have every collector on the first rank of each node; ranks='all' gives them to all"
+    if all(is_chosen(ranks, rank=rank, world_size=world_size, local_rank=0) for rank in range(world_size)):
+        return None
+    return f"windows have every collector on these ranks only: ranks={ranks!r}"
+
+
+def for_this_rank(settings: Settings, trainer: Trainer) -> Settings:
+    """Return the settings of this rank: all collectors, or those that are cheap enough for every rank."""
+    chosen = is_chosen(
+        settings.ranks, rank=trainer.global_rank, world_size=trainer.world_size, local_rank=trainer.local_rank
+    )
+    if chosen:
+        return settings
+    light = [(collector, asked) for collector, asked in settings.collectors if collector.every_rank]
+    return replace(settings, collectors=light, every_collector=False)
+
+
+def group_timeout_seconds(trainer: Trainer) -> float | None:
+    """Return the timeout of the process group; None where no other rank waits for this one."""
+    timeout = getattr(trainer.strategy, "_timeout", None)
+    return timeout.total_seconds() if trainer.world_size > 1 and isinstance(timeout, timedelta) else None
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 1

@@ -25,7 +25,7 @@ from lightning_memprof.compat.fts_config import (
 )
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.callback import MemProfilerCallback
-from lightning_memprof.integration.output import OutputOptions
+from lightning_memprof.integration.settings import OutputOptions
 from training import Perceptron, loader, only_run, rows_of, trainer
 
 CONFIGS = Path(__file__).parents[2] / "configs"

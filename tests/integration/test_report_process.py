@@ -17,7 +17,7 @@ from fake_runs import FakeRun, make_run
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.artifacts.sink import RunPlace
 from lightning_memprof.collectors import HostMemory, OperatorTrace, Pulse
-from lightning_memprof.integration.report_process import VARIABLE, start_report
+from lightning_memprof.integration.background import REPORT_VARIABLE, start_report
 from lightning_memprof.report.html import to_html
 from lightning_memprof.report.opened import opened
 from training import Perceptron, loader, only_run, trainer
@@ -77,7 +77,7 @@ def wait_until_ended(directory: Path) -> None:
 
 
 def test_a_fit_leaves_its_page_and_does_not_wait_for_it(tmp_path, monkeypatch):
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv(REPORT_VARIABLE)
     model, recorder = Perceptron(), callback()
     trainer(tmp_path, recorder).fit(model, loader(), loader(2))
     run = only_run(tmp_path)
@@ -93,7 +93,7 @@ def test_a_fit_leaves_its_page_and_does_not_wait_for_it(tmp_path, monkeypatch):
 
 
 def test_the_page_at_the_end_has_all_that_the_command_has_traces_included(tmp_path, monkeypatch):
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv(REPORT_VARIABLE)
     kept = OutputOptions(summary=False, on_error="raise")
     recorder = MemProfilerCallback(Schedule(wait=1, active=1), [Pulse(), OperatorTrace()], output=kept)
     trainer(tmp_path, recorder).fit(Perceptron(), loader(4))
@@ -128,7 +128,7 @@ def test_no_page_is_made_where_none_is_wanted(tmp_path, monkeypatch, how):
 
 
 def test_a_run_at_a_url_is_left_to_the_command(tmp_path, monkeypatch):
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv(REPORT_VARIABLE)
     assert start_report(RunPlace(tmp_path, 1, "memory://b/run")) is False
 
 
@@ -147,10 +147,10 @@ def test_an_exception_leaves_a_page_too(tmp_path, monkeypatch):
 
 def test_starting_it_takes_milliseconds_and_no_pipe_is_held(tmp_path, environment):
     run = make_run(tmp_path / "log", FakeRun(steps=5))
-    environment.pop(VARIABLE)
+    environment.pop(REPORT_VARIABLE)
     program = (
         "import time; from pathlib import Path; from lightning_memprof.artifacts.sink import RunPlace\n"
-        "from lightning_memprof.integration.report_process import start_report\n"
+        "from lightning_memprof.integration.background import start_report\n"
         "import sys; start = time.perf_counter(); done = start_report(RunPlace(Path(sys.argv[1]), 1))\n"
         "print(done, time.perf_counter() - start, 'bokeh' in sys.modules, 'jinja2' in sys.modules)\n"
     )
@@ -169,7 +169,7 @@ def test_starting_it_takes_milliseconds_and_no_pipe_is_held(tmp_path, environmen
 
 def test_the_package_of_the_training_writes_it_and_no_module_of_the_directory_it_was_started_in(tmp_path, environment):
     run = make_run(tmp_path / "log", FakeRun(steps=5))
-    environment.pop(VARIABLE)
+    environment.pop(REPORT_VARIABLE)
     installed = Path(lightning_memprof.__file__).parent
     copied = tmp_path / "vendored" / "lightning_memprof"
     shutil.copytree(installed, copied, ignore=shutil.ignore_patterns("__pycache__"))
@@ -182,7 +182,7 @@ def test_the_package_of_the_training_writes_it_and_no_module_of_the_directory_it
     program = (
         f"import sys; sys.path.insert(0, {str(copied.parent)!r})\n"
         "from pathlib import Path; from lightning_memprof.artifacts.sink import RunPlace\n"
-        "from lightning_memprof.integration.report_process import start_report\n"
+        "from lightning_memprof.integration.background import start_report\n"
         "sys.exit(not start_report(RunPlace(Path(sys.argv[1]), 1)))\n"
     )
     command = [sys.executable, "-I", "-c", program, str(run.parent)]
@@ -194,14 +194,14 @@ def test_the_package_of_the_training_writes_it_and_no_module_of_the_directory_it
 
 @pytest.mark.parametrize(("name", "value"), [("frozen", True), ("executable", ""), ("executable", None)])
 def test_a_program_that_is_no_interpreter_is_not_started_again(tmp_path, monkeypatch, name, value):
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv(REPORT_VARIABLE)
     monkeypatch.setattr(sys, name, value, raising=False)
     monkeypatch.setattr(subprocess, "run", lambda *_arguments, **_options: pytest.fail("started"))
     assert start_report(RunPlace(tmp_path, 1)) is False
 
 
 def test_a_shell_that_is_missing_costs_a_line_of_the_log(tmp_path, monkeypatch, caplog):
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv(REPORT_VARIABLE)
 
     def missing(*_arguments, **_options):
         raise FileNotFoundError("/bin/sh")
@@ -228,7 +228,7 @@ def test_on_a_full_disk_neither_a_part_of_the_page_nor_an_empty_log_is_left(tmp_
 def test_a_training_from_stdin_with_a_forked_child_ends_as_it_does_without_the_page_to_the_last_bit(
     tmp_path, environment
 ):
-    environment.pop(VARIABLE)
+    environment.pop(REPORT_VARIABLE)
     support = str(Path(__file__).parents[1] / "support")
     program = PROGRAM.format(support=support)
     ended = []
@@ -240,7 +240,7 @@ def test_a_training_from_stdin_with_a_forked_child_ends_as_it_does_without_the_p
             input=program, capture_output=True, text=True, check=False, env=environment, cwd=place,
         )  # fmt: skip
         said = done.stderr.replace(str(place), "PLACE").splitlines()
-        ended.append((done.returncode, done.stdout, [line for line in said if "page of this run" not in line]))
+        ended.append((done.returncode, done.stdout, [line for line in said if "HTML report" not in line]))
     wait_until_ended(tmp_path / "page" / "log" / "memprofiler")
     assert ended[0] == ended[1]
     assert ended[0][0] == 0

@@ -14,8 +14,7 @@ from lightning_memprof.artifacts.sink import Sink, claim_run_place
 from lightning_memprof.capture.faults import Faults
 from lightning_memprof.integration import curves as module
 from lightning_memprof.integration.curves import Curves, curves_of
-from lightning_memprof.integration.output import OutputOptions
-from lightning_memprof.integration.settings import Settings
+from lightning_memprof.integration.settings import OutputOptions, Settings
 from lightning_memprof.schedule import Schedule
 
 MS = 1_000_000

@@ -11,8 +11,7 @@ import pytest
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.capture.base import Position
 from lightning_memprof.capture.session import Session
-from lightning_memprof.integration.driver import StepDriver, position_source
-from lightning_memprof.integration.stages import StageActions
+from lightning_memprof.integration.driver import StageActions, StepDriver, position_source
 from lightning_memprof.schedule import Action, Point, Schedule
 from lightning_memprof.testing import FakeCollector
 from sessions import POINTS, context, session

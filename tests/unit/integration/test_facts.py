@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_memprof.integration.reach import steps_ahead, unreachable
+from lightning_memprof.integration.facts import steps_ahead, unreachable
 from lightning_memprof.schedule import Action, Schedule
 
 INF = float("inf")
@@ -63,7 +63,7 @@ def test_other_stages_count_the_batches_of_all_their_loaders(stage: str, name: s
 def test_a_schedule_that_comes_too_late_is_told_with_its_numbers() -> None:
     message = unreachable(trainer(5), "fit", Schedule(skip_first=2, wait=3, warmup=1, active=2))
     assert message == (
-        "nothing will be recorded: fit has 5 steps, and the schedule records from step 6 on "
+        "nothing will be recorded: fit has 5 steps, but the first recorded step is 6 "
         "(skip_first=2, wait=3, warmup=1); use Schedule(wait=0, warmup=0, active=5)"
     )
 
@@ -77,7 +77,7 @@ def test_a_schedule_that_counts_by_epochs_is_held_against_the_epoch() -> None:
     schedule = Schedule(wait=8, warmup=1, active=1, anchor="epoch")
     message = unreachable(trainer(5, max_epochs=4), "fit", schedule)
     assert message is not None
-    assert "an epoch has 5 steps, and the schedule records from step 9 on" in message
+    assert "an epoch has 5 steps, but the first recorded step is 9" in message
     assert unreachable(trainer(5, max_epochs=4), "fit", Schedule(wait=8, warmup=1, active=1)) is None
 
 
@@ -101,9 +101,9 @@ def test_listed_steps_are_held_against_the_steps_of_the_run_resumed_ones_include
     assert unreachable(trainer(10), "fit", schedule) is None
     assert unreachable(trainer(10, max_epochs=2, current_epoch=1, ready=10), "fit", schedule) is None
     message = unreachable(trainer(10, max_epochs=3, current_epoch=2, ready=20), "fit", schedule)
-    assert message == "nothing will be recorded: fit has 10 steps from step 20 on, none of them in steps=[3, 12]"
+    assert message == "nothing will be recorded: fit has 10 steps starting at step 20, none of them in steps=[3, 12]"
 
 
 def test_listed_steps_of_an_epoch_are_held_against_the_epoch() -> None:
     message = unreachable(trainer(5, max_epochs=4), "fit", Schedule(steps=(7,), anchor="epoch"))
-    assert message == "nothing will be recorded: an epoch has 5 steps, and the schedule records from step 7 on"
+    assert message == "nothing will be recorded: an epoch has 5 steps, but the first recorded step is 7"

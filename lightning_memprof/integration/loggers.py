@@ -1,4 +1,4 @@
-"""The report's files, handed to loggers that take files."""
+"""The Trainer's loggers: the report files, and the rows that a ``CSVLogger`` buffers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from lightning_memprof.artifacts.sink import Sink
 
-__all__ = ["REPORT_NAMES", "hand_over"]
+__all__ = ["REPORT_NAMES", "remove_rows", "save_rows", "send_report"]
 
 log = logging.getLogger(__name__)
 
@@ -30,25 +30,25 @@ REPORT_NAMES: Final = ("report.json", "report.txt")
 _FOLDER: Final = "memprofiler"
 
 
-def hand_over(trainer: Trainer, sink: Sink) -> None:
-    """Write ``report.json`` and ``report.txt`` into the run directory and give them to the Trainer's loggers.
+def send_report(trainer: Trainer, sink: Sink) -> None:
+    """Write ``report.json`` and ``report.txt`` into the run directory and send them to the Trainer's loggers.
 
-    TensorBoard gets the page as text, MLflow and W&B get both files; other loggers take no files. A logger that fails
-    is told of in the log; nothing is raised into the training. Called on rank 0 when the run has ended.
+    TensorBoard gets the page as text, MLflow and W&B get both files; other loggers accept no files. A logger that fails
+    is logged, and nothing is raised into the training. Called on rank 0 after the run.
     """
     try:
         files = _write_report(sink)
     except Exception:
-        log.warning("the report's files cannot be written; loggers get none", exc_info=True)
+        log.warning("the report files cannot be written; loggers get none", exc_info=True)
         return
     for logger in trainer.loggers:
         try:
-            taken = _give(logger, files, trainer.global_step)
+            accepted = _send(logger, files, trainer.global_step)
         except Exception:
-            log.warning("%s did not take the report's files", type(logger).__name__, exc_info=True)
+            log.warning("%s did not accept the report files", type(logger).__name__, exc_info=True)
         else:
-            if not taken:
-                log.info("%s takes no files; the report lies in %s", type(logger).__name__, sink.place.location)
+            if not accepted:
+                log.info("%s accepts no files; the report is in %s", type(logger).__name__, sink.place.location)
 
 
 def _write_report(sink: Sink) -> tuple[Path, Path]:
@@ -64,12 +64,12 @@ def _write_report(sink: Sink) -> tuple[Path, Path]:
     return machine, text
 
 
-def _give(logger: Any, files: tuple[Path, Path], step: int) -> bool:
-    """Give the files to one logger; False where it takes none. Loggers are known by name: none has to be installed."""
+def _send(logger: Any, files: tuple[Path, Path], step: int) -> bool:
+    """Send the files to one logger; False where it accepts none. Class names decide: no logger has to be installed."""
     machine, text = files
     kinds = {base.__name__ for base in type(logger).__mro__}
     if "TensorBoardLogger" in kinds:
-        # Markdown: an indented block keeps its columns.
+        # Markdown: an indented block keeps the columns aligned.
         page = "\n".join(f"    {line}" for line in text.read_text(encoding="utf-8").splitlines())
         logger.experiment.add_text(_FOLDER, page, step)
         logger.experiment.flush()
@@ -83,3 +83,27 @@ def _give(logger: Any, files: tuple[Path, Path], step: int) -> bool:
     else:
         return False
     return True
+
+
+def save_rows(logger: Any) -> None:
+    """Save the rows that a ``CSVLogger`` buffers; other loggers buffer none.
+
+    Lightning saves them when the fit is torn down, and an exception there ends the fit: our curves may not cause one.
+
+    Raises:
+        Exception: the exception of ``CSVLogger.save``; the rows stay in the buffer.
+
+    """
+    if _is_csv(logger) and getattr(logger.experiment, "metrics", None):
+        logger.save()
+
+
+def remove_rows(logger: Any, prefixes: tuple[str, ...]) -> None:
+    """Remove the rows of our curves from the buffer of a ``CSVLogger``; rows of the program stay."""
+    rows = getattr(logger.experiment, "metrics", None) if _is_csv(logger) else None
+    if isinstance(rows, list):
+        rows[:] = [row for row in rows if not any(prefix in name for name in row for prefix in prefixes)]
+
+
+def _is_csv(logger: Any) -> bool:
+    return any(base.__name__ == "CSVLogger" for base in type(logger).__mro__)

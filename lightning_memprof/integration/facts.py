@@ -1,4 +1,7 @@
-"""What the manifest says of the process, the Trainer and its configuration. An allow-list: nothing is dumped whole."""
+"""Facts of a run for its manifest: process, Trainer, configuration, and whether the schedule records a step.
+
+An allow-list: nothing is dumped whole.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,17 @@ import torch
 import lightning_memprof
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION
 from lightning_memprof.schedule import Schedule, no_window
+from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from lightning.pytorch import Trainer
 
     from lightning_memprof.capture.base import Collector
+    from lightning_memprof.schedule import Action
 
-__all__ = ["run_facts", "training_facts"]
+__all__ = ["run_facts", "steps_ahead", "training_facts", "unreachable"]
 
 
 def run_facts(
@@ -65,13 +70,13 @@ def _schedule_facts(schedule: Any) -> dict[str, Any] | None:
 
 
 def _name(schedule: Any) -> str:
-    # Not its `repr`, which has the arguments of a `functools.partial`.
+    # Not `repr`: it has the arguments of a `functools.partial`.
     called = schedule if hasattr(schedule, "__qualname__") else type(schedule)
     return f"{called.__module__}.{called.__qualname__}"
 
 
 def training_facts(trainer: Trainer) -> dict[str, Any]:
-    """Return the manifest's ``training`` row: what of the Trainer's configuration the findings speak about."""
+    """Return the manifest's ``training`` row: the Trainer's configuration, as far as findings use it."""
     module = trainer.lightning_module
     lazy = any(torch.nn.parameter.is_lazy(parameter) for parameter in module.parameters())
     parameters = None if lazy else list(module.parameters())
@@ -115,3 +120,55 @@ def _loader_facts(loader: Any) -> dict[str, Any]:
 
 def _finite(number: float) -> int | None:
     return None if number == float("inf") else int(number)
+
+
+def steps_ahead(trainer: Trainer, stage: str) -> int | None:
+    """Return the number of batches of this run if nothing ends it early, or None where it is unknown."""
+    if stage == "predict":
+        return _total(trainer.num_predict_batches)
+    if stage != "fit":
+        return _total(trainer.num_val_batches if stage == "validate" else trainer.num_test_batches)
+    limits: list[float] = []
+    progress = trainer.fit_loop.epoch_loop.batch_progress.total
+    per_epoch = trainer.num_training_batches
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0 and per_epoch != float("inf"):
+        limits.append(
+            per_epoch * (trainer.max_epochs - trainer.current_epoch) - progress.ready % max(int(per_epoch), 1)
+        )
+    if trainer.max_steps >= 0:
+        limits.append((trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
+    return max(int(min(limits)), 0) if limits else None
+
+
+def unreachable(trainer: Trainer, stage: str, schedule: Callable[[int], Action]) -> str | None:
+    """Return one line with the numbers where the schedule records no step of this run, else None."""
+    ahead = steps_ahead(trainer, stage)
+    # A function may count its calls: it is not called ahead of time.
+    if ahead is None or not isinstance(schedule, Schedule):
+        return None
+    if schedule.steps and schedule.anchor == "fit" and stage == "fit":
+        done = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        if any(done <= step < done + ahead for step in schedule.steps):
+            return None
+        listed = ", ".join(map(str, schedule.steps))
+        whole = f"fit has {format_count(ahead, 'step')} starting at step {done}"
+        return f"nothing will be recorded: {whole}, none of them in steps=[{listed}]"
+    counted, whole = ahead, f"{stage} has {format_count(ahead, 'step')}"
+    if schedule.anchor == "epoch" and stage == "fit" and trainer.num_training_batches != float("inf"):
+        counted = min(ahead, int(trainer.num_training_batches))
+        whole = f"an epoch has {format_count(counted, 'step')}"
+    if schedule.first_active < counted:
+        return None
+    if schedule.steps:
+        return f"nothing will be recorded: {whole}, but the first recorded step is {schedule.first_active}"
+    return (
+        f"nothing will be recorded: {whole}, but the first recorded step is {schedule.first_active} "
+        f"(skip_first={schedule.skip_first}, wait={schedule.wait}, warmup={schedule.warmup}); "
+        f"use Schedule(wait=0, warmup=0, active={max(counted, 1)})"
+    )
+
+
+def _total(batches: float | list[int | float]) -> int | None:
+    counts = batches if isinstance(batches, list) else [batches]
+    total = sum(counts)
+    return None if total == float("inf") else int(total)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from lightning_memprof.integration.log_lines import LogLines
+from lightning_memprof.integration.adapter import LogLines
 
 
 @contextmanager

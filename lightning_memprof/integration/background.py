@@ -1,0 +1,159 @@
+"""Results that are made beside or after the training: rank summaries, the operator table, the HTML report."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from lightning_memprof.analysis.ranks.summary import RankSummary, StepTime, WindowFiles, encode_summary, summarise
+from lightning_memprof.artifacts.naming import TraceName, summary_path, table_name
+from lightning_memprof.artifacts.own_program import own_program
+from lightning_memprof.artifacts.sink import Artifact
+from lightning_memprof.capture.base import Collector
+from lightning_memprof.errors import ReportError
+from lightning_memprof.report.written import PAGE_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from lightning_memprof.analysis.trace.operators import TableOptions
+    from lightning_memprof.artifacts.sink import RunPlace
+    from lightning_memprof.capture.base import OnMark, OnStep, RunContext, StepRecord
+    from lightning_memprof.schedule import Window
+
+__all__ = ["REPORT_VARIABLE", "RankSummaries", "start_report", "write_operator_table"]
+
+log = logging.getLogger(__name__)
+
+REPORT_VARIABLE: Final = "LIGHTNING_MEMPROF_REPORT"
+"""Set to ``0``, it disables the report of every run of this environment, whatever ``OutputOptions(report=...)`` is."""
+
+# Enough steps for a typical step time; each costs a third of a microsecond.
+_LAST_STEPS: Final = 512
+_TABLE_SECONDS: Final = 300
+# The process has none of our pipes, which a caller would wait for, and no terminal, whose Ctrl-C is not for it. The
+# shell ends at once: the process has no parent here, may outlive the training, and leaves no zombie.
+_DETACHED: Final = '"$@" </dev/null >/dev/null 2>&1 &'
+_START_SECONDS: Final = 5
+
+
+class RankSummaries(Collector):
+    """A summary of each window, some kilobytes, from which thousands of ranks can be compared.
+
+    It has step times, their breakdown, callbacks, memory peaks and collectives. Runs of several ranks have it as their
+    first collector: it exits last, so that its background work follows that of the others, whose files it reads.
+    """
+
+    name: ClassVar[str] = "rank_summary"
+    every_rank: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._times: deque[StepTime] = deque(maxlen=_LAST_STEPS)
+
+    @contextmanager
+    def follow(self, run: RunContext) -> Iterator[OnStep | None]:
+        """Keep the times of the last steps."""
+        times = self._times
+
+        def on_step(record: StepRecord) -> None:
+            times.append(StepTime(record.step, record.window, record.duration_ns, record.phases_ns))
+
+        yield on_step
+
+    @contextmanager
+    def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
+        """Write the summary in the background when the files of the window are complete."""
+        try:
+            yield None
+        finally:
+            times = list(self._times)
+            run.in_background(lambda: _write_summary(run, window, times), collector=self.name, window=window)
+
+
+def _write_summary(run: RunContext, window: Window, times: Sequence[StepTime]) -> None:
+    own = [artifact for artifact in list(run.sink.artifacts) if artifact.window == window.index]
+    files = WindowFiles(
+        {artifact.collector: artifact.path for artifact in own if artifact.type == "series"},
+        next((artifact.path for artifact in own if artifact.type == "trace"), None),
+    )
+    origin = RankSummary(
+        rank=run.rank, world_size=run.world_size, host=socket.gethostname(), window=window.index, steps=[]
+    )
+    path = run.sink.place.directory / summary_path(window.index, run.rank)
+    with run.sink.file(Artifact(path, "blob", RankSummaries.name, window.index)) as temporary:
+        temporary.write_bytes(encode_summary(summarise(origin, times, files)) + b"\n")
+
+
+def write_operator_table(run: RunContext, options: TableOptions) -> Path | None:
+    """Write the operator table of all windows of this rank; return its path, or None where there is no trace.
+
+    A child process makes it: parsing a large trace takes seconds and would hold the GIL.
+
+    Raises:
+        ReportError: the child process failed; ``lightning-memprof show`` makes the table later.
+
+    """
+    traces = [artifact.path for artifact in run.sink.artifacts if artifact.type == "trace"]
+    name = TraceName.parse(traces[-1].name) if traces else None
+    if name is None:
+        return None
+    table = traces[-1].with_name(table_name(name.stage, name.filename, run.rank))
+    order = {"traces": [str(path) for path in traces], "out": str(table), "options": asdict(options)}
+    try:
+        subprocess.run(
+            own_program("lightning_memprof.analysis.trace.operators", "-"),
+            check=True,
+            capture_output=True,
+            input=json.dumps(order),
+            text=True,
+            timeout=_TABLE_SECONDS,
+        )
+    except subprocess.CalledProcessError as error:
+        msg = f"the operator table could not be made: {error.stderr.strip()}; `lightning-memprof show` makes it"
+        raise ReportError(msg) from error
+    run.sink.list_artifact(Artifact(table, "table", "operator_trace"))
+    return table
+
+
+def start_report(place: RunPlace) -> bool:
+    """Start a process that writes the HTML report of a finished run; takes some milliseconds.
+
+    The process writes an error to ``report.log`` in the same directory.
+
+    Returns:
+        Whether it was started: not for a run at a URL, whose working copy is about to be removed, and not in a frozen
+        program, which would start itself again.
+
+    """
+    if os.environ.get(REPORT_VARIABLE) == "0":
+        return False
+    if place.url is not None or getattr(sys, "frozen", False) or not sys.executable:
+        log.info("make the HTML report with: lightning-memprof report %s", place.location)
+        return False
+    try:
+        command = own_program("lightning_memprof.report.written", str(place.directory.absolute()))
+        subprocess.run(
+            ["/bin/sh", "-c", _DETACHED, "sh", *command],
+            check=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            timeout=_START_SECONDS,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning(
+            "the HTML report cannot be made (%s); make it with: lightning-memprof report %s", error, place.location
+        )
+        return False
+    log.info("HTML report: %s (being written)", place.directory / PAGE_NAME)
+    return True
