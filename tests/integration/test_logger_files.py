@@ -113,6 +113,6 @@ def test_a_logger_that_takes_no_files_is_told_and_one_that_fails_stops_neither_t
     monkeypatch.setattr(broken.client, "log_artifact", fail)
     with caplog.at_level(logging.INFO, logger="lightning_memprof"):
         fit(tmp_path, broken, CSVLogger(tmp_path, name="", version="csv"), whole)
-    assert "Mlflow did not take the report's files" in caplog.text
-    assert f"CSVLogger takes no files; the report lies in {only_run(tmp_path)}" in caplog.text
+    assert "Mlflow did not accept the report files" in caplog.text
+    assert f"CSVLogger accepts no files; the report is in {only_run(tmp_path)}" in caplog.text
     assert len(whole.client.calls) == 2
