@@ -7,7 +7,6 @@ The module is also a program that writes the table to a file: the training proce
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ import msgspec
 
 from lightning_memprof.analysis.trace.key_averages import OperatorRow, OperatorRows, collect_rows
 from lightning_memprof.artifacts.naming import TraceName, table_name
+from lightning_memprof.artifacts.placing import own_temporary
 from lightning_memprof.errors import ArtifactError, ConfigError, MemprofError
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def write_operator_table(traces: Sequence[Path], out: Path, options: TableOption
         ArtifactError: as `operator_table` does.
     """
     text = operator_table(traces, options)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    temporary = own_temporary(out)
     try:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(out)
