@@ -1,4 +1,4 @@
-"""Python stacks as traces and allocator snapshots hold them: which of their frames is the user's own."""
+"""Python stacks of traces and allocator snapshots, and the frames in them that are the user's code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LIBRARY_PATH: Final = re.compile(
     r"|lightning/(?:pytorch|fabric)/|pytorch_lightning/|lightning_fabric/|lightning_memprof/)"
 )
 _NATIVE: Final = re.compile(r"^(?:<|\?\?|$)|\.(?:c|cc|cpp|cu|cuh|h|hpp|o|so)(?:\.\d+)*$")
-# Who asked the allocator, in C++: the autograd node, else the operator, else whoever is not the allocator itself.
+# The caller of the allocator in C++: the autograd node, else the operator, else the first other function.
 _NATIVE_SITES: Final = (
     re.compile(r"torch::autograd::(?:generated::)?(\w+)::apply"),
     re.compile(r"at::_ops::(?!empty)(\w+)::"),
@@ -42,14 +42,14 @@ _FRAME: Final = re.compile(r"(?P<filename>.+)\((?P<line>\d+)\): (?P<name>.*)", r
 
 
 class Frame(NamedTuple):
-    """One frame; its text is how Kineto writes it: ``file.py(12): function``."""
+    """One frame; its text is that of Kineto: ``file.py(12): function``."""
 
     filename: str
     line: int
     name: str
 
     def __str__(self) -> str:
-        """Write the frame as Kineto does."""
+        """Return Kineto's text of the frame."""
         return f"{self.filename}({self.line}): {self.name}"
 
     @property
@@ -59,15 +59,15 @@ class Frame(NamedTuple):
 
 
 def parse_frame(text: str) -> Frame | None:
-    """Return the frame that Kineto's name of a Python call means, or None where it names a builtin or a module."""
+    """Return the frame in Kineto's name of a Python call, or None for a builtin or a module."""
     match = _FRAME.fullmatch(text)
     return Frame(match["filename"], int(match["line"]), match["name"]) if match else None
 
 
 def is_library(filename: str) -> bool:
-    """Say whether a file is part of Python, torch, Lightning or an installed package, and not the user's own.
+    """Return whether a file is part of Python, torch, Lightning or an installed package, and not the user's code.
 
-    Kineto cuts the entries of ``sys.path`` off: of an installed package only the best known names can then be told.
+    Kineto removes the entries of ``sys.path``; of installed packages, only the best known are then recognised by name.
     """
     path = filename.replace("\\", "/")
     if _NATIVE.search(path) or _LIBRARY_PATH.search(path):
@@ -77,7 +77,7 @@ def is_library(filename: str) -> bool:
 
 
 def user_frame(stack: Iterable[Frame]) -> Frame | None:
-    """Return the innermost frame of the user's own code, or None where there is none.
+    """Return the innermost frame of the user's code, or None where there is none.
 
     Args:
         stack: frames, innermost first.
@@ -87,7 +87,7 @@ def user_frame(stack: Iterable[Frame]) -> Frame | None:
 
 
 def native_site(stack: Sequence[Frame]) -> str | None:
-    """Return the autograd node, or else the operator or the function, that a stack of C++ frames allocated for."""
+    """Return the autograd node, else the operator or the function, that a stack of C++ frames allocated for."""
     for wanted in _NATIVE_SITES:
         for frame in stack:
             match = None if frame.is_python else wanted.match(frame.name)

@@ -220,14 +220,14 @@ def _kernels(trace: TraceReport, width: int) -> list[Line]:
 
 
 def _operators(trace: TraceReport, width: int) -> list[Line]:
-    whole = sum(operator.own_ns for operator in trace.operators)
+    whole = sum(operator.self_ns for operator in trace.operators)
     if not whole:
         return []
     rows = [
         (
             clean(operator.name),
-            format_ns(operator.own_ns),
-            percent(operator.own_ns / whole),
+            format_ns(operator.self_ns),
+            percent(operator.self_ns / whole),
             format_ns(operator.total_ns),
             f"{operator.count:,}",
         )

@@ -22,7 +22,7 @@ from lightning_memprof.errors import ConfigError
 __all__ = ["Number", "Reader", "Row", "Source", "TimelineEvent", "canonical"]
 
 Number = int | str | float | None
-# A string of some profiler may say "nan" or "inf".
+# Some profilers write numbers as strings, among them "nan" and "inf".
 Microseconds = int | Annotated[float, msgspec.Meta(ge=-float_info.max, le=float_info.max)] | None
 _RAW: Final = msgspec.Raw()
 _BATCH: Final = 4096

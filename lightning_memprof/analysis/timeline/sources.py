@@ -140,7 +140,7 @@ def _nothing(run: Run, choice: Choice) -> str:
         return f"there is no window {choice.window} in this run; its windows are {_listed(w.index for w in windows)}"
     if choice.steps is not None:
         recorded = _listed(step for window in windows for step in window.steps)
-        return f"no window holds step {_listed(choice.steps)}; the recorded steps are {recorded}"
+        return f"no window has step {_listed(choice.steps)}; the recorded steps are {recorded}"
     return "the chosen ranks recorded no such window; remove --ranks or --window"
 
 

@@ -286,7 +286,7 @@ def _nanoseconds(value: Any) -> int | None:
 
 
 def _scan(trace: Path, found: _Found) -> Iterator[dict[str, Any]]:
-    """Yield the events that begin with one of our words; set the trace's base time when it comes by."""
+    """Yield the events that contain one of `_WORDS` as a name; set the trace's base time when it is read."""
     try:
         with _open(trace) as stream:
             last: dict[str, Any] | None = None
@@ -311,7 +311,7 @@ def _open(trace: Path) -> IO[bytes]:
 
 
 def _pieces(stream: IO[bytes]) -> Iterator[tuple[bytes, int, int]]:
-    """Yield a text and the part of it to look at, with room for a whole event before and behind."""
+    """Yield a text and the part to search, with room for a whole event before and after."""
     text, begin = b"", 0
     while True:
         data = stream.read(_CHUNK)
@@ -329,7 +329,7 @@ def _places(text: bytes, begin: int, end: int) -> Iterator[int]:
     for word in _WORDS:
         at = text.find(word, begin, end + len(word) - 1)
         while at >= 0:
-            if text[at - 1 : at] != b"\\":  # else it stands inside a string
+            if text[at - 1 : at] != b"\\":  # else it is part of a string
                 yield at
             at = text.find(word, at + 1, end + len(word) - 1)
 
@@ -338,7 +338,7 @@ _DECODE: Final = json.JSONDecoder(parse_float=Decimal, strict=False).raw_decode
 
 
 def _event_around(text: bytes, at: int) -> dict[str, Any] | None:
-    """Return the event in which a word stands; the object around it may be its arguments, then the next one out."""
+    """Return the event around a word; the object around it may be the event's arguments, then the next outer one."""
     opening, limit = at, max(0, at - _LONGEST)
     for _ in range(_OPENINGS_TO_TRY):
         opening = text.rfind(b"{", limit, opening)
@@ -431,7 +431,7 @@ class _Launchers:
             self._events[int(columns.lanes[event.row]), int(columns.kinds[event.row])].append(event)
 
     def describe(self, launch: int) -> tuple[str, str, int | None] | None:
-        """Return name, group and bytes of the collective that a call launched, None where nothing around it tells.
+        """Return name, group and bytes of the collective that a call launched, None where that is unknown.
 
         The name is that of the ``nccl:NAME`` annotation; group and size are those of ``record_param_comms``.
         """

@@ -202,7 +202,7 @@ class Trace(TraceText):
     """A trace file: its metadata, and its events as a stream.
 
     Reading starts with the iterator; every iterator reads the file again, so a trace is never held in memory. The
-    metadata is empty until all events were read, because the format allows metadata behind them.
+    metadata is empty until all events were read, because the format allows metadata after them.
 
     Args:
         path: a Kineto JSON file, plain or gzip-compressed.

@@ -46,13 +46,15 @@ def operators(columns: TraceColumns) -> tuple[Operator, ...]:
     alone, whole = totals_by(columns.names[rows], self_ns), totals_by(columns.names[rows], durations)
     result = [
         Operator(
-            name=columns.name_of[key], count=int(count), own_ns=int(own), total_ns=int(total), max_ns=int(durations[at])
+            name=columns.name_of[key],
+            count=int(whole.counts[at]),
+            self_ns=int(alone.sums[at]),
+            total_ns=int(whole.sums[at]),
+            max_ns=int(durations[whole.longest[at]]),
         )
-        for key, count, own, total, at in zip(
-            alone.keys, alone.counts, alone.sums, whole.sums, whole.longest, strict=True
-        )
+        for at, key in enumerate(whole.keys)
     ]
-    return tuple(sorted(result, key=lambda operator: (-operator.own_ns, operator.name)))
+    return tuple(sorted(result, key=lambda operator: (-operator.self_ns, operator.name)))
 
 
 class _Trail(NamedTuple):

@@ -113,11 +113,11 @@ class RuntimeCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """All calls of one operator on the host; ``own_ns`` is self time, without the operators that it called."""
+    """All calls of one operator on the host; ``self_ns`` is without the operators that it called."""
 
     name: str
     count: int
-    own_ns: int
+    self_ns: int
     total_ns: int
     max_ns: int
 

@@ -57,7 +57,7 @@ _FIRST_KEY: Final = re.compile(rb'\s*\{\s*("[^"\\]*")')
 _ARRAY_OPENS: Final = re.compile(rb"\s*:\s*\[")
 _NAME_LINE: Final = re.compile(rb'^([ \t]*"name": ")(.*)(",?[ \t]*)$', re.MULTILINE)
 _BARE_QUOTE: Final = re.compile(rb'(?<!\\)"')
-# A string need not end: else each escaped quote of one that goes on behind the buffer would begin another one.
+# A string need not end: else each escaped quote of a string that continues after the buffer would begin another.
 _NON_FINITE: Final = re.compile(_STRING + rb"?|([-+]?\b(?:nan|inf(?:inity)?)\b)", re.IGNORECASE | re.DOTALL)
 # 16 digits of microseconds since 1970 and a fraction: more than a double holds.
 _EPOCH_TS: Final = re.compile(rb'("ts":\s*)(\d{16})(?=[.,\s}])')

@@ -131,11 +131,11 @@ def _kernels(number: int, trace: TraceReport, name: str) -> Iterator[Part]:
 def _operators(number: int, trace: TraceReport, name: str) -> Iterator[Part]:
     if not trace.operators:
         return
-    total = sum(found.own_ns for found in trace.operators)
+    total = sum(found.self_ns for found in trace.operators)
     rows = [
         (
-            Cell(found.name), time_cell(found.own_ns, trace.operators[0].own_ns),
-            share_cell(found.own_ns / total if total else None), time_cell(found.total_ns), count_cell(found.count),
+            Cell(found.name), time_cell(found.self_ns, trace.operators[0].self_ns),
+            share_cell(found.self_ns / total if total else None), time_cell(found.total_ns), count_cell(found.count),
             time_cell(found.max_ns),
         )
         for found in trace.operators[:MAX_ROWS]

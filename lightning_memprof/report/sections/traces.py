@@ -204,14 +204,14 @@ def _kernels(number: int, trace: TraceReport, name: str) -> Iterator[Table]:
 
 
 def _operators(number: int, trace: TraceReport, name: str) -> Iterator[Table]:
-    total = sum(operator.own_ns for operator in trace.operators)
+    total = sum(operator.self_ns for operator in trace.operators)
     if not trace.operators:
         return
     rows = [
         (
             code(operator.name),
-            duration(operator.own_ns, trace.operators[0].own_ns),
-            share(operator.own_ns / total if total else None),
+            duration(operator.self_ns, trace.operators[0].self_ns),
+            share(operator.self_ns / total if total else None),
             duration(operator.total_ns),
             count(operator.count),
             duration(operator.max_ns),

@@ -135,7 +135,8 @@ def test_the_operators_of_a_trace_without_a_device_are_on_every_page(tmp_path: P
         ["aten::mm", "3.00", "ms", "75%", "3.00", "ms", "1"],
         ["aten::linear", "1.00", "ms", "25%", "4.00", "ms", "1"],
     ]
-    assert [operator["own_ns"] for operator in files_document(view)["traces"][0]["operators"]] == [3_000_000, 1_000_000]
+    operators = files_document(view)["traces"][0]["operators"]
+    assert [operator["self_ns"] for operator in operators] == [3_000_000, 1_000_000]
     assert "Operators on the host" in html.to_html(view)
 
 

@@ -117,7 +117,7 @@ def test_one_window_some_ranks_and_some_steps_can_be_chosen(tmp_path):
     [
         ({"window": 7}, "no window 7 in this run; its windows are 0"),
         ({"ranks": [5]}, "rank 5 is not in this run; its ranks are 0"),
-        ({"steps": [20, 21]}, "no window holds step 20-21; the recorded steps are 2-3"),
+        ({"steps": [20, 21]}, "no window has step 20-21; the recorded steps are 2-3"),
     ],
 )
 def test_what_is_not_there_is_said_with_what_is(tmp_path, choice, said):

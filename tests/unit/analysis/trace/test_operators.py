@@ -83,7 +83,7 @@ def test_the_report_of_a_trace_gives_operators_the_time_that_the_table_gives_the
     found = operators(read_columns(recorded.path))
     assert len(found) > 30
     # Counts may differ: the table takes an operator and its only child of the same name for one.
-    assert {operator.name: operator.own_ns for operator in found} == {
+    assert {operator.name: operator.self_ns for operator in found} == {
         operator.name: table[operator.name].self_cpu_ns for operator in found
     }
 

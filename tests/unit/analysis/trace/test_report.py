@@ -210,7 +210,7 @@ def test_operators_of_a_trace_without_a_device_have_the_time_of_their_own(tmp_pa
         event("user_annotation", "ProfilerStep#1", 0, 200),
     ).operators
     assert [
-        (operator.name, operator.count, operator.own_ns, operator.total_ns, operator.max_ns) for operator in found
+        (operator.name, operator.count, operator.self_ns, operator.total_ns, operator.max_ns) for operator in found
     ] == [
         ("aten::addmm", 2, 120_000, 130_000, 80_000),
         ("aten::mm", 1, 30_000, 30_000, 30_000),
