@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+import sample_outputs
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *(page for page in sorted(DOCS.rglob("*.md")) if "measured" not in page.parts)]
@@ -116,3 +118,10 @@ def test_the_readme_counts_the_findings() -> None:
     # Five are named before.
     assert int(more[1]) == len(rules) - 5
     assert f"- {len(rules)} findings" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", sample_outputs.OUTPUTS)
+def test_the_sample_output_of_a_page_is_what_the_code_prints(page: str) -> None:
+    with sample_outputs.produced() as directory:
+        output = sample_outputs.OUTPUTS[page][1](directory.resolve()).rstrip("\n")
+    assert sample_outputs.block_of(page)[1] == output, "python tests/support/sample_outputs.py"
