@@ -12,7 +12,7 @@ _INTERRUPTED: Final = 130
 
 
 def main() -> int:
-    """Run the command that the program's arguments name; Ctrl-C is no traceback while its parts are still imported."""
+    """Run the command that the program's arguments name; Ctrl-C while modules are imported prints no traceback."""
     try:
         from lightning_memprof.cli.main import main as run_command
 

@@ -123,7 +123,7 @@ class Schedule:
 
     @property
     def windows(self) -> int:
-        """Number of windows of a run, or with ``anchor="epoch"`` of an epoch, that is long enough; 0 is no end."""
+        """Number of windows of a run, or with ``anchor="epoch"`` of an epoch, that is long enough; 0 is endless."""
         return len(self.steps) or self.repeat
 
     @property
@@ -145,7 +145,7 @@ class StageSchedules:
         predict: of ``Trainer.predict``.
 
     Raises:
-        ConfigError: one of them is no :class:`Schedule`.
+        ConfigError: a value is not a :class:`Schedule`.
 
     """
 
@@ -155,7 +155,7 @@ class StageSchedules:
     predict: Schedule | None = Schedule()
 
     def __post_init__(self) -> None:
-        """Refuse what is no schedule."""
+        """Refuse values that are not schedules."""
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and not isinstance(value, Schedule):
@@ -193,7 +193,7 @@ class Mark:
         step: training batches seen by the run before this one.
         global_step: optimizer steps done by the run.
         point: the place inside the step.
-        recorded: False in warmup steps, whose values are thrown away by whoever reads them.
+        recorded: False in warmup steps, whose values readers discard.
         time_ns: Unix time in nanoseconds, monotonic within the process.
 
     """
@@ -207,7 +207,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Window:
-    """A recorded stretch: the steps it will have if the run goes on long enough.
+    """A recorded stretch: the steps it will have if the run is long enough.
 
     Attributes:
         index: number of the window in its run, from 0.

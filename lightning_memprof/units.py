@@ -19,7 +19,7 @@ _NS_STEPS: Final = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "us"))
 
 
 def nanoseconds(microseconds: float) -> int:
-    """Return whole nanoseconds; exact up to 2**43 us, 101 days.
+    """Return whole nanoseconds; exact up to 2**43 µs, 101 days.
 
     Multiplied at once, the product of a time above ``AT_ONCE_US`` is often that of its neighbour.
     """

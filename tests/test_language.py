@@ -34,7 +34,7 @@ PHRASES = {
     r"\bwhat (?:was|is) (?:asked|kept|said|told|left|held|missing|there|wanted|meant|recorded|not known)\b": "a noun",
     r"\bcould not be had\b|\bcan(?:not)? be had\b|\bto be had\b": "not available",
     r"\b(?:is|are|was|were|be|been) (?:told|heard)\b": "reported, shown, described",
-    r"\bleavings\b|\btorn\b|\buntold\b|\bunmet\b": "partial, truncated, unprofiled, pending",
+    r"\bleavings\b|\btorn\b(?! down)|\buntold\b|\bunmet\b": "partial, truncated, unprofiled, pending",
     r"\bby itself\b|\bby themselves\b|\bof all of it\b|\bmost of it\b|\ball of it\b|\bin all[.,;:)]": "leave it out",
     r"\b(?:go|goes|going|went) on\b": "continues, live",
     r"\bruns? short\b": "is nearly full",

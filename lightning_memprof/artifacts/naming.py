@@ -122,7 +122,7 @@ def parse_oom_name(name: str) -> int | None:
 
 
 def oom_snapshot_name(rank: int) -> str:
-    """Name of the allocator snapshot of the moment at which a rank's device ran out of memory."""
+    """Name of the allocator snapshot of a rank's device when it ran out of memory."""
     return f"cuda_oom_rank_{rank}.pickle"
 
 

@@ -44,7 +44,7 @@ def own_temporary(place: Path) -> Path:
     a link: what is written would go through it, into a file of the person who only looks at a run.
 
     Raises:
-        OSError: what is there cannot be removed.
+        OSError: the existing file cannot be removed.
 
     """
     temporary = place.with_name(temporary_name(place.name))

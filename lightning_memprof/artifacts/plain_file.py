@@ -1,4 +1,4 @@
-"""Open what is expected to be a plain file: whoever wrote a directory may have put a pipe or a device into it."""
+"""Open a file that should be a plain one: the author of a directory may have put a pipe or a device into it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def open_plain(path: str | Path, *, buffering: int = -1, most: int | None = None
     A pipe would wait for its writer for ever, a device may have no end, and to open one can be enough to do harm.
 
     Raises:
-        OSError: it cannot be opened, is no plain file, or is longer than ``most`` bytes; a file of holes, which takes
-            no place on the disk, may be of any length.
+        OSError: it cannot be opened, is not a plain file, or is longer than ``most`` bytes; a sparse file, which
+            takes no disk space, may be of any length.
 
     """
     _check(os.stat(path))  # noqa: PTH116 to make a Path takes as long as to look

@@ -1,7 +1,7 @@
-"""Take out of a free text what must not stand in a file that others are given.
+"""Remove secrets from free text before it goes into a file that others may get.
 
 What is written of the process, the Trainer and the machine is an allow-list; an exception's words are anybody's.
-Where it cannot be told what is a secret and what is not, it is taken out.
+Text that may or may not be a secret is removed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def masked(text: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def masking(environment: Mapping[str, str] | None = None) -> Callable[[str], str]:
-    """Return what :func:`masked` does, for several texts: the variables are looked through once, some 100 us.
+    """Return what :func:`masked` does, for several texts: the variables are searched once, about 100 µs.
 
     Args:
         environment: variables by name; None are this process's.
@@ -109,7 +109,7 @@ def _ways(value: str) -> set[str]:
     # A page of a key is also told line by line, each behind an indent.
     plain = {value, *(line for part in value.splitlines() if len(line := part.strip()) >= _SHORTEST)}
     once = {way for text in plain for way in _written(text)}
-    # An exception that is told by another is escaped again.
+    # An exception inside another one's text is escaped again.
     return plain | once | {way for text in once for way in _written(text)}
 
 

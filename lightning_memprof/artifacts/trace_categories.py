@@ -3,7 +3,7 @@
 The tab (``torch-tb-profiler`` 0.4) knows the categories of the torch of its time: calls of a driver are ``runtime``, a
 data loader's fetch and Lightning's ranges are ``cpu_op``. Events that a later torch puts elsewhere are left out of its
 sums, and a step that the device has a range of is counted twice. A file that was rewritten has what it reads; what
-torch wrote stands in the event's ``args`` as ``Original category``.
+torch wrote is in the event's ``args`` as ``Original category``.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def read_request(directory: Path) -> Request | None:
     """Return the request that waits in a run directory, or None.
 
     Raises:
-        ArtifactError: it is no request, or of another user than root and the one who trains.
+        ArtifactError: it is not a request, or belongs to another user than root and the one who trains.
 
     """
     path = directory / TRIGGER_REQUEST
@@ -141,7 +141,7 @@ def read_plan(directory: Path) -> Plan | None:
     """Return rank 0's last decision, or None where there was none.
 
     Raises:
-        ArtifactError: it is no plan, or of another user than root and the one who trains.
+        ArtifactError: it is not a plan, or belongs to another user than root and the one who trains.
 
     """
     path = directory / TRIGGER_PLAN

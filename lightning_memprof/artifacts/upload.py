@@ -37,7 +37,7 @@ OBJECT_STORES: Final = frozenset(
 )
 CLAIM_NAME: Final = "claim.json"
 MAX_RUNS: Final = 10_000
-# A pulse grows by 100 bytes a step, and goes up whole each time.
+# A pulse grows by 100 bytes per step and is uploaded whole each time.
 LIVE_PAUSE_S: Final = 30.0
 # Behind Ctrl-C or SIGTERM: the first is ignored by then, and the second is followed by SIGKILL.
 HURRY_S: Final = 10.0
@@ -105,7 +105,7 @@ def check_url(url: str) -> None:
 
     if has_password(url):
         msg = (
-            f"{without_password(url)}: has a password, a key or a token, which would stand in the run's files and in "
+            f"{without_password(url)}: has a password, a key or a token, which would appear in the run's files and in "
             "the list of processes; give it by the environment or by fsspec's configuration"
         )
         raise ConfigError(msg)
@@ -212,7 +212,7 @@ def claim_remote(remote: Remote, retries: Retries | None = None) -> int:
 
 
 class Uploads:
-    """Copies one rank's files to the run's URL while the training goes on.
+    """Copies one rank's files to the run's URL during training.
 
     Nothing here raises. A file that could not be copied stays where it is; it is tried again after a pause and at the
     end of the run.
@@ -265,7 +265,7 @@ class Uploads:
             return list(self._pending)
 
     def hurry(self) -> None:
-        """Have no patience any more with a place that does not answer: the program was told to end."""
+        """Stop waiting for a place that does not answer: the program is ending."""
         self._patience_s = min(self._patience_s, HURRY_S)
 
     def settle(self) -> list[Path]:

@@ -153,7 +153,7 @@ class UploadWorker:
 
 def main(url: str, *, claim: bool = False) -> None:
     """Do the orders of standard input, one JSON object a line, and answer each with null or what went wrong."""
-    # What a client of remote storage prints is no answer.
+    # Output of a storage client must not mix with the answers.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
         if claim:

@@ -145,7 +145,7 @@ OnRows = Callable[[Sequence[tuple[int | None, ...]]], None]
 
 
 class TimedPart(NamedTuple):
-    """A method of an object of the Trainer that is no profiler action, and the action name for its calls."""
+    """A method of an object of the Trainer that is not a profiler action, and the action name for its calls."""
 
     owner: Any
     method: str
@@ -179,7 +179,7 @@ class RunContext:
         faults: reports failures of collectors.
         timer: the device's own clock, one for the run; None on a CPU, whose clock is the host's.
         peak_flops: peak floating-point operations per second of the device in this run's precision; None if unknown.
-        parts: returns the current methods of the Trainer's objects that are no profiler actions.
+        parts: returns the current methods of the Trainer's objects that are not profiler actions.
         ledger: cost of the traces so far, and its bounds.
         pulse_written: called with the rows of the pulse when they are written, some dozens of steps at a time.
         progress: place in the run at this moment.
@@ -270,7 +270,7 @@ class Collector(ABC):
         Entered before the window's first step, left after its last one.
 
         Raises:
-            SkipWindow: this window cannot be recorded; the reason goes into the manifest and training goes on.
+            SkipWindow: this window cannot be recorded; the reason goes into the manifest and training continues.
 
         """
 

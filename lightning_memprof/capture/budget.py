@@ -28,7 +28,7 @@ _USUAL_RATIO: Final = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Bounds for the profiler overhead of one rank; None is no bound.
+    """Bounds for the profiler overhead of one rank; None is unbounded.
 
     Bounds apply to the next windows: after a window that exceeded one they omit Python stacks, then input shapes, then
     active steps. After a bound of the whole run is reached, windows have no trace.

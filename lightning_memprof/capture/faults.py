@@ -1,4 +1,4 @@
-"""Failures of collectors: reported once, written to the manifest, and the collector disabled; training goes on."""
+"""Failures of collectors: reported once, written to the manifest, and the collector disabled; training continues."""
 
 from __future__ import annotations
 
@@ -60,4 +60,6 @@ class Faults:
         if self._on_error == "raise":
             raise error
         if first:
-            log.warning("collector %s failed on %s and is disabled; training goes on", collector, where, exc_info=error)
+            log.warning(
+                "collector %s failed on %s and is disabled; training continues", collector, where, exc_info=error
+            )

@@ -27,7 +27,7 @@ _FAILURES: Final = (Exception, SystemExit, GeneratorExit)
 
 
 class Followers:
-    """The collectors that follow the whole run, while it goes on.
+    """The collectors that follow the whole run, while it is live.
 
     Args:
         run: passed to the collectors.
@@ -89,7 +89,7 @@ class Recording:
     """A window while it is open.
 
     Collectors are entered and get marks in the given order, and are left in reverse order. One that fails is left at
-    once and disabled for the rest of the run; the others go on.
+    once and disabled for the rest of the run; the others continue.
 
     Args:
         run: passed to the collectors.

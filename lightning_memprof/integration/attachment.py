@@ -47,7 +47,7 @@ class Attachment:
     Args:
         trainer: in its ``setup``: ranks are known, ``log_dir`` may be asked for once.
         stage: ``fit``, ``validate``, ``test`` or ``predict``.
-        settings: what is wanted.
+        settings: the options.
         place: where the run's files go.
         ours: adapters of this package, whose hooks are not the user's callbacks.
 
@@ -145,7 +145,7 @@ class Attachment:
         heard, seen = self.session.facts()["steps"], self._batches_seen() - self._batches_before
         if self._stage == "fit" and heard < seen // 2:
             profiler = type(self._trainer.profiler).__name__  # type: ignore[attr-defined]
-            message = f"{heard} of {seen} steps were heard: {profiler} does not call start and stop for every action"
+            message = f"{heard} of {seen} steps were seen: {profiler} does not call start and stop for every action"
             self.run.sink.manifest.append("note", collector="session", message=message)
             log.warning("%s", message)
 
@@ -183,7 +183,7 @@ class Attachment:
         release_place(self.run.sink)
 
     def break_off(self, error: Exception) -> None:
-        """End the recording, not the training, because of a failure that is no single collector's."""
+        """End the recording, not the training, because of a failure that belongs to no single collector."""
         if self.raises:
             raise error
         log.warning("recording failed and is disabled; training continues", exc_info=error)
@@ -198,7 +198,7 @@ class Attachment:
             try:
                 device = None if self.run.device.type == "cpu" else self.run.device
                 self._curves.hear(rows, device, in_window=self.session.window is not None)
-            except Exception as error:  # noqa: BLE001 the pulse goes on, and so does the training
+            except Exception as error:  # noqa: BLE001 the pulse and the training continue
                 self.run.faults.report(Curves.name, "hook", None, error)
 
     def _end_curves(self) -> None:
@@ -211,7 +211,7 @@ class Attachment:
     def _window_closed(self, window: int, steps: Sequence[int], reason: str | None) -> None:
         if self._curves is not None:
             self._curves.window_closed(window, steps)
-        # The last window of a schedule that ends: its table is made while the training goes on.
+        # The last window of a schedule that ends: its table is made during training.
         schedule = self._settings.schedule
         is_last = isinstance(schedule, Schedule) and schedule.anchor == "fit" and window + 1 == schedule.windows
         if is_last and reason is None:

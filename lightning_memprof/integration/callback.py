@@ -100,7 +100,7 @@ class MemProfilerCallback(Adapter):
         self._named = NamedSnapshots()
 
     def settings(self, trainer: Trainer) -> Settings:
-        """Say what is wanted; the profiler lends its collectors."""
+        """Return the settings; the profiler adds its collectors."""
         others = [other for other in trainer.callbacks if isinstance(other, MemProfilerCallback)]  # type: ignore[attr-defined]
         if len([other for other in others if not other.steps_aside(trainer)]) > 1:
             msg = "the Trainer has more than one MemProfilerCallback; give it one, with all collectors"
@@ -137,13 +137,13 @@ class MemProfilerCallback(Adapter):
         """Record a window now, at any point of a program that trains; may be called on one rank or on all of them.
 
         With several ranks all of them open it at one step, about 20 steps from now; alone it opens at the next step.
-        Where no run goes on, or this rank records nothing, nothing happens.
+        Without a live run, or on a rank that records nothing, nothing happens.
 
         Args:
             active: steps to record; None is what :class:`Triggers` says.
 
         Raises:
-            ConfigError: ``active`` is no number of steps.
+            ConfigError: ``active`` is not a number of steps.
 
         """
         if active is not None:

@@ -154,7 +154,7 @@ class Curves:
         self._drawing.recorded[window] = frozenset(steps)
 
     def end(self) -> None:
-        """Draw what is left and close the file; called when all background work is done."""
+        """Draw the remaining points and close the file; called when all background work is done."""
         if self._ended:
             return
         self._ended = True

@@ -27,7 +27,7 @@ class LateFeed:
         """Call ``start`` and ``stop`` with the name of every action while the context is open."""
         tap = self._tap()
         if tap is None:
-            msg = "actions can be heard only while the stage runs"
+            msg = "actions can be observed only while the stage runs"
             raise RuntimeError(msg)
         return tap.listen(start, stop)
 

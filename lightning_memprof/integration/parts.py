@@ -1,4 +1,4 @@
-"""The parts of a Trainer whose work is no action of its profiler: precision, optimizers, loggers, checkpoint files."""
+"""Parts of a Trainer without profiler actions: precision, optimizers, loggers, checkpoint files."""
 
 from __future__ import annotations
 

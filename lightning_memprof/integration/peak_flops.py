@@ -35,6 +35,6 @@ def peak_flops(trainer: Trainer) -> float | None:
             # It warns of a device that it does not know; the page says so.
             warnings.simplefilter("ignore")
             peak = get_available_flops(trainer.strategy.root_device, dtype)
-    except Exception:  # noqa: BLE001 a table that lacks a precision raises as it likes, and the run goes on without
+    except Exception:  # noqa: BLE001 a table that lacks a precision may raise anything; the run continues without it
         return None
     return None if peak is None else float(peak)

@@ -39,7 +39,7 @@ def claim_place(trainer: Trainer, stage: str, dirpath: str | Path | None) -> Run
     """Agree on the run directory with all ranks; a collective, to be called once, in ``setup``, on every rank.
 
     Returns:
-        The place, or None where rank 0 could not write there; training goes on without us.
+        The place, or None where rank 0 could not write there; training continues without us.
 
     """
     # What a logger of anybody's calls its directory may be no path at all.
@@ -90,7 +90,7 @@ def _claim_directory(stage: str, wanted: str) -> RunPlace | None:
     try:
         return claim_run_place(root)
     except (OSError, ValueError) as error:
-        log.warning("%s cannot be written (%s): this run is not recorded; training goes on", root, error)
+        log.warning("%s cannot be written (%s): this run is not recorded; training continues", root, error)
         return None
 
 
@@ -101,7 +101,7 @@ def _claim_url(trainer: Trainer, stage: str, url: str) -> RunPlace | None:
     try:
         root = _working_copy(trainer, url)
     except OSError as error:
-        log.warning("no working copy of %s can be made (%s): this run is not recorded; training goes on", url, error)
+        log.warning("no working copy of %s can be made (%s): this run is not recorded; training continues", url, error)
         return None
     try:
         check_url(url)

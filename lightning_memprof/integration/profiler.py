@@ -154,7 +154,7 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
         )
 
     def summary(self) -> str:
-        """Return the operator table of the last run, as it lies in the run's text file."""
+        """Return the operator table of the last run, as in the run's text file."""
         path = self.table_path
         return path.read_text(encoding="utf-8") if path is not None and path.exists() else ""
 
@@ -191,7 +191,7 @@ class _ProfilerHost(Adapter):
         self._profiler = profiler
 
     def leads(self, trainer: Trainer) -> bool:
-        """Never: it stands in where no other adapter is."""
+        """Never: it replaces a missing adapter."""
         return False
 
     def settings(self, trainer: Trainer) -> Settings:

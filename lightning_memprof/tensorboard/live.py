@@ -1,4 +1,4 @@
-"""A run that goes on, as JSON for its page."""
+"""A live run, as JSON for its page."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The pages of torch-tb-profiler (0.4.x) with scripts of ours in place of those of other hosts.
 
 Its `static/index.html` asks www.gstatic.com for Google Charts and its `static/trace_embedding.html` asks
-cdnjs.cloudflare.com for the custom elements that browsers have dropped; everything else lies in the two pages and in
+cdnjs.cloudflare.com for the custom elements that browsers have dropped; everything else is in the two pages and in
 `static/trace_viewer_full.html`.
 """
 
@@ -33,7 +33,7 @@ def charts_page(page: str) -> str | None:
 
     """
     scripts = "".join(f'<script src="{FOLDER}/{name}"></script>' for name in _CHARTS)
-    # An icon that is empty: opened by itself, the page would ask for one that nobody serves.
+    # An empty icon: opened alone, the page would request one that nobody serves.
     ours = f'<link rel="icon" href="data:,"><link rel="stylesheet" href="{FOLDER}/charts.css">{scripts}'
     page_with_ours = _replaced(page, _script(CHARTS_SCRIPT), ours)
     return _replaced(page_with_ours, _FRAME, f'{_FRAME[:-1]}?scripts=local"')
@@ -68,7 +68,7 @@ def decision_page(script: str) -> str:
 
 
 def script_hashes(page: str) -> list[str]:
-    """The SHA-256 of each script that stands in a page, in base64, as a content security policy names them."""
+    """The SHA-256 of each script in a page, in base64, as a content security policy names them."""
     # A browser hashes the text that its parser made, in which each line ends with a line feed.
     texts = (found[1].replace("\r\n", "\n").replace("\r", "\n") for found in _INLINE.finditer(page))
     return [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]

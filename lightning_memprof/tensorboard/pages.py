@@ -106,7 +106,7 @@ class Pages:
             job.state = "building"
             try:
                 _build(asked, job)
-            except Exception as error:  # noqa: BLE001 the tab shows it, and the server goes on
+            except Exception as error:  # noqa: BLE001 the tab shows it, and the server continues
                 job.message, job.state = f"{type(error).__name__}: {error}", "failed"
 
 

@@ -122,7 +122,7 @@ class MemprofPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard 
     @_answers
     def _ask_page(self, request: Request) -> Response:
         if request.args.get("key"):
-            # Of a run that goes on each asking may mean another page: one that is being made is waited for by its key.
+            # For a live run each request may mean another page: the key identifies the one being made.
             key = request.args["key"]
             if (job := self._pages.job(key)) is None:
                 raise _Missing(FORGOTTEN)
@@ -159,7 +159,7 @@ class MemprofPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard 
         files = run_files(found.directory, found.ranks, found.top)
         run_file = next((file for file in files if file.path == path), None)
         if run_file is None:
-            raise _Missing("no manifest below the log directory names this file, or it lies outside")
+            raise _Missing("no manifest below the log directory names this file, or it is outside")
         is_shown = request.args.get("as") == "text" and run_file.type == "trace"
         if is_shown and run_file.size_bytes > MOST_TRACE_BYTES:
             raise _Missing("this trace is too large for a browser; see lightning-memprof view --steps")
@@ -219,7 +219,7 @@ def _json(request: Request, document: Mapping[str, Any], code: int = 200) -> Res
 
 
 def _file_answer(file: RunFile, environ: dict[str, Any], *, is_shown: bool) -> Response:
-    """Return a file as it lies there; nothing of it runs in the browser, whatever it is."""
+    """Return a file unchanged; nothing in it runs in the browser."""
     packed = file.file.suffix == ".gz"
     answer = send_file(
         file.file.resolve(),

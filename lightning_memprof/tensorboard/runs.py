@@ -38,7 +38,7 @@ MOST_RANKS: Final = 8
 MOST_RUNS: Final = 1000
 MOST_KEPT: Final = 4 * MOST_RUNS
 LAST_BYTES: Final = 4096
-# A page of a run that goes on is made again when its pulse is this much longer.
+# The page of a live run is made again when its pulse is this much longer.
 GROWTH: Final = 1.5
 # Below this, some fifty steps, it would be made again with every few of them.
 SMALL_BYTES: Final = 4096
@@ -245,7 +245,7 @@ def _duration(ns: int) -> str:
 
 
 def _steps_so_far(found: FoundRun, rank: int) -> int | None:
-    """Return the steps of a run that goes on, by the last whole row of its pulse."""
+    """Return the steps of a live run, by the last whole row of its pulse."""
     path = found.directory / pulse_name(rank)
     try:
         if path.is_symlink():

@@ -1,4 +1,4 @@
-"""A collector that writes down what it was told, and fails where a test wants it to."""
+"""A collector that logs its calls, and fails where a test wants it to."""
 
 from __future__ import annotations
 

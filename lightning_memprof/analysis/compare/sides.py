@@ -137,7 +137,7 @@ def run_side(run: Run, label: str) -> Side:
 
 
 def _traced(device: str) -> str:
-    where = "above what was there when its window began" if device == "cpu" else "of the allocator"
+    where = "above the bytes at the start of its window" if device == "cpu" else "of the allocator"
     return f"the operator trace, {where}"
 
 
@@ -171,7 +171,7 @@ def _add_times(found: _Gathered, rank: Rank) -> None:
 
 
 def _add_sizes(found: _Gathered, run: Run) -> None:
-    """Take resident sizes and the device's peaks: each the largest rank's."""
+    """Take resident memory and the device's peaks, the largest over ranks."""
     rss = [max(known) for rank in run.ranks if (known := [r for row in rank.pulse if (r := row["rss_bytes"])])]
     device = [
         max(known) for rank in run.ranks if (known := [r for row in rank.pulse if (r := row["device_peak_bytes"])])

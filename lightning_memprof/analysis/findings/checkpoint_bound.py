@@ -23,7 +23,7 @@ CHECKPOINT: Final = Part(
     next_steps=(
         "Save less often: ModelCheckpoint(every_n_train_steps=...), or train_time_interval=timedelta(minutes=30).",
         "Save less: ModelCheckpoint(save_weights_only=True), save_top_k=1 and no save_last.",
-        "Save while training goes on: Trainer(plugins=[AsyncCheckpointIO()]) of lightning.pytorch.plugins.io.",
+        "Save while training continues: Trainer(plugins=[AsyncCheckpointIO()]) of lightning.pytorch.plugins.io.",
     ),
 )
 

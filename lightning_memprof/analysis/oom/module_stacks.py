@@ -68,7 +68,7 @@ class ModuleStacks:
     def _named(self, chain: tuple[int, ...]) -> str | None:
         if not chain:
             return None
-        # A forward that is no child of its caller is a base class's, called by the override.
+        # A forward that is not a child of its caller is a base class's, called by the override.
         candidates = (self._candidates(chain[:length]) for length in range(len(chain), 0, -1))
         paths = next((paths for paths in candidates if paths), self._paths[chain[-1]])
         classes = sorted({self._classes[path] for path in paths})
@@ -88,7 +88,7 @@ class ModuleStacks:
         return [path for path, count in missing.items() if count == least < inf]
 
     def _missing(self, path: str, callers: tuple[int, ...]) -> float:
-        """Return how many parents of ``path`` are not among the callers; infinite where a caller is no parent."""
+        """Return how many parents of ``path`` are not among the callers; infinite where a caller is not a parent."""
         parts = path.split(".") if path else []
         above = [self._sources.get(".".join(parts[:length])) for length in range(len(parts))]
         known = [source for source in above if source is not None]

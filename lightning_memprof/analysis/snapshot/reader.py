@@ -80,7 +80,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceSnapshot:
-    """One device: segments, events (oldest first), and the stacks that both index (0 is no stack)."""
+    """One device: segments, events (oldest first), and the stacks that both index (0: without a stack)."""
 
     device: int
     segments: tuple[Segment, ...]

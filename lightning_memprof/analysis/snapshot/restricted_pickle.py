@@ -236,11 +236,11 @@ class _Reader:
                 raise ValueError
             raise ArtifactError(
                 f"{self._source}: has the opcode {known} where a snapshot holds data only; nothing of it was run: "
-                "ask whoever made it"
+                "ask its author"
             )
         raise ArtifactError(
             f"{self._source}: names the global {name!r} where a snapshot holds data only; nothing of it was run: "
-            "ask whoever made it"
+            "ask its author"
         )
 
     def _take(self, length: int) -> bytes:
@@ -274,7 +274,7 @@ class _Reader:
         return items
 
     def _put(self, number: int) -> None:
-        # Every entry takes at least a byte: a number above is no memo of this file.
+        # Every entry takes at least a byte: a larger number is not a memo of this file.
         if not 0 <= number <= self.at:
             raise IndexError
         self._memo += [None] * (number + 1 - len(self._memo))
@@ -297,7 +297,7 @@ class _Reader:
         if type(target) is not dict or len(items) % 2:
             raise TypeError
         keys = items[::2]
-        # Only the hash of text cannot be chosen by whoever writes the file.
+        # Only the hash of text cannot be chosen by the file's author.
         if not _TEXT_KEYS.issuperset(map(type, keys)):
             raise TypeError
         target.update(zip(keys, items[1::2], strict=True))

@@ -36,7 +36,7 @@ __all__ = ["Merged", "cut", "merge_traces", "step_spans"]
 
 Progress = Callable[[int, int], None]
 
-# A time before 2001 is no date: the trace counts from the start of a machine or of a program.
+# A time before 2001 is not a date: the trace counts from the start of a machine or of a program.
 _A_DATE_NS: Final = 978_307_200_000_000_000
 # Microseconds with three decimals fit into a double for 100 days.
 _FARTHEST_NS: Final = 60 * 86_400_000_000_000

@@ -239,7 +239,7 @@ class _Scan:
         return track
 
     def other(self, row: Row, index: int, span: tuple[int, int]) -> str | None:
-        """Take an event that is no slice; return the reason for skipping it, empty where there is nothing to report."""
+        """Take an event that is not a slice; return the reason for skipping it, empty if there is none."""
         ph = row.ph
         if ph == "M":
             self.metadata(row)

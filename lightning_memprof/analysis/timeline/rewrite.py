@@ -224,7 +224,7 @@ class Rewrite:
         return self._own_id(number)
 
     def _own_id(self, key: Hashable) -> int:
-        """Return a new number for an id that is no small number, or begins more than once."""
+        """Return a new number for an id that is not a small number, or begins more than once."""
         return _LARGEST_ID + self._odd.setdefault(key, len(self._odd)) * self._sources + self._source
 
 

@@ -30,7 +30,7 @@ Row = dict[str, Any]
 _Span = tuple[int, int]
 Reader = Callable[[Path], Iterator[TimelineEvent]]
 
-# Place and time of a row, which are no measurements.
+# Place and time of a row, not measurements.
 _PLACE: Final = frozenset({"step", "global_step", "point", "recorded", "time_ns", "device", "name"})
 # The allocator statistics with a curve; there are a hundred more.
 _CURVES: Final = (

@@ -144,8 +144,8 @@ class OperatorEvent(TraceEvent, gc=False, frozen=True):
 def decoder(kind: type[_T]) -> Callable[[bytes], list[_T]]:
     """Return a function that decodes a JSON array of events of this type.
 
-    It raises `msgspec.DecodeError` for text that is not valid JSON, or an event that is no object. Numbers may come as
-    strings, as some profilers write them; a field of another type has its default.
+    It raises `msgspec.DecodeError` for text that is not valid JSON, or an event that is not an object. Numbers may
+    come as strings, as some profilers write them; a field of another type has its default.
     """
     decode = msgspec.json.Decoder(list[kind], strict=False).decode  # type: ignore[valid-type]
     fields = _fields(kind)

@@ -17,9 +17,9 @@ from lightning_memprof.analysis.trace.model import HostOperators, Operator
 
 __all__ = ["host_operators", "operators"]
 
-# Finding, checking and calling an operator takes 1 to 10 us: one that takes no longer computes little.
+# Finding, checking and calling an operator takes 1 to 10 µs: one that takes no longer computes little.
 _SMALL_NS: Final = 10_000
-# Python goes from one operator to the next in 1 to 10 us, through a module with hooks in 50: longer is something else.
+# Python goes from one operator to the next in 1 to 10 µs, through a module with hooks in 50: longer is something else.
 _NEAR_NS: Final = 50_000
 # Kineto rounds starts and durations separately: a child may seem to outlast its parent by this much.
 _SLACK_NS: Final = 1_000

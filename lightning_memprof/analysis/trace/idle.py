@@ -54,7 +54,7 @@ _CAUSES: Final[tuple[Cause, ...]] = get_args(Cause)
 _FIRST_OF: Final[tuple[Cause, ...]] = (
     "garbage", "data_loading", "synchronization", "allocator", "launch", "operators",
 )  # fmt: skip
-# A kernel starts 3 to 8 us after its launch has returned, if nothing keeps it.
+# A kernel starts 3 to 8 µs after its launch has returned, if nothing keeps it.
 _LATENCY_NS: Final = 20_000
 # The clocks of host and device agree to some microseconds: a gap may seem to begin this much after the wait's end.
 _SLACK_NS: Final = 5_000

@@ -372,7 +372,7 @@ def _same_names(rows: Sequence[OperatorRow]) -> NDArray[np.int64]:
 
 
 def _twins(parents: Column, inner: Column, names: Column) -> tuple[NDArray[np.bool_], Column]:
-    """Return which events are no twin, and for each event the innermost twin below it, or itself."""
+    """Return which events are not twins, and for each event the innermost twin below it, or itself."""
     around = parents[inner]
     twins = inner[(np.bincount(around, minlength=len(parents))[around] == 1) & (names[around] == names[inner])]
     counted = np.full(len(parents), fill_value=True)

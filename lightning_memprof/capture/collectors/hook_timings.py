@@ -59,7 +59,7 @@ class HookTimings(Collector):
 
     @contextmanager
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
-        """Listen to the actions, and wrap the methods that are no actions."""
+        """Listen to the actions, and wrap the methods that are not actions."""
         log = ActionLog(run.unix_offset_ns)
         try:
             with (

@@ -225,7 +225,7 @@ def unsupported_method(model: nn.Module, name: str) -> str | None:
     if name in vars(model):
         method: Any = vars(model)[name]
     elif (method := inspect.getattr_static(type(model), name, None)) is None:
-        problem = "is no method" if hasattr(model, name) else "does not exist"
+        problem = "is not a method" if hasattr(model, name) else "does not exist"
         return (
             f"functions holds {name!r}: {owner}.{name} {problem}; name methods of the LightningModule, and mark those "
             "of other objects with @memprofilable instead"

@@ -133,7 +133,7 @@ class _Figure:
 
 
 class Forwards:
-    """The outermost forwards since a moment at which ``packed_before`` bytes were saved for backward."""
+    """The outermost forwards since ``packed_before`` bytes were saved for backward."""
 
     def __init__(self, packed_before: int) -> None:
         self.is_inside = False

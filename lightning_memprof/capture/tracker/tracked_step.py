@@ -68,7 +68,7 @@ def track_step(run: RunContext, window: Window, wanted: TrackedStep) -> Iterator
                 )
                 # The next window's step would fail at the same place.
                 run.faults.disabled.add(wanted.collector)
-                log.warning("%s: %s; it is disabled, training goes on", wanted.collector, reason)
+                log.warning("%s: %s; it is disabled, training continues", wanted.collector, reason)
             if mark.point is Point.STEP_END and step.report is not None:
                 report, step.report = step.report, None
                 for row in report.rows():

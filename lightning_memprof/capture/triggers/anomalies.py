@@ -79,7 +79,7 @@ class SlowStep(Anomaly):
         self.factor = _number("SlowStep", "factor", factor, above=1)
         self.limit = _limit("SlowStep", limit)
 
-    def watch(self, run: RunContext) -> Watch:  # noqa: ARG002 time is told by the record
+    def watch(self, run: RunContext) -> Watch:  # noqa: ARG002 the record has the time
         """Compare durations; about 2 µs per step."""
         last: deque[int] = deque()
         ordered: list[int] = []

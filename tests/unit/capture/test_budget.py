@@ -255,4 +255,4 @@ def test_a_disk_that_takes_no_more_is_an_error_row_and_leaves_a_whole_trace_or_n
         assert left == listed
         # What cannot be compressed is kept as torch wrote it.
         assert [Path(name).suffixes[-3:] for name in left] == {"exit": [], "write": [[".pt", ".trace", ".json"]]}[where]
-        assert f"collector operator_trace failed on {where} and is disabled; training goes on" in done.stderr
+        assert f"collector operator_trace failed on {where} and is disabled; training continues" in done.stderr

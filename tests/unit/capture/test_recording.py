@@ -46,7 +46,7 @@ def test_a_collector_that_fails_is_switched_off_and_the_others_are_whole(
     assert occasions(faulty).count("enter") == 1
     assert len(faulty.marks) == {"enter": 0, "mark": 1, "exit": 16}[occasion]
     (warning,) = caplog.records
-    assert warning.getMessage() == f"collector faulty failed on {occasion} and is disabled; training goes on"
+    assert warning.getMessage() == f"collector faulty failed on {occasion} and is disabled; training continues"
     assert warning.exc_info is not None
     assert warning.exc_info[1] is error
 

@@ -286,7 +286,7 @@ def test_a_pickle_that_was_optimised_is_read_too():
 
 def test_reading_loads_neither_torch_nor_pickle(run_python):
     code = (
-        "import sys, lightning_memprof.analysis.snapshot.replay, lightning_memprof.analysis.memory.allocations; "
+        "import sys, lightning_memprof.analysis.snapshot.replay; "
         "print(*{'torch', 'pandas', 'lightning', 'pickle'} & {*sys.modules})"
     )
     assert run_python("-c", code).stdout == "\n"

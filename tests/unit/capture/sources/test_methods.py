@@ -305,7 +305,7 @@ def test_a_bound_wrapper_that_was_left_on_the_instance_becomes_the_method_again(
     ("name", "reason"),
     [
         ("nothing", "Model.nothing does not exist"),
-        ("net", "Model.net is no method"),
+        ("net", "Model.net is not a method"),
         ("alone", "Model.alone is a staticmethod"),
         ("of_class", "Model.of_class is a classmethod"),
         ("size", "Model.size is a property"),
