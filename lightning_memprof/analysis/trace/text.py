@@ -32,7 +32,7 @@ _UNDECODABLE: Final = (msgspec.DecodeError, UnicodeDecodeError)
 _CHUNK: Final = 1 << 20
 # The text beside the events; for 4,096 ranks with all their groups it is a few MiB.
 _HEAD_LIMIT: Final = 32 << 20
-# One event, or text that is no event.
+# One event, or text that is not an event.
 _STUCK_LIMIT: Final = 16 << 20
 # Recorded traces grow by 8 to 35 when they are decompressed; 1,032 is the most that gzip can.
 _MOST_GROWTH: Final = 100
