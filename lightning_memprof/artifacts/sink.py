@@ -6,6 +6,7 @@ import hashlib
 import json
 import threading
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,12 +24,12 @@ from lightning_memprof.artifacts.placing import own_temporary
 from lightning_memprof.artifacts.upload import Uploads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from lightning_memprof.schedule import Mark, Window
 
-__all__ = ["Artifact", "ArtifactType", "RunPlace", "SeriesWriter", "Sink", "claim_run_place"]
+__all__ = ["Artifact", "ArtifactType", "OnSeries", "RunPlace", "SeriesWriter", "Sink", "claim_run_place"]
 
 ArtifactType = Literal["series", "trace", "table", "snapshot", "blob", "pulse"]
 
@@ -90,6 +91,10 @@ class Artifact:
     window: int | None = None
 
 
+OnSeries = Callable[[int, str, "Sequence[Mapping[str, Any]]"], None]
+"""Called with the window, the collector and the rows of a series that was written; must not raise."""
+
+
 class SeriesWriter(Protocol):
     """Add a row: the mark's step, global_step, point, recorded and time_ns, and the values by column."""
 
@@ -112,6 +117,7 @@ class Sink:
     def __init__(self, place: RunPlace, rank: int) -> None:
         self.place = place
         self.rank = rank
+        self.on_series: OnSeries | None = None
         # A file that is written again, window after window, has one entry.
         self._artifacts: dict[Path, Artifact] = {}
         place.directory.mkdir(parents=True, exist_ok=True)
@@ -181,10 +187,12 @@ class Sink:
                 self.write_rows(window, collector, rows)
 
     def write_rows(self, window: Window, collector: str, rows: list[dict[str, Any]]) -> None:
-        """Write whole rows as the collector's series of this window."""
+        """Write whole rows as the collector's series of this window, and pass them to ``on_series``."""
         path = self.place.directory / series_path(window.index, self.rank, collector)
         with self.file(Artifact(path, "series", collector, window.index)) as temporary:
             temporary.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8")
+        if self.on_series is not None:
+            self.on_series(window.index, collector, rows)
 
     def in_background(self, job: Callable[[], None], *, window: int | None = None) -> None:
         """Run ``job`` after all jobs before it, without the training waiting; :meth:`drain` waits for it.

@@ -128,30 +128,30 @@ class Adapter(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Pass the batch to the collectors that listen."""
-        self._guarded(trainer, lambda attachment: attachment.tensors.batch_comes(batch))
+        self._guarded(trainer, lambda attachment: attachment.tensors.on_batch(batch))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Pass the loss to the collectors that listen."""
-        self._guarded(trainer, lambda attachment: attachment.tensors.loss_comes(loss))
+        self._guarded(trainer, lambda attachment: attachment.tensors.on_loss(loss))
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Pass the batch on, where validation is the stage and not a part of fit."""
         if trainer.state.fn == "validate":
-            self._guarded(trainer, lambda attachment: attachment.tensors.batch_comes(batch))
+            self._guarded(trainer, lambda attachment: attachment.tensors.on_batch(batch))
 
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Pass the batch to the collectors that listen."""
-        self._guarded(trainer, lambda attachment: attachment.tensors.batch_comes(batch))
+        self._guarded(trainer, lambda attachment: attachment.tensors.on_batch(batch))
 
     def on_predict_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Pass the batch to the collectors that listen."""
-        self._guarded(trainer, lambda attachment: attachment.tensors.batch_comes(batch))
+        self._guarded(trainer, lambda attachment: attachment.tensors.on_batch(batch))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start recording, where validation is the stage and not a part of fit."""

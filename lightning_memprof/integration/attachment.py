@@ -1,121 +1,103 @@
-"""Binds one session to one run of a Trainer, from ``setup`` to the last file."""
+"""The life of a run on one rank: from ``setup`` to the last file."""
 
 from __future__ import annotations
 
 import logging
+import mmap
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.artifacts.naming import regions_name
-from lightning_memprof.artifacts.sink import Artifact, RunPlace, Sink
-from lightning_memprof.capture.base import RunContext, no_training_step
-from lightning_memprof.capture.budget import Ledger
-from lightning_memprof.capture.clock import device_timer
-from lightning_memprof.capture.faults import Faults, describe
+from lightning_memprof.artifacts.sink import Artifact
+from lightning_memprof.capture.faults import describe
 from lightning_memprof.capture.session import Session
 from lightning_memprof.capture.triggers.watch import TriggerWatch
-from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.background import RankSummaries, write_operator_table
+from lightning_memprof.integration.context import TensorFeed, available_collectors, build_context
 from lightning_memprof.integration.curves import Curves, curves_of
-from lightning_memprof.integration.driver import StageActions, StepDriver, position_source, stage_actions
-from lightning_memprof.integration.facts import run_facts, training_facts, unreachable
-from lightning_memprof.integration.feeds import LateFeed, TensorFeed
-from lightning_memprof.integration.memory_watch import MemoryWatch
-from lightning_memprof.integration.parts import untold_parts
-from lightning_memprof.integration.peak_flops import peak_flops
+from lightning_memprof.integration.driver import StepDriver, position_source, stage_actions
+from lightning_memprof.integration.facts import training_facts, unreachable
 from lightning_memprof.integration.place import release_place
-from lightning_memprof.integration.settings import choice_note, group_timeout_seconds
 from lightning_memprof.integration.tap import ActionTap
 from lightning_memprof.schedule import Schedule
+from lightning_memprof.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lightning.pytorch import Callback, Trainer
 
-    from lightning_memprof.capture.base import Collector
+    from lightning_memprof.artifacts.sink import RunPlace
+    from lightning_memprof.capture.base import Collector, OnException, RunContext
     from lightning_memprof.integration.settings import Settings
 
 __all__ = ["Attachment"]
 
 log = logging.getLogger(__name__)
 
+# If many small objects took the last byte, no report could be made. It is never touched: address space only.
+_RESERVE_BYTES: Final = 32 * MIB
+
 
 class Attachment:
     """One run of one stage on one rank.
 
     Args:
-        trainer: in its ``setup``: ranks are known, ``log_dir`` may be asked for once.
+        trainer: in its ``setup``: ranks are known, ``log_dir`` may be read once.
         stage: ``fit``, ``validate``, ``test`` or ``predict``.
-        settings: the options.
-        place: where the run's files go.
-        ours: adapters of this package, whose hooks are not the user's callbacks.
+        settings: the settings of this rank.
+        place: where the files of the run go.
+        ours: the type of our adapters, whose hooks are not callbacks of the user.
 
     Raises:
-        ConfigError: a collector that the user asked for is not available in this run.
+        ConfigError: a collector that the user requires is not available in this run.
 
     """
 
     def __init__(self, trainer: Trainer, stage: str, settings: Settings, place: RunPlace, ours: type[Callback]) -> None:
         self.place = place
         self.table: Path | None = None
+        self.tensors = TensorFeed(trainer)
         self._trainer = trainer
         self._stage = stage
         self._settings = settings
+        self._ours = ours
         self._ended = False
         self._batches_before = 0
         self._tabled = 0
         self._tap: ActionTap | None = None
-        self._actions: StageActions = stage_actions(trainer, stage, ours)
-        self._ours = ours
-        self.tensors = TensorFeed(trainer)
-        sink = Sink(place, trainer.global_rank)
-        faults = Faults(sink.manifest, settings.output.on_error)
-        self._curves = curves_of(trainer, stage, settings, sink, faults)
-        self.run = RunContext(
-            rank=trainer.global_rank,
-            world_size=trainer.world_size,
-            stage=stage,
-            function=self._actions.function,
-            strategy=type(trainer.strategy).__name__,
-            device=trainer.strategy.root_device,
-            model=trainer.lightning_module,
-            actions=LateFeed(lambda: self._tap),
-            training=self.tensors,
-            sink=sink,
-            faults=faults,
-            timer=device_timer(trainer.strategy.root_device),
-            peak_flops=peak_flops(trainer),
-            ledger=Ledger(settings.budget, group_timeout_seconds(trainer)),
-            parts=lambda: untold_parts(trainer, stage),
-            pulse_written=self._pulse_written,
-            profiler_conflict=_profiler_conflict(trainer.profiler),  # type: ignore[attr-defined]
-        )
+        context = build_context(trainer, stage, settings, place, lambda: self._tap)
+        self.run: RunContext = replace(context, training=self.tensors, pulse_written=self._pulse_written)
+        self._curves = curves_of(trainer, stage, settings, self.run.sink, self.run.faults)
         try:
-            available = self._available()
+            available = available_collectors(self.run, trainer, settings)
             self.triggers = TriggerWatch(settings.triggers, self.run)
             across = [RankSummaries()] if trainer.world_size > 1 else []
             collectors = [*across, *available]
             self.session = Session(self.run, settings.schedule, collectors, self._window_closed, self.triggers)
-            self._oom = MemoryWatch(self.run, available)
+            self._oom = _MemoryWatch(self.run, available)
         except BaseException as error:
-            sink.manifest.append("end", status="exception", exception=describe(error), steps=0)
-            sink.close()
-            release_place(sink)
+            self.run.sink.manifest.append("end", status="exception", exception=describe(error), steps=0)
+            self.run.sink.close()
+            release_place(self.run.sink)
             raise
 
     @property
     def raises(self) -> bool:
-        """Whether our failures are raised into the training, for tests."""
+        """Whether failures are raised into the training, for tests."""
         return self._settings.output.on_error == "raise"
 
     @property
     def wants_report(self) -> bool:
-        """Whether the page of this run is to be made when it has ended."""
+        """Whether the HTML report is written after this run."""
         return self._stage == "fit" and self._settings.output.report
 
     def start(self) -> None:
-        """The stage's loop is about to run: loaders and optimizers are known."""
+        """Start recording: the loop of the stage is about to run, loaders and optimizers are known."""
         trainer, sink = self._trainer, self.run.sink
         if self._stage == "fit":
             sink.manifest.append("training", **training_facts(trainer))
@@ -123,9 +105,8 @@ class Attachment:
             sink.manifest.append("note", collector="schedule", message=message)
             if trainer.is_global_zero:
                 log.warning("%s", message)
-        self._actions = stage_actions(trainer, self._stage, self._ours)
         position = position_source(trainer, self._stage, self._settings.schedule)
-        driver = StepDriver(self.session, self._actions, position)
+        driver = StepDriver(self.session, stage_actions(trainer, self._stage, self._ours), position)
         starts, stops = driver.handlers()
         profiler = trainer.profiler  # type: ignore[attr-defined]
         self._tap = ActionTap(profiler, starts, stops, self.break_off)
@@ -135,17 +116,19 @@ class Attachment:
         self._tap.install()
 
     def stop(self, reason: str | None = None) -> None:
-        """The stage's loop has ended."""
+        """Stop recording: the loop of the stage has ended."""
         tap, self._tap = self._tap, None
         if tap is None:
             return
         tap.remove()
         self.triggers.stop()
         self.session.close(reason=reason)
-        heard, seen = self.session.facts()["steps"], self._batches_seen() - self._batches_before
-        if self._stage == "fit" and heard < seen // 2:
+        recorded, seen = self.session.facts()["steps"], self._batches_seen() - self._batches_before
+        if self._stage == "fit" and recorded < seen // 2:
             profiler = type(self._trainer.profiler).__name__  # type: ignore[attr-defined]
-            message = f"{heard} of {seen} steps were seen: {profiler} does not call start and stop for every action"
+            message = (
+                f"{recorded} of {seen} steps were recorded: {profiler} does not call start and stop for every action"
+            )
             self.run.sink.manifest.append("note", collector="session", message=message)
             log.warning("%s", message)
 
@@ -162,12 +145,12 @@ class Attachment:
         if sink.uploads is not None and exception is not None and not isinstance(exception, Exception):
             sink.uploads.hurry()
         try:
-            # First, while the exception's frames still hold what filled the memory.
+            # First: the frames of the exception still hold the memory.
             self._oom.end(exception)
             self.stop(reason)
             sink.drain()
             self._end_curves()
-            # After an exception the process should end soon; `show` makes the table where it is missing.
+            # After an exception the process should end soon; `show` makes a missing table.
             if exception is None and (self.table is None or self.session.windows > self._tabled):
                 self._write_table()
             named = self.place.directory / regions_name(self.run.rank)
@@ -179,11 +162,11 @@ class Attachment:
             sink.close()
 
     def release(self) -> None:
-        """Wait until the last files are at their URL, where the run has one; nothing may be read here afterwards."""
+        """Wait until the last files are at the URL of the run, if it has one, and remove the working copy."""
         release_place(self.run.sink)
 
     def break_off(self, error: Exception) -> None:
-        """End the recording, not the training, because of a failure that belongs to no single collector."""
+        """Stop recording after a failure outside the collectors; training continues."""
         if self.raises:
             raise error
         log.warning("recording failed and is disabled; training continues", exc_info=error)
@@ -197,21 +180,21 @@ class Attachment:
         if self._curves is not None and Curves.name not in self.run.faults.disabled:
             try:
                 device = None if self.run.device.type == "cpu" else self.run.device
-                self._curves.hear(rows, device, in_window=self.session.window is not None)
-            except Exception as error:  # noqa: BLE001 the pulse and the training continue
+                self._curves.add_rows(rows, device, in_window=self.session.window is not None)
+            except Exception as error:  # noqa: BLE001 a failure here must not stop the training
                 self.run.faults.report(Curves.name, "hook", None, error)
 
     def _end_curves(self) -> None:
         if self._curves is not None:
             try:
                 self._curves.end()
-            except Exception as error:  # noqa: BLE001 what follows must be written too
+            except Exception as error:  # noqa: BLE001 the next files must be written too
                 self.run.faults.report(Curves.name, "exit", None, error)
 
     def _window_closed(self, window: int, steps: Sequence[int], reason: str | None) -> None:
         if self._curves is not None:
             self._curves.window_closed(window, steps)
-        # The last window of a schedule that ends: its table is made during training.
+        # After the last window of a schedule the table is made while training continues.
         schedule = self._settings.schedule
         is_last = isinstance(schedule, Schedule) and schedule.anchor == "fit" and window + 1 == schedule.windows
         if is_last and reason is None:
@@ -221,46 +204,57 @@ class Attachment:
     def _write_table(self) -> None:
         try:
             self.table = write_operator_table(self.run, self._settings.table)
-        except Exception as error:  # noqa: BLE001 the table can be made later, the training must not stop
+        except Exception as error:  # noqa: BLE001 `show` can make the table later
             self.run.faults.report("operator_table", "write", None, error)
 
-    def _available(self) -> list[Collector]:
-        manifest = self.run.sink.manifest
-        reasons = [(collector, asked, self._why_not(collector)) for collector, asked in self._settings.collectors]
-        available = [collector for collector, _, reason in reasons if reason is None]
-        root = self.place.url or str(self.place.root)
-        manifest.append(
-            "run",
-            **run_facts(self._trainer, self._stage, root, self._settings.schedule, available),
-            every_collector=self._settings.every_collector,
-            triggers=self._settings.triggers.file,
-        )
-        if self._trainer.is_global_zero and (note := choice_note(self._settings.ranks, self._trainer.world_size)):
-            manifest.append("note", collector="ranks", message=note)
-        missing = [(collector, asked, reason) for collector, asked, reason in reasons if reason is not None]
-        # What was asked for the fit must not stop the test after it.
-        wrong = [(collector, why) for collector, asked, why in missing if asked and why != no_training_step(self.run)]
-        if refused := [f"{type(collector).__name__} ({why})" for collector, why in wrong]:
-            msg = f"asked for and not available in this run: {', '.join(refused)}; take it out of `collectors`"
-            raise ConfigError(msg)
-        for collector, _, reason in missing:
-            manifest.append("unavailable", collector=collector.name, reason=reason)
-            if self._trainer.is_global_zero:
-                log.info("%s: not recording %s", reason, collector.name.replace("_", " "))
-        return available
 
-    def _why_not(self, collector: Collector) -> str | None:
+def _reserve() -> mmap.mmap | None:
+    """Return reserved address space to release when memory has run out; None if the system refuses it."""
+    if sys.platform == "win32":
+        return None
+    try:
+        return mmap.mmap(-1, _RESERVE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, MemoryError):
+        return None
+
+
+class _MemoryWatch:
+    """A run's guards (:meth:`Collector.guard`) while they are open.
+
+    Args:
+        run: the run.
+        collectors: those that are available in this run.
+
+    """
+
+    def __init__(self, run: RunContext, collectors: Sequence[Collector]) -> None:
+        self._run = run
+        self._stack = ExitStack()
+        self._guards: list[OnException] = []
+        for collector in collectors:
+            try:
+                on_exception = self._stack.enter_context(collector.guard(run))
+            except Exception as error:  # noqa: BLE001 a failing collector must not stop the training
+                run.faults.report(collector.name, "enter", None, error)
+            else:
+                self._guards += [] if on_exception is None else [on_exception]
+        self._reserve = _reserve() if self._guards else None
+
+    def end(self, exception: BaseException | None) -> None:
+        """Pass an exception to the guards and print the autopsy if memory ran out; close them. Never raises."""
+        began = time.perf_counter_ns()
+        if self._reserve is not None:
+            self._reserve.close()
         try:
-            return collector.unavailable(self.run)
+            with self._stack:
+                described = False
+                for on_exception in self._guards:
+                    described |= exception is not None and on_exception(exception)
+            if described:
+                from lightning_memprof.report.oom import print_autopsy
+
+                print_autopsy(self._run.sink.place.directory, self._run.rank, sys.stderr)
         except Exception as error:
-            if self.raises:
-                raise
-            self.run.faults.report(collector.name, "enter", None, error)
-            return None
-
-
-def _profiler_conflict(profiler: Any) -> str | None:
-    names = [base.__name__ for base in type(profiler).__mro__]
-    if "PyTorchProfiler" in names and "ExtendedPyTorchProfiler" not in names:
-        return "Lightning's PyTorchProfiler owns torch.profiler in this run"
-    return None
+            log.warning("the out-of-memory report cannot be shown: %s", type(error).__name__, exc_info=True)
+        if (clock := self._run.progress.clock) is not None:
+            clock.leave_out(time.perf_counter_ns() - began)

@@ -1,4 +1,4 @@
-"""Curves over the whole run: for the Trainer's loggers, and for TensorBoard in a file of each rank."""
+"""Curves of the whole run: for the Trainer's loggers, and in a TensorBoard event file of each rank."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.artifacts.naming import curves_path, series_path
-from lightning_memprof.artifacts.series import PULSE_COLUMNS, read_series
+from lightning_memprof.artifacts.naming import curves_path
+from lightning_memprof.artifacts.series import PULSE_COLUMNS
 from lightning_memprof.artifacts.sink import Artifact
 from lightning_memprof.capture.sources.memory import peak_reserved_bytes
 from lightning_memprof.integration.loggers import remove_rows, save_rows
@@ -47,13 +47,15 @@ _OF_PULSE: Final = tuple(
         ("peak_allocated_mib", "device_peak_bytes", MIB),
     )
 )
-# By curve, the series and its column.
-_OF_SERIES: Final = (
-    ("rss_mib", "host", "rss_bytes"),
-    ("peak_allocated_mib", "allocator", "allocated_bytes.all.peak"),
-    ("peak_reserved_mib", "allocator", "reserved_bytes.all.peak"),
-    ("activation_mib", "saved_tensors", "activation_bytes"),
-)
+# By collector, the curves of its columns.
+_OF_SERIES: Final = {
+    "host": (("rss_mib", "rss_bytes"),),
+    "allocator": (
+        ("peak_allocated_mib", "allocated_bytes.all.peak"),
+        ("peak_reserved_mib", "reserved_bytes.all.peak"),
+    ),
+    "saved_tensors": (("activation_mib", "activation_bytes"),),
+}
 _STEPS, _WINDOWS = "memprof", "memprof_windows"
 _SIZES: Final = ("peak_allocated_mib", "peak_reserved_mib", "rss_mib")
 
@@ -68,22 +70,22 @@ LAYOUT: Final[Layout] = {
     }
 }
 
-# TensorBoard keeps a thousand points of a curve and forgets others at random, so that a file has fewer: as many single
-# steps, and each time that so many more were drawn, points of twice as many steps. 3 million steps are a thousand.
+# TensorBoard keeps a thousand random points of a curve: a file has fewer. The first points are single steps; after each
+# further batch of points, a point covers twice as many steps. 3 million steps make a thousand points.
 _SINGLE: Final = 256
 _DOUBLED: Final = 48
-# The training thread gets the interpreter in the pauses, where it would wait for all the points of a chunk.
+# The training thread runs in the pauses; without them it would wait for all points of a chunk.
 _AT_ONCE: Final = 4
 _PAUSE_SECONDS: Final = 0.001
-# What loggers may take of the run's time, beside a start: one that asks a server takes as long as some steps.
+# Share of the run's time for loggers, beside a start: a logger that calls a server takes as long as some steps.
 _SHARE: Final = 0.002
 _START_SECONDS: Final = 0.5
 
 
 def curves_of(trainer: Trainer, stage: str, settings: Settings, sink: Sink, faults: Faults) -> Curves | None:
-    """Return what draws this rank's curves; None where nobody wants them.
+    """Return the curves of this rank, or None where there are none.
 
-    They are drawn of a fit whose Trainer has a logger, on the ranks whose windows have every collector.
+    Only a fit whose Trainer has a logger has curves, on the ranks that record windows with every collector.
     """
     loggers = [
         logger for logger in trainer.loggers if "DummyLogger" not in {base.__name__ for base in type(logger).__mro__}
@@ -98,17 +100,17 @@ def curves_of(trainer: Trainer, stage: str, settings: Settings, sink: Sink, faul
 
 
 class Curves:
-    """Draws maxima, never samples: a step that took long or held much is a point of its own or the top of one.
+    """Draws maxima, never samples: a slow step, or one with much memory, determines the value of its point.
 
-    The training thread hands on what the pulse has just written, some dozens of steps at a time, and calls the loggers;
-    all else is done in the background. Loggers get one point from so many steps as the pulse writes at once, never more
-    often than the Trainer's ``log_every_n_steps``, and none while a window is open, whose times it would be in.
+    The training thread passes on the pulse rows just written, some dozens of steps at a time, and calls the loggers;
+    everything else runs in the background. Loggers get one point per call, at most every ``log_every_n_steps`` of the
+    Trainer, and none while a window is open: it would be part of the recorded times.
 
     Args:
-        trainer: of a fit.
-        loggers: those of the Trainer that get points here; none on ranks other than 0.
-        sink: where the file goes.
-        faults: what becomes of a failure.
+        trainer: the Trainer of a fit.
+        loggers: the loggers that get points; none on ranks other than 0.
+        sink: where the event file goes; passes on the series that collectors write.
+        faults: the policy for failures.
 
     """
 
@@ -118,6 +120,7 @@ class Curves:
         self._trainer = trainer
         self._sink = sink
         self._drawing = _Drawing(sink)
+        sink.on_series = self._add_series
         self._faults = faults
         self._loggers = list(loggers)
         self._every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
@@ -129,12 +132,12 @@ class Curves:
         self._began = time.perf_counter()
         self._ended = False
 
-    def hear(self, rows: Sequence[_Row], device: torch.device | None, *, in_window: bool) -> None:
-        """Take the rows of the pulse that were just written.
+    def add_rows(self, rows: Sequence[_Row], device: torch.device | None, *, in_window: bool) -> None:
+        """Add the pulse rows that were just written.
 
         Args:
             rows: in the order of ``PULSE_COLUMNS``.
-            device: whose allocator counts; None on a CPU.
+            device: the device of the allocator statistics; None on a CPU.
             in_window: whether a window is open.
 
         """
@@ -146,15 +149,15 @@ class Curves:
             due = self._every and self._steps.place - self._logged >= self._every
             if due and not in_window and self._has_time():
                 self._log()
-        # Last: from here on the other thread asks for the interpreter.
+        # Last: from here on the background thread competes for the interpreter.
         self._sink.in_background(lambda: self._draw(places, rows, reserved))
 
     def window_closed(self, window: int, steps: Sequence[int]) -> None:
-        """Take which steps a window recorded; the pulse also has those of its warm-up."""
+        """Set the recorded steps of a window; the pulse has its warmup steps too."""
         self._drawing.recorded[window] = frozenset(steps)
 
     def end(self) -> None:
-        """Draw the remaining points and close the file; called when all background work is done."""
+        """Draw the last points and close the file; called after all background work."""
         if self._ended:
             return
         self._ended = True
@@ -166,6 +169,13 @@ class Curves:
                 for logger in tuple(self._loggers):
                     self._ask(logger, save_rows, logger)
 
+    def _add_series(self, window: int, collector: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Keep the maxima of the recorded rows of a series."""
+        for name, column in _OF_SERIES.get(collector, ()):
+            found = [row[column] for row in rows if row.get("recorded") and isinstance(row.get(column), int)]
+            if found:
+                self._drawing.maxima.setdefault(window, {})[name] = max(found) / MIB
+
     def _has_time(self) -> bool:
         return self._spent_seconds < _START_SECONDS + _SHARE * (time.perf_counter() - self._began)
 
@@ -173,7 +183,7 @@ class Curves:
         if self.name not in self._faults.disabled:
             try:
                 self._drawing.draw(places, rows, reserved)
-            except Exception as error:  # noqa: BLE001 nobody hears what a background thread raises
+            except Exception as error:  # noqa: BLE001 an exception in a background thread would be lost
                 self._faults.report(self.name, "write", None, error)
 
     def _log(self) -> None:
@@ -192,15 +202,15 @@ class Curves:
             call(*values)
         except Exception:
             self._loggers.remove(logger)
-            log.warning("%s took no curves and gets no more of them", type(logger).__name__, exc_info=True)
+            log.warning("%s failed to log curves and gets no more of them", type(logger).__name__, exc_info=True)
             with suppress(Exception):
                 remove_rows(logger, (f"{_STEPS}/", f"{_WINDOWS}/"))
 
 
 class _Axis:
-    """Puts rows at the places where Lightning draws the user's own metrics: batches that stepped.
+    """Places rows on the axis of Lightning's own metrics: batches after which an optimizer stepped.
 
-    With one optimizer these are the optimizer's steps, which the rows have; several step more than once a batch.
+    With one optimizer these are the optimizer steps, which the rows have; several step more than once per batch.
     """
 
     def __init__(self) -> None:
@@ -210,8 +220,8 @@ class _Axis:
         """Return each row's place.
 
         Args:
-            rows: of the pulse.
-            global_step: the optimizers' steps so far.
+            rows: rows of the pulse.
+            global_step: optimizer steps so far.
             stepped: batches so far after which an optimizer stepped.
 
         """
@@ -226,7 +236,7 @@ class _Axis:
 
 
 class _Maxima:
-    """The largest values since they were last taken."""
+    """The maxima since they were last taken."""
 
     def __init__(self, group: str) -> None:
         self._group = group
@@ -234,42 +244,44 @@ class _Maxima:
         self.place = -1
 
     def add(self, place: int, values: Mapping[str, float]) -> None:
-        """Take what belongs to ``place``, or before it."""
+        """Add values at ``place``."""
         self.place = place
         for name, value in values.items():
             if value > self._values.get(name, -1.0):
                 self._values[name] = value
 
     def take(self) -> _Values:
-        """Return them by the curve's whole name, and begin again."""
+        """Return the maxima by the full tag of the curve, and reset them."""
         values, self._values = self._values, {}
         return {f"{self._group}/{name}": value for name, value in values.items()}
 
 
 class _Drawing:
-    """A rank's file; one thread at a time may use it.
+    """The event file of a rank; one thread at a time may use it.
 
     Attributes:
-        recorded: by window, the steps that it recorded; given by another thread before the next step's row is.
+        recorded: by window, its recorded steps; set by another thread before the row of the next step arrives.
+        maxima: by window, the maxima of the series that collectors wrote; set like ``recorded``.
 
     """
 
     def __init__(self, sink: Sink) -> None:
         self.recorded: dict[int, frozenset[int]] = {}
+        self.maxima: dict[int, _Values] = {}
         self._sink = sink
         self._path = sink.place.directory / curves_path(sink.rank)
         self._file: EventFile | None = None
         self._steps = _Maxima(_STEPS)
         self._begun_at: int | None = None
         self._drawn = 0
-        # The window that the last rows belong to, and its rows.
+        # The window of the last rows, and its rows.
         self._window: int | None = None
         self._window_rows: list[_Row] = []
         self._window_place = 0
         self._windows: deque[tuple[int, _Values]] = deque()
 
     def windows_so_far(self) -> Iterable[tuple[int, _Values]]:
-        """Give the points of windows that were not given before."""
+        """Yield the new points of windows."""
         while self._windows:
             yield self._windows.popleft()
 
@@ -278,7 +290,6 @@ class _Drawing:
 
         Raises:
             OSError: the file cannot be written.
-            ArtifactError: what a window left cannot be read.
 
         """
         file = self._opened()
@@ -292,7 +303,7 @@ class _Drawing:
                 self._window_place = place
             if self._begun_at is None:
                 self._begun_at = place
-            # Batches of one accumulation have one place.
+            # Batches of one gradient accumulation share a place.
             if place - self._begun_at >= self._width():
                 self._take_in(places, rows, begin, index)
                 self._draw_steps(file)
@@ -303,7 +314,7 @@ class _Drawing:
         file.flush()
 
     def end(self) -> None:
-        """Draw the rest and list the file."""
+        """Draw the last points and list the file."""
         if self._file is None:
             return
         try:
@@ -343,14 +354,8 @@ class _Drawing:
         self._window, self._window_rows = None, []
         if window is None:
             return
-        directory, rank = self._sink.place.directory, self._sink.rank
         steps = self.recorded.pop(window, frozenset())
-        values = _values([row for row in rows if row[_STEP] in steps])
-        for name, series, column in _OF_SERIES:
-            path = directory / series_path(window, rank, series)
-            recorded = [row for row in read_series(path) if row.get("recorded")] if path.exists() else []
-            if found := [row[column] for row in recorded if row.get(column) is not None]:
-                values[name] = max(found) / MIB
+        values = _values([row for row in rows if row[_STEP] in steps]) | self.maxima.pop(window, {})
         if values:
             point = {f"{_WINDOWS}/{name}": value for name, value in values.items()}
             file.add(self._window_place, time.time(), point)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from lightning_memprof.schedule import Action
 
-__all__ = ["StageActions", "StepDriver", "position_source", "stage_actions"]
+__all__ = ["StageActions", "StepDriver", "position_source", "stage_actions", "stage_function"]
 
 _DATA_WAIT: Final = PHASES.index("data_wait")
 _FORWARD: Final = PHASES.index("forward")
@@ -42,7 +42,6 @@ class StageActions:
     """Names of a stage's actions.
 
     Attributes:
-        function: the method of the LightningModule that a step calls.
         fetch: the fetch of a batch; the first one of a step begins it.
         batch_start: the module's hook before a batch.
         batch_end: the module's hook after a batch.
@@ -57,7 +56,6 @@ class StageActions:
 
     """
 
-    function: str
     fetch: str
     batch_start: str
     batch_end: str
@@ -70,6 +68,11 @@ class StageActions:
     unusual: tuple[str, ...] = ()
 
 
+def stage_function(stage: str) -> str:
+    """Return the method of the LightningModule that a step of the stage calls."""
+    return "training_step" if stage == "fit" else f"{_PREFIX[stage]}_step"
+
+
 def stage_actions(trainer: Trainer, stage: str, ours: type[Callback]) -> StageActions:
     """Return the action names of a stage of this Trainer; callbacks of type ``ours`` are not the user's."""
     module = f"[LightningModule]{type(trainer.lightning_module).__name__}"
@@ -77,7 +80,6 @@ def stage_actions(trainer: Trainer, stage: str, ours: type[Callback]) -> StageAc
     users = [callback for callback in trainer.callbacks if not isinstance(callback, ours)]  # type: ignore[attr-defined]
     if stage == "fit":
         return StageActions(
-            function="training_step",
             fetch=f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next",
             batch_start=f"{module}.on_train_batch_start",
             batch_end=f"{module}.on_train_batch_end",
@@ -97,7 +99,6 @@ def stage_actions(trainer: Trainer, stage: str, ours: type[Callback]) -> StageAc
     }[stage]
     fetch = "val_next" if stage == "validate" else f"{stage}_next"
     return StageActions(
-        function=f"{prefix}_step",
         fetch=f"[{type(loop).__name__}].{fetch}",
         batch_start=f"{module}.on_{prefix}_batch_start",
         batch_end=f"{module}.on_{prefix}_batch_end",

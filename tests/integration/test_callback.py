@@ -483,4 +483,4 @@ def test_a_run_that_is_refused_in_setup_says_so_in_its_manifest(tmp_path: Path) 
         trainer(tmp_path, recorder(collectors=[AllocatorHistory()])).fit(Perceptron(), loader())
     end = manifest(only_run(tmp_path))[-1]
     assert (end["kind"], end["status"]) == ("end", "exception")
-    assert end["exception"].startswith("ConfigError: asked for and not available")
+    assert end["exception"].startswith("ConfigError: not available in this run")

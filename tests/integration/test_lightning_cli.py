@@ -165,8 +165,8 @@ def test_the_snapshot_fragment_fails_clearly_without_cuda_and_dumps_with_it(
         done.stderr.strip()
         .splitlines()[-1]
         .endswith(
-            "ConfigError: asked for and not available in this run: AllocatorStats (no accelerator), "
-            "AllocatorHistory (CUDA is not available); take it out of `collectors`"
+            "ConfigError: not available in this run: AllocatorStats (no accelerator), "
+            "AllocatorHistory (CUDA is not available); remove it from `collectors`"
         )
     )
 

@@ -15,7 +15,7 @@ from lightning_memprof.capture.faults import Faults
 from lightning_memprof.integration import curves as module
 from lightning_memprof.integration.curves import Curves, curves_of
 from lightning_memprof.integration.settings import OutputOptions, Settings
-from lightning_memprof.schedule import Schedule
+from lightning_memprof.schedule import Schedule, Window
 
 MS = 1_000_000
 CHUNK = 64
@@ -57,7 +57,7 @@ class Run:
             rows.append(tuple(row.values()))
             self.step += 1
         self.trainer.global_step = self.trainer.fit_loop.epoch_loop._batches_that_stepped = self.step
-        self.curves.hear(rows, device, in_window=in_window)
+        self.curves.add_rows(rows, device, in_window=in_window)
 
     def end(self):
         self.sink.drain()
@@ -110,6 +110,26 @@ def test_a_window_s_point_is_the_largest_of_what_it_recorded_without_a_look_at_t
         run.curves.window_closed(window, recorded)
         run.steps([50] * CHUNK)
     assert run.end()["memprof_windows/step_time_ms"] == [(2, 7.0), (5 + CHUNK, 8.0)]
+
+
+def test_the_maxima_of_a_window_s_series_are_points_without_a_look_at_their_files(tmp_path):
+    run = Run(tmp_path / "log")
+    window = Window(0, (0,), (1, 2))
+    rows = [
+        {"recorded": step > 0, "rss_bytes": size << 20, "activation_bytes": None}
+        for step, size in ((0, 900), (1, 30), (2, 20))
+    ]
+    run.sink.write_rows(window, "host", rows)
+    run.sink.write_rows(window, "saved_tensors", rows)
+    run.sink.write_rows(window, "hooks", rows)
+    for path in run.place.directory.glob("window000/*"):
+        path.unlink()
+    run.steps([5, 5, 5], in_window=True, window=0)
+    run.curves.window_closed(0, [1, 2])
+    run.steps([5])
+    drawn = run.end()
+    assert drawn["memprof_windows/rss_mib"] == [(2, 30.0)]
+    assert "memprof_windows/activation_mib" not in drawn
 
 
 def test_a_device_has_its_peaks(tmp_path, monkeypatch):

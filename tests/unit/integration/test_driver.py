@@ -17,7 +17,6 @@ from lightning_memprof.testing import FakeCollector
 from sessions import POINTS, context, session
 
 FIT = StageActions(
-    function="training_step",
     fetch="fetch",
     batch_start="batch_start",
     batch_end="batch_end",
@@ -131,7 +130,6 @@ def test_a_training_step_that_fetches_its_own_batches_begins_with_the_hook_in_fr
 
 def test_without_a_backward_no_point_of_one_is_passed(made: Session, fake: FakeCollector) -> None:
     actions = StageActions(
-        function="test_step",
         fetch="fetch",
         batch_start="batch_start",
         batch_end="batch_end",

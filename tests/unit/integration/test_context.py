@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_memprof.integration.parts import untold_parts
+from lightning_memprof.integration.context import unprofiled_parts
 from training import Perceptron, trainer
 
 
@@ -19,7 +19,7 @@ def made(directory: Path) -> pl.Trainer:
 
 
 def test_every_part_is_a_method_that_its_owner_has(tmp_path: Path) -> None:
-    parts = untold_parts(made(tmp_path), "fit")
+    parts = unprofiled_parts(made(tmp_path), "fit")
     assert all(callable(getattr(part.owner, part.method)) for part in parts)
     names = [part.action for part in parts]
     assert {
@@ -34,15 +34,15 @@ def test_every_part_is_a_method_that_its_owner_has(tmp_path: Path) -> None:
 
 
 def test_only_fit_has_optimizers_and_a_validation_inside(tmp_path: Path) -> None:
-    names = {part.action for part in untold_parts(made(tmp_path), "validate")}
+    names = {part.action for part in unprofiled_parts(made(tmp_path), "validate")}
     assert not names & {"run_validation", "[Optimizer]SGD.step"}
     assert "logging" in names
 
 
 def test_what_waits_for_other_ranks_is_timed_where_there_are_some(tmp_path: Path) -> None:
-    alone = {part.action for part in untold_parts(made(tmp_path), "fit")}
+    alone = {part.action for part in unprofiled_parts(made(tmp_path), "fit")}
     with mock.patch.object(pl.Trainer, "world_size", 2):
-        together = {part.action for part in untold_parts(made(tmp_path), "fit")}
+        together = {part.action for part in unprofiled_parts(made(tmp_path), "fit")}
     assert together - alone == {
         f"[Strategy]SingleDeviceStrategy.{name}" for name in ("barrier", "broadcast", "all_gather", "broadcast_sigterm")
     }
@@ -51,4 +51,4 @@ def test_what_waits_for_other_ranks_is_timed_where_there_are_some(tmp_path: Path
 def test_a_part_that_lightning_no_longer_has_is_left_out(tmp_path: Path) -> None:
     trained = made(tmp_path)
     with mock.patch.object(type(trained._logger_connector), "log_eval_end_metrics", None):
-        assert "log_eval_end_metrics" not in {part.method for part in untold_parts(trained, "fit")}
+        assert "log_eval_end_metrics" not in {part.method for part in unprofiled_parts(trained, "fit")}

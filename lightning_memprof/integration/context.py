@@ -1,0 +1,242 @@
+"""Builds the context of a run: its device, its feeds, its files, and the collectors that are available."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+
+from lightning_memprof.artifacts.sink import RunPlace, Sink
+from lightning_memprof.capture.base import RunContext, TimedPart, no_training_step
+from lightning_memprof.capture.budget import Ledger
+from lightning_memprof.capture.clock import device_timer
+from lightning_memprof.capture.faults import Faults
+from lightning_memprof.errors import ConfigError
+from lightning_memprof.integration.driver import stage_function
+from lightning_memprof.integration.facts import run_facts
+from lightning_memprof.integration.settings import choice_note, group_timeout_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from lightning.pytorch import Trainer
+
+    from lightning_memprof.capture.base import Collector
+    from lightning_memprof.integration.settings import Settings
+    from lightning_memprof.integration.tap import ActionTap
+
+__all__ = ["LateFeed", "TensorFeed", "available_collectors", "build_context", "peak_flops", "unprofiled_parts"]
+
+log = logging.getLogger(__name__)
+
+_DTYPES: Final = (
+    ("bf16", torch.bfloat16),
+    ("16", torch.float16),
+    ("32", torch.float32),
+)
+_PRECISION: Final = ("convert_input", "pre_backward", "backward", "post_backward", "optimizer_step", "clip_gradients")
+_LOGGER: Final = ("log_metrics", "save")
+_STRATEGY: Final = ("save_checkpoint",)
+# Methods that wait for other ranks. Not `reduce`: `self.log` compares the bound methods of two calls, and raises where
+# they differ, as they would between a step in a window and a step before it.
+_COLLECTIVES: Final = ("barrier", "broadcast", "all_gather")
+# Metrics are computed here, and passed to every logger.
+_LOGGING: Final = (
+    "update_train_step_metrics", "update_train_epoch_metrics", "update_eval_step_metrics", "log_eval_end_metrics",
+)  # fmt: skip
+
+
+def build_context(
+    trainer: Trainer, stage: str, settings: Settings, place: RunPlace, tap: Callable[[], ActionTap | None]
+) -> RunContext:
+    """Return the context of a run, with an open sink and manifest.
+
+    Args:
+        trainer: in its ``setup``: ranks are known.
+        stage: ``fit``, ``validate``, ``test`` or ``predict``.
+        settings: the settings of this rank.
+        place: where the files of the run go.
+        tap: returns the tap on the Trainer's profiler; None while the stage does not run.
+
+    """
+    device = trainer.strategy.root_device
+    sink = Sink(place, trainer.global_rank)
+    return RunContext(
+        rank=trainer.global_rank,
+        world_size=trainer.world_size,
+        stage=stage,
+        function=stage_function(stage),
+        strategy=type(trainer.strategy).__name__,
+        device=device,
+        model=trainer.lightning_module,
+        actions=LateFeed(tap),
+        training=TensorFeed(trainer),
+        sink=sink,
+        faults=Faults(sink.manifest, settings.output.on_error),
+        timer=device_timer(device),
+        peak_flops=peak_flops(trainer),
+        ledger=Ledger(settings.budget, group_timeout_seconds(trainer)),
+        parts=lambda: unprofiled_parts(trainer, stage),
+        profiler_conflict=_profiler_conflict(trainer.profiler),  # type: ignore[attr-defined]
+    )
+
+
+def available_collectors(run: RunContext, trainer: Trainer, settings: Settings) -> list[Collector]:
+    """Return the collectors that are available, and write the facts of the run to the manifest.
+
+    Raises:
+        ConfigError: a collector that the user requires is not available.
+
+    """
+    manifest, place = run.sink.manifest, run.sink.place
+    reasons = [(collector, asked, _unavailable(collector, run, settings)) for collector, asked in settings.collectors]
+    available = [collector for collector, _, reason in reasons if reason is None]
+    manifest.append(
+        "run",
+        **run_facts(trainer, run.stage, place.url or str(place.root), settings.schedule, available),
+        every_collector=settings.every_collector,
+        triggers=settings.triggers.file,
+    )
+    if trainer.is_global_zero and (note := choice_note(settings.ranks, trainer.world_size)):
+        manifest.append("note", collector="ranks", message=note)
+    missing = [(collector, asked, reason) for collector, asked, reason in reasons if reason is not None]
+    # A collector for the fit must not stop the test after it.
+    wrong = [(collector, why) for collector, asked, why in missing if asked and why != no_training_step(run)]
+    if refused := [f"{type(collector).__name__} ({why})" for collector, why in wrong]:
+        msg = f"not available in this run: {', '.join(refused)}; remove it from `collectors`"
+        raise ConfigError(msg)
+    for collector, _, reason in missing:
+        manifest.append("unavailable", collector=collector.name, reason=reason)
+        if trainer.is_global_zero:
+            log.info("%s: not recording %s", reason, collector.name.replace("_", " "))
+    return available
+
+
+def _unavailable(collector: Collector, run: RunContext, settings: Settings) -> str | None:
+    try:
+        return collector.unavailable(run)
+    except Exception as error:
+        if settings.output.on_error == "raise":
+            raise
+        run.faults.report(collector.name, "enter", None, error)
+        return None
+
+
+def _profiler_conflict(profiler: Any) -> str | None:
+    names = [base.__name__ for base in type(profiler).__mro__]
+    if "PyTorchProfiler" in names and "ExtendedPyTorchProfiler" not in names:
+        return "Lightning's PyTorchProfiler owns torch.profiler in this run"
+    return None
+
+
+class LateFeed:
+    """The action feed of a run: collectors get it before the stage runs, and listen while it does."""
+
+    def __init__(self, tap: Callable[[], ActionTap | None]) -> None:
+        self._tap = tap
+
+    def listen(self, start: Callable[[str], None], stop: Callable[[str], None]) -> AbstractContextManager[None]:
+        """Call ``start`` and ``stop`` with the name of every action while the context is open."""
+        tap = self._tap()
+        if tap is None:
+            msg = "there are actions only while the stage runs"
+            raise RuntimeError(msg)
+        return tap.listen(start, stop)
+
+
+class TensorFeed:
+    """Passes the arguments of an adapter's hooks on; a :class:`~lightning_memprof.capture.base.TrainingFeed`."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._batch: list[Callable[[Any], None]] = []
+        self._loss: list[Callable[[torch.Tensor], None]] = []
+
+    @contextmanager
+    def listen(
+        self, *, batch: Callable[[Any], None] | None = None, loss: Callable[[torch.Tensor], None] | None = None
+    ) -> Iterator[None]:
+        """Call ``batch`` with each batch, and ``loss`` with the root of each backward, while the context is open."""
+        if batch is not None:
+            self._batch.append(batch)
+        if loss is not None:
+            self._loss.append(loss)
+        try:
+            yield
+        finally:
+            if batch is not None:
+                self._batch.remove(batch)
+            if loss is not None:
+                self._loss.remove(loss)
+
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """Return the Trainer's optimizers."""
+        return tuple(self._trainer.optimizers)
+
+    def on_batch(self, batch: Any) -> None:
+        """Pass a batch to the listeners."""
+        for listener in tuple(self._batch):
+            listener(batch)
+
+    def on_loss(self, loss: torch.Tensor) -> None:
+        """Pass a loss to the listeners."""
+        for listener in tuple(self._loss):
+            listener(loss)
+
+
+def unprofiled_parts(trainer: Trainer, stage: str) -> list[TimedPart]:
+    """Return the methods of a Trainer whose time is no action of its profiler, as far as it has them.
+
+    They are named as Lightning names its actions: ``[Precision]MixedPrecision.optimizer_step``,
+    ``[Optimizer]AdamW.step``, ``[Logger]CSVLogger.log_metrics``, ``[CheckpointIO]TorchCheckpointIO.save_checkpoint``,
+    and ``logging`` and ``run_validation`` for actions that contain others, as ``run_training_batch`` does.
+    """
+    strategy = trainer.strategy
+    shared = _COLLECTIVES if trainer.world_size > 1 else ()
+    parts = [
+        *_of("Precision", strategy.precision_plugin, _PRECISION),
+        *_of("Strategy", strategy, (*_STRATEGY, *shared)),
+        *_of("CheckpointIO", strategy.checkpoint_io, ("save_checkpoint", "remove_checkpoint")),
+        *(part for logger in trainer.loggers for part in _of("Logger", logger, _LOGGER)),
+        *(TimedPart(trainer._logger_connector, method, "logging") for method in _LOGGING),
+    ]
+    if stage == "fit":
+        loop = trainer.fit_loop.epoch_loop
+        parts += [
+            *(part for optimizer in trainer.optimizers for part in _of("Optimizer", optimizer, ("step", "zero_grad"))),
+            TimedPart(loop.val_loop, "run", "run_validation"),
+        ]
+        if shared:
+            action = f"[Strategy]{type(strategy).__name__}.broadcast_sigterm"
+            parts.append(TimedPart(loop, "_broadcast_sigterm_tensor", action))
+    return [part for part in parts if callable(getattr(part.owner, part.method, None))]
+
+
+def _of(kind: str, owner: object, methods: Iterable[str]) -> Iterator[TimedPart]:
+    for method in methods:
+        yield TimedPart(owner, method, f"[{kind}]{type(owner).__name__}.{method}")
+
+
+def peak_flops(trainer: Trainer) -> float | None:
+    """Return floating-point operations per second of the rank's device in the Trainer's precision.
+
+    None where Lightning does not know the device (every CPU) or the precision. Source:
+    ``lightning.fabric.utilities.throughput.get_available_flops``, the vendors' figures for dense matrices.
+    """
+    precision = str(trainer.precision)
+    dtype = next((dtype for prefix, dtype in _DTYPES if precision.startswith(prefix)), None)
+    if dtype is None or trainer.strategy.root_device.type != "cuda":
+        return None
+    try:
+        with warnings.catch_warnings():
+            # It warns about an unknown device; the report says so.
+            warnings.simplefilter("ignore")
+            peak = get_available_flops(trainer.strategy.root_device, dtype)
+    except Exception:  # noqa: BLE001 a missing precision raises various errors, and the run continues without the figure
+        return None
+    return None if peak is None else float(peak)
