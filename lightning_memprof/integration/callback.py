@@ -27,9 +27,10 @@ from lightning_memprof.integration.settings import (
     Ranks,
     Settings,
     as_list,
-    as_schedule,
     check_ranks,
     joined,
+    parse_schedule,
+    schedule_of,
 )
 from lightning_memprof.report.summary import print_summary
 from lightning_memprof.schedule import Schedule, StageSchedules
@@ -85,8 +86,7 @@ class MemProfilerCallback(Adapter):
         output: OutputOptions = _DEFAULT_OUTPUT,
     ) -> None:
         super().__init__()
-        self._schedule = schedule
-        as_schedule(schedule)
+        self._schedule = parse_schedule(schedule)
         for collector in as_list("collectors", collectors) or ():
             if not isinstance(collector, Collector):
                 msg = f"collectors holds {collector!r}: must be instances of Collector, as in [HostMemory()]"
@@ -108,7 +108,7 @@ class MemProfilerCallback(Adapter):
         profiler = trainer.profiler  # type: ignore[attr-defined]
         extended = profiler if isinstance(profiler, ExtendedPyTorchProfiler) else None
         settings = Settings(
-            schedule=as_schedule(self._schedule, str(getattr(trainer.state.fn, "value", "fit"))),
+            schedule=schedule_of(self._schedule, str(getattr(trainer.state.fn, "value", "fit"))),
             collectors=joined(self._collectors, () if extended is None else extended.lend()),
             ranks=self._ranks,
             triggers=self._triggers,

@@ -22,7 +22,14 @@ from lightning_memprof.capture.collectors.operator_trace import DEFAULT_FILENAME
 from lightning_memprof.capture.collectors.pulse import Pulse
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.adapter import Adapter
-from lightning_memprof.integration.settings import OutputOptions, Ranks, Settings, as_schedule, check_ranks
+from lightning_memprof.integration.settings import (
+    OutputOptions,
+    Ranks,
+    Settings,
+    check_ranks,
+    parse_schedule,
+    schedule_of,
+)
 from lightning_memprof.schedule import Schedule, StageSchedules
 
 if TYPE_CHECKING:
@@ -107,8 +114,7 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
         if schedule_cfg is not None and schedule != _DEFAULT_SCHEDULE:
             msg = "schedule and schedule_cfg are two names of one value; give one"
             raise ConfigError(msg)
-        self._chosen_schedule: Any = schedule if schedule_cfg is None else schedule_cfg
-        as_schedule(self._chosen_schedule)
+        self._chosen_schedule = parse_schedule(schedule if schedule_cfg is None else schedule_cfg)
         self._ranks = check_ranks(ranks)
         self._trace = self._operator_trace(profiler_kwargs)
         self._table = TableOptions(
@@ -146,7 +152,7 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
     def own_settings(self) -> Settings:
         """Return what this profiler wants of a run when it records alone."""
         return Settings(
-            schedule=as_schedule(self._chosen_schedule, self._stage or "fit"),
+            schedule=schedule_of(self._chosen_schedule, self._stage or "fit"),
             collectors=[(collector, False) for collector in (Pulse(), OOMAutopsy(), *self.lend())],
             ranks=self._ranks,
             output=OutputOptions(dirpath=self.dirpath),

@@ -40,7 +40,6 @@ __all__ = [
     "Ranks",
     "Settings",
     "as_list",
-    "as_schedule",
     "check_ranks",
     "choice_note",
     "default_collectors",
@@ -48,6 +47,8 @@ __all__ = [
     "group_timeout_seconds",
     "is_chosen",
     "joined",
+    "parse_schedule",
+    "schedule_of",
 ]
 
 Ranks = Literal["all", "none"] | int | list[int] | dict[str, int] | None
@@ -192,26 +193,23 @@ def as_list(option: str, value: Any) -> Sequence[Any] | None:
     return value
 
 
-def as_schedule(value: Any, stage: str = "fit") -> Callable[[int], Action]:
-    """Return the schedule of one stage from the value that a user passed.
+def parse_schedule(value: Any) -> StageSchedules | Callable[[int], Action]:
+    """Return the schedule of all stages or of each stage from the value that a user passed; it can be pickled.
 
     Args:
         value: a :class:`Schedule`, a mapping of its fields, a function from step to ``torch.profiler.ProfilerAction``
             or :class:`Action`, :class:`StageSchedules`, or None, which records every step.
-        stage: ``fit``, ``validate``, ``test`` or ``predict``.
 
     Raises:
         ConfigError: it is another value.
 
     """
     if value is None:
-        return lambda _step: Action.RECORD
-    if isinstance(value, Schedule):
+        return _every_step
+    if isinstance(value, (Schedule, StageSchedules)):
         return value
-    if isinstance(value, StageSchedules):
-        return value.of(stage)
     if isinstance(value, Mapping):
-        return _from_mapping(value, stage)
+        return _from_mapping(value)
     if callable(value) and not isinstance(value, type):
         try:
             first = value(0)
@@ -221,19 +219,36 @@ def as_schedule(value: Any, stage: str = "fit") -> Callable[[int], Action]:
         if not isinstance(first, (Action, torch.profiler.ProfilerAction)):
             msg = f"schedule={value!r}: returns {first!r}, a torch.profiler.ProfilerAction is expected"
             raise ConfigError(msg)
-        return lambda step: Action[value(step).name]
+        return _UserFunction(value)
     msg = f"schedule={value!r}: must be a Schedule, a mapping of its fields, StageSchedules, or a function of the step"
     raise ConfigError(msg)
 
 
-def _from_mapping(value: Mapping[str, Any], stage: str) -> Callable[[int], Action]:
+def schedule_of(parsed: StageSchedules | Callable[[int], Action], stage: str) -> Callable[[int], Action]:
+    """Return the schedule of ``fit``, ``validate``, ``test`` or ``predict``."""
+    return parsed.of(stage) if isinstance(parsed, StageSchedules) else parsed
+
+
+def _every_step(_step: int) -> Action:
+    return Action.RECORD
+
+
+@dataclass(frozen=True)
+class _UserFunction:
+    function: Callable[[int], Any]
+
+    def __call__(self, step: int) -> Action:
+        return Action[self.function(step).name]
+
+
+def _from_mapping(value: Mapping[str, Any]) -> StageSchedules | Schedule:
     try:
         if value and set(value) <= set(StageSchedules.__dataclass_fields__):
             by_stage = {
                 name: Schedule(**options) if isinstance(options, Mapping) else options
                 for name, options in value.items()
             }
-            return StageSchedules(**by_stage).of(stage)
+            return StageSchedules(**by_stage)
         return Schedule(**value)
     except TypeError as error:
         fields, stages = ", ".join(Schedule.__dataclass_fields__), ", ".join(StageSchedules.__dataclass_fields__)

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import copy
+import functools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_memprof.capture.observe import Guard, Link, wrapped
+from lightning_memprof.capture.observe import Guard, Link, original_of, place_of, wrapped
 
 
 class Base:
@@ -54,6 +57,155 @@ def test_a_method_of_torchs_storages_is_left_as_inherited_as_it_was(monkeypatch:
         torch.empty(4).untyped_storage().resize_(8)
     assert sizes == [8]
     assert "resize_" not in vars(torch.UntypedStorage)
+
+
+class Counted:
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def work(self, value: int = 1) -> int:
+        self.calls += 1
+        return value
+
+    twice = functools.partialmethod(work, 2)
+
+
+def logged(log: list[str]) -> Callable[[Link], Callable[..., Any]]:
+    def wrap(link: Link) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            log.append("called")
+            return link.call(*args, **kwargs)
+
+        return functools.update_wrapper(call, link.below)
+
+    return wrap
+
+
+def test_an_object_is_pickled_and_copied_without_the_wrapper() -> None:
+    log: list[str] = []
+    part = Counted()
+    place = place_of(part, "work")
+    assert place is Counted
+    with wrapped(place, "work", logged(log)):
+        before = dict(vars(part))
+        copied, pickled = copy.deepcopy(part), pickle.loads(pickle.dumps(part))  # noqa: S301 our own
+        bound = pickle.dumps(part.work)
+        assert dict(vars(part)) == before
+    assert (copied.work(3), pickled.work(4), pickle.loads(bound)(5)) == (3, 4, 5)  # noqa: S301 our own
+    assert log == []
+
+
+def test_an_attribute_of_the_instance_is_wrapped_there_and_restored_as_the_same_object() -> None:
+    log: list[str] = []
+    part, own = Counted(), functools.partial(int, "7")
+    vars(part)["work"] = own
+    place = place_of(part, "work")
+    assert place is part
+    with wrapped(place, "work", logged(log)):
+        assert part.work() == 7
+        assert Counted().work(2) == 2
+    assert vars(part)["work"] is own
+    assert log == ["called"]
+
+
+def test_an_instance_without_the_attribute_loses_it_again() -> None:
+    log: list[str] = []
+    part = Counted()
+    before = dict(vars(part))
+    with wrapped(part, "work", logged(log)):
+        assert part.work(3) == 3
+        assert "work" in vars(part)
+    assert (log, part.calls) == (["called"], 1)
+    assert {name: value for name, value in vars(part).items() if name != "calls"} == {
+        name: value for name, value in before.items() if name != "calls"
+    }
+
+
+def test_the_method_is_restored_after_an_exception() -> None:
+    before = dict(vars(Counted))
+    with pytest.raises(LookupError), wrapped(Counted, "work", logged([])):
+        raise LookupError
+    assert dict(vars(Counted)) == before
+
+
+def test_an_exception_of_the_method_is_the_callers() -> None:
+    log: list[str] = []
+    with wrapped(Counted, "work", logged(log)), pytest.raises(TypeError):
+        Counted().work(1, 2)  # type: ignore[call-arg]
+    assert log == ["called"]
+
+
+def test_a_partial_method_and_a_callable_without_binding_are_called_as_before() -> None:
+    owner: Any = type("Owner", (Counted,), {"plain": functools.partial(int, "5")})
+    log: list[str] = []
+    with wrapped(owner, "twice", logged(log)), wrapped(owner, "plain", logged(log)):
+        assert (owner().twice(), owner().plain()) == (2, 5)
+    assert log == ["called", "called"]
+    assert "twice" not in vars(owner)
+
+
+def test_another_programs_wrapper_stays_and_ours_below_it_passes_calls_through() -> None:
+    log: list[str] = []
+    own = Counted.work
+    context = wrapped(Counted, "work", logged(log))
+    context.__enter__()
+    ours = Counted.work
+
+    @functools.wraps(ours)
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        return ours(*args, **kwargs)
+
+    Counted.work = theirs  # type: ignore[method-assign]
+    try:
+        assert original_of(theirs) is own
+        context.__exit__(None, None, None)
+        assert Counted.work is theirs
+        with wrapped(Counted, "work", logged(log)):
+            assert Counted().work(3) == 3
+        assert Counted.work is theirs
+        assert Counted().work(4) == 4
+    finally:
+        Counted.work = own  # type: ignore[method-assign]
+
+
+def test_contexts_on_an_instance_end_in_any_order() -> None:
+    for first in (0, 1):
+        log: list[str] = []
+        part = Counted()
+        contexts = [wrapped(part, "work", logged(log)) for _ in range(2)]
+        for context in contexts:
+            context.__enter__()
+        part.work()
+        contexts[first].__exit__(None, None, None)
+        part.work()
+        contexts[1 - first].__exit__(None, None, None)
+        part.work()
+        assert (len(log), part.calls) == (3, 3)
+        assert "work" not in vars(part)
+
+
+def test_a_compiled_callers_graph_is_compiled_once_and_the_wrapper_is_called_from_outside() -> None:
+    class Net(torch.nn.Module):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            return value + 1
+
+        def run(self, value: torch.Tensor) -> torch.Tensor:
+            return self(value)
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    log: list[str] = []
+    net = Net()
+    net.compile(backend="eager")
+    net.run(torch.ones(2))
+    with wrapped(place_of(net, "run"), "run", logged(log)):
+        net.run(torch.ones(2))
+    net.run(torch.ones(2))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert log == ["called"]
+    torch._dynamo.reset()
 
 
 class TestGuardBetween:

@@ -16,7 +16,6 @@ from lightning_memprof.capture.collectors.operator_trace import OperatorTrace
 from lightning_memprof.capture.collectors.pulse import Pulse
 from lightning_memprof.integration.settings import (
     Settings,
-    as_schedule,
     check_ranks,
     choice_note,
     default_collectors,
@@ -24,6 +23,8 @@ from lightning_memprof.integration.settings import (
     group_timeout_seconds,
     is_chosen,
     joined,
+    parse_schedule,
+    schedule_of,
 )
 from lightning_memprof.schedule import Action, Schedule
 from lightning_memprof.testing import FakeCollector
@@ -75,29 +76,29 @@ def test_two_of_one_name_are_refused_by_name() -> None:
 
 def test_a_schedule_stays_what_it_is_and_a_mapping_becomes_one() -> None:
     schedule = Schedule(wait=3)
-    assert as_schedule(schedule) is schedule
-    assert as_schedule({"wait": 3}) == schedule
+    assert parse_schedule(schedule) is schedule
+    assert parse_schedule({"wait": 3}) == schedule
 
 
 def test_a_mapping_may_have_a_schedule_for_each_stage() -> None:
     by_stage = {"fit": {"wait": 3}, "test": None}
-    assert as_schedule(by_stage) == Schedule(wait=3)
-    assert {as_schedule(by_stage, "test")(step) for step in range(9)} == {Action.NONE}
+    assert schedule_of(parse_schedule(by_stage), "fit") == Schedule(wait=3)
+    assert {schedule_of(parse_schedule(by_stage), "test")(step) for step in range(9)} == {Action.NONE}
 
 
 @given(st.integers(0, 4), st.integers(0, 4), st.integers(1, 4), st.integers(0, 3), st.integers(0, 60))
 def test_torchs_own_schedule_may_be_given(wait: int, warmup: int, active: int, repeat: int, step: int) -> None:
     theirs = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=repeat)
     ours = Schedule(wait=wait, warmup=warmup, active=active, repeat=repeat)
-    assert as_schedule(theirs)(step) is ours(step)
+    assert schedule_of(parse_schedule(theirs), "fit")(step) is ours(step)
 
 
 def test_a_function_of_ours_may_be_given() -> None:
-    assert as_schedule(lambda step: Action.RECORD if step else Action.NONE)(1) is Action.RECORD
+    assert schedule_of(parse_schedule(lambda step: Action.RECORD if step else Action.NONE), "fit")(1) is Action.RECORD
 
 
 def test_none_records_every_step() -> None:
-    assert {as_schedule(None)(step) for step in range(5)} == {Action.RECORD}
+    assert {schedule_of(parse_schedule(None), "fit")(step) for step in range(5)} == {Action.RECORD}
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_none_records_every_step() -> None:
 )
 def test_anything_else_is_refused_with_the_value_and_the_rule(value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        as_schedule(value)
+        parse_schedule(value)
 
 
 def test_a_policy_that_does_not_exist_is_refused_by_its_name() -> None:
