@@ -61,5 +61,8 @@ class Faults:
             raise error
         if first:
             log.warning(
-                "collector %s failed on %s and is disabled; training continues", collector, where, exc_info=error
+                "collector %s failed on %s and is disabled; training continues",
+                collector,
+                where,
+                exc_info=error,
             )

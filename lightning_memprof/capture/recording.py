@@ -27,7 +27,7 @@ _FAILURES: Final = (Exception, SystemExit, GeneratorExit)
 
 
 class Followers:
-    """The collectors that follow the whole run, while it is live.
+    """The collectors that follow the whole run, while they are open.
 
     Args:
         run: passed to the collectors.

@@ -49,7 +49,7 @@ class Session:
         schedule: decides by ``Position.schedule_step``.
         collectors: those that are available in this run.
         window_closed: called when a window is saved, with its index, its recorded steps, and why the recording ends
-            with it; None while it is live.
+            with it; None if it continues.
         requests: makes window requests; called once a step.
 
     """

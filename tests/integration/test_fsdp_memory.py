@@ -122,5 +122,5 @@ def test_a_root_that_is_not_there_is_the_users_error_before_the_first_step(tmp_p
 
 def test_without_fully_shard_it_is_refused_with_the_reason(tmp_path: Path) -> None:
     training = trainer(tmp_path, MemProfilerCallback(collectors=[FSDPMemory()]))
-    with pytest.raises(ConfigError, match="SingleDeviceStrategy does not shard by fully_shard"):
+    with pytest.raises(ConfigError, match="SingleDeviceStrategy does not use fully_shard"):
         training.fit(Perceptron(), loader())

@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from lightning_memprof.capture.sources.memory import cgroup_memory, peak_rss_bytes
+from lightning_memprof.capture.sources.tensors import local_storage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -209,7 +210,7 @@ def live_tensors(
     seen: set[int] = set()
     found: list[dict[str, Any]] = []
     for tensor in _all_tensors(model, optimizers):
-        storage = _storage(tensor)
+        storage = local_storage(tensor)
         if storage is None or storage._cdata in seen:  # noqa: SLF001 an address that needs no data
             continue
         if device not in (storage.device, torch.device(storage.device.type)):
@@ -261,7 +262,7 @@ def _labelled(
                 name = names.get(id(owner), "?")
                 tensors += [("optimizer_state", f"{name}.{key}", value) for key, value in state.items()]
     for category, label, tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and (storage := _storage(tensor)) is not None:
+        if isinstance(tensor, torch.Tensor) and (storage := local_storage(tensor)) is not None:
             yield (category, label), storage
 
 
@@ -280,11 +281,3 @@ def _all_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
         # isinstance of a proxy may run the program's code; its type does not.
         if issubclass(type(value), torch.Tensor):
             yield value
-
-
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Return a tensor's storage, of a sharded one its local part; None if it has none."""
-    try:
-        return getattr(tensor, "_local_tensor", tensor).untyped_storage()
-    except Exception:  # noqa: BLE001 sparse, functional and other wrapped tensors raise different exceptions
-        return None

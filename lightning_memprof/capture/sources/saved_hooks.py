@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lightning_memprof.capture.sources.tensors import local_bytes
+from lightning_memprof.capture.sources.tensors import local_bytes, local_storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,7 +96,7 @@ class SavedBytes:
             storage._cdata  # noqa: SLF001 a storage's identity, which its views share
             for table in self._tables
             for tensor in table.values()
-            if tensor is not None and (storage := _storage(tensor)) is not None
+            if tensor is not None and (storage := local_storage(tensor)) is not None
         }
         pack, unpack = self._pack, self._unpack()
         _stack._push_saved_tensors_default_hooks(pack, unpack)  # noqa: SLF001 see _leave
@@ -131,7 +131,7 @@ class SavedBytes:
         return lambda packed: checked_unpack(packed) if isinstance(packed, _Saved) else unpack(packed)
 
     def _count(self, tensor: torch.Tensor) -> None:
-        storage = _storage(tensor)
+        storage = local_storage(tensor)
         if storage is None:
             self.total += local_bytes(tensor)
             return
@@ -165,13 +165,3 @@ def _leave(pack: Callable[..., Any]) -> None:
         above.pop(0)
     for hooks in reversed(above):
         _stack._push_saved_tensors_default_hooks(*hooks)  # noqa: SLF001 torch has no public one
-
-
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Return a tensor's storage on this rank; None if it has several, or none yet."""
-    if type(tensor) is not torch.Tensor:
-        tensor = getattr(tensor, "_local_tensor", tensor)
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError, ValueError):
-        return None

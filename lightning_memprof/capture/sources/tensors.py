@@ -22,6 +22,7 @@ __all__ = [
     "dense_parts",
     "fold",
     "local_bytes",
+    "local_storage",
     "optimizer_state_bytes",
     "storage_sizes",
     "storages",
@@ -61,6 +62,16 @@ def storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     """Return the storages of a tensor's :func:`dense_parts`."""
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 torch has no public one
         return [part.untyped_storage() for part in dense_parts(tensor)]
+
+
+def local_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return a tensor's storage on this rank; None if it has several, or none yet."""
+    if type(tensor) is not torch.Tensor:
+        tensor = getattr(tensor, "_local_tensor", tensor)
+    try:
+        return tensor.untyped_storage()
+    except Exception:  # noqa: BLE001 sparse, functional and other wrapped tensors raise different exceptions
+        return None
 
 
 def storage_sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
