@@ -10,9 +10,8 @@ import pytest
 
 from lightning_memprof.analysis.findings import Severity, examine_files
 from lightning_memprof.analysis.memory.allocations import window_allocations
-from lightning_memprof.analysis.snapshot.free_ranges import free_ranges
 from lightning_memprof.analysis.snapshot.reader import DeviceSnapshot, read_snapshot
-from lightning_memprof.analysis.snapshot.replay import Replay, replay
+from lightning_memprof.analysis.snapshot.replay import Replay, free_ranges, replay
 from lightning_memprof.analysis.snapshot.report import snapshot_report
 
 pytestmark = pytest.mark.corpus

@@ -14,6 +14,7 @@ from lightning_memprof.analysis.compare.model import (
     Measure,
     NamedChange,
     Side,
+    Unit,
 )
 from lightning_memprof.errors import ConfigError
 
@@ -94,24 +95,28 @@ def _difference(name: str, a: Measure | None, b: Measure | None, scale: Mapping[
         problem = f"not measured in {'A' if a is None else 'B'}"
     elif a.source != b.source:
         problem = f"different sources: A {a.source}, B {b.source}"
-    needed = 0.0
+    needed: float | None = 0.0
     if a is not None and b is not None:
-        error = math.sqrt(sum((_MEDIAN_ERROR * measure.noise) ** 2 / max(measure.samples, 1) for measure in (a, b)))
-        needed = max(a.noise, b.noise, _ERRORS * error if min(a.samples, b.samples) > 1 else 0.0)
-        if unit == "ns":
-            needed = max(needed, _LEAST_NS, _LEAST_SHARE_OF_STEP * scale["ns"])
-        elif unit == "per_s":
-            needed = _needed_of_rate(a, b)
+        needed = _needed_of_rate(a, b) if unit == "per_s" else _needed_of_value(a, b, unit, scale)
     return Difference(name=name, unit=unit, a=a, b=b, needed=needed, problem=problem)
 
 
-def _needed_of_rate(a: Measure, b: Measure) -> float:
-    """Return the smallest change of a rate above noise, computed on the time per event."""
+def _needed_of_value(a: Measure, b: Measure, unit: Unit, scale: Mapping[str, float]) -> float:
+    error = math.sqrt(sum((_MEDIAN_ERROR * measure.noise) ** 2 / max(measure.samples, 1) for measure in (a, b)))
+    needed = max(a.noise, b.noise, _ERRORS * error if min(a.samples, b.samples) > 1 else 0.0)
+    return max(needed, _LEAST_NS, _LEAST_SHARE_OF_STEP * scale["ns"]) if unit == "ns" else needed
+
+
+def _needed_of_rate(a: Measure, b: Measure) -> float | None:
+    """Return the smallest change of a rate above noise, computed on the time per event.
+
+    None if the noise exceeds the time per event: no increase is above noise then.
+    """
     if not a.value or not b.value:
         return max(a.noise, b.noise)
     noise = max(measure.noise / measure.value / measure.value for measure in (a, b))
     bound = 1 / a.value + math.copysign(noise, a.value - b.value)
-    return abs(a.value - 1 / bound) if bound > 0 else math.inf
+    return abs(a.value - 1 / bound) if bound > 0 else None
 
 
 def _changes(group: str, a: Side, b: Side, scale: Mapping[str, float]) -> list[NamedChange]:

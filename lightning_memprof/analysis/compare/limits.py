@@ -74,12 +74,12 @@ def parse_limit(given: str) -> Limit:
             f"the amount must not be {'negative' if is_upper else 'positive'}; {_EXAMPLE}"
         )
     if unit == "%":
-        return Limit(given, name, is_upper, amount / 100, is_relative=True)
+        return Limit(text=given, name=name, is_upper=is_upper, amount=amount / 100, is_relative=True)
     scales = _SCALES[QUANTITIES[name]]
     if unit not in scales:
         known = ", ".join(scale for scale in scales if scale) or "a number alone"
         raise ConfigError(f"--fail-on {given!r}: {unit or 'no unit'} is not a unit of {name}; use % or {known}")
-    return Limit(given, name, is_upper, amount * scales[unit], is_relative=False)
+    return Limit(text=given, name=name, is_upper=is_upper, amount=amount * scales[unit], is_relative=False)
 
 
 def check(comparison: Comparison, limit: Limit) -> Outcome:

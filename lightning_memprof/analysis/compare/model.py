@@ -106,14 +106,15 @@ class Side:
 class Difference:
     """One quantity of both sides; None where a side lacks it.
 
-    ``needed`` is the smallest change above noise. ``problem`` is the reason why the two cannot be compared.
+    ``needed`` is the smallest change above noise, None if no change in this direction is above noise. ``problem`` is
+    the reason why the two cannot be compared.
     """
 
     name: str
     unit: Unit
     a: Measure | None
     b: Measure | None
-    needed: float
+    needed: float | None
     problem: str | None = None
 
     @property
@@ -133,7 +134,7 @@ class Difference:
     def is_above_noise(self) -> bool:
         """Whether the change is above noise."""
         change = self.change
-        return change is not None and abs(change) > self.needed
+        return change is not None and self.needed is not None and abs(change) > self.needed
 
 
 @dataclass(frozen=True, kw_only=True)

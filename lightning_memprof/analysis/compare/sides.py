@@ -1,43 +1,63 @@
-"""What a run, traces or snapshots are compared by, read from their files."""
+"""The sides of a comparison: the measures of a run, of traces or of snapshots, with their noise."""
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.compare.measures import (
-    RESIDENT,
-    holder_bytes,
-    operator_times,
-    peak,
-    severities,
-    site_bytes,
-    typical,
-)
 from lightning_memprof.analysis.compare.model import QUANTITIES, Measure, Side
-from lightning_memprof.analysis.findings import Facts, examine, examine_files
+from lightning_memprof.analysis.findings import Facts, Severity, examine, examine_files
 from lightning_memprof.analysis.memory.allocations import run_allocations, window_allocations
 from lightning_memprof.analysis.memory.report import memory_report
 from lightning_memprof.analysis.run.rows import text
+from lightning_memprof.analysis.stacks import parse_frame
 from lightning_memprof.analysis.steps.statistics import window_steps
 from lightning_memprof.analysis.steps.throughput import rank_throughput
+from lightning_memprof.analysis.trace.key_averages import collect_rows
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.errors import ArtifactError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from lightning_memprof.analysis.findings import Finding
-    from lightning_memprof.analysis.memory.model import DeviceAllocations
+    from lightning_memprof.analysis.memory.model import DeviceAllocations, Site
     from lightning_memprof.analysis.memory.report import RankMemory
     from lightning_memprof.analysis.run.load import Rank, Run
+    from lightning_memprof.analysis.snapshot.replay import Holder
     from lightning_memprof.analysis.trace.model import GpuTimes, TraceReport
 
-__all__ = ["run_side", "snapshots_side", "traces_side"]
+__all__ = [
+    "Times",
+    "holder_bytes",
+    "peak",
+    "run_side",
+    "severities",
+    "site_bytes",
+    "snapshots_side",
+    "traces_side",
+    "typical",
+]
 
-# Operators are summed up at some 10 MB/s of compressed trace: the last traces that are no more together.
+# Noise of a single time, for which there is no spread.
+_ONE_TIME: Final = 0.10
+# Allocator counters are reproducible but for blocks of a few bytes.
+_EXACT: Final = 0.001
+# RSS of two processes of the same program: arenas and threads of libraries.
+_RESIDENT: Final = 0.02
+# Standard deviation per median absolute deviation, for a normal distribution.
+_MAD_TO_SD: Final = 1.4826
+# With fewer samples the median deviation is often 0 by chance; the range is used.
+_FEW_SAMPLES: Final = 5
+# A shared machine is slower at times: two runs differ as much as the halves of one run.
+_MANY_SAMPLES: Final = 10
+_BUILTIN: Final = "<built-in "
+_STEPS: Final = "ProfilerStep*"
+# Summing operators reads about 10 MB/s of compressed trace: only the last traces, up to this size together, are read.
 _MOST_TRACE_BYTES: Final = 64 << 20
 _CATEGORIES: Final = ("parameter", "gradient", "optimizer_state", "activation")
 _GPU_TIMES: Final = ("window", "busy", "idle", "compute", "communication", "communication_exposed", "memory_copy")
@@ -45,7 +65,7 @@ _GPU_TIMES: Final = ("window", "busy", "idle", "compute", "communication", "comm
 
 @dataclass
 class _Gathered:
-    """What was found of one side so far."""
+    """The figures of one side, while they are collected; the first measure of a name is used."""
 
     measures: dict[str, Measure] = field(default_factory=dict)
     named: dict[str, Mapping[str, float]] = field(default_factory=dict)
@@ -78,20 +98,11 @@ class _Gathered:
                 self.named[group], self.spreads[group] = times.values, times.spreads
 
     def add_allocations(self, found: Sequence[DeviceAllocations], device: str, source: str) -> None:
-        """Take the memory of one device, the model's where it is known, over all windows."""
-        on_it = [device_memory for device_memory in found if device_memory.device == device]
-        if not on_it:
-            return
-        self.add(
-            peak(
-                "peak_allocated_bytes",
-                [(device_memory.start_bytes or 0) + device_memory.peak_bytes for device_memory in on_it],
-                source,
-            )
-        )
-        self.named["stacks"] = site_bytes(
-            max(on_it, key=lambda device_memory: (device_memory.start_bytes or 0) + device_memory.peak_bytes).sites
-        )
+        """Add the peak of one device over all windows, and the allocation sites at the largest."""
+        peaks = [((memory.start_bytes or 0) + memory.peak_bytes, memory) for memory in found if memory.device == device]
+        if peaks:
+            self.add(peak("peak_allocated_bytes", [size for size, _ in peaks], source))
+            self.named["stacks"] = site_bytes(max(peaks, key=itemgetter(0))[1].sites)
 
     def side(self, label: str, kind: str) -> Side:
         return Side(
@@ -106,14 +117,14 @@ class _Gathered:
 
 
 def run_side(run: Run, label: str) -> Side:
-    """Return what a run is compared by: the time of its lead rank, the largest peaks of its ranks."""
+    """Return the side of a run: times of its lead rank, the largest peaks over its ranks."""
     found = _Gathered()
     lead = run.lead
     _add_times(found, lead)
     rate = rank_throughput(lead)[0]
     step = found.measures.get("step_ns")
     if rate is not None and rate.samples and step is not None and step.value:
-        # Of the median step: the mean one follows a single hiccup.
+        # By the median step: a single hiccup moves the mean.
         speed = rate.samples / step.value * 1e9
         noise = speed * step.noise / step.value
         found.add(replace(step, name="samples_per_s", unit="per_s", value=speed, noise=noise))
@@ -121,9 +132,7 @@ def run_side(run: Run, label: str) -> Side:
     allocations = [allocation for allocation in run_allocations(run.in_full) if allocation.rank == lead.rank]
     found.notes += [allocation.problem for allocation in allocations if allocation.problem]
     device = text(lead.facts, "device") or "cpu"
-    found.add_allocations(
-        [device_memory for window in allocations for device_memory in window.devices], device, _traced(device)
-    )
+    found.add_allocations([memory for window in allocations for memory in window.devices], device, _traced(device))
     _add_memory(found, memory_report(run.in_full).lead)
     traces = [
         artifact
@@ -137,8 +146,8 @@ def run_side(run: Run, label: str) -> Side:
 
 
 def _traced(device: str) -> str:
-    where = "above the bytes at the start of its window" if device == "cpu" else "of the allocator"
-    return f"the operator trace, {where}"
+    where = "live bytes above the start of its window" if device == "cpu" else "allocator counters"
+    return f"the operator trace ({where})"
 
 
 def _last(traces: Sequence[Path]) -> list[Path]:
@@ -160,10 +169,10 @@ def _add_times(found: _Gathered, rank: Rank) -> None:
     else:
         reports = [window_step for window in rank.windows for window_step in window_steps(rank, window)[0]]
         rows = [(step.duration_ns, step.breakdown_ns or {}) for step in reports if step.duration_ns is not None]
-        source = "recorded steps, which pay for being recorded"
+        source = "recorded steps, with the profiler overhead"
     step = typical("step_ns", [duration for duration, _ in rows], source)
     found.add(step)
-    # What slows whole steps for a while slows every phase of them.
+    # A slow phase of the machine slows every phase of a step.
     share = step.noise / step.value if step is not None and step.value else 0.0
     for phase in PHASES:
         known = [ns for _, breakdown in rows if (ns := breakdown.get(phase)) is not None]
@@ -171,18 +180,18 @@ def _add_times(found: _Gathered, rank: Rank) -> None:
 
 
 def _add_sizes(found: _Gathered, run: Run) -> None:
-    """Take resident memory and the device's peaks, the largest over ranks."""
+    """Add the peak RSS and the device peaks, each of the rank with the largest."""
     rss = [max(known) for rank in run.ranks if (known := [r for row in rank.pulse if (r := row["rss_bytes"])])]
     device = [
         max(known) for rank in run.ranks if (known := [r for row in rank.pulse if (r := row["device_peak_bytes"])])
     ]
-    found.add(peak("peak_rss_bytes", rss and [max(rss)], "the pulse", RESIDENT))
+    found.add(peak("peak_rss_bytes", rss and [max(rss)], "the pulse", _RESIDENT))
     found.add(peak("peak_allocated_bytes", device and [max(device)], "the device's allocator"))
     steps = [window_step for window in run.lead.windows for window_step in window_steps(run.lead, window)[0]]
     reserved = [r for step in steps if step.device and (r := step.device.reserved_bytes) is not None]
     found.add(peak("peak_reserved_bytes", reserved, "recorded steps"))
     resident = [r for step in steps if (r := step.host.max_rss_bytes) is not None]
-    found.add(peak("peak_rss_bytes", resident and [max(resident)], "recorded steps", RESIDENT))
+    found.add(peak("peak_rss_bytes", resident and [max(resident)], "recorded steps", _RESIDENT))
 
 
 def _add_memory(found: _Gathered, memory: RankMemory) -> None:
@@ -200,10 +209,10 @@ def _add_memory(found: _Gathered, memory: RankMemory) -> None:
 
 
 def traces_side(paths: Sequence[Path], label: str) -> Side:
-    """Return what traces are compared by; of several, each counts as a sample.
+    """Return the side of traces; each is one sample.
 
     Raises:
-        ArtifactError: one is missing, damaged or cut off.
+        ArtifactError: a trace is missing, damaged or truncated.
 
     """
     from lightning_memprof.analysis.trace.report import trace_report
@@ -226,7 +235,7 @@ def traces_side(paths: Sequence[Path], label: str) -> Side:
         found.named["collectives"] = {name: ns / max(len(steps), 1) for name, ns in collectives.items()}
     found.add_operators(paths)
     memory = [device for path in paths for device in window_allocations(path)]
-    devices = sorted({window_allocation.device for window_allocation in memory}, key=lambda name: (name == "cpu", name))
+    devices = sorted({allocations.device for allocations in memory}, key=lambda name: (name == "cpu", name))
     if devices:
         found.add_allocations(memory, devices[0], _traced(devices[0]))
     found.add_findings(examine_files(reports, ()))
@@ -234,22 +243,22 @@ def traces_side(paths: Sequence[Path], label: str) -> Side:
 
 
 def _add_gpu_times(found: _Gathered, reports: Sequence[TraceReport]) -> None:
-    """Take the devices' times: of a mean step where all traces have steps, else of the whole traces."""
+    """Add the device times: per mean step if all traces have steps, otherwise over whole traces."""
     within = [
         (trace.step_window, len(trace.steps)) for trace in reports if trace.step_window is not None and trace.steps
     ]
     anywhere = [(trace.gpu_window, 1) for trace in reports if trace.gpu_window is not None]
     chosen: Sequence[tuple[GpuTimes, int]] = within if len(within) == len(reports) else anywhere
-    source = "a step's mean" if chosen is within else "the whole trace"
+    source = "the mean per step" if chosen is within else "the whole trace"
     for name in _GPU_TIMES:
         found.add(typical(f"gpu_{name}_ns", [getattr(times, f"{name}_ns") / steps for times, steps in chosen], source))
 
 
 def snapshots_side(paths: Sequence[Path], label: str) -> Side:
-    """Return what snapshots are compared by: the fullest of their devices.
+    """Return the side of snapshots: the maximum over their devices.
 
     Raises:
-        ArtifactError: one is missing, damaged or no snapshot.
+        ArtifactError: a file is missing, damaged or not a snapshot.
 
     """
     from lightning_memprof.analysis.snapshot.report import snapshot_report
@@ -276,3 +285,121 @@ def snapshots_side(paths: Sequence[Path], label: str) -> Side:
     found.named["stacks"] = dict(held)
     found.add_findings(examine_files((), reports))
     return found.side(label, "snapshots")
+
+
+def typical(name: str, samples: Sequence[float], source: str, least_share: float = 0.0) -> Measure | None:
+    """Return the median of samples and their spread; None without samples."""
+    if not samples:
+        return None
+    value = statistics.median(samples)
+    noise = max(_spread(samples), least_share * abs(value), _ONE_TIME * abs(value) if len(samples) == 1 else 0.0)
+    return _measure(name, samples, source, value, noise)
+
+
+def peak(name: str, samples: Sequence[float], source: str, least_share: float = _EXACT) -> Measure | None:
+    """Return the maximum of samples and their spread; None without samples."""
+    if not samples:
+        return None
+    value = max(samples)
+    noise = max(_spread(samples), least_share * abs(value))
+    return _measure(name, samples, source, value, noise)
+
+
+def _measure(name: str, samples: Sequence[float], source: str, value: float, noise: float) -> Measure:
+    return Measure(name=name, unit=QUANTITIES[name], value=value, noise=noise, samples=len(samples), source=source)
+
+
+def _spread(samples: Sequence[float]) -> float:
+    """Return the spread of samples in time order: their deviation, or the drift between halves if larger."""
+    if len(samples) < _FEW_SAMPLES:
+        return max(samples) - min(samples)
+    middle = statistics.median(samples)
+    drift = 0.0
+    half = len(samples) // 2
+    if half >= _MANY_SAMPLES:
+        drift = abs(statistics.median(samples[:half]) - statistics.median(samples[half:]))
+    return max(drift, _MAD_TO_SD * statistics.median(abs(sample - middle) for sample in samples))
+
+
+def operator_times(traces: Sequence[Path]) -> tuple[Times, Times]:
+    """Return self time in ns per step by name, of host operators and annotations, and of kernels; no Python frames.
+
+    Each trace is a sample. A trace without steps counts as one step.
+
+    Raises:
+        ArtifactError: a trace is missing, damaged or truncated.
+
+    """
+    operators, kernels = Times(), Times()
+    for trace in traces:
+        collected = collect_rows([trace], group_by_input_shapes=False)
+        steps = max((row.count for row in collected.rows if row.name == _STEPS and not row.on_device), default=0)
+        on_host: Counter[str] = Counter()
+        on_device: Counter[str] = Counter()
+        for row in collected.rows:
+            if row.on_device and not row.is_annotation:
+                on_device[row.name] += row.self_device_ns
+            elif not row.on_device and parse_frame(row.name) is None and not row.name.startswith(_BUILTIN):
+                on_host[row.name] += row.self_cpu_ns
+        operators.add(on_host, max(steps, 1))
+        kernels.add(on_device, max(steps, 1))
+    return operators, kernels
+
+
+class Times:
+    """Times by name over several traces."""
+
+    def __init__(self) -> None:
+        self._samples: list[dict[str, float]] = []
+
+    def add(self, sums: Mapping[str, int], steps: int) -> None:
+        """Add the sums over the steps of one trace."""
+        self._samples.append({name: ns / steps for name, ns in sums.items()})
+
+    def _of(self, name: str) -> list[float]:
+        return [sample.get(name, 0.0) for sample in self._samples]
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The median over the traces, in ns per step."""
+        names = dict.fromkeys(name for sample in self._samples for name in sample)
+        return {name: statistics.median(self._of(name)) for name in names}
+
+    @property
+    def spreads(self) -> dict[str, float]:
+        """The range over the traces, in ns per step."""
+        return {name: max(known) - min(known) for name in self.values if (known := self._of(name))}
+
+
+def site_bytes(sites: Iterable[Site]) -> dict[str, float]:
+    """Return the live bytes at the peak by operator and module or line, over all steps."""
+    held: Counter[str] = Counter()
+    for site in sites:
+        where = site.module or (_short(site.line) if site.line else None)
+        held[f"{site.operator} in {where}" if where else site.operator] += site.bytes
+    return dict(held)
+
+
+def holder_bytes(holders: Iterable[Holder]) -> dict[str, float]:
+    """Return the live bytes at the peak by allocation site."""
+    held: Counter[str] = Counter()
+    for holder in holders:
+        held[_short(holder.site) or "allocated before the history was on"] += holder.bytes
+    return dict(held)
+
+
+def _short(line: str) -> str:
+    """Return a code location without line number and leading directories, which differ between runs."""
+    frame = parse_frame(line)
+    return line if frame is None else f"{'/'.join(frame.filename.split('/')[-2:])}: {frame.name}"
+
+
+def severities(findings: Iterable[Finding]) -> tuple[dict[str, float], Mapping[str, str]]:
+    """Return the severity and the sentence of each rule that warns."""
+    worst: dict[str, Finding] = {}
+    for finding in sorted(findings, key=lambda finding: finding.severity):
+        if finding.severity >= Severity.WARNING:
+            worst[finding.rule] = finding
+    return {rule: float(finding.severity) for rule, finding in worst.items()}, {
+        rule: finding.sentence for rule, finding in worst.items()
+    }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.model import Finding, Severity
 from lightning_memprof.analysis.findings.snapshot_parts import alloc_conf, device_name, in_snapshot
-from lightning_memprof.analysis.snapshot.free_ranges import free_ranges
+from lightning_memprof.analysis.snapshot.replay import free_ranges
 from lightning_memprof.units import MIB, format_bytes, percent
 
 if TYPE_CHECKING:

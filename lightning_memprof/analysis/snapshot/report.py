@@ -6,7 +6,6 @@ import heapq
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.snapshot.free_ranges import free_ranges
 from lightning_memprof.analysis.snapshot.model import (
     AgedHolder,
     DeviceReport,
@@ -17,7 +16,7 @@ from lightning_memprof.analysis.snapshot.model import (
     SnapshotReport,
 )
 from lightning_memprof.analysis.snapshot.reader import ALLOCATED, INACTIVE, read_snapshot
-from lightning_memprof.analysis.snapshot.replay import BlockLife, Holder, Replay, holders_of, replay
+from lightning_memprof.analysis.snapshot.replay import BlockLife, Holder, Replay, free_ranges, holders_of, replay
 from lightning_memprof.analysis.stacks import parse_frame
 from lightning_memprof.units import format_bytes
 

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,18 @@ from fake_runs import FakeRun, make_run
 from kineto import Made, event_fields, write_trace
 from lightning_memprof.analysis.compare.comparison import compare
 from lightning_memprof.analysis.compare.limits import check, parse_limit
-from lightning_memprof.analysis.compare.measures import Times, holder_bytes, peak, severities, site_bytes, typical
 from lightning_memprof.analysis.compare.model import QUANTITIES, Comparison, Measure, Side
-from lightning_memprof.analysis.compare.sides import run_side, snapshots_side, traces_side
+from lightning_memprof.analysis.compare.sides import (
+    Times,
+    holder_bytes,
+    peak,
+    run_side,
+    severities,
+    site_bytes,
+    snapshots_side,
+    traces_side,
+    typical,
+)
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.snapshot.replay import Holder
 from lightning_memprof.errors import ConfigError
@@ -117,6 +127,20 @@ def test_a_rate_changes_by_more_than_noise_where_its_times_do(a: float, b: float
     found = compare(*sides).difference("samples_per_s")
     assert found is not None
     assert found.is_above_noise is is_above
+
+
+def test_a_rate_whose_noise_exceeds_the_time_per_event_has_no_increase_above_noise_and_stays_json() -> None:
+    slow, fast = (
+        Measure(name="samples_per_s", unit="per_s", value=value, noise=2 * value, samples=100, source="the pulse")
+        for value in (100.0, 1e6)
+    )
+    comparison = compare(
+        *(Side(label=name, kind="run", measures={"samples_per_s": rate}) for name, rate in (("a", slow), ("b", fast)))
+    )
+    (found,) = comparison.differences
+    assert found.needed is None
+    assert not found.is_above_noise
+    assert json.dumps(asdict(comparison), allow_nan=False)
 
 
 def test_a_quantity_that_was_measured_in_two_ways_is_not_compared() -> None:

@@ -285,8 +285,10 @@ def test_a_pickle_that_was_optimised_is_read_too():
 
 
 def test_reading_loads_neither_torch_nor_pickle(run_python):
-    code = (
-        "import sys, lightning_memprof.analysis.snapshot.replay; "
-        "print(*{'torch', 'pandas', 'lightning', 'pickle'} & {*sys.modules})"
-    )
-    assert run_python("-c", code).stdout == "\n"
+    loaded = "print(*{'torch', 'pandas', 'lightning', 'pickle'} & {*sys.modules})"
+    assert run_python("-c", f"import sys, lightning_memprof.analysis.snapshot.replay; {loaded}").stdout == "\n"
+
+
+def test_reading_allocations_loads_no_torch(run_python):
+    loaded = "print(*{'torch', 'pandas', 'lightning'} & {*sys.modules})"
+    assert run_python("-c", f"import sys, lightning_memprof.analysis.memory.allocations; {loaded}").stdout == "\n"

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from lightning_memprof.analysis.snapshot.free_ranges import FreeRange, free_ranges
 from lightning_memprof.analysis.snapshot.model import HeldLine, LargeBlock, SnapshotReport
 from lightning_memprof.analysis.snapshot.reader import parse_snapshot
-from lightning_memprof.analysis.snapshot.replay import replay
+from lightning_memprof.analysis.snapshot.replay import FreeRange, free_ranges, replay
 from lightning_memprof.analysis.snapshot.report import snapshot_report
 from lightning_memprof.errors import ArtifactError
 from snapshots import (
