@@ -40,12 +40,12 @@ class Schedule:
     window records begins none.
 
     Args:
-        skip_first: steps to ignore once, before the first cycle.
-        wait: steps to ignore at the start of every cycle.
-        warmup: steps in which collectors run and what they see is thrown away.
+        skip_first: steps to skip once, before the first cycle.
+        wait: steps to skip at the start of every cycle.
+        warmup: steps in which collectors run and their data is discarded.
         active: steps to record; one window.
         repeat: number of cycles; 0 repeats until the end of the run.
-        skip_first_wait: 1 leaves out ``wait`` in the first cycle.
+        skip_first_wait: 1 omits ``wait`` in the first cycle.
         anchor: ``"fit"`` counts across epochs, ``"epoch"`` starts the cycle again in each epoch.
         steps: the steps at which windows begin, in place of the cycle; counted over the whole run, resumed parts
             included, or with ``anchor="epoch"`` from the start of each epoch.
@@ -65,7 +65,7 @@ class Schedule:
     steps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what could never record."""
+        """Refuse values that record nothing."""
         for name, least in (
             ("skip_first", 0), ("wait", 0), ("warmup", 0), ("active", 1), ("repeat", 0), ("skip_first_wait", 0),
         ):  # fmt: skip
@@ -95,7 +95,7 @@ class Schedule:
         object.__setattr__(self, "steps", tuple(begins))
 
     def __call__(self, step: int) -> Action:
-        """Decide what happens at ``step`` (0-based; since the start of the fit, or of the epoch: see ``anchor``)."""
+        """Return the action at ``step`` (0-based; since the start of the fit, or of the epoch: see ``anchor``)."""
         if self.steps:
             return self._listed(step)
         if step < self.skip_first:
@@ -128,7 +128,7 @@ class Schedule:
 
     @property
     def first_active(self) -> int:
-        """The first step that is recorded."""
+        """The first recorded step."""
         if self.steps:
             return self.steps[0]
         return self.skip_first + (0 if self.skip_first_wait else self.wait) + self.warmup

@@ -1,4 +1,4 @@
-"""The callback."""
+"""The callback, and the one that the environment variable attaches."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class MemProfilerCallback(Adapter):
         self._schedule = parse_schedule(schedule)
         for collector in as_list("collectors", collectors) or ():
             if not isinstance(collector, Collector):
-                msg = f"collectors holds {collector!r}: must be instances of Collector, as in [HostMemory()]"
+                msg = f"collectors contains {collector!r}: must be instances of Collector, as in [HostMemory()]"
                 raise ConfigError(msg)
         self._collectors = None if collectors is None else list(collectors)
         joined(self._collectors, ())
@@ -118,12 +118,12 @@ class MemProfilerCallback(Adapter):
         return settings if extended is None else extended.with_table(settings)
 
     def snapshot(self, name: str) -> None:
-        """Write down the memory of this moment under ``name``, at any point of the program."""
+        """Record the current memory under ``name``, at any point of the program."""
         self._named.take(printable(name), "snapshot", self._position())
 
     @contextmanager
     def region(self, name: str) -> Iterator[None]:
-        """Write down the memory at the start and the end of the body; in a window the trace shows it by name."""
+        """Record the memory at the start and the end of the body; in a window the trace has a range of this name."""
         name = printable(name)
         in_window = self.attachment is not None and self.attachment.session.window is not None
         self._named.take(name, "start", self._position())
@@ -134,7 +134,7 @@ class MemProfilerCallback(Adapter):
             self._named.take(name, "end", self._position())
 
     def trigger(self, active: int | None = None) -> None:
-        """Record a window now, at any point of a program that trains; may be called on one rank or on all of them.
+        """Record a window now, at any point of a training program; call it on one rank or on all ranks.
 
         With several ranks all of them open it at one step, about 20 steps from now; alone it opens at the next step.
         Without a live run, or on a rank that records nothing, nothing happens.
@@ -149,7 +149,7 @@ class MemProfilerCallback(Adapter):
         if active is not None:
             check_steps("trigger", "active", active, 1)
         if self.attachment is None:
-            log.warning("trigger() was called while no run is recorded: no window opens")
+            log.warning("trigger() has no effect: no run is being recorded")
             return
         self.attachment.triggers.call(active)
 
@@ -160,7 +160,7 @@ class MemProfilerCallback(Adapter):
             self._named.place(self.attachment.place.directory, trainer.global_rank)
 
     def summary_file(self) -> TextIO | None:
-        """Say where the summary is printed; None is standard output."""
+        """Return the stream for the summary; None is standard output."""
         return None
 
     def ended(self, trainer: Trainer, attachment: Attachment, exception: BaseException | None) -> None:
@@ -173,7 +173,7 @@ class MemProfilerCallback(Adapter):
         if self._output.loggers:
             send_report(trainer, attachment.run.sink)
         if exception is not None or not self._output.summary:
-            log.info("recorded in %s; look at it with: lightning-memprof show %s", place.location, place.location)
+            log.info("recorded in %s; show it with: lightning-memprof show %s", place.location, place.location)
             return
         try:
             print_summary(place.directory, self.summary_file(), url=place.url)

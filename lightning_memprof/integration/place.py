@@ -1,4 +1,4 @@
-"""Where a run's files go: agreed on by all ranks, once, and given back at the end."""
+"""The run directory: all ranks agree on it once; a working copy is removed after the upload."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ __all__ = ["WORKING_COPIES", "claim_place", "release_place"]
 log = logging.getLogger(__name__)
 
 WORKING_COPIES: Final = "memprofiler-uploads"
-# The last row of a manifest is some hundred bytes long.
+# The last row of a manifest has about a hundred bytes.
 _TAIL: Final = 4096
 
 
 def claim_place(trainer: Trainer, stage: str, dirpath: str | Path | None) -> RunPlace | None:
-    """Agree on the run directory with all ranks; a collective, to be called once, in ``setup``, on every rank.
+    """Agree on the run directory with all ranks: a collective, called once in ``setup`` on every rank.
 
     Returns:
-        The place, or None where rank 0 could not write there; training continues without us.
+        The place, or None where rank 0 could not write there; training continues without recording.
 
     """
-    # What a logger of anybody's calls its directory may be no path at all.
+    # The directory of a logger may be any object.
     wanted = os.fspath(dirpath) if dirpath else str(trainer.log_dir or trainer.default_root_dir)
     if is_url(wanted) and (path := url_path(wanted)) is not None:
         wanted = path
@@ -55,7 +55,7 @@ def claim_place(trainer: Trainer, stage: str, dirpath: str | Path | None) -> Run
 
 
 def release_place(sink: Sink) -> None:
-    """Wait until the last files are at their URL, and remove the working copy when every rank's files are.
+    """Wait until the last files are at the URL, and remove the working copy when the files of every rank are.
 
     The ranks of one machine share the working copy: the last of them removes it.
     """
@@ -77,7 +77,7 @@ def release_place(sink: Sink) -> None:
     if all(_is_uploaded(path) for path in others):
         shutil.rmtree(place.root, ignore_errors=True)
         for parent in place.root.parents:
-            with suppress(OSError):  # another run is in it
+            with suppress(OSError):  # another run uses it
                 parent.rmdir()
             if parent.name == WORKING_COPIES or WORKING_COPIES not in parent.parts:
                 break
@@ -113,7 +113,7 @@ def _claim_url(trainer: Trainer, stage: str, url: str) -> RunPlace | None:
 
 
 def _working_copy(trainer: Trainer, url: str) -> Path:
-    """Make a directory of this run's own: beside the Trainer's other files, or among the temporary ones."""
+    """Create a directory for this run: next to the other files of the Trainer, or a temporary one."""
     place = "refused" if has_password(url) else url.partition("://")[2].rpartition("@")[2]
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", place).strip("-.")[-60:]
     base = trainer.default_root_dir
@@ -126,7 +126,7 @@ def _working_copy(trainer: Trainer, url: str) -> Path:
 
 
 def _is_uploaded(manifest: Path) -> bool:
-    """Say whether the last row of a rank's manifest is that everything is at the URL."""
+    """Return whether the manifest of a rank ends with the row that all its files are at the URL."""
     try:
         with open_plain(manifest) as file:
             file.seek(max(0, manifest.stat().st_size - _TAIL))

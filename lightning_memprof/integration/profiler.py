@@ -47,34 +47,34 @@ _TRACE_OPTIONS = frozenset(
 
 
 class ExtendedPyTorchProfiler(PyTorchProfiler):
-    """Lightning's PyTorchProfiler with a schedule that repeats, in every stage, and no cost outside of its windows.
+    """Lightning's PyTorchProfiler with a repeating schedule in every stage, and no overhead outside its windows.
 
     It takes the arguments of :class:`lightning.pytorch.profilers.PyTorchProfiler` and those below. With a
-    :class:`MemProfilerCallback` on the same Trainer, the callback's schedule leads and this profiler's options hold
-    for the operator trace.
+    :class:`MemProfilerCallback` on the same Trainer, the callback's schedule leads and this profiler's options
+    apply to the operator trace.
 
     Args:
-        dirpath: directory of traces and tables; None is the Trainer's ``log_dir``.
-        filename: middle part of their names.
-        group_by_input_shapes: one row a shape in the operator table; needs ``record_shapes=True``.
+        dirpath: directory for traces and tables; None is the Trainer's ``log_dir``.
+        filename: middle part of the file names.
+        group_by_input_shapes: one row per shape in the operator table; needs ``record_shapes=True``.
         emit_nvtx: emit NVTX ranges for an outer profiler instead of recording a trace.
         export_to_chrome: write traces.
         row_limit: rows of the operator table; -1 is all.
-        sort_by_key: what the operator table is sorted by; every key of torch's own table is known.
-        record_module_names: name modules' forwards in the trace.
+        sort_by_key: sort key of the operator table; every key of torch's table is accepted.
+        record_module_names: record module forwards by name in the trace.
         table_kwargs: further arguments of torch's table: ``max_src_column_width``, ``max_name_column_width``,
             ``max_shapes_column_width``, ``header``, ``top_level_events_only``.
         schedule: when windows open; a :class:`Schedule`, a mapping of its fields, a function from step to
             ``torch.profiler.ProfilerAction``, or :class:`StageSchedules` with a schedule for each stage. From Python
             also None, which records every step.
-        schedule_cfg: another name of ``schedule``.
-        ranks: global ranks whose windows have every collector, as in :class:`MemProfilerCallback`.
+        schedule_cfg: another name for ``schedule``.
+        ranks: global ranks that record windows with every collector, as in :class:`MemProfilerCallback`.
         max_name_column_width: width of the operator table's first column.
         profiler_kwargs: arguments of ``torch.profiler.profile``; ``export_to_flame_graph`` and ``metric`` as in
             Lightning.
 
     Raises:
-        ConfigError: a value is not usable.
+        ConfigError: a value is invalid.
 
     """
 
@@ -110,9 +110,9 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
             table_kwargs=table_kwargs,
             **profiler_kwargs,
         )
-        # YAML gives every default a value: one that equals it was not chosen.
+        # YAML passes every default: a value that equals its default counts as unset.
         if schedule_cfg is not None and schedule != _DEFAULT_SCHEDULE:
-            msg = "schedule and schedule_cfg are two names of one value; give one"
+            msg = "schedule and schedule_cfg are two names of the same option; use one"
             raise ConfigError(msg)
         self._chosen_schedule = parse_schedule(schedule if schedule_cfg is None else schedule_cfg)
         self._ranks = check_ranks(ranks)
@@ -126,10 +126,10 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
         self.table_path: Path | None = None
 
     def start(self, action_name: str) -> None:
-        """Do nothing: while a run is recorded, a tap on this instance hears the actions."""
+        """Do nothing: during a recorded run, a tap on this instance listens to the actions."""
 
     def stop(self, action_name: str) -> None:
-        """Do nothing, as :meth:`start`."""
+        """Do nothing, like :meth:`start`."""
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         """Lend the collectors to the Trainer's MemProfilerCallback; without one, record alone."""
@@ -150,7 +150,7 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
         return replace(settings, table=self._table)
 
     def own_settings(self) -> Settings:
-        """Return what this profiler wants of a run when it records alone."""
+        """Return the settings of a run that this profiler records alone."""
         return Settings(
             schedule=schedule_of(self._chosen_schedule, self._stage or "fit"),
             collectors=[(collector, False) for collector in (Pulse(), OOMAutopsy(), *self.lend())],
@@ -168,7 +168,7 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
         """Do nothing: the operator table was written when the run ended."""
 
     def teardown(self, stage: str | None) -> None:
-        """Do nothing; survives an ``__init__`` that failed."""
+        """Do nothing; works after an ``__init__`` that failed."""
 
     def _trainer(self) -> Trainer | None:
         module = getattr(self, "_lightning_module", None)
@@ -190,24 +190,24 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
 
 
 class _ProfilerHost(Adapter):
-    """Hears the Trainer's hooks for a profiler that records alone; leaves the Trainer with the run."""
+    """The adapter of a profiler that records alone; it is removed from the Trainer at the end of the run."""
 
     def __init__(self, profiler: ExtendedPyTorchProfiler) -> None:
         super().__init__()
         self._profiler = profiler
 
     def leads(self, trainer: Trainer) -> bool:
-        """Never: it replaces a missing adapter."""
+        """Never: it exists only without another adapter."""
         return False
 
     def settings(self, trainer: Trainer) -> Settings:
-        """Say what the profiler wants."""
+        """Return the settings of the profiler."""
         return self._profiler.own_settings()
 
     def ended(self, trainer: Trainer, attachment: Any, exception: BaseException | None) -> None:
-        """Leave the Trainer; a new list, because Lightning is walking through the old one."""
+        """Leave the Trainer. The list is new: Lightning is iterating over the old one."""
         self._profiler.table_path = attachment.table
-        log.info("recorded in %s; look at it with: lightning-memprof show %s", *[attachment.place.location] * 2)
+        log.info("recorded in %s; show it with: lightning-memprof show %s", *[attachment.place.location] * 2)
         trainer.callbacks = [other for other in trainer.callbacks if other is not self]  # type: ignore[attr-defined]
 
 

@@ -168,7 +168,7 @@ def joined(asked: Sequence[Collector] | None, lent: Sequence[Collector]) -> list
             raise ConfigError(msg)
     names = [collector.name for collector in asked or ()]
     if twice := {name for name in names if names.count(name) > 1}:
-        msg = f"collectors holds {', '.join(sorted(twice))} more than once; keep one"
+        msg = f"collectors contains {', '.join(sorted(twice))} more than once; keep one"
         raise ConfigError(msg)
     chosen = {
         collector.name: (collector, asked is not None)

@@ -70,7 +70,7 @@ def test_the_operator_trace_comes_last_wherever_it_was_named() -> None:
 
 
 def test_two_of_one_name_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="collectors holds host more than once; keep one"):
+    with pytest.raises(ConfigError, match="collectors contains host more than once; keep one"):
         joined([HostMemory(), Pulse(), HostMemory()], [])
 
 
