@@ -146,7 +146,9 @@ class Session:
         now = began if at_ns is None else at_ns
         recorded = self._planner.action is not Action.WARMUP
         time_ns = now + self._run.unix_offset_ns
-        self._recording.mark(Mark(position.step, position.global_step, point, recorded, time_ns))
+        self._recording.mark(
+            Mark(step=position.step, global_step=position.global_step, point=point, recorded=recorded, time_ns=time_ns)
+        )
         self.clock.leave()
         self._overhead.windows_ns += time.perf_counter_ns() - began
 

@@ -139,14 +139,19 @@ def _table(checks: list[Check]) -> Table:
 
 def _versions() -> Iterator[Check]:
     group = "Versions"
-    yield Check(group, "lightning-memprof", "ok", __version__)
-    yield Check(group, "python", "ok", f"{platform.python_version()}  {sys.executable}")
+    yield Check(group=group, name="lightning-memprof", state="ok", text=__version__)
+    yield Check(group=group, name="python", state="ok", text=f"{platform.python_version()}  {sys.executable}")
     for package, module in (("torch", "torch"), ("lightning", "lightning.pytorch")):
         failure = _failure(partial(importlib.import_module, module))
-        yield Check(group, package, "broken" if failure else "ok", failure or _version(package))
+        yield Check(group=group, name=package, state="broken" if failure else "ok", text=failure or _version(package))
     for package in ("tensorboard", "torch-tb-profiler", "psutil"):
         found = _version(package)
-        yield Check(group, package, "ok" if found else "no", found or f"not installed: pip install {package}")
+        yield Check(
+            group=group,
+            name=package,
+            state="ok" if found else "no",
+            text=found or f"not installed: pip install {package}",
+        )
 
 
 def _machine() -> Iterator[Check]:
@@ -154,23 +159,32 @@ def _machine() -> Iterator[Check]:
     try:
         yield _accelerator(group, importlib.import_module("torch"))
     except Exception as error:  # noqa: BLE001 a broken driver or a broken torch is a result
-        yield Check(group, "accelerator", "no", f"unknown: {_one_line(error)}")
-    yield Check(group, "processors", "ok", f"{_usable_processors()} of {os.cpu_count()} for this process")
+        yield Check(group=group, name="accelerator", state="no", text=f"unknown: {_one_line(error)}")
+    yield Check(
+        group=group, name="processors", state="ok", text=f"{_usable_processors()} of {os.cpu_count()} for this process"
+    )
     total, limit = psutil.virtual_memory().total, memory_limit_bytes()
     allowed = "no control group limit" if limit is None else f"control group limit {format_bytes(limit)}"
-    yield Check(group, "memory", "ok", f"{format_bytes(total)}; {allowed}")
+    yield Check(group=group, name="memory", state="ok", text=f"{format_bytes(total)}; {allowed}")
     yield _temporary_files(group)
 
 
 def _accelerator(group: str, torch: Any) -> Check:
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
-        return Check(group, "accelerator", "no", f"none for torch {torch.__version__}; models train on the CPU")
+        return Check(
+            group=group,
+            name="accelerator",
+            state="no",
+            text=f"none for torch {torch.__version__}; models train on the CPU",
+        )
     count = torch.accelerator.device_count()
     if device.type != "cuda":
-        return Check(group, "accelerator", "ok", f"{count} x {device.type}")
+        return Check(group=group, name="accelerator", state="ok", text=f"{count} x {device.type}")
     memory = format_bytes(torch.cuda.get_device_properties(0).total_memory)
-    return Check(group, "accelerator", "ok", f"{count} x {torch.cuda.get_device_name(0)}, {memory}")
+    return Check(
+        group=group, name="accelerator", state="ok", text=f"{count} x {torch.cuda.get_device_name(0)}, {memory}"
+    )
 
 
 def _usable_processors() -> int | None:
@@ -186,8 +200,15 @@ def _temporary_files(group: str) -> Check:
             file.flush()
             folder = Path(file.name).parent
     except OSError as error:
-        return Check(group, "temporary files", "broken", f"{error}; set TMPDIR to a writable directory")
-    return Check(group, "temporary files", "ok", f"{folder}, {format_bytes(shutil.disk_usage(folder).free)} free")
+        return Check(
+            group=group, name="temporary files", state="broken", text=f"{error}; set TMPDIR to a writable directory"
+        )
+    return Check(
+        group=group,
+        name="temporary files",
+        state="ok",
+        text=f"{folder}, {format_bytes(shutil.disk_usage(folder).free)} free",
+    )
 
 
 def _lightning() -> Iterator[Check]:
@@ -195,10 +216,10 @@ def _lightning() -> Iterator[Check]:
     points = metadata.entry_points(group=_FACTORIES)
     registered = any(point.value.startswith("lightning_memprof.") for point in points)
     yield Check(
-        group,
-        "entry point",
-        "ok" if registered else "broken",
-        "registered" if registered else f"missing from {_FACTORIES}: install the package with pip",
+        group=group,
+        name="entry point",
+        state="ok" if registered else "broken",
+        text="registered" if registered else f"missing from {_FACTORIES}: install the package with pip",
     )
     name = f'profiler="{_PROFILER}"'
     try:
@@ -207,19 +228,23 @@ def _lightning() -> Iterator[Check]:
             trainer = lightning.Trainer(profiler=_PROFILER, accelerator="cpu", logger=False, enable_checkpointing=False)
         profiler = type(trainer.profiler)
         found = f"{profiler.__module__}.{profiler.__qualname__}"
-        yield Check(group, name, "ok" if found.startswith("lightning_memprof.") else "broken", found)
+        yield Check(
+            group=group, name=name, state="ok" if found.startswith("lightning_memprof.") else "broken", text=found
+        )
     except Exception as error:  # noqa: BLE001 the reason why no Trainer can be made is the result
-        yield Check(group, name, "broken", _one_line(error))
+        yield Check(group=group, name=name, state="broken", text=_one_line(error))
 
 
 def _tensorboard() -> Iterator[Check]:
     group = "TensorBoard"
     points = [point for point in metadata.entry_points(group="tensorboard_plugins") if point.name == "torch_profiler"]
     if not points:
-        yield Check(group, "profiler plug-in", "no", "not installed: pip install torch-tb-profiler")
+        yield Check(
+            group=group, name="profiler plug-in", state="no", text="not installed: pip install torch-tb-profiler"
+        )
         return
     failure = _failure(points[0].load)
-    yield Check(group, "profiler plug-in", "no" if failure else "ok", failure or points[0].value)
+    yield Check(group=group, name="profiler plug-in", state="no" if failure else "ok", text=failure or points[0].value)
 
 
 def _collectors() -> Iterator[Check]:
@@ -229,18 +254,21 @@ def _collectors() -> Iterator[Check]:
 
         torch = importlib.import_module("torch")
     except Exception as error:  # noqa: BLE001 a broken package can raise anything when it is imported
-        yield Check(group, "collectors", "broken", _one_line(error))
+        yield Check(group=group, name="collectors", state="broken", text=_one_line(error))
         return
     kineto = torch.profiler.kineto_available()
     yield Check(
-        group, "kineto", "ok" if kineto else "no", "in this build of torch" if kineto else "not in this build of torch"
+        group=group,
+        name="kineto",
+        state="ok" if kineto else "no",
+        text="in this build of torch" if kineto else "not in this build of torch",
     )
     with ExitStack() as stack:
         run = _imagined_run(stack, torch)
         for collector in default_collectors():
             reason = collector.unavailable(run)
             text = reason or (type(collector).__doc__ or "").strip().partition("\n")[0]
-            yield Check(group, collector.name, "no" if reason else "ok", text)
+            yield Check(group=group, name=collector.name, state="no" if reason else "ok", text=text)
 
 
 class _NoActions:

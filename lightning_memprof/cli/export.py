@@ -179,7 +179,7 @@ def _write_stacks(source: _Source, form: Form, of: Quantity, out: Path) -> None:
             "there is no trace, and times come from traces only: use --of memory, or record OperatorTrace"
         )
     counts: Counter[Stack] = Counter()
-    scope = Speedscope(source.stem, f"lightning-memprof {__version__}")
+    scope = Speedscope(name=source.stem, exporter=f"lightning-memprof {__version__}")
     if of == "time":
         for path in source.traces:
             lanes = read_lanes(path)

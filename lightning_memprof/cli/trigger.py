@@ -40,7 +40,9 @@ def _execute(options: Namespace) -> int:
     directory = find_run(Path(options.RUN)).directory
     world_size = _world_size(directory)
     check_private(directory)
-    request = Request(uuid.uuid4().hex, "lightning-memprof trigger", options.active, options.warmup)
+    request = Request(
+        id=uuid.uuid4().hex, cause="lightning-memprof trigger", active=options.active, warmup=options.warmup
+    )
     try:
         write_request(directory, request)
     except OSError as error:

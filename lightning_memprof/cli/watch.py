@@ -89,7 +89,7 @@ class _Watcher:
         if is_longer or windows > self._examined_windows or has_ended:
             self._examined_steps, self._examined_windows = lead.steps, windows
             self._findings = self._examine()
-        return Watched(self._name, self.follower, self._findings, time.time_ns())
+        return Watched(name=self._name, follower=self.follower, findings=self._findings, now_ns=time.time_ns())
 
     def _examine(self) -> tuple[Finding, ...]:
         from lightning_memprof.analysis.findings import Facts, Severity, examine

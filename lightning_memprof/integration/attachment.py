@@ -155,7 +155,7 @@ class Attachment:
                 self._write_table()
             named = self.place.directory / regions_name(self.run.rank)
             if named.exists():
-                sink.list_artifact(Artifact(named, "series", "snapshots"))
+                sink.list_artifact(Artifact(path=named, type="series", collector="snapshots"))
         finally:
             status = "finished" if exception is None else "exception"
             sink.manifest.append("end", status=status, exception=reason, **self.session.facts())

@@ -89,7 +89,9 @@ def _write_summary(run: RunContext, window: Window, times: Sequence[StepTime]) -
         rank=run.rank, world_size=run.world_size, host=socket.gethostname(), window=window.index, steps=[]
     )
     path = run.sink.place.directory / summary_path(window.index, run.rank)
-    with run.sink.file(Artifact(path, "blob", RankSummaries.name, window.index)) as temporary:
+    with run.sink.file(
+        Artifact(path=path, type="blob", collector=RankSummaries.name, window=window.index)
+    ) as temporary:
         temporary.write_bytes(encode_summary(summarise(origin, times, files)) + b"\n")
 
 
@@ -120,7 +122,7 @@ def write_operator_table(run: RunContext, options: TableOptions) -> Path | None:
     except subprocess.CalledProcessError as error:
         msg = f"the operator table could not be made: {error.stderr.strip()}; `lightning-memprof show` makes it"
         raise ReportError(msg) from error
-    run.sink.list_artifact(Artifact(table, "table", "operator_trace"))
+    run.sink.list_artifact(Artifact(path=table, type="table", collector="operator_trace"))
     return table
 
 

@@ -322,7 +322,7 @@ class _Drawing:
             self._draw_steps(self._file)
         finally:
             self._file.close()
-            self._sink.list_artifact(Artifact(self._path, "blob", Curves.name))
+            self._sink.list_artifact(Artifact(path=self._path, type="blob", collector=Curves.name))
 
     def _opened(self) -> EventFile:
         from lightning_memprof.artifacts.tfevents import EventFile

@@ -59,7 +59,7 @@ def _write_report(sink: Sink) -> tuple[Path, Path]:
     document = json.dumps(to_json(view), indent=2, allow_nan=False) + "\n"
     machine, text = (sink.place.directory / name for name in REPORT_NAMES)
     for path, content in ((machine, document), (text, page.getvalue())):
-        with sink.file(Artifact(path, "blob", "report")) as temporary:
+        with sink.file(Artifact(path=path, type="blob", collector="report")) as temporary:
             temporary.write_text(content, encoding="utf-8")
     return machine, text
 

@@ -132,7 +132,7 @@ class MemprofPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard 
             # What is open is compared with a baseline, which is A.
             runs.insert(0, self._run(request, "other"))
         state = ".".join(map(revision, runs))
-        asked = Asked(tuple(runs), _number(request, "rank"), _number(request, "window"), state)
+        asked = Asked(runs=tuple(runs), rank=_number(request, "rank"), window=_number(request, "window"), state=state)
         key, job = self._pages.ask(asked, again="again" in request.args)
         return _json(request, {**job.document(key), "revision": state})
 

@@ -189,7 +189,9 @@ class _Walk:
             directories, ranks = _listed(here)
             if ranks:
                 below = PurePosixPath(here.relative_to(top).as_posix())
-                yield FoundRun(str(PurePosixPath(prefix) / below), here, top, tuple(sorted(ranks)))
+                yield FoundRun(
+                    name=str(PurePosixPath(prefix) / below), directory=here, top=top, ranks=tuple(sorted(ranks))
+                )
             elif depth < MAX_DEPTH + 1:
                 pending += [(here / name, depth + 1) for name in sorted(directories, reverse=True)]
             elif directories:

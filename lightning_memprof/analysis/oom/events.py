@@ -46,7 +46,9 @@ def oom_events(directory: Path, rank: int, rows: ManifestRows) -> tuple[OomEvent
     events = []
     for number, row in sorted(listed.items()):
         facts = {**row, **full.get(number, {})}
-        events.append(OomEvent(rank, number, facts, _snapshot(directory, text(facts, "snapshot"))))
+        events.append(
+            OomEvent(rank=rank, number=number, facts=facts, snapshot=_snapshot(directory, text(facts, "snapshot")))
+        )
     return tuple(events)
 
 

@@ -221,16 +221,18 @@ class _Parser:
         }
         stacks = tuple(self._stacks)
         devices = {
-            device: DeviceSnapshot(device, tuple(segments.get(device, ())), events.get(device, ()), stacks)
+            device: DeviceSnapshot(
+                device=device, segments=tuple(segments.get(device, ())), events=events.get(device, ()), stacks=stacks
+            )
             for device in sorted(segments.keys() | events.keys())
         }
         annotations = self._list(top.get("external_annotations") or [], "external_annotations")
         return Snapshot(
-            self._source,
-            form,
-            devices,
-            tuple(self._mapping(annotation, "an annotation") for annotation in annotations),
-            self._mapping(top.get("allocator_settings") or {}, "allocator_settings"),
+            source=self._source,
+            form=form,
+            devices=devices,
+            annotations=tuple(self._mapping(annotation, "an annotation") for annotation in annotations),
+            settings=self._mapping(top.get("allocator_settings") or {}, "allocator_settings"),
         )
 
     def _segment(self, fields: Mapping[str, Any]) -> Segment:

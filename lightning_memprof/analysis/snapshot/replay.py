@@ -231,7 +231,11 @@ def _lives(device: DeviceSnapshot) -> list[BlockLife]:
     asked = -1 if {"free_requested", "free_completed"} <= actions else None
     opened = {
         block.address: _Open(
-            block.requested_size, block.size, None if _is_allocated(block.state) else -1, count, block.stack
+            requested_size=block.requested_size,
+            size=block.size,
+            freed=None if _is_allocated(block.state) else -1,
+            died=count,
+            stack=block.stack,
         )
         for segment in device.segments
         for block in segment.blocks
@@ -244,7 +248,9 @@ def _lives(device: DeviceSnapshot) -> list[BlockLife]:
             later = opened.get(event.address)
             if later is not None:  # its allocation is missing: it was not live before this event
                 lives.append(later.close(event.address, i))
-            opened[event.address] = _Open(event.size, -(-event.size // _ROUND) * _ROUND, asked, i, 0)
+            opened[event.address] = _Open(
+                requested_size=event.size, size=-(-event.size // _ROUND) * _ROUND, freed=asked, died=i, stack=0
+            )
         elif event.action == "free_requested":
             block = opened.get(event.address)
             if block is not None and (block.freed is None or block.freed < 0):

@@ -70,12 +70,16 @@ def _read(artifact: Artifact, steps: Sequence[_Step]) -> WindowAllocations:
     try:
         snapshot = read_snapshot(artifact.file)
     except ArtifactError as error:
-        return WindowAllocations(artifact.rank, artifact.window, (), artifact.file, str(error))
+        return WindowAllocations(
+            rank=artifact.rank, window=artifact.window, devices=(), trace=artifact.file, problem=str(error)
+        )
     devices = tuple(
         ring_of(replay(snapshot, device), steps) for device, recorded in snapshot.devices.items() if recorded.events
     )
     problem = None if devices else "the snapshot has no events: the allocator history was off"
-    return WindowAllocations(artifact.rank, artifact.window, devices, artifact.file, problem)
+    return WindowAllocations(
+        rank=artifact.rank, window=artifact.window, devices=devices, trace=artifact.file, problem=problem
+    )
 
 
 def ring_of(ring: Replay, steps: Sequence[tuple[int, int, int]] = ()) -> DeviceAllocations:
@@ -156,4 +160,10 @@ def _step_bytes(step: tuple[int, int, int], times: Sequence[int], live: Sequence
     first, last = (bisect_right(times, time) for time in step[:2])
     highest = max(range(max(first - 1, 0), last), key=live.__getitem__)
     at_start = live[first - 1] if first else 0
-    return StepBytes(step[2], at_start, live[highest], max(times[highest], step[0]), live[last - 1])
+    return StepBytes(
+        step=step[2],
+        start_bytes=at_start,
+        peak_bytes=live[highest],
+        peak_time_ns=max(times[highest], step[0]),
+        end_bytes=live[last - 1],
+    )

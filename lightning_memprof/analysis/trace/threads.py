@@ -284,7 +284,7 @@ def read_lanes(path: Path) -> Lanes:
             lane = lanes.get(key)
             if lane is None:
                 title = f"device {event.pid} stream {event.tid}" if is_device else f"thread {event.tid}"
-                lane = lanes[key] = Lane(title, is_device)
+                lane = lanes[key] = Lane(title=title, is_device=is_device)
                 found.lanes.append(lane)
             number = names.setdefault(event.name, len(names))
             if number == len(found.names):

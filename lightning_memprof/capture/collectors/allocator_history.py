@@ -97,7 +97,9 @@ def write_snapshot(run: RunContext, name: SnapshotName, window: int | None) -> N
     snapshot: Any = torch.cuda.memory._snapshot(run.device)  # noqa: SLF001 torch documents it under this name
     path = run.sink.place.directory / str(name)
     with (
-        run.sink.file(Artifact(path, "snapshot", AllocatorHistory.name, window)) as temporary,
+        run.sink.file(
+            Artifact(path=path, type="snapshot", collector=AllocatorHistory.name, window=window)
+        ) as temporary,
         temporary.open("wb") as file,
     ):
         pickle.dump(snapshot, file, protocol=_PROTOCOL)
@@ -134,7 +136,9 @@ class AllocatorHistory(Collector):
         dumped = True
 
         def dump(mark: Mark, edge: Literal["start", "end"]) -> None:
-            write_snapshot(run, SnapshotName(run.rank, run.function, mark.step + 1, edge), window.index)
+            write_snapshot(
+                run, SnapshotName(rank=run.rank, function=run.function, number=mark.step + 1, edge=edge), window.index
+            )
 
         def on_mark(mark: Mark) -> None:
             nonlocal last, dumped

@@ -178,7 +178,7 @@ class FunctionRows:
 
     def _snapshot(self, entry: _Call, edge: Edge) -> None:
         if entry.is_named and self._counting.has_snapshots(entry.function):
-            name = SnapshotName(self._run.rank, entry.function, entry.number.number, edge)
+            name = SnapshotName(rank=self._run.rank, function=entry.function, number=entry.number.number, edge=edge)
             write_snapshot(self._run, name, self._window)
 
 
@@ -203,7 +203,7 @@ def write_memory_stats(
         path = sink.place.directory / memory_stats_name(sink.rank, form)
         new: Stats = {key: dict(values) for key, values in stats.items()}
         add = _add_yaml if form == "yaml" else _add_pickle
-        with sink.file(Artifact(path, "blob", collector)) as temporary:
+        with sink.file(Artifact(path=path, type="blob", collector=collector)) as temporary:
             add(path, temporary, new)
 
 

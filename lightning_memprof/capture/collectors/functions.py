@@ -290,6 +290,6 @@ class _CountedCalls:
             return
         sink, name = self._run.sink, self._settings.name
         path = sink.place.directory / functions_name(sink.rank)
-        with sink.file(Artifact(path, "series", name)) as temporary:
+        with sink.file(Artifact(path=path, type="series", collector=name)) as temporary:
             temporary.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8")
         write_memory_stats(sink, name, self._rows.stats, self._settings._forms())  # noqa: SLF001 part of the collector

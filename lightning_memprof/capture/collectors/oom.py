@@ -349,7 +349,9 @@ class OomWatch:
         snapshot: Any = torch.cuda.memory._snapshot(device)  # noqa: SLF001 torch documents it under this name
         event["history"] = any(snapshot.get("device_traces") or ())
         place = self._run.sink.place
-        artifact = Artifact(place.directory / oom_snapshot_name(self._run.rank), "snapshot", OOMAutopsy.name)
+        artifact = Artifact(
+            path=place.directory / oom_snapshot_name(self._run.rank), type="snapshot", collector=OOMAutopsy.name
+        )
         with self._run.sink.file(artifact) as temporary, temporary.open("wb") as file:
             pickle.dump(snapshot, file, protocol=_PROTOCOL)
         for earlier in self._events:
@@ -367,7 +369,7 @@ class OomWatch:
         run.sink.manifest.append("oom", **row)
         path = run.sink.place.directory / oom_name(run.rank)
         document = {"rank": run.rank, "seen": self._count, "events": self._events}
-        with run.sink.file(Artifact(path, "blob", OOMAutopsy.name)) as temporary:
+        with run.sink.file(Artifact(path=path, type="blob", collector=OOMAutopsy.name)) as temporary:
             temporary.write_text(json.dumps(document, default=str), encoding="utf-8")
 
     def _failed(self, error: BaseException) -> None:

@@ -171,12 +171,12 @@ class OperatorTrace(Collector):
         profiler = trace.profiler
         directory = Path(self.dirpath) if self.dirpath else run.sink.place.root
         name = TraceName(
-            run.stage,
-            numbered(self.filename, run.sink.place.number),
-            run.rank,
-            run.strategy,
-            run.function,
-            time.time_ns(),
+            stage=run.stage,
+            filename=numbered(self.filename, run.sink.place.number),
+            rank=run.rank,
+            strategy=run.strategy,
+            function=run.function,
+            time_ns=time.time_ns(),
         )
         raw = run.sink.place.directory / series_path(window.index, run.rank, self.name)
         saved = TraceFile(raw.with_name(temporary_name(raw.name)), directory / str(name))
@@ -184,7 +184,9 @@ class OperatorTrace(Collector):
         try:
             if self.stacks_metric is not None:
                 stacks = directory / str(name).replace(".pt.trace.json.gz", ".stacks")
-                with run.sink.file(Artifact(stacks, "blob", self.name, window.index)) as temporary:
+                with run.sink.file(
+                    Artifact(path=stacks, type="blob", collector=self.name, window=window.index)
+                ) as temporary:
                     profiler.export_stacks(str(temporary), self.stacks_metric)
             # Freeing millions of events takes seconds too.
             self._release(profiler)
@@ -212,7 +214,9 @@ class OperatorTrace(Collector):
     def _write(self, run: RunContext, window: Window, saved: TraceFile) -> Path:
         """Compress a trace, or keep torch's JSON if the disk has no room for that; return its path."""
         try:
-            with run.sink.file(Artifact(saved.trace, "trace", self.name, window.index)) as temporary:
+            with run.sink.file(
+                Artifact(path=saved.trace, type="trace", collector=self.name, window=window.index)
+            ) as temporary:
                 saved.compress(temporary)
         except Exception as error:  # noqa: BLE001 reported below, or raised again
             plain = saved.trace.with_suffix("")
@@ -220,7 +224,7 @@ class OperatorTrace(Collector):
                 saved.raw.replace(plain)
             except OSError:
                 raise error from None
-            run.sink.list_artifact(Artifact(plain, "trace", self.name, window.index))
+            run.sink.list_artifact(Artifact(path=plain, type="trace", collector=self.name, window=window.index))
             run.faults.report(self.name, "write", window.index, error)
             return plain
         return saved.trace

@@ -156,4 +156,4 @@ class Pulse(Collector):
             yield writer.add
         finally:
             writer.close()
-            run.sink.list_artifact(Artifact(path, "pulse", self.name), columns=list(PULSE_COLUMNS))
+            run.sink.list_artifact(Artifact(path=path, type="pulse", collector=self.name), columns=list(PULSE_COLUMNS))

@@ -267,7 +267,7 @@ class SystemStats(Collector):
                 yield None
             finally:
                 sampler.stop()
-        run.sink.list_artifact(Artifact(path, "series", self.name))
+        run.sink.list_artifact(Artifact(path=path, type="series", collector=self.name))
 
 
 def _write_line(file: Any, row: Row) -> None:

@@ -104,11 +104,17 @@ class FSDPMemory(Collector):
 
         def save(mark: Mark, report: TrackerReport) -> None:
             log = run.sink.place.directory / fsdp_log_name(run.rank, function, mark.step + 1)
-            write_log(run, Artifact(log, "blob", self.name, window.index), report.text(layout))
+            write_log(
+                run, Artifact(path=log, type="blob", collector=self.name, window=window.index), report.text(layout)
+            )
             stats = run.sink.place.directory / fsdp_stats_name(run.rank)
             known: dict[str, Any] = yaml.safe_load(stats.read_text(encoding="utf-8")) if stats.exists() else {}
             known[f"{run.rank}.{function}.{mark.step + 1}"] = {"root_module": path, **report.mapping(layout)}
-            write_log(run, Artifact(stats, "blob", self.name, window.index), yaml.safe_dump(known, sort_keys=False))
+            write_log(
+                run,
+                Artifact(path=stats, type="blob", collector=self.name, window=window.index),
+                yaml.safe_dump(known, sort_keys=False),
+            )
 
         wanted = TrackedStep(collector=self.name, number=0, begin=begin, save=save)
         with track_step(run, window, wanted) as on_mark:

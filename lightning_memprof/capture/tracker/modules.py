@@ -80,7 +80,9 @@ class ModuleMemory(Collector):
 
         def save(mark: Mark, report: TrackerReport) -> None:
             path = run.sink.place.directory / module_log_name(run.rank, run.function, mark.step + 1)
-            write_log(run, Artifact(path, "blob", self.name, window.index), report.text(layout))
+            write_log(
+                run, Artifact(path=path, type="blob", collector=self.name, window=window.index), report.text(layout)
+            )
 
         wanted = TrackedStep(collector=self.name, number=self.step, begin=begin, save=save)
         with track_step(run, window, wanted) as on_mark:

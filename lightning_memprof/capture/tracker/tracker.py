@@ -145,7 +145,9 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
             path = ".".join(part for part in (root_path, below) if part)
             for state, snapshots in stats.snapshots.items():
                 modules += [
-                    ModuleFigures(stats.mod_fqn, path, state.value, call, self._figures(snapshot))
+                    ModuleFigures(
+                        name=stats.mod_fqn, path=path, state=state.value, call=call, figures=self._figures(snapshot)
+                    )
                     for call, snapshot in enumerate(snapshots, start=1)
                 ]
         return TrackerReport(

@@ -50,7 +50,7 @@ class FileRequests:
     def write(self, cause: str, active: int | None) -> bool:
         """Request a window on all ranks; return whether the request was written."""
         try:
-            write_request(self._directory, Request(uuid.uuid4().hex, cause, active))
+            write_request(self._directory, Request(id=uuid.uuid4().hex, cause=cause, active=active))
         except OSError as error:
             log.warning("the other ranks cannot be reached (%s): only rank %d records", error, self._run.rank)
             return False
@@ -80,13 +80,17 @@ class FileRequests:
         plan, answer = self._plan, None
         if plan is not None and step <= plan.recorded[1]:
             # Several ranks may request at once; they get one window.
-            plan = Plan(request.id, plan.cause, plan.step, plan.warmup, plan.active, step)
+            plan = Plan(
+                id=request.id, cause=plan.cause, step=plan.step, warmup=plan.warmup, active=plan.active, seen_at=step
+            )
         else:
             lead = _LEAD_STEPS if self._run.world_size > 1 else 0
             warmup = self._warmup if request.warmup is None else request.warmup
             active = self._active if request.active is None else request.active
-            plan = Plan(request.id, request.cause, step + lead, warmup, active, step)
-            answer = WindowRequest(plan.cause, plan.warmup, plan.active, plan.step)
+            plan = Plan(
+                id=request.id, cause=request.cause, step=step + lead, warmup=warmup, active=active, seen_at=step
+            )
+            answer = WindowRequest(cause=plan.cause, warmup=plan.warmup, active=plan.active, step=plan.step)
         self._plan = plan
         try:
             write_plan(self._directory, plan)
@@ -113,7 +117,7 @@ class FileRequests:
             log.warning(
                 "rank %d is at step %d: the window planned for step %d opens late", self._run.rank, step, plan.step
             )
-        return WindowRequest(cause, plan.warmup, plan.active, plan.step)
+        return WindowRequest(cause=cause, warmup=plan.warmup, active=plan.active, step=plan.step)
 
     def _warn(self, message: str) -> None:
         log.warning("%s", message)

@@ -163,4 +163,4 @@ class TriggerWatch:
 
     def _request(self, cause: str, active: int | None = None) -> None:
         steps = self._triggers.active if active is None else active
-        self._requests.append(WindowRequest(cause, self._triggers.warmup, steps))
+        self._requests.append(WindowRequest(cause=cause, warmup=self._triggers.warmup, active=steps))
