@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 PAGES = Path(__file__).parent / "reference" / "findings"
-OUT = PAGES.parents[2] / "lightning_memprof" / "report" / "templates" / "findings.json"
+OUT = PAGES.parents[2] / "lightning_memprof" / "report" / "printers" / "templates" / "findings.json"
 WHEN = "\n## When it fires\n"
 NEXT = "\n## "
 LINK = re.compile(r"\[([^\]]*)\]\((?:[\w./-]*/)?([\w-]+)\.md\)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +16,10 @@ from lightning_memprof.cli.command import Command
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.compare.model import Side
-    from lightning_memprof.report.compare import Line
 
 __all__ = ["COMMAND"]
 
 _BROKEN: Final = 1
-_WIDTH: Final = 80
 
 
 def _add_options(parser: ArgumentParser) -> None:
@@ -47,18 +45,26 @@ def _execute(options: Namespace) -> int:
     """Print the comparison; exit code 1 where a limit is exceeded or cannot be checked."""
     from lightning_memprof.analysis.compare.comparison import compare
     from lightning_memprof.analysis.compare.limits import check, parse_limit
-    from lightning_memprof.report.compare import comparison_document, comparison_lines, comparison_markdown
+    from lightning_memprof.report.sections.comparison import comparison_document
 
     limits = [parse_limit(limit) for limit in options.fail_on or ()]
     with _side(options.A) as before, _side(options.B) as after:
         comparison = compare(before, after)
     outcomes = [check(comparison, limit) for limit in limits]
+    document = comparison_document(comparison, outcomes)
     if options.format == "json":
-        sys.stdout.write(json.dumps(comparison_document(comparison, outcomes), indent=2, allow_nan=False) + "\n")
+        from lightning_memprof.report.printers.json import comparison_to_json
+
+        found = comparison_to_json(comparison, document.verdict, outcomes)
+        sys.stdout.write(json.dumps(found, indent=2, allow_nan=False) + "\n")
     elif options.format == "markdown":
-        sys.stdout.write(comparison_markdown(comparison, outcomes))
+        from lightning_memprof.report.printers.markdown import to_markdown
+
+        sys.stdout.write(to_markdown(document, is_full=True))
     else:
-        _print(comparison_lines(comparison, outcomes))
+        from lightning_memprof.report.printers.terminal import print_document
+
+        print_document(document, is_full=True)
     return _BROKEN if any(outcome.is_broken for outcome in outcomes) else 0
 
 
@@ -83,20 +89,6 @@ def _side(target: str) -> Iterator[Side]:
             return
     with local_run(target) as found:
         yield run_side(replace(load_run(found.path), url=found.url), target)
-
-
-def _print(lines: Sequence[Line]) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(file=sys.stdout, width=_WIDTH, highlight=False, markup=False)
-    # Captured and written here: rich exits the process when the reader of a pipe is gone.
-    with console.capture() as captured:
-        for line in lines:
-            console.print(Text.assemble(*line), soft_wrap=False)
-    page = captured.get()
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(page.encode(encoding, "backslashreplace").decode(encoding))
 
 
 COMMAND: Final = Command(

@@ -1,4 +1,4 @@
-"""``lightning-memprof show``: a run, traces or snapshots as a page, JSON or Markdown."""
+"""``lightning-memprof show``: the short page, all sections or some, of a run, or of traces and snapshots."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lightning_memprof.cli.command import TARGET_HELP, Command
 from lightning_memprof.cli.terminal import infrequent_gc, reading
+from lightning_memprof.errors import ConfigError
 
 if TYPE_CHECKING:
+    from lightning_memprof.report.document import Document
     from lightning_memprof.report.files_view import FilesView
     from lightning_memprof.report.opened import OpenOptions
     from lightning_memprof.report.view import View
@@ -30,6 +32,10 @@ def _add_options(parser: ArgumentParser) -> None:
         default="terminal",
         help="a page to read, JSON for programs, or Markdown for an issue (default: %(default)s)",
     )
+    parser.add_argument("--all", action="store_true", help="all sections instead of the page that fits one screen")
+    parser.add_argument(
+        "--section", action="append", metavar="NAME", help="only this section, as in --section memory; may be repeated"
+    )
     parser.add_argument("--rank", type=int, default=None, metavar="R", help="show this global rank")
     parser.add_argument("--window", type=int, default=None, metavar="N", help="only this window of a run")
 
@@ -37,7 +43,8 @@ def _add_options(parser: ArgumentParser) -> None:
 def _execute(options: Namespace) -> int:
     from lightning_memprof.report.opened import OpenOptions
 
-    return show(options.TARGET, options.format, OpenOptions(rank=options.rank, window=options.window))
+    chosen = OpenOptions(rank=options.rank, window=options.window)
+    return show(options.TARGET, options.format, chosen, is_full=options.all, sections=options.section or ())
 
 
 COMMAND: Final = Command(
@@ -48,7 +55,14 @@ COMMAND: Final = Command(
 )
 
 
-def show(targets: str | Sequence[str], format: Format = "terminal", options: OpenOptions | None = None) -> int:  # noqa: A002 the option's name
+def show(
+    targets: str | Sequence[str],
+    format: Format = "terminal",  # noqa: A002 the option's name
+    options: OpenOptions | None = None,
+    *,
+    is_full: bool = False,
+    sections: Sequence[str] = (),
+) -> int:
     """Show where the time and the memory of a run, a trace or a snapshot went.
 
     Args:
@@ -56,13 +70,16 @@ def show(targets: str | Sequence[str], format: Format = "terminal", options: Ope
             snapshots, and directories of them.
         format: a page for the terminal, JSON with bytes and nanoseconds, or Markdown for an issue or a merge request.
         options: which rank and window; None shows everything.
+        is_full: whether all sections are shown instead of the short page; as JSON these are the tables of the pages
+            instead of the results of the analysis.
+        sections: the ids of the sections to show, instead of the short page.
 
     Returns:
         The exit code.
 
     Raises:
         ArtifactError: the target is missing or unreadable, or there are several runs.
-        ConfigError: the protocol of the URL is unknown.
+        ConfigError: the protocol of the URL is unknown, or there is no such section.
 
     """
     from lightning_memprof.report.opened import OpenOptions, opened
@@ -70,36 +87,44 @@ def show(targets: str | Sequence[str], format: Format = "terminal", options: Ope
     names = [targets] if isinstance(targets, str) else list(targets)
     with reading() as progress, infrequent_gc(), opened(names, options or OpenOptions(), progress.update) as view:
         progress.end()
-        _write(view, format)
+        if format == "json" and not is_full and not sections:
+            from lightning_memprof.report.printers.json import to_json
+
+            _write_json(to_json(view))
+        else:
+            _write(view, format, is_full=is_full, sections=sections)
     return 0
 
 
-def _write(view: View | FilesView, form: Format) -> None:
-    from lightning_memprof.report.files_view import FilesView
+def _write(view: View | FilesView, form: Format, *, is_full: bool, sections: Sequence[str]) -> None:
+    from lightning_memprof.report.sections import document_of
 
+    document = _chosen(document_of(view), sections)
     if form == "json":
-        sys.stdout.write(json.dumps(_document(view), indent=2, allow_nan=False) + "\n")
+        from lightning_memprof.report.printers.json import document_to_json
+
+        _write_json(document_to_json(document))
     elif form == "markdown":
-        from lightning_memprof.report.markdown import to_markdown
+        from lightning_memprof.report.printers.markdown import sections_to_markdown, to_markdown
 
-        sys.stdout.write(to_markdown(view))
-    elif isinstance(view, FilesView):
-        from lightning_memprof.report.terminal import print_files
-
-        print_files(view)
+        text = sections_to_markdown(document) if sections else to_markdown(document, is_full=is_full)
+        sys.stdout.write(text)
     else:
-        from lightning_memprof.report.terminal import print_view
+        from lightning_memprof.report.printers.terminal import print_document, print_sections
 
-        print_view(view)
+        if sections:
+            print_sections(document)
+        else:
+            print_document(document, is_full=is_full)
 
 
-def _document(view: View | FilesView) -> object:
-    from lightning_memprof.report.files_view import FilesView
+def _write_json(found: object) -> None:
+    sys.stdout.write(json.dumps(found, indent=2, allow_nan=False) + "\n")
 
-    if isinstance(view, FilesView):
-        from lightning_memprof.report.files_document import files_document
 
-        return files_document(view)
-    from lightning_memprof.report.machine import to_json
-
-    return to_json(view)
+def _chosen(document: Document, sections: Sequence[str]) -> Document:
+    known = [section.id for section in document.sections]
+    for name in sections:
+        if name not in known:
+            raise ConfigError(f"--section {name}: there is no such section here; there are {', '.join(known)}")
+    return document.only(sections) if sections else document

@@ -124,7 +124,7 @@ def _bar(text: str, stream: TextIO) -> Progress:
 
 
 def _label(file: Path) -> str:
-    from lightning_memprof.report.words import clean
+    from lightning_memprof.report.printers.values import clean
 
     name = clean(file.name)
     return name if len(name) <= 30 else f"{name[:29]}…"

@@ -15,12 +15,9 @@ from lightning_memprof.cli.command import RUN_HELP, Command
 from lightning_memprof.errors import ArtifactError, ConfigError, MemprofError
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
     from lightning_memprof.analysis.findings import Finding
     from lightning_memprof.analysis.run.following import Follower
-    from lightning_memprof.report.memory_tables import Line
-    from lightning_memprof.report.watching import Watched
+    from lightning_memprof.report.sections.live import Watched
 
 __all__ = ["COMMAND"]
 
@@ -79,7 +76,7 @@ class _Watcher:
 
     def update(self) -> Watched:
         """Read new rows, and compute the findings again where there are enough of them."""
-        from lightning_memprof.report.watching import Watched
+        from lightning_memprof.report.sections.live import Watched
 
         self.follower.look()
         lead = self.follower.lead
@@ -104,27 +101,27 @@ class _Watcher:
 
 
 def _print_page(watched: Watched) -> None:
-    from rich.console import Console
+    from lightning_memprof.report.printers.terminal import new_console, print_lines
+    from lightning_memprof.report.printers.text import sections_page
+    from lightning_memprof.report.sections.live import live_document
 
-    from lightning_memprof.report.watching import watch_page
-
-    console = Console()
-    width = min(console.width, WIDTH)
-    for line in watch_page(watched, width, ascii_only=console.options.ascii_only):
-        console.print(_text(line), soft_wrap=True, highlight=False)
+    print_lines(sections_page, live_document(watched), new_console(None), width=WIDTH)
 
 
 def _live(watcher: _Watcher, interval: float) -> None:
-    from rich.console import Console, Group
+    from rich.console import Console
     from rich.live import Live
+    from rich.text import Text
 
-    from lightning_memprof.report.watching import watch_page
+    from lightning_memprof.report.printers.terminal import rich_text
+    from lightning_memprof.report.printers.text import sections_page
+    from lightning_memprof.report.sections.live import live_document
 
     console = Console()
 
-    def page(watched: Watched) -> Group:
-        lines = watch_page(watched, min(console.width, WIDTH), ascii_only=console.options.ascii_only)
-        return Group(*(_text(line) for line in lines))
+    def page(watched: Watched) -> Text:
+        width, ascii_only = min(console.width, WIDTH), console.options.ascii_only
+        return rich_text(sections_page(live_document(watched), width, ascii_only=ascii_only))
 
     with Live(page(watcher.update()), console=console, auto_refresh=False) as live:
         while not watcher.follower.has_ended and not _is_gone(watcher.follower):
@@ -133,12 +130,13 @@ def _live(watcher: _Watcher, interval: float) -> None:
 
 
 def _lines(watcher: _Watcher, interval: float) -> None:
-    from lightning_memprof.report.watching import watch_line
+    from lightning_memprof.report.printers.values import clean, words_text
+    from lightning_memprof.report.sections.live import live_line
 
     printed: set[str] = set()
     while True:
         watched = watcher.update()
-        print(watch_line(watched), flush=True)
+        print(clean(words_text(live_line(watched))), flush=True)
         for finding in watched.findings:
             if finding.rule not in printed:
                 printed.add(finding.rule)
@@ -148,17 +146,11 @@ def _lines(watcher: _Watcher, interval: float) -> None:
         time.sleep(interval)
 
 
-def _text(line: Line) -> Text:
-    from rich.text import Text
-
-    return Text.assemble(*line)
-
-
 def _is_gone(follower: Follower) -> bool:
     """Return whether the process of the leading rank is gone from this machine without having written an end."""
     import socket
 
-    from lightning_memprof.report.watching import SILENT_NS
+    from lightning_memprof.report.sections.live import SILENT_NS
 
     lead = follower.lead
     facts = lead.facts or {}

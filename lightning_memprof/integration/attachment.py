@@ -251,7 +251,7 @@ class _MemoryWatch:
                 for on_exception in self._guards:
                     described |= exception is not None and on_exception(exception)
             if described:
-                from lightning_memprof.report.oom import print_autopsy
+                from lightning_memprof.report.summary import print_autopsy
 
                 print_autopsy(self._run.sink.place.directory, self._run.rank, sys.stderr)
         except Exception as error:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.sink import Artifact
-from lightning_memprof.report.machine import to_json
+from lightning_memprof.report.printers.json import to_json
+from lightning_memprof.report.printers.terminal import print_document
+from lightning_memprof.report.sections import run_document
 from lightning_memprof.report.summary import MAX_MEMORY_BYTES, MAX_PULSE_BYTES
-from lightning_memprof.report.terminal import print_view
 from lightning_memprof.report.view import run_view
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def _write_report(sink: Sink) -> tuple[Path, Path]:
     run = replace(load_run(sink.place.directory, max_pulse_bytes=MAX_PULSE_BYTES), url=sink.place.url)
     view = run_view(run, max_memory_bytes=MAX_MEMORY_BYTES)
     page = io.StringIO()
-    print_view(view, page)
+    print_document(run_document(view), page, is_full=True)
     document = json.dumps(to_json(view), indent=2, allow_nan=False) + "\n"
     machine, text = (sink.place.directory / name for name in REPORT_NAMES)
     for path, content in ((machine, document), (text, page.getvalue())):

@@ -303,10 +303,10 @@ class Findings:
 
 @dataclass(frozen=True)
 class Line:
-    """A labelled line."""
+    """A labelled line; a path is never broken, so that it can be copied."""
 
     label: str
-    words: Words
+    words: Words | Cell
     style: Style = ""
 
 

@@ -13,7 +13,7 @@ from lightning_memprof.analysis.run.load import Problem
 from lightning_memprof.analysis.run.locate import shown_path
 from lightning_memprof.analysis.snapshot.report import snapshot_report
 from lightning_memprof.errors import ArtifactError
-from lightning_memprof.report.view import Command
+from lightning_memprof.report.document import Command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

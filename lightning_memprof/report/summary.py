@@ -1,4 +1,4 @@
-"""The page at the end of training."""
+"""The pages that a training prints: the short one at its end, and the report of an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 
     from lightning_memprof.analysis.run.load import Run
 
-__all__ = ["print_summary", "without_unfinished"]
+__all__ = ["print_autopsy", "print_summary", "without_unfinished"]
 
 # Training waits for the page: about two and a half seconds of reading at most, whatever the number of ranks.
 MAX_PULSE_BYTES: Final = 16 * MIB
 MAX_MEMORY_BYTES: Final = 8 * MIB
 MAX_NAMED: Final = 8
+WIDTH: Final = 80
 
 
 def print_summary(run_dir: Path, file: TextIO | None = None, *, url: str | None = None) -> None:
@@ -35,28 +36,41 @@ def print_summary(run_dir: Path, file: TextIO | None = None, *, url: str | None 
     """
     try:
         from lightning_memprof.analysis.run.load import load_run
-        from lightning_memprof.report.terminal import print_view
+        from lightning_memprof.report.printers.terminal import print_document
+        from lightning_memprof.report.sections import run_document
         from lightning_memprof.report.view import run_view
 
         run = without_unfinished(replace(load_run(run_dir, max_pulse_bytes=MAX_PULSE_BYTES), url=url))
-        run = _with_what_was_not_read(run)
-        print_view(run_view(run, max_memory_bytes=MAX_MEMORY_BYTES), file)
+        print_document(run_document(run_view(run, max_memory_bytes=MAX_MEMORY_BYTES)), file)
     except Exception as error:
         msg = f"{run_dir}: the summary cannot be shown ({type(error).__name__}: {error}); the data is on disk"
         raise ReportError(msg) from error
 
 
-def _with_what_was_not_read(run: Run) -> Run:
-    """Note that the files of a device are left to those who need not wait: reading them takes as long as they are."""
-    from lightning_memprof.analysis.run.load import Note
-    from lightning_memprof.analysis.run.rows import text
+def print_autopsy(directory: Path, rank: int, file: TextIO) -> None:
+    """Print the last out-of-memory event of a rank; nothing where there is none.
 
-    lead = run.lead
-    files = sum(artifact.rank == lead.rank and artifact.type in {"trace", "snapshot"} for artifact in run.artifacts)
-    if not files or (text(lead.facts, "device") or "cpu").startswith("cpu"):
-        return run
-    message = "traces and snapshots are not read here; what they show is in the report and in lightning-memprof show"
-    return replace(run, notes=(*run.notes, Note(lead.rank, "files", message)))
+    Args:
+        directory: the run directory.
+        rank: the rank.
+        file: where to.
+
+    Raises:
+        ArtifactError: its files cannot be read.
+
+    """
+    from lightning_memprof.report.document import Document
+    from lightning_memprof.report.printers.text import encoded, plain, sections_page
+    from lightning_memprof.report.sections.oom import autopsy_section
+
+    section = autopsy_section(directory, rank)
+    if section is None:
+        return
+    encoding = getattr(file, "encoding", None) or "utf-8"
+    document = Document(title="", kind="run", sections=[section])
+    page = plain(sections_page(document, WIDTH, ascii_only=not encoding.lower().startswith("utf")))
+    file.write(encoded(f"\n{page}\n", encoding))
+    file.flush()
 
 
 def without_unfinished(run: Run) -> Run:

@@ -33,6 +33,7 @@ from lightning_memprof.analysis.steps.throughput import RankThroughput, throughp
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, parse_numbered
 from lightning_memprof.errors import ArtifactError
+from lightning_memprof.report.document import Command
 from lightning_memprof.report.named import NamedMoment, named_moments
 
 if TYPE_CHECKING:
@@ -54,21 +55,9 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.snapshot.model import SnapshotReport
     from lightning_memprof.analysis.trace.model import TraceReport
 
-__all__ = ["Command", "Overhead", "RankView", "ShownStatus", "View", "WindowView", "run_view"]
+__all__ = ["Overhead", "RankView", "ShownStatus", "View", "WindowView", "run_view"]
 
 ShownStatus = Literal["finished", "exception", "running or killed", "did not start"]
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command to type, in two parts between which a line may be broken."""
-
-    program: str
-    arguments: str
-
-    def __str__(self) -> str:
-        """Return the command on one line."""
-        return f"{self.program} {self.arguments}"
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def write_page(view: View | FilesView, out: Path) -> None:
     """
     try:
         # A training process starts this module as another one, and never loads what draws.
-        from lightning_memprof.report.html import to_html
+        from lightning_memprof.report.printers.html import to_html
 
         page = to_html(view)
     except Exception as error:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_memprof.analysis.run.confined import refuse_links
 from lightning_memprof.analysis.run.following import Follower, progress_of
 from lightning_memprof.artifacts.series import PHASES
-from lightning_memprof.report.page.cells import COLOURS, name_of
+from lightning_memprof.report.sections.labels import COLOURS, called
 from lightning_memprof.units import format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _rank(rank: RankSoFar) -> dict[str, Any]:
         "epoch": last["epoch"] if last else None,
         "phases": [
             {
-                "name": name_of(phase),
+                "name": called(phase),
                 "class": f"c-{phase}" if phase in COLOURS else "c-other",
                 "text": format_ns(phases[phase]),
                 "percent": percent(phases[phase] / whole),

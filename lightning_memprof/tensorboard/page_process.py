@@ -43,18 +43,18 @@ def main() -> int:
 
 
 def _made(asked: Mapping[str, Any]) -> str:
-    from lightning_memprof.report.html import render_page, to_html
     from lightning_memprof.report.opened import OpenOptions, opened
+    from lightning_memprof.report.printers.html import render_document, to_html
 
     runs = [(Path(run["directory"]), Path(run["top"]), str(run["label"])) for run in asked["runs"]]
     if len(runs) == 2:
         from lightning_memprof.analysis.compare.comparison import compare
         from lightning_memprof.analysis.compare.sides import run_side
         from lightning_memprof.analysis.run.confined import load_confined
-        from lightning_memprof.report.page.comparison import comparison_page
+        from lightning_memprof.report.sections.comparison import comparison_document
 
         a, b = (run_side(load_confined(directory, top), label) for directory, top, label in runs)
-        return render_page(comparison_page(compare(a, b)), {})
+        return render_document(comparison_document(compare(a, b)), {})
     directory, top, _ = runs[0]
     options = OpenOptions(rank=asked.get("rank"), window=asked.get("window"), below=top)
     with opened([str(directory)], options, _teller()) as view:

@@ -168,7 +168,9 @@ class MemprofPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard 
     @_answers
     def _give_static(self, request: Request) -> Response:
         name = request.path.rpartition("/")[2]
-        package, place = ("lightning_memprof.report", "templates") if name == "page.css" else (__package__, "static")
+        package, place = (
+            ("lightning_memprof.report.printers", "templates") if name == "page.css" else (__package__, "static")
+        )
         data = resources.files(package).joinpath(place, name).read_bytes()
         answer: Response = Respond(request, data, STATIC[name])
         return answer

@@ -7,8 +7,8 @@ import pytest
 
 from fake_memory import FakeMemory
 from fake_runs import FakeRun, make_run
-from lightning_memprof.report.html import to_html
 from lightning_memprof.report.opened import opened
+from lightning_memprof.report.printers.html import to_html
 from lightning_memprof.units import MIB
 
 pytestmark = pytest.mark.browser

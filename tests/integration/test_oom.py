@@ -27,7 +27,7 @@ from lightning_memprof.capture.collectors.allocator_history import AllocatorHist
 from lightning_memprof.capture.collectors.oom import OOMAutopsy
 from lightning_memprof.collectors import Pulse
 from lightning_memprof.integration import attachment
-from lightning_memprof.report.machine import to_json
+from lightning_memprof.report.printers.json import to_json
 from lightning_memprof.report.view import run_view
 from lightning_memprof.units import GIB, MIB
 from training import Perceptron, loader, manifest, only_run, rows_of, trainer

@@ -18,8 +18,8 @@ from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.artifacts.sink import RunPlace
 from lightning_memprof.collectors import HostMemory, OperatorTrace, Pulse
 from lightning_memprof.integration.background import REPORT_VARIABLE, start_report
-from lightning_memprof.report.html import to_html
 from lightning_memprof.report.opened import opened
+from lightning_memprof.report.printers.html import to_html
 from training import Perceptron, loader, only_run, trainer
 
 PATIENCE_SECONDS = 90

@@ -12,7 +12,7 @@ from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.collectors import Pulse, SystemStats, Throughput
-from lightning_memprof.report.machine import to_json
+from lightning_memprof.report.printers.json import to_json
 from lightning_memprof.report.view import run_view
 from training import Noise, Perceptron, loader, only_run, rows_of, trainer
 

@@ -16,7 +16,8 @@ from file_operations import State
 from lightning_memprof.artifacts.naming import manifest_name, parse_manifest_name
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.report.opened import OpenOptions, opened
-from lightning_memprof.report.terminal import print_view
+from lightning_memprof.report.printers.terminal import print_document
+from lightning_memprof.report.sections import run_document
 from lightning_memprof.report.view import View
 
 __all__ = ["Verdict", "judge", "shown"]
@@ -85,7 +86,7 @@ def shown(room: Path) -> View:
     """
     with opened([str(room / "log")], OpenOptions()) as view:
         assert isinstance(view, View)
-        print_view(view, io.StringIO())
+        print_document(run_document(view), io.StringIO(), is_full=True)
         return view
 
 

@@ -22,7 +22,7 @@ from lightning_memprof.analysis.snapshot.report import snapshot_report
 from lightning_memprof.analysis.trace.communication import collectives
 from lightning_memprof.analysis.trace.report import trace_report
 from lightning_memprof.errors import MemprofError
-from lightning_memprof.report.machine import to_json
+from lightning_memprof.report.printers.json import to_json
 from lightning_memprof.report.view import run_view
 
 __all__ = ["BETWEEN", "LONGEST_LINE", "SEEDS", "TARGETS", "Target", "manifest_parts", "outcome", "target"]

@@ -26,7 +26,7 @@ from lightning_memprof.report.charts.ranks import ranks_chart
 from lightning_memprof.report.charts.steps import run_memory_chart, steps_chart, throughput_chart
 from lightning_memprof.report.charts.system import system_chart
 from lightning_memprof.report.charts.traces import shares_chart, timeline_chart
-from lightning_memprof.report.memory import peak_allocations
+from lightning_memprof.report.sections.memory import peak_allocations
 
 if TYPE_CHECKING:
     from pathlib import Path

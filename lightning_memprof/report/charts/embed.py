@@ -14,7 +14,7 @@ from typing import Final
 from bokeh.embed import json_item
 from bokeh.models import Model
 
-from lightning_memprof.report.words import clean
+from lightning_memprof.report.printers.values import clean
 from lightning_memprof.units import GIB, KIB, MIB, format_bytes
 
 __all__ = ["Chart", "chart_resources", "made"]

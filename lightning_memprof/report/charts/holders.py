@@ -14,7 +14,7 @@ from bokeh.models import ColumnDataSource, HoverTool, Range1d
 from lightning_memprof.analysis.stacks import is_library, parse_frame
 from lightning_memprof.report.charts.embed import Chart, made
 from lightning_memprof.report.charts.style import bytes_ticks, new_figure
-from lightning_memprof.report.words import clean
+from lightning_memprof.report.printers.values import clean
 from lightning_memprof.units import format_bytes, format_count
 
 if TYPE_CHECKING:

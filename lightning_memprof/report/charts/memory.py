@@ -27,7 +27,7 @@ from lightning_memprof.report.charts.style import (
     new_figure,
     words,
 )
-from lightning_memprof.report.labels import PEAKS
+from lightning_memprof.report.sections.labels import PEAKS
 from lightning_memprof.units import format_bytes, format_count
 
 if TYPE_CHECKING:

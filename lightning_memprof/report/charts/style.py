@@ -23,7 +23,7 @@ from bokeh.models.annotations import Label, Legend, LegendItem
 from bokeh.models.renderers import GlyphRenderer
 from bokeh.plotting import figure
 
-from lightning_memprof.report.labels import called
+from lightning_memprof.report.sections.labels import called
 
 __all__ = [
     "COLOURS",

@@ -13,8 +13,8 @@ from bokeh.plotting import figure
 from lightning_memprof.analysis.trace.device import STATES, DeviceTimeline
 from lightning_memprof.report.charts.embed import Chart, made
 from lightning_memprof.report.charts.style import hover, legend, new_figure
-from lightning_memprof.report.labels import called
-from lightning_memprof.report.words import clean
+from lightning_memprof.report.printers.values import clean
+from lightning_memprof.report.sections.labels import called
 from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:

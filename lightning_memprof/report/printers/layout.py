@@ -98,12 +98,11 @@ def _bound(words: Sequence[str]) -> Iterator[str]:
 
 def hang(label: str, text: str, width: int, indent: int, styles: tuple[str, str] = ("bold", "")) -> list[Line]:
     """Return a text behind its label, on as many lines as it takes."""
-    lines = wrap(text, width - indent) if width - indent >= LEAST_WIDTH else wrap(text, width)
-    indent = indent if width - indent >= LEAST_WIDTH else 0
-    head = label if indent else cut(label, width)
-    first: list[Line] = [((head, styles[0]),)] if head and not indent else []
-    return first + [
-        ((pad(head if place == 0 else "", indent), styles[0]), (line, styles[1])) for place, line in enumerate(lines)
+    if indent and width - indent < LEAST_WIDTH:
+        return [((cut(label, width), styles[0]),), *(((line, styles[1]),) for line in wrap(text, width))]
+    return [
+        ((pad("" if place else label, indent), styles[0]), (line, styles[1]))
+        for place, line in enumerate(wrap(text, width - indent))
     ]
 
 
@@ -230,7 +229,7 @@ def _cell_lines(cell: Cell, column: Column, width: int) -> list[str]:
     words = written(cell, column)
     if text_width(words) <= width:
         return [words]
-    if column.unit == "text" and cell.value is not None:
+    if isinstance(cell.value, str) and cell.unit == "text":
         return wrap(words, width)
     return [cut(words, width, front=column.alignment == "left")]
 

@@ -123,7 +123,7 @@ def _written(cell: Cell, column: Column) -> str:
     return f"{words} ({percent(cell.share)})" if column.has_share and cell.share is not None else words
 
 
-def _safe(words: Words) -> str:
+def _safe(words: Words | Cell) -> str:
     """Return text from the program so that it is shown as it is."""
     return _SPECIAL.sub(r"\\\1", _BREAKS.sub(" ", clean(words_text(words))))
 

@@ -10,7 +10,7 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
-from lightning_memprof.report.printers.text import full_page, sections_page, short_page
+from lightning_memprof.report.printers.text import encoded, full_page, sections_page, short_page
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     from lightning_memprof.report.document import Document
     from lightning_memprof.report.printers.layout import Line
 
-__all__ = ["new_console", "print_document", "print_lines", "print_sections", "rich_text"]
+__all__ = ["new_console", "print_document", "print_lines", "print_sections", "render", "rich_text"]
 
 WIDTH: Final = 100
-ASCII: Final = str.maketrans({"·": ",", "…": "~", "─": "-", "–": "-", "µ": "u", "←": "<"})
 
 
 def print_document(document: Document, file: TextIO | None = None, *, is_full: bool = False) -> None:
@@ -62,11 +61,8 @@ def print_lines(
     with console.capture() as captured:
         console.print(Segments(_segments(lines)), end="", soft_wrap=True)
     text = captured.get()
-    if ascii_only:
-        # Rich would raise on the first character that the terminal's encoding does not have.
-        encoding = console.encoding
-        text = text.translate(ASCII).encode(encoding, "backslashreplace").decode(encoding)
-    console.file.write(text)
+    # Rich would raise on the first character that the terminal's encoding does not have.
+    console.file.write(encoded(text, console.encoding))
     console.file.flush()
 
 

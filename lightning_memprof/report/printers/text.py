@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.report.document import (
+    Cell,
     Chart,
     Facts,
     Figures,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from lightning_memprof.report.document import Bar, Card, Document, Figure, Part, Words
     from lightning_memprof.report.document import Line as Row
 
-__all__ = ["LINES", "full_page", "plain", "sections_page", "short_page"]
+__all__ = ["LINES", "encoded", "full_page", "plain", "sections_page", "short_page"]
 
 LINES: Final = 40
 """The lines of one screen."""
@@ -75,6 +76,8 @@ PALETTE: Final = {
 BLOCKS: Final = "█▓▒░"
 ASCII_BLOCKS: Final = "#=+-"
 
+ASCII: Final = str.maketrans({"·": ",", "…": "~", "─": "-", "–": "-", "µ": "u", "←": "<"})
+
 Block = list[Line]
 
 
@@ -85,7 +88,7 @@ def short_page(document: Document, width: int, *, ascii_only: bool) -> list[Line
         blocks = [_verdict(document, width, longest), _also(document, width), _about(document, width)]
         for section in document.summary().sections:
             blocks += [_short(part, width, ascii_only=ascii_only) for part in section.parts]
-        blocks.append([*_place(document, width), *_commands(document, width, SHORT_COMMANDS)])
+        blocks.append([*_place(document), *_commands(document, width, SHORT_COMMANDS)])
         lines = _joined([block for block in blocks if block], is_dense=is_dense)
         if len(lines) <= LINES:
             break
@@ -98,7 +101,7 @@ def full_page(document: Document, width: int, *, ascii_only: bool) -> list[Line]
     if document.incomplete:
         blocks.append(hang("note", document.incomplete, width, LABEL))
     blocks.append(sections_page(document, width, ascii_only=ascii_only))
-    blocks.append([*_place(document, width), *_commands(document, width, len(document.commands))])
+    blocks.append([*_place(document), *_commands(document, width, len(document.commands))])
     return _joined([block for block in blocks if block])
 
 
@@ -111,6 +114,13 @@ def sections_page(document: Document, width: int, *, ascii_only: bool) -> list[L
 def plain(lines: Sequence[Line]) -> str:
     """Return lines without their styles."""
     return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in lines)
+
+
+def encoded(text: str, encoding: str) -> str:
+    """Return a text with the letters that an encoding does not have replaced."""
+    if encoding.lower().replace("-", "").startswith("utf"):
+        return text
+    return text.translate(ASCII).encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _joined(blocks: Sequence[Block], *, is_dense: bool = False) -> list[Line]:
@@ -129,8 +139,9 @@ def _verdict(document: Document, width: int, longest: int | None) -> Block:
     for label, words in (("why", document.why), ("next", document.next)):
         found = hang(label, words, width, LABEL)
         if longest is not None and len(found) > longest:
-            *found, (head, (last, style)) = found[:longest]
-            found.append((head, (cut(f"{last} …", width - LABEL), style)))
+            *head, (last, style) = found[longest - 1]
+            room = width - sum(text_width(text) for text, _ in head)
+            found = [*found[: longest - 1], (*head, (cut(f"{last} …", max(room, 1)), style))]
         lines += found if words else []
     return lines
 
@@ -165,8 +176,12 @@ def _about(document: Document, width: int) -> Block:
     return lines
 
 
-def _place(document: Document, width: int) -> Block:
-    return hang("files", document.location, width, LABEL) if document.location else []
+def _place(document: Document) -> Block:
+    return [_unbroken("files", Cell(document.location, "path"), LABEL)] if document.location else []
+
+
+def _unbroken(label: str, path: Cell, indent: int) -> Line:
+    return (pad(label, indent), "bold"), (clean(cell_text(path), 10_000), "")
 
 
 def _commands(document: Document, width: int, number: int) -> Block:
@@ -189,7 +204,7 @@ def _short(part: Part, width: int, *, ascii_only: bool) -> Block:
     if isinstance(part, Stack):
         return _stacked(part, width, ascii_only=ascii_only)
     if isinstance(part, Lines):
-        return [line for row in part.rows[:SHORT_ROWS] for line in _labelled(row, width)[:2]]
+        return _labelled(part.rows[:SHORT_ROWS], width, longest=2)
     return []
 
 
@@ -242,10 +257,17 @@ def _flowing(entries: Sequence[list[tuple[str, str]]], width: int) -> Block:
     return [tuple(line) for line in lines]
 
 
-def _labelled(row: Row, width: int) -> Block:
-    label, style, text = row.label, row.style, words_text(row.words)
-    indent = max(LABEL, len(label) + 1)
-    return hang(label, text, width, indent, (f"bold {STYLES[style]}".strip(), STYLES[style] if style == "dim" else ""))
+def _labelled(rows: Sequence[Row], width: int, longest: int | None = None) -> Block:
+    indent = max([LABEL, *(text_width(row.label) + 2 for row in rows)])
+    lines: Block = []
+    for row in rows:
+        style = STYLES[row.style]
+        styles = (f"bold {style}".strip(), style if row.style == "dim" else "")
+        if isinstance(row.words, Cell) and row.words.unit == "path":
+            lines.append(_unbroken(row.label, row.words, indent))
+            continue
+        lines += hang(row.label, words_text(row.words), width, indent, styles)[:longest]
+    return lines
 
 
 def _section(section: Section, document: Document, width: int, *, ascii_only: bool) -> Block:
@@ -255,7 +277,8 @@ def _section(section: Section, document: Document, width: int, *, ascii_only: bo
     lead = words_text(section.lead)
     lines += [((line, ""),) for line in wrap(lead, width)] if lead else []
     blocks = [_part(part, document, width, ascii_only=ascii_only) for part in section.parts]
-    return _joined([lines, *(block for block in blocks if block)])
+    first, *rest = [block for block in blocks if block] or [[]]
+    return _joined([lines, first, *rest] if lead and first else [lines + first, *rest])
 
 
 def _part(part: Part, document: Document, width: int, *, ascii_only: bool) -> Block:
@@ -270,7 +293,7 @@ def _part(part: Part, document: Document, width: int, *, ascii_only: bool) -> Bl
     elif isinstance(part, Findings):
         lines = _findings(document, width)
     elif isinstance(part, Lines):
-        lines = [line for row in part.rows for line in _labelled(row, width)]
+        lines = _labelled(part.rows, width)
     elif isinstance(part, Paragraph):
         lines = [((line, DIM),) for line in wrap(words_text(part.words), width)]
     else:

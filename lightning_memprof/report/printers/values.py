@@ -47,7 +47,7 @@ def amount(value: float, unit: str = "") -> str:
     """Write a number with three figures and a decimal prefix: ``"1.23 k"``, ``"45.6 TFLOP/s"``."""
     scale, prefix = next(((scale, prefix) for scale, prefix in _PREFIXES if abs(value) >= scale), (1.0, ""))
     scaled = value / scale
-    digits = 0 if abs(scaled) >= 100 or (float(value).is_integer() and scale == 1.0) else 1 if abs(scaled) >= 10 else 2
+    digits = 0 if abs(scaled) >= 100 else 1 if abs(scaled) >= 10 else 2
     blank = " " if prefix and unit not in _SYMBOLS else ""
     return f"{scaled:.{digits}f} {prefix}{blank}{unit}".rstrip()
 

@@ -12,11 +12,11 @@ from lightning_memprof.analysis.run.rows import whole
 from lightning_memprof.report.document import (
     Cell,
     Column,
-    Command,
     Document,
     Findings,
     Line,
     Lines,
+    Part,
     Phrase,
     Section,
     Table,
@@ -43,9 +43,9 @@ from lightning_memprof.report.sections.run import (
     system_section,
 )
 from lightning_memprof.report.sections.sites import sites_section
-from lightning_memprof.report.sections.snapshots import snapshots_section
+from lightning_memprof.report.sections.snapshots import reserved_stack, snapshot_peak, snapshots_section
 from lightning_memprof.report.sections.steps import steps_section
-from lightning_memprof.report.sections.traces import traces_section
+from lightning_memprof.report.sections.traces import busy_share, device_stack, traces_section
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,7 +88,7 @@ def run_document(view: View) -> Document:
         next=view.verdict.next,
         sections=[overview, *sections],
         location=place(view.directory, view.root, view.url),
-        commands=[Command(command.program, command.arguments) for command in view.commands],
+        commands=view.commands,
         incomplete=_incomplete(view),
     )
 
@@ -181,10 +181,20 @@ def files_document(view: FilesView) -> Document:
         verdict=view.verdict.sentence,
         why=view.verdict.why,
         next=view.verdict.next,
-        sections=[Section("overview", "Overview", parts=[Findings(cards)], summary=True), *sections],
+        sections=[Section("overview", "Overview", parts=[*_stacks(view), Findings(cards)], summary=True), *sections],
         location=os.fspath(next(iter(view.sizes))) if len(names) == 1 else "",
-        commands=[Command(command.program, command.arguments) for command in view.commands],
+        commands=view.commands,
     )
+
+
+def _stacks(view: FilesView) -> Iterator[Part]:
+    """Yield the device of the least busy trace, and that of the snapshot with the highest peak."""
+    for trace in sorted(view.traces, key=busy_share)[:1]:
+        if trace.gpu_window is not None:
+            yield device_stack(trace.gpu_window, f"Device time, {trace.file.name}")
+    for snapshot in sorted(view.snapshots, key=snapshot_peak, reverse=True)[:1]:
+        for device in snapshot.devices[:1]:
+            yield reserved_stack(device, f", {snapshot.file.name}, cuda:{device.device}")
 
 
 def _files(view: FilesView, ids: dict[str, str]) -> Section:

@@ -11,6 +11,7 @@ from lightning_memprof.analysis.oom.events import oom_events
 from lightning_memprof.analysis.run.rows import first_row, last_row, manifest_rows
 from lightning_memprof.artifacts.naming import manifest_name, oom_name
 from lightning_memprof.report.document import (
+    Cell,
     Column,
     Line,
     Lines,
@@ -65,9 +66,10 @@ def autopsy_section(directory: Path, rank: int) -> Section | None:
         return None
     world_size = (first_row(rows, "run") or {}).get("world_size")
     event = autopsy(events[-1], {**(last_row(rows, "training") or {}), "world_size": world_size})
-    files = [Line("file", str(directory / oom_name(rank)))]
+    files = [Line("file", Cell(str(directory / oom_name(rank)), "path"))]
     if events[-1].snapshot is not None:
-        files.append(Line("snapshot", f"{events[-1].snapshot} (opens at pytorch.org/memory_viz)"))
+        files.append(Line("snapshot", Cell(f"{events[-1].snapshot}", "path")))
+        files.append(Line("", "the snapshot opens at pytorch.org/memory_viz"))
     return Section("oom", "Out of memory", parts=[*_event(0, event), Lines("", files)], summary=True)
 
 
@@ -79,7 +81,7 @@ def _event(number: int, event: Autopsy) -> Iterator[Part]:
             Line("failed", _failed(event)),
             Line("why", f"{event.cause}: {event.why}"),
             Line("state", _state(event)),
-            *(Line("next", f"{place + 1}. {step}") for place, step in enumerate(event.next_steps)),
+            *(Line("" if place else "next", f"{place + 1}. {step}") for place, step in enumerate(event.next_steps)),
         ],
     )
     if event.held:
@@ -103,7 +105,7 @@ def _sites(table_id: str, title: str, heading: str, holders: Sequence[Holder]) -
     most = max((holder.bytes for holder in holders), default=None)
     rows = [
         (
-            code(_short(holder.name)),
+            _named(holder),
             size(holder.bytes, most),
             count(holder.blocks if holder.blocks > 1 else None),
             text(holder.detail),
@@ -112,6 +114,11 @@ def _sites(table_id: str, title: str, heading: str, holders: Sequence[Holder]) -
     ]
     columns = (Column(heading, "code"), Column("bytes", "bytes"), Column("blocks", "count"), Column("detail"))
     return Table(id=table_id, title=title, columns=columns, rows=rows)
+
+
+def _named(holder: Holder) -> Cell:
+    """Return the name of a line or a module, or the sentence in its place."""
+    return text(holder.name) if holder.name.count(" ") > 3 else code(_short(holder.name))
 
 
 def _where(event: Autopsy) -> str:

@@ -191,10 +191,13 @@ def _overhead(pulse_ns: int | None, windows_ns: int | None, run_ns: int | None, 
 
 
 def _trouble(view: View) -> Iterator[Line]:
-    """Yield a line for failures and one for damage: the short page must not hide them."""
+    """Yield failures, damage and ranks or windows that are left out: the short page must not hide them."""
     named = [f"{error.collector}: {error.message}" for error in view.errors]
     damaged = [f"{problem.piece}: {problem.message}" for problem in view.problems]
     for label, found in (("failed", named), ("damaged", damaged)):
         if found:
             rest = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             yield Line(label, f"{found[0]}{rest}", "bad")
+    for note in view.notes:
+        if note.collector == "run" or note in view.memory.notes:
+            yield Line("note", note.message)

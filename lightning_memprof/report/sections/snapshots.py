@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from lightning_memprof.analysis.snapshot.model import DeviceReport, SnapshotReport
 
-__all__ = ["snapshots_section"]
+__all__ = ["reserved_stack", "snapshot_peak", "snapshots_section"]
 
 # --format json has all.
 MAX_ROWS: Final = 100
@@ -52,7 +52,7 @@ def snapshots_section(snapshots: Sequence[SnapshotReport]) -> Section | None:
     """Return the snapshots, of several first those with the highest peaks; None where there are none."""
     if not snapshots:
         return None
-    ordered = sorted(snapshots, key=_peak, reverse=True)
+    ordered = sorted(snapshots, key=snapshot_peak, reverse=True)
     parts: list[Part] = [_overview(ordered)] if len(snapshots) > 1 else []
     for number, snapshot in enumerate(ordered[:MAX_SHOWN]):
         parts += _snapshot(number, snapshot, several=len(snapshots) > 1)
@@ -62,7 +62,8 @@ def snapshots_section(snapshots: Sequence[SnapshotReport]) -> Section | None:
     return Section("snapshots", "Snapshots", f"{lead} of the CUDA allocator.", parts)
 
 
-def _peak(snapshot: SnapshotReport) -> int:
+def snapshot_peak(snapshot: SnapshotReport) -> int:
+    """Return the highest peak of requested bytes over the devices."""
     return max((device.peak_requested_bytes for device in snapshot.devices), default=0)
 
 
@@ -107,14 +108,15 @@ def _snapshot(number: int, snapshot: SnapshotReport, *, several: bool) -> Iterat
     yield Chart("allocations" if number == 0 else f"allocations-{number + 1}")
     for device in snapshot.devices:
         on = f", device {device.device}" if len(snapshot.devices) > 1 else ""
-        yield _reserved(device, f"{on}{name}")
+        yield reserved_stack(device, f"{on}{name}")
         yield from _over_time(number, device, f"{on}{name}")
         yield from _lines(number, device, f"{on}{name}")
         yield from _stacks(number, device, f"{on}{name}")
         yield from _pools(number, device, f"{on}{name}")
 
 
-def _reserved(device: DeviceReport, name: str) -> Stack:
+def reserved_stack(device: DeviceReport, name: str) -> Stack:
+    """Return the parts of the bytes that the allocator holds."""
     free = device.fragmentation
     notes: list[Words] = [
         phrase(f"{peak_note('requested')}: {{}}", size(device.peak_requested_bytes)),

@@ -298,7 +298,7 @@ def _throughput(view: View) -> Iterator[Part]:
             rate(known.mean, f"{name}/s"),
             rate(known.p10, f"{name}/s"),
             rate(known.p90, f"{name}/s"),
-            rate(per_step, name),
+            count(per_step),
         )
         for name, per_step, known in rates
         if known is not None

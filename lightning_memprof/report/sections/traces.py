@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from lightning_memprof.analysis.trace.model import GpuTimes, TraceReport
 
-__all__ = ["kernel_names", "traces_section"]
+__all__ = ["busy_share", "device_stack", "kernel_names", "traces_section"]
 
 # A trace may have thousands of kernels, a run hundreds of traces: --format json has all.
 MAX_ROWS: Final = 100
@@ -44,7 +44,7 @@ def traces_section(traces: Sequence[TraceReport]) -> Section | None:
     """Return the traces, of several first those whose device is least busy; None where there are none."""
     if not traces:
         return None
-    ordered = sorted(traces, key=_busy_share)
+    ordered = sorted(traces, key=busy_share)
     parts: list[Part] = [_overview(ordered)] if len(traces) > 1 else []
     for number, trace in enumerate(ordered[:MAX_SHOWN]):
         parts += _trace(number, trace, several=len(traces) > 1)
@@ -54,7 +54,8 @@ def traces_section(traces: Sequence[TraceReport]) -> Section | None:
     return Section("traces", "Traces", lead, parts)
 
 
-def _busy_share(trace: TraceReport) -> float:
+def busy_share(trace: TraceReport) -> float:
+    """Return the share of the window in which the device was busy, 2 for a trace without a device."""
     window = trace.gpu_window
     return window.busy_ns / window.window_ns if window is not None and window.window_ns else 2.0
 
@@ -114,7 +115,7 @@ def _trace(number: int, trace: TraceReport, *, several: bool) -> Iterator[Part]:
     yield Chart("timeline" if number == 0 else f"timeline-{number + 1}")
     for times, title in ((trace.gpu_window, "Device time, first to last event"), (steps, "Device time in steps")):
         if times is not None:
-            yield _device(times, f"{title}{name}")
+            yield device_stack(times, f"{title}{name}")
     if len(trace.steps) > 1:
         durations = [step.duration_ns for step in trace.steps]
         words = phrase("count {}, min {}, max {}", len(durations), *map(duration, (min(durations), max(durations))))
@@ -127,7 +128,8 @@ def _trace(number: int, trace: TraceReport, *, several: bool) -> Iterator[Part]:
     yield from _host(number, trace, name)
 
 
-def _device(times: GpuTimes, title: str) -> Stack:
+def device_stack(times: GpuTimes, title: str) -> Stack:
+    """Return the parts of a device's time."""
     notes: list[Words] = [
         phrase("busy {}", share(times.busy_ns / times.window_ns)) if times.window_ns else "no device activity",
         phrase(f"{called('memory_copy')} and fills: total {{}}", duration(times.memory_copy_ns)),

@@ -24,8 +24,8 @@ from lightning_memprof.analysis.timeline.sources import run_sources
 from lightning_memprof.artifacts.manifest import ManifestWriter
 from lightning_memprof.cli.main import main
 from lightning_memprof.errors import ArtifactError, MemprofError
-from lightning_memprof.report.machine import to_json
 from lightning_memprof.report.opened import opened
+from lightning_memprof.report.printers.json import to_json
 from lightning_memprof.units import GIB
 
 TERABYTE = 1 << 40

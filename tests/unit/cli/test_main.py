@@ -90,7 +90,7 @@ def test_debug_lets_the_exception_itself_through(where, tmp_path):
 
 
 def test_an_unforeseen_exception_is_one_line_that_names_its_type_and_debug(monkeypatch, capsys):
-    def broken(targets, form, options):
+    def broken(targets, form, options, **_: object):
         raise ZeroDivisionError("three\nlines\nhere")
 
     monkeypatch.setattr("lightning_memprof.cli.show.show", broken)
@@ -104,7 +104,7 @@ def test_ctrl_c_is_exit_code_130_and_says_nothing(as_lightning_does_it, monkeypa
     def press_ctrl_c():
         raise KeyboardInterrupt
 
-    def interrupted(targets, form, options):
+    def interrupted(targets, form, options, **_: object):
         try:
             press_ctrl_c()
         except KeyboardInterrupt:

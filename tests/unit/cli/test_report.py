@@ -6,7 +6,7 @@ import pytest
 
 from fake_runs import make_run
 from lightning_memprof.cli.main import main
-from lightning_memprof.report import html as html_module
+from lightning_memprof.report.printers import html as html_module
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from lightning_memprof.analysis.trace import operators
 from lightning_memprof.analysis.trace.model import TraceReport
 from lightning_memprof.cli.show import show
 from lightning_memprof.cli.terminal import reading
-from lightning_memprof.errors import ArtifactError
+from lightning_memprof.errors import ArtifactError, ConfigError
 from lightning_memprof.report.opened import OpenOptions
 
 TABLE = "fit-fts_extended_pytorch_profiler-0.txt"
@@ -60,7 +60,7 @@ def test_a_run_that_names_a_trace_elsewhere_gets_no_table_written_there(
     before = sorted(elsewhere.iterdir())
     problems = shown(capsys, tmp_path / "sent")["problems"]
     assert [one["message"] for one in problems if one["piece"] == TABLE] == [
-        f"is not made outside of the run; `lightning-memprof show {before[0]}` has the operators"
+        f"is not made outside of the run; `lightning-memprof show {before[0]}` shows the operators"
     ]
     assert sorted(elsewhere.iterdir()) == before
 
@@ -111,8 +111,10 @@ def test_show_has_what_the_program_named_on_the_page_and_in_json(
     moments = [{**row, "point": "start", "rss_bytes": 2**20}, {**row, "point": "end", "rss_bytes": 3 * 2**20}]
     (directory / "snapshots.rank00000.jsonl").write_text("".join(json.dumps(one) + "\n" for one in moments))
     assert shown(capsys, tmp_path)["named"] == [{"rank": 0, **one} for one in moments]
-    assert show(str(tmp_path)) == 0
-    assert "named     load  once · rss +2.00 MiB" in capsys.readouterr().out
+    assert show(str(tmp_path), sections=["memory"]) == 0
+    page = capsys.readouterr().out
+    assert "load     0      1    +2.00 MiB" in page
+    assert "verdict" not in page
 
 
 def test_show_reads_the_traces_for_what_was_live_at_the_peak(
@@ -123,10 +125,23 @@ def test_show_reads_the_traces_for_what_was_live_at_the_peak(
     memory = json.loads(capsys.readouterr().out)["memory"]
     assert [one["operator"] for one in memory["sites"]] == ["aten::addmm"] * 2
     assert memory["allocations"][0]["curve"]
-    assert show(str(tmp_path)) == 0
+    assert show(str(tmp_path), is_full=True) == 0
     page = capsys.readouterr().out
-    assert "sites     10.6 MiB on cpu above the start of window 0 at its peak, step 3" in page
-    assert "live      " in page
+    assert "Live bytes on cpu peak at 10.6 MiB in step 3, window 0." in page
+    assert "Live bytes, window 0 on cpu" in page
+
+
+def test_sections_and_the_full_document_are_json_too_and_an_unknown_section_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path)
+    assert show(str(tmp_path), "json", sections=["memory"]) == 0
+    (section,) = json.loads(capsys.readouterr().out)["sections"]
+    assert section["id"] == "memory"
+    assert show(str(tmp_path), "json", is_full=True) == 0
+    assert len(json.loads(capsys.readouterr().out)["sections"]) > 5
+    with pytest.raises(ConfigError, match="--section nope: there is no such section here; there are overview, steps"):
+        show(str(tmp_path), sections=["nope"])
 
 
 def test_a_trace_that_is_torn_costs_the_sites_and_nothing_else(
@@ -234,9 +249,10 @@ def test_evidence_names_a_runs_files_as_its_manifest_does(
 def test_markdown_has_the_verdict_and_tables_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path, FakeRun(world_size=2, training={"model": "<b>Net</b>"}))
     assert show(str(tmp_path), "markdown") == 0
+    assert capsys.readouterr().out.startswith("**No bottleneck found")
+    assert show(str(tmp_path), "markdown", is_full=True) == 0
     text = capsys.readouterr().out
-    assert text.startswith("**No bottleneck found")
-    for heading in ("## Time", "## Memory", "## Ranks", "## Artifacts"):
+    for heading in ("## Steps", "## Memory", "## Ranks", "## Files"):
         assert heading in text
     assert "| backward | 10.2 ms (55%) |" in text
     assert "\\<b\\>Net\\</b\\>" in text

@@ -11,7 +11,7 @@ import pytest
 from fake_runs import HEALTHY, FakeRun, make_run
 from lightning_memprof.cli.main import main
 from lightning_memprof.errors import ArtifactError, ConfigError
-from lightning_memprof.report import watching
+from lightning_memprof.report.sections import live
 
 SLOW_DATA = FakeRun(
     phases=lambda *_: {**HEALTHY, "data_wait": 30_000_000},
@@ -32,9 +32,10 @@ def test_one_look_is_a_page_of_at_most_80_columns(tmp_path: Path, capsys: pytest
     assert main(["watch", str(tmp_path), "--once"]) == 0
     page = capsys.readouterr().out
     labels = [line.split()[0] for line in page.splitlines() if line[:1].strip()]
-    assert labels == ["run", "now", "steps", "a", "memory", "windows", "so"]
+    assert labels == ["Run", "run", "now", "steps", "Steps", "Step", "Step", "Time", "Memory", "RSS", "RSS", "Windows",
+                      "windows", "critical"]  # fmt: skip
     assert "finished" in page
-    assert "1 recorded · 0: steps 2-3" in page
+    assert "1 recorded · 0: steps 2–3" in page
     assert "Training waits for data" in page
     assert max(map(len, page.splitlines())) <= 80
     assert "\x1b" not in page
@@ -48,7 +49,7 @@ def test_where_there_is_no_terminal_each_look_is_a_line_until_the_end(
     first, *findings = capsys.readouterr().out.splitlines()
     assert first.startswith("steps 30 of 60 (50%) · ")
     assert "data wait" in first
-    assert "rss " in first
+    assert "RSS " in first
     assert findings
     assert findings[0].startswith("  critical: Training waits for data")
 
@@ -57,13 +58,14 @@ def test_several_ranks_stand_in_a_table(tmp_path: Path, capsys: pytest.CaptureFi
     make_run(tmp_path, FakeRun(world_size=3))
     assert main(["watch", str(tmp_path), "--once"]) == 0
     page = capsys.readouterr().out
-    assert [line.split()[1] for line in page.splitlines() if line.startswith("  rank")] == ["0", "1", "2"]
+    rows = page.partition("  rank ")[2].splitlines()[1:4]
+    assert [line.split()[:2] for line in rows] == [["0", "ended"], ["1", "ended"], ["2", "ended"]]
 
 
 def test_a_run_whose_process_is_gone_is_not_watched_for_ever(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_memprof.report.watching.SILENT_NS", 0)
+    monkeypatch.setattr("lightning_memprof.report.sections.live.SILENT_NS", 0)
     directory = make_run(tmp_path, FakeRun())
     unended(directory, host=socket.gethostname(), pid=2**22 + 1)
     assert main(["watch", str(tmp_path), "--interval", "0.01"]) == 0
@@ -76,7 +78,7 @@ def test_a_run_that_is_silent_says_that_it_may_have_been_killed(
     directory = make_run(tmp_path, FakeRun())
     unended(directory)
     start = int((directory / "pulse.rank00000.csv").read_text().splitlines()[-1].split(",")[4])
-    monkeypatch.setattr(time, "time_ns", lambda: start + 2 * watching.SILENT_NS)
+    monkeypatch.setattr(time, "time_ns", lambda: start + 2 * live.SILENT_NS)
     assert main(["watch", str(tmp_path), "--once"]) == 0
     assert "it waits, or was killed" in capsys.readouterr().out
 

@@ -44,8 +44,8 @@ def test_a_page_is_made_once_for_a_state_and_two_runs_are_compared(tmp_path):
     _, compared = made(pages, Asked((a, b)))
     text = html(compared)
     assert '<table class="sortable' in text
-    assert "data wait" in text
-    assert "step +" in text  # B is slower, and the sentence says so
+    assert "data_wait_ns" in text
+    assert "step_ns +" in text  # B is slower, and the sentence says so
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.findings import Facts, Severity, verdict
@@ -29,10 +27,10 @@ from lightning_memprof.analysis.ranks.summary import (
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.naming import parse_series_path, parse_summary_path, summary_path
 from lightning_memprof.errors import ArtifactError
-from lightning_memprof.report.machine import to_json
-from lightning_memprof.report.terminal import render
+from lightning_memprof.report.printers.json import to_json
 from lightning_memprof.report.view import run_view
 from many_ranks import make_many_ranks
+from pages import full
 
 MS = 1_000_000
 KINDS: list[tuple[str, str, int | None]] = [("all_reduce", "", 4)]
@@ -122,13 +120,6 @@ def test_a_summary_is_made_of_the_windows_files_and_the_steps_before(tmp_path: P
     assert made.arrivals.count == 0
 
 
-def page(directory: Path) -> str:
-    console = Console(file=io.StringIO(), width=80)
-    render(run_view(load_run(directory)), console)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
-
-
 def test_of_hundreds_of_ranks_on_hosts_with_other_clocks_the_late_one_is_named(tmp_path: Path) -> None:
     directory = make_many_ranks(tmp_path, 96, windows=2, straggler=42)
     run = load_run(directory)
@@ -141,7 +132,7 @@ def test_of_hundreds_of_ranks_on_hosts_with_other_clocks_the_late_one_is_named(t
     assert report.waiting is not None
     assert report.waiting.clock_error_ns < MS
     assert (report.spreads["data_wait"].highest_rank, report.spreads["data_wait"].median) == (42, 2 * MS)
-    text = " ".join(page(directory).split())
+    text = " ".join(full(run_view(load_run(directory))).split())
     assert "Rank 42 is the straggler: its data fetch takes 42.0 ms a step, 2.00 ms on the others." in text
     assert "for rank 42" in text
     document = to_json(run_view(run))
@@ -261,7 +252,7 @@ def test_one_rank_and_equal_ranks_have_no_straggler(tmp_path: Path) -> None:
     several = Facts.of(load_run(make_run(tmp_path / "two", FakeRun(world_size=3))))
     assert several.ranks is not None
     assert several.ranks.straggler is None
-    assert "over ranks" in page(tmp_path / "two")
+    assert "Spread over ranks" in full(run_view(load_run(tmp_path / "two")))
 
 
 def test_a_rank_that_was_read_lightly_keeps_its_end_and_its_errors(tmp_path: Path) -> None:

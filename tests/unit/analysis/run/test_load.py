@@ -293,7 +293,7 @@ def test_reading_needs_neither_torch_nor_lightning(tmp_path: Path) -> None:
         "for name in ('torch', 'lightning', 'pytorch_lightning'): sys.modules[name] = None\n"
         "from lightning_memprof.analysis.run.load import load_run\n"
         "from lightning_memprof.report.view import run_view\n"
-        "from lightning_memprof.report.machine import to_json\n"
+        "from lightning_memprof.report.printers.json import to_json\n"
         "print(json.dumps(to_json(run_view(load_run(sys.argv[1])))))\n"
     )
     done = subprocess.run(

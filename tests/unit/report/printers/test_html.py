@@ -9,12 +9,13 @@ import pytest
 from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.findings import Evidence, Finding, Severity
 from lightning_memprof.errors import ReportError
-from lightning_memprof.report import html as html_module
 from lightning_memprof.report.charts import charts
-from lightning_memprof.report.html import to_html
+from lightning_memprof.report.document import Findings
 from lightning_memprof.report.opened import opened
-from lightning_memprof.report.page import run_page
-from lightning_memprof.report.page.model import Findings, Table
+from lightning_memprof.report.printers import html as html_module
+from lightning_memprof.report.printers.html import to_html
+from lightning_memprof.report.printers.values import words_text
+from lightning_memprof.report.sections import run_document
 from lightning_memprof.report.view import View
 from lightning_memprof.report.written import main, write_page
 
@@ -75,30 +76,25 @@ def test_a_finding_links_to_its_section_and_to_the_row_of_its_file(tmp_path):
     pulse = next(artifact for artifact in view.artifacts if artifact.type == "pulse")
     finding = Finding(rule="input_bound", severity=Severity.WARNING, sentence="s", why="w", next_steps=("n",),
                       evidence=(Evidence(artifact=pulse.path, rank=0, steps=(3, 9)),))  # fmt: skip
-    page = run_page(replace(view, findings=(finding,)))
+    page = run_document(replace(view, findings=(finding,)))
     cards = next(part for part in page.sections[0].parts if isinstance(part, Findings)).cards
     section, row = cards[0].evidence
     assert section.href == "#steps"
-    assert row.text == "pulse.rank00000.csv, rank 0, steps 3-9"
-    table = next(
-        part
-        for section in page.sections
-        for part in section.parts
-        if isinstance(part, Table) and part.id == "file-table"
-    )
+    assert words_text(row.words) == "pulse.rank00000.csv, rank 0, steps 3–9"
+    (table,) = [table for table in page.tables() if table.id == "file-table"]
     (named,) = (cells[0] for cells in table.rows if f"#{cells[0].id}" == row.href)
-    assert named.text == pulse.path
+    assert named.value == pulse.path
     assert named.command.startswith("less ")
 
 
 def test_ranks_that_are_missing_are_named(tmp_path):
     page = to_html(view_of(tmp_path, FakeRun(world_size=3, endings={1: None})))
-    assert "rank 1 had not ended when this page was made" in page
+    assert "rank 1 had not ended when this report was made" in page
     run = make_run(tmp_path / "short", FakeRun(world_size=3))
     (run / "manifest.rank00002.jsonl").unlink()
     with opened([str(run)]) as view:
-        assert "rank 2 had left nothing when this page was made" in to_html(view)
-    assert "when this page was made" not in to_html(view_of(tmp_path / "whole", FakeRun(world_size=3)))
+        assert "rank 2 had written nothing when this report was made" in to_html(view)
+    assert "when this report was made" not in to_html(view_of(tmp_path / "whole", FakeRun(world_size=3)))
 
 
 def test_the_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,12 @@ import pytest
 from lightning_memprof.analysis.compare.comparison import compare
 from lightning_memprof.analysis.compare.limits import check, parse_limit
 from lightning_memprof.analysis.compare.model import Comparison, Measure, Side, Unit
-from lightning_memprof.report.compare import comparison_document, comparison_lines, comparison_markdown, conclusion
+from lightning_memprof.report.printers.json import comparison_to_json
+from lightning_memprof.report.printers.markdown import to_markdown
+from lightning_memprof.report.printers.text import full_page, plain
+from lightning_memprof.report.printers.values import words_text
+from lightning_memprof.report.sections.comparison import comparison_document, conclusion
+from pages import table_of
 
 HOSTILE = "evil|`</script><img onerror=alert(1)>\x1b[31m\n# head"
 
@@ -39,7 +45,7 @@ def sides() -> tuple[Side, Side]:
             "peak_allocated_bytes": measure("peak_allocated_bytes", 2000),
         },
         named={"modules": {"net": 200.0, HOSTILE: 70.0}, "findings": {"input_bound": 3.0}},
-        sentences={"input_bound": "47% of the step waits for data."},
+        sentences={"input_bound": "47 % of the step waits for data."},
         notes=(f"trace {HOSTILE} is torn",),
     )
     return a, b
@@ -51,40 +57,48 @@ def comparison() -> Comparison:
 
 
 def page(comparison: Comparison, *limits: str) -> str:
-    lines = comparison_lines(comparison, [check(comparison, parse_limit(limit)) for limit in limits])
-    return "\n".join("".join(text for text, _ in line) for line in lines)
+    document = comparison_document(comparison, [check(comparison, parse_limit(limit)) for limit in limits])
+    return plain(full_page(document, 80, ascii_only=False))
 
 
 def test_nothing_above_noise_is_said_in_these_words() -> None:
     a, _ = sides()
     assert conclusion(compare(a, a)) == "no difference above noise"
-    assert "verdict  no difference above noise" in page(compare(a, a))
+    assert "verdict   no difference above noise" in page(compare(a, a))
 
 
-def test_the_page_has_both_sides_their_noise_and_the_change(comparison: Comparison) -> None:
-    rows = {line.split(" ")[0]: line.split()[1:] for line in page(comparison).split("\n")}
-    assert " ".join(rows["step_ns"]) == "20.0 ms +-5% 40.0 ms +-2% +100%"
-    assert " ".join(rows["peak_allocated_bytes"]) == "100 B 1.95 KiB x20"
+def test_the_table_has_both_sides_their_spread_and_the_change(comparison: Comparison) -> None:
+    rows = {
+        row["quantity"]: list(row.values())[1:6] for row in table_of(comparison_document(comparison), "quantity-table")
+    }
+    assert rows["step_ns"] == ["20.0 ms", "5%", "40.0 ms", "2%", "+100%"]
+    assert rows["peak_allocated_bytes"] == ["100 B", "0%", "1.95 KiB", "0%", "x20"]
     assert rows["other_ns"][-1] == "~"
-    assert " ".join(rows["reserved_bytes"]) == "100 B - n/a"
+    assert rows["reserved_bytes"][2:] == ["-", "-", "n/a"]
 
 
-def test_the_page_says_what_appeared_and_disappeared(comparison: Comparison) -> None:
-    lines = page(comparison).split("\n")
-    assert any(line.startswith("  net ") and line.endswith("100 B -> 200 B") for line in lines)
-    assert any(line.startswith("- old ") and line.endswith("50 B -> none") for line in lines)
-    assert any(line.startswith("+ evil") and line.endswith("none -> 70 B") for line in lines)
-    assert "    47% of the step waits for data." in lines
+def test_names_that_appeared_disappeared_and_changed_are_there(comparison: Comparison) -> None:
+    document = comparison_document(comparison)
+    rows = {row["name"][:4]: [row["change"], row["A"], row["B"]] for row in table_of(document, "modules-table")}
+    assert rows == {
+        "net": ["changed", "100 B", "200 B"],
+        "old": ["only in A", "50 B", "-"],
+        "evil": ["only in B", "-", "70 B"],
+    }
+    (finding,) = table_of(document, "findings-table")
+    assert finding["finding"] == "47 % of the step waits for data."
 
 
 def test_the_verdict_names_time_and_peak_first(comparison: Comparison) -> None:
-    assert conclusion(comparison) == ("B differs from A: step_ns +100%, peak_allocated_bytes x20, 3 modules, 1 finding")
+    assert words_text(conclusion(comparison)) == (
+        "B differs from A: step_ns +100%, peak_allocated_bytes x20, 3 modules, 1 finding"
+    )
 
 
 def test_a_limit_is_shown_with_its_figures(comparison: Comparison) -> None:
     shown = page(comparison, "step_ns>5%", "step_ns>30ms")
-    assert "limit    step_ns>5% BROKEN: step_ns increases (20.0 ms -> 40.0 ms, +100%)" in shown
-    assert "limit    step_ns>30ms kept: step_ns increases" in shown
+    assert "limit     step_ns>5% BROKEN: step_ns increases (20.0 ms -> 40.0 ms, +100%)" in shown
+    assert "limit     step_ns>30ms kept: step_ns increases" in shown
 
 
 def test_the_page_fits_80_columns_and_shows_control_characters_instead_of_sending_them() -> None:
@@ -98,14 +112,16 @@ def test_the_page_fits_80_columns_and_shows_control_characters_instead_of_sendin
 
 def test_long_lists_are_cut_and_say_so() -> None:
     a, b = sides()
-    many = replace(b, named={"modules": {f"layer{n}": 1000.0 + n for n in range(30)}})
-    assert "24 more: --format json" in page(compare(a, many))
-    assert len(comparison_document(compare(a, many))["changes"]) == 32
+    many = compare(a, replace(b, named={"modules": {f"layer{n}": 1000.0 + n for n in range(30)}}))
+    assert "24 more" in page(many)
+    assert len(comparison_to_json(many, conclusion(many))["changes"]) == 32
 
 
 def test_the_document_is_json_and_has_every_figure(comparison: Comparison) -> None:
     outcome = check(comparison, parse_limit("step_ns>5%"))
-    document = json.loads(json.dumps(comparison_document(comparison, [outcome]), allow_nan=False))
+    document = json.loads(
+        json.dumps(comparison_to_json(comparison, conclusion(comparison), [outcome]), allow_nan=False)
+    )
     assert document["is_same"] is False
     (step,) = [difference for difference in document["differences"] if difference["name"] == "step_ns"]
     assert (step["change"], step["relative"], step["is_above_noise"]) == (20e6, 1.0, True)
@@ -115,11 +131,12 @@ def test_the_document_is_json_and_has_every_figure(comparison: Comparison) -> No
 
 
 def test_names_cannot_break_out_of_markdown(comparison: Comparison) -> None:
-    text = comparison_markdown(comparison, [check(comparison, parse_limit("step_ns>5%"))])
+    document = comparison_document(comparison, [check(comparison, parse_limit("step_ns>5%"))])
+    text = to_markdown(document, is_full=True)
     assert "**B differs from A:" in text
-    assert "| step_ns | 20.0 ms +-5% | 40.0 ms +-2% | +100% |" in text
-    assert "- step\\_ns&gt;5% BROKEN" in text
+    assert "| `step_ns` | 20.0 ms | 5% | 40.0 ms | 2% | +100% |" in text
+    assert "step\\_ns\\>5% BROKEN" in text
     assert "<script" not in text
-    assert "<img" not in text
+    assert not re.search(r"(?<!\\)<img", text)
     (row,) = [line for line in text.split("\n") if "evil" in line and line.startswith("|")]
-    assert row.replace("\\|", "").count("|") == 4
+    assert row.replace("\\|", "").count("|") == 5

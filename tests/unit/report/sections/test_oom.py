@@ -11,11 +11,11 @@ import pytest
 from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.sink import RunPlace, Sink
-from lightning_memprof.report.machine import to_json
-from lightning_memprof.report.oom import print_autopsy
-from lightning_memprof.report.terminal import print_view
+from lightning_memprof.report.printers.json import to_json
+from lightning_memprof.report.summary import print_autopsy
 from lightning_memprof.report.view import run_view
 from lightning_memprof.units import GIB
+from pages import full, short, words
 
 STACK = [{"filename": "/home/me/model.py", "line": 33, "name": "forward"}]
 
@@ -61,13 +61,7 @@ def printed(run: Path) -> str:
 
 
 def shown(run: Path) -> str:
-    file = io.StringIO()
-    print_view(run_view(load_run(run)), file)
-    return file.getvalue()
-
-
-def words(text: str) -> str:
-    return " ".join(text.split())
+    return full(run_view(load_run(run)))
 
 
 def test_the_autopsy_says_what_was_asked_why_where_who_held_the_rest_and_what_to_try(tmp_path: Path) -> None:
@@ -75,25 +69,28 @@ def test_the_autopsy_says_what_was_asked_why_where_who_held_the_rest_and_what_to
     said = words(printed(run))
     for part in (
         "memory out of memory on cuda:0 (rank 0), step 412, backward, in blocks.3.mlp (MLP), window 2 open",
-        "asked 5.00 GiB by /home/me/model.py(33): forward",
+        "failed allocation of 5.00 GiB by /home/me/model.py(33): forward",
         "why full: Live tensors use 78.0 GiB of 80.0 GiB",
-        "had allocated 78.0 GiB · reserved 79.0 GiB · unused 1.00 GiB",
-        "held by 4.00 GiB parameters 4.00 GiB gradients 70.0 GiB the rest",
-        "lines 70.0 GiB /home/me/model.py(33): forward",
-        "modules 70.0 GiB mlp",
+        "state allocated 78.0 GiB · reserved 79.0 GiB · unused 1.00 GiB",
+        "Allocated bytes by category category bytes parameters 4.00 GiB",
+        "line bytes /home/me/model.py(33): forward 70.0 GiB",
+        "module bytes mlp 70.0 GiB",
         "next 1. Checkpoint mlp",
-        f"file {run}/oom.rank00000.json {run}/cuda_oom_rank_0.pickle",
+        f"file {run}/oom.rank00000.json snapshot {run}/cuda_oom_rank_0.pickle",
     ):
         assert part in said
     assert all(f" {number}. " in said for number in (1, 2, 3))
-    assert "tensors 1.00 GiB" not in said
+    assert "Largest tensors" not in said
 
 
 def test_show_prints_the_autopsy_again_below_the_verdict(tmp_path: Path) -> None:
-    said = words(shown(recorded(tmp_path, event())))
+    run = recorded(tmp_path, event())
+    said = words(shown(run))
     assert said.startswith("verdict cuda:0 ran out of memory in step 412, in backward: full.")
     assert "memory out of memory on cuda:0 (rank 0), step 412, backward" in said
-    assert "lines 70.0 GiB /home/me/model.py(33): forward" in said
+    assert "line bytes /home/me/model.py(33): forward 70.0 GiB" in said
+    page = words(short(run_view(load_run(run))))
+    assert "failed allocation of 5.00 GiB" in page
 
 
 def test_json_has_every_event_in_bytes(tmp_path: Path) -> None:
@@ -121,7 +118,7 @@ def test_of_many_events_the_page_shows_the_fatal_one_and_the_latest_and_counts_t
     assert "(rank 0), step 1, backward" in said
     assert "(rank 0), step 3, backward" in said
     assert "(rank 0), step 2" not in said
-    assert "memory ran out 2 times more: --format json" in said
+    assert "2 more events: --format json" in said
     assert "caught: the run went on" in said
 
 
@@ -154,19 +151,19 @@ def test_the_hosts_memory_is_told_in_its_own_words(tmp_path: Path) -> None:
     )  # fmt: skip
     said = words(printed(recorded(tmp_path, known)))
     assert "out of memory on the host (rank 0), step 412, forward of validation_step, in Net, no window open" in said
-    assert "asked how much is not known by /home/me/model.py(33): forward" in said
+    assert "failed allocation of unknown size by /home/me/model.py(33): forward" in said
     assert "limited: RLIMIT_AS (ulimit -v) limits this process to 10.0 GiB" in said
-    assert "rss 5.00 GiB · vms 9.00 GiB · available 50.0 GiB · limit 10.0 GiB · machine 64.0 GiB" in said
-    assert "lines not known: the host allocator has no history" in said
-    assert "tensors 1.00 GiB float32 [4, 4]" in said
+    assert "RSS 5.00 GiB · VMS 9.00 GiB · available 50.0 GiB · limit 10.0 GiB · machine 64.0 GiB" in said
+    assert "lines not available: the host allocator has no history" in said
+    assert "Largest tensors" in said
 
 
 @pytest.mark.parametrize(
     ("path", "line"),
     [
-        ("/home/me/" + "deep/" * 12 + "package/model.py", "70.0 GiB …/deep/package/model.py(7): forward"),
-        ("/m.py", "70.0 GiB /m.py(7): forward"),
-        ("x" * 90 + ".py", f"70.0 GiB {'x' * 90}.py(7): forward"),
+        ("/home/me/" + "deep/" * 12 + "package/model.py", "…/deep/package/model.py(7): forward 70.0 GiB"),
+        ("/m.py", "/m.py(7): forward 70.0 GiB"),
+        ("x" * 90 + ".py", f"{'x' * 40}.py(7): forward 70.0 GiB"),
     ],
 )
 def test_the_end_of_a_long_path_is_shown(tmp_path: Path, path: str, line: str) -> None:
@@ -181,4 +178,4 @@ def test_what_has_no_stack_is_named_in_full(tmp_path: Path) -> None:
     other["blocks"] = [{**other["blocks"][0], "address": 1 << 41, "frames": []}]
     snapshot["segments"].append(other)
     (run / "cuda_oom_rank_0.pickle").write_bytes(pickle.dumps(snapshot, protocol=4))
-    assert "70.0 GiB no Python stack: allocated by autograd threads, or while" in words(printed(run))
+    assert "no Python stack: allocated by autograd threads, or while" in words(printed(run))

@@ -2,23 +2,26 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.naming import system_name
+from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.artifacts.sink import RunPlace, Sink
-from lightning_memprof.report.machine import to_json
-from lightning_memprof.report.terminal import render
-from lightning_memprof.report.throughput import amount
+from lightning_memprof.report.document import Stack
+from lightning_memprof.report.printers.json import to_json
+from lightning_memprof.report.printers.text import plain, sections_page
+from lightning_memprof.report.printers.values import amount
+from lightning_memprof.report.sections import run_document
+from lightning_memprof.report.sections.steps import steps_section
 from lightning_memprof.report.view import View, run_view
 from lightning_memprof.schedule import Window
 from lightning_memprof.units import GIB, MIB
+from pages import full, short, table_of, words
 
 WINDOW = Window(0, (1,), (2, 3))
 # A step of each rank takes 20 ms.
@@ -53,13 +56,6 @@ def document(shown: View) -> dict[str, Any]:
     return read
 
 
-def page(shown: View, width: int = 80) -> str:
-    console = Console(file=StringIO(), width=width)
-    render(shown, console)
-    text: str = console.file.getvalue()
-    return text
-
-
 def test_the_rate_is_the_batch_over_the_steps_outside_of_windows(tmp_path: Path) -> None:
     shown = view(tmp_path, throughput=batches(tokens=4096))
     (rate,) = document(shown)["throughput"]
@@ -67,10 +63,9 @@ def test_the_rate_is_the_batch_over_the_steps_outside_of_windows(tmp_path: Path)
     assert rate["tokens_per_s"]["mean"] == 4096 * 50
     assert rate["batches_per_s"]["mean"] == 50
     assert "without the first and those in windows" in rate["basis"]
-    text = page(shown)
-    assert "throughput  400 samples/s" in text
-    assert "205 k tokens/s" in text
-    assert "50.0 batches/s" in text
+    rates = {row["quantity"]: row["mean"] for row in table_of(shown, "rates")}
+    assert rates == {"samples": "400 samples/s", "tokens": "205 k tokens/s", "batches": "50.0 batches/s"}
+    assert "throughput 205 k tokens/s p10 205 k tokens/s" in words(short(shown))
 
 
 def test_the_spread_is_that_of_the_steps(tmp_path: Path) -> None:
@@ -89,7 +84,9 @@ def test_the_devices_utilization_is_the_operations_over_its_peak(tmp_path: Path)
     (rate,) = document(shown)["throughput"]
     assert rate["flops_per_s"] == pytest.approx(1e14)
     assert rate["utilization"] == pytest.approx(0.1)
-    assert "2.00 TFLOP a step, 100 TFLOP/s: 10% of the device's 1.00 PFLOP/s" in page(shown)
+    (row,) = [row for row in table_of(shown, "rates") if row["quantity"] == "operations"]
+    assert (row["per step"], row["mean"]) == ("2.00 TFLOP", "100 TFLOP/s")
+    assert "utilization: 10% of the device's 1.00 PFLOP/s" in full(shown)
 
 
 def test_operations_that_a_later_window_did_not_count_again_hold(tmp_path: Path) -> None:
@@ -105,8 +102,7 @@ def test_what_is_not_known_is_null_and_never_zero(tmp_path: Path) -> None:
     (rate,) = document(shown)["throughput"]
     unknown = ("samples", "samples_per_s", "tokens", "tokens_per_s", "flops", "flops_per_s", "peak_flops")
     assert {rate[name] for name in unknown} == {None}
-    assert "throughput  50.0 batches/s" in page(shown)
-    assert "samples/s" not in page(shown)
+    assert [row["quantity"] for row in table_of(shown, "rates")] == ["batches"]
 
 
 def test_without_a_pulse_the_windows_steps_are_the_basis(tmp_path: Path) -> None:
@@ -124,14 +120,15 @@ def test_damaged_counts_are_not_counted(wrong: Any, tmp_path: Path) -> None:
     values = {"samples": wrong, "tokens": wrong, "flops": wrong, "peak_flops": wrong if wrong is not True else None}
     shown = view(tmp_path, throughput=batches(**values), system=[sample(load_1m=wrong)])
     assert document(shown)["throughput"][0]["samples"] is None
-    assert "throughput" in page(shown)
+    assert "Throughput" in full(shown)
 
 
 def test_a_run_without_the_collectors_has_neither_section(tmp_path: Path) -> None:
     shown = view(tmp_path)
     assert document(shown)["throughput"] == document(shown)["system"] == []
-    assert "throughput" not in page(shown)
-    assert "\nsystem" not in page(shown)
+    text = full(shown)
+    assert "Throughput" not in text
+    assert "\nSystem" not in text
 
 
 def test_the_machines_extremes_are_shown(tmp_path: Path) -> None:
@@ -142,17 +139,18 @@ def test_the_machines_extremes_are_shown(tmp_path: Path) -> None:
     assert samples["figures"]["process_cpu_percent"] == {"mean": 210.0, "least": 40.0, "most": 380.0}
     assert samples["figures"]["memory_available_bytes"]["least"] == GIB
     assert "memory_limit_bytes" not in samples["figures"]
-    text = page(shown)
-    assert "this process 210% (most 380%) · all 50% (most 90%)" in text
-    assert "most used 3.00 GiB · least available 1.00 GiB" in text
-    assert "load at most 7.0" in text
+    load = {row.pop("quantity"): row for row in table_of(shown, "system-figures")}
+    assert load["process cpu"] == {"mean": "210%", "min": "40%", "max": "380%"}
+    assert (load["memory used"]["max"], load["memory available"]["min"]) == ("3.00 GiB", "1.00 GiB")
+    assert load["load 1m"]["max"] == "7.00"
 
 
-def test_a_gpu_has_a_line_of_its_own(tmp_path: Path) -> None:
+def test_a_gpu_has_rows_of_its_own(tmp_path: Path) -> None:
     gpu = {"gpu3_utilization_percent": 87, "gpu3_memory_used_bytes": 40 * GIB, "gpu3_power_w": 310.5}
-    text = page(view(tmp_path, system=[sample(**gpu, gpu3_temperature_c=None)]))
-    assert "GPU 3" in text
-    assert "busy 87% · most used 40.0 GiB" in text
+    shown = view(tmp_path, system=[sample(**gpu, gpu3_temperature_c=None)])
+    load = {row["quantity"]: row["mean"] for row in table_of(shown, "system-figures")}
+    assert (load["gpu3 utilization"], load["gpu3 memory used"]) == ("87%", "40.0 GiB")
+    assert load["gpu3 power"] == "310 W"
 
 
 def test_samples_of_the_whole_run_count_also_where_it_was_killed(tmp_path: Path) -> None:
@@ -168,15 +166,50 @@ def test_no_line_is_wider_than_the_page(width: int, tmp_path: Path) -> None:
     gpu = {"gpu0_utilization_percent": 87, "gpu0_memory_used_bytes": 40 * GIB, "gpu0_power_w": 310.5}
     rates = dict.fromkeys(("disk_read_bytes_per_s", "disk_write_bytes_per_s", "page_faults_per_s"), 3.0 * MIB)
     shown = view(tmp_path, throughput=batches(flops=10**12), system=[sample(), sample(**gpu, **rates)])
-    lines = page(shown, width).splitlines()
-    first = next(index for index, line in enumerate(lines) if line.startswith("throughput"))
-    last = next(index for index, line in enumerate(lines) if line.startswith("files"))
-    assert max(map(len, lines[first:last])) <= width
+    page = sections_page(run_document(shown).only(["steps", "system"]), width, ascii_only=False)
+    assert max(map(len, plain(page).splitlines())) <= width
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "expected"),
     [(0, "0.00"), (4, "4.00"), (45.61, "45.6"), (999, "999"), (1234, "1.23 k"), (2.5e9, "2.50 G"), (1e15, "1.00 P")],
 )
-def test_numbers_have_three_figures_and_a_prefix(value: float, words: str) -> None:
-    assert amount(value) == words
+def test_numbers_have_three_figures_and_a_prefix(value: float, expected: str) -> None:
+    assert amount(value) == expected
+
+
+def test_events_callbacks_and_parts_of_a_recorded_step_are_there(tmp_path: Path) -> None:
+    shown = run_view(load_run(make_run(tmp_path, FakeRun(windows=((2, 3),)))))
+    (stack,) = [part for part in steps_section(shown).parts if isinstance(part, Stack)]
+    assert [bar.name for bar in stack.bars] == [
+        "data wait", "forward", "backward", "optimizer", "callbacks", "untracked",
+    ]  # fmt: skip
+    assert [row["callback"] for row in table_of(shown, "callbacks")] == ["TQDMProgressBar"]
+    first = table_of(shown, "events")[0]
+    assert (first["event"], first["part"], first["count/step"]) == ("SingleDeviceStrategy.backward", "backward", "1")
+
+
+def test_a_run_without_hook_timings_has_no_events_and_null_in_json(tmp_path: Path) -> None:
+    shown = run_view(load_run(make_run(tmp_path, FakeRun(windows=()))))
+    assert table_of(shown, "events") == []
+    events = document(shown)["events"]
+    assert (events["mean_ns"], events["steps"], events["actions"]) == (None, [], [])
+    assert set(events["parts_ns"].values()) == {None}
+
+
+def test_the_document_has_every_step_and_the_order_of_its_events(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, FakeRun(windows=(tuple(range(2, 25)),)))
+    run = load_run(directory)
+    events = document(run_view(run))["events"]
+    assert [step["step"] for step in events["steps"]] == list(range(2, 25))
+    first = events["steps"][0]
+    assert sum(first["parts_ns"].values()) == first["duration_ns"] == run.lead.pulse[2]["duration_ns"]
+    assert [event["action"].rpartition(".")[2] for event in first["events"]] == [
+        "train_dataloader_next", "run_training_batch", "optimizer_step", "training_step", "backward",
+        "on_train_batch_end",
+    ]  # fmt: skip
+    assert events["steps"][20]["events"] is None
+    pulse = run.lead.pulse
+    for phase in PHASES:
+        assert events["parts_ns"][phase] == round(sum(pulse[step][f"{phase}_ns"] or 0 for step in range(2, 25)) / 23)
+    assert list(events["callbacks_ns"]) == ["TQDMProgressBar"]

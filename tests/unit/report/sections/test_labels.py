@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import json
 import re
 import shlex
@@ -12,28 +11,29 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from rich.console import Console
 
 from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.findings import Evidence, Finding, Severity
 from lightning_memprof.analysis.run.targets import find_targets
 from lightning_memprof.analysis.trace.model import Cause
-from lightning_memprof.report import html as html_module
+from lightning_memprof.report.document import Lines
 from lightning_memprof.report.files_view import FilesView, files_view
-from lightning_memprof.report.html import to_html
-from lightning_memprof.report.kernel_names import kernel_names
-from lightning_memprof.report.labels import BEFORE_RECORDING, PEAKS, called, device_parts, reserved_parts
-from lightning_memprof.report.markdown import to_markdown
 from lightning_memprof.report.opened import OpenOptions, opened
-from lightning_memprof.report.peaks import run_peaks
-from lightning_memprof.report.terminal import render, render_files
+from lightning_memprof.report.printers import html as html_module
+from lightning_memprof.report.printers.html import to_html
+from lightning_memprof.report.printers.markdown import to_markdown
+from lightning_memprof.report.printers.values import words_text
+from lightning_memprof.report.sections import document_of
+from lightning_memprof.report.sections.labels import BEFORE_RECORDING, PEAKS, called, device_parts, reserved_parts
+from lightning_memprof.report.sections.memory import run_peaks
+from lightning_memprof.report.sections.traces import kernel_names
 from lightning_memprof.report.view import View
-from lightning_memprof.report.words import trouble
 from lightning_memprof.units import MIB, format_bytes
+from pages import full, table_of
 from snapshots import block, segment, snapshot, unused, write_snapshot
 from trace_reports import gpu_times, idle, trace
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[4] / "docs"
 
 
 @pytest.fixture(autouse=True)
@@ -41,16 +41,6 @@ def no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the charts, which take a second each time."""
     monkeypatch.setattr(html_module, "charts", lambda _view: {})
     monkeypatch.setattr(html_module, "file_charts", lambda *_: {})
-
-
-def terminal(view: View | FilesView) -> str:
-    written = io.StringIO()
-    console = Console(file=written, width=80)
-    if isinstance(view, FilesView):
-        render_files(view, console)
-    else:
-        render(view, console)
-    return written.getvalue()
 
 
 def words_of(page: str) -> str:
@@ -83,7 +73,7 @@ def test_a_trace_and_a_snapshot_use_the_same_words_in_each_format(tmp_path: Path
     window = view.traces[0].gpu_window
     assert window is not None
     assert sum(device_parts(window).values()) == window.window_ns
-    shown, page = terminal(view), words_of(to_html(view))
+    shown, page = full(view, 100), words_of(to_html(view))
     names = [name for name, size in {**reserved_parts(device), **device_parts(window)}.items() if size]
     for label in [*map(called, names), *(called(cause.cause) for cause in view.traces[0].idle[:5])]:
         assert re.search(rf"^ *{re.escape(label)} ", shown, re.MULTILINE), label
@@ -97,23 +87,24 @@ def test_a_trace_and_a_snapshot_use_the_same_words_in_each_format(tmp_path: Path
 
 def test_a_run_uses_the_same_words_in_each_format(tmp_path: Path) -> None:
     view = run_view(tmp_path, FakeRun(world_size=2, device_bytes=lambda _: 300 * MIB))
-    shown, page, markdown = terminal(view), words_of(to_html(view)), to_markdown(view)
-    for label in (called("data_wait"), "host rss", PEAKS["rss"].label, PEAKS["device"].label):
+    shown, page, markdown = full(view, 100), words_of(to_html(view)), to_markdown(document_of(view), is_full=True)
+    for label in (called("data_wait"), "RSS", PEAKS["rss"].label, PEAKS["device"].label):
         assert re.search(rf"^ *{re.escape(label)} ", shown, re.MULTILINE), label
         assert f"|{label}|" in page, label
         assert f"| {label} |" in markdown, label
-    assert not re.search(r"data fetch|waiting for data|resident|rss, peak", shown + page)
+    assert not re.search(r"data fetch|waiting for data|resident size|rss, peak", shown + page)
 
 
 def test_each_peak_says_what_it_counts_and_over_which_time_in_each_format(tmp_path: Path) -> None:
     view = run_view(tmp_path, FakeRun(device_bytes=lambda _: 300 * MIB))
     found = run_peaks(view)
-    assert [peak.label for peak, _ in found] == ["host rss peak", "device peak", "tensors peak", "live peak"]
-    shown, page, markdown = " ".join(terminal(view).split()), words_of(to_html(view)), to_markdown(view)
+    assert [peak.label for peak, _ in found] == ["peak RSS", "device peak", "tensors peak", "live bytes peak"]
+    page, markdown = words_of(to_html(view)), to_markdown(document_of(view), is_full=True)
+    rows = [list(row.values()) for row in table_of(view, "peaks")]
     for peak, size in found:
-        assert f"{peak.label} {format_bytes(size)} {peak.counts}; {peak.span}" in shown
+        assert [peak.label, format_bytes(size), peak.counts, peak.span] in rows
         assert f"|{peak.label}|{format_bytes(size)}|{peak.counts}|{peak.span}|" in page
-        assert f"- {peak.label} {format_bytes(size)}: {peak.counts}; {peak.span}" in markdown
+        assert f"| {peak.label} | {format_bytes(size)} | {peak.counts} | {peak.span} |".replace("~", "\\~") in markdown
 
 
 def test_the_documentation_has_every_peak_in_the_same_words() -> None:
@@ -143,7 +134,7 @@ def test_a_finding_explains_its_rule_and_names_its_page_of_the_documentation(tmp
 
 def test_blocks_from_before_the_recording_are_called_so_in_each_format(tmp_path: Path) -> None:
     view = files(tmp_path)
-    assert BEFORE_RECORDING in terminal(view)
+    assert BEFORE_RECORDING in full(view, 100)
     assert BEFORE_RECORDING in words_of(to_html(view))
 
 
@@ -151,7 +142,10 @@ def test_files_that_were_too_large_are_named_with_the_command_that_analyses_one(
     directory = make_run(tmp_path / "log")
     with opened([str(directory)], OpenOptions(max_file_bytes=1)) as view:
         assert isinstance(view, View)
-        (line,) = [message for label, message in trouble(view) if label == "note" and "not analysed" in message]
+        section = document_of(view).section("notes")
+        assert section is not None
+        (lines,) = [part for part in section.parts if isinstance(part, Lines)]
+        (line,) = [words_text(row.words) for row in lines.rows if "not analysed" in words_text(row.words)]
         (left,) = [artifact for artifact in view.artifacts if artifact.type == "trace"]
         assert left.path in line
         assert f"lightning-memprof report {shlex.quote(str(left.file))}" in line

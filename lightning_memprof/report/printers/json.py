@@ -1,0 +1,392 @@
+"""JSON: the results of the analysis in base units (bytes, nanoseconds), null where not available; and documents."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_memprof.analysis.memory.report import CATEGORIES
+from lightning_memprof.analysis.run.locate import shown_place
+from lightning_memprof.analysis.steps.events import PARTS, event_totals
+from lightning_memprof.artifacts.manifest import SCHEMA_VERSION
+from lightning_memprof.artifacts.series import PHASES
+from lightning_memprof.report.document import Cell, Phrase
+from lightning_memprof.report.files_view import FilesView
+from lightning_memprof.report.printers.values import words_text
+from lightning_memprof.report.sections.memory import peak_allocations
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lightning_memprof.analysis.compare.limits import Outcome
+    from lightning_memprof.analysis.compare.model import Comparison
+    from lightning_memprof.analysis.memory.functions import FunctionReport
+    from lightning_memprof.analysis.memory.report import CategoryPeak, MemoryReport, RankMemory
+    from lightning_memprof.analysis.snapshot.model import DeviceReport, SnapshotReport
+    from lightning_memprof.analysis.steps.events import StepEvents
+    from lightning_memprof.analysis.trace.model import TraceReport
+    from lightning_memprof.report.document import Document, Words
+    from lightning_memprof.report.view import RankView, View
+
+__all__ = ["comparison_to_json", "document_to_json", "encode", "to_json"]
+
+# A window has thousands of allocation sites, nearly all of a few bytes; a trace thousands of kernels, a snapshot
+# thousands of stacks: the rest is one sum.
+MAX_SITES: Final = 200
+MAX_ROWS: Final = 100
+# A step has some sixty events: the first steps have them in order, all have their sums.
+MAX_LISTED_STEPS: Final = 20
+MAX_ACTIONS: Final = 500
+RUN_FACTS: Final = (
+    "stage",
+    "host",
+    "device",
+    "accelerator",
+    "strategy",
+    "world_size",
+    "schedule",
+    "collectors",
+    "environment",
+)
+TRAINING_FACTS: Final = (
+    "model",
+    "parameters",
+    "parameter_bytes",
+    "precision",
+    "num_batches",
+    "max_steps",
+    "max_epochs",
+    "accumulate_grad_batches",
+    "optimizers",
+    "dataloaders",
+)
+RANK_MEMORY: Final = (
+    "rank",
+    "peak_bytes",
+    "total_bytes",
+    "source",
+    "moment",
+    "unattributed_bytes",
+    "functions",
+    "curve",
+    "reasons",
+)
+FUNCTION_CHANGES: Final = (
+    "rss_bytes",
+    "vms_bytes",
+    "allocated_bytes",
+    "reserved_bytes",
+    "forward_rss_bytes",
+    "saved_bytes",
+)
+
+
+def to_json(view: View | FilesView) -> dict[str, Any]:
+    """Return a view as values that any JSON encoder takes."""
+    found: dict[str, Any] = encode(_files(view) if isinstance(view, FilesView) else _run(view))
+    return found
+
+
+def comparison_to_json(comparison: Comparison, verdict: Words, outcomes: Sequence[Outcome] = ()) -> dict[str, Any]:
+    """Return a comparison: bytes, nanoseconds, shares of 1."""
+    found: dict[str, Any] = encode(
+        {
+            "verdict": words_text(verdict),
+            "is_same": comparison.is_same,
+            "a": _fields(comparison.a, "label", "kind", "notes"),
+            "b": _fields(comparison.b, "label", "kind", "notes"),
+            "differences": [
+                {
+                    **encode(difference),
+                    **_fields(difference, "change", "relative", "is_above_noise"),
+                }
+                for difference in comparison.differences
+            ],
+            "changes": comparison.changes,
+            "left_out": comparison.left_out,
+            "limits": [
+                {"limit": outcome.limit.text, **_fields(outcome, "is_broken", "sentence")} for outcome in outcomes
+            ],
+        }
+    )
+    return found
+
+
+def document_to_json(document: Document) -> dict[str, Any]:
+    """Return a document: each part has its kind, each column heading and unit, each cell its value and unit."""
+    sections = [
+        {
+            **_fields(section, "id", "title", "summary"),
+            "lead": words_text(section.lead),
+            "parts": [{"part": part.part, **encode(part)} for part in section.parts],
+        }
+        for section in document.sections
+    ]
+    found: dict[str, Any] = encode(
+        {
+            **{field.name: getattr(document, field.name) for field in dataclasses.fields(document)},
+            "sections": sections,
+            "commands": list(map(str, document.commands)),
+        }
+    )
+    return found
+
+
+def encode(value: Any) -> Any:
+    """Return a value of an analysis or of a document as JSON has it; NaN, which a manifest may hold, is null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    plain = value if isinstance(value, str | int) and not isinstance(value, IntEnum) else _plain(value)
+    if isinstance(plain, Mapping):
+        return {str(key): encode(item) for key, item in plain.items()}
+    if isinstance(plain, list | tuple):
+        return [encode(item) for item in plain]
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    """Return an object's fields, or its text; all else as it is."""
+    if dataclasses.is_dataclass(value):
+        if isinstance(value, Phrase):
+            return words_text(value)
+        if isinstance(value, Cell):
+            return {"value": value.value, "unit": value.unit}
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, IntEnum):
+        return value.name.lower()
+    if isinstance(value, Path):
+        return os.fspath(value)
+    return value._asdict() if hasattr(value, "_asdict") else value
+
+
+def _fields(value: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names}
+
+
+def _without(value: Any, *names: str) -> dict[str, Any]:
+    return {
+        field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value) if field.name not in names
+    }
+
+
+def _files(view: FilesView) -> dict[str, Any]:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "verdict": view.verdict,
+        "findings": [_without(finding, "weight") for finding in view.findings],
+        "traces": [_trace(trace) for trace in view.traces],
+        "snapshots": [_snapshot(snapshot) for snapshot in view.snapshots],
+        "files": [{"file": file, "size_bytes": size} for file, size in view.sizes.items()],
+        "problems": view.problems,
+        "left_out": view.left_out,
+        "commands": list(map(str, view.commands)),
+    }
+
+
+def _run(view: View) -> dict[str, Any]:
+    """Return a run; ``windows`` are those of the lead rank, ``ranks`` has every rank's own."""
+    across = view.across
+    return {
+        "schema_version": view.schema_version,
+        "run": _facts(view),
+        "verdict": view.verdict,
+        "findings": [_without(finding, "weight") for finding in view.findings],
+        "pulse": _pulse(view.lead),
+        "ranks": [{**_without(rank, "statistics"), "pulse": _pulse(rank)} for rank in view.ranks],
+        "windows": view.lead.windows,
+        "artifacts": [{**encode(artifact), "file": _where(view, artifact.file)} for artifact in view.artifacts],
+        "errors": view.errors,
+        "unavailable": view.unavailable,
+        "overhead": view.lead.overhead,
+        "memory": _memory(view.memory),
+        "across_ranks": None if across is None else _without(across, "problems"),
+        "events": _events(view),
+        "throughput": view.throughput,
+        "system": view.system,
+        "oom": view.ooms,
+        "traces": [{**_trace(trace), "file": _where(view, trace.file)} for trace in view.traces],
+        "snapshots": [{**_snapshot(snapshot), "file": _where(view, snapshot.file)} for snapshot in view.snapshots],
+        "named": view.named,
+        "notes": view.notes,
+        "problems": view.problems,
+        "commands": list(map(str, view.commands)),
+    }
+
+
+def _where(view: View, path: Path) -> str:
+    return str(path) if view.url is None else shown_place(path, view.root, view.url)
+
+
+def _facts(view: View) -> dict[str, Any]:
+    facts, training = view.facts, view.training or {}
+    return {
+        "directory": _where(view, view.directory),
+        "root": _where(view, view.root),
+        "url": view.url,
+        "status": view.status,
+        "exception": view.exception,
+        "started_ns": facts.get("time_ns"),
+        "steps": view.lead.steps,
+        "lead_rank": view.lead.rank,
+        **{key: facts.get(key) for key in RUN_FACTS},
+        **{key: training.get(key) for key in TRAINING_FACTS},
+        "other_runs": view.others,
+    }
+
+
+def _pulse(rank: RankView) -> dict[str, Any]:
+    """Return the pulse in one shape whether the run has one or not: without it every figure is null."""
+    statistics = rank.statistics
+    if statistics is None:
+        durations = dict.fromkeys(("median", "p90", "max", "mean"))
+        empty = {"basis": None, "clock": None, "duration_ns": durations, "breakdown_ns": dict.fromkeys(PHASES)}
+        return {"steps": 0, "used_steps": 0, **empty}
+    return {
+        **_fields(statistics, "steps", "basis", "breakdown_ns", "clock"),
+        "used_steps": statistics.used,
+        "duration_ns": {name: getattr(statistics, f"{name}_ns") for name in ("median", "p90", "max", "mean")},
+    }
+
+
+def _memory(report: MemoryReport) -> dict[str, Any]:
+    """Return the lead rank's memory, and under ``ranks`` every rank's peak, functions and step curve."""
+    ranks = [_rank_memory(rank) for rank in report.ranks]
+    return {**_rank_memory(report.lead), "ranks": [{name: rank[name] for name in RANK_MEMORY} for rank in ranks]}
+
+
+def _rank_memory(memory: RankMemory) -> dict[str, Any]:
+    window, device = peak_allocations(memory) or (None, None)
+    sites = device.sites if device is not None else ()
+    saved = memory.activations
+    rest = sites[MAX_SITES:]
+    return {
+        "rank": memory.rank,
+        **_peak(memory.peak),
+        "activations": None
+        if saved is None
+        else _fields(saved, "window", "step", "total_bytes", "dtypes", "attribution", "uncounted"),
+        "modules": saved.modules if saved else [],
+        "unattributed_bytes": saved.unattributed_bytes if saved else None,
+        "allocations": [
+            {"window": allocations.window, **_without(found, "sites")}
+            for allocations in memory.allocations
+            for found in allocations.devices
+        ],
+        "sites": [
+            {**encode(site), "window": window, "device": device.device if device is not None else None}
+            for site in sites[:MAX_SITES]
+        ],
+        "more_sites": {"count": len(rest), "bytes": sum(site.bytes for site in rest)},
+        "functions": {function.name: _function(function) for function in memory.functions},
+        "curve": memory.steps,
+        "checkpointing": memory.checkpointing,
+        "reasons": memory.reasons,
+    }
+
+
+def _peak(peak: CategoryPeak | None) -> dict[str, Any]:
+    names = ("source", "moment", "window", "step", "device", "total_bytes")
+    if peak is None:
+        empty = {"peak_bytes": dict.fromkeys(CATEGORIES), "unknown": {}, "other_devices": []}
+        return {**dict.fromkeys(names), **empty}
+    return {
+        **_fields(peak, *names, "unknown"),
+        "peak_bytes": peak.categories,
+        "other_devices": [
+            {**_fields(other, "device", "total_bytes"), "peak_bytes": other.categories} for other in peak.others
+        ],
+    }
+
+
+def _function(function: FunctionReport) -> dict[str, Any]:
+    changes = {name: found for name in FUNCTION_CHANGES if (found := function.changes(name))}
+    return {
+        "calls": len(function.calls),
+        "unfinished": sum(call.end is None for call in function.calls),
+        "raised": sum(call.raised is not None for call in function.calls),
+        "changes": {
+            name: {"mean": round(sum(found) / len(found)), "max": max(found)} for name, found in changes.items()
+        },
+        "each": function.calls,
+    }
+
+
+def _events(view: View) -> dict[str, Any]:
+    """Return the recorded steps of the lead rank.
+
+    ``steps`` has every recorded step with its parts, which sum to it, and its callbacks by key, and of the first ones
+    the ``events`` in order; ``actions`` the sums over all steps, the longest first; ``garbage`` the GC pauses.
+    """
+    steps = view.events
+    actions = event_totals(steps)
+    return {
+        "rank": view.lead.rank,
+        "mean_ns": _mean([step.duration_ns for step in steps]),
+        "parts_ns": {part: _mean([step.parts_ns[part] for step in steps]) for part in PARTS},
+        "callbacks_ns": _callbacks(steps),
+        "steps": [
+            {**_without(step, "events", "rank"), "events": step.events if place < MAX_LISTED_STEPS else None}
+            for place, step in enumerate(steps)
+        ],
+        "actions": actions[:MAX_ACTIONS],
+        "more_actions": len(actions[MAX_ACTIONS:]),
+        "garbage": view.pauses,
+    }
+
+
+def _mean(values: Sequence[int]) -> int | None:
+    return round(sum(values) / len(values)) if values else None
+
+
+def _callbacks(steps: Sequence[StepEvents]) -> Mapping[str, int]:
+    sums: dict[str, int] = defaultdict(int)
+    for step in steps:
+        for name, ns in step.callbacks_ns.items():
+            sums[name] += ns
+    means = {name: round(ns / len(steps)) for name, ns in sums.items()}
+    return dict(sorted(means.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _trace(trace: TraceReport) -> dict[str, Any]:
+    """Return a trace; of long lists the first 100 rows, which have the longest times."""
+    rows: Iterable[str] = (
+        "kernels",
+        "collectives",
+        "copies",
+        "synchronizations",
+        "runtime_calls",
+        "profiler_overhead",
+        "operators",
+    )
+    names = ("file", "rank", "world_size", "devices", "start_ns", "end_ns", "events", "gpu_window", "step_window")
+    return {
+        **_fields(trace, *names, "steps", "idle", "missing"),
+        **{name: getattr(trace, name)[:MAX_ROWS] for name in rows},
+    }
+
+
+def _snapshot(snapshot: SnapshotReport) -> dict[str, Any]:
+    return {
+        **_fields(snapshot, "file", "form", "oom", "missing"),
+        "devices": [_device(device) for device in snapshot.devices],
+    }
+
+
+def _device(device: DeviceReport) -> dict[str, Any]:
+    """Return a device; of its stacks the 100 largest, and the sum of the others."""
+    others = device.holders_at_peak[MAX_ROWS:]
+    listed = ("holders_at_peak", "lines_at_peak", "oldest", "pools")
+    return {
+        **_without(device, *listed, "replay", "has_times", "has_stacks"),
+        **{name: getattr(device, name)[:MAX_ROWS] for name in listed},
+        "other_holders_bytes": sum(holder.bytes for holder in others),
+        "other_holders": len(others),
+        "segments_made": dict(zip(("count", "bytes"), device.segments_made, strict=True)),
+        "segments_returned": dict(zip(("count", "bytes"), device.segments_returned, strict=True)),
+    }

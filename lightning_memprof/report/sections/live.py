@@ -1,0 +1,243 @@
+"""A run that goes on: its speed, the time of a step, memory, ranks, windows, and findings so far."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.analysis.run.following import progress_of
+from lightning_memprof.analysis.run.rows import text as text_of
+from lightning_memprof.artifacts.series import PHASES
+from lightning_memprof.report.document import (
+    Cell,
+    Chart,
+    Column,
+    Document,
+    Line,
+    Lines,
+    Part,
+    Phrase,
+    Section,
+    Stack,
+    Table,
+    Words,
+    count,
+    duration,
+    index,
+    phrase,
+    share,
+    size,
+    text,
+)
+from lightning_memprof.report.sections.labels import BADGES, PEAKS, bars, called, span
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lightning_memprof.analysis.findings import Finding
+    from lightning_memprof.analysis.run.following import Follower, RankSoFar
+    from lightning_memprof.report.document import Style
+
+__all__ = ["SILENT_NS", "Watched", "live_document", "live_line"]
+
+MAX_RANKS: Final = 8
+MAX_WINDOWS: Final = 4
+MAX_FINDINGS: Final = 4
+SECOND_NS: Final = 1_000_000_000
+# A step that takes longer than this many usual ones may never end.
+SILENT_STEPS: Final = 20
+SILENT_NS: Final = 30 * SECOND_NS
+STYLES: Final[dict[str, Style]] = {"none": "", "info": "", "warning": "warn", "critical": "bad"}
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A run until now: its ranks, the findings of the last look that asked the rules, and Unix time in ns."""
+
+    name: str
+    follower: Follower
+    findings: tuple[Finding, ...]
+    now_ns: int
+
+
+def live_document(watched: Watched) -> Document:
+    """Return the run until now."""
+    lead = watched.follower.lead
+    sections = [Section("now", "Run", parts=[Lines("", list(_head(watched, lead)))])]
+    if lead.recent:
+        sections.append(Section("steps", "Steps", _step_times(lead), list(_times(lead))))
+        if memory := list(_memory(lead)):
+            sections.append(Section("memory", "Memory", parts=memory))
+    if len(watched.follower.ranks) > 1:
+        sections.append(_ranks(watched.follower))
+    lines = [*_windows(lead), *_findings(watched), *(Line("failed", error, "bad") for error in lead.errors)]
+    if lines:
+        sections.append(Section("findings", "Windows and findings", parts=[Lines("", lines)]))
+    return Document(title=watched.name, kind="live", sections=sections)
+
+
+def live_line(watched: Watched) -> Words:
+    """Return one line: for a log file, where a page that changes would be unreadable."""
+    lead = watched.follower.lead
+    if not lead.recent:
+        return f"{watched.name}: {_state(watched, lead)}"
+    rss = lead.recent[-1]["rss_bytes"]
+    phases = lead.phases_ns()
+    whole = sum(phases.values())
+    first = max(phases, key=lambda phase: phases[phase])
+    parts: list[tuple[str | Cell, ...]] = [("steps ", *_steps(lead)), ("median step ", duration(_median(lead)))]
+    if whole:
+        shown = dict.fromkeys((first, "data_wait"))
+        parts += [(f"{called(phase)} ", share(phases[phase] / whole)) for phase in shown]
+    if rss is not None:
+        parts.append(("RSS ", size(rss)))
+    if lead.device_peak_bytes is not None:
+        parts.append((f"{PEAKS['device'].label} ", size(lead.device_peak_bytes)))
+    return _joined([*parts, (_state(watched, lead),)])
+
+
+def _joined(parts: list[tuple[str | Cell, ...]]) -> Phrase:
+    return Phrase(tuple(piece for place, part in enumerate(parts) for piece in ((" · ",) * (place > 0) + part)))
+
+
+def _head(watched: Watched, lead: RankSoFar) -> Iterator[Line]:
+    model = text_of(lead.training, "model")
+    follower = watched.follower
+    known = [
+        f"{text_of(lead.facts, 'stage') or 'fit'}{f' of {model}' if model else ''}",
+        f"{follower.world_size} ranks" if follower.world_size > 1 else "",
+        f"on {text_of(lead.facts, 'device') or '?'}",
+    ]
+    yield Line("run", watched.name)
+    yield Line("", " · ".join(word for word in known if word), "dim")
+    yield Line("now", _state(watched, lead))
+    if lead.recent:
+        yield Line("steps", _position(lead))
+
+
+def _position(lead: RankSoFar) -> Words:
+    parts: list[tuple[str | Cell, ...]] = [_steps(lead)]
+    epoch, step, total = lead.recent[-1]["epoch"], lead.recent[-1]["step"], progress_of(lead)
+    if epoch is not None:
+        parts.append((f"epoch {epoch}",))
+    if total and step is not None and lead.end is None and total > step:
+        parts.append((f"about {_passed((total - step - 1) * statistics.fmean(_durations(lead)))} to go at this pace",))
+    return _joined(parts)
+
+
+def _steps(lead: RankSoFar) -> tuple[str | Cell, ...]:
+    step = lead.recent[-1]["step"] if lead.recent else None
+    total = progress_of(lead)
+    if step is None:
+        return (count(lead.steps),)
+    if not total or total <= step:
+        return (count(step + 1),)
+    return count(step + 1), " of ", count(total), " (", share((step + 1) / total), ")"
+
+
+def _state(watched: Watched, lead: RankSoFar) -> str:
+    if watched.follower.has_ended:
+        ends = (rank.end for rank in watched.follower.ranks.values() if rank.end)
+        exception = next((text_of(end, "exception") for end in ends), None)
+        return f"ended: {exception}" if exception else "finished"
+    if lead.last_ns is None:
+        return "before its first step"
+    silent = max(0, watched.now_ns - lead.last_ns)
+    words = f"last step {_passed(silent)} ago"
+    return f"{words}: it waits, or was killed" if silent > max(SILENT_NS, SILENT_STEPS * _median(lead)) else words
+
+
+def _passed(ns: float) -> str:
+    seconds = round(ns / SECOND_NS)
+    if seconds < 1:
+        return "less than a second"
+    if seconds < 120:
+        return f"{seconds} s"
+    minutes = seconds // 60
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _durations(lead: RankSoFar) -> list[int]:
+    return [ns for row in lead.usual() if (ns := row["duration_ns"]) is not None] or [0]
+
+
+def _median(lead: RankSoFar) -> int:
+    return int(statistics.median(_durations(lead)))
+
+
+def _step_times(lead: RankSoFar) -> Words:
+    found = _durations(lead)
+    words = f"Step time in the last {len(found)} steps: median {{}}, min {{}}, max {{}}."
+    return phrase(words, *map(duration, (_median(lead), min(found), max(found))))
+
+
+def _times(lead: RankSoFar) -> Iterator[Part]:
+    yield Chart("step-times", "Step time over the run", lead.durations_ns.values)
+    phases = lead.phases_ns()
+    whole = sum(phases.values())
+    if whole:
+        parts = {phase: phases[phase] for phase in PHASES}
+        mean = statistics.fmean(_durations(lead))
+        yield Stack("Time of a step", duration(mean), bars(parts, whole, "ns"))
+
+
+def _memory(lead: RankSoFar) -> Iterator[Part]:
+    rss = lead.rss_bytes.values
+    if not rss:
+        return
+    rows = [Line("RSS", phrase("{}, max {}", size(lead.recent[-1]["rss_bytes"]), size(max(rss))))]
+    if lead.device_peak_bytes is not None:
+        rows.append(Line(PEAKS["device"].label, phrase("{}", size(lead.device_peak_bytes))))
+    yield Lines("", rows)
+    yield Chart("rss", "RSS over the run", rss)
+
+
+def _ranks(follower: Follower) -> Section:
+    slowest = sorted(follower.ranks.values(), key=lambda rank: -_median(rank))[:MAX_RANKS]
+    rows = []
+    for rank in sorted(slowest, key=lambda rank: rank.rank):
+        phases = rank.phases_ns()
+        whole = sum(phases.values())
+        step = rank.recent[-1]["step"] if rank.recent else None
+        rows.append(
+            (
+                index(rank.rank),
+                text("ended" if rank.end is not None else "running"),
+                count(rank.steps if step is None else step + 1),
+                duration(_median(rank) if rank.recent else None),
+                share(phases["data_wait"] / whole if whole else None),
+                size(rank.recent[-1]["rss_bytes"] if rank.recent else None),
+            )
+        )
+    columns = (
+        Column("rank", "index"),
+        Column("status"),
+        Column("steps", "count"),
+        Column("median step", "ns"),
+        Column(called("data_wait"), "share"),
+        Column("RSS", "bytes"),
+    )
+    lead = f"{follower.found} of {follower.world_size} ranks have written."
+    notes = [f"the {len(rows)} slowest ranks"] if len(rows) < follower.found else []
+    table = Table(id="live-ranks", title="", columns=columns, rows=rows, notes=notes, top=None)
+    return Section("ranks", "Ranks", lead, [table])
+
+
+def _windows(lead: RankSoFar) -> Iterator[Line]:
+    windows = sorted(lead.windows.values(), key=lambda window: window.index)
+    if windows:
+        recorded = sum(window.closed for window in windows)
+        named = [
+            f"{window.index}: {span(tuple(window.steps))}{'' if window.closed else ', open'}"
+            for window in windows[-MAX_WINDOWS:]
+        ]
+        yield Line("windows", " · ".join([f"{recorded} recorded", *named]))
+
+
+def _findings(watched: Watched) -> Iterator[Line]:
+    for finding in watched.findings[:MAX_FINDINGS]:
+        badge = BADGES[finding.severity]
+        yield Line(badge, finding.sentence, STYLES[badge])
+        if finding.next_steps:
+            yield Line("", finding.next_steps[0], "dim")

@@ -1,0 +1,41 @@
+"""Pages and tables of documents, as tests read them."""
+
+from __future__ import annotations
+
+from lightning_memprof.report.document import Document, Table
+from lightning_memprof.report.files_view import FilesView
+from lightning_memprof.report.printers.text import full_page, plain, short_page
+from lightning_memprof.report.printers.values import cell_text
+from lightning_memprof.report.sections import document_of
+from lightning_memprof.report.view import View
+from lightning_memprof.units import percent
+
+
+def full(view: View | FilesView, width: int = 80, *, ascii_only: bool = False) -> str:
+    """Return the full page."""
+    return plain(full_page(document_of(view), width, ascii_only=ascii_only))
+
+
+def short(view: View | FilesView, width: int = 100, *, ascii_only: bool = False) -> str:
+    """Return the short page."""
+    return plain(short_page(document_of(view), width, ascii_only=ascii_only))
+
+
+def words(text: str) -> str:
+    """Return a text on one line, with single blanks."""
+    return " ".join(text.split())
+
+
+def table_of(found: View | FilesView | Document, table_id: str) -> list[dict[str, str]]:
+    """Return the rows of a table, and its footer, as texts by heading; none where there is no such table."""
+    document = found if isinstance(found, Document) else document_of(found)
+    tables: list[Table] = [table for table in document.tables() if table.id == table_id]
+    return [
+        {
+            column.heading: cell_text(cell)
+            + (f" {percent(cell.share)}" if column.has_share and cell.share is not None else "")
+            for column, cell in zip(table.columns, row, strict=True)
+        }
+        for table in tables
+        for row in (*table.rows, *table.footer)
+    ]

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import pytest
+from rich.cells import cell_len
+
+from lightning_memprof.report.document import Column, Table, code, count, size, text
+from lightning_memprof.report.printers.layout import (
+    Line,
+    bar,
+    cut,
+    hang,
+    sparkline,
+    table_lines,
+    text_width,
+    tops,
+    wrap,
+)
+from lightning_memprof.units import MIB
+
+
+def shown(lines: list[Line]) -> list[str]:
+    return ["".join(text for text, _ in line).rstrip() for line in lines]
+
+
+MODULES = Table(
+    id="t",
+    title="",
+    columns=(
+        Column("module", "code"),
+        Column("self", "bytes"),
+        Column("total", "bytes", priority=1),
+        Column("count", "count", priority=2),
+    ),
+    rows=[(code("net.head"), size(MIB), size(2 * MIB, 4 * MIB), count(3))],
+)
+
+
+def test_a_narrow_table_drops_the_columns_of_the_highest_priority_first() -> None:
+    assert [line.split() for line in shown(table_lines(MODULES, 40, ascii_only=False))] == [
+        ["module", "self", "total", "count"],
+        ["net.head", "1.00", "MiB", "2.00", "MiB", "3"],
+    ]
+    assert shown(table_lines(MODULES, 32, ascii_only=False))[0].split() == ["module", "self", "total"]
+    assert shown(table_lines(MODULES, 22, ascii_only=False))[0].split() == ["module", "self"]
+
+
+def test_a_wide_table_has_a_bar_behind_its_rows() -> None:
+    assert shown(table_lines(MODULES, 60, ascii_only=True))[1].endswith("3  #####")
+
+
+def test_columns_that_must_stay_are_repeated_below_with_the_first_one() -> None:
+    columns = (Column("phase"), *(Column(f"step {step}", "bytes") for step in range(4)))
+    table = Table(id="t", title="", columns=columns, rows=[(text("forward"), *[size(MIB)] * 4)])
+    heads = [line.split() for line in shown(table_lines(table, 32, ascii_only=False)) if "phase" in line]
+    assert heads == [["phase", "step", "0", "step", "1"], ["phase", "step", "2", "step", "3"]]
+
+
+def test_names_are_cut_at_the_front_and_sentences_wrapped() -> None:
+    columns = (Column("name", "code"), Column("bytes", "bytes"), Column("reason"))
+    row = (code("x" * 30 + ".end"), size(MIB), text("a sentence of several words that is long"))
+    lines = shown(table_lines(Table(id="t", title="", columns=columns, rows=[row]), 36, ascii_only=False))
+    assert lines[1].split()[0].startswith("…")
+    assert lines[1].split()[0].endswith(".end")
+    assert len(lines) > 2
+    assert max(map(len, lines)) <= 36
+
+
+def test_of_many_rows_the_first_are_shown_and_the_others_counted() -> None:
+    rows = [(code(f"m{index}"), size(index)) for index in range(30)]
+    table = Table(id="t", title="", columns=(Column("module", "code"), Column("self", "bytes")), rows=rows)
+    lines = shown(table_lines(table, 40, ascii_only=False))
+    assert len(lines) == 1 + 10 + 1
+    assert lines[-1] == "  20 more"
+
+
+def test_a_table_without_rows_is_its_head() -> None:
+    table = Table(id="t", title="", columns=(Column("event"), Column("self", "ns")), rows=[], is_sortable=False)
+    assert shown(table_lines(table, 80, ascii_only=False)) == ["  event"]
+
+
+def test_a_bar_is_never_longer_than_its_place_nor_empty_for_something() -> None:
+    assert bar(1, 4, ascii_only=False) == "████"
+    assert bar(2, 4, ascii_only=True) == "####"
+    assert bar(0.5, 4, ascii_only=False) == "██"
+    assert bar(0, 4, ascii_only=False) == bar(-1, 4, ascii_only=True) == ""
+    assert (bar(1e-9, 4, ascii_only=False), bar(1e-9, 4, ascii_only=True)) == ("▏", "#")
+
+
+def test_a_curve_goes_from_zero_to_its_largest_value() -> None:
+    assert sparkline([0, 50, 100], 9, ascii_only=False) == "▁▄█"
+    assert sparkline([0, 50, 100, -5], 9, ascii_only=True) == "_-#_"
+    assert sparkline([0, 0], 9, ascii_only=False) == "▁▁"
+    assert sparkline([], 9, ascii_only=False) == ""
+
+
+def test_values_that_share_a_place_keep_the_largest() -> None:
+    assert tops([1, 9, 2, 3], 2) == [9, 3]
+    assert tops([1, 2], 5) == [1, 2]
+    assert tops([], 5) == []
+
+
+def test_texts_that_are_too_long_are_cut() -> None:
+    assert cut("model.layers.0", 8, front=True) == "…ayers.0"
+    assert cut("model.layers.0", 8) == "model.l…"
+    assert cut("short", 8) == "short"
+    assert (cut("long", 1), cut("long", 0)) == ("…", "")
+
+
+def test_a_number_keeps_its_unit() -> None:
+    assert wrap("about as much as 14.8 MiB more", 20) == ["about as much as", "14.8 MiB more"]
+
+
+def test_a_word_that_is_longer_than_a_line_is_broken() -> None:
+    assert wrap("a" * 7 + " b", 3) == ["aaa", "aaa", "a b"]
+    assert wrap("", 3) == [""]
+
+
+def test_a_label_stands_before_its_text_or_above_it_where_there_is_no_room() -> None:
+    assert shown(hang("why", "one two three", 18, 10)) == ["why       one two", "          three"]
+    assert shown(hang("why", "one two", 9, 10)) == ["why", "one two"]
+
+
+@pytest.mark.parametrize("words", ["plain", "größe", "名前", "e\u0301"])
+def test_widths_are_those_of_a_terminal(words: str) -> None:
+    assert text_width(words) == cell_len(words)

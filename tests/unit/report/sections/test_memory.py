@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fake_memory import FakeMemory
+from fake_runs import FakeRun, make_run
+from lightning_memprof.analysis.memory.allocations import run_allocations
+from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.report.document import Chart, Paragraph, Table
+from lightning_memprof.report.printers.values import words_text
+from lightning_memprof.report.sections import run_document
+from lightning_memprof.report.sections.memory import peak_allocations
+from lightning_memprof.report.view import View, run_view
+from lightning_memprof.units import MIB
+from pages import full, table_of, words
+
+
+def view(root: Path, fake: FakeRun | None = None, *, traces: bool = True) -> View:
+    run = load_run(make_run(root, fake))
+    return run_view(run, run_allocations(run) if traces else ())
+
+
+def rewrite(shown_in: Path, change: Any) -> View:
+    path = shown_in / "window000" / "rank00000.saved_tensors.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(change(row)) + "\n" for row in rows))
+    return run_view(load_run(shown_in))
+
+
+def lead(shown: View, section: str) -> str:
+    found = run_document(shown).section(section)
+    assert found is not None
+    return words_text(found.lead)
+
+
+def notes(shown: View, table_id: str) -> list[str]:
+    return [words_text(note) for table in run_document(shown).tables() if table.id == table_id for note in table.notes]
+
+
+def tables(shown: View) -> list[str]:
+    found = [run_document(shown).section(name) for name in ("memory", "sites", "modules")]
+    return [part.id for section in found if section for part in section.parts if isinstance(part, Table)]
+
+
+def test_memory_has_its_tables_in_order(tmp_path: Path) -> None:
+    assert tables(view(tmp_path)) == [
+        "peaks", "categories", "checkpointing", "functions", "sites", "every-site", "modules-alike", "modules-each",
+    ]  # fmt: skip
+
+
+def test_without_the_traces_there_are_no_sites_and_no_live_bytes(tmp_path: Path) -> None:
+    shown = view(tmp_path, traces=False)
+    assert "sites" not in tables(shown)
+    assert "Live bytes" not in full(shown)
+
+
+def test_a_run_that_recorded_no_memory_has_no_tables_but_the_peak_of_its_process(tmp_path: Path) -> None:
+    shown = view(tmp_path, FakeRun(memory=None, trace=False))
+    assert tables(shown) == ["peaks"]
+    assert "not available" in lead(shown, "memory")
+
+
+def test_a_trace_without_allocations_says_how_to_get_them(tmp_path: Path) -> None:
+    assert "profile_memory=True" in lead(view(tmp_path, FakeRun(memory=None)), "sites")
+
+
+def test_categories_sum_to_the_peak(tmp_path: Path) -> None:
+    memory = FakeMemory(kept_bytes=1_199_570, unattributed_bytes=0, temporary_bytes=5 * MIB)
+    shown = view(tmp_path, FakeRun(memory=memory))
+    assert lead(shown, "memory") == "Tensors peak at 24.8 MiB on cpu in step 2."
+    *rows, total = table_of(shown, "categories")
+    assert sum(int(row["share"].lstrip("<").rstrip("%")) for row in rows) == pytest.approx(100, abs=3)
+    assert (total["category"], total["bytes"], total["share"]) == ("sum", "24.8 MiB", "100%")
+    assert notes(shown, "categories") == ["module_memory: the peak of the step"]
+
+
+def test_a_category_that_is_not_known_says_why_and_is_no_zero(tmp_path: Path) -> None:
+    (row,) = [row for row in table_of(view(tmp_path), "categories") if row["category"] == "temporary"]
+    assert (row["bytes"], row["not available"]) == ("-", "only ModuleMemory and FSDPMemory see it")
+
+
+def test_a_long_reason_is_shown_in_full(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, FakeRun())
+    path = directory / "window000" / "rank00000.saved_tensors.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    note = "no backward of this step went through Lightning: what autograd kept is not seen"
+    ends = [{**row, "note": note} for row in rows if row["point"] == "step_end"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in ends))
+    shown = run_view(load_run(directory))
+    (row,) = [row for row in table_of(shown, "categories") if row["category"] == "activation"]
+    assert (row["bytes"], row["not available"]) == ("-", note)
+    assert "went through Lightning" in full(shown)
+
+
+def test_the_allocators_bytes_beyond_the_categories_are_noted(tmp_path: Path) -> None:
+    shown = view(tmp_path, FakeRun(device_bytes=lambda _: 300 * MIB))
+    assert notes(shown, "categories")[-1] == "device peak 364 MiB, 345 MiB more than these categories"
+
+
+def test_repeated_blocks_are_one_row_and_self_bytes_sum_to_the_total(tmp_path: Path) -> None:
+    shown = view(tmp_path)
+    assert lead(shown, "modules") == "Saved activations in step 2: 8.52 MiB."
+    rows = {row["module"]: list(row.values())[1:] for row in table_of(shown, "modules-alike")}
+    assert list(rows) == [
+        "net", "net.blocks", "net.blocks.0-3", "net.blocks.0-3.mix", "net.blocks.0-3.norm", "net.head", "unattributed",
+    ]  # fmt: skip
+    assert rows["net.blocks.0-3.mix"] == ["4.00 MiB", "4.00 MiB", "1.00 MiB", "1.00 MiB", "4"]
+    assert rows["unattributed"][0] == "16.0 KiB"
+    assert len(table_of(shown, "modules-each")) > len(rows)
+
+
+def test_of_many_modules_the_text_page_shows_ten(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, FakeRun())
+
+    def many(row: dict[str, Any]) -> dict[str, Any]:
+        if "modules" not in row:
+            return row
+        modules = {f"layer{'x' * index}": [MIB, MIB, 1, 5, 5] for index in range(14)}
+        return {**row, "activation_bytes": 14 * MIB, "unattributed_bytes": 0, "modules": modules}
+
+    page = full(rewrite(directory, many))
+    assert page.count("  layer") == 10
+    assert "  4 more" in page
+
+
+def test_where_nothing_is_attributed_the_reason_is_shown(tmp_path: Path) -> None:
+    shown = view(tmp_path, FakeRun(memory=FakeMemory(attribution="it is compiled")))
+    assert "8.52 MiB are unattributed: it is compiled." in full(shown)
+
+
+def test_values_whose_size_is_not_known_are_counted(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, FakeRun())
+    shown = rewrite(directory, lambda row: {**row, "uncounted": 3} if "modules" in row else row)
+    section = run_document(shown).section("modules")
+    assert section is not None
+    last = section.parts[-1]
+    assert isinstance(last, Paragraph)
+    assert words_text(last.words).startswith("3 more values have an unknown size")
+
+
+def test_sites_sum_to_the_peak(tmp_path: Path) -> None:
+    shown = view(tmp_path)
+    assert lead(shown, "sites") == "Live bytes on cpu peak at 10.6 MiB in step 3, window 0."
+    first, *_, last = table_of(shown, "sites")
+    assert (first["operator"], first["bytes"], first["blocks"]) == ("addmm", "10.6 MiB", "5")
+    assert (last["operator"], last["bytes"]) == ("unattributed", "0 B")
+
+
+def test_sites_of_repeated_blocks_and_of_several_steps_are_one_row(tmp_path: Path) -> None:
+    shown = view(tmp_path)
+    found = peak_allocations(shown.memory.lead)
+    assert found is not None
+    _, device = found
+    site = device.sites[0]
+    line = "/home/me/code/a_file.py(12): forward"
+    blocks = [
+        replace(site, module=f"net.blocks.{index}", line=line, step=step, bytes=MIB, blocks=1)
+        for index in range(4)
+        for step in (2, 3)
+    ]
+    others = [replace(site, operator=f"aten::op{index}", bytes=1, blocks=1, phase="forward") for index in range(12)]
+    changed = replace(device, sites=(*blocks, *others), unattributed_bytes=7, freed_outside_bytes=9)
+    rank = replace(shown.memory.lead, allocations=(replace(shown.memory.lead.allocations[0], devices=(changed,)),))
+    shown = replace(shown, memory=replace(shown.memory, lead=rank))
+    rows = [list(row.values()) for row in table_of(shown, "sites")]
+    assert rows[0] == ["addmm", "8.00 MiB", "8", "net.blocks.0-3", "a_file.py(12)"]
+    assert rows[1][:4] == ["op0", "1 B", "1", "(forward)"]
+    assert [row[:2] for row in rows[-2:]] == [["freed, allocated before the window", "-9 B"], ["unattributed", "7 B"]]
+    assert len(table_of(shown, "every-site")) == 20
+
+
+def test_live_bytes_and_saved_activations_are_curves(tmp_path: Path) -> None:
+    section = run_document(view(tmp_path)).section("memory")
+    assert section is not None
+    live, saved = [part for part in section.parts if isinstance(part, Chart) and part.values]
+    assert live.title == "Live bytes, window 0 on cpu"
+    assert words_text(live.words) == (
+        "2.13 MiB at the start, max 10.6 MiB, 4.26 MiB at the end; step 3: step start 2.13 MiB, step end 4.26 MiB"
+    )
+    assert max(live.values) == pytest.approx(10.6 * MIB, rel=0.01)
+    assert words_text(saved.words) == "steps 2–3, count 2: min 8.52 MiB, max 8.52 MiB"
+
+
+def test_functions_have_their_mean_changes(tmp_path: Path) -> None:
+    (row,) = table_of(view(tmp_path), "functions")
+    assert row == {
+        "function": "training_step",
+        "count": "2",
+        "RSS": "+3.00 MiB",
+        "in forwards": "+3.00 MiB",
+        "saved activations": "+8.52 MiB",
+    }
+
+
+def test_the_estimate_for_checkpointing_is_there_for_all_blocks_and_for_each(tmp_path: Path) -> None:
+    both, each = (list(row.values()) for row in table_of(view(tmp_path), "checkpointing")[:2])
+    assert both == ["net.blocks.0-3, all 4", "7.00 MiB", "1.75 MiB", "1.00 MiB", "4.40 ms"]
+    assert each == ["  each", "1.75 MiB", "-", "256 KiB", "1.10 ms"]
+
+
+def test_times_that_recording_stretched_say_so(tmp_path: Path) -> None:
+    def phases(_: int, step: int) -> dict[str, int]:
+        times = {"data_wait": 1, "backward": 1, "optimizer": 1, "callbacks": 1, "other": 1}
+        return {**times, "forward": 30_000_000 if step in (2, 3) else 10_000_000}
+
+    shown = view(tmp_path, FakeRun(phases=phases))
+    assert notes(shown, "checkpointing")[-1] == "forward takes 30.0 ms in recorded steps, 10.0 ms in the others"
+
+
+def test_names_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, FakeRun())
+    hostile = "\x1b[31m\n\u202e"
+    shown = rewrite(directory, lambda row: {**row, "modules": {hostile: [1, 1, 1, 1, 1]}} if "modules" in row else row)
+    text = full(shown)
+    assert not set(text) & set("\x1b\u202e")
+    assert "\\x1b[31m" in text
+
+
+def test_numbers_that_no_memory_has_are_left_out_and_the_rest_adds_up(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, FakeRun())
+
+    def change(row: dict[str, Any]) -> dict[str, Any]:
+        if "modules" in row:
+            return {**row, "modules": {**row["modules"], "net": [0, 10**400, True, 0, 0]}}
+        return {**row, "held": {**row["held"], "buffer_bytes": 10**400, "input_bytes": float("nan")}}
+
+    shown = rewrite(directory, change)
+    peak = shown.memory.lead.peak
+    assert peak is not None
+    assert "buffer" not in peak.categories
+    assert peak.categories["input"] is None
+    assert sum(size or 0 for size in peak.categories.values()) == peak.total_bytes
+    assert shown.memory.lead.activations is not None
+    assert "net" not in [module.name for module in shown.memory.lead.activations.modules]
+    assert full(shown)
+
+
+def test_named_regions_and_snapshots_have_a_row_each(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, FakeRun())
+    sizes = [("load", "start", 400), ("load", "end", 500), ("[red]x", "snapshot", 500), ("load", "start", 500),
+             ("load", "end", 480), ("odd", "start", 480)]  # fmt: skip
+    rows = [
+        {"name": name, "point": point, "step": None, "global_step": None, "time_ns": 1, "rss_bytes": size * MIB}
+        for name, point, size in sizes
+    ]
+    (directory / "snapshots.rank00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = run_view(load_run(directory))
+    assert [list(row.values()) for row in table_of(shown, "named-sums")] == [
+        ["load", "0", "2", "-", "+40.0 MiB", "+100 MiB", "-"],
+        ["[red]x", "0", "1", "500 MiB", "-", "-", "-"],
+        ["odd", "0", "1", "-", "-", "-", "1"],
+    ]
+    assert "[red]x" in words(full(shown))
+    assert len(table_of(shown, "named")) == 6

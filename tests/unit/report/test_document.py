@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fake_runs import make_run
+from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.report.document import (
+    Cell,
+    Column,
+    Document,
+    Phrase,
+    Table,
+    code,
+    count,
+    duration,
+    phrase,
+    share,
+    size,
+    text,
+)
+from lightning_memprof.report.printers.html import render_document
+from lightning_memprof.report.printers.json import document_to_json
+from lightning_memprof.report.printers.markdown import to_markdown
+from lightning_memprof.report.printers.text import full_page, plain
+from lightning_memprof.report.sections import run_document
+from lightning_memprof.report.view import run_view
+from lightning_memprof.units import MIB
+
+HOSTILE = "<b>evil</b>|`x`\x1b[31m"
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> Document:
+    return run_document(run_view(load_run(make_run(tmp_path))))
+
+
+def with_table(document: Document, table: Table) -> Document:
+    """Add a table to the section of the steps, as whoever writes a section does."""
+    sections = [
+        replace(section, parts=[*section.parts, table]) if section.id == "steps" else section
+        for section in document.sections
+    ]
+    return replace(document, sections=sections)
+
+
+def test_a_table_that_is_written_once_is_in_all_four_formats(document: Document) -> None:
+    table = Table(
+        id="caches",
+        title="Caches of the tokenizer",
+        columns=(Column("cache", "code"), Column("hit share", "share"), Column("bytes", "bytes")),
+        rows=[(code("merges"), share(0.53), size(12 * MIB)), (code(HOSTILE), share(None), size(0))],
+        notes=["counted in recorded steps"],
+    )
+    changed = with_table(document, table)
+    terminal = plain(full_page(changed, 80, ascii_only=False))
+    markdown, html = to_markdown(changed, is_full=True), render_document(changed, {})
+    for page in (terminal, markdown, html):
+        assert page.count("Caches of the tokenizer") >= 1
+        assert all(part in page for part in ("merges", "hit share", "53%", "12.0 MiB", "counted in recorded steps"))
+        assert "\x1b" not in page
+    assert "<b>evil" not in html
+    assert "<b>evil" not in markdown
+    assert "| `merges` | 53% | 12.0 MiB |" in markdown
+    (section,) = [section for section in document_to_json(changed)["sections"] if section["id"] == "steps"]
+    found = section["parts"][-1]
+    assert (found["part"], found["id"]) == ("table", "caches")
+    assert [(column["heading"], column["unit"]) for column in found["columns"]][1] == ("hit share", "share")
+    assert found["rows"][0][2] == {"value": 12 * MIB, "unit": "bytes"}
+    assert found["rows"][1][1] == {"value": None, "unit": "share"}
+
+
+def test_each_table_has_an_id_of_its_own(document: Document) -> None:
+    ids = [table.id for table in document.tables()]
+    assert len(ids) == len(set(ids))
+
+
+def test_each_row_has_a_cell_for_each_column(document: Document) -> None:
+    for table in document.tables():
+        assert {len(row) for row in (*table.rows, *table.footer)} <= {len(table.columns)}, table.id
+
+
+def test_a_share_is_that_of_the_whole_and_never_negative() -> None:
+    assert duration(5, 10).share == 0.5
+    assert size(-5, 10).share == 0.0
+    assert (size(5).share, size(None, 10).share, size(5, 0).share, text("5").share) == (None, None, None, None)
+
+
+def test_a_phrase_has_its_values_and_a_bare_number_is_a_count() -> None:
+    assert phrase("{} of {} files", size(5), 7) == Phrase((size(5), " of ", count(7), " files"))
+    with pytest.raises(ValueError, match="takes 1 values, not 2"):
+        phrase("{}", 1, 2)
+
+
+def test_a_column_without_a_value_is_not_shown_but_the_first_one() -> None:
+    columns = (Column("name"), Column("bytes", "bytes"), Column("count", "count"))
+    table = Table(id="t", title="", columns=columns, rows=[(text(None), size(None), count(0))])
+    assert table.known == [0, 2]
+
+
+def test_sections_can_be_chosen(document: Document) -> None:
+    assert [section.id for section in document.only(["memory", "steps"]).sections] == ["steps", "memory"]
+    assert {section.id for section in document.summary().sections} == {"overview"}
+    assert document.section("nowhere") is None
+    assert Cell(None).value is None
