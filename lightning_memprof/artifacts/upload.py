@@ -1,42 +1,27 @@
-"""Files of a run at a URL: written locally first, then copied whole by a thread of their own."""
+"""Uploads of a run to its URL: files are written locally, then copied whole by a thread and its worker process."""
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import queue
-import random
 import shutil
-import socket
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.artifacts.naming import RUN_DIRECTORY, numbered, temporary_name
-from lightning_memprof.artifacts.secrets import has_password, without_password
-from lightning_memprof.errors import ArtifactError, ConfigError
+from lightning_memprof.artifacts.naming import temporary_name
+from lightning_memprof.artifacts.remote import Remote, Retries, UploadWorker, protocol_of
 from lightning_memprof.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
-    from lightning_memprof.artifacts.upload_worker import UploadWorker
-
-__all__ = ["Remote", "Retries", "Uploads", "check_url", "claim_remote", "is_url", "protocol_of", "url_path"]
+__all__ = ["Uploads"]
 
 log = logging.getLogger(__name__)
 
-LOCAL_PROTOCOLS: Final = frozenset({"file", "local"})
-# An object is seen when it is whole; elsewhere a file is copied under another name and renamed.
-OBJECT_STORES: Final = frozenset(
-    {"s3", "s3a", "gs", "gcs", "gsfs", "az", "abfs", "abfss", "adl", "oss", "oci", "hf", "memory", "r2", "tos"}
-)
-CLAIM_NAME: Final = "claim.json"
-MAX_RUNS: Final = 10_000
 # A pulse grows by 100 bytes per step and is uploaded whole each time.
 LIVE_PAUSE_S: Final = 30.0
 # Behind Ctrl-C or SIGTERM: the first is ignored by then, and the second is followed by SIGKILL.
@@ -44,171 +29,6 @@ HURRY_S: Final = 10.0
 LAST_LOOK_S: Final = 1.0
 # At the end of a run: after so many files in a row that could not be copied, the rest is not tried.
 MAX_FAILURES: Final = 2
-
-
-@dataclass(frozen=True)
-class Retries:
-    """How stubborn uploads are.
-
-    Attributes:
-        attempts: for one file, in a row; file systems try some seconds again themselves.
-        first_wait_s: before the second attempt; doubled before each further one.
-        pause_s: how long nothing is tried after a file has failed at all attempts; what comes meanwhile waits.
-        patience_s: how long the end of a run waits for one file, and a second more for each MiB.
-
-    """
-
-    attempts: int = 3
-    first_wait_s: float = 0.5
-    pause_s: float = 60.0
-    patience_s: float = 300.0
-
-    def waits(self) -> Iterator[float]:
-        """Yield the waits between the attempts, in seconds."""
-        for number in range(self.attempts - 1):
-            yield self.first_wait_s * 2**number
-
-    def call(self, action: Callable[[], None]) -> None:
-        """Do ``action``, again after each wait while it fails; raises what the last attempt raised."""
-        for wait in self.waits():
-            try:
-                return action()
-            except Exception as error:  # noqa: BLE001 each file system has errors of its own
-                log.debug("failed, trying again in %s s: %s", wait, error)
-                time.sleep(wait)
-        return action()
-
-
-def is_url(text: str) -> bool:
-    """Say whether ``text`` names a place by protocol, as in ``s3://bucket/runs``."""
-    return "://" in text
-
-
-def protocol_of(url: str) -> str:
-    """Return what stands before ``://``."""
-    return url.partition("://")[0]
-
-
-def url_path(url: str) -> str | None:
-    """Return the path of a URL of this machine's own disk, None of any other."""
-    return url.partition("://")[2] if protocol_of(url) in LOCAL_PROTOCOLS else None
-
-
-def check_url(url: str) -> None:
-    """Refuse a URL that nothing here can write to; does not ask the network.
-
-    Raises:
-        ConfigError: fsspec does not know the protocol, its package is not installed, or it tells a password.
-
-    """
-    from fsspec import get_filesystem_class
-
-    if has_password(url):
-        msg = (
-            f"{without_password(url)}: has a password, a key or a token, which would appear in the run's files and in "
-            "the list of processes; give it by the environment or by fsspec's configuration"
-        )
-        raise ConfigError(msg)
-    protocol = protocol_of(url).partition("::")[0]
-    try:
-        get_filesystem_class(protocol)
-    except (ImportError, ValueError) as error:
-        msg = f"{url}: {error}; install fsspec's package for {protocol}://, or give a local directory"
-        raise ConfigError(msg) from error
-    if not url.partition("://")[2].strip("/"):
-        msg = f"{url}: names no place; give one, as in {protocol}://bucket/runs"
-        raise ConfigError(msg)
-
-
-class Remote:
-    """A directory at an fsspec URL.
-
-    Args:
-        url: with the protocol; credentials and endpoints come from the environment and fsspec's own configuration.
-
-    Raises:
-        ConfigError: fsspec does not know the protocol, or its package is not installed.
-
-    """
-
-    def __init__(self, url: str) -> None:
-        from fsspec.core import url_to_fs
-
-        check_url(url)
-        self.url = url.rstrip("/")
-        filesystem, path = url_to_fs(self.url)
-        self.filesystem: Any = filesystem
-        self.path: str = str(path).rstrip("/")
-
-    def put(self, local: Path, name: str) -> None:
-        """Copy a file to ``name`` below the URL, where it appears when it is whole; raises what fsspec raises."""
-        target = self.at(name)
-        if protocol_of(self.url) in OBJECT_STORES:
-            self.filesystem.put_file(str(local), target)
-            return
-        self.filesystem.makedirs(target.rpartition("/")[0], exist_ok=True)
-        self.filesystem.put_file(str(local), temporary_name(target))
-        self.filesystem.mv(temporary_name(target), target)
-
-    def create(self, name: str, data: bytes) -> bool:
-        """Write a file that is not there yet; False where it is."""
-        target = self.at(name)
-        if protocol_of(self.url) not in OBJECT_STORES:
-            self.filesystem.makedirs(target.rpartition("/")[0], exist_ok=True)
-        try:
-            self.filesystem.pipe_file(target, data, mode="create")
-        except FileExistsError:
-            return False
-        except (TypeError, NotImplementedError):
-            # Between looking and writing another job could come: this file system cannot do better.
-            self.filesystem.pipe_file(target, data)
-        return True
-
-    def exists(self, name: str) -> bool:
-        """Say whether a file or a directory has this name."""
-        self.filesystem.invalidate_cache()
-        return bool(self.filesystem.exists(self.at(name)))
-
-    def remove(self, name: str) -> None:
-        """Remove a file; one that is not there is none the less gone."""
-        with suppress(FileNotFoundError):
-            self.filesystem.rm_file(self.at(name))
-
-    def at(self, name: str) -> str:
-        """Return the file system's own path of ``name``."""
-        return f"{self.path}/{name}" if name else self.path
-
-
-def claim_remote(remote: Remote, retries: Retries | None = None) -> int:
-    """Claim the first run directory below the URL that no earlier run has; return its number, from 1.
-
-    Raises:
-        ArtifactError: the URL cannot be written, with the reason.
-
-    """
-    claim = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time_ns": time.time_ns()}).encode()
-    claimed: list[int] = []
-
-    def attempt() -> None:
-        for number in range(1, MAX_RUNS):
-            name = numbered(RUN_DIRECTORY, number)
-            if not remote.exists(name) and remote.create(f"{name}/{CLAIM_NAME}", claim):
-                claimed.append(number)
-                return
-
-    # Clients draw the waits between their attempts from the generator that the program may have seeded.
-    state = random.getstate()
-    try:
-        (retries or Retries()).call(attempt)
-    except Exception as error:
-        msg = f"{remote.url}: cannot be written ({type(error).__name__}: {error}); look at the URL and its credentials"
-        raise ArtifactError(msg) from error
-    finally:
-        random.setstate(state)
-    if not claimed:
-        msg = f"{remote.url}: holds {MAX_RUNS} runs; give another place"
-        raise ArtifactError(msg)
-    return claimed[0]
 
 
 class Uploads:
@@ -382,8 +202,6 @@ class Uploads:
 
     def _reach(self) -> Remote | UploadWorker:
         if self._remote is None:
-            from lightning_memprof.artifacts.upload_worker import UploadWorker
-
             # Another process has a memory of its own.
             self._remote = Remote(self.url) if protocol_of(self.url) == "memory" else UploadWorker(self.url)
         return self._remote

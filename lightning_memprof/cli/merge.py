@@ -59,7 +59,7 @@ def _trace_files(names: Sequence[str]) -> list[Path] | None:
 
     """
     from lightning_memprof.analysis.run.targets import find_targets
-    from lightning_memprof.artifacts.upload import is_url
+    from lightning_memprof.artifacts.remote import is_url
 
     paths = [Path(name) for name in names]
     # The trace reader judges files that are named one by one; a file named twice is refused.

@@ -97,7 +97,7 @@ def _execute(options: Namespace) -> int:
 def _prepare(names: Sequence[str], steps: Sequence[int] | None, folder: Path) -> Path:
     """Return one trace file to open; a new one is written to ``folder``."""
     from lightning_memprof.analysis.run.targets import find_targets
-    from lightning_memprof.artifacts.upload import is_url
+    from lightning_memprof.artifacts.remote import is_url
 
     paths = [Path(name) for name in names]
     targets = None if len(names) == 1 and (is_url(names[0]) or paths[0].is_file()) else find_targets(paths)

@@ -44,7 +44,7 @@ def _execute(options: Namespace) -> int:
     Reads only the run's files, and of these only new rows: it works on another node of a shared file system.
     """
     from lightning_memprof.analysis.run.locate import find_run
-    from lightning_memprof.artifacts.upload import is_url
+    from lightning_memprof.artifacts.remote import is_url
 
     if not options.interval > 0:
         raise ConfigError(f"--interval {options.interval:g}: must be above 0 seconds")

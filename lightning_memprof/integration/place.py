@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Final
 from lightning_memprof.artifacts.manifest import ManifestWriter
 from lightning_memprof.artifacts.naming import manifest_name, parse_manifest_name
 from lightning_memprof.artifacts.plain_file import open_plain
+from lightning_memprof.artifacts.remote import check_url, claim_url, is_url, url_path
 from lightning_memprof.artifacts.secrets import has_password
 from lightning_memprof.artifacts.sink import RunPlace, claim_run_place
-from lightning_memprof.artifacts.upload import check_url, is_url, url_path
-from lightning_memprof.artifacts.upload_worker import claim_url
 from lightning_memprof.errors import MemprofError
 
 if TYPE_CHECKING:

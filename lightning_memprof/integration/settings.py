@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch
 
 from lightning_memprof.analysis.trace.operators import TableOptions
-from lightning_memprof.artifacts.upload import check_url, is_url
+from lightning_memprof.artifacts.remote import check_url, is_url
 from lightning_memprof.capture.base import Collector
 from lightning_memprof.capture.budget import Budget
 from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory

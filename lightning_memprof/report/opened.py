@@ -14,7 +14,7 @@ from lightning_memprof.analysis.run.fetch import LocalRun, local_run
 from lightning_memprof.analysis.run.load import Artifact, Note, Run
 from lightning_memprof.analysis.run.targets import find_targets
 from lightning_memprof.analysis.trace.operators import ensure_operator_tables
-from lightning_memprof.artifacts.upload import is_url
+from lightning_memprof.artifacts.remote import is_url
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.report.files_view import FileReports, FilesView, files_view, read_files
 from lightning_memprof.report.view import View, run_view

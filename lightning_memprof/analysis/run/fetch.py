@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from lightning_memprof.analysis.run.locate import MAX_DEPTH, find_run
 from lightning_memprof.analysis.run.rows import manifest_rows, rows_of, text
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, parse_manifest_name, parse_numbered
-from lightning_memprof.artifacts.upload import Remote, is_url, url_path
+from lightning_memprof.artifacts.remote import Remote, is_url, url_path
 from lightning_memprof.errors import ArtifactError, MemprofError
 
 if TYPE_CHECKING:

@@ -18,8 +18,17 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_memprof.artifacts import upload
-from lightning_memprof.artifacts.upload import Remote, Retries, Uploads, check_url, claim_remote, is_url, url_path
-from lightning_memprof.artifacts.upload_worker import UploadWorker, claim_url
+from lightning_memprof.artifacts.remote import (
+    Remote,
+    Retries,
+    UploadWorker,
+    check_url,
+    claim_remote,
+    claim_url,
+    is_url,
+    url_path,
+)
+from lightning_memprof.artifacts.upload import Uploads
 from lightning_memprof.errors import ArtifactError, ConfigError
 
 URL = "memory://bucket/exp"
@@ -75,7 +84,7 @@ def test_a_url_is_known_by_its_protocol() -> None:
     ("url", "words"),
     [
         ("nowhere://bucket/x", "nowhere://bucket/x: Protocol not known: nowhere; install fsspec's package"),
-        ("memory://", "memory://: names no place; give one, as in memory://bucket/runs"),
+        ("memory://", "memory://: has no path; add one, as in memory://bucket/runs"),
         ("sftp://me:hidden@host/runs", r"sftp://me:\*\*\*@host/runs: has a password, .* give it by the environment"),
         ("memory://me:hid/den@host/runs", r"memory://me:\*\*\*@host/runs: has a password, "),
         ("memory://me%3Ahidden@host/runs", r"memory://\*\*\*: has a password, "),
