@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from lightning_memprof.analysis.memory.allocations import WindowAllocations
+    from lightning_memprof.analysis.memory.model import WindowAllocations
     from lightning_memprof.analysis.ranks.report import RankReport
     from lightning_memprof.analysis.run.load import (
         Artifact,

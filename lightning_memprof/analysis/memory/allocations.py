@@ -1,12 +1,9 @@
-"""From an operator trace's `[memory]` events to live bytes over time, the peak, and who holds the bytes at the peak.
+"""Allocations of a run by window: live bytes over time, the peak, and the allocation sites of the bytes at the peak.
 
-A trace knows what was allocated and freed while it was recorded. On a device its bytes are the allocator's own, blocks
-as they are handed out, so that what lay there before is known as a number (`start_bytes`) and may be freed meanwhile.
-On the host torch notes the blocks that it saw allocated under a profiler, and notes no free between two profiles: its
-totals, and frees of blocks that are not this trace's, mean nothing there and are left out.
-
-An operator is the innermost one that ran in the allocating thread, but for those that only allocate for another. A
-backward operator belongs to the module, and to the Python line, of the forward operator that made its autograd node.
+Read from operator traces and, for windows whose trace has no CUDA memory, from allocator snapshots. A trace counts the
+blocks that were allocated and freed while it was recorded, above the bytes at its start (`start_bytes`). Snapshots have
+allocation sites but no modules, and operators only in C++ frames (otherwise `alloc`); their bytes are requested bytes,
+and those without a stack are unattributed.
 """
 
 from __future__ import annotations
@@ -14,12 +11,21 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from lightning_memprof.analysis.memory.columns import DeviceMemory, MemoryColumns, MemoryTrace, read_memory
+from lightning_memprof.analysis.memory.columns import (
+    DeviceMemory,
+    MemoryColumns,
+    MemoryTrace,
+    Origin,
+    Origins,
+    counted_bytes,
+    read_memory,
+)
 from lightning_memprof.analysis.memory.model import (
     DeviceAllocations,
     MarkBytes,
@@ -29,73 +35,97 @@ from lightning_memprof.analysis.memory.model import (
     curve_corners,
 )
 from lightning_memprof.analysis.run.load import Artifact, Run
-from lightning_memprof.analysis.snapshot.rings import ring_allocations
-from lightning_memprof.analysis.stacks import Frame, user_frame
-from lightning_memprof.analysis.trace.threads import HostRanges
+from lightning_memprof.analysis.snapshot.reader import read_snapshot
+from lightning_memprof.analysis.snapshot.replay import Replay, replay
+from lightning_memprof.analysis.stacks import native_site, user_frame
 from lightning_memprof.artifacts.naming import TraceName
 from lightning_memprof.errors import ArtifactError
 
-__all__ = [
-    "DeviceAllocations",
-    "MarkBytes",
-    "Origin",
-    "Origins",
-    "Site",
-    "StepBytes",
-    "WindowAllocations",
-    "counted_bytes",
-    "run_allocations",
-    "window_allocations",
-]
+__all__ = ["replay_allocations", "run_allocations", "window_allocations"]
 
 _TRACE_COLLECTOR: Final = "operator_trace"
-# They allocate for the operator that called them; alone they are the operator.
-_ALLOCATING: Final = frozenset(
-    {
-        "aten::empty",
-        "aten::empty_like",
-        "aten::empty_strided",
-        "aten::new_empty",
-        "aten::new_empty_strided",
-        "aten::resize_",
-        "aten::_resize_output_",
-    }
-)
+_ALLOC: Final = "alloc"
 
 
 def run_allocations(run: Run) -> tuple[WindowAllocations, ...]:
-    """Read what every window of a run knows of its memory, rank after rank, window after window.
+    """Return the allocations of every window of a run, by rank and window.
 
-    That is its operator trace and, where that has nothing of a CUDA device, the last allocator snapshot of the window.
-    What is damaged or was recorded without allocations is a `problem`.
+    They are read from the window's operator trace and, where that has no CUDA memory, from its last allocator snapshot.
+    A damaged file, or one recorded without allocations, is a `problem`.
     """
     traces = [
         artifact for artifact in run.artifacts if artifact.type == "trace" and artifact.collector == _TRACE_COLLECTOR
     ]
-    found = [_read(trace) for trace in traces]
-    found += ring_allocations(run, found)
+    found = [
+        _read(trace, window_allocations, "the trace has no allocations: record it with profile_memory=True")
+        for trace in traces
+    ]
+    found += _snapshot_allocations(run, found)
     return tuple(sorted(found, key=lambda allocation: (allocation.rank, allocation.window or 0, str(allocation.trace))))
 
 
-def _read(artifact: Artifact) -> WindowAllocations:
+def _snapshot_allocations(run: Run, traced: Sequence[WindowAllocations]) -> list[WindowAllocations]:
+    """Return the allocations of windows whose traces, read before, have no CUDA memory."""
+    known = {
+        (allocation.rank, allocation.window)
+        for allocation in traced
+        for device in allocation.devices
+        if device.device.startswith("cuda")
+    }
+    last = {
+        (artifact.rank, artifact.window): artifact
+        for artifact in run.artifacts
+        if artifact.type == "snapshot" and artifact.window is not None
+    }
+    steps = {
+        rank.rank: [
+            _Step(start, start + duration, step)
+            for row in rank.pulse
+            if (step := row["step"]) is not None
+            and (start := row["start_ns"]) is not None
+            and (duration := row["duration_ns"]) is not None
+        ]
+        for rank in run.ranks
+    }
+
+    def devices(file: Path, rank: int) -> tuple[DeviceAllocations, ...]:
+        snapshot = read_snapshot(file)
+        with_events = [number for number, recorded in snapshot.devices.items() if recorded.events]
+        return tuple(replay_allocations(replay(snapshot, number), steps.get(rank, [])) for number in with_events)
+
+    return [
+        _read(
+            artifact,
+            partial(devices, rank=artifact.rank),
+            "the snapshot has no events: the allocator history was off",
+        )
+        for key, artifact in last.items()
+        if key not in known
+    ]
+
+
+def _read(
+    artifact: Artifact, devices_of: Callable[[Path], tuple[DeviceAllocations, ...]], empty: str
+) -> WindowAllocations:
+    devices: tuple[DeviceAllocations, ...] = ()
+    problem: str | None
     try:
-        devices = window_allocations(artifact.file)
+        devices = devices_of(artifact.file)
+        problem = None if devices else empty
     except ArtifactError as error:
-        return WindowAllocations(artifact.rank, artifact.window, (), artifact.file, str(error))
-    problem = None if devices else "its trace has no allocations: record it with profile_memory=True"
-    return WindowAllocations(artifact.rank, artifact.window, devices, artifact.file, problem)
+        problem = str(error)
+    return WindowAllocations(
+        rank=artifact.rank, window=artifact.window, devices=devices, trace=artifact.file, problem=problem
+    )
 
 
 def window_allocations(trace: Path) -> tuple[DeviceAllocations, ...]:
-    """What a trace says about the memory of each device that it saw allocate, the host first.
+    """Return the allocations of each device of a trace, the host first; empty if recorded without `profile_memory`.
 
-    Reads the file once; about 40 bytes an event are kept until its end.
-
-    Returns:
-        One for each device; none where the trace was recorded without `profile_memory`.
+    Reads the file once and needs about 40 bytes of memory per event.
 
     Raises:
-        ArtifactError: the trace is missing, damaged or cut off.
+        ArtifactError: the trace is missing, damaged or truncated.
 
     """
     name = TraceName.parse(trace.name)
@@ -108,9 +138,9 @@ def _device(trace: MemoryTrace, device: DeviceMemory, memory: MemoryColumns, ori
     deltas = counted_bytes(device, memory)
     live = tuple(accumulate(deltas))
     peak = max(range(len(live)), key=live.__getitem__)
-    # Where all is freed and nothing allocated, the most there was is what there was before.
+    # If nothing was allocated above the start, the peak is at the start.
     count = peak + 1 if live[peak] > 0 else 0
-    sites, unattributed, freed_outside = _held(memory, deltas, count, origins)
+    sites, unattributed, freed_outside = _live_sites(memory, deltas, count, origins)
     time = trace.origin_ns + memory.time[peak if count else 0]
     return DeviceAllocations(
         device=str(device),
@@ -131,24 +161,13 @@ def _device(trace: MemoryTrace, device: DeviceMemory, memory: MemoryColumns, ori
     )
 
 
-def counted_bytes(device: DeviceMemory, memory: MemoryColumns) -> array[int]:
-    """The bytes by which each event changes what is live; 0 for a free that means nothing (see above)."""
-    deltas = array("q", memory.bytes)
-    if not any(memory.address):  # traces before torch 1.11: there is nothing to tell blocks by
-        return deltas
-    live: dict[int, int] = {}
-    for i, (address, count) in enumerate(zip(memory.address, memory.bytes, strict=True)):
-        if count >= 0:
-            # Its free was not seen, a thread that is not recorded did it.
-            deltas[i] -= live.get(address, 0)
-            live[address] = count
-        elif live.pop(address, None) is None and device.is_host:
-            deltas[i] = 0
-    return deltas
+def _live_sites(
+    memory: MemoryColumns, deltas: array[int], count: int, origins: Origins
+) -> tuple[tuple[Site, ...], int, int]:
+    """Return the sites of the bytes that are live after the first `count` events, and two sums of bytes.
 
-
-def _held(memory: MemoryColumns, deltas: array[int], count: int, origins: Origins) -> tuple[tuple[Site, ...], int, int]:
-    """Who holds what is live after the first `count` events; the bytes of no known operator; those freed of before."""
+    These are the live bytes of no known operator, and the bytes freed that were allocated before the trace.
+    """
     live: dict[int, int] = {}
     freed_outside = unattributed = 0
     for i in range(count):
@@ -158,89 +177,31 @@ def _held(memory: MemoryColumns, deltas: array[int], count: int, origins: Origin
             live[memory.address[i]] = i
         elif live.pop(memory.address[i], None) is None:
             freed_outside -= deltas[i]
-    held: Counter[Origin] = Counter()
-    blocks: Counter[Origin] = Counter()
-    for i in live.values():
-        origin = origins.of(memory, i)
-        if origin.operator is None:
-            unattributed += memory.bytes[i]
-        else:
-            held[origin] += memory.bytes[i]
-            blocks[origin] += 1
-    sites = [_site(origin, count, blocks[origin]) for origin, count in held.items()]
-    return tuple(sorted(sites, key=lambda site: -site.bytes)), unattributed, freed_outside
+    blocks = [(origins.of(memory, i), memory.bytes[i]) for i in live.values()]
+    unattributed += sum(size for origin, size in blocks if origin.operator is None)
+    return _sites((origin, size) for origin, size in blocks if origin.operator is not None), unattributed, freed_outside
 
 
-class Origin(NamedTuple):
-    """Who allocated: operator, module, phase and step as in :class:`Site`, Python frames innermost first."""
-
-    operator: str | None
-    module: str | None
-    phase: str | None
-    stack: tuple[Frame, ...]
-    step: int | None = None
-
-
-def _site(origin: Origin, count: int, blocks: int) -> Site:
-    line = user_frame(origin.stack)
-    return Site(
-        operator=origin.operator or "",
-        module=origin.module,
-        line=str(line) if line else None,
-        stack=tuple(map(str, origin.stack)),
-        step=origin.step,
-        phase=origin.phase,
-        bytes=count,
-        blocks=blocks,
+def _sites(blocks: Iterable[tuple[Origin, int]], *, with_native: bool = True) -> tuple[Site, ...]:
+    """Sum the bytes of live blocks by origin, largest first; `with_native` shows C++ frames in the stacks."""
+    live: Counter[Origin] = Counter()
+    counts: Counter[Origin] = Counter()
+    for origin, size in blocks:
+        live[origin] += size
+        counts[origin] += 1
+    return tuple(
+        Site(
+            operator=origin.operator or "",
+            module=origin.module,
+            line=str(frame) if (frame := user_frame(origin.stack)) else None,
+            stack=tuple(str(frame) for frame in origin.stack if with_native or frame.is_python),
+            step=origin.step,
+            phase=origin.phase,
+            bytes=size,
+            blocks=counts[origin],
+        )
+        for origin, size in live.most_common()
     )
-
-
-class Origins:
-    """Who allocated, found once for each range that did."""
-
-    def __init__(self, trace: MemoryTrace) -> None:
-        """Take a trace whose ranges are nested."""
-        self._trace = trace
-        self._ranges: HostRanges = trace.ranges
-        self._forward_threads = self._ranges.forward_threads()
-        self._found: dict[tuple[int, int], Origin] = {}
-
-    def of(self, memory: MemoryColumns, i: int) -> Origin:
-        """Say who made allocation `i`."""
-        step = self._trace.step_at(self._trace.origin_ns + memory.time[i])
-        return self._around(memory.thread[i], memory.inner[i])._replace(step=step)
-
-    def _around(self, thread: int, position: int) -> Origin:
-        found = self._found.get((thread, position))
-        if found is None:
-            found = self._found[thread, position] = self._look(thread, position)
-        return found
-
-    def _look(self, thread: int, position: int) -> Origin:
-        operator = module = phase = None
-        stack: list[Frame] = []
-        forward: Origin | None = None
-        nodes = self._ranges.threads[thread].nodes
-        for at, label in self._ranges.chain(thread, position):
-            if label.operator and (operator is None or operator in _ALLOCATING):
-                operator = label.operator
-            module = module or label.module
-            phase = phase or label.phase
-            if label.frame is not None:
-                stack.append(label.frame)
-            if forward is None and module is None and at in nodes:
-                forward = self._forward_of(*nodes[at])
-        if forward is not None:
-            return Origin(operator, forward.module, phase, forward.stack or tuple(stack))
-        return Origin(operator, module, phase, tuple(stack))
-
-    def _forward_of(self, forward_thread: int, sequence: int) -> Origin | None:
-        """Who ran the forward operator of an autograd node; None where the trace does not hold it."""
-        thread = self._forward_threads.get(forward_thread)
-        if thread is None:
-            return None
-        position = self._ranges.threads[thread].created.get(sequence)
-        return None if position is None else self._around(thread, position)
 
 
 def _live_at(memory: MemoryColumns, live: Sequence[int], time: int) -> int:
@@ -253,7 +214,85 @@ def _steps(trace: MemoryTrace, memory: MemoryColumns, live: Sequence[int]) -> It
         at_start, at_end = _live_at(memory, live, start), _live_at(memory, live, end)
         inside = range(bisect_right(memory.time, start), bisect_right(memory.time, end))
         highest = max(inside, key=live.__getitem__, default=None)
-        if highest is None or live[highest] < at_start:
-            yield StepBytes(step, at_start, at_start, trace.origin_ns + start, at_end)
-        else:
-            yield StepBytes(step, at_start, live[highest], trace.origin_ns + memory.time[highest], at_end)
+        peak, time = at_start, start
+        if highest is not None and live[highest] >= at_start:
+            peak, time = live[highest], memory.time[highest]
+        yield StepBytes(
+            step=step,
+            start_bytes=at_start,
+            peak_bytes=peak,
+            peak_time_ns=trace.origin_ns + time,
+            end_bytes=at_end,
+        )
+
+
+class _Step(NamedTuple):
+    """A step of the pulse: Unix ns of its start and end, and its number."""
+
+    start_ns: int
+    end_ns: int
+    number: int
+
+
+def replay_allocations(ring: Replay, steps: Sequence[tuple[int, int, int]] = ()) -> DeviceAllocations:
+    """Return the allocations of one device of a snapshot, relative to the live bytes at the start of its history.
+
+    Args:
+        ring: the replayed history; it has events. Without times (torch before 2.2) all times are 0.
+        steps: (start, end, number) of the steps in Unix ns, by time.
+
+    """
+    start = ring.live_at(-1).requested_bytes
+    live = [ring.live_at(event).requested_bytes - start for event in range(ring.events)]
+    times = [(event.time_us or 0) * 1000 for event in ring.snapshot.events]
+    live_lives = [life for life in ring.lives if life.born <= ring.peak_event < life.died]
+    known = [life for life in live_lives if life.born >= 0 and ring.snapshot.stacks[life.stack]]
+    old_bytes = sum(life.requested_size for life in live_lives if life.born < 0)
+    stacks = {life.stack: ring.snapshot.stacks[life.stack] for life in known}
+    origins = {number: Origin(native_site(stack) or _ALLOC, None, None, stack) for number, stack in stacks.items()}
+    peak_time = times[max(ring.peak_event, 0)]
+    return DeviceAllocations(
+        device=f"cuda:{ring.device}",
+        start_bytes=start,
+        peak_bytes=ring.peak_requested_bytes - start,
+        peak_time_ns=peak_time,
+        peak_step=_step_at(steps, peak_time),
+        sites=_sites(
+            (
+                (origins[life.stack]._replace(step=_step_at(steps, times[life.born])), life.requested_size)
+                for life in known
+            ),
+            with_native=False,
+        ),
+        unattributed_bytes=ring.peak_requested_bytes - old_bytes - sum(life.requested_size for life in known),
+        freed_outside_bytes=start - old_bytes,
+        curve=tuple((times[i], live[i]) for i in curve_corners(live)),
+        steps=tuple(_step_bytes(step, times, live) for step in steps if _covers(step, times)),
+        marks=(),
+        allocations=sum(event.action == _ALLOC for event in ring.snapshot.events),
+    )
+
+
+def _step_at(steps: Sequence[tuple[int, int, int]], time_ns: int) -> int | None:
+    before = bisect_right(steps, time_ns, key=lambda step: step[0])
+    if not before or steps[before - 1][1] < time_ns:
+        return None
+    return steps[before - 1][2]
+
+
+def _covers(step: tuple[int, int, int], times: Sequence[int]) -> bool:
+    """Return whether the history covers a whole step."""
+    return times[0] <= step[0] and step[1] <= times[-1]
+
+
+def _step_bytes(step: tuple[int, int, int], times: Sequence[int], live: Sequence[int]) -> StepBytes:
+    first, last = (bisect_right(times, time) for time in step[:2])
+    highest = max(range(max(first - 1, 0), last), key=live.__getitem__)
+    at_start = live[first - 1] if first else 0
+    return StepBytes(
+        step=step[2],
+        start_bytes=at_start,
+        peak_bytes=live[highest],
+        peak_time_ns=max(times[highest], step[0]),
+        end_bytes=live[last - 1],
+    )

@@ -1,9 +1,9 @@
-"""Every block of one device over a window: when it came and went, its address, size, stack and category.
+"""The blocks of one device over a window: time of allocation and free, address, size, stack and category.
 
-Neither a trace nor a ring says what a block is for. Its category is told from the phase of the step in which it was
-allocated, and from whether it outlived that phase; in the words of `torch.cuda.memory_stats` nothing of this is known:
+Traces and snapshots do not have categories. The category of a block is derived from the phase of the step in which it
+was allocated, and from whether it outlives that phase:
 
-| allocated in | freed in the same phase | lives on |
+| allocated in | freed in the same phase | freed later |
 |---|---|---|
 | fetch of the batch | temporary | input |
 | forward | temporary | activation |
@@ -11,7 +11,7 @@ allocated, and from whether it outlived that phase; in the words of `torch.cuda.
 | optimizer | temporary | optimizer_state |
 | between them | temporary | other |
 
-What is there before the first event is `before`, and of no block: `with_held` tells which categories it has.
+Bytes live before the first event are `before`; `with_held` splits them by category.
 """
 
 from __future__ import annotations
@@ -25,8 +25,15 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Final
 
-from lightning_memprof.analysis.memory.allocations import Origin, Origins, counted_bytes
-from lightning_memprof.analysis.memory.columns import DeviceMemory, MemoryColumns, MemoryTrace, read_memory
+from lightning_memprof.analysis.memory.columns import (
+    DeviceMemory,
+    MemoryColumns,
+    MemoryTrace,
+    Origin,
+    Origins,
+    counted_bytes,
+    read_memory,
+)
 from lightning_memprof.analysis.memory.model import curve_corners
 from lightning_memprof.analysis.snapshot.replay import Replay
 from lightning_memprof.analysis.stacks import Frame, is_library
@@ -44,11 +51,11 @@ __all__ = [
 ]
 
 BEFORE: Final = "before"
-# What a window finds and leaves: these are not given back between two steps.
+# These are not freed between steps.
 STAYING: Final = ("parameter", "optimizer_state")
-# In the order in which they are stacked: what stays longest lies lowest.
+# In stacking order, the longest-lived at the bottom.
 KINDS: Final = (BEFORE, "parameter", "optimizer_state", "gradient", "activation", "input", "other", "temporary")
-_KEPT: Final = {
+_OUTLIVING: Final = {
     "data_wait": "input",
     "forward": "activation",
     "backward": "gradient",
@@ -63,18 +70,31 @@ _AFTER_POINT: Final = {
     "before_optimizer_step": "optimizer",
 }
 _FETCHING: Final = frozenset({"batch_to_device", "transfer_batch_to_device", "move_data_to_device"})
-# A stack is shown in a small box: its innermost frames of the user's own.
+# Frames shown of a stack, innermost first.
 _FRAMES: Final = 6
 
 
 @dataclass(slots=True)
 class BlockLives:
-    """The blocks of one device in columns; `kind` is a position in `KINDS`, `stack` one in `stacks`.
+    """The blocks of one device in columns. Times are Unix ns if `is_timed`, otherwise event numbers.
 
-    `born` and `died` are Unix ns where `is_timed`, else numbers of events; a block that outlives the last event has
-    `end + 1`. `start` and `end` are the first and the last event. `before_bytes` are of blocks that are not among them:
-    what a device held before its trace, and `freed_before` (moment, bytes) is what of it was given back. `held_before`
-    are bytes of it by category, where another collector counted them; `knows_before` is False where nothing is known.
+    Attributes:
+        device: `cpu`, `cuda:0`, ...
+        is_timed: whether the events have times.
+        start: time of the first event.
+        end: time of the last event.
+        before_bytes: bytes allocated before the window, without `held_before`.
+        freed_before: time and bytes of each free of a block allocated before the window.
+        held_before: bytes allocated before the window by category, where another collector counted them.
+        knows_before: whether the bytes allocated before the window are known.
+        born: time of the allocation.
+        died: time of the free; `end + 1` for a block live at the end.
+        address: address of the block.
+        size: size of the block in bytes.
+        kind: index in `KINDS`.
+        stack: index in `stacks`.
+        stacks: texts of the stacks.
+
     """
 
     device: str
@@ -94,11 +114,11 @@ class BlockLives:
     stacks: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
-        """How many blocks there are."""
+        """Return the count of blocks."""
         return len(self.size)
 
     def at(self, positions: Iterable[int]) -> BlockLives:
-        """Return the blocks at some positions, in their order."""
+        """Return the blocks at the given positions, in that order."""
         chosen = list(positions)
 
         def picked(column: array[int]) -> array[int]:
@@ -123,13 +143,12 @@ class BlockLives:
 
 
 def lives_of_trace(path: Path) -> tuple[BlockLives, ...]:
-    """Read the blocks of a trace, by device, the host first; about 150 bytes an event are kept meanwhile.
+    """Return the blocks of a trace by device, the host first; needs about 150 bytes of memory per event.
 
-    On the host those that the trace saw allocated. None where it was recorded without `profile_memory`, or with a torch
-    before 1.11, whose events have no address.
+    Empty for traces recorded without `profile_memory`, or by torch before 1.11, whose events have no address.
 
     Raises:
-        ArtifactError: the trace is missing, damaged or cut off.
+        ArtifactError: the trace is missing, damaged or truncated.
 
     """
     name = TraceName.parse(path.name)
@@ -146,8 +165,8 @@ def _of_device(trace: MemoryTrace, device: DeviceMemory, memory: MemoryColumns, 
     begin, end = trace.origin_ns + memory.time[0], trace.origin_ns + memory.time[-1]
     before = 0 if device.is_host or not memory.total[0] else memory.total[0] - memory.bytes[0]
     lives = BlockLives(
-        str(device), start=begin, end=end, before_bytes=max(0, before), knows_before=not device.is_host
-    )  # fmt: skip
+        device=str(device), start=begin, end=end, before_bytes=max(0, before), knows_before=not device.is_host
+    )
     phases = _Phases(trace.points)
     stacks: dict[str, int] = {}
     opened: dict[int, int] = {}
@@ -163,7 +182,7 @@ def _of_device(trace: MemoryTrace, device: DeviceMemory, memory: MemoryColumns, 
     for i, (address, size) in enumerate(zip(memory.address, memory.bytes, strict=True)):
         moment = trace.origin_ns + memory.time[i]
         first = opened.pop(address, None)
-        if first is not None:  # also where its free was not seen, and the address is given out again
+        if first is not None:  # also if its free was not recorded and the address is used again
             close(first, moment)
         if size > 0:
             opened[address] = i
@@ -181,13 +200,13 @@ def _words(origin: Origin) -> str:
 
 
 def shown_stack(stack: Sequence[Frame]) -> list[Frame]:
-    """Return the innermost frames of the user's own code, or of any code where there is none; at most six."""
+    """Return the innermost frames of the user's code, or of any code if there is none; at most six."""
     own = [frame for frame in stack if not is_library(frame.filename)]
     return (own or [frame for frame in stack if frame.is_python] or list(stack))[:_FRAMES]
 
 
 class _Phases:
-    """The phases of a trace's steps, from the points that they pass."""
+    """The phases of the steps of a trace, from their marks."""
 
     def __init__(self, points: Sequence[tuple[int, str]]) -> None:
         self._times: list[int] = []
@@ -199,24 +218,24 @@ class _Phases:
                 self._phases.append(phase)
 
     def kind(self, born: int, died: int | None, phase: str | None) -> str:
-        """Return the category of a block that was allocated in a range of a phase, None where that is not known."""
+        """Return the category of a block; `phase` is the phase of the range that allocated it, None if unknown."""
         at = bisect_right(self._times, born)
         named = self._phases[at - 1] if at else phase or "other"
         until = self._times[at] if at < len(self._times) else None
         if died is not None and (until is None or died <= until):
             return "temporary"
-        return _KEPT.get(named, "other")
+        return _OUTLIVING.get(named, "other")
 
 
 def lives_of_replay(ring: Replay) -> BlockLives:
-    """Return the blocks of a snapshot's ring; the phases are told from the stacks that allocated."""
+    """Return the blocks of a snapshot's recorded history; their phases are derived from the stacks."""
     events = ring.snapshot.events
     times = [event.time_us for event in events]
     is_timed = bool(times) and all(times)
     moments = [time * 1000 for time in times if time] if is_timed else list(range(len(events)))
     start, end = (moments[0], moments[-1]) if moments else (0, 0)
     words = ["\n".join(map(str, shown_stack(stack))) for stack in ring.snapshot.stacks]
-    lives = BlockLives(f"cuda:{ring.device}", is_timed, start, end, stacks=words)
+    lives = BlockLives(device=f"cuda:{ring.device}", is_timed=is_timed, start=start, end=end, stacks=words)
     phases = [_phase_of(stack) for stack in ring.snapshot.stacks]
     ends = _phase_ends([phases[event.stack] if event.action == "alloc" else None for event in events])
     for life in ring.lives:
@@ -225,7 +244,7 @@ def lives_of_replay(ring: Replay) -> BlockLives:
         elif life.died <= ends[life.born] and life.died < len(events):
             kind = "temporary"
         else:
-            kind = _KEPT.get(phases[life.stack] or "", "other")
+            kind = _OUTLIVING.get(phases[life.stack] or "", "other")
         born = moments[life.born] if life.born >= 0 else start
         died = moments[life.died] if life.died < len(events) else end + 1
         lives.add((born, died, life.address % (1 << 64), life.requested_size), kind, life.stack)
@@ -233,9 +252,9 @@ def lives_of_replay(ring: Replay) -> BlockLives:
 
 
 def _phase_of(stack: Sequence[Frame]) -> str | None:
-    """Return the phase in which a stack allocates, None where it does not tell."""
+    """Return the phase in which a stack allocates, None if unknown."""
     if stack and not any(frame.is_python for frame in stack):
-        return "backward"  # its threads have no Python
+        return "backward"  # autograd threads have no Python frames
     for frame in stack:
         path = frame.filename.replace("\\", "/")
         if "torch/optim/" in path:
@@ -248,7 +267,7 @@ def _phase_of(stack: Sequence[Frame]) -> str | None:
 
 
 def _phase_ends(phases: Sequence[str | None]) -> list[int]:
-    """Return for each event the first one behind it that belongs to another phase; what tells none ends none."""
+    """Return for each event the next event of another phase; events of unknown phase end none."""
     ends = [len(phases)] * len(phases)
     current, until = None, len(phases)
     starts = until
@@ -262,11 +281,11 @@ def _phase_ends(phases: Sequence[str | None]) -> list[int]:
 
 
 def with_held(lives: BlockLives, held: Mapping[str, int]) -> BlockLives:
-    """Return the lives with what of parameters and optimizer state was there before their first event.
+    """Return the blocks with parameters and optimizer state from before the first event as `held_before`.
 
     Args:
         lives: the blocks of the device that the model is on.
-        held: bytes by category that were held while the window went on, as a collector counted them at its last step.
+        held: live bytes by category at the end of the window's last step, from another collector.
 
     """
     made = dict.fromkeys(STAYING, 0)
@@ -275,15 +294,15 @@ def with_held(lives: BlockLives, held: Mapping[str, int]) -> BlockLives:
             made[KINDS[kind]] += size
     found = {name: rest for name in STAYING if (rest := held.get(name, 0) - made[name]) > 0}
     if lives.before_bytes and sum(found.values()) > lives.before_bytes:
-        return lives  # not all of them are on this device
+        return lives  # some of them are on another device
     rest_bytes = max(0, lives.before_bytes - sum(found.values()))
     return replace(lives, held_before=found, before_bytes=rest_bytes, knows_before=True)
 
 
 def live_by_kind(lives: BlockLives) -> tuple[list[int], dict[str, list[int]]]:
-    """Return moments, at most 401 that keep every large maximum and minimum of the sum, and live bytes by category.
+    """Return times, and live bytes by category from each time to the next.
 
-    Categories of which there is never a block are left out; the values hold from their moment to the next.
+    There are at most 401 times, with every large maximum and minimum of the sum. Categories without blocks are omitted.
     """
     changes = [(lives.start, KINDS.index(BEFORE), lives.before_bytes)]
     changes += [(moment, KINDS.index(BEFORE), -size) for moment, size in lives.freed_before]
@@ -291,11 +310,11 @@ def live_by_kind(lives: BlockLives) -> tuple[list[int], dict[str, list[int]]]:
     changes += [(born, kind, size) for born, _, size, kind in columns]
     changes += [(died, kind, -size) for _, died, size, kind in columns if died <= lives.end]
     changes.sort(key=itemgetter(0))
-    kept = curve_corners(list(accumulate(size for _, _, size in changes)))
-    moments, live = [], {kind: [0] * len(kept) for kind in KINDS}
+    corners = curve_corners(list(accumulate(size for _, _, size in changes)))
+    moments, live = [], {kind: [0] * len(corners) for kind in KINDS}
     sums = [lives.held_before.get(kind, 0) for kind in KINDS]
     done = 0
-    for place, corner in enumerate(kept):
+    for place, corner in enumerate(corners):
         for _, kind, size in changes[done : corner + 1]:
             sums[kind] += size
         done = corner + 1

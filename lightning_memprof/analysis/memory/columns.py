@@ -1,4 +1,11 @@
-"""What an operator trace says about memory, as columns: its `[memory]` events by device, and what ran around them."""
+"""The `[memory]` events of an operator trace, as columns by device, and the origin of each allocation.
+
+Device bytes are the allocator's blocks. On the host torch records only blocks that were allocated under a profiler, and
+no free between two profiles: its totals, and frees of unknown blocks, are ignored there.
+
+The operator of an allocation is the innermost one that ran in its thread, without operators that only allocate for
+another. A backward operator gets the module and the Python frames of the forward operator that made its autograd node.
+"""
 
 from __future__ import annotations
 
@@ -10,34 +17,47 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from lightning_memprof.analysis.stacks import Frame
 from lightning_memprof.analysis.trace.events import OperatorEvent, read_trace
 from lightning_memprof.analysis.trace.threads import HostRanges, Label
 from lightning_memprof.schedule import Point
 
-__all__ = ["DeviceMemory", "MemoryColumns", "MemoryTrace", "read_memory"]
+__all__ = ["DeviceMemory", "MemoryColumns", "MemoryTrace", "Origin", "Origins", "counted_bytes", "read_memory"]
 
 _MEMORY: Final = "[memory]"
 _OPTIMIZER_HOOK: Final = ".on_before_optimizer_step"
-# c10::DeviceType; 2 and 5 are MKLDNN and IDEEP, which are the host's memory.
+# c10::DeviceType; 2 and 5 are MKLDNN and IDEEP, which use host memory.
 _HOST_TYPES: Final = frozenset({0, 2, 5})
 _DEVICE_TYPES: Final = {1: "cuda", 6: "hip", 12: "xpu", 13: "mps", 18: "mtia", 20: "privateuseone"}
 _LARGEST: Final = 1 << 62
-_MOST_BYTES: Final = 1 << 50  # a block of a PiB is damage, and sums of blocks stay in 64 bits
+_MOST_BYTES: Final = 1 << 50  # a larger block is damage; sums of blocks stay in 64 bits
+# These operators allocate for their caller; without a caller they are the operator.
+_ALLOCATING: Final = frozenset(
+    {
+        "aten::empty",
+        "aten::empty_like",
+        "aten::empty_strided",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+        "aten::resize_",
+        "aten::_resize_output_",
+    }
+)
 
 
 class DeviceMemory(NamedTuple):
-    """A device as a trace numbers it: c10's type, 0 for the host, and its index, -1 for none."""
+    """A device as numbered in a trace: its c10 type, 0 for the host, and its index, -1 for none."""
 
     kind: int
     number: int
 
     @property
     def is_host(self) -> bool:
-        """Whether its memory is the host's."""
+        """Whether this is host memory."""
         return self.kind in _HOST_TYPES
 
     def __str__(self) -> str:
-        """Torch's name of the device."""
+        """Return the name that torch gives the device: `cpu`, `cuda:0`, ..."""
         if self.is_host:
             return "cpu"
         name = _DEVICE_TYPES.get(self.kind, f"device type {self.kind}")
@@ -46,10 +66,16 @@ class DeviceMemory(NamedTuple):
 
 @dataclass(slots=True)
 class MemoryColumns:
-    """Allocations and frees (negative bytes) of one device in the order of time.
+    """Allocations and frees (negative bytes) of one device, by time.
 
-    Times are ns after the trace's origin; `total` is what torch had counted after each; `inner` is the innermost range
-    of the event's thread, -1 for none.
+    Attributes:
+        time: ns after the origin of the trace.
+        bytes: size of the block in bytes, negative for a free.
+        address: address of the block; 0 where unknown.
+        total: bytes that torch counted as allocated after the event.
+        thread: index of the thread.
+        inner: index of the innermost range of the thread at the event, -1 for none.
+
     """
 
     time: array[int] = field(default_factory=lambda: array("q"))
@@ -76,10 +102,15 @@ class MemoryColumns:
 
 @dataclass(slots=True)
 class MemoryTrace:
-    """One trace: memory by device, the ranges around it, and its steps and marks.
+    """The memory events of one trace by device, with its host ranges, steps and marks.
 
-    `steps` are start and end in ns after the origin, and number; `points` Unix ns and a value of `schedule.Point`.
-    Both are in the order of time, and `origin_ns` is Unix ns.
+    Attributes:
+        ranges: nested ranges of the host threads.
+        devices: events by device.
+        steps: start and end in ns after the origin, and step number, by time.
+        points: Unix ns and a value of `schedule.Point`, by time.
+        origin_ns: Unix ns of the origin.
+
     """
 
     ranges: HostRanges
@@ -92,7 +123,7 @@ class MemoryTrace:
     _numbers: dict[DeviceMemory, int] = field(default_factory=dict)
 
     def step_at(self, time_ns: int) -> int | None:
-        """Return the step that ran at a moment (Unix ns), or None."""
+        """Return the step at a time (Unix ns), or None outside steps."""
         at = time_ns - self.origin_ns
         before = bisect_right(self.steps, at, key=itemgetter(0))
         if not before:
@@ -101,7 +132,7 @@ class MemoryTrace:
         return step if at <= end else None
 
     def add(self, event: OperatorEvent) -> None:
-        """Take an event if it is about memory or about what runs on the host."""
+        """Add a memory event or a host range; ignore other events."""
         if event.name == _MEMORY:
             device = DeviceMemory(event.args.device_type, event.args.device_id)
             self._device.append(self._numbers.setdefault(device, len(self._numbers)))
@@ -116,7 +147,7 @@ class MemoryTrace:
                 self.points += _points(event, label)
 
     def finish(self, origin_ns: int) -> None:
-        """Sort, and find what ran at every allocation: all events were taken."""
+        """Sort all events and find the innermost range at every allocation."""
         self.origin_ns = origin_ns
         self.steps.sort()
         self.points = sorted((origin_ns + time, point) for time, point in self.points)
@@ -138,10 +169,10 @@ def read_memory(path: Path, stage: str = "fit") -> MemoryTrace:
 
     Args:
         path: the trace.
-        stage: the run's stage, which tells the phase of Lightning's actions.
+        stage: stage of the run; the phases of Lightning's actions depend on it.
 
     Raises:
-        ArtifactError: the trace is missing, damaged or cut off.
+        ArtifactError: the trace is missing, damaged or truncated.
 
     """
     trace = read_trace(path)
@@ -154,7 +185,7 @@ def read_memory(path: Path, stage: str = "fit") -> MemoryTrace:
 
 
 def _points(event: OperatorEvent, label: Label) -> Sequence[tuple[int, str]]:
-    """Return the points of a step at which the range starts or ends."""
+    """Return the marks of a step at the start and end of a range, as ns after the origin and point."""
     start, end = event.start_ns, event.start_ns + event.duration_ns
     if label.step is not None:
         return (start, Point.STEP_START.value), (end, Point.STEP_END.value)
@@ -172,3 +203,77 @@ def _points(event: OperatorEvent, label: Label) -> Sequence[tuple[int, str]]:
 
 def _bounded(number: int, most: int) -> int:
     return number if -most < number < most else 0
+
+
+def counted_bytes(device: DeviceMemory, memory: MemoryColumns) -> array[int]:
+    """Return the change of the live bytes at each event; 0 for a host free of an unknown block."""
+    deltas = array("q", memory.bytes)
+    if not any(memory.address):  # traces before torch 1.11 do not identify blocks
+        return deltas
+    live: dict[int, int] = {}
+    for i, (address, count) in enumerate(zip(memory.address, memory.bytes, strict=True)):
+        if count >= 0:
+            # The block at this address was freed by a thread that is not recorded.
+            deltas[i] -= live.get(address, 0)
+            live[address] = count
+        elif live.pop(address, None) is None and device.is_host:
+            deltas[i] = 0
+    return deltas
+
+
+class Origin(NamedTuple):
+    """Origin of an allocation: operator, module, phase and step as in `Site`; frames innermost first."""
+
+    operator: str | None
+    module: str | None
+    phase: str | None
+    stack: tuple[Frame, ...]
+    step: int | None = None
+
+
+class Origins:
+    """Origins of the allocations of a trace, computed once per range."""
+
+    def __init__(self, trace: MemoryTrace) -> None:
+        """Index the origins of a trace whose ranges are nested."""
+        self._trace = trace
+        self._ranges: HostRanges = trace.ranges
+        self._forward_threads = self._ranges.forward_threads()
+        self._found: dict[tuple[int, int], Origin] = {}
+
+    def of(self, memory: MemoryColumns, i: int) -> Origin:
+        """Return the origin of allocation `i`."""
+        step = self._trace.step_at(self._trace.origin_ns + memory.time[i])
+        return self._around(memory.thread[i], memory.inner[i])._replace(step=step)
+
+    def _around(self, thread: int, position: int) -> Origin:
+        found = self._found.get((thread, position))
+        if found is None:
+            found = self._found[thread, position] = self._look(thread, position)
+        return found
+
+    def _look(self, thread: int, position: int) -> Origin:
+        operator = module = phase = None
+        stack: list[Frame] = []
+        forward: Origin | None = None
+        nodes = self._ranges.threads[thread].nodes
+        for at, label in self._ranges.chain(thread, position):
+            if label.operator and (operator is None or operator in _ALLOCATING):
+                operator = label.operator
+            module = module or label.module
+            phase = phase or label.phase
+            if label.frame is not None:
+                stack.append(label.frame)
+            if forward is None and module is None and at in nodes:
+                forward = self._forward_of(*nodes[at])
+        if forward is not None:
+            return Origin(operator, forward.module, phase, forward.stack or tuple(stack))
+        return Origin(operator, module, phase, tuple(stack))
+
+    def _forward_of(self, forward_thread: int, sequence: int) -> Origin | None:
+        """Return the origin of the forward operator of an autograd node, or None if it is not in the trace."""
+        thread = self._forward_threads.get(forward_thread)
+        if thread is None:
+            return None
+        position = self._ranges.threads[thread].created.get(sequence)
+        return None if position is None else self._around(thread, position)

@@ -1,7 +1,7 @@
 """The allocations of an operator trace in the form of a snapshot of the CUDA allocator.
 
-A trace knows blocks and not segments: what its blocks cover, together, is shown as the segments that they lie in. Every
-device has a snapshot's number of its own, the host the one behind the last.
+A trace has blocks but no segments: each contiguous range of addresses that its blocks cover becomes a segment. Devices
+are numbered from 0; the host has the last number.
 
 Format: `torch/csrc/cuda/memory_snapshot.cpp` of torch 2.13.
 """
@@ -12,8 +12,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_memprof.analysis.memory.allocations import Origin, Origins, counted_bytes
-from lightning_memprof.analysis.memory.columns import DeviceMemory, MemoryColumns, read_memory
+from lightning_memprof.analysis.memory.columns import (
+    DeviceMemory,
+    MemoryColumns,
+    Origin,
+    Origins,
+    counted_bytes,
+    read_memory,
+)
 from lightning_memprof.artifacts.naming import TraceName
 from lightning_memprof.errors import ArtifactError
 
@@ -25,10 +31,10 @@ Fields = dict[str, Any]
 
 
 def history_of_trace(path: Path) -> Fields:
-    """Return what ``torch.cuda.memory._snapshot()`` would have returned, as far as a trace knows it.
+    """Return the allocations of a trace in the form of ``torch.cuda.memory._snapshot()``.
 
     Raises:
-        ArtifactError: the trace is missing, damaged or cut off, or has no allocations.
+        ArtifactError: the trace is missing, damaged or truncated, or has no allocations.
 
     """
     name = TraceName.parse(path.name)
@@ -54,7 +60,7 @@ def _events(device: DeviceMemory, memory: MemoryColumns, origins: Origins, origi
     live: dict[int, int] = {}
     frames: dict[Origin, list[Fields]] = {}
     for i, (address, size) in enumerate(zip(memory.address, memory.bytes, strict=True)):
-        # A block without an address cannot be drawn, a free of the host that is of no block of the trace means nothing.
+        # Blocks without an address cannot be drawn; host frees of unknown blocks are ignored.
         if not address or not size or (size < 0 and not deltas[i]):
             continue
         time_us = (origin_ns + memory.time[i]) // 1000
@@ -65,7 +71,7 @@ def _events(device: DeviceMemory, memory: MemoryColumns, origins: Origins, origi
         at = address & _ADDRESS_MASK
         common: Fields = {"addr": at, "stream": 0, "time_us": time_us, "frames": stack}
         if at in live and size > 0:
-            # Its free was not seen, a thread that is not recorded did it.
+            # The block at this address was freed by a thread that is not recorded.
             yield {**common, "action": "free_requested", "size": live[at]}
             yield {**common, "action": "free_completed", "size": live.pop(at)}
         if size > 0:
@@ -78,7 +84,7 @@ def _events(device: DeviceMemory, memory: MemoryColumns, origins: Origins, origi
 
 
 def _frames(origin: Origin) -> list[Fields]:
-    """Return a stack, innermost first: the operator and the module, which have no file, before Python's own frames."""
+    """Return a stack, innermost first: the operator and the module, which have no file, then the Python frames."""
     names = [name for name in (origin.operator, origin.module) if name]
     return [
         *({"name": name, "filename": _NO_FILE, "line": 0} for name in names),
@@ -87,7 +93,7 @@ def _frames(origin: Origin) -> list[Fields]:
 
 
 def _segments(device: int, events: Sequence[Fields]) -> Iterator[Fields]:
-    """Yield a segment for each stretch of addresses that blocks cover, with what is live at the end."""
+    """Yield a segment for each contiguous range of addresses that blocks cover, with the blocks live at the end."""
     live: dict[int, Fields] = {}
     covered: dict[int, int] = {}
     for event in events:

@@ -1,4 +1,4 @@
-"""What is known of a window's memory, whatever it is known from: live bytes over time, the peak, who holds it."""
+"""Allocations of a window, from a trace or a snapshot: live bytes over time, the peak, and its allocation sites."""
 
 from __future__ import annotations
 
@@ -14,11 +14,18 @@ CURVE_POINTS: Final = 400
 
 @dataclass(frozen=True)
 class Site:
-    """Blocks that are live at the peak and were allocated by the same code.
+    """Blocks live at the peak with the same allocation site.
 
-    `module` is the path of the innermost module; `line` the innermost frame of the user's own code as `file.py(12):
-    function`, where the number is that of the function's first line; `stack` all Python frames, innermost first, empty
-    where the trace has no stacks; `step` the step that allocated them and `phase` its phase, None outside of one.
+    Attributes:
+        operator: innermost operator.
+        module: path of the innermost module; None outside modules.
+        line: innermost frame of the user's code as `file.py(12): function`, with the first line of the function.
+        stack: all Python frames, innermost first; empty if the trace has no stacks.
+        step: step of the allocation; None outside steps.
+        phase: phase of the allocation; None outside phases.
+        bytes: size of all blocks.
+        blocks: count of blocks.
+
     """
 
     operator: str
@@ -33,7 +40,7 @@ class Site:
 
 @dataclass(frozen=True)
 class MarkBytes:
-    """Live bytes, above the trace's start, at one point of a step (a value of `schedule.Point`); time in Unix ns."""
+    """Live bytes relative to the start of the window, at one point of a step (`schedule.Point`); time in Unix ns."""
 
     step: int | None
     point: str
@@ -43,7 +50,7 @@ class MarkBytes:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Live bytes, above the trace's start, as a step starts and ends, and the most in between; time in Unix ns."""
+    """Live bytes relative to the start of the window, at the start, peak and end of a step; time in Unix ns."""
 
     step: int
     start_bytes: int
@@ -54,22 +61,22 @@ class StepBytes:
 
 @dataclass(frozen=True)
 class DeviceAllocations:
-    """What one trace says about one device's memory.
+    """Allocations of one device in one window.
 
     Attributes:
         device: `cpu`, `cuda:0`, ...
-        start_bytes: allocated as the trace starts, None where torch does not count it (on the host).
-        peak_bytes: the most that was live, above the start; `start_bytes + peak_bytes` is the device's own figure.
-        peak_time_ns: Unix ns of the first moment at which it was.
-        peak_step: the step in which it was, None outside of one.
-        sites: who holds blocks at the peak, largest first.
-        unattributed_bytes: live at the peak from within the trace, but of no known operator.
-        freed_outside_bytes: freed until the peak of what was there before the trace:
+        start_bytes: allocated bytes at the start; None where torch does not count them (on the host).
+        peak_bytes: maximum of the live bytes relative to the start; `start_bytes + peak_bytes` is absolute.
+        peak_time_ns: Unix ns of the first time at the peak.
+        peak_step: step of the peak; None outside steps.
+        sites: allocation sites of the bytes live at the peak, largest first.
+        unattributed_bytes: live at the peak, allocated in the window by no known operator.
+        freed_outside_bytes: freed before the peak, allocated before the window:
             `sum(sites) + unattributed_bytes == peak_bytes + freed_outside_bytes`.
-        curve: Unix ns and live bytes above the start, at most 400 points that keep every large maximum and minimum.
-        steps: the same by step.
-        marks: the same at the points of the steps, in the order of time.
-        allocations: blocks allocated in the trace.
+        curve: Unix ns and live bytes relative to the start; at most 400 points with every large maximum and minimum.
+        steps: live bytes by step.
+        marks: live bytes at the points of the steps, by time.
+        allocations: count of blocks allocated in the window.
 
     """
 
@@ -89,7 +96,10 @@ class DeviceAllocations:
 
 @dataclass(frozen=True)
 class WindowAllocations:
-    """What a window's trace says about memory; `problem` is why it says nothing, None where it says something."""
+    """Allocations of one window by device; `problem` is the reason why there are none.
+
+    `trace` is the file they were read from: an operator trace or an allocator snapshot.
+    """
 
     rank: int
     window: int | None
@@ -99,13 +109,13 @@ class WindowAllocations:
 
 
 def curve_corners(live: Sequence[int]) -> Sequence[int]:
-    """Positions of a curve of at most `CURVE_POINTS`: of as many stretches as fit the lowest and the highest."""
+    """Return at most `CURVE_POINTS` positions of a curve: its ends, and the minimum and maximum of equal stretches."""
     count = len(live)
     if count <= CURVE_POINTS:
         return range(count)
     stretches = CURVE_POINTS // 2 - 1
-    kept = {0, count - 1}
+    corners = {0, count - 1}
     for n in range(stretches):
         stretch = range(count * n // stretches, count * (n + 1) // stretches)
-        kept |= {max(stretch, key=live.__getitem__), min(stretch, key=live.__getitem__)}
-    return sorted(kept)
+        corners |= {max(stretch, key=live.__getitem__), min(stretch, key=live.__getitem__)}
+    return sorted(corners)

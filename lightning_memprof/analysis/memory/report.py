@@ -16,7 +16,7 @@ from lightning_memprof.analysis.run.rows import mapping, series_rows, text, whol
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from lightning_memprof.analysis.memory.allocations import WindowAllocations
+    from lightning_memprof.analysis.memory.model import WindowAllocations
     from lightning_memprof.analysis.run.load import Rank, Run
 
 __all__ = [

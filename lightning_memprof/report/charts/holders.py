@@ -18,7 +18,7 @@ from lightning_memprof.report.printers.values import clean
 from lightning_memprof.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.memory.allocations import Site
+    from lightning_memprof.analysis.memory.model import Site
     from lightning_memprof.analysis.snapshot.replay import Holder
 
 __all__ = ["holder_path", "holders_chart", "site_path"]

@@ -30,9 +30,9 @@ from lightning_memprof.report.sections.labels import PEAKS, Peak, bars, called, 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from lightning_memprof.analysis.memory.allocations import DeviceAllocations
     from lightning_memprof.analysis.memory.checkpointing import CheckpointedGroup
     from lightning_memprof.analysis.memory.functions import FunctionReport
+    from lightning_memprof.analysis.memory.model import DeviceAllocations
     from lightning_memprof.analysis.memory.report import RankMemory
     from lightning_memprof.report.view import View
 

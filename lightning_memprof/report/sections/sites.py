@@ -26,7 +26,7 @@ from lightning_memprof.report.sections.memory import MAX_ROWS, peak_allocations,
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from lightning_memprof.analysis.memory.allocations import DeviceAllocations, Site
+    from lightning_memprof.analysis.memory.model import DeviceAllocations, Site
     from lightning_memprof.report.view import View
 
 __all__ = ["short_line", "site_rows", "sites_section"]
