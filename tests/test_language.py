@@ -21,7 +21,6 @@ PACKAGE = ROOT / "lightning_memprof"
 # Pattern: replacement.
 PHRASES = {
     r"\d %": "53%",
-    r"\d us\b": "µs",
     r"\bkept for backward\b|\bkeeps? for backward\b|\bautograd (?:has )?(?:keeps|kept)\b": "saved activations",
     r"\bheld for backward\b|\bbytes for backward\b": "saved activations",
     r"\bswitched off\b|\bswitches off\b|\bswitch(?:es)? (?:it|them) off\b": "disabled",

@@ -7,13 +7,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
-
 from fake_runs import FakeRun, make_run
 from lightning_memprof import MemProfilerCallback, Schedule, load_run
 from lightning_memprof.analysis.findings.model import Facts
 from lightning_memprof.report.document import Document
 from lightning_memprof.report.printers.html import render_document
+from lightning_memprof.report.printers.json import document_to_json
 from lightning_memprof.report.printers.markdown import to_markdown
 from lightning_memprof.report.printers.text import full_page, plain
 from lightning_memprof.report.view import run_view
@@ -55,7 +54,6 @@ def test_the_finding_is_for_large_recordings_only(tmp_path: Path) -> None:
 
 
 def test_the_table_is_in_every_format(tmp_path: Path) -> None:
-    document_to_json = pytest.importorskip("lightning_memprof.report.printers.json").document_to_json
     view = run_view(load_run(make_run(tmp_path)))
     section = example("disk_use").disk_use_section(view)
     document = Document(title="a run", kind="run", sections=[section])
