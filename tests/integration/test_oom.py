@@ -406,4 +406,4 @@ def test_where_small_objects_took_the_last_byte_there_is_room_to_say_so(
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "MemoryError"), done.stderr[-3000:]
     (row,) = rows_of(only_run(tmp_path / "run"), "oom")
     assert (row["memory"], row["step"], row["ended_run"]) == ("host", 3, True)
-    assert "the rest: Python's objects" in " ".join(done.stderr.split())
+    assert "the rest: Python objects" in " ".join(done.stderr.split())
