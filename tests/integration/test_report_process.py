@@ -173,7 +173,7 @@ def test_the_package_of_the_training_writes_it_and_no_module_of_the_directory_it
     installed = Path(lightning_memprof.__file__).parent
     copied = tmp_path / "vendored" / "lightning_memprof"
     shutil.copytree(installed, copied, ignore=shutil.ignore_patterns("__pycache__"))
-    template = copied / "report" / "templates" / "page.html.j2"
+    template = copied / "report" / "printers" / "templates" / "page.html.j2"
     template.write_text(template.read_text(encoding="utf-8") + "<!-- vendored -->\n", encoding="utf-8")
     started_in = tmp_path / "scripts"
     started_in.mkdir()
