@@ -84,10 +84,10 @@ Block = list[Line]
 def short_page(document: Document, width: int, *, ascii_only: bool) -> list[Line]:
     """Return the page of one screen: the verdict, the sections with a summary, and the next two commands."""
     lines: list[Line] = []
-    for longest, is_dense in ((4, False), (3, True), (2, True)):
-        blocks = [_verdict(document, width, longest), _also(document, width), _about(document, width)]
+    for longest, is_dense in ((4, False), (3, True), (2, True), (1, True)):
+        blocks = [_verdict(document, width, longest), _also(document, width), _about(document, width)[: longest + 1]]
         for section in document.summary().sections:
-            blocks += [_short(part, width, ascii_only=ascii_only) for part in section.parts]
+            blocks += [_short(part, width, longest, ascii_only=ascii_only) for part in section.parts]
         blocks.append([*_place(document), *_commands(document, width, SHORT_COMMANDS)])
         lines = _joined([block for block in blocks if block], is_dense=is_dense)
         if len(lines) <= LINES:
@@ -198,13 +198,13 @@ def _commands(document: Document, width: int, number: int) -> Block:
     return lines
 
 
-def _short(part: Part, width: int, *, ascii_only: bool) -> Block:
+def _short(part: Part, width: int, longest: int, *, ascii_only: bool) -> Block:
     if isinstance(part, Figures):
         return [_figure(figure, width) for figure in part.items if figure.is_short]
     if isinstance(part, Stack):
         return _stacked(part, width, ascii_only=ascii_only)
     if isinstance(part, Lines):
-        return _labelled(part.rows[:SHORT_ROWS], width, longest=2)
+        return _labelled(part.rows[:SHORT_ROWS], width, longest=2 if longest > 2 else 1)
     return []
 
 

@@ -114,7 +114,7 @@ def test_the_phases_of_each_column_sum_to_its_step() -> None:
     (table,) = [table for table in run_document(view).tables() if table.id == "by-phase"]
     step = table.footer[0]
     for place in range(1, len(table.columns)):
-        total = sum(row[place].value or 0 for row in table.rows)
+        total = sum(float(row[place].value or 0) for row in table.rows)
         assert total == pytest.approx(step[place].value, rel=0.01)
     assert len(table.columns) == 4
 
