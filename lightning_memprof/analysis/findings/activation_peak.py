@@ -8,7 +8,7 @@ from lightning_memprof.analysis.findings.model import Facts, Finding, Severity
 from lightning_memprof.units import MIB, format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.memory.checkpointing import CheckpointedGroup
+    from lightning_memprof.analysis.memory.activations import CheckpointedGroup
     from lightning_memprof.analysis.memory.report import Activations, RankMemory
 
 __all__ = ["activation_peak"]
@@ -52,7 +52,7 @@ def activation_peak(facts: Facts) -> list[Finding]:
                 "activation_share": kept / total,
                 "step": memory.peak.step,
                 "checkpointed": group.name if group else None,
-                "saved_bytes": group.freed_bytes - group.back_bytes if group else None,
+                "saved_bytes": group.saved_bytes - group.recompute_peak_bytes if group else None,
                 "recompute_ns": group.recompute_ns if group else None,
             },
             weight=kept / total,
@@ -63,9 +63,11 @@ def activation_peak(facts: Facts) -> list[Finding]:
 def _best(memory: RankMemory, total: int) -> CheckpointedGroup | None:
     """Return the blocks that save the most when they are checkpointed, None where that is little."""
     groups = [
-        group for group in memory.checkpointing if group.freed_bytes - group.back_bytes >= MIN_SAVED_SHARE * total
+        group
+        for group in memory.checkpointing
+        if group.saved_bytes - group.recompute_peak_bytes >= MIN_SAVED_SHARE * total
     ]
-    return max(groups, key=lambda group: group.freed_bytes - group.back_bytes, default=None)
+    return max(groups, key=lambda group: group.saved_bytes - group.recompute_peak_bytes, default=None)
 
 
 def _why(activations: Activations, group: CheckpointedGroup | None) -> str:
@@ -75,7 +77,7 @@ def _why(activations: Activations, group: CheckpointedGroup | None) -> str:
     if group is None:
         return f"{said}."
     cost = "" if group.recompute_ns is None else f" for {format_ns(group.recompute_ns)} more a step"
-    saved = format_bytes(group.freed_bytes - group.back_bytes)
+    saved = format_bytes(group.saved_bytes - group.recompute_peak_bytes)
     return f"{said}; checkpointing {group.name} ({len(group.blocks)} blocks) would save {saved}{cost}."
 
 

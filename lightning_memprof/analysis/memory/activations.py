@@ -1,8 +1,11 @@
-"""What autograd kept for backward, module by module, and what was held beside it: the ``saved_tensors`` rows."""
+"""Saved activations by module, other live bytes at the end of each step, and estimates of activation checkpointing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -12,17 +15,37 @@ from lightning_memprof.analysis.run.rows import integer, mapping, series_rows, t
 if TYPE_CHECKING:
     from lightning_memprof.analysis.run.load import Rank, Window
 
-__all__ = ["HELD", "SAVED_TENSORS", "Backward", "ModuleActivations", "SavedSteps", "StepEnd", "read_saved_steps"]
+__all__ = [
+    "HELD",
+    "SAVED_TENSORS",
+    "Backward",
+    "CheckpointedBlock",
+    "CheckpointedGroup",
+    "ModuleActivations",
+    "SavedSteps",
+    "StepEnd",
+    "checkpointing",
+    "patterns",
+    "read_saved_steps",
+    "repeated_blocks",
+]
 
 SAVED_TENSORS: Final = "saved_tensors"
 HELD: Final = ("parameter", "buffer", "gradient", "optimizer_state", "input")
+Structure = tuple[tuple[str, int | None], ...]
 
 
 class ModuleActivations(NamedTuple):
-    """What the forwards of one module left for backward.
+    """Saved activations of one module.
 
-    ``own_bytes`` were saved while it was the innermost module, ``inclusive_bytes`` add those of its sub-modules.
-    ``forward_ns`` is the time inside of its forwards and ``input_bytes`` what they were given; None where unknown.
+    Attributes:
+        name: path of the module.
+        own_bytes: saved while it was the innermost module.
+        inclusive_bytes: with those of its submodules.
+        calls: count of forwards.
+        forward_ns: time in its forwards, with submodules; None if unknown.
+        input_bytes: size of the inputs of its forwards; None if unknown.
+
     """
 
     name: str
@@ -35,11 +58,18 @@ class ModuleActivations(NamedTuple):
 
 @dataclass(frozen=True)
 class Backward:
-    """The start of one backward.
+    """Saved activations at the start of one backward.
 
-    ``activation_bytes`` counts each storage once, without those of parameters and buffers; what of it no module owns is
-    unattributed. ``attribution`` is why nothing is attributed, None where it is. ``uncounted`` values are kept in a
-    form whose bytes are not known.
+    Attributes:
+        window: index of the window.
+        step: training step.
+        time_ns: Unix ns of the start.
+        activation_bytes: each storage once, without parameters and buffers; those of no module are unattributed.
+        dtypes: bytes by dtype.
+        attribution: reason why no bytes are attributed to modules; None if they are.
+        modules: by path.
+        uncounted: count of saved values of unknown size, which are not in the bytes.
+
     """
 
     window: int
@@ -54,7 +84,10 @@ class Backward:
 
 @dataclass(frozen=True)
 class StepEnd:
-    """The end of one step: bytes by category of :data:`HELD`, and ``(parameter, gradient)`` bytes by module."""
+    """The end of one step: live bytes by category of :data:`HELD`, and ``(parameter, gradient)`` bytes by module.
+
+    ``note`` is the reason why the step has no backward.
+    """
 
     window: int
     step: int
@@ -82,7 +115,7 @@ class SavedSteps:
 
 
 def read_saved_steps(rank: Rank) -> SavedSteps:
-    """Return what a rank's windows say; empty where the collector recorded nothing."""
+    """Return the recorded steps of a rank; empty if the collector recorded nothing."""
     backwards: list[Backward] = []
     ends: dict[tuple[int, int], StepEnd] = {}
     problems: list[Problem] = []
@@ -139,3 +172,159 @@ def _end(window: Window, row: Mapping[str, Any]) -> StepEnd | None:
 
 def _integers(cells: object) -> list[int | None]:
     return [integer(cell) for cell in cells] if isinstance(cells, list) else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointedBlock:
+    """One block, if it was checkpointed.
+
+    Attributes:
+        name: path of the module.
+        saved_bytes: saved activations that the checkpoint frees, in bytes.
+        still_held_bytes: saved activations that the checkpoint still holds: the input of the block, in bytes.
+        recompute_ns: time of its forwards in one step, which run again in backward; None if not measured.
+
+    """
+
+    name: str
+    saved_bytes: int
+    still_held_bytes: int
+    recompute_ns: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointedGroup:
+    """Blocks of one structure, each with its own checkpoint.
+
+    Attributes:
+        name: one name for all blocks, such as `model.blocks.0-5`.
+        repeats: count of blocks of the structure, with those that would save nothing.
+        blocks: blocks that would save memory.
+        saved_bytes: sum over `blocks`.
+        still_held_bytes: sum over `blocks`.
+        recompute_peak_bytes: largest memory that the recomputation of one block needs: the peak falls by about
+            `saved_bytes - recompute_peak_bytes`.
+        recompute_ns: sum over `blocks`, ns per step; None if one of them was not measured.
+
+    """
+
+    name: str
+    repeats: int
+    blocks: tuple[CheckpointedBlock, ...]
+    saved_bytes: int
+    still_held_bytes: int
+    recompute_peak_bytes: int
+    recompute_ns: int | None
+
+
+def checkpointing(
+    peak: Backward, backwards: Sequence[Backward], parameters: Mapping[str, int]
+) -> tuple[CheckpointedGroup, ...]:
+    """Return an estimate of activation checkpointing for each group of repeated blocks, the largest saving first.
+
+    Bytes are those of ``peak``: saved activations of a block with its submodules, without its input, which the
+    checkpoint holds. Times are medians over the steps of ``backwards``, each the sum of a step's forwards. Groups
+    inside the blocks of another group, and blocks that would save nothing (such as checkpointed ones), are omitted.
+    """
+    repeated = repeated_blocks(peak.modules, parameters)
+    times = _forward_times(backwards, {name for names in repeated.values() for name in names})
+    groups: list[CheckpointedGroup] = []
+    taken: list[str] = []
+    for label, names in repeated.items():
+        if any(names[0].startswith(f"{outer}.") for outer in taken):
+            continue
+        blocks = tuple(
+            CheckpointedBlock(
+                name=name,
+                saved_bytes=saved,
+                still_held_bytes=module.input_bytes,
+                recompute_ns=times.get(name),
+            )
+            for name in names
+            if (module := peak.modules.get(name)) is not None
+            and module.input_bytes is not None
+            and (saved := module.inclusive_bytes - module.input_bytes) > 0
+        )
+        if not blocks:
+            continue
+        taken += names
+        costs = [block.recompute_ns for block in blocks]
+        groups.append(
+            CheckpointedGroup(
+                name=label,
+                repeats=len(names),
+                blocks=blocks,
+                saved_bytes=sum(block.saved_bytes for block in blocks),
+                still_held_bytes=sum(block.still_held_bytes for block in blocks),
+                recompute_peak_bytes=max(block.saved_bytes for block in blocks),
+                recompute_ns=sum(cost for cost in costs if cost is not None) if None not in costs else None,
+            )
+        )
+    return tuple(sorted(groups, key=lambda group: (-group.saved_bytes, group.name)))
+
+
+def repeated_blocks(names: Iterable[str], parameters: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+    """Return the groups of modules ``x.0``, ``x.1``, ... of one structure, by a common name, outer ones first.
+
+    Modules have one structure if the names of their submodules and the bytes of parameters of each are equal. A module
+    with neither submodules nor parameters is no block.
+
+    Args:
+        names: paths of modules.
+        parameters: bytes of parameters by path, with submodules; {} if unknown.
+
+    """
+    paths = set(names) | parameters.keys()
+    below: dict[str, list[str]] = defaultdict(list)
+    for path in paths:
+        parts = path.split(".")
+        for depth in range(1, len(parts)):
+            below[".".join(parts[:depth])].append(path)
+    siblings: dict[tuple[str, Structure], list[tuple[int, str]]] = defaultdict(list)
+    for path in paths:
+        prefix, _, last = path.rpartition(".")
+        if prefix and last.isdecimal() and (below[path] or parameters.get(path)):
+            inside = ((name[len(path) :], parameters.get(name)) for name in (path, *sorted(below[path])))
+            siblings[prefix, tuple(inside)].append((int(last), path))
+    groups = [(prefix, sorted(found)) for (prefix, _), found in siblings.items() if len(found) > 1]
+    groups.sort(key=lambda group: (group[0].count("."), group[0], group[1]))
+    return {
+        f"{prefix}.{_span([index for index, _ in found])}": tuple(path for _, path in found) for prefix, found in groups
+    }
+
+
+def patterns(names: Iterable[str], parameters: Mapping[str, int]) -> dict[str, str]:
+    """Return for each path its name with repeated blocks joined: ``blocks.0-5.norm`` for ``blocks.3.norm``."""
+    paths = list(names)
+    labels = {
+        name: label.rpartition(".")[2] for label, found in repeated_blocks(paths, parameters).items() for name in found
+    }
+    shared = {}
+    for path in paths:
+        parts = path.split(".")
+        places = (".".join(parts[: depth + 1]) for depth in range(len(parts)))
+        shared[path] = ".".join(labels.get(place, part) for place, part in zip(places, parts, strict=True))
+    return shared
+
+
+def _span(indices: Sequence[int]) -> str:
+    """Return the text of sibling indices: ``0-5``, ``0,3,6``."""
+    if indices[-1] - indices[0] == len(indices) - 1:
+        return f"{indices[0]}-{indices[-1]}"
+    shown = ",".join(map(str, indices[:3]))
+    return shown if len(indices) <= 3 else f"{shown},…{indices[-1]}"
+
+
+def _forward_times(backwards: Sequence[Backward], names: AbstractSet[str]) -> dict[str, int]:
+    """Return the time in the forwards of modules, in ns, as the median over steps with one or more backwards."""
+    by_step: dict[tuple[int, int], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for backward in backwards:
+        for name in names & backward.modules.keys():
+            ns = backward.modules[name].forward_ns
+            if ns is not None:
+                by_step[backward.window, backward.step][name] += ns
+    found: dict[str, list[int]] = defaultdict(list)
+    for times in by_step.values():
+        for name, ns in times.items():
+            found[name].append(ns)
+    return {name: round(statistics.median(values)) for name, values in found.items()}

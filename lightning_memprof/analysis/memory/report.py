@@ -7,8 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.analysis.memory.activations import SAVED_TENSORS, Backward, SavedSteps, StepEnd, read_saved_steps
-from lightning_memprof.analysis.memory.checkpointing import CheckpointedGroup, checkpointing
+from lightning_memprof.analysis.memory.activations import (
+    SAVED_TENSORS,
+    Backward,
+    CheckpointedGroup,
+    SavedSteps,
+    StepEnd,
+    checkpointing,
+    read_saved_steps,
+)
 from lightning_memprof.analysis.memory.functions import FUNCTIONS, FunctionReport, function_memory
 from lightning_memprof.analysis.run.load import Note, Problem
 from lightning_memprof.analysis.run.rows import mapping, series_rows, text, whole

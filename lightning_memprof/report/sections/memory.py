@@ -30,7 +30,7 @@ from lightning_memprof.report.sections.labels import PEAKS, Peak, bars, called, 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from lightning_memprof.analysis.memory.checkpointing import CheckpointedGroup
+    from lightning_memprof.analysis.memory.activations import CheckpointedGroup
     from lightning_memprof.analysis.memory.functions import FunctionReport
     from lightning_memprof.analysis.memory.model import DeviceAllocations
     from lightning_memprof.analysis.memory.report import RankMemory
@@ -222,18 +222,18 @@ def _checkpointed(group: CheckpointedGroup, memory: RankMemory) -> Iterator[Row]
     whole = memory.activations.total_bytes if memory.activations else None
     yield (
         code(f"{group.name}, {'all' if number == group.repeats else 'these'} {number}"),
-        size(group.freed_bytes, whole),
-        size(group.back_bytes),
-        size(group.kept_bytes),
+        size(group.saved_bytes, whole),
+        size(group.recompute_peak_bytes),
+        size(group.still_held_bytes),
         duration(group.recompute_ns),
     )
     if number > 1:
         each = None if group.recompute_ns is None else group.recompute_ns / number
         yield (
             text("  each"),
-            size(group.freed_bytes / number),
+            size(group.saved_bytes / number),
             size(None),
-            size(group.kept_bytes / number),
+            size(group.still_held_bytes / number),
             duration(each),
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.memory.checkpointing import patterns
+from lightning_memprof.analysis.memory.activations import patterns
 from lightning_memprof.report.document import (
     Cell,
     Column,

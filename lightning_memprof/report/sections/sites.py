@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_memprof.analysis.memory.checkpointing import patterns
+from lightning_memprof.analysis.memory.activations import patterns
 from lightning_memprof.report.document import (
     Chart,
     Column,

@@ -193,8 +193,8 @@ def test_figures_of_memory_add_up(tmp_path: Path, memory: FakeMemory) -> None:
     (window,) = shown["allocations"]
     sites = sum(site["bytes"] for site in shown["sites"]) + shown["more_sites"]["bytes"]
     assert sites + window["unattributed_bytes"] == window["peak_bytes"] + window["freed_outside_bytes"]
-    (group,) = shown["checkpointing"] or [{"blocks": [], "freed_bytes": 0}]
-    assert sum(block["freed_bytes"] for block in group["blocks"]) == group["freed_bytes"]
+    (group,) = shown["checkpointing"] or [{"blocks": [], "saved_bytes": 0}]
+    assert sum(block["saved_bytes"] for block in group["blocks"]) == group["saved_bytes"]
 
 
 def test_memory_that_was_not_recorded_is_null_with_a_reason_and_never_zero(tmp_path: Path) -> None:

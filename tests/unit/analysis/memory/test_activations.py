@@ -7,8 +7,14 @@ import pytest
 
 from fake_memory import FakeMemory
 from fake_runs import FakeRun, make_run
-from lightning_memprof.analysis.memory.activations import Backward, ModuleActivations, read_saved_steps
-from lightning_memprof.analysis.memory.checkpointing import checkpointing, patterns, repeated_blocks
+from lightning_memprof.analysis.memory.activations import (
+    Backward,
+    ModuleActivations,
+    checkpointing,
+    patterns,
+    read_saved_steps,
+    repeated_blocks,
+)
 from lightning_memprof.analysis.memory.report import memory_report
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.units import KIB, MIB
@@ -26,12 +32,12 @@ def test_checkpointing_a_block_frees_what_it_keeps_less_its_input(tmp_path: Path
     (group,) = memory_report(load_run(make_run(tmp_path, FakeRun()))).lead.checkpointing
     assert group.name == "net.blocks.0-3"
     assert [block.name for block in group.blocks] == [f"net.blocks.{index}" for index in range(4)]
-    assert {block.freed_bytes for block in group.blocks} == {2 * MIB - 256 * KIB}
-    assert {block.kept_bytes for block in group.blocks} == {256 * KIB}
+    assert {block.saved_bytes for block in group.blocks} == {2 * MIB - 256 * KIB}
+    assert {block.still_held_bytes for block in group.blocks} == {256 * KIB}
     assert {block.recompute_ns for block in group.blocks} == {1_100_000}
-    assert group.freed_bytes == 4 * (2 * MIB - 256 * KIB)
-    assert (group.kept_bytes, group.recompute_ns) == (MIB, 4_400_000)
-    assert group.back_bytes == 2 * MIB - 256 * KIB
+    assert group.saved_bytes == 4 * (2 * MIB - 256 * KIB)
+    assert (group.still_held_bytes, group.recompute_ns) == (MIB, 4_400_000)
+    assert group.recompute_peak_bytes == 2 * MIB - 256 * KIB
 
 
 def test_blocks_that_keep_nothing_but_their_input_have_nothing_to_trade(tmp_path: Path) -> None:
