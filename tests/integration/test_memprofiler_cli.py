@@ -160,8 +160,8 @@ def test_its_yaml_records_all_but_shards_where_nothing_is_sharded(tmp_path: Path
     run = only_run(tmp_path)
     assert "0.training_step.2.end" in stats_of(run)
     reasons = {row["collector"]: row["reason"] for row in rows_of(run, "unavailable")}
-    assert "does not shard by fully_shard" in reasons["fsdp_memory"]
-    assert "does not shard by fully_shard" in " ".join(done.stdout.split())
+    assert "does not use fully_shard" in reasons["fsdp_memory"]
+    assert "does not use fully_shard" in " ".join(done.stdout.split())
 
 
 def test_every_recorded_call_has_its_keys_and_its_fsdp_report_and_the_profiler_its_trace(

@@ -125,7 +125,7 @@ def test_the_summary_and_show_name_the_url_and_no_path_of_a_copy(
     pages.append(capsys.readouterr().out)
     for page in pages:
         assert f"lightning-memprof show {URL} --format json" in page
-        assert f"tensorboard --logdir {URL}" in page
+        assert f"lightning-memprof report {URL}" in page
         assert "uploads" not in page
         assert "/tmp/" not in page
     assert show(URL, "json") == 0
