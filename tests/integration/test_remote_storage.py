@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from lightning_memprof import ConfigError, MemProfilerCallback, OutputOptions
 from lightning_memprof.analysis.run.fetch import local_run
 from lightning_memprof.analysis.run.load import load_run
-from lightning_memprof.artifacts import upload
+from lightning_memprof.artifacts import remote
 from lightning_memprof.cli.show import show
 from lightning_memprof.collectors import HostMemory
 from lightning_memprof.errors import ArtifactError
@@ -170,7 +170,7 @@ def test_files_that_cannot_be_copied_are_kept_and_the_run_says_so(
         raise OSError("quota exceeded")
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", refuse)
-    monkeypatch.setattr(upload.Retries, "waits", lambda _: iter([0.01]))
+    monkeypatch.setattr(remote.Retries, "waits", lambda _: iter([0.01]))
     with caplog.at_level(logging.WARNING):
         fit(tmp_path, URL)
     run = only_run(tmp_path)
@@ -266,5 +266,5 @@ def test_runs_on_s3_are_numbered_also_where_two_claim_at_once(server: S3Server) 
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(3) as pool:
-        numbers = pool.map(lambda _: upload.claim_remote(upload.Remote(f"s3://{BUCKET}/exp")), range(3))
+        numbers = pool.map(lambda _: remote.claim_remote(remote.Remote(f"s3://{BUCKET}/exp")), range(3))
         assert sorted(numbers) == [1, 2, 3]
