@@ -30,7 +30,7 @@ MAX_NAMED: Final = 2
 
 @dataclass(frozen=True)
 class FileReports:
-    """What was read of traces and snapshots; a file that cannot be read is a problem and hides no other."""
+    """The reports of traces and snapshots; a file that cannot be read is a problem and hides no other."""
 
     traces: tuple[TraceReport, ...] = ()
     snapshots: tuple[SnapshotReport, ...] = ()
@@ -42,7 +42,7 @@ class FilesView:
     """Traces and snapshots as they are shown.
 
     ``findings`` has at least one, which makes the verdict. ``sizes`` are the files' bytes on disk. ``problems`` are the
-    files that cannot be read, a line each. ``commands`` are what to type next. ``left_out`` counts the files of a
+    files that cannot be read, a line each. ``commands`` are the next commands. ``left_out`` counts the files of a
     directory that were not looked at.
     """
 
@@ -68,7 +68,7 @@ def read_files(
     Args:
         traces: Kineto JSON, plain or gzip-compressed.
         snapshots: pickles of ``torch.cuda.memory._snapshot()``, plain or gzip-compressed.
-        progress: is told how far each trace was read.
+        progress: is called with the file, the bytes read and the bytes of the file.
         rank: whose traces they are where they do not say so themselves, as the manifest of a run knows.
 
     """
@@ -95,7 +95,7 @@ def read_files(
 def files_view(
     targets: Targets, *, rank: int | None = None, progress: Callable[[Path, int, int], None] | None = None
 ) -> FilesView:
-    """Compute what is shown of traces and snapshots.
+    """Analyse traces and snapshots.
 
     Args:
         targets: the files; a run in it is left out.

@@ -1,4 +1,4 @@
-"""From what a user typed to what is shown: a run's view, or that of files."""
+"""From the targets on a command line to the view of a run, or of files."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ MAX_NAMED: Final = 3
 
 @dataclass(frozen=True, kw_only=True)
 class OpenOptions:
-    """What of a target to look at.
+    """The parts of a target to analyse.
 
     ``rank`` leads the page instead of the lowest one, and of files only its traces are read; ``window`` leaves out the
     others. ``max_file_bytes`` bounds the traces and snapshots of a run that are analysed, as they lie on disk.
-    Nothing of a run is read outside of ``below``, a directory without symbolic links; None is no such limit.
+    Nothing of a run is read outside ``below``, a directory without symbolic links; None is no such limit.
     """
 
     rank: int | None = None
@@ -51,12 +51,12 @@ def opened(
     options: OpenOptions = OpenOptions(),
     progress: Callable[[Path, int, int], None] | None = None,
 ) -> Iterator[View | FilesView]:
-    """Give what is to be shown of the targets that a user named; what was copied from a URL is there meanwhile.
+    """Yield the view of the named targets; the copy of a URL exists until the context is left.
 
     Args:
         names: one run, by path or URL, or any number of traces, snapshots and directories of them.
-        options: what of it.
-        progress: is told how far each trace was read: the file, bytes read, bytes that it has.
+        options: the parts to analyse.
+        progress: is called with the file, the bytes read and the bytes of the file.
 
     Raises:
         ArtifactError: there is none of these, or several runs, or no such rank or window, or nothing can be read.

@@ -62,7 +62,7 @@ ShownStatus = Literal["finished", "exception", "running or killed", "did not sta
 
 @dataclass(frozen=True)
 class WindowView:
-    """One window of one rank and the steps that it recorded."""
+    """A window of a rank and its recorded steps."""
 
     rank: int
     index: int
@@ -75,10 +75,10 @@ class WindowView:
 
 @dataclass(frozen=True)
 class Overhead:
-    """What this package cost one rank, in nanoseconds; None where it was not counted.
+    """The profiler overhead of a rank in nanoseconds; None where it was not counted.
 
-    ``run_ns`` is the time of all steps, to compare with; ``windows_rss_bytes`` what the windows left of resident
-    memory, None where too few steps lie around them to tell.
+    ``run_ns`` is the time of all steps, to compare with; ``windows_rss_bytes`` the resident memory that remains after
+    the windows, None where too few steps surround them.
     """
 
     rank: int
@@ -111,10 +111,10 @@ class RankView:
 
 @dataclass(frozen=True)
 class View:
-    """A run as it is shown; ``run`` is what it was read from.
+    """The results of the analysis of a run; ``run`` is their source.
 
-    ``device_note`` says why there are no figures of a device, or is None where there are. ``commands`` are what to
-    type next. ``facts`` and ``training`` are the lead rank's rows of the manifest. ``url`` is what ``root`` is a copy
+    ``device_note`` is the reason for missing figures of a device, None where there are figures. ``commands`` are the
+    next commands. ``facts`` and ``training`` are the lead rank's rows of the manifest. ``url`` is the source that ``root`` is a copy
     of.
     """
 
@@ -159,7 +159,7 @@ def run_view(
     traces: tuple[TraceReport, ...] = (),
     snapshots: tuple[SnapshotReport, ...] = (),
 ) -> View:
-    """Compute what is shown of a run.
+    """Analyse a run.
 
     Args:
         run: the run.
@@ -214,7 +214,7 @@ def run_view(
 
 
 def _rank_views(facts: Facts) -> tuple[list[RankView], list[Problem]]:
-    """Return the ranks in the run's order, and what of their windows is damaged."""
+    """Return the ranks in the run's order, and the damage of their windows."""
     ranks, problems = [], []
     for rank in facts.run.ranks:
         windows = []
@@ -321,7 +321,7 @@ def _others(run: Run) -> tuple[Path, ...]:
     name = run.directory.name
     names = {RUN_DIRECTORY, name} if parse_numbered(name)[0] == RUN_DIRECTORY else {RUN_DIRECTORY}
     for place in {run.root, home}:
-        # Only where a run lies directly in it: looking further down would take long in a large directory.
+        # Only runs directly in it: a deeper search takes long in a large directory.
         if any(is_run_directory(place / name) for name in names):
             beside = find_run(place)
             found |= {beside.directory, *beside.others}
