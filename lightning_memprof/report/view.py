@@ -114,8 +114,8 @@ class View:
     """The results of the analysis of a run; ``run`` is their source.
 
     ``device_note`` is the reason for missing figures of a device, None where there are figures. ``commands`` are the
-    next commands. ``facts`` and ``training`` are the lead rank's rows of the manifest. ``url`` is the source that ``root`` is a copy
-    of.
+    next commands. ``facts`` and ``training`` are the lead rank's rows of the manifest. ``url`` is the source that
+    ``root`` is a copy of.
     """
 
     schema_version: int
