@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from lightning_memprof import ConfigError, MemProfilerCallback, OutputOptions
 from lightning_memprof.analysis.run.fetch import local_run
 from lightning_memprof.analysis.run.load import load_run
-from lightning_memprof.artifacts import remote
+from lightning_memprof.artifacts import remote, upload
 from lightning_memprof.cli.show import show
 from lightning_memprof.collectors import HostMemory
 from lightning_memprof.errors import ArtifactError
@@ -154,7 +154,7 @@ def test_a_place_that_cannot_be_written_is_recorded_here_instead(
         raise PermissionError("Access Denied")
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
-    monkeypatch.setattr(upload.time, "sleep", lambda _: None)
+    monkeypatch.setattr(remote.time, "sleep", lambda _: None)
     with caplog.at_level(logging.WARNING):
         callback = fit(tmp_path, URL)
     assert callback.run_directory is not None
