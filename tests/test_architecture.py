@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import ast
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,67 @@ MODULE_LINES = 500
 FUNCTION_LINES = 60
 PUBLIC_METHODS = 12
 PARAMETERS = 6
+FOLDER_MODULES = 15
+KEYWORD_FIELDS = 3
+MIRRORED_LINES = 60
+ONE_IMPORTER_MODULES = 40
+# One rule per module; the rules are still to be grouped by domain.
+LARGE_FOLDERS = {"analysis/findings": 44}
+# The entry point imports the callback when a Trainer asks for it.
+LAZY_IMPORTS = {("integration/registration.py", "integration/callback.py")}
+# Modules with a single importer, each with the reason why it is not part of it.
+ONE_IMPORTER = {
+    "analysis/memory/history.py": "memory over time, of traces and snapshots alike; only the export needs it",
+    "analysis/oom/advice.py": "texts of the autopsy's next steps",
+    "analysis/oom/causes.py": "arithmetic of why an allocation failed",
+    "analysis/oom/module_stacks.py": "matching stacks to modules, an algorithm of its own",
+    "analysis/ranks/arrivals.py": "matching collectives of all ranks, an algorithm of its own",
+    "analysis/run/messages.py": "texts of problems in a run directory",
+    "analysis/run/unfinished.py": "looks for files that a crash left",
+    "analysis/trace/host.py": "pass over the host's events, beside those of device and idle time",
+    "analysis/trace/idle.py": "pass over idle time, beside those of device and host",
+    "artifacts/tfevents.py": "imports tensorboard",
+    "artifacts/trace_rewriting.py": "runs in a process of its own",
+    "artifacts/upload.py": "uploads, only for runs at a URL",
+    "capture/collectors/function_rows.py": "file format of function memory",
+    "capture/collectors/module_rss.py": "one collector per module; the public namespace resolves it",
+    "capture/named_snapshots.py": "the callback's snapshots and regions, without lightning",
+    "capture/recording.py": "contexts of collectors; the session has the steps",
+    "capture/sources/kineto.py": "the one owner of torch's profiler",
+    "capture/sources/oom_state.py": "reads allocator and host state, without the collector protocol",
+    "capture/sources/saved_graph.py": "walk over autograd's graph, an algorithm of its own",
+    "capture/tracker/modules.py": "one collector per module; the public namespace resolves it",
+    "capture/tracker/path_tracker.py": "subclass of torch's private ModTracker",
+    "capture/triggers/requests.py": "requests through the run directory",
+    "capture/triggers/signals.py": "requests by signal",
+    "compat/fts_config.py": "public names and their options are apart",
+    "demo/data.py": "the demo's data, without torch's training code",
+    "demo/model.py": "the demo's model, an example to read",
+    "demo/progress.py": "the demo's progress bar",
+    "demo/train.py": "imports torch; the command line does not",
+    "integration/context.py": "building a run context is apart from living",
+    "integration/curves.py": "curves through loggers, a feature of its own",
+    "report/export/memory_viz.py": "one format per module",
+    "report/export/stacks.py": "one format per module",
+    "report/export/write.py": "writes the files of every format",
+    "report/perfetto.py": "a server; only one command starts it",
+    "tensorboard/live.py": "one view per module",
+    "tensorboard/offline_pages.py": "one view per module",
+    "tensorboard/pages.py": "one view per module",
+    "tensorboard/profiler_tab.py": "one view per module",
+    "tensorboard/reachable.py": "network probe",
+}
+# Folders in which every module has one importer by design.
+ONE_BY_DESIGN = {
+    "analysis/findings/": "a rule per module, listed in one place",
+    "cli/": "a command per module, listed in one place",
+    "report/charts/": "a chart per module, listed in one place",
+    "report/printers/": "a format per module",
+    "report/sections/": "a section per module, listed in one place",
+    "testing/": "a public namespace",
+}
+# Modules above MIRRORED_LINES without a test file of their own name; may only become fewer.
+UNMIRRORED = 125
 
 TOP_LEVEL = {
     "CHANGELOG.md",
@@ -174,6 +237,119 @@ def test_the_package_is_there():
 def test_modules_are_short():
     lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
     check_none({name: length for name, length in lengths.items() if length > MODULE_LINES})
+
+
+def test_folders_hold_few_modules():
+    counts = Counter(str(Path(name).parent) for name in MODULES if not name.endswith("__init__.py"))
+    check_none({folder: n for folder, n in counts.items() if n > LARGE_FOLDERS.get(folder, FOLDER_MODULES)})
+
+
+def imports_of(name: str, *, typing: bool) -> set[str]:
+    """The modules of the package that a module imports; ``typing`` adds what only a type checker imports."""
+    found: set[str] = set()
+    for node in walk(tree(name), typing=typing):
+        match node:
+            case ast.ImportFrom(module=str() as module, names=names):
+                parts = module.split(".")
+                if parts[0] == PACKAGE.name:
+                    base = "/".join(parts[1:])
+                    candidates = {f"{base}/{alias.name}.py".lstrip("/") for alias in names} & MODULES.keys()
+                    # `from package import name`: the name is a module, or the package itself defines it.
+                    named = {f"{base}.py", f"{base}/__init__.py".lstrip("/")} & MODULES.keys()
+                    found |= candidates or named
+            case ast.Import(names=names):
+                found |= {
+                    f"{alias.name.removeprefix(PACKAGE.name + '.').replace('.', '/')}.py" for alias in names
+                } & MODULES.keys()
+    return found - {name}
+
+
+def walk(node: ast.AST, *, typing: bool) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if not typing and isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        yield child
+        yield from walk(child, typing=typing)
+
+
+def test_no_module_imports_itself_through_others():
+    graph = {name: imports_of(name, typing=False) for name in MODULES if name != "__init__.py"}
+    for name, imported in LAZY_IMPORTS:
+        graph[name].discard(imported)
+    for package in [name for name in graph if name.endswith("/__init__.py")]:
+        # A package that offers the names of its modules is imported after them.
+        graph[package] -= {module for module in graph[package] if module.startswith(package[: -len("__init__.py")])}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_a_module_with_one_importer_has_a_reason_to_be_one():
+    importers: dict[str, set[str]] = {name: set() for name in MODULES}
+    for name in MODULES:
+        for imported in imports_of(name, typing=True):
+            importers[imported].add(name)
+    # The root resolves public names when they are used, so an import there is a public seam.
+    single = {
+        name
+        for name, users in importers.items()
+        if len(users) == 1 and users != {"__init__.py"} and not name.endswith("__init__.py")
+    }
+    assert len(ONE_IMPORTER) < ONE_IMPORTER_MODULES
+    assert {name for name in single if not reason(name)} == set(), "merge them into their importers, or give a reason"
+
+
+def reason(name: str) -> str:
+    return ONE_IMPORTER.get(name) or next((why for folder, why in ONE_BY_DESIGN.items() if name.startswith(folder)), "")
+
+
+def test_dataclasses_with_many_fields_are_built_with_keywords():
+    fields: dict[str, int] = {}
+    for name in MODULES:
+        for node in ast.walk(tree(name)):
+            if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(one) for one in node.decorator_list):
+                fields[node.name] = sum(isinstance(line, ast.AnnAssign) for line in node.body)
+    found = [
+        f"{name}:{node.lineno} {node.func.id}"
+        for name in MODULES
+        for node in ast.walk(tree(name))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        # A single value, or another class's values spread out, are read without counting.
+        if fields.get(node.func.id, 0) > KEYWORD_FIELDS
+        and len(node.args) > 1
+        # Cells, columns and tables are read in their order; the rest is still to be written with keywords.
+        and not name.startswith(
+            ("report/", "analysis/findings/", "analysis/ranks/", "analysis/run/", "analysis/steps/")
+        )
+    ]
+    check_none(found)
+
+
+def test_no_loop_variable_is_called_one():
+    found = []
+    for name in MODULES:
+        for node in ast.walk(tree(name)):
+            targets = [node.target] if isinstance(node, (ast.For, ast.comprehension)) else []
+            found += [
+                f"{name}:{part.lineno}"
+                for target in targets
+                for part in ast.walk(target)
+                if isinstance(part, ast.Name) and part.id == "one"
+            ]
+    check_none(found)
+
+
+def test_no_more_modules_are_without_a_test_file_of_their_own():
+    unit = ROOT / "tests" / "unit"
+    missing = {
+        name
+        for name, path in MODULES.items()
+        if Path(name).name != "__init__.py"
+        and len(path.read_text(encoding="utf-8").splitlines()) > MIRRORED_LINES
+        and not (unit / Path(name).with_name(f"test_{Path(name).name}")).exists()
+    }
+    assert len(missing) <= UNMIRRORED, sorted(missing)
 
 
 def test_functions_are_short():

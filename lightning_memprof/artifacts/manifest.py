@@ -211,4 +211,4 @@ def read_manifest(path: Path) -> Manifest:
     if version > SCHEMA_VERSION:
         msg = f"{path}: schema version {version!r} is newer than {SCHEMA_VERSION}; upgrade lightning-memprof"
         raise ArtifactError(msg)
-    return Manifest(path, rows, torn and not cut, cut)
+    return Manifest(path=path, rows=rows, torn=torn and not cut, cut=cut)

@@ -189,7 +189,7 @@ class Sink:
     def write_rows(self, window: Window, collector: str, rows: list[dict[str, Any]]) -> None:
         """Write whole rows as the collector's series of this window, and pass them to ``on_series``."""
         path = self.place.directory / series_path(window.index, self.rank, collector)
-        with self.file(Artifact(path, "series", collector, window.index)) as temporary:
+        with self.file(Artifact(path=path, type="series", collector=collector, window=window.index)) as temporary:
             temporary.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8")
         if self.on_series is not None:
             self.on_series(window.index, collector, rows)

@@ -124,7 +124,7 @@ def read_request(directory: Path) -> Request | None:
         raise _damaged(path)
     # A lone surrogate can be neither logged nor shown.
     cause = row["cause"].encode("utf-8", "replace").decode()
-    return Request(row["id"], cause, active, warmup)
+    return Request(id=row["id"], cause=cause, active=active, warmup=warmup)
 
 
 def write_plan(directory: Path, plan: Plan) -> None:
@@ -152,7 +152,14 @@ def read_plan(directory: Path) -> Plan | None:
     steps = all(type(row.get(name)) is int for name in ("step", "seen_at"))
     if not numbers or not steps or not all(isinstance(row.get(name), str) for name in ("id", "cause")):
         raise _damaged(path)
-    return Plan(row["id"], row["cause"], row["step"], row["warmup"], row["active"], row["seen_at"])
+    return Plan(
+        id=row["id"],
+        cause=row["cause"],
+        step=row["step"],
+        warmup=row["warmup"],
+        active=row["active"],
+        seen_at=row["seen_at"],
+    )
 
 
 def _count(value: Any, least: int) -> bool:

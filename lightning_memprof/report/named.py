@@ -63,12 +63,18 @@ def named_moments(run: Run) -> tuple[tuple[NamedMoment, ...], list[Problem]]:
             problems.append(Problem(path.name, damage, rank.rank))
         moments += [
             NamedMoment(
-                rank.rank, name, text(row, "point") or "snapshot", whole(row, "step"), whole(row, "global_step"),
-                whole(row, "time_ns"), whole(row, "rss_bytes"), whole(row, "peak_rss_bytes"),
+                rank=rank.rank,
+                name=name,
+                point=text(row, "point") or "snapshot",
+                step=whole(row, "step"),
+                global_step=whole(row, "global_step"),
+                time_ns=whole(row, "time_ns"),
+                rss_bytes=whole(row, "rss_bytes"),
+                peak_rss_bytes=whole(row, "peak_rss_bytes"),
             )
             for row in rows
             if (name := text(row, "name")) is not None
-        ]  # fmt: skip
+        ]
     return tuple(moments), problems
 
 
@@ -83,7 +89,15 @@ def summarize(moments: Sequence[NamedMoment]) -> list[NamedSummary]:
 def _summary(rank: int, name: str, moments: Sequence[NamedMoment], *, is_region: bool) -> NamedSummary:
     if not is_region:
         sizes = tuple(moment.rss_bytes for moment in moments if moment.rss_bytes is not None)
-        return NamedSummary(rank, name, len(moments), is_region, sizes, (), 0)
+        return NamedSummary(
+            rank=rank,
+            name=name,
+            times=len(moments),
+            is_region=is_region,
+            rss_bytes=sizes,
+            changes_bytes=(),
+            unfinished=0,
+        )
     # A region inside of one with its own name ends first.
     open_regions: list[NamedMoment] = []
     changes: list[int] = []
@@ -96,4 +110,12 @@ def _summary(rank: int, name: str, moments: Sequence[NamedMoment], *, is_region:
             before = open_regions.pop().rss_bytes
             if before is not None and moment.rss_bytes is not None:
                 changes.append(moment.rss_bytes - before)
-    return NamedSummary(rank, name, times, is_region, (), tuple(changes), len(open_regions))
+    return NamedSummary(
+        rank=rank,
+        name=name,
+        times=times,
+        is_region=is_region,
+        rss_bytes=(),
+        changes_bytes=tuple(changes),
+        unfinished=len(open_regions),
+    )

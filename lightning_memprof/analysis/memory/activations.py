@@ -146,14 +146,16 @@ def _backward(window: Window, row: Mapping[str, Any]) -> Backward | None:
             case [int() as own, int() as inclusive, int() as calls, forward_ns, input_bytes]:
                 modules[name] = ModuleActivations(name, own, inclusive, calls, forward_ns, input_bytes)
     return Backward(
-        window.index,
-        step,
-        whole(row, "time_ns"),
-        total,
-        {name: size for name in mapping(row, "dtypes") or {} if (size := whole(row["dtypes"], name)) is not None},
-        text(row, "attribution"),
-        modules,
-        whole(row, "uncounted") or 0,
+        window=window.index,
+        step=step,
+        time_ns=whole(row, "time_ns"),
+        activation_bytes=total,
+        dtypes={
+            name: size for name in mapping(row, "dtypes") or {} if (size := whole(row["dtypes"], name)) is not None
+        },
+        attribution=text(row, "attribution"),
+        modules=modules,
+        uncounted=whole(row, "uncounted") or 0,
     )
 
 
@@ -167,7 +169,7 @@ def _end(window: Window, row: Mapping[str, Any]) -> StepEnd | None:
             case [int() as parameters, int() as gradients]:
                 modules[name] = (parameters, gradients)
     by_category = {name: whole(held, f"{name}_bytes") for name in HELD}
-    return StepEnd(window.index, step, by_category, modules, text(row, "note"))
+    return StepEnd(window=window.index, step=step, held=by_category, modules=modules, note=text(row, "note"))
 
 
 def _integers(cells: object) -> list[int | None]:

@@ -154,7 +154,12 @@ def _device(trace: MemoryTrace, device: DeviceMemory, memory: MemoryColumns, ori
         curve=tuple((trace.origin_ns + memory.time[i], live[i]) for i in curve_corners(live)),
         steps=tuple(_steps(trace, memory, live)),
         marks=tuple(
-            MarkBytes(trace.step_at(time), point, time, _live_at(memory, live, time - trace.origin_ns))
+            MarkBytes(
+                step=trace.step_at(time),
+                point=point,
+                time_ns=time,
+                live_bytes=_live_at(memory, live, time - trace.origin_ns),
+            )
             for time, point in trace.points
         ),
         allocations=sum(count > 0 for count in memory.bytes),

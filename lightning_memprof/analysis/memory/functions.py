@@ -103,14 +103,14 @@ def _calls(rows: Sequence[Row]) -> list[tuple[str, FunctionCall]]:
 
 def _call(start: Row, end: Row | None) -> FunctionCall:
     return FunctionCall(
-        whole(start, "number"),
-        whole(start, "step"),
-        whole(start, "depth") or 0,
-        text(start, "thread"),
-        text(end, "raised"),
-        _named(start, SIZES),
-        None if end is None else _named(end, {**SIZES, **PEAKS}),
-        _named(end or {}, AMOUNTS),
+        number=whole(start, "number"),
+        step=whole(start, "step"),
+        depth=whole(start, "depth") or 0,
+        thread=text(start, "thread"),
+        raised=text(end, "raised"),
+        start=_named(start, SIZES),
+        end=None if end is None else _named(end, {**SIZES, **PEAKS}),
+        amounts=_named(end or {}, AMOUNTS),
     )
 
 

@@ -177,7 +177,7 @@ def memory_report(
         ranks.append(memory)
         problems += damage
     lead = next(rank for rank in ranks if rank.rank == run.lead.rank)
-    return MemoryReport(lead, tuple(ranks), tuple(problems), tuple(notes))
+    return MemoryReport(lead=lead, ranks=tuple(ranks), problems=tuple(problems), notes=tuple(notes))
 
 
 def _last_windows(rank: Rank, max_bytes: int) -> Rank:
@@ -213,9 +213,16 @@ def _rank_memory(run: Run, rank: Rank, allocations: tuple[WindowAllocations, ...
     if not any(device.sites for allocation in allocations for device in allocation.devices):
         reasons["sites"] = _why_no_sites(run, rank, allocations)
     memory = RankMemory(
-        rank.rank, peak, activations, _steps(saved), trade, functions, allocations, reasons,
-        {window: _held(saved.ends[window, step]) for window, step in sorted(saved.ends)},
-    )  # fmt: skip
+        rank=rank.rank,
+        peak=peak,
+        activations=activations,
+        steps=_steps(saved),
+        checkpointing=trade,
+        functions=functions,
+        allocations=allocations,
+        reasons=reasons,
+        held={window: _held(saved.ends[window, step]) for window, step in sorted(saved.ends)},
+    )
     return memory, [*saved.problems, *damage, *more_damage]
 
 
@@ -274,8 +281,15 @@ def _category_peak(row: Mapping[str, Any], source: str, window: int) -> Category
         sizes["other"] = sizes.get("other", 0) + rest
     categories, unknown = _complete(sizes, NOT_COUNTED)
     return CategoryPeak(
-        source, MOMENT_TRACKED, window, step, text(row, "device"), total, categories, unknown
-    )  # fmt: skip
+        source=source,
+        moment=MOMENT_TRACKED,
+        window=window,
+        step=step,
+        device=text(row, "device"),
+        total_bytes=total,
+        categories=categories,
+        unknown=unknown,
+    )
 
 
 def _on_first_device(peaks: Iterable[CategoryPeak], device: str | None) -> CategoryPeak | None:
@@ -314,8 +328,15 @@ def _saved_peak(saved: SavedSteps, device: str | None) -> CategoryPeak | None:
         unknown["activation"] = (place.note if isinstance(place, StepEnd) else None) or NO_BACKWARD
     moment = MOMENT_HELD if "activation" in unknown else MOMENT_SAVED
     return CategoryPeak(
-        SAVED_TENSORS, moment, place.window, place.step, device, sum(sizes.values()), categories, unknown
-    )  # fmt: skip
+        source=SAVED_TENSORS,
+        moment=moment,
+        window=place.window,
+        step=place.step,
+        device=device,
+        total_bytes=sum(sizes.values()),
+        categories=categories,
+        unknown=unknown,
+    )
 
 
 def _held(end: StepEnd | None) -> dict[str, int]:
@@ -336,16 +357,16 @@ def _activations(saved: SavedSteps, largest: Backward) -> Activations:
     modules.sort(key=lambda module: (-module.inclusive_activation_bytes, module.name))
     attributed = sum(module.own_activation_bytes for module in modules)
     return Activations(
-        largest.window,
-        largest.step,
-        largest.activation_bytes,
+        window=largest.window,
+        step=largest.step,
+        total_bytes=largest.activation_bytes,
         # What the row calls unattributed, and whatever else no row of a module accounts for.
-        largest.activation_bytes - attributed,
-        largest.dtypes,
-        largest.attribution,
-        tuple(modules),
-        {name: sizes[0] for name, sizes in held.items()},
-        largest.uncounted,
+        unattributed_bytes=largest.activation_bytes - attributed,
+        dtypes=largest.dtypes,
+        attribution=largest.attribution,
+        modules=tuple(modules),
+        parameters={name: sizes[0] for name, sizes in held.items()},
+        uncounted=largest.uncounted,
     )
 
 
