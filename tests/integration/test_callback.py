@@ -412,7 +412,7 @@ def test_the_summary_says_where_time_and_memory_went_and_what_to_type(
     printed = capsys.readouterr().out
     first = printed.strip().splitlines()[0]
     assert first.startswith("verdict")
-    for word in ("why", "next", "data wait", "forward", "backward", "optimizer", "callbacks", "untracked", "peak RSS",
+    for word in ("why", "next", "data wait", "forward", "backward", "optimizer", "untracked", "peak RSS",
                  "profiler overhead", "lightning-memprof show"):  # fmt: skip
         assert word in printed, word
 
