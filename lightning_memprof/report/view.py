@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_memprof.analysis.findings import Facts, Finding, Verdict, conclude, examine
-from lightning_memprof.analysis.findings.memory_growth import left_by_windows
+from lightning_memprof.analysis.findings.growth import left_by_windows
 from lightning_memprof.analysis.memory.report import MemoryReport, memory_report
 from lightning_memprof.analysis.oom.autopsy import Autopsy, autopsies
 from lightning_memprof.analysis.run.locate import (

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_memprof.analysis.findings import Finding, Severity
-from lightning_memprof.analysis.findings.of_traces import TRACE_RULES
+from lightning_memprof.analysis.findings import TRACE_RULES, Finding, Severity
 from lightning_memprof.analysis.trace.report import trace_report
 
 pytestmark = pytest.mark.corpus

@@ -1,40 +1,53 @@
-"""Rules that turn a run into a verdict: one rule a function, each with its reasons."""
+"""Findings: rules about runs, operator traces and allocator snapshots, and the verdict."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.activation_peak import activation_peak
-from lightning_memprof.analysis.findings.allocator_retries import allocator_retries
-from lightning_memprof.analysis.findings.between_steps import between_steps
-from lightning_memprof.analysis.findings.callback_bound import callback_bound
-from lightning_memprof.analysis.findings.checkpoint_bound import checkpoint_bound
-from lightning_memprof.analysis.findings.device_memory_growth import device_memory_growth
-from lightning_memprof.analysis.findings.garbage import garbage
-from lightning_memprof.analysis.findings.input_bound import input_bound
-from lightning_memprof.analysis.findings.logging_bound import logging_bound
-from lightning_memprof.analysis.findings.memory_growth import memory_growth
-from lightning_memprof.analysis.findings.memory_imbalance import memory_imbalance
+from lightning_memprof.analysis.findings.communication import communication_exposed, memory_imbalance, straggler
+from lightning_memprof.analysis.findings.data import input_bound, input_bound_trace
+from lightning_memprof.analysis.findings.device import blocking_transfers, gpu_idle, synchronization
+from lightning_memprof.analysis.findings.growth import device_memory_growth, memory_growth
+from lightning_memprof.analysis.findings.host import (
+    between_steps,
+    callback_bound,
+    checkpoint_bound,
+    logging_bound,
+    optimizer_bound,
+)
+from lightning_memprof.analysis.findings.kernels import many_small_kernels, many_small_operators, tensor_cores_unused
+from lightning_memprof.analysis.findings.memory import (
+    activation_peak,
+    allocator_retries,
+    allocator_thrash,
+    optimizer_state,
+    out_of_memory,
+)
 from lightning_memprof.analysis.findings.model import NOTHING_FOUND, Evidence, Facts, Finding, Rule, Severity, Verdict
-from lightning_memprof.analysis.findings.nothing_found import nothing_found
-from lightning_memprof.analysis.findings.of_snapshots import SNAPSHOT_RULES
-from lightning_memprof.analysis.findings.of_traces import findings_of_traces
-from lightning_memprof.analysis.findings.optimizer_bound import optimizer_bound
-from lightning_memprof.analysis.findings.optimizer_state import optimizer_state
-from lightning_memprof.analysis.findings.out_of_memory import out_of_memory
-from lightning_memprof.analysis.findings.profiler_overhead import profiler_overhead
-from lightning_memprof.analysis.findings.slow_steps import slow_steps
-from lightning_memprof.analysis.findings.straggler import straggler
+from lightning_memprof.analysis.findings.nothing import nothing_found, nothing_in_files
+from lightning_memprof.analysis.findings.profiler import profiler_overhead, recording_overhead
+from lightning_memprof.analysis.findings.slow_steps import garbage, slow_steps
+from lightning_memprof.analysis.findings.snapshot import (
+    allocator_churn,
+    failed_request,
+    fragmentation,
+    peak_holder,
+    pending_frees,
+    private_pools,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from lightning_memprof.analysis.run.load import Run
-    from lightning_memprof.analysis.snapshot.model import SnapshotReport
+    from lightning_memprof.analysis.snapshot.model import DeviceReport, SnapshotReport
     from lightning_memprof.analysis.trace.model import TraceReport
 
 __all__ = [
     "NOTHING_FOUND",
+    "TRACE_RULES",
     "Evidence",
     "Facts",
     "Finding",
@@ -43,6 +56,7 @@ __all__ = [
     "conclude",
     "examine",
     "examine_files",
+    "nothing_in_files",
     "verdict",
 ]
 
@@ -65,31 +79,75 @@ RULES: Final[tuple[Rule, ...]] = (
     optimizer_state,
     profiler_overhead,
 )
-# A run's own rule sees more steps than its trace or snapshot does: the fault is told once.
+TRACE_RULES: Final[tuple[Callable[[TraceReport], list[Finding]], ...]] = (
+    input_bound_trace,
+    allocator_thrash,
+    communication_exposed,
+    gpu_idle,
+    synchronization,
+    blocking_transfers,
+    tensor_cores_unused,
+    many_small_kernels,
+    many_small_operators,
+    recording_overhead,
+)
+SNAPSHOT_RULES: Final[tuple[Callable[[SnapshotReport, DeviceReport], Finding | None], ...]] = (
+    failed_request,
+    allocator_churn,
+    fragmentation,
+    pending_frees,
+    private_pools,
+    peak_holder,
+)
+# A run's rule sees more steps than its trace or snapshot: the same fault is reported once.
 SAME_FAULT: Final[Mapping[str, str]] = {"input_bound_trace": "input_bound", "failed_request": "out_of_memory"}
+# A person opens a few of thousands of traces.
+MAX_EVIDENCE: Final = 16
 
 
 def examine(facts: Facts) -> tuple[Finding, ...]:
-    """Return every finding, the most severe first; where none is above info, one that says so comes before them."""
-    run_findings = [finding for rule in RULES for finding in rule(facts)]
-    told = {finding.rule for finding in run_findings}
+    """Return every finding, the most severe first; if none is above info, ``nothing_found`` comes first."""
+    of_run = [finding for rule in RULES for finding in rule(facts)]
+    reported = {finding.rule for finding in of_run}
     of_files = [
         finding
         for finding in examine_files(facts.traces, facts.snapshots)
-        if SAME_FAULT.get(finding.rule, "") not in told
+        if SAME_FAULT.get(finding.rule, "") not in reported
     ]
-    found = _by_severity([*run_findings, *of_files])
+    found = _by_severity([*of_run, *of_files])
     return found if found and found[0].severity > Severity.INFO else (nothing_found(facts), *found)
 
 
 def examine_files(traces: Iterable[TraceReport], snapshots: Iterable[SnapshotReport]) -> tuple[Finding, ...]:
-    """Return what traces and snapshots show by themselves, the most severe first; empty where no rule applies."""
-    return _by_severity(
-        [
-            *findings_of_traces(traces),
-            *(finding for snapshot in snapshots for rule in SNAPSHOT_RULES for finding in rule(snapshot)),
-        ]
-    )
+    """Return the findings of traces and snapshots, the most severe first; empty if no rule fires."""
+    of_snapshots = [
+        finding
+        for snapshot in snapshots
+        for rule in SNAPSHOT_RULES
+        for device in snapshot.devices
+        if (finding := rule(snapshot, device)) is not None
+    ]
+    return _by_severity([*_of_traces(traces), *of_snapshots])
+
+
+def _of_traces(traces: Iterable[TraceReport]) -> list[Finding]:
+    """Return one finding per rule for all traces: the worst, with the evidence of all."""
+    found: dict[tuple[str, object], list[Finding]] = {}
+    for trace in traces:
+        for rule in TRACE_RULES:
+            for finding in rule(trace):
+                # A rule about two directions names the direction.
+                found.setdefault((finding.rule, finding.numbers.get("kind")), []).append(finding)
+    return [_merged(alike) for alike in found.values()]
+
+
+def _merged(alike: list[Finding]) -> Finding:
+    worst, *others = _by_severity(alike)
+    if not others:
+        return worst
+    more = "1 other trace shows it too." if len(others) == 1 else f"{len(others):,} other traces show it too."
+    seen = (*worst.evidence, *(finding.evidence[0] for finding in others if finding.evidence))
+    return replace(worst, why=f"{worst.why} {more}", evidence=seen[:MAX_EVIDENCE])
 
 
 def _by_severity(found: list[Finding]) -> tuple[Finding, ...]:
@@ -97,11 +155,17 @@ def _by_severity(found: list[Finding]) -> tuple[Finding, ...]:
 
 
 def conclude(findings: tuple[Finding, ...]) -> Verdict:
-    """Make the verdict of the first finding."""
+    """Return the first finding as the verdict."""
     first = findings[0]
-    return Verdict(first.sentence, first.why, first.next_steps[0], first.rule, first.severity)
+    return Verdict(
+        sentence=first.sentence,
+        why=first.why,
+        next=first.next_steps[0],
+        rule=first.rule,
+        severity=first.severity,
+    )
 
 
 def verdict(run: Run) -> Verdict:
-    """Return what is most wrong with a run, why, and what to do next."""
+    """Return the main problem of a run, its evidence, and the next step."""
     return conclude(examine(Facts.of(run)))

@@ -1,4 +1,4 @@
-"""What a rule sees and what it says."""
+"""The facts that a rule reads, and the finding that it returns."""
 
 from __future__ import annotations
 
@@ -24,28 +24,18 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.steps.statistics import PulseStatistics
     from lightning_memprof.analysis.trace.model import TraceReport
 
-__all__ = [
-    "MIN_STEPS",
-    "NOTHING_FOUND",
-    "SHORT_STEP_NS",
-    "Evidence",
-    "Facts",
-    "Finding",
-    "Rule",
-    "Severity",
-    "Verdict",
-]
+__all__ = ["MIN_STEPS", "NOTHING_FOUND", "SHORT_STEP_NS", "Evidence", "Facts", "Finding", "Rule", "Severity", "Verdict"]
 
-# The first steps do what later ones do not (workers start, kernels are chosen): fewer than these say nothing of a run.
+# The first steps start workers and select kernels: fewer than these do not represent a run.
 MIN_STEPS: Final = 3
-# The Trainer itself takes 1 to 4 ms a step: in steps below this its share hides the model's.
+# The Trainer itself takes 1 to 4 ms per step: in shorter steps its share hides the model's.
 SHORT_STEP_NS: Final = 10_000_000
-# The name of what is said where no rule applies.
+# The rule of the finding that no other rule fired.
 NOTHING_FOUND: Final = "nothing_found"
 
 
 class Severity(IntEnum):
-    """How much a finding matters; the greatest one makes the verdict."""
+    """How much a finding matters; the most severe finding is the verdict."""
 
     NONE = 0
     INFO = 1
@@ -55,10 +45,10 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """Where a finding can be seen: a file of the run or of the user, and the stretch of it that counts.
+    """A file of the run or of the user, and the part of it that shows a finding.
 
-    ``artifact`` is the file's path as the manifest has it, or the path that was given. ``steps`` are the first and the
-    last one; ``start_ns`` and ``end_ns`` Unix epoch times in ns. What is None does not narrow it.
+    ``artifact`` is the path in the manifest, or the path that the user gave. ``steps`` are the first and the last step;
+    ``start_ns`` and ``end_ns`` are Unix epoch times in ns. None does not narrow the file.
     """
 
     artifact: str
@@ -69,13 +59,13 @@ class Evidence:
     end_ns: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What a rule found.
+    """The conclusion of a rule.
 
-    ``sentence`` says what is wrong, ``why`` with which figures, ``next_steps`` what to do, the best first, ``evidence``
-    where to look. ``numbers`` are in base units: bytes, nanoseconds, shares of 1. ``weight`` orders findings of one
-    severity: the share of the step, or of the memory, that is at stake.
+    ``sentence`` has cause, size and place, ``why`` the measured evidence, ``next_steps`` what to do, the best first.
+    ``numbers`` are in base units: bytes, nanoseconds, shares of 1. ``weight`` orders findings of one severity: the
+    share of the step, or of the memory, that is at stake.
     """
 
     rule: str
@@ -88,9 +78,9 @@ class Finding:
     evidence: tuple[Evidence, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Three lines: what is wrong, why we say so, and what to do next."""
+    """Three lines: the problem, its evidence, and the next step."""
 
     sentence: str
     why: str
@@ -101,10 +91,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Facts:
-    """A run, the pulse statistics of those of its ranks that have a pulse, and its ranks beside each other.
+    """A run, the pulse statistics of its ranks that have a pulse, and the comparison of its ranks.
 
-    ``traces`` and ``snapshots`` are those of its files that were analysed, which takes as long as they are large;
-    ``memory`` is where its memory went, None where that was not read.
+    ``traces`` and ``snapshots`` are the analyzed ones, which takes time in proportion to their size; ``memory`` is
+    None if it was not read.
     """
 
     run: Run
@@ -123,14 +113,21 @@ class Facts:
         snapshots: tuple[SnapshotReport, ...] = (),
         memory: MemoryReport | None = None,
     ) -> Facts:
-        """Gather the statistics of a run."""
+        """Return the facts of a run."""
         found = {rank.rank: pulse_statistics(rank) for rank in run.ranks}
         pulses = {rank: statistics for rank, statistics in found.items() if statistics is not None}
-        return cls(run, pulses, rank_report(run, pulses), traces, snapshots, memory)
+        return cls(
+            run=run,
+            statistics=pulses,
+            ranks=rank_report(run, pulses),
+            traces=traces,
+            snapshots=snapshots,
+            memory=memory,
+        )
 
     @property
     def is_fit(self) -> bool:
-        """Whether the run is a training, and no ``validate``, ``test`` or ``predict``."""
+        """Whether the run is a training, not ``validate``, ``test`` or ``predict``."""
         return (text(self.run.lead.facts, "stage") or "fit") == "fit"
 
     def worst(self, phase: str) -> tuple[Rank, PulseStatistics] | None:
@@ -143,13 +140,13 @@ class Facts:
         return max(candidates, key=lambda pair: cost(pair[1]), default=None)
 
     def events(self, rank: Rank) -> tuple[StepEvents, ...]:
-        """Return the recorded steps of a rank event by event; they are read once."""
+        """Return the events of the recorded steps of a rank; the files are read once."""
         if rank.rank not in self._events:
             self._events[rank.rank] = tuple(rank_events(rank)[0])
         return self._events[rank.rank]
 
     def pulse(self, rank: Rank, steps: Collection[int] = ()) -> Evidence:
-        """Return a rank's pulse as evidence, from the first to the last of some steps; of all where none are given."""
+        """Return a rank's pulse as evidence, from the first to the last of ``steps``; all steps if it is empty."""
         rows = [row for row in rank.pulse if row["step"] is not None and (not steps or row["step"] in steps)]
         first, last = (rows[0], rows[-1]) if rows else (None, None)
         start = last_start = duration = None
@@ -164,7 +161,7 @@ class Facts:
         )
 
     def recorded(self, rank: Rank, collector: str, steps: Collection[int] = ()) -> tuple[Evidence, ...]:
-        """Return what a collector wrote in each window of a rank that recorded one of some steps; of all if none."""
+        """Return a collector's files of the windows that recorded any of ``steps``; of all windows if it is empty."""
         files = {
             artifact.window: artifact
             for artifact in self.run.artifacts
@@ -188,9 +185,10 @@ class Facts:
             end_ns=at.end_ns,
         )
 
-    def on_rank(self, rank: Rank) -> str:
-        """Return ``" on rank 3"`` where there are several ranks, else nothing."""
-        return f" on rank {rank.rank}" if len(self.run.ranks) > 1 else ""
+    def on_rank(self, rank: Rank | int) -> str:
+        """Return ``" on rank 3"`` in a run of several ranks, else an empty string."""
+        number = rank if isinstance(rank, int) else rank.rank
+        return f" on rank {number}" if len(self.run.ranks) > 1 else ""
 
 
 Rule = Callable[["Facts"], "list[Finding]"]

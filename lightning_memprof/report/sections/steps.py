@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.actions import action_name
+from lightning_memprof.analysis.findings.measures import action_name
 from lightning_memprof.analysis.steps.events import PARTS, event_totals
 from lightning_memprof.analysis.steps.phases import OWN_WORK
 from lightning_memprof.analysis.steps.statistics import DeviceMemory, HostMemory, StepReport

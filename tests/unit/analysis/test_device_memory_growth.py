@@ -72,7 +72,7 @@ def test_a_leak_on_a_device_is_said_with_the_line_that_leaks(tmp_path):
     assert "test_device_memory_growth.py" in line["line"]
     assert line["line"].endswith(": leaks")
     assert line["bytes"] // MIB == 20 * 12
-    assert finding.sentence.startswith("cuda:0's memory grows from window to window, most of it allocated by ")
+    assert finding.sentence.startswith("Memory of cuda:0 grows from window to window, mostly from ")
     assert [(evidence.window, evidence.rank) for evidence in finding.evidence] == [(0, 0), (4, 0)]
     assert finding.evidence[0].artifact.endswith("cuda_alloc_rank_0.training_step.5.end.pickle")
 
@@ -98,4 +98,4 @@ def test_blocks_that_stay_from_window_to_window_are_told_from_those_that_grew(tm
     finding = found(directory)["device_memory_growth"]
     assert finding.numbers["lines"] == [{"line": MODEL_LINE, "bytes": 120 * MIB}]
     assert finding.severity is Severity.WARNING
-    assert finding.next_steps[0] == f"Look at {MODEL_LINE}: what it makes outlives its step."
+    assert finding.next_steps[0] == f"Look at {MODEL_LINE}: its allocations outlive their step."

@@ -10,8 +10,8 @@ import pytest
 
 from fake_runs import HEALTHY, FakeRun, make_run
 from lightning_memprof.analysis.findings import Facts, Finding, Severity, examine, verdict
-from lightning_memprof.analysis.findings.memory_growth import left_by_windows, steady_growth
-from lightning_memprof.analysis.findings.rhythm import rhythm
+from lightning_memprof.analysis.findings.growth import left_by_windows, steady_growth
+from lightning_memprof.analysis.findings.measures import rhythm
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.run.locate import shown_path
 from lightning_memprof.units import GIB, MIB, format_ns, percent
@@ -49,7 +49,7 @@ def test_a_healthy_run_has_no_findings_and_a_command_to_look_further(tmp_path: P
     run = load_run(make_run(tmp_path))
     said = verdict(run)
     assert said.rule == "nothing_found"
-    assert said.sentence == "No bottleneck found: the backward pass takes 55% of a step."
+    assert said.sentence == "No bottleneck found: the backward pass takes 55% of each step."
     assert f"lightning-memprof view {shown_path(run.directory)}" in said.next
 
 
@@ -68,19 +68,19 @@ def test_few_steps_are_too_few_to_judge(tmp_path: Path) -> None:
     said = verdict(load_run(make_run(tmp_path, FakeRun(steps=2, windows=(), phases=phases(data_wait=10**9)))))
     assert (said.rule, said.severity) == ("nothing_found", Severity.INFO)
     assert said.sentence == "Too few steps to judge."
-    assert said.why.startswith("2 steps were seen")
+    assert said.why.startswith("2 steps recorded")
 
 
 def test_one_step_is_said_in_the_singular(tmp_path: Path) -> None:
     said = verdict(load_run(make_run(tmp_path, FakeRun(steps=1, windows=()))))
-    assert said.why.startswith("1 step was seen")
+    assert said.why.startswith("1 step recorded")
     assert said.severity is Severity.INFO
 
 
 def test_three_steps_are_judged_with_a_word_of_caution(tmp_path: Path) -> None:
     said = verdict(load_run(make_run(tmp_path, FakeRun(steps=4, windows=()))))
     assert (said.rule, said.severity) == ("nothing_found", Severity.NONE)
-    assert said.why.endswith("Only 4 steps were seen.")
+    assert said.why.endswith("Only 4 steps were recorded.")
 
 
 def test_an_early_end_is_said(tmp_path: Path) -> None:
@@ -161,15 +161,15 @@ def test_workers_that_cannot_keep_up_are_not_told_to_prefetch(tmp_path: Path, pr
     )
     finding = found(tmp_path, fake)["input_bound"]
     assert "prefetch" not in " ".join(finding.next_steps)
-    assert "few steps" not in finding.why
-    assert "The 2 workers cannot keep up: use DataLoader(num_workers=4)" in finding.next_steps[0]
+    assert "a few steps" not in finding.why
+    assert "2 workers cannot keep up: use DataLoader(num_workers=4)" in finding.next_steps[0]
 
 
 def test_as_many_workers_as_cores_are_told_to_do_less_or_to_be_more(tmp_path: Path) -> None:
     fake = FakeRun(phases=phases(data_wait=100_000_000), training=loader(num_workers=8, persistent_workers=True))
     first = found(tmp_path, fake)["input_bound"].next_steps[0]
     assert "make __getitem__ faster" in first
-    assert "more workers than the 8 cores help too: DataLoader(num_workers=16)" in first
+    assert "more workers than the 8 cores: DataLoader(num_workers=16)" in first
 
 
 def test_waits_in_few_steps_are_told_to_prefetch(tmp_path: Path) -> None:
@@ -179,8 +179,8 @@ def test_waits_in_few_steps_are_told_to_prefetch(tmp_path: Path) -> None:
         training=loader(num_workers=2, prefetch_factor=2, persistent_workers=True),
     )
     finding = found(tmp_path, fake)["input_bound"]
-    assert "most of it in few steps" in finding.why
-    assert "DataLoader(prefetch_factor=4); it is 2" in finding.next_steps[0]
+    assert "mostly in a few steps" in finding.why
+    assert "prefetch_factor is 2: use DataLoader(prefetch_factor=4)" in finding.next_steps[0]
 
 
 TINY = {"forward": 300_000, "backward": 400_000, "callbacks": 100_000, "other": 200_000}
@@ -216,7 +216,7 @@ def test_a_slow_callback_is_found_and_its_class_is_named(tmp_path: Path, key: st
     directory = with_callback(make_run(tmp_path, FakeRun(phases=phases(callbacks=65_000_000))), key)
     finding = examine(Facts.of(load_run(directory)))[0]
     assert (finding.rule, finding.severity) == ("callback_bound", Severity.CRITICAL)
-    assert finding.sentence == "Callbacks take 78% of a step, most of it SlowCallback.on_train_batch_end."
+    assert finding.sentence == "Callbacks take 78% of each step, mostly SlowCallback.on_train_batch_end."
     assert "SlowCallback.on_train_batch_end takes 65.0 ms of a recorded step" in finding.why
     assert "every N batches" in finding.next_steps[0]
 
@@ -224,7 +224,7 @@ def test_a_slow_callback_is_found_and_its_class_is_named(tmp_path: Path, key: st
 def test_our_own_callback_is_not_named(tmp_path: Path) -> None:
     directory = with_callback(make_run(tmp_path, FakeRun(phases=phases(callbacks=65_000_000))), "MemProfilerCallback")
     finding = examine(Facts.of(load_run(directory)))[0]
-    assert finding.sentence == "Callbacks take 78% of a step."
+    assert finding.sentence == "Callbacks take 78% of each step."
     assert "MemProfilerCallback." not in finding.why
 
 
@@ -233,9 +233,9 @@ def test_a_checkpoint_every_few_steps_is_not_blamed_on_what_the_window_saw(tmp_p
         steps=60, phases=lambda _, step: {**HEALTHY, "callbacks": 300_000_000 if step % 10 == 9 else 100_000}
     )
     finding = found(tmp_path, fake)["callback_bound"]
-    assert "every 10th step takes 300 ms in them" in finding.why
+    assert "every 10th step takes 300 ms in callbacks" in finding.why
     assert "TQDMProgressBar" not in finding.sentence + finding.why
-    assert "ModelCheckpoint(every_n_train_steps=...)" in finding.next_steps[0]
+    assert "ModelCheckpoint(every_n_train_steps=1000)" in finding.next_steps[0]
     assert "Schedule(wait=7, active=3)" in finding.next_steps[1]
 
 
@@ -256,8 +256,10 @@ def test_what_takes_long_every_tenth_step_is_said_with_its_rhythm(tmp_path: Path
     fake = FakeRun(steps=80, phases=lambda _, step: {**HEALTHY, "other": 1_100_000_000 if step % 10 == 9 else 500_000})
     finding = found(tmp_path, fake)["between_steps"]
     assert finding.severity is Severity.CRITICAL
-    assert finding.why.startswith("Every 10th step takes 1.10 s between its phases: validation or a checkpoint")
-    assert "Trainer(val_check_interval=...)" in finding.next_steps[0]
+    assert finding.why.startswith(
+        "Every 10th step takes 1.10 s outside the tracked phases: a validation, a checkpoint or code"
+    )
+    assert "Trainer(val_check_interval=1000)" in finding.next_steps[0]
     assert finding.numbers["validation"] is None
 
 
@@ -276,8 +278,10 @@ def test_a_validation_that_a_window_recorded_is_known(tmp_path: Path) -> None:
     ]
     series.write_text("".join(json.dumps(row) + "\n" for row in rows))
     finding = examine(Facts.of(load_run(directory)))[0]
-    assert finding.why == "Every 10th step takes 1.10 s between its phases: validation, 1.00 s of a recorded step."
-    assert finding.sentence.endswith("of the time, most of it validation.")
+    assert finding.why == (
+        "Every 10th step takes 1.10 s outside the tracked phases: validation takes 1.00 s of a recorded step."
+    )
+    assert finding.sentence.endswith("of step time is outside the tracked phases, mostly validation.")
     assert finding.numbers["validation"] is True
 
 
@@ -290,13 +294,13 @@ def test_a_validation_at_the_end_of_epochs_is_told_by_its_place(tmp_path: Path) 
     directory = make_run(tmp_path, fake)
     set_epochs(directory, 13)
     finding = examine(Facts.of(load_run(directory)))[0]
-    assert finding.why.startswith("The last step of each epoch takes 400 ms between its phases")
+    assert finding.why.startswith("The last step of each epoch takes 400 ms outside the tracked phases")
 
 
 def test_time_between_the_phases_of_every_step_names_the_hook_that_takes_it(tmp_path: Path) -> None:
     directory = make_run(tmp_path, FakeRun(phases=phases(other=30_000_000)))
     finding = examine(Facts.of(load_run(directory)))[0]
-    assert "are neither a phase nor a callback: logging, or code of the program" in finding.why
+    assert "are untracked; no hook covers them: logging, or code of the program" in finding.why
     assert "log_every_n_steps" in finding.next_steps[0]
     series = directory / "window000" / "rank00000.hooks.jsonl"
     rows = [json.loads(line) for line in series.read_text().splitlines()]
@@ -327,7 +331,7 @@ def test_the_verdict_is_never_green_where_much_of_the_step_is_not_the_models(
     tiny = {"data_wait": 100_000, "optimizer": 200_000, **TINY, **around}
     said = verdict(load_run(make_run(tmp_path, FakeRun(phases=lambda *_: tiny))))
     assert (said.rule, said.severity) == ("nothing_found", Severity.INFO)
-    assert said.sentence.startswith("The steps are very short: callbacks and what lies between the phases take")
+    assert said.sentence.startswith("The steps are very short: callbacks and untracked time take")
 
 
 @pytest.mark.parametrize(
@@ -362,7 +366,7 @@ def test_sentence_and_table_agree_where_median_and_mean_differ(tmp_path: Path) -
     run = load_run(make_run(tmp_path, FakeRun(phases=uneven, training=optimizer())))
     said, statistics = verdict(run), Facts.of(run).statistics[0]
     assert statistics.share("optimizer") > statistics.median_shares["optimizer"] + 0.02
-    assert said.sentence == f"The optimizer takes {percent(statistics.share('optimizer'))} of a step."
+    assert said.sentence == (f"Optimizer-bound: AdamW takes {percent(statistics.share('optimizer'))} of each step.")
     assert format_ns(statistics.mean_ns) in said.why
 
 
@@ -370,7 +374,7 @@ def test_the_healthy_verdict_speaks_of_the_mean_step(tmp_path: Path) -> None:
     run = load_run(make_run(tmp_path, FakeRun(phases=lambda _, step: {**HEALTHY, "backward": 10**5 * step**2})))
     statistics = Facts.of(run).statistics[0]
     assert statistics.mean_ns != statistics.median_ns
-    assert f"A step takes {format_ns(statistics.mean_ns)};" in verdict(run).why
+    assert f"The mean step takes {format_ns(statistics.mean_ns)};" in verdict(run).why
 
 
 def test_a_looping_optimizer_is_found_and_fused_is_named(tmp_path: Path) -> None:
@@ -414,9 +418,9 @@ def test_an_optimizer_that_steps_every_fourth_batch_counts_with_its_share_of_all
 def test_waiting_in_few_steps_is_told_from_waiting_in_each(tmp_path: Path) -> None:
     slow = {**HEALTHY, "data_wait": 500_000_000}
     fake = FakeRun(phases=lambda _, step: slow if step == 20 else HEALTHY)
-    assert "most of it in few steps" in found(tmp_path / "few", fake)["input_bound"].why
+    assert "mostly in a few steps" in found(tmp_path / "few", fake)["input_bound"].why
     fake = FakeRun(phases=phases(data_wait=20_000_000))
-    assert "few steps" not in found(tmp_path / "each", fake)["input_bound"].why
+    assert "a few steps" not in found(tmp_path / "each", fake)["input_bound"].why
 
 
 def test_foreach_switched_off_on_cuda_is_found(tmp_path: Path) -> None:
@@ -438,7 +442,7 @@ def test_a_small_share_of_a_looping_optimizer_is_no_finding(tmp_path: Path) -> N
 def test_memory_that_grows_with_every_step_is_found_with_its_slope(tmp_path: Path) -> None:
     fake = FakeRun(steps=60, rss_bytes=lambda step: 500 * MIB + step * 2 * MIB)
     finding = found(tmp_path, fake)["memory_growth"]
-    assert finding.sentence == "Host memory grows by 2.00 MiB with every step."
+    assert finding.sentence == "Host memory grows by 2.00 MiB per step."
     assert finding.numbers["bytes_per_step"] == 2 * MIB
     assert ".item()" in finding.next_steps[0]
     assert "detach()" in finding.next_steps[0]

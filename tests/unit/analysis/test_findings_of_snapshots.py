@@ -56,10 +56,8 @@ def test_a_request_that_fits_into_no_piece_is_called_fragmented_with_the_setting
     data = snapshot([segment(*pieces(10, 100 * MIB, 80 * MIB))], ring, conf="max_split_size_mb:64")
     finding = found(tmp_path, data)["failed_request"]
     assert finding.severity is Severity.CRITICAL
-    assert (
-        finding.sentence == "cuda:0 could not give 500 MiB: enough was free, but not in one piece that it could take."
-    )
-    assert "800 MiB lay unused in pieces of at most 80.0 MiB, and 10.0 MiB were free on the device" in finding.why
+    assert finding.sentence == "Allocation of 500 MiB failed on cuda:0: enough was free, but not in one piece."
+    assert "800 MiB were unused in pieces of at most 80.0 MiB; 10.0 MiB were free on the device" in finding.why
     assert "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64,expandable_segments:True" in finding.next_steps[0]
     assert finding.numbers["cause"] == "fragmented"
     (evidence,) = finding.evidence
@@ -70,15 +68,15 @@ def test_a_request_to_a_full_device_names_who_holds_the_most(tmp_path):
     data = snapshot([segment(block(0, GIB, MODEL), block(GIB, 9, TRAIN))], [failed(GIB, MIB)])
     finding = found(tmp_path, data)["failed_request"]
     assert (finding.numbers["cause"], finding.severity) == ("full", Severity.CRITICAL)
-    assert f"1.00 GiB were held by {MODEL_LINE}." in finding.why
-    assert finding.next_steps[0] == f"Look at {MODEL_LINE}: it holds the most."
+    assert f"{MODEL_LINE} had 1.00 GiB live." in finding.why
+    assert finding.next_steps[0] == f"Look at {MODEL_LINE}: it has the most live bytes."
 
 
 def test_a_request_that_no_process_could_have_is_too_large_and_one_that_was_caught_is_a_warning(tmp_path):
     ring = [failed(100 * GIB, GIB), event("alloc", 0, 9, MODEL)]
     finding = found(tmp_path, snapshot([segment(block(0, 9))], ring))["failed_request"]
     assert (finding.numbers["cause"], finding.severity) == ("too large", Severity.WARNING)
-    assert "; the program went on" in finding.sentence
+    assert "and the program continued" in finding.sentence
 
 
 def churned(rounds: int, *frames: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +89,7 @@ def churned(rounds: int, *frames: dict[str, Any]) -> dict[str, Any]:
 def test_memory_that_is_returned_and_taken_again_is_a_warning_with_the_times(tmp_path):
     finding = found(tmp_path, churned(3))["allocator_churn"]
     assert finding.severity is Severity.WARNING
-    assert finding.sentence == "cuda:0's memory went back to the driver and was taken again 3 times in 0.005 s."
+    assert finding.sentence == ("The allocator returned memory of cuda:0 and requested it again 3 times in 0.005 s.")
     assert (finding.numbers["rounds"], finding.numbers["again_bytes"], finding.numbers["empty_cache"]) == (
         3,
         3 * GIB,
@@ -104,7 +102,7 @@ def test_memory_that_is_returned_and_taken_again_is_a_warning_with_the_times(tmp
 def test_who_calls_empty_cache_is_named(tmp_path):
     finding = found(tmp_path, churned(2, EMPTY_CACHE, TRAIN))["allocator_churn"]
     assert finding.numbers["empty_cache"] == TRAIN_LINE
-    assert "empty_cache() out of the training loop" in finding.next_steps[0]
+    assert "empty_cache() from the training loop" in finding.next_steps[0]
 
 
 def test_one_empty_cache_and_small_segments_are_no_churn(tmp_path):
@@ -122,7 +120,7 @@ def test_pieces_at_the_peak_are_a_warning_where_they_forced_new_segments(tmp_pat
         1,
         20,
     )
-    assert finding.sentence == "40% of cuda:0's reserved memory lies in unused pieces at the peak."
+    assert finding.sentence == "40% of reserved memory of cuda:0 is in unused pieces at the peak."
     assert "expandable_segments:True" in finding.next_steps[0]
 
 
@@ -171,6 +169,6 @@ def test_a_line_that_holds_half_of_the_peak_is_named(tmp_path):
         "peak_holder"
     ]
     assert (finding.severity, finding.numbers["line"]) == (Severity.INFO, MODEL_LINE)
-    assert finding.sentence == f"75% of cuda:0's peak is held by {MODEL_LINE}."
+    assert finding.sentence == f"75% of the peak of cuda:0 is allocated by {MODEL_LINE}."
     halves = [block(n * GIB, GIB, {**MODEL, "line": n}) for n in range(3)]
     assert "peak_holder" not in found(tmp_path, snapshot([segment(*halves)], []))

@@ -12,7 +12,7 @@ import pytest
 from fake_memory import FakeMemory
 from fake_runs import HEALTHY, FakeRun, make_run
 from lightning_memprof.analysis.findings import Facts, Finding, Severity, examine, verdict
-from lightning_memprof.analysis.findings.own_cost import own_marks, own_ns
+from lightning_memprof.analysis.findings.measures import own_marks, own_ns
 from lightning_memprof.analysis.memory.report import memory_report
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.steps.statistics import pulse_statistics, window_steps
@@ -159,7 +159,7 @@ def test_pauses_of_young_generations_are_not_blamed_on_the_program(tmp_path: Pat
 def test_slow_steps_are_told_with_their_rhythm_their_phase_and_a_schedule_that_sees_one(tmp_path: Path) -> None:
     fake = FakeRun(steps=60, phases=in_some(lambda step: step % 8 == 7, forward=150 * MS))
     finding = found(tmp_path, fake)["slow_steps"]
-    assert finding.sentence == "Every 8th step takes 8.9 times as long as the others, most of it the forward pass."
+    assert finding.sentence == "Every 8th step takes 8.9 times as long as the others, mostly the forward pass."
     assert finding.numbers["steps"] == [7, 15, 23, 31, 39, 47, 55]
     assert "Schedule(steps=(7,), active=1)" in finding.next_steps[-1]
     assert finding.evidence[0].steps == (7, 55)
@@ -185,7 +185,7 @@ def test_slow_steps_without_a_rhythm_that_nothing_explains_are_information(
     findings = found(tmp_path, FakeRun(steps=60, phases=in_some(lambda step: step in slow, forward=9000 * MS)))
     assert findings["slow_steps"].severity is Severity.INFO
     assert findings["slow_steps"].sentence.startswith(f"{len(slow)} of 56 steps" if len(slow) != 3 else "Every 13th")
-    assert "it may be chance" in findings["slow_steps"].why
+    assert "a busy machine may be the cause" in findings["slow_steps"].why
     assert "triggers=Triggers(anomalies=[SlowStep()])" in findings["slow_steps"].next_steps[-1]
     assert next(iter(findings)) == "nothing_found"
 
@@ -194,7 +194,7 @@ def test_slow_steps_in_a_rhythm_matter_without_an_explanation(tmp_path: Path) ->
     slow = (13, 26, 39, 52)
     finding = found(tmp_path, FakeRun(steps=60, phases=in_some(lambda step: step in slow, forward=9000 * MS)))
     assert finding["slow_steps"].severity is Severity.CRITICAL
-    assert "chance" not in finding["slow_steps"].why
+    assert "busy machine" not in finding["slow_steps"].why
     assert "SlowStep" not in " ".join(finding["slow_steps"].next_steps)
 
 
@@ -202,7 +202,7 @@ def test_that_a_recorded_slow_step_spent_it_in_a_pass_explains_nothing(tmp_path:
     slow = (11, 30, 44)
     fake = FakeRun(steps=60, windows=((30, 31),), phases=in_some(lambda step: step in slow, forward=9000 * MS))
     finding = found(tmp_path, fake)["slow_steps"]
-    assert "of it the forward pass in a recorded one" in finding.why
+    assert "the forward pass takes 8.99 s in a recorded slow step" in finding.why
     assert finding.severity is Severity.INFO
 
 

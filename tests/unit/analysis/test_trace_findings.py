@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_memprof.analysis.findings import Finding, Severity, examine_files
-from lightning_memprof.analysis.findings.of_traces import TRACE_RULES
+from lightning_memprof.analysis.findings import TRACE_RULES, Finding, Severity, examine_files
 from lightning_memprof.analysis.trace.model import Copies, HostOperators, RuntimeCall, Synchronization, TraceReport
 from trace_reports import MS, START, STEP_NS, collective, gpu_times, idle, kernel, trace
 
@@ -63,7 +62,7 @@ def test_loading_that_no_kernel_hides_is_input_bound_with_its_share() -> None:
     said = finding["input_bound_trace"]
     assert said.severity is Severity.CRITICAL
     assert said.sentence == "Input-bound: loading batches takes 40.0% of the steps."
-    assert "the device is idle for 180 ms of it" in said.why
+    assert "the GPU is idle for 180 ms meanwhile" in said.why
     assert said.numbers["data_loading_share"] == pytest.approx(0.4)
     assert said.numbers["exposed_ns"] == 180 * MS
     assert "num_workers=4" in said.next_steps[0]
@@ -127,10 +126,8 @@ def test_short_kernels_and_a_busy_host_are_launch_bound() -> None:
     said = found(trace(causes=causes, kernels=(kernel("void at::native::vectorized_layer_norm(int)", 200, 5_000),)))
     finding = said["gpu_idle"]
     assert finding.severity is Severity.CRITICAL
-    assert (
-        finding.sentence == "Launch-bound: the GPU is idle 61% of the time, while the host prepares its next kernels."
-    )
-    assert "200 ms while the host is inside operators (most in aten::linear)" in finding.why
+    assert finding.sentence == "Launch-bound: the GPU is idle 61% of the time, while the host prepares kernels."
+    assert "200 ms while the host is inside operators (mostly aten::linear)" in finding.why
     assert finding.numbers["launch_bound"] is True
     assert "torch.compile" in finding.next_steps[0]
 
@@ -138,7 +135,7 @@ def test_short_kernels_and_a_busy_host_are_launch_bound() -> None:
 def test_an_idle_device_with_long_kernels_names_what_the_host_does() -> None:
     finding = found(trace(causes=(idle("garbage", 60 * MS, "gen 2"),)))["gpu_idle"]
     assert finding.severity is Severity.WARNING
-    assert finding.sentence == "The GPU is idle 13% of the time, most of it while the host collects garbage."
+    assert finding.sentence == "The GPU is idle 13% of the time, mostly while the host is in GC pauses."
     assert "gc.freeze" in finding.next_steps[0]
     assert finding.numbers["main_cause"] == "garbage"
 
@@ -146,7 +143,7 @@ def test_an_idle_device_with_long_kernels_names_what_the_host_does() -> None:
 def test_a_trace_of_a_few_kernels_is_only_info() -> None:
     finding = found(trace(causes=(idle("python", 300 * MS),), kernels=(kernel("spin", 4, MS),)))["gpu_idle"]
     assert finding.severity is Severity.INFO
-    assert finding.why.endswith("The trace is a short one.")
+    assert finding.why.endswith("The trace is short.")
 
 
 def test_waiting_that_leaves_the_device_idle_is_named_by_its_operator() -> None:
@@ -155,7 +152,7 @@ def test_waiting_that_leaves_the_device_idle_is_named_by_its_operator() -> None:
     )
     finding = found(report)["synchronization"]
     assert finding.severity is Severity.WARNING
-    assert finding.sentence == "The host waits for the GPU 11 times a step, and the GPU then idles 12% of the time."
+    assert finding.sentence == "The host waits for the GPU 11 times per step; the GPU then idles 12% of the time."
     assert "60.0 ms after aten::item (50 times)" in finding.why
     assert "loss.detach()" in finding.next_steps[0]
     assert "non_blocking" in finding.next_steps[1]
@@ -169,7 +166,7 @@ def test_waiting_that_costs_nothing_is_no_finding() -> None:
 def test_copies_from_pageable_memory_are_told_by_direction() -> None:
     finding = found(trace(copies=(copies(),)))["blocking_transfers"]
     assert finding.severity is Severity.INFO
-    assert "to the GPU use pageable memory and take 8.0% of the time" in finding.sentence
+    assert "Blocking copies to the GPU take 8.0% of the time" in finding.sentence
     assert "400 MiB in 40.0 ms, 9.77 GiB/s" in finding.why
     assert "pin_memory=True" in finding.next_steps[0]
     back = found(trace(copies=(copies(kind="DtoH", total_ns=200 * MS),)))["blocking_transfers"]
@@ -189,9 +186,9 @@ def test_exposed_communication_names_the_collective_its_size_and_overlap() -> No
     finding = found(report)["communication_exposed"]
     assert finding.severity is Severity.CRITICAL
     assert finding.sentence == (
-        "Communication that no computation hides takes 40% of the time on rank 1, most of it all_reduce."
+        "Communication-bound: exposed collectives take 40% of the time on rank 1, mostly all_reduce."
     )
-    assert "20% of all communication runs beside kernels; all_reduce of 25.0 MiB, 10 times" in finding.why
+    assert "20% of all communication overlaps kernels; all_reduce of 25.0 MiB, 10 times" in finding.why
     assert "bucket_cap_mb" in finding.next_steps[0]
     assert finding.numbers["collectives"][0]["bytes_each"] == 25 << 20
 
@@ -218,16 +215,14 @@ def test_a_collective_that_sometimes_waits_for_a_rank_says_so_first() -> None:
     late = collective(max_ns=90 * MS)
     finding = found(trace(gpu_window=times, collectives=(late,)))["communication_exposed"]
     assert finding.numbers["late"] == "nccl:all_reduce"
-    assert finding.next_steps[0].startswith(
-        "Find the rank that comes late: the same all_reduce takes 10.0 ms or 90.0 ms."
-    )
+    assert finding.next_steps[0].startswith("Find the late rank: the same all_reduce takes 10.0 ms or 90.0 ms.")
 
 
 def test_many_small_collectives_are_better_sent_together() -> None:
     times = gpu_times(500 * MS, 5 * MS, exposed_ns=80 * MS)
     small = collective(bytes_each=4096, count=500)
     finding = found(trace(gpu_window=times, collectives=(small,)))["communication_exposed"]
-    assert finding.next_steps[0] == "Send together what is sent in 500 collectives of less than 1.00 MiB."
+    assert finding.next_steps[0] == "Combine 500 collectives of less than 1.00 MiB."
 
 
 def test_hidden_communication_is_no_finding() -> None:
@@ -243,9 +238,7 @@ def test_memory_that_is_given_back_and_taken_again_is_thrash() -> None:
     )
     finding = found(trace(runtime_calls=calls, causes=(idle("allocator", 75 * MS),)))["allocator_thrash"]
     assert finding.severity is Severity.WARNING
-    assert (
-        finding.sentence == "The allocator gets memory from the driver and gives it back in the steps, 16% of the time."
-    )
+    assert finding.sentence == "The allocator requests and returns driver memory for 16% of the time."
     assert "cudaFree 40 times (60.0 ms), cudaMalloc 40 times (20.0 ms)" in finding.why
     assert finding.numbers["freed"] == 40
     assert "expandable_segments" in finding.next_steps[0]
@@ -266,9 +259,7 @@ def test_a_collective_that_waits_for_the_allocator_takes_hundreds_of_times_as_lo
     )
     finding = found(report)["allocator_thrash"]
     assert finding.severity is Severity.CRITICAL
-    assert finding.sentence == (
-        "Memory is short: nccl:all_reduce took 150 ms instead of 500 us while the allocator was with the driver."
-    )
+    assert finding.sentence == ("Low memory: nccl:all_reduce took 150 ms (median 500 us) during an allocator call.")
     assert finding.numbers["slow_collectives"] == [
         {"name": "nccl:all_reduce", "median_ns": MS // 2, "max_ns": 150 * MS}
     ]
@@ -326,9 +317,7 @@ def test_many_short_kernels_are_to_be_fused() -> None:
     short = kernel("void at::native::vectorized_elementwise_kernel<4, add>(int)", 5_000, 4_000)
     finding = found(trace(kernels=(short, kernel("gemm", 500, 40_000))))["many_small_kernels"]
     assert finding.severity is Severity.INFO
-    assert finding.sentence.startswith(
-        "1,000 kernels a step take less than 10.0 us each, and 50% of the computing time"
-    )
+    assert finding.sentence == "1,000 kernels per step below 10.0 us take 50% of the computing time."
     assert "torch.compile" in finding.next_steps[0]
     assert "fused=True" in finding.next_steps[1]
 
@@ -366,9 +355,7 @@ def on_host(**changes: Any) -> TraceReport:
 def test_a_step_that_is_mostly_the_calling_of_short_operators_is_launch_bound_on_the_host() -> None:
     finding = found(on_host())["many_small_operators"]
     assert finding.severity is Severity.WARNING
-    assert (
-        "is 1,200 operators, half of which take 2.00 us or less, and calling them takes 71% of it." in finding.sentence
-    )
+    assert finding.sentence == "Launch-bound on the host: calling 1,200 operators takes 71% of each step."
     assert "aten::add (800), MulBackward0 (400), in Net: net (1,200)" in finding.why
     assert finding.numbers["share"] == pytest.approx((15 - 3) / (20 - 3))
     assert finding.numbers["recording_ns"] == 3 * MS

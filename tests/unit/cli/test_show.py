@@ -237,7 +237,7 @@ def test_evidence_names_a_runs_files_as_its_manifest_does(
         evidence = (Evidence(artifact=str(trace.file)),)
         return [Finding("odd", Severity.CRITICAL, "It is odd.", "Why.", ("Do this.",), evidence=evidence)]
 
-    monkeypatch.setattr("lightning_memprof.analysis.findings.of_traces.TRACE_RULES", (rule,))
+    monkeypatch.setattr("lightning_memprof.analysis.findings.TRACE_RULES", (rule,))
     make_run(tmp_path)
     document = shown(capsys, tmp_path)
     (trace,) = tmp_path.glob("*.pt.trace.json.gz")

@@ -149,7 +149,7 @@ def test_holders_beyond_the_listed_ones_are_one_sum(tmp_path: Path, monkeypatch:
 
 
 def test_a_healthy_trace_says_how_busy_the_device_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_memprof.analysis.findings.of_traces.TRACE_RULES", ())
+    monkeypatch.setattr("lightning_memprof.analysis.findings.TRACE_RULES", ())
     view = viewed(trace(tmp_path / "a.json"))
     assert view.verdict.rule == "nothing_found"
     assert view.verdict.sentence == "No bottleneck found: the device is busy 93% of the time."
@@ -158,7 +158,7 @@ def test_a_healthy_trace_says_how_busy_the_device_was(tmp_path: Path, monkeypatc
 
 def test_what_the_rules_find_makes_the_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Finding("odd", Severity.WARNING, "It is odd.", "Why.", ("Do this.",), evidence=(Evidence(artifact="a"),))
-    monkeypatch.setattr("lightning_memprof.analysis.findings.of_traces.TRACE_RULES", (lambda _: [found],))
+    monkeypatch.setattr("lightning_memprof.analysis.findings.TRACE_RULES", (lambda _: [found],))
     view = viewed(trace(tmp_path / "a.json"))
     assert (view.verdict.sentence, view.findings) == ("It is odd.", (found,))
 

@@ -12,7 +12,7 @@ import pytest
 
 from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.findings import Facts, Severity, verdict
-from lightning_memprof.analysis.findings.straggler import straggler
+from lightning_memprof.analysis.findings.communication import straggler
 from lightning_memprof.analysis.ranks.arrivals import RankTrack, track, window_waits
 from lightning_memprof.analysis.ranks.report import Cause, Straggler, rank_report
 from lightning_memprof.analysis.ranks.summary import (
@@ -133,7 +133,7 @@ def test_of_hundreds_of_ranks_on_hosts_with_other_clocks_the_late_one_is_named(t
     assert report.waiting.clock_error_ns < MS
     assert (report.spreads["data_wait"].highest_rank, report.spreads["data_wait"].median) == (42, 2 * MS)
     text = " ".join(full(run_view(load_run(directory))).split())
-    assert "Rank 42 is the straggler: its data fetch takes 42.0 ms a step, 2.00 ms on the others." in text
+    assert "Rank 42 is the straggler: its data wait takes 42.0 ms per step, 2.00 ms on the other ranks." in text
     assert "for rank 42" in text
     document = to_json(run_view(run))
     assert document["across_ranks"]["straggler"]["rank"] == 42
@@ -173,8 +173,10 @@ def test_without_collectives_a_rank_whose_fetch_stands_out_is_named_by_its_phase
     directory = make_run(tmp_path, FakeRun(world_size=2, phases=phases))
     found = verdict(load_run(directory))
     assert found.rule == "straggler"
-    assert "Rank 1 is the straggler: its data fetch takes 52.0 ms a step, 1.00 ms on the others." in found.sentence
-    assert "It recorded no collective" in found.why
+    assert (
+        "Rank 1 is the straggler: its data wait takes 52.0 ms per step, 1.00 ms on the other ranks." in found.sentence
+    )
+    assert "No collective was recorded" in found.why
 
 
 def test_a_late_rank_that_recorded_no_collectives_is_named_and_its_waiting_is_not_zero(tmp_path: Path) -> None:

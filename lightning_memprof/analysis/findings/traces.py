@@ -1,4 +1,4 @@
-"""What the rules about one trace share: where it is seen, and which part of the device's time is at stake."""
+"""Measures and evidence that the rules about operator traces share."""
 
 from __future__ import annotations
 
@@ -9,41 +9,45 @@ from typing import TYPE_CHECKING, Final
 from lightning_memprof.analysis.findings.model import Evidence, Severity
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.trace.model import Cause, TraceReport
+    from collections.abc import Iterable
+
+    from lightning_memprof.analysis.trace.model import Cause, Kernel, TraceReport
 
 __all__ = [
     "NOTABLE_SHARE",
     "SEVERE_SHARE",
-    "exact_percent",
+    "computing",
     "idle_ns",
     "is_short",
+    "listed",
     "longest_in",
     "on_rank",
     "seen_in",
     "severity_of",
     "shorter_name",
     "times",
+    "total_ns",
 ]
 
-# Below a tenth even work that costs nothing would make the program less than 1.12 times as fast.
+# Below 10%, even work that costs nothing would make the program less than 1.12 times as fast.
 NOTABLE_SHARE: Final = 0.10
-# From three tenths on it decides how long the run takes: without it the program is 1.4 times as fast and more.
+# From 30% on, it decides how long the run takes: without it the program is at least 1.4 times as fast.
 SEVERE_SHARE: Final = 0.30
-# What is recorded in less than this is a try or a sample: the first launch alone takes milliseconds.
+# A shorter recording is a sample: the first launch alone takes milliseconds.
 SHORT_WINDOW_NS: Final = 1_000_000
 FEW_KERNELS: Final = 20
 LONGEST_NAME: Final = 60
 CALL: Final = re.compile(r"\(.*\)\Z")
-# What torch and CUTLASS give to their general kernels.
+# Arguments that torch and CUTLASS pass to their general kernels.
 SPECIAL: Final = re.compile(
     r"cutlass_\w+|\b(?!gpu_kernel)(?:\w*(?:Functor|Ops|_kernel_impl|_kernel_cuda)\w*|\w+_kernel\w*)"
 )
-# Names of templates within templates are long; what they are is said at their beginning.
+# Names of nested templates are long; their beginning identifies them.
 LONGEST_READ: Final = 1_000
 
 
 def seen_in(trace: TraceReport, start_ns: int | None = None, duration_ns: int = 0) -> tuple[Evidence, ...]:
-    """Return the trace as evidence: all of it, or the stretch from ``start_ns`` on and the steps that it touches."""
+    """Return the trace as evidence: the whole file, or ``duration_ns`` from ``start_ns`` and the steps it overlaps."""
     begin = trace.start_ns if start_ns is None else start_ns
     end = trace.end_ns if start_ns is None else start_ns + duration_ns
     touched = [
@@ -61,52 +65,62 @@ def seen_in(trace: TraceReport, start_ns: int | None = None, duration_ns: int = 
 
 
 def longest_in(trace: TraceReport, start_ns: int | None, duration_ns: int) -> tuple[Evidence, ...]:
-    """Return the trace as evidence and, where its moment is known, the longest single stretch."""
+    """Return the trace as evidence and, if its start is known, the longest single occurrence."""
     return seen_in(trace) if start_ns is None else (*seen_in(trace), *seen_in(trace, start_ns, duration_ns))
 
 
 def idle_ns(trace: TraceReport, *causes: Cause) -> int:
-    """Return how long the devices were idle for any of these causes."""
+    """Return the idle time of the devices that has one of these causes."""
     return sum(cause.total_ns for cause in trace.idle if cause.cause in causes)
 
 
+def computing(trace: TraceReport) -> list[Kernel]:
+    """Return the kernels that compute: no copies, no collectives."""
+    return [kernel for kernel in trace.kernels if kernel.kind == "compute"]
+
+
+def total_ns(kernels: Iterable[Kernel]) -> int:
+    """Return the device time of kernels in nanoseconds."""
+    return sum(kernel.total_ns for kernel in kernels)
+
+
 def severity_of(share: float) -> Severity:
-    """Grade the part of the time that is at stake, once it is above what is worth saying."""
+    """Return the severity of a share of the time that is above a rule's threshold."""
     if share >= SEVERE_SHARE:
         return Severity.CRITICAL
     return Severity.WARNING if share >= NOTABLE_SHARE else Severity.INFO
 
 
 def is_short(trace: TraceReport) -> bool:
-    """Say whether the trace shows too little of a program to conclude much from it."""
+    """Return whether the trace contains too little of a program for firm conclusions."""
     window = trace.gpu_window
     kernels = sum(kernel.count for kernel in trace.kernels if kernel.kind != "memory_copy")
     return window is None or window.window_ns < SHORT_WINDOW_NS or kernels < FEW_KERNELS
 
 
-def exact_percent(share: float) -> str:
-    """Write a share of 1 with one decimal: ``"39.6%"``."""
-    return f"{share * 100:.1f}%"
-
-
 def on_rank(trace: TraceReport) -> str:
-    """Return ``" on rank 3"`` where the trace is of one of several ranks, else nothing."""
+    """Return ``" on rank 3"`` if the trace is from one of several ranks, else an empty string."""
     several = trace.rank is not None and (trace.rank > 0 or (trace.world_size or 1) > 1)
     return f" on rank {trace.rank}" if several else ""
 
 
 def times(count: int) -> str:
-    """Write how often: ``"once"``, ``"12 times"``."""
+    """Return a count as an adverb: ``"once"``, ``"12 times"``."""
     return "once" if count == 1 else f"{count:,} times"
 
 
+def listed(counted: Iterable[tuple[str, int]]) -> str:
+    """Return names with their counts: ``"aten::add (800), aten::mul (20)"``."""
+    return ", ".join(f"{shorter_name(name)} ({count:,})" for name, count in counted)
+
+
 def shorter_name(name: str) -> str:
-    """Return a name that fits a sentence: of a kernel the function, and of a general one what it was made for."""
+    """Return a name that fits a sentence: a kernel's function, for a general kernel with its special argument."""
     plain = name[:LONGEST_READ].removeprefix("void ").replace("(anonymous namespace)::", "").replace("at::native::", "")
     head, _, arguments = CALL.sub("", plain).strip().partition("<")
     if not arguments or "kernel" not in head.lower():
         known = head or name
     else:
-        made_for = SPECIAL.search(arguments)
-        known = f"{head}<{made_for[0]}>" if made_for else head
+        special = SPECIAL.search(arguments)
+        known = f"{head}<{special[0]}>" if special else head
     return known if len(known) <= LONGEST_NAME else f"{known[: LONGEST_NAME - 3]}..."

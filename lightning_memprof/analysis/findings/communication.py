@@ -1,0 +1,305 @@
+"""Communication and differences between ranks: exposed collectives, a straggler, uneven memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.analysis.findings.model import Facts, Finding, Severity
+from lightning_memprof.analysis.findings.traces import (
+    NOTABLE_SHARE,
+    longest_in,
+    on_rank,
+    severity_of,
+    shorter_name,
+    times,
+)
+from lightning_memprof.analysis.run.rows import text
+from lightning_memprof.units import MIB, format_bytes, format_ns, percent
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lightning_memprof.analysis.findings.model import Evidence
+    from lightning_memprof.analysis.ranks.report import Straggler
+    from lightning_memprof.analysis.trace.model import CollectiveTotals, TraceReport
+
+__all__ = ["communication_exposed", "memory_imbalance", "straggler"]
+
+# Below this size the start-up of a collective takes as long as its data on any link.
+SMALL_BYTES: Final = MIB
+# This many of them in a step are better sent as one.
+MANY_SMALL: Final = 20
+# The same data takes the same time: a collective that takes this many times as long waits for a late rank.
+LATE_FACTOR: Final = 3
+SHOWN: Final = 3
+UNKNOWN_COLLECTIVE: Final = "an unnamed collective"
+BF16_HOOK: Final = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook"
+OVERLAP: Final = {
+    "all_reduce": (
+        "Overlap gradients with backward: DDPStrategy(bucket_cap_mb=50, static_graph=True).",
+        f"Send less: Trainer(accumulate_grad_batches=2), or DDPStrategy(ddp_comm_hook={BF16_HOOK}).",
+    ),
+    "gather_scatter": (
+        "Prefetch parameters: FSDPStrategy(forward_prefetch=True), or fully_shard's set_modules_to_forward_prefetch.",
+        'Shard within a node only: FSDPStrategy(sharding_strategy="HYBRID_SHARD"), or "SHARD_GRAD_OP" if it fits.',
+    ),
+    "all_to_all": (
+        "Start the all-to-all early and wait late (async_op=True), with work of another layer or batch in between.",
+        "Send less: bfloat16 instead of float32, or keep more of it on the same node.",
+    ),
+    "other": ("Start the transfer early and wait late (async_op=True), with work in between.",),
+}
+KINDS: Final = {
+    "all_reduce": ("allreduce",),
+    "gather_scatter": ("allgather", "reducescatter"),
+    "all_to_all": ("alltoall", "sendrecv"),
+}
+COLLECTIVE_NUMBERS: Final = ("name", "group", "bytes_each", "count", "exposed_ns", "median_ns", "max_ns")
+
+
+def communication_exposed(trace: TraceReport) -> list[Finding]:
+    """Find communication that no computation overlaps, and its collectives."""
+    window = trace.gpu_window
+    if window is None or not window.window_ns:
+        return []
+    exposed_ns = window.communication_exposed_ns
+    share = exposed_ns / window.window_ns
+    if share <= NOTABLE_SHARE:
+        return []
+    collectives = sorted(trace.collectives, key=lambda collective: collective.exposed_ns, reverse=True)
+    worst = collectives[0] if collectives else None
+    overlapped = window.communication_overlapped_ns / window.communication_ns if window.communication_ns else 0.0
+    late = _late(collectives)
+    mostly = f", mostly {_plain(worst.name)}" if worst else ""
+    return [
+        Finding(
+            rule="communication_exposed",
+            severity=severity_of(share),
+            sentence=f"Communication-bound: exposed collectives take {percent(share)} of the time"
+            f"{on_rank(trace)}{mostly}.",
+            why=(
+                f"{format_ns(exposed_ns)} of {format_ns(window.window_ns)} are exposed; {percent(overlapped)} of all "
+                f"communication overlaps kernels{''.join(f'; {_shown(found)}' for found in collectives[:SHOWN])}."
+            ),
+            next_steps=_next_steps(trace, collectives, late),
+            evidence=longest_in(trace, worst.longest_start_ns if worst else None, worst.max_ns if worst else 0),
+            numbers={
+                "exposed_share": share,
+                "exposed_ns": exposed_ns,
+                "communication_ns": window.communication_ns,
+                "overlapped_ns": window.communication_overlapped_ns,
+                "overlapped_share": overlapped,
+                "window_ns": window.window_ns,
+                "late": late.name if late else None,
+                "collectives": [
+                    {name: getattr(collective, name) for name in COLLECTIVE_NUMBERS}
+                    for collective in collectives[:SHOWN]
+                ],
+            },
+            weight=share,
+        )
+    ]
+
+
+def _late(collectives: list[CollectiveTotals]) -> CollectiveTotals | None:
+    """Return the collective whose durations vary as if it waits for another rank."""
+    waits = [
+        collective
+        for collective in collectives
+        if collective.count > 1 and collective.max_ns >= LATE_FACTOR * max(collective.median_ns, 1)
+    ]
+    found = max(waits, key=lambda wait: wait.max_ns, default=None)
+    least = NOTABLE_SHARE * sum(collective.total_ns for collective in collectives)
+    return found if found is not None and found.max_ns >= least else None
+
+
+def _plain(name: str) -> str:
+    return UNKNOWN_COLLECTIVE if name == "unknown" else shorter_name(name).removeprefix("nccl:").removeprefix("gloo:")
+
+
+def _shown(collective: CollectiveTotals) -> str:
+    size = f" of {format_bytes(collective.bytes_each)}" if collective.bytes_each is not None else ""
+    each = ""
+    if collective.count > 1:
+        each = f"median {format_ns(collective.median_ns)}, max {format_ns(collective.max_ns)}, "
+    exposed = format_ns(collective.exposed_ns)
+    return f"{_plain(collective.name)}{size}, {times(collective.count)}, {each}{exposed} exposed"
+
+
+def _kind(collective: CollectiveTotals) -> str:
+    bare = collective.name.lower().replace("_", "").replace("-", "")
+    return next((kind for kind, names in KINDS.items() if any(name in bare for name in names)), "other")
+
+
+def _next_steps(
+    trace: TraceReport, collectives: list[CollectiveTotals], late: CollectiveTotals | None
+) -> tuple[str, ...]:
+    steps: list[str] = []
+    if late is not None:
+        steps.append(
+            f"Find the late rank: the same {_plain(late.name)} takes {format_ns(late.median_ns)} or "
+            f"{format_ns(late.max_ns)}. Record all ranks and compare them."
+        )
+    small = sum(
+        collective.count
+        for collective in collectives
+        if collective.bytes_each is not None and collective.bytes_each < SMALL_BYTES
+    )
+    if small >= MANY_SMALL * max(len(trace.steps), 1):
+        steps.append(f"Combine {small:,} collectives of less than {format_bytes(SMALL_BYTES)}.")
+    return (*steps, *OVERLAP[_kind(collectives[0]) if collectives else "other"])
+
+
+# As for data: from 30% on the wait decides how long the run takes.
+SEVERE_WAIT: Final = 0.30
+# Causes that a busy core does not slow down.
+NOT_SHARED: Final = frozenset({"data_wait", "callbacks"})
+SHARED: Final = " All ranks share the cores of one machine: other programs there can delay a rank too."
+WORDS: Final = {
+    "data_wait": "its data wait takes",
+    "callbacks": "its callbacks take",
+    "optimizer": "its optimizer takes",
+    "other": "its untracked time is",
+    "compute": "its forward and backward take",
+}
+NEXT: Final = {
+    "data_wait": "Check the data of rank {rank}: its share of the samples, its disk, its DataLoader workers{host}.",
+    "callbacks": "Share the work of {callback} on rank {rank} among all ranks, or do it less often{host}.",
+    "optimizer": "Compare the parameters that rank {rank} updates with those of the other ranks{host}.",
+    "other": "Compare the timeline of rank {rank} between two steps with another rank's{host}.",
+    "compute": "Compare rank {rank} with the others: the length of its batches, its device's clock and heat{host}.",
+}
+UNKNOWN: Final = "Compare the timeline of rank {rank} before a collective with another rank's{host}."
+
+
+def straggler(facts: Facts) -> list[Finding]:
+    """Find the rank that the others wait for, and its activity meanwhile."""
+    found = facts.ranks.straggler if facts.ranks else None
+    if found is None:
+        return []
+    at_stake = found.caused_ns if found.caused_ns is not None else (found.own_ns or 0) - (found.others_ns or 0)
+    share = min(1.0, at_stake / found.step_ns) if found.step_ns else 0.0
+    by_chance = found.cause not in NOT_SHARED and _share_cores(facts)
+    severity = Severity.CRITICAL if share >= SEVERE_WAIT else Severity.WARNING
+    next_step = NEXT.get(found.cause, UNKNOWN) if found.cause else UNKNOWN
+    host = f", on {found.host}" if found.host else ""
+    return [
+        Finding(
+            rule="straggler",
+            severity=Severity.INFO if by_chance else severity,
+            sentence=_sentence(found),
+            why=_why(found, share) + (SHARED if by_chance else ""),
+            next_steps=(next_step.format(rank=found.rank, host=host, callback=found.callback or "its callbacks"),),
+            evidence=_evidence(facts, found),
+            numbers={**dataclasses.asdict(found), "share": share},
+            # Its slow phase is found too, as if all ranks had it: fixing the straggler comes first.
+            weight=1.0 + share,
+        )
+    ]
+
+
+def _share_cores(facts: Facts) -> bool:
+    """Return whether the ranks are processes without a device on one machine."""
+    device = text(facts.run.lead.facts, "device") or ""
+    return device.startswith("cpu") and facts.ranks is not None and len({rank.host for rank in facts.ranks.ranks}) == 1
+
+
+def _evidence(facts: Facts, found: Straggler) -> tuple[Evidence, ...]:
+    """Return its steps and its windows; in a run of thousands of ranks not every rank is read."""
+    rank = next((rank for rank in facts.run.ranks if rank.rank == found.rank and rank.in_full), None)
+    if rank is None:
+        return ()
+    return (*((facts.pulse(rank),) if rank.pulse else ()), *facts.recorded(rank, "operator_trace"))
+
+
+def _sentence(found: Straggler) -> str:
+    if found.cause is None or found.own_ns is None or found.others_ns is None:
+        return f"Rank {found.rank} is the straggler: the other ranks wait for it."
+    named = found.cause == "callbacks" and found.callback
+    words = f"its callback {found.callback} takes" if named else WORDS[found.cause]
+    own, others = format_ns(found.own_ns), format_ns(found.others_ns)
+    return f"Rank {found.rank} is the straggler: {words} {own} per step, {others} on the other ranks."
+
+
+def _why(found: Straggler, share: float) -> str:
+    if found.caused_ns is None:
+        return (
+            f"No collective was recorded: the phases of its {format_ns(found.step_ns)} step are compared with those of "
+            "the other ranks; a window with the operator trace shows which rank waits for which."
+        )
+    return (
+        f"In collectives the other ranks wait {format_ns(found.caused_ns)} of a {format_ns(found.step_ns)} step for it "
+        f"({percent(share)}): {percent(found.caused_share)} of all such waiting"
+        + (f"; it runs on {found.host}." if found.host else ".")
+    )
+
+
+# Ranks of one kind differ by the lengths of their batches and by rank 0's extra work: by less than this on a device.
+DEVICE_SHARE: Final = 0.15
+# On the host, rank 0 also writes logs and checkpoints, and touched memory stays resident.
+HOST_SHARE: Final = 0.50
+MIN_BYTES: Final = 256 * MIB
+# From twice the other ranks' memory on, half of theirs is unused.
+SEVERE_SHARE: Final = 1.0
+NEXT_DEVICE: Final = (
+    "Find device tensors of rank {rank} only: rank_zero_only code, longer batches, more layers.",
+    "Load checkpoints to the host: torch.load(path, map_location='cpu'), so that not all ranks load to one device.",
+)
+NEXT_HOST: Final = (
+    "Find host memory of rank {rank} only: gathered outputs of all ranks, rank_zero_only caches, more workers.",
+)
+
+
+def memory_imbalance(facts: Facts) -> list[Finding]:
+    """Find a rank with a much higher peak than the others, on its device or, without one, on the host."""
+    on_device, on_host = _peaks(facts, "device_peak_bytes"), _peaks(facts, "rss_peak_bytes", "rss_bytes")
+    if len(on_device) > 1:
+        return _imbalance(facts, on_device, is_device=True)
+    return _imbalance(facts, on_host, is_device=False) if len(on_host) > 1 else []
+
+
+def _peaks(facts: Facts, quantity: str, column: str | None = None) -> dict[int, int]:
+    """Return the peak of each rank that has one: from its pulse, else from its windows and summaries.
+
+    Those contain the system's peak of the process, which includes the process that started it.
+    """
+    peaks = {rank.rank: getattr(rank, quantity) or 0 for rank in (facts.ranks.ranks if facts.ranks is not None else ())}
+    for rank in facts.run.ranks:
+        seen = max((size for row in rank.pulse if (size := row[column or quantity]) is not None), default=0)
+        peaks[rank.rank] = seen or peaks.get(rank.rank, 0)
+    return {rank: size for rank, size in peaks.items() if size}
+
+
+def _imbalance(facts: Facts, peaks: Mapping[int, int], *, is_device: bool) -> list[Finding]:
+    highest = max(peaks, key=lambda rank: peaks[rank])
+    peak, others = peaks[highest], round(statistics.median(size for rank, size in peaks.items() if rank != highest))
+    share = (peak - others) / others if others else 0.0
+    if peak - others < MIN_BYTES or share < (DEVICE_SHARE if is_device else HOST_SHARE):
+        return []
+    place = "its device" if is_device else "the host"
+    next_steps = NEXT_DEVICE if is_device else NEXT_HOST
+    return [
+        Finding(
+            rule="memory_imbalance",
+            severity=Severity.CRITICAL if is_device and share >= SEVERE_SHARE else Severity.WARNING,
+            sentence=f"Rank {highest} peaks at {format_bytes(peak)} on {place}, the other ranks at "
+            f"{format_bytes(others)}.",
+            why=(
+                f"That is {format_bytes(peak - others)} above the median of the {len(peaks) - 1} other ranks; the "
+                "fullest rank limits the memory of a step on all."
+            ),
+            next_steps=tuple(template.format(rank=highest) for template in next_steps),
+            # In a run of thousands of ranks not every rank is read.
+            evidence=tuple(facts.pulse(rank) for rank in facts.run.ranks if rank.rank == highest and rank.pulse),
+            numbers={
+                "rank": highest,
+                "peak_bytes": peak,
+                "others_bytes": others,
+                "ranks": len(peaks),
+                "on_device": is_device,
+            },
+            weight=min(share, 1.0),
+        )
+    ]

@@ -1,0 +1,240 @@
+"""Waiting for data: in the steps of a run, and in an operator trace."""
+
+from __future__ import annotations
+
+import statistics as stats
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_memprof.analysis.findings.measures import rhythm, severity
+from lightning_memprof.analysis.findings.model import MIN_STEPS, SHORT_STEP_NS, Facts, Finding, Severity
+from lightning_memprof.analysis.findings.traces import (
+    NOTABLE_SHARE,
+    SEVERE_SHARE,
+    idle_ns,
+    longest_in,
+    on_rank,
+    seen_in,
+    severity_of,
+)
+from lightning_memprof.analysis.run.rows import mapping, text, whole
+from lightning_memprof.units import format_ns, percent
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from lightning_memprof.analysis.run.load import Rank
+    from lightning_memprof.analysis.trace.model import TraceReport
+
+__all__ = ["input_bound", "input_bound_trace"]
+
+# The Trainer fetches a batch that is ready in less: no setting of the loader saves it.
+MIN_COST_NS: Final = 2_000_000
+# In fewer turns of the workers, a few steps that wait show no pattern.
+MIN_TURNS: Final = 4
+# If the first fetch of each epoch holds this share of the wait, workers restart every epoch.
+EPOCH_STARTS_SHARE: Final = 0.5
+MORE_WORKERS: Final = 4
+# From this many workers per core on, more of them do not help.
+MANY_WORKERS_PER_CORE: Final = 4
+DEFAULT_PREFETCH: Final = 2
+KEEP_WORKERS: Final = "Workers restart every epoch: use DataLoader(persistent_workers=True)."
+LESS_PER_SAMPLE: Final = "Do less per sample in __getitem__: decode and tokenize once, before training."
+
+# In a trace with a single step, a loader that starts its workers looks like one that is always slow.
+MIN_TRACE_STEPS: Final = 2
+# In a trace of a device a batch that is ready is fetched in less, however short the step.
+MIN_DEVICE_COST_NS: Final = 1_000_000
+# One step with this share of the loading is a start of workers or of an epoch, not the usual step.
+ONE_STEP: Final = 0.75
+WORKERS: Final = (
+    "Load in worker processes: DataLoader(num_workers=4, persistent_workers=True); if there are any, use more."
+)
+PIN: Final = "Overlap copies with the step: DataLoader(pin_memory=True)."
+
+
+def input_bound(facts: Facts) -> list[Finding]:
+    """Find steps that wait for their batch, and the DataLoader settings to change."""
+    worst = facts.worst("data_wait")
+    if worst is None:
+        return []
+    rank, statistics = worst
+    share, wait_ns = statistics.share("data_wait"), statistics.breakdown_ns["data_wait"] or 0
+    if share <= NOTABLE_SHARE or statistics.used < MIN_STEPS:
+        return []
+    if statistics.mean_ns < SHORT_STEP_NS and wait_ns < MIN_COST_NS:
+        return []
+    loaders = _dataloaders(rank)
+    in_few_steps = _in_few_steps(rank, share, loaders)
+    at_epoch_starts = _share_at_epoch_starts(rank)
+    why = [f"The wait takes {format_ns(wait_ns)} of a {format_ns(statistics.mean_ns)} step"]
+    why += ["mostly in a few steps"] if in_few_steps else []
+    why += [f"{percent(at_epoch_starts)} of it at the start of epochs"] if at_epoch_starts >= EPOCH_STARTS_SHARE else []
+    return [
+        Finding(
+            rule="input_bound",
+            severity=severity(share, SEVERE_SHARE, rhythm(rank, "data_wait")),
+            sentence=(
+                f"Input-bound: the {'training ' if facts.is_fit else ''}loop waits for data {percent(share)} of each "
+                f"step{facts.on_rank(rank)}."
+            ),
+            why=", ".join(why) + (f"; {_settings(loaders[0])}" if loaders else "") + ".",
+            next_steps=_next_steps(rank, loaders, at_epoch_starts, in_few_steps=in_few_steps),
+            evidence=(facts.pulse(rank), *facts.recorded(rank, "hooks")),
+            numbers={
+                "rank": rank.rank,
+                "data_wait_share": share,
+                "data_wait_ns": wait_ns,
+                "duration_ns": statistics.mean_ns,
+                "epoch_starts_share": at_epoch_starts,
+                "in_few_steps": in_few_steps,
+                "dataloaders": loaders,
+            },
+            weight=share,
+        )
+    ]
+
+
+def _dataloaders(rank: Rank) -> list[Mapping[str, Any]]:
+    loaders = rank.training.get("dataloaders") if rank.training else None
+    return [loader for loader in loaders if isinstance(loader, dict)] if isinstance(loaders, list) else []
+
+
+def _in_few_steps(rank: Rank, share: float, loaders: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the loader keeps up except in a few steps.
+
+    N workers that start together finish together, and one step in N waits for all of them: the wait is counted per
+    turn of N steps.
+    """
+    typical = rank.typical_steps
+    turn = max((whole(loaders[0], "num_workers") if loaders else None) or 1, 1)
+    if typical is None or (turn > 1 and len(typical.steps) < MIN_TURNS * turn):
+        return False
+    waits = [(breakdown["data_wait"] or 0, duration) for _, duration, breakdown in typical.steps]
+    turns = [waits[start : start + turn] for start in range(0, len(waits) - turn + 1, turn)]
+    shares = [sum(ns for ns, _ in turn) / (sum(duration for _, duration in turn) or 1) for turn in turns]
+    return stats.median(shares) < share / 2
+
+
+def _share_at_epoch_starts(rank: Rank) -> float:
+    """Return the share of the wait, after the run's first fetch, in the first steps of later epochs."""
+    rows = rank.pulse[1:]
+    total = sum(row["data_wait_ns"] or 0 for row in rows)
+    starts = sum(
+        row["data_wait_ns"] or 0
+        for before, row in zip(rank.pulse, rows, strict=False)
+        if row["epoch"] != before["epoch"]
+    )
+    return starts / total if total else 0.0
+
+
+def _settings(loader: Mapping[str, Any]) -> str:
+    names = ("num_workers", "persistent_workers", "pin_memory", "prefetch_factor")
+    return ", ".join(f"{name}={loader[name]}" for name in names if name in loader)
+
+
+def _next_steps(
+    rank: Rank, loaders: Sequence[Mapping[str, Any]], at_epoch_starts: float, *, in_few_steps: bool
+) -> tuple[str, ...]:
+    """Return the settings that are not in use, in the order in which they usually help."""
+    if not loaders:
+        return ("Load batches in parallel with the step: DataLoader(num_workers=4, persistent_workers=True).",)
+    loader = loaders[0]
+    steps: list[str] = []
+    workers = whole(loader, "num_workers") or 0
+    cores = whole(mapping(rank.facts, "environment"), "cpu_count")
+    epochs = at_epoch_starts >= EPOCH_STARTS_SHARE
+    if workers == 0:
+        wanted = min(MORE_WORKERS, cores) if cores else MORE_WORKERS
+        steps.append(f"num_workers is 0: use DataLoader(num_workers={wanted}, persistent_workers=True).")
+    else:
+        keep = [KEEP_WORKERS] if loader.get("persistent_workers") is False else []
+        steps += keep if epochs else []
+        if in_few_steps and not epochs:
+            # Batches in stock cover a few slow ones; they do not help workers that are slower than the training.
+            prefetch = whole(loader, "prefetch_factor") or DEFAULT_PREFETCH
+            steps.append(f"prefetch_factor is {prefetch}: use DataLoader(prefetch_factor={2 * prefetch}).")
+        steps.append(_more_workers(workers, cores))
+        steps += keep if not epochs else []
+    if loader.get("pin_memory") is False and not (text(rank.facts, "device") or "cpu").startswith("cpu"):
+        steps.append("pin_memory is False: use DataLoader(pin_memory=True) to overlap copies with the step.")
+    return (*steps, LESS_PER_SAMPLE)
+
+
+def _more_workers(workers: int, cores: int | None) -> str:
+    slow = f"{workers} worker{'s' * (workers > 1)} cannot keep up: "
+    if cores is not None and workers >= MANY_WORKERS_PER_CORE * cores:
+        return f"{slow}make __getitem__ faster, or preprocess the samples before training."
+    if cores is not None and workers >= cores:
+        return (
+            f"{slow}make __getitem__ faster; if it waits for disk or network, use more workers than the {cores} cores: "
+            f"DataLoader(num_workers={2 * workers})."
+        )
+    wanted = min(2 * workers, cores) if cores else 2 * workers
+    return f"{slow}use DataLoader(num_workers={wanted}), or make __getitem__ faster."
+
+
+def input_bound_trace(trace: TraceReport) -> list[Finding]:
+    """Find a device that is idle while batches load; without a device, loading that takes much of the steps."""
+    window = trace.step_window
+    steps = max(len(trace.steps), 1)
+    span_ns = window.window_ns if window else sum(step.duration_ns for step in trace.steps)
+    loading_ns = window.data_loading_ns if window else sum(step.data_loading_ns for step in trace.steps)
+    if not span_ns or not loading_ns:
+        return []
+    exposed_ns = _exposed(trace, loading_ns)
+    exposed = exposed_ns / span_ns
+    if exposed <= NOTABLE_SHARE or exposed_ns / steps < (MIN_DEVICE_COST_NS if window else MIN_COST_NS):
+        return []
+    if window is None and (span_ns / steps < SHORT_STEP_NS or steps < MIN_TRACE_STEPS):
+        return []
+    most = max((step.data_loading_ns for step in trace.steps), default=0)
+    in_one = steps >= MIN_TRACE_STEPS and most >= ONE_STEP * loading_ns
+    where = f", {most / loading_ns:.1%} of it in one of {steps} steps" if in_one else ""
+    longest = next((cause for cause in trace.idle if cause.cause == "data_loading"), None)
+    idle = f"; the GPU is idle for {format_ns(exposed_ns)} meanwhile" if window else ""
+    return [
+        Finding(
+            rule="input_bound_trace",
+            severity=min(severity_of(exposed), _most_severe(in_one=in_one, steps=steps)),
+            sentence=f"Input-bound: loading batches takes {loading_ns / span_ns:.1%} of the steps{on_rank(trace)}.",
+            why=f"The DataLoader takes {format_ns(loading_ns)} of {format_ns(span_ns)}{where}{idle}.",
+            next_steps=(WORKERS, PIN, LESS_PER_SAMPLE) if window else (WORKERS, LESS_PER_SAMPLE),
+            evidence=longest_in(trace, longest.longest_start_ns, longest.longest_ns) if longest else seen_in(trace),
+            numbers={
+                "data_loading_share": loading_ns / span_ns,
+                "data_loading_ns": loading_ns,
+                "exposed_ns": exposed_ns,
+                "window_ns": span_ns,
+                "steps": len(trace.steps),
+                "in_one_step": in_one,
+            },
+            weight=exposed,
+        )
+    ]
+
+
+def _most_severe(*, in_one: bool, steps: int) -> Severity:
+    """Return the highest severity: one loading step of several is the start of an epoch, a single one may be."""
+    if in_one:
+        return Severity.INFO
+    return Severity.CRITICAL if steps >= MIN_TRACE_STEPS else Severity.WARNING
+
+
+def _exposed(trace: TraceReport, loading_ns: int) -> int:
+    """Return the loading time that no device work overlaps, in nanoseconds.
+
+    Before the first recorded device event the device may be busy with an unrecorded step: that loading is counted as
+    exposed in the same proportion as the rest.
+    """
+    window = trace.step_window
+    if window is None:
+        return loading_ns
+    inside_ns = min(idle_ns(trace, "data_loading"), loading_ns)
+    known_ns = window.data_loading_exposed_ns
+    # Time that is neither busy nor loading can be no longer than the rest.
+    exposed_ns = min(loading_ns, max(inside_ns, loading_ns - window.busy_ns) if known_ns is None else known_ns)
+    if len(trace.steps) < MIN_TRACE_STEPS:
+        return exposed_ns
+    outside_ns = max(exposed_ns - inside_ns, 0)
+    others_ns = loading_ns - outside_ns
+    return inside_ns + outside_ns * inside_ns // others_ns if others_ns else exposed_ns

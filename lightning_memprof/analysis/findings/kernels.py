@@ -1,0 +1,235 @@
+"""Inefficient kernels and operators in an operator trace: too small, or without tensor cores."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.analysis.findings.model import Finding, Severity
+from lightning_memprof.analysis.findings.traces import computing, listed, on_rank, seen_in, shorter_name, total_ns
+from lightning_memprof.units import format_ns, percent
+
+if TYPE_CHECKING:
+    from lightning_memprof.analysis.trace.model import HostOperators, Kernel, TraceReport
+
+__all__ = ["many_small_kernels", "many_small_operators", "tensor_cores_unused"]
+
+SHOWN: Final = 3
+FOREACH: Final = "Update all parameters at once: torch.optim.AdamW(..., fused=True), or foreach=True."
+
+# A launch takes 3 to 10 µs on the host: with kernels this short, the device waits as soon as the host is late.
+SHORT_NS: Final = 10_000
+# Above this share of computing time in short kernels, fusing them is worth the compilation time.
+NOTABLE_SMALL: Final = 0.25
+# With fewer kernels per step there is little to fuse.
+MANY_KERNELS: Final = 300
+# The for-loop of an optimizer, of gradient clipping or of weight averaging: a few kernels per parameter.
+SIMPLE: Final = ("elementwise_kernel", "reduce_kernel", "fill")
+FUSED: Final = "multi_tensor_apply"
+FUSE: Final = 'Fuse them: torch.compile(model), or torch.compile(model, mode="reduce-overhead") with CUDA graphs.'
+# Convolutions that need channels-last input and get channels-first: a copy before and after each.
+MOVING: Final = ("batched_transpose", "nchwToNhwc", "nhwcToNchw")
+LAYOUT: Final = "Use the layout of the convolutions: model.to(memory_format=torch.channels_last)."
+LARGER_KERNELS: Final = "Give each kernel more work: a larger batch, scaled_dot_product_attention, fused norms."
+
+
+def many_small_kernels(trace: TraceReport) -> list[Finding]:
+    """Find computing time in very short kernels, and the most frequent ones."""
+    kernels = [kernel for kernel in computing(trace) if kernel.count]
+    small = [kernel for kernel in kernels if kernel.total_ns <= SHORT_NS * kernel.count]
+    compute_ns, small_ns, count = total_ns(kernels), total_ns(small), sum(kernel.count for kernel in small)
+    steps = max(len(trace.steps), 1)
+    if not compute_ns or small_ns / compute_ns <= NOTABLE_SMALL or count < MANY_KERNELS * steps:
+        return []
+    share = small_ns / compute_ns
+    most = sorted(small, key=lambda kernel: kernel.count, reverse=True)[:SHOWN]
+    simple = sum(kernel.count for kernel in small if any(part in kernel.name for part in SIMPLE))
+    number = f"{count / steps:,.0f} kernels per step" if len(trace.steps) > 1 else f"{count:,} kernels"
+    return [
+        Finding(
+            rule="many_small_kernels",
+            # If the device waits for them, gpu_idle reports it; on a busy device there is less to gain.
+            severity=Severity.INFO,
+            sentence=(
+                f"{number}{on_rank(trace)} below {format_ns(SHORT_NS)} take {percent(share)} of the computing time."
+            ),
+            why=(
+                f"They take {format_ns(small_ns / count)} on average; the most frequent: "
+                f"{listed((kernel.name, kernel.count) for kernel in most)}."
+            ),
+            next_steps=_next_for_kernels(trace, simple, count),
+            evidence=seen_in(trace),
+            numbers={
+                "share": share,
+                "kernels": count,
+                "steps": len(trace.steps),
+                "small_ns": small_ns,
+                "compute_ns": compute_ns,
+                "elementwise": simple,
+                "most_frequent": [kernel.name for kernel in most],
+            },
+            weight=share,
+        )
+    ]
+
+
+def _next_for_kernels(trace: TraceReport, simple: int, count: int) -> tuple[str, ...]:
+    """Return the next steps; many elementwise kernels and no multi-tensor kernel suggest an optimizer loop."""
+    moved = sum(kernel.count for kernel in trace.kernels if any(part in kernel.name for part in MOVING))
+    layout = (LAYOUT,) if moved * 10 >= count else ()
+    fused = any(FUSED in kernel.name or "fused" in kernel.name.lower() for kernel in trace.kernels)
+    optimizer = (FOREACH,) if simple * 2 >= count and not fused else ()
+    return (*layout, FUSE, *optimizer, LARGER_KERNELS)
+
+
+# A small model's healthy step calls 100 to 300 operators; a thousand at 3 µs or more each justify a change of code.
+MANY_OPERATORS: Final = 1_000
+# From half on, arithmetic is the smaller part of the step; a transformer of four layers on a CPU has 8%.
+NOTABLE_CALLING: Final = 0.50
+# Cost of torch's profiler per operator on the host: 1.5 µs, measured on a CPU with 10,000 per step.
+EVENT_NS: Final = 1_500
+OPTIMIZER: Final = "Optimizer.step#"
+COMPILE: Final = "Let the compiler combine them: torch.compile(model)."
+VECTORIZE: Final = "Replace loops by one operator: torch.stack the tensors, or torch.vmap the function."
+LARGER_OPERATORS: Final = "Give each operator more work: a larger DataLoader(batch_size=...) instead of accumulation."
+
+
+def many_small_operators(trace: TraceReport) -> list[Finding]:
+    """Find a step on the host that mostly calls very short operators, and the most frequent ones."""
+    found = trace.host_operators
+    if found is None or found.operators < MANY_OPERATORS:
+        return []
+    recording_ns = found.events * EVENT_NS
+    step_ns, calling_ns = found.step_ns - recording_ns, found.small_ns + found.between_ns - recording_ns
+    share = calling_ns / step_ns if step_ns > 0 else 0.0
+    if share <= NOTABLE_CALLING:
+        return []
+    is_optimizer = bool(found.places) and found.places[0][0].startswith(OPTIMIZER)
+    return [
+        Finding(
+            rule="many_small_operators",
+            # A compiler saves much of it and a rewritten loop nearly all, but not every loop can be rewritten.
+            severity=Severity.WARNING,
+            sentence=(
+                f"Launch-bound on the host: calling {found.operators:,} operators takes {percent(share)} of each step"
+                f"{on_rank(trace)}."
+            ),
+            why=_why_operators(found, recording_ns),
+            next_steps=(FOREACH, COMPILE, LARGER_OPERATORS)
+            if is_optimizer
+            else (COMPILE, VECTORIZE, FOREACH, LARGER_OPERATORS),
+            evidence=seen_in(trace),
+            numbers={
+                "share": share,
+                "operators": found.operators,
+                "median_ns": found.median_ns,
+                "small_ns": found.small_ns,
+                "between_ns": found.between_ns,
+                "step_ns": found.step_ns,
+                "recording_ns": recording_ns,
+                "steps": found.steps,
+                "most_frequent": [name for name, _ in found.names],
+                "most_in": [name for name, _ in found.places],
+            },
+            weight=share,
+        )
+    ]
+
+
+def _why_operators(found: HostOperators, recording_ns: int) -> str:
+    places = f", in {listed(found.places[:SHOWN])}" if found.places else ""
+    return (
+        f"Short operators (median {format_ns(found.median_ns)}) take {format_ns(found.small_ns)} of a "
+        f"{format_ns(found.step_ns)} step and the gaps between them {format_ns(found.between_ns)}, minus about "
+        f"{format_ns(recording_ns)} of recording; the most frequent: {listed(found.names[:SHOWN])}{places}."
+    )
+
+
+# Tensor cores take about a quarter of the time: above 20% of the total, the gain is 1.2 times.
+NOTABLE_PRODUCTS: Final = 0.20
+# Names of 32-bit matrix multiplication kernels: cuBLAS, cuDNN (all versions), CUTLASS.
+ORDINARY: Final = re.compile(
+    r"sgemm|_scudnn_|simt|_engine<float|_convolve_sgemm<float|gemv|winograd\w*<float|f32f32_f32f32_f32|_ffma_",
+)
+# Names of kernels that use tensor cores, by instruction or by type.
+TENSOR: Final = re.compile(
+    r"tensorop|hmma|imma|wmma|884|1688|16816|tf32|bf16|f16f16|hgemm|fp8|e4m3|_h\d+cudnn|flash|fmha|warpgroup",
+)
+# Volta and later; older devices and other vendors have none, or name them differently.
+HAS_TENSOR_CORES: Final = re.compile(
+    r"\b(V100|T4|TITAN (V|RTX)|Quadro (GV|RTX)|RTX|A\d{1,3}0?G?|L4|L40S?|H\d{2,3}|GH200|B\d{3}|GB\d{3}|PG\d{3})\b",
+)
+BY_KERNEL: Final = re.compile(r"^(volta|turing|ampere|sm[789]\d|sm1\d\d|cutlass_[789]\d)_")
+# They have neither bfloat16 nor TF32.
+EARLY: Final = re.compile(r"\b(V100|T4|TITAN (V|RTX)|Quadro (GV|RTX))\b|^volta_|^turing_")
+MULTIPLES: Final = "Make the sizes of layers and batches multiples of 8."
+
+
+def tensor_cores_unused(trace: TraceReport) -> list[Finding]:
+    """Find computing time in 32-bit matrix multiplications on a device that has tensor cores."""
+    kernels = computing(trace)
+    compute_ns = total_ns(kernels)
+    ordinary = [kernel for kernel in kernels if _is_ordinary(kernel.name)]
+    ordinary_ns = total_ns(ordinary)
+    if not compute_ns or ordinary_ns / compute_ns <= NOTABLE_PRODUCTS or not _has_tensor_cores(trace, ordinary):
+        return []
+    share = ordinary_ns / compute_ns
+    tensor_ns = total_ns(
+        kernel for kernel in kernels if not _is_ordinary(kernel.name) and TENSOR.search(kernel.name.lower())
+    )
+    ordinary.sort(key=lambda kernel: -kernel.total_ns)
+    # Later devices run kernels with Volta in their name too: the names count only if the device is unknown.
+    early = any(EARLY.search(text) for text in _named_devices(trace) or [kernel.name for kernel in ordinary])
+    return [
+        Finding(
+            rule="tensor_cores_unused",
+            # A trace does not show whether the model can be trained in lower precision.
+            severity=Severity.INFO,
+            sentence=(
+                f"32-bit matrix multiplications without tensor cores take {percent(share)} of the computing time"
+                f"{on_rank(trace)}."
+            ),
+            why=(
+                f"{format_ns(ordinary_ns)} of {format_ns(compute_ns)} in kernels, mostly "
+                f"{shorter_name(ordinary[0].name)}; {format_ns(tensor_ns) if tensor_ns else 'none'} with tensor cores."
+            ),
+            next_steps=_next_for_products(early=early),
+            evidence=seen_in(trace),
+            numbers={
+                "share": share,
+                "ordinary_ns": ordinary_ns,
+                "tensor_ns": tensor_ns,
+                "compute_ns": compute_ns,
+                "kernels": [kernel.name for kernel in ordinary[:SHOWN]],
+                "devices": list(dict.fromkeys(trace.devices)),
+            },
+            weight=share,
+        )
+    ]
+
+
+def _is_ordinary(name: str) -> bool:
+    low = name.lower()
+    return bool(ORDINARY.search(low)) and not TENSOR.search(low)
+
+
+def _has_tensor_cores(trace: TraceReport, ordinary: list[Kernel]) -> bool:
+    named = _named_devices(trace)
+    if named:
+        return any(HAS_TENSOR_CORES.search(device) for device in named)
+    return any(BY_KERNEL.search(kernel.name) for kernel in ordinary)
+
+
+def _named_devices(trace: TraceReport) -> list[str]:
+    """Return the devices whose name the trace has, not only their number."""
+    return [device for device in trace.devices if not device.startswith("device ")]
+
+
+def _next_for_products(*, early: bool) -> tuple[str, ...]:
+    if early:
+        return ('Train in mixed precision: Trainer(precision="16-mixed").', MULTIPLES)
+    return (
+        'Train in mixed precision: Trainer(precision="bf16-mixed").',
+        'Or keep 32 bits and multiply in TF32: torch.set_float32_matmul_precision("high").',
+        MULTIPLES,
+    )

@@ -1,0 +1,318 @@
+"""Measures of steps that several rules share: steps that stand out, and the time in callbacks and between phases."""
+
+from __future__ import annotations
+
+import itertools
+import statistics as stats
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_memprof.analysis.findings.model import Severity
+from lightning_memprof.analysis.run.rows import series_rows, text, whole
+from lightning_memprof.analysis.steps.phases import OWN_WORK, classify
+from lightning_memprof.analysis.steps.statistics import recorded_actions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from lightning_memprof.analysis.run.load import Rank
+    from lightning_memprof.analysis.steps.statistics import PulseStatistics
+
+__all__ = [
+    "Rhythm",
+    "action_name",
+    "between_phases",
+    "few_steps",
+    "is_validation",
+    "own_marks",
+    "own_ns",
+    "pauses_by_step",
+    "program_between_ns",
+    "rhythm",
+    "severity",
+    "slowest_callback",
+    "typical_in_windows",
+]
+
+# A step stands out if a phase takes this many times its median.
+STANDS_OUT: Final = 4
+# A larger share of the steps is not few: the phase is slow in general.
+FEW: Final = 1 / 3
+# A phase is slow in few steps only if they hold this share of its time.
+MOST: Final = 0.5
+# This share of the distances must be equal: a validation at the end of an epoch breaks the count.
+REGULAR: Final = 0.6
+# This share of the places of a period must be slow: chance does not hit so many.
+EACH: Final = 0.8
+# The first slow steps show a period; comparing all pairs takes long.
+COMPARED: Final = 12
+# Half of the excess is in steps above some excess; steps below this share of that excess have another cause.
+OF_THE_USUAL: Final = 0.5
+# A run of a few seconds loses this much in total to the first epoch, checkpoint or validation.
+HICCUPS_NS: Final = 500_000_000
+# Other work on the machine delays single steps by this much, one or two of them by more.
+HICCUP_NS: Final = 100_000_000
+LONG_HICCUP_NS: Final = 1_000_000_000
+MIN_PERIODIC: Final = 3
+ENDINGS: Final = {1: "st", 2: "nd", 3: "rd"}
+CALLBACK: Final = "[Callback]"
+# Its hooks open and close the windows: their time is profiler overhead.
+OWN: Final = "MemProfilerCallback"
+# They contain phases of a step, or callbacks; their children are counted instead.
+CONTAINERS: Final = frozenset({"run_training_batch", "run_validation"})
+VALIDATION: Final = ("val_next", "validation_step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rhythm:
+    """The few of ``seen`` steps that hold most of a phase's time, and the phase's mean in them.
+
+    ``period`` is the regular distance between them in steps, None if there is none. ``ends_epochs``: each of them is
+    the last step of its epoch; ``starts_epochs``: each is the first.
+    """
+
+    steps: tuple[int, ...]
+    seen: int
+    mean_ns: int
+    period: int | None
+    ends_epochs: bool
+    starts_epochs: bool = False
+
+    @property
+    def is_hiccup(self) -> bool:
+        """Whether a busy machine explains these steps."""
+        if self.mean_ns * len(self.steps) < HICCUPS_NS:
+            return True
+        if self.period is not None or ((self.ends_epochs or self.starts_epochs) and len(self.steps) > 1):
+            return False
+        return self.mean_ns < (LONG_HICCUP_NS if len(self.steps) < MIN_PERIODIC else HICCUP_NS)
+
+    @property
+    def subject(self) -> str:
+        """The steps as the subject of a sentence: ``Every 10th step``, ``2 of 56 steps``."""
+        count = len(self.steps)
+        if self.ends_epochs:
+            return "The last step of each epoch" if count > 1 else "The last step of the epoch"
+        if self.starts_epochs and count > 1:
+            return "The first step of each epoch"
+        if self.period is not None:
+            return f"Every {_ordinal(self.period)} step"
+        return f"{count} of {self.seen} steps" if count > 1 else f"1 of {self.seen} steps (step {self.steps[0]})"
+
+    @property
+    def verb(self) -> str:
+        """``takes`` or ``take``, to agree with the subject."""
+        named = self.period is not None or self.ends_epochs or self.starts_epochs
+        return "take" if len(self.steps) > 1 and not named else "takes"
+
+
+def rhythm(rank: Rank, phase: str) -> Rhythm | None:
+    """Return the few steps that hold most of a phase's time, or None if it is spread over all steps."""
+    typical = rank.typical_steps
+    if typical is None:
+        return None
+    spent = [(step, breakdown[phase] or 0) for step, _, breakdown in typical.steps]
+    found = few_steps(rank, spent, stands_out=STANDS_OUT)
+    held = found.mean_ns * len(found.steps) if found is not None else 0
+    return found if held >= MOST * sum(ns for _, ns in spent) else None
+
+
+def severity(share: float, severe_share: float, few: Rhythm | None = None) -> Severity:
+    """Return the severity of a share of the time, in each step or in a few."""
+    if few is not None and few.is_hiccup:
+        return Severity.INFO
+    return Severity.CRITICAL if share >= severe_share else Severity.WARNING
+
+
+def few_steps(rank: Rank, spent: Sequence[tuple[int, int]], *, stands_out: float) -> Rhythm | None:
+    """Return the steps that take ``stands_out`` times the median, or None if they are not few.
+
+    A busy machine delays some step in every run: steps that stand out by little beside the others are ignored.
+
+    Args:
+        rank: the rank of the steps.
+        spent: ``(step, nanoseconds)``.
+        stands_out: multiple of the median.
+
+    """
+    if not spent:
+        return None
+    median = stats.median(ns for _, ns in spent)
+    standing_out = [(step, ns) for step, ns in spent if ns > stands_out * median]
+    least = OF_THE_USUAL * _weighted_median([ns - median for _, ns in standing_out])
+    large = [(step, ns) for step, ns in standing_out if ns - median >= least]
+    if not large or len(large) > FEW * len(spent):
+        return None
+    steps = tuple(step for step, _ in large)
+    last = {row["epoch"]: row["step"] for row in rank.pulse}
+    first = {row["epoch"]: row["step"] for row in reversed(rank.pulse)}
+    return Rhythm(
+        steps=steps,
+        seen=len(spent),
+        mean_ns=round(sum(ns for _, ns in large) / len(large)),
+        period=_period(steps) or _period_of_places(steps, [step for step, _ in spent]),
+        ends_epochs=set(steps) <= set(last.values()),
+        starts_epochs=set(steps) <= set(first.values()),
+    )
+
+
+def _weighted_median(values: Sequence[float]) -> float:
+    """Return the value up to which the sorted values hold half of the sum."""
+    half, total = sum(values) / 2, 0.0
+    for value in sorted(values):
+        total += value
+        if total >= half:
+            return value
+    return 0.0
+
+
+def _period(steps: Sequence[int]) -> int | None:
+    gaps = Counter(after - before for before, after in itertools.pairwise(steps))
+    if sum(gaps.values()) < 2:  # two steps have one distance: it cannot repeat
+        return None
+    gap, count = gaps.most_common(1)[0]
+    return gap if gap > 1 and count >= REGULAR * sum(gaps.values()) else None
+
+
+def _period_of_places(steps: Sequence[int], seen: Sequence[int]) -> int | None:
+    """Return the distance at which nearly each step is slow, for periods with other slow steps in between."""
+    slow, known, found = set(steps), set(seen), Counter[int]()
+    first, last = min(known), max(known)
+    for before, after in itertools.combinations(steps[:COMPARED], 2):
+        period = after - before
+        places = [step for step in range(first + (before - first) % period, last + 1, period) if step in known]
+        hits = sum(step in slow for step in places)
+        if period > 1 and len(places) > MIN_PERIODIC and hits >= max(EACH * len(places), REGULAR * len(slow)):
+            found[period] = max(found[period], hits)
+    # Of 7 and 14 the shorter one has more of the slow steps.
+    return found.most_common(1)[0][0] if found else None
+
+
+def _ordinal(number: int) -> str:
+    return f"{number}{'th' if 10 <= number % 100 <= 20 else ENDINGS.get(number % 10, 'th')}"
+
+
+def action_name(action: str) -> str:
+    """Return the usual name of an action: ``ModelCheckpoint.on_train_batch_end``.
+
+    A callback's key may contain its parameters and the function that defines its class.
+    """
+    owner, _, hook = action.rpartition(".")
+    if not owner:
+        return action
+    if owner.startswith(CALLBACK):
+        return f"{_class_name(owner)}.{hook}"
+    return f"{owner.rpartition(']')[2] or owner.strip('[]')}.{hook}"
+
+
+def slowest_callback(rank: Rank) -> tuple[str, int] | None:
+    """Return the callback hook that takes the most time of a recorded step, and its mean in nanoseconds."""
+    steps = recorded_actions(rank)
+    stage = text(rank.facts, "stage") or "fit"
+    totals: dict[str, int] = defaultdict(int)
+    for rows in steps.values():
+        for row in rows:
+            action = text(row, "action") or ""
+            is_own = _class_name(action.rpartition(".")[0]) == OWN
+            if action.startswith(CALLBACK) and classify(action, stage) == "callbacks" and not is_own:
+                totals[action] += max(whole(row, "duration_ns") or 0, 0)
+    if not totals:
+        return None
+    action = max(totals, key=lambda name: totals[name])
+    return action_name(action), round(totals[action] / len(steps))
+
+
+def between_phases(rank: Rank) -> dict[int, dict[str, int]]:
+    """Return for each recorded step the nanoseconds of every action outside the tracked phases.
+
+    A nested action counts to the outermost one.
+    """
+    stage = text(rank.facts, "stage") or "fit"
+    return {step: _outermost(rows, stage) for step, rows in recorded_actions(rank).items()}
+
+
+def is_validation(action: str) -> bool:
+    """Return whether an action is part of a validation inside fit."""
+    hook = action.rpartition(".")[2]
+    return hook in VALIDATION or hook.startswith("on_validation")
+
+
+def _outermost(rows: Iterable[Mapping[str, Any]], stage: str) -> dict[str, int]:
+    totals: dict[str, int] = defaultdict(int)
+    covered = 0
+    for begin, negative_duration, action in sorted(_timed(rows)):
+        if begin < covered or action in CONTAINERS or action.startswith(OWN_WORK):
+            continue
+        covered = begin - negative_duration
+        if classify(action, stage) in (None, "other"):
+            totals[action] -= negative_duration
+    return dict(totals)
+
+
+def _timed(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, int, str]]:
+    for row in rows:
+        begin, duration, action = whole(row, "start_ns"), whole(row, "duration_ns"), text(row, "action")
+        if begin is not None and duration is not None and action is not None and whole(row, "depth") != -1:
+            yield begin, -max(duration, 0), action
+
+
+def _class_name(owner: str) -> str:
+    """Return the class of ``[Callback]main.<locals>.Slow`` or ``[Callback]ModelCheckpoint{'monitor': 'a.b'}``."""
+    return owner.removeprefix(CALLBACK).partition("{")[0].rpartition(".")[2]
+
+
+def own_marks(rank: Rank) -> dict[int, int]:
+    """Return the nanoseconds of all collectors at the marks of each step in a window, warmup included."""
+    spent: dict[int, int] = defaultdict(int)
+    for row, step, duration in _in_windows(rank, "hooks"):
+        if (text(row, "action") or "").startswith(OWN_WORK):
+            spent[step] += duration
+    return dict(spent)
+
+
+def pauses_by_step(rank: Rank) -> dict[int, int]:
+    """Return the nanoseconds of GC pauses in each recorded step that has any."""
+    spent: dict[int, int] = defaultdict(int)
+    for row, step, duration in _in_windows(rank, "garbage"):
+        if row.get("recorded") is not False:
+            spent[step] += duration
+    return dict(spent)
+
+
+def _in_windows(rank: Rank, collector: str) -> Iterator[tuple[Mapping[str, Any], int, int]]:
+    """Give the rows of a series with their step and their duration in nanoseconds."""
+    for window in rank.windows:
+        path = window.series.get(collector)
+        for row in series_rows(path)[0] if path is not None else ():
+            step, duration = whole(row, "step"), whole(row, "duration_ns")
+            if step is not None and duration is not None:
+                yield row, step, max(duration, 0)
+
+
+def typical_in_windows(rank: Rank) -> tuple[int, ...]:
+    """Return the steps in windows among the steps that a rank's figures come from."""
+    typical = rank.typical_steps
+    in_windows = {row["step"] for row in rank.pulse if row["window"] is not None}
+    return tuple(step for step, _, _ in typical.steps if step in in_windows) if typical is not None else ()
+
+
+def own_ns(rank: Rank, statistics: PulseStatistics) -> int:
+    """Return the profiler overhead in the mean step, in nanoseconds; it is part of the untracked time.
+
+    Without hook timings it is the cost of all windows, divided by their steps: an upper bound.
+    """
+    steps = typical_in_windows(rank)
+    if not steps or not statistics.used:
+        return 0
+    marks = own_marks(rank)
+    if not marks:
+        in_windows = sum(row["window"] is not None for row in rank.pulse)
+        windows_ns = whole(rank.overhead, "windows_ns") or 0
+        marks = dict.fromkeys(steps, windows_ns // max(in_windows, 1))
+    return sum(marks.get(step, 0) for step in steps) // statistics.used
+
+
+def program_between_ns(rank: Rank, statistics: PulseStatistics) -> int:
+    """Return the untracked time of the mean step without callbacks and profiler overhead, in nanoseconds."""
+    return max(statistics.between_ns - own_ns(rank, statistics), 0)

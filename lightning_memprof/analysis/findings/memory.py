@@ -1,0 +1,419 @@
+"""Memory of a run: at the peak, out of memory, and an allocator under pressure."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Severity
+from lightning_memprof.analysis.findings.traces import (
+    NOTABLE_SHARE,
+    SEVERE_SHARE,
+    longest_in,
+    on_rank,
+    shorter_name,
+    times,
+)
+from lightning_memprof.analysis.oom.autopsy import autopsies
+from lightning_memprof.analysis.run.rows import text, whole
+from lightning_memprof.artifacts.naming import series_path
+from lightning_memprof.artifacts.series import read_series
+from lightning_memprof.errors import ArtifactError
+from lightning_memprof.units import MIB, format_bytes, format_count, format_ns, percent
+
+if TYPE_CHECKING:
+    from lightning_memprof.analysis.memory.checkpointing import CheckpointedGroup
+    from lightning_memprof.analysis.memory.report import Activations, CategoryPeak, RankMemory
+    from lightning_memprof.analysis.run.load import Rank, Window
+    from lightning_memprof.analysis.trace.model import CollectiveTotals, RuntimeCall, TraceReport
+
+__all__ = ["activation_peak", "allocator_retries", "allocator_thrash", "optimizer_state", "out_of_memory"]
+
+# A smaller category fits everywhere.
+MIN_BYTES: Final = 64 * MIB
+LESS_MEMORY: Final = (
+    "Free memory: a smaller batch with Trainer(accumulate_grad_batches=2), or activation checkpointing."
+)
+
+# The page itself shows the contribution of the allocator's snapshot.
+NO_SNAPSHOT: Final = 0
+
+
+def out_of_memory(facts: Facts) -> list[Finding]:
+    """Find out-of-memory errors: where the run ended, or how often it continued."""
+    found = autopsies(facts.run, max_bytes=NO_SNAPSHOT)
+    if not found:
+        return []
+    fatal = [autopsy for autopsy in found if autopsy.ended_run]
+    autopsy = fatal[0] if fatal else found[-1]
+    rank = f" of rank {autopsy.rank}" if len(facts.run.ranks) > 1 else ""
+    where = "before the first step" if autopsy.place["step"] is None else f"in step {autopsy.place['step']}"
+    phase = f", in {str(autopsy.place['phase']).replace('_', ' ')}" if autopsy.place["phase"] else ""
+    often = "" if fatal else f" {format_count(len(found), 'time')}, last"
+    return [
+        Finding(
+            rule="out_of_memory",
+            severity=Severity.CRITICAL if fatal else Severity.WARNING,
+            sentence=(
+                f"{'The host' if autopsy.is_host else autopsy.device}{rank} ran out of memory{often} {where}{phase}: "
+                f"{autopsy.cause}."
+            ),
+            why=autopsy.why,
+            next_steps=autopsy.next_steps,
+            numbers={
+                "asked_bytes": autopsy.asked_bytes,
+                "cause": autopsy.cause,
+                "step": autopsy.place["step"],
+                "events": len(found),
+            },
+            weight=1.0,
+        )
+    ]
+
+
+# Below half of the peak, parameters, gradients and optimizer state come first.
+NOTABLE_ACTIVATIONS: Final = 0.5
+# Checkpointing that saves less of the peak is not worth its time.
+MIN_SAVED_SHARE: Final = 0.1
+SHOWN: Final = 3
+SMALLER: Final = "Save fewer activations: a smaller batch with Trainer(accumulate_grad_batches=2), or bf16-mixed."
+
+
+def activation_peak(facts: Facts) -> list[Finding]:
+    """Find a peak that is mostly saved activations, their largest modules, and the effect of checkpointing."""
+    memory = facts.memory.lead if facts.memory is not None else None
+    if memory is None or memory.peak is None or memory.activations is None or not facts.is_fit:
+        return []
+    total, saved = memory.peak.total_bytes, memory.peak.categories.get("activation") or 0
+    if saved < MIN_BYTES or saved < NOTABLE_ACTIVATIONS * total:
+        return []
+    group = _best(memory, total)
+    rank = next(rank for rank in facts.run.ranks if rank.rank == memory.rank)
+    steps = (memory.peak.step,)
+    return [
+        Finding(
+            rule="activation_peak",
+            severity=Severity.INFO,
+            sentence=(
+                f"Saved activations are {percent(saved / total)} of peak memory{facts.on_rank(rank)}: "
+                f"{format_bytes(saved)}."
+            ),
+            why=_why_activations(memory.activations, group),
+            next_steps=_next_for_activations(group),
+            evidence=facts.recorded(rank, memory.peak.source, steps) or facts.recorded(rank, "saved_tensors"),
+            numbers={
+                "rank": memory.rank,
+                "activation_bytes": saved,
+                "peak_bytes": total,
+                "activation_share": saved / total,
+                "step": memory.peak.step,
+                "checkpointed": group.name if group else None,
+                "saved_bytes": group.freed_bytes - group.back_bytes if group else None,
+                "recompute_ns": group.recompute_ns if group else None,
+            },
+            weight=saved / total,
+        )
+    ]
+
+
+def _best(memory: RankMemory, total: int) -> CheckpointedGroup | None:
+    """Return the blocks whose checkpointing saves the most, None if that is little."""
+    groups = [
+        group for group in memory.checkpointing if group.freed_bytes - group.back_bytes >= MIN_SAVED_SHARE * total
+    ]
+    return max(groups, key=lambda group: group.freed_bytes - group.back_bytes, default=None)
+
+
+def _why_activations(activations: Activations, group: CheckpointedGroup | None) -> str:
+    largest = sorted(activations.modules, key=lambda module: -module.own_activation_bytes)[:SHOWN]
+    named = ", ".join(f"{module.name} ({format_bytes(module.own_activation_bytes)})" for module in largest)
+    total = format_bytes(activations.total_bytes)
+    parts = [f"At the start of backward in step {activations.step}, saved activations were {total}"]
+    parts += [f"the largest: {named}"] if named else []
+    if group is not None:
+        cost = "" if group.recompute_ns is None else f" for {format_ns(group.recompute_ns)} more per step"
+        saved = format_bytes(group.freed_bytes - group.back_bytes)
+        parts.append(f"checkpointing {group.name} ({len(group.blocks)} blocks) would save {saved}{cost}")
+    return "; ".join(parts) + "."
+
+
+def _next_for_activations(group: CheckpointedGroup | None) -> tuple[str, ...]:
+    if group is None:
+        return (SMALLER,)
+    return (
+        f"Checkpoint each of {group.name}: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False).",
+        "With FSDP: FSDPStrategy(activation_checkpointing_policy={Block}).",
+        SMALLER,
+    )
+
+
+# Adam's two moments are as large as two copies of the parameters; SGD's momentum is one.
+NOTABLE_PARAMETERS: Final = 1.0
+# Below 20% of the peak, something else comes first.
+NOTABLE_STATE: Final = 0.2
+STATE_NEXT: Final = (
+    "Shard it over the ranks: FSDPStrategy(), ModelParallelStrategy() with fully_shard, or ZeroRedundancyOptimizer.",
+    "Use an optimizer with less state: torch.optim.Adafactor, SGD without momentum, or 8-bit state.",
+)
+
+
+def optimizer_state(facts: Facts) -> list[Finding]:
+    """Find the permanent memory of the first optimizer step: a model that fits before it may not fit after it."""
+    memory = facts.memory.lead if facts.memory is not None else None
+    if memory is None or memory.peak is None or not facts.is_fit:
+        return []
+    peak = memory.peak
+    state, parameters = peak.categories.get("optimizer_state") or 0, peak.categories.get("parameter") or 0
+    if state < MIN_BYTES or state < NOTABLE_PARAMETERS * parameters or state < NOTABLE_STATE * peak.total_bytes:
+        return []
+    rank = next(rank for rank in facts.run.ranks if rank.rank == memory.rank)
+    risen = _risen(rank)
+    first_steps = tuple(row["step"] for row in rank.pulse[:2] if row["step"] is not None)
+    return [
+        Finding(
+            rule="optimizer_state",
+            severity=Severity.INFO,
+            sentence=(
+                f"Optimizer state takes {format_bytes(state)} from the first optimizer step on{facts.on_rank(rank)}: "
+                f"{percent(state / peak.total_bytes)} of the peak."
+            ),
+            why=_why_state(rank, peak, state, parameters)
+            + (f" Step 2 peaks {format_bytes(risen)} above step 1." if risen is not None else ""),
+            next_steps=STATE_NEXT,
+            evidence=(*facts.recorded(rank, peak.source, (peak.step,)), facts.pulse(rank, first_steps)),
+            numbers={
+                "rank": memory.rank,
+                "optimizer_state_bytes": state,
+                "parameter_bytes": parameters,
+                "peak_bytes": peak.total_bytes,
+                "first_step_bytes": risen,
+            },
+            weight=state / peak.total_bytes,
+        )
+    ]
+
+
+def _why_state(rank: Rank, peak: CategoryPeak, state: int, parameters: int) -> str:
+    listed = rank.training.get("optimizers") if rank.training else None
+    names = [name for optimizer in listed or () if isinstance(optimizer, dict) and (name := text(optimizer, "name"))]
+    ratio = f", {state / parameters:.1f} times the parameters' {format_bytes(parameters)}" if parameters else ""
+    return (
+        f"{names[0] if names else 'The optimizer'} holds {format_bytes(state)} of state in step {peak.step}{ratio}; "
+        "the first forward runs without it."
+    )
+
+
+def _risen(rank: Rank) -> int | None:
+    """Return the increase of the device peak from the first to the second step; None without an increase."""
+    match [row["device_peak_bytes"] for row in rank.pulse[:2]]:
+        case [int() as first, int() as second] if second > first:
+            return second - first
+    return None
+
+
+# Ranks of one job are equally full: these many represent all.
+MAX_RANKS: Final = 32
+MAX_WINDOWS: Final = 16
+# A retry waits for all kernels, frees segments and allocates new ones: at one per step, every step pays for it.
+SEVERE_PER_STEP: Final = 1.0
+RETRIES_NEXT: Final = (
+    LESS_MEMORY,
+    "Reduce fragmentation: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and batches of few different shapes.",
+    "Find the allocation sites at the peak: MemProfilerCallback(collectors=[AllocatorHistory()]).",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Retries:
+    """Counts in a window's rows: ``grown`` within the window, ``total`` since the process started."""
+
+    rank: int
+    window: Window
+    device: str
+    grown: int
+    total: int
+    reserved_bytes: int | None
+
+
+def allocator_retries(facts: Facts) -> list[Finding]:
+    """Find retries of the allocator, in the recorded steps or before them."""
+    found = [
+        retries
+        for rank in facts.run.ranks[:MAX_RANKS]
+        for window in rank.windows[-MAX_WINDOWS:]
+        if (retries := _retries(rank, window)) is not None
+    ]
+    if not found:
+        return []
+    worst = max(found, key=lambda retries: (retries.grown, retries.total))
+    steps = max(len(worst.window.steps) + len(worst.window.warmup_steps), 1)
+    rate = worst.grown / steps
+    severe = Severity.CRITICAL if rate >= SEVERE_PER_STEP else Severity.WARNING
+    device = f"{worst.device}{f' of rank {worst.rank}' if len(facts.run.ranks) > 1 else ''}"
+    reserved = f" with {format_bytes(worst.reserved_bytes)} reserved" if worst.reserved_bytes is not None else ""
+    return [
+        Finding(
+            rule="allocator_retries",
+            severity=severe if worst.grown else Severity.INFO,
+            sentence=(
+                f"{device} is nearly full: the allocator emptied its cache {times(worst.grown)} in {steps} recorded "
+                "steps."
+                if worst.grown
+                else f"{device} was full {times(worst.total)} before the recorded steps: the allocator emptied its "
+                "cache."
+            ),
+            why=(
+                f"An allocation failed{reserved}: the allocator waited for all kernels, freed its cache and retried; "
+                "other ranks wait for that in their next collective."
+            ),
+            next_steps=RETRIES_NEXT,
+            evidence=(
+                Evidence(
+                    artifact=f"{facts.run.directory.name}/{series_path(worst.window.index, worst.rank, 'allocator')}",
+                    rank=worst.rank,
+                    window=worst.window.index,
+                    steps=(min(worst.window.steps), max(worst.window.steps)) if worst.window.steps else None,
+                ),
+            ),
+            numbers={
+                "rank": worst.rank,
+                "device": worst.device,
+                "retries": worst.grown,
+                "retries_in_all": worst.total,
+                "steps": steps,
+                "reserved_bytes": worst.reserved_bytes,
+            },
+            weight=min(rate, 1.0),
+        )
+    ]
+
+
+def _retries(rank: Rank, window: Window) -> _Retries | None:
+    path = window.series.get("allocator")
+    if path is None:
+        return None
+    try:
+        rows = read_series(path)
+    except ArtifactError:
+        return None
+    counts = [count for row in rows if (count := whole(row, "num_alloc_retries")) is not None]
+    if not counts or counts[-1] <= 0:
+        return None
+    reserved = [size for row in rows if (size := whole(row, "reserved_bytes.all.current")) is not None]
+    return _Retries(
+        rank=rank.rank,
+        window=window,
+        device=next((name for row in rows if (name := text(row, "device"))), "the device"),
+        grown=max(counts[-1] - counts[0], 0),
+        total=counts[-1],
+        reserved_bytes=max(reserved, default=None),
+    )
+
+
+# The caching allocator calls the driver in the first steps only, unless it lacks memory.
+NOTABLE_CALLS: Final = 0.02
+# Returned memory was needed elsewhere: the allocator retried, or the program emptied its cache.
+RETURNING: Final = frozenset({"cudaFree", "cudaFreeAsync", "hipFree", "cuMemUnmap", "cuMemRelease", "hipMemUnmap"})
+REQUESTING: Final = frozenset(
+    {"cudaMalloc", "cudaMallocAsync", "hipMalloc", "cuMemCreate", "cuMemMap", "hipMemCreate", "hipMemMap"}
+)
+# The same collective takes the same time: if it takes this many times as long during a return, it waits for that.
+SLOW_FACTOR: Final = 10
+THRASH_NEXT: Final = (
+    "Let segments grow instead of being returned: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
+    LESS_MEMORY,
+    "Do not call torch.cuda.empty_cache() in steps, and pad batches to a few lengths.",
+)
+
+
+def allocator_thrash(trace: TraceReport) -> list[Finding]:
+    """Find steps in which the allocator calls the driver, and the collectives that wait meanwhile."""
+    window = trace.gpu_window
+    calls = [call for call in trace.runtime_calls if _bare(call.name) in RETURNING | REQUESTING]
+    if window is None or not window.window_ns or not calls:
+        return []
+    calls_ns = sum(call.total_ns for call in calls)
+    freed = sum(call.count for call in calls if _bare(call.name) in RETURNING)
+    slow = _slow_collectives(trace)
+    waited_ns = sum(collective.max_ns - collective.median_ns for collective in slow)
+    share = min((calls_ns + waited_ns) / window.window_ns, 1.0)
+    if share <= NOTABLE_CALLS:
+        return []
+    longest = slow[0] if slow else max(calls, key=lambda call: call.total_ns)
+    return [
+        Finding(
+            rule="allocator_thrash",
+            severity=_severity_of_calls(share, freed, slow),
+            sentence=_sentence_on_calls(trace, calls_ns / window.window_ns, freed, slow),
+            why=_why_calls(calls, slow, window.window_ns),
+            next_steps=THRASH_NEXT,
+            evidence=longest_in(trace, longest.longest_start_ns, longest.max_ns),
+            numbers={
+                "share": share,
+                "allocator_ns": calls_ns,
+                "window_ns": window.window_ns,
+                "calls": {call.name: call.count for call in calls},
+                "freed": freed,
+                "slow_collectives": [
+                    {"name": collective.name, "median_ns": collective.median_ns, "max_ns": collective.max_ns}
+                    for collective in slow
+                ],
+                "waited_ns": waited_ns,
+            },
+            weight=share,
+        )
+    ]
+
+
+def _bare(name: str) -> str:
+    """Return a call without CUDA's version suffix: ``cudaMallocAsync_ptsz``, ``cudaFree_v2``."""
+    return name.partition("_")[0]
+
+
+def _severity_of_calls(share: float, freed: int, slow: list[CollectiveTotals]) -> Severity:
+    if not freed and not slow:
+        # First steps do this too, and many traces contain only a few of those.
+        return Severity.WARNING if share > SEVERE_SHARE else Severity.INFO
+    if share > SEVERE_SHARE:
+        return Severity.CRITICAL
+    return Severity.WARNING if share > NOTABLE_SHARE or slow else Severity.INFO
+
+
+def _slow_collectives(trace: TraceReport) -> list[CollectiveTotals]:
+    """Return the collectives whose longest took many times the median during a call to the driver."""
+    found = [
+        collective
+        for collective in trace.collectives
+        if collective.count > 1
+        and (start := collective.longest_start_ns) is not None
+        and collective.max_ns >= SLOW_FACTOR * max(collective.median_ns, 1)
+        and _touches(trace.allocator_spans, start, start + collective.max_ns)
+    ]
+    return sorted(found, key=lambda collective: collective.max_ns, reverse=True)
+
+
+def _touches(spans: tuple[tuple[int, int], ...], start_ns: int, end_ns: int) -> bool:
+    # Calls of one process hold a lock: they end in the order in which they begin.
+    place = bisect_left(spans, start_ns, key=lambda span: span[1])
+    return place < len(spans) and spans[place][0] <= end_ns
+
+
+def _sentence_on_calls(trace: TraceReport, share: float, freed: int, slow: list[CollectiveTotals]) -> str:
+    if slow:
+        longest, median = format_ns(slow[0].max_ns), format_ns(slow[0].median_ns)
+        return (
+            f"Low memory{on_rank(trace)}: {shorter_name(slow[0].name)} took {longest} (median {median}) during an "
+            "allocator call."
+        )
+    doing = "requests and returns" if freed else "requests"
+    return f"The allocator {doing} driver memory for {percent(share)} of the time{on_rank(trace)}."
+
+
+def _why_calls(calls: list[RuntimeCall], slow: list[CollectiveTotals], window_ns: int) -> str:
+    shown = sorted(calls, key=lambda call: call.total_ns, reverse=True)[:SHOWN]
+    named = ", ".join(f"{call.name} {times(call.count)} ({format_ns(call.total_ns)})" for call in shown)
+    parts = [f"In {format_ns(window_ns)}: {named}"]
+    parts += [f"collectives that waited meanwhile, on all ranks: {len(slow)}"] if slow else []
+    parts += ["returning memory waits for all kernels"] if any(_bare(call.name) in RETURNING for call in calls) else []
+    return "; ".join(parts) + "."

@@ -1,0 +1,187 @@
+"""The verdict if no rule fires: what dominates, and how to see more."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.analysis.findings.host import NOTABLE_BETWEEN, NOTABLE_CALLBACKS
+from lightning_memprof.analysis.findings.measures import program_between_ns
+from lightning_memprof.analysis.findings.model import (
+    MIN_STEPS,
+    NOTHING_FOUND,
+    SHORT_STEP_NS,
+    Evidence,
+    Facts,
+    Finding,
+    Severity,
+)
+from lightning_memprof.analysis.run.locate import shown_path, shown_place
+from lightning_memprof.units import format_bytes, format_count, format_ns, percent
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightning_memprof.analysis.run.load import Rank, Run
+    from lightning_memprof.analysis.snapshot.model import SnapshotReport
+    from lightning_memprof.analysis.steps.statistics import PulseStatistics
+    from lightning_memprof.analysis.trace.model import TraceReport
+
+__all__ = ["nothing_found", "nothing_in_files"]
+
+# In fewer steps the first ones, which are not typical, are most of the run.
+FEW_STEPS: Final = 5
+MAX_MESSAGE: Final = 120
+LARGER: Final = "Give each step more work, such as a larger batch, before looking for a bottleneck."
+RECORD_OPERATORS: Final = 'Record the operators of some steps too: Trainer(..., profiler="fts_extended")'
+RECORD_STACKS: Final = (
+    "Record stacks: AllocatorHistory(), or torch.cuda.memory._record_memory_history(stacks='python')."
+)
+VIEW: Final = "See every operator on a timeline: lightning-memprof view"
+DOING: Final = {
+    "data_wait": "data wait",
+    "forward": "the forward pass",
+    "backward": "the backward pass",
+    "optimizer": "the optimizer",
+    "callbacks": "callbacks",
+    "other": "untracked time",
+}
+
+
+def nothing_found(facts: Facts) -> Finding:
+    """Return the dominant phase of the step, and the command that shows more."""
+    run = facts.run
+    rank = next((rank for rank in (run.lead, *run.ranks) if rank.rank in facts.statistics), run.lead)
+    statistics = facts.statistics.get(rank.rank)
+    failed = next((rank.exception for rank in run.ranks if rank.exception), None)
+    early = f"The run ended early with {failed[:MAX_MESSAGE]}. " if failed else ""
+    again = "Train for" if facts.is_fit else "Run"
+    if statistics is None:
+        return Finding(
+            rule=NOTHING_FOUND,
+            severity=Severity.NONE,
+            sentence="No step was measured.",
+            why=f"{early}The run has no pulse: it ended before its first step did, or the pulse is disabled.",
+            next_steps=(f"{again} some steps with MemProfilerCallback() in Trainer(callbacks=[...]).",),
+        )
+    first, second = sorted(DOING, key=lambda phase: statistics.breakdown_ns[phase] or 0, reverse=True)[:2]
+    numbers = {"dominant": first, "share": statistics.share(first), "duration_ns": statistics.mean_ns}
+    if statistics.steps < MIN_STEPS:
+        return Finding(
+            rule=NOTHING_FOUND,
+            severity=Severity.INFO,
+            sentence="Too few steps to judge.",
+            why=f"{early}{format_count(statistics.steps, 'step')} recorded; the first one is not typical.",
+            next_steps=(f"{again} at least {FEW_STEPS} steps.", _look_further(run)),
+            numbers=numbers,
+        )
+    dominant = f"{DOING[first]} takes {percent(statistics.share(first))} of each step"
+    mean = f"The mean step takes {format_ns(statistics.mean_ns)}"
+    runner_up = f"{DOING[second]} {percent(statistics.share(second))}"
+    few = f" Only {statistics.steps} steps were recorded." if statistics.steps < FEW_STEPS else ""
+    around = _around(rank, statistics)
+    return Finding(
+        rule=NOTHING_FOUND,
+        severity=Severity.NONE if around is None else Severity.INFO,
+        sentence=around or f"No bottleneck found: {dominant}.",
+        why=f"{early}{mean}; " + (f"next: {runner_up}.{few}" if around is None else f"{dominant}, {runner_up}.{few}"),
+        next_steps=(_look_further(run),) if around is None else (LARGER, _look_further(run)),
+        numbers=numbers,
+    )
+
+
+def _around(rank: Rank, statistics: PulseStatistics) -> str | None:
+    """Return a sentence if callbacks and untracked time exceed their thresholds, though too little for a finding."""
+    callbacks = statistics.callbacks_ns / statistics.mean_ns if statistics.mean_ns else 0.0
+    between = program_between_ns(rank, statistics) / statistics.mean_ns if statistics.mean_ns else 0.0
+    if callbacks <= NOTABLE_CALLBACKS and between <= NOTABLE_BETWEEN:
+        return None
+    length = "very short" if statistics.mean_ns < SHORT_STEP_NS else "short"
+    return f"The steps are {length}: callbacks and untracked time take {percent(callbacks + between)} of each."
+
+
+def _look_further(run: Run) -> str:
+    """Return the command for the most detailed artifact of the run."""
+    if any(artifact.type == "trace" and artifact.state == "present" for artifact in run.artifacts):
+        return f"{VIEW} {shlex.quote(shown_place(run.directory, run.root, run.url))}"
+    return RECORD_OPERATORS
+
+
+def nothing_in_files(traces: Sequence[TraceReport], snapshots: Sequence[SnapshotReport]) -> Finding:
+    """Return how busy the device was, or the peak memory, and the command that shows more."""
+    on_device = [trace for trace in traces if trace.gpu_window is not None]
+    if on_device:
+        return _of_device(min(on_device, key=_busy))
+    used = [snapshot for snapshot in snapshots if snapshot.devices]
+    if used:
+        return _of_memory(
+            max(used, key=lambda snapshot: max(device.peak_requested_bytes for device in snapshot.devices))
+        )
+    if traces:
+        trace = traces[0]
+        events = format_count(trace.events, "event")
+        return Finding(
+            rule=NOTHING_FOUND,
+            severity=Severity.NONE,
+            sentence="No device activity in this trace.",
+            why=f"In {format_ns(trace.end_ns - trace.start_ns)} the trace has {events} on the host.",
+            next_steps=(_look(trace),),
+            evidence=(Evidence(artifact=str(trace.file), rank=trace.rank),),
+        )
+    return Finding(
+        rule=NOTHING_FOUND,
+        severity=Severity.NONE,
+        sentence="Nothing was recorded.",
+        why="The snapshot has no device: its process allocated no device memory."
+        if snapshots
+        else "No trace and no snapshot is readable.",
+        next_steps=("Record a training: Trainer(callbacks=[MemProfilerCallback()], profiler='fts_extended').",),
+    )
+
+
+def _busy(trace: TraceReport) -> float:
+    window = trace.gpu_window
+    return window.busy_ns / window.window_ns if window is not None and window.window_ns else 1.0
+
+
+def _of_device(trace: TraceReport) -> Finding:
+    window = trace.gpu_window
+    if window is None:
+        raise ValueError(f"{trace.file}: has no device event")
+    parts = {"compute": window.compute_ns, "communication": window.communication_ns, "copies": window.memory_copy_ns}
+    length = max(window.window_ns, 1)
+    named = ", ".join(f"{name} {percent(ns / length)}" for name, ns in parts.items() if ns)
+    steps = trace.step_window
+    of_steps = f" (a step takes {format_ns(steps.mean_step_ns)})" if steps is not None else ""
+    return Finding(
+        rule=NOTHING_FOUND,
+        severity=Severity.NONE,
+        sentence=f"No bottleneck found: the device is busy {percent(_busy(trace))} of the time.",
+        why=f"Device time in {format_ns(window.window_ns)}{of_steps}: {named or 'none'}.",
+        next_steps=(_look(trace),),
+        numbers={"busy_share": _busy(trace), "window_ns": window.window_ns},
+        evidence=(Evidence(artifact=str(trace.file), rank=trace.rank),),
+    )
+
+
+def _of_memory(snapshot: SnapshotReport) -> Finding:
+    device = max(snapshot.devices, key=lambda device: device.peak_requested_bytes)
+    line = next((line for line in device.lines_at_peak if line.site), None)
+    most = "" if line is None else f"; {line.site} allocated {format_bytes(line.bytes)} of the peak"
+    return Finding(
+        rule=NOTHING_FOUND,
+        severity=Severity.NONE,
+        sentence=f"No fault found: peak memory is {format_bytes(device.peak_requested_bytes)}.",
+        why=f"The allocator reserved at most {format_bytes(device.peak_reserved_bytes)} of cuda:{device.device}{most}.",
+        next_steps=(RECORD_STACKS if line is None else f"To lower the peak, start with {line.site}.",),
+        numbers={
+            "device": device.device,
+            "peak_requested_bytes": device.peak_requested_bytes,
+            "peak_reserved_bytes": device.peak_reserved_bytes,
+        },
+        evidence=(Evidence(artifact=str(snapshot.file)),),
+    )
+
+
+def _look(trace: TraceReport) -> str:
+    return f"{VIEW} {shlex.quote(shown_path(trace.file))}"

@@ -1,0 +1,175 @@
+"""Profiler overhead that distorts the figures: of a run, and of an operator trace."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.analysis.findings.measures import own_ns, typical_in_windows
+from lightning_memprof.analysis.findings.model import Facts, Finding, Severity
+from lightning_memprof.analysis.findings.traces import NOTABLE_SHARE, idle_ns, on_rank, seen_in, times
+from lightning_memprof.analysis.run.rows import mapping, whole
+from lightning_memprof.units import format_count, format_ns, percent
+
+if TYPE_CHECKING:
+    from lightning_memprof.analysis.run.load import Rank
+    from lightning_memprof.analysis.steps.statistics import PulseStatistics
+    from lightning_memprof.analysis.trace.model import TraceReport
+
+__all__ = ["profiler_overhead", "recording_overhead"]
+
+# At this share of the figures, a phase would be a finding.
+SEVERE_SHARE: Final = 0.20
+# Fewer steps support no conclusions: a longer run has steps outside windows.
+MIN_USED: Final = 10
+# The pulse may take 20 µs per step: a larger share occurs only in very short steps.
+NOTABLE_PULSE: Final = 0.02
+# Windows are a choice, and their cost is paid once.
+NOTABLE_WINDOWS: Final = 0.25
+FEWER: Final = "Train some steps outside windows: MemProfilerCallback(schedule=Schedule(wait=10, active=2))."
+LESS: Final = "Record less per step: MemProfilerCallback(collectors=[...])"
+SHORTER: Final = "Open fewer or shorter windows: MemProfilerCallback(schedule=Schedule(repeat=1, active=2))."
+NO_PULSE: Final = "Leave the pulse out of MemProfilerCallback(collectors=[...]), or use larger batches."
+
+
+def profiler_overhead(facts: Facts) -> list[Finding]:
+    """Find profiler overhead that takes much of the steps that the figures come from, or of the whole run."""
+    found = []
+    for rank in facts.run.ranks:
+        statistics = facts.statistics.get(rank.rank)
+        if statistics is None or not statistics.mean_ns:
+            continue
+        finding = _in_figures(facts, rank, statistics) or _of_run(facts, rank)
+        found += [finding] if finding is not None else []
+    return [max(found, key=lambda finding: (finding.severity, finding.weight))] if found else []
+
+
+def _in_figures(facts: Facts, rank: Rank, statistics: PulseStatistics) -> Finding | None:
+    overhead_ns = own_ns(rank, statistics)
+    share = overhead_ns / statistics.mean_ns
+    if share <= NOTABLE_SHARE:
+        return None
+    steps, dearest = typical_in_windows(rank), _dearest(rank)
+    return Finding(
+        rule="profiler_overhead",
+        severity=Severity.WARNING if share >= SEVERE_SHARE and statistics.used >= MIN_USED else Severity.INFO,
+        sentence=f"Recording takes {percent(share)} of the steps that the figures come from{facts.on_rank(rank)}.",
+        why=(
+            f"{len(steps)} of the {statistics.used} steps are in windows; the marks take {format_ns(overhead_ns)} of a "
+            f"{format_ns(statistics.mean_ns)} step, and operators are slower there too."
+        ),
+        next_steps=(FEWER, f"{LESS}; {dearest}" if dearest else f"{LESS}."),
+        evidence=(facts.pulse(rank, steps), *facts.recorded(rank, "hooks")),
+        numbers={"rank": rank.rank, "own_share": share, "own_ns": overhead_ns, "steps": len(steps)},
+        weight=share,
+    )
+
+
+def _of_run(facts: Facts, rank: Rank) -> Finding | None:
+    """Return the cost of the pulse or of the windows to the whole run; the user chose both."""
+    run_ns = sum(row["duration_ns"] or 0 for row in rank.pulse)
+    pulse_ns, windows_ns = whole(rank.overhead, "pulse_ns") or 0, whole(rank.overhead, "windows_ns") or 0
+    if not run_ns:
+        return None
+    numbers = {"rank": rank.rank, "pulse_ns": pulse_ns, "windows_ns": windows_ns, "run_ns": run_ns}
+    if windows_ns > NOTABLE_WINDOWS * (run_ns + windows_ns):
+        share = windows_ns / (run_ns + windows_ns)
+        dearest = _dearest(rank)
+        return Finding(
+            rule="profiler_overhead",
+            severity=Severity.INFO,
+            sentence=f"Windows take {percent(share)} of the run{facts.on_rank(rank)}; steps outside them cost nothing.",
+            why=(
+                f"{format_count(len(rank.windows), 'window')} took {format_ns(windows_ns)}, all steps "
+                f"{format_ns(run_ns)}{f'; {dearest}' if dearest else '.'}"
+            ),
+            next_steps=(SHORTER,),
+            evidence=facts.recorded(rank, "hooks"),
+            numbers=numbers,
+            weight=share,
+        )
+    if pulse_ns > NOTABLE_PULSE * run_ns:
+        return Finding(
+            rule="profiler_overhead",
+            severity=Severity.INFO,
+            sentence=f"The pulse takes {percent(pulse_ns / run_ns)} of the steps{facts.on_rank(rank)}.",
+            why=f"{format_ns(pulse_ns / len(rank.pulse))} of a {format_ns(run_ns / len(rank.pulse))} step.",
+            next_steps=(NO_PULSE,),
+            evidence=(facts.pulse(rank),),
+            numbers=numbers,
+            weight=pulse_ns / run_ns,
+        )
+    return None
+
+
+def _dearest(rank: Rank) -> str | None:
+    by_collector = mapping(rank.overhead, "collectors_ns") or {}
+    known = {name: ns for name in by_collector if (ns := whole(by_collector, name))}
+    if not known:
+        return None
+    name = max(known, key=lambda collector: known[collector])
+    return f"{name} took the most, {format_ns(known[name])}."
+
+
+# torch's profiler takes 0.6 µs on the host for a Python function and 2 µs or more for an operator, measured on a CPU.
+EVENT_NS: Final = 1_000
+# If the host prepares kernels for less of the time, a slower host changes nothing.
+HOST_MATTERS: Final = 0.10
+# Kineto reports work of the driver for the program in the same category.
+OTHERS: Final = frozenset(
+    {"Driver Compiler", "Lazy Function Loading", "Runtime Triggered Module Loading", "Command Buffer Full"}
+)
+OPTIONS: Final = {
+    "with_stack": "ExtendedPyTorchProfiler(with_stack=False)",
+    "profile_memory": "profile_memory=False",
+    "record_shapes": "record_shapes=False",
+}
+COMPARE: Final = "Compare with the steps outside windows, which the pulse has, before acting on idle times."
+
+
+def recording_overhead(trace: TraceReport) -> list[Finding]:
+    """Find a trace in which the profiler's own work, known or estimated from the number of events, takes much time."""
+    window = trace.gpu_window
+    if window is None or not window.window_ns:
+        return []
+    costs = [cost for cost in trace.profiler_overhead if cost.name not in OTHERS]
+    known_ns = sum(cost.total_ns for cost in costs)
+    span_ns = max(trace.end_ns - trace.start_ns, window.window_ns)
+    host_ns = idle_ns(trace, "python", "operators", "launch")
+    estimated_ns = min(trace.events * EVENT_NS, span_ns) if host_ns > HOST_MATTERS * window.window_ns else 0
+    share = min(max(known_ns, estimated_ns) / span_ns, 1.0)
+    if share <= NOTABLE_SHARE:
+        return []
+    is_known = known_ns >= estimated_ns
+    is_idle = window.idle_ns > HOST_MATTERS * window.window_ns
+    if is_known:
+        shown = ", ".join(f"{cost.name} {times(cost.count)}" for cost in costs)
+        why = f"{format_ns(known_ns)} of {format_ns(span_ns)}: {shown}."
+    else:
+        options = f", recorded with {', '.join(trace.recorded_with)}" if trace.recorded_with else ""
+        why = (
+            f"{trace.events:,} events in {format_ns(span_ns)}{options}, about {format_ns(EVENT_NS)} of host time each."
+        )
+    less = [OPTIONS[name] for name in OPTIONS if name in trace.recorded_with]
+    return [
+        Finding(
+            rule="recording_overhead",
+            # It does not describe the program, but the reliability of the other findings.
+            severity=Severity.WARNING if is_known and is_idle else Severity.INFO,
+            sentence=(
+                f"The profiler takes {'' if is_known else 'about '}{percent(share)} of the recorded time"
+                f"{on_rank(trace)}; without it the GPU is less idle."
+            ),
+            why=why,
+            next_steps=(*((f"Record less per step: {', '.join(less)}.",) if less else ()), COMPARE),
+            evidence=seen_in(trace),
+            numbers={
+                "share": share,
+                "profiler_ns": known_ns,
+                "estimated_ns": estimated_ns,
+                "events": trace.events,
+                "span_ns": span_ns,
+                "recorded_with": list(trace.recorded_with),
+            },
+            weight=share,
+        )
+    ]

@@ -1,0 +1,390 @@
+"""Rules about one device of a CUDA allocator snapshot, whichever program recorded it."""
+
+from __future__ import annotations
+
+import heapq
+from itertools import accumulate
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+from lightning_memprof.analysis.findings.model import Evidence, Finding, Severity
+from lightning_memprof.analysis.snapshot.replay import free_ranges
+from lightning_memprof.analysis.snapshot.report import held_lines
+from lightning_memprof.analysis.stacks import user_frame
+from lightning_memprof.artifacts.naming import SnapshotName
+from lightning_memprof.units import GIB, MIB, format_bytes, format_count, percent
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightning_memprof.analysis.snapshot.model import DeviceReport, FailedRequest, HeldLine, SnapshotReport
+
+__all__ = [
+    "allocator_churn",
+    "failed_request",
+    "fragmentation",
+    "peak_holder",
+    "pending_frees",
+    "private_pools",
+]
+
+# Fewer bytes do not decide whether another batch fits.
+MIN_BYTES: Final = 512 * MIB
+# A larger batch would need 10% of the memory.
+NOTABLE_UNUSABLE: Final = 0.10
+SMALLER_BATCH: Final = "Use a smaller batch with Trainer(accumulate_grad_batches=2): saved activations shrink with it."
+HALF: Final = "Train in mixed precision: Trainer(precision='bf16-mixed')."
+
+
+def _name(device: DeviceReport) -> str:
+    return f"cuda:{device.device}"
+
+
+def _seen_in(snapshot: SnapshotReport, device: DeviceReport, moment_us: int | None = None) -> tuple[Evidence, ...]:
+    """Return a snapshot as evidence, narrowed to the recorded history of a device, or to one moment of it."""
+    name = SnapshotName.parse(snapshot.file.name)
+    start, end = (device.start_us, device.end_us) if moment_us is None else (moment_us, moment_us)
+    return (
+        Evidence(
+            artifact=str(snapshot.file),
+            rank=name.rank if name is not None else None,
+            start_ns=None if start is None else start * 1000,
+            end_ns=None if end is None else end * 1000,
+        ),
+    )
+
+
+def _shown(line: HeldLine) -> str:
+    """Return a line of code with the function that it called."""
+    return f"{line.site or 'unknown code'}{f' (in {line.called[0]})' if line.called else ''}"
+
+
+def _alloc_conf(snapshot: SnapshotReport, setting: str) -> str:
+    """Return the environment variable with a setting added to those in effect.
+
+    Every torch since 2.0 reads the variable; snapshots contain it since torch 2.5.
+    """
+    found = snapshot.settings.get("PYTORCH_CUDA_ALLOC_CONF")
+    name = setting.partition(":")[0]
+    kept = [part for part in found.split(",") if part and not part.startswith(name)] if isinstance(found, str) else []
+    return f"PYTORCH_CUDA_ALLOC_CONF={','.join([*kept, setting])}"
+
+
+Cause = Literal["too large", "fragmented", "full"]
+CAUSES: Final[dict[Cause, str]] = {
+    "too large": "more than this process can ever have",
+    "fragmented": "enough was free, but not in one piece",
+    "full": "the device was full",
+}
+
+
+def failed_request(snapshot: SnapshotReport, device: DeviceReport) -> Finding | None:
+    """Find the failed allocation, its cause, and the line with the most live bytes at that time."""
+    failed = snapshot.oom
+    if failed is None or device.device != failed.device:
+        return None
+    events = device.replay.snapshot.events
+    at = max(i for i, event in enumerate(events) if event.action == "oom")
+    continued = any(event.action == "alloc" for event in events[at + 1 :])
+    top = next((line for line in held_lines(device.replay.holders_at(at)) if line.site), None)
+    cause = _cause(failed)
+    return Finding(
+        rule="failed_request",
+        severity=Severity.WARNING if continued else Severity.CRITICAL,
+        sentence=(
+            f"Allocation of {format_bytes(failed.requested_bytes)} failed on {_name(device)}"
+            f"{', and the program continued' if continued else ''}: {CAUSES[cause]}."
+        ),
+        why=_why_failed(failed, top),
+        next_steps=_next_for_failed(snapshot, cause, top),
+        numbers={
+            "device": failed.device,
+            "cause": cause,
+            "requested_bytes": failed.requested_bytes,
+            "device_free_bytes": failed.device_free_bytes,
+            "live_bytes": failed.live.requested_bytes,
+            "reserved_bytes": failed.live.reserved_bytes,
+            "unused_bytes": failed.unused_bytes,
+            "largest_free_bytes": failed.largest_free_bytes,
+        },
+        weight=1.0,
+        evidence=_seen_in(snapshot, device, failed.time_us),
+    )
+
+
+def _cause(failed: FailedRequest) -> Cause:
+    free = failed.device_free_bytes or 0
+    if failed.requested_bytes > free + failed.live.reserved_bytes:
+        return "too large"
+    return "fragmented" if failed.requested_bytes <= free + failed.unused_bytes else "full"
+
+
+def _why_failed(failed: FailedRequest, top: HeldLine | None) -> str:
+    free = failed.device_free_bytes
+    device = "" if free is None else f"; {format_bytes(free)} were free on the device"
+    most = "" if top is None else f" {_shown(top)} had {format_bytes(top.bytes)} live."
+    return (
+        f"{format_bytes(failed.live.requested_bytes)} were live and {format_bytes(failed.live.reserved_bytes)} "
+        f"reserved; {format_bytes(failed.unused_bytes)} were unused in pieces of at most "
+        f"{format_bytes(failed.largest_free_bytes)}{device}.{most}"
+    )
+
+
+def _next_for_failed(snapshot: SnapshotReport, cause: Cause, top: HeldLine | None) -> tuple[str, ...]:
+    look = (f"Look at {top.site}: it has the most live bytes.",) if top is not None else ()
+    if cause == "fragmented":
+        expandable = _alloc_conf(snapshot, "expandable_segments:True")
+        return (f"Let segments grow to avoid fragmentation: {expandable}.", *look, SMALLER_BATCH)
+    return (*look, SMALLER_BATCH, HALF)
+
+
+MADE: Final = frozenset({"segment_alloc", "segment_map"})
+RETURNED: Final = frozenset({"segment_free", "segment_unmap"})
+# A single round is an empty_cache() between two stages, or one batch that is larger than all before.
+MIN_ROUNDS: Final = 2
+# A cudaMalloc takes about 1 ms per 100 MiB, and a cudaFree waits for the device: less is not noticeable.
+MIN_CHURN: Final = 256 * MIB
+MIN_CHURN_SHARE: Final = 0.05
+EMPTY_CACHE: Final = "empty_cache"
+
+
+class _Churn(NamedTuple):
+    """How often memory was returned and requested again, and the bytes that were requested again."""
+
+    rounds: int
+    bytes: int
+
+
+def allocator_churn(snapshot: SnapshotReport, device: DeviceReport) -> Finding | None:
+    """Find memory that the allocator returns and requests again, and whether the program asks for that."""
+    churn = _churn(device)
+    if churn.rounds < MIN_ROUNDS or churn.bytes < max(MIN_CHURN, MIN_CHURN_SHARE * device.peak_reserved_bytes):
+        return None
+    line = _emptied_by(device)
+    share = churn.bytes / max(device.peak_reserved_bytes, 1)
+    span = ""
+    if device.start_us is not None and device.end_us is not None and device.end_us > device.start_us:
+        span = f" in {(device.end_us - device.start_us) / 1e6:.3g} s"
+    cause = (
+        f"{line} calls torch.cuda.empty_cache()"
+        if line
+        else "the device is nearly full, and the allocator must return its cache before it gets more"
+    )
+    return Finding(
+        rule="allocator_churn",
+        severity=Severity.WARNING,
+        sentence=f"The allocator returned memory of {_name(device)} and requested it again {churn.rounds} times{span}.",
+        why=(
+            f"{format_bytes(churn.bytes)} ({percent(share)} of the reserved memory) were requested again: {cause}. "
+            "Each cudaFree waits until the device is idle, collectives included."
+        ),
+        next_steps=_next_for_churn(snapshot, device, line),
+        numbers={
+            "device": device.device,
+            "rounds": churn.rounds,
+            "again_bytes": churn.bytes,
+            "segments_made": device.segments_made[0],
+            "segments_returned": device.segments_returned[0],
+            "peak_reserved_bytes": device.peak_reserved_bytes,
+            "empty_cache": line,
+        },
+        weight=min(share, 1.0),
+        evidence=_seen_in(snapshot, device),
+    )
+
+
+def _churn(device: DeviceReport) -> _Churn:
+    """Count rounds: memory is returned, and then some of it is requested again."""
+    rounds = again = owed = 0
+    is_new = False
+    for event in device.replay.snapshot.events:
+        if event.action in RETURNED:
+            owed += event.size
+            is_new = True
+        elif event.action in MADE and owed:
+            rounds += is_new
+            is_new = False
+            again += min(event.size, owed)
+            owed = max(0, owed - event.size)
+    return _Churn(rounds, again)
+
+
+def _emptied_by(device: DeviceReport) -> str | None:
+    """Return the line that called ``empty_cache``, if the recorded history has the stacks of returned memory."""
+    found = device.replay.snapshot
+    for event in found.events:
+        if event.action in RETURNED and any(frame.name == EMPTY_CACHE for frame in found.stacks[event.stack]):
+            line = user_frame(found.stacks[event.stack])
+            return str(line) if line is not None else "a library"
+    return None
+
+
+def _next_for_churn(snapshot: SnapshotReport, device: DeviceReport, line: str | None) -> tuple[str, ...]:
+    if line:
+        return ("Remove torch.cuda.empty_cache() from the training loop: the allocator reuses its cache.",)
+    if device.is_expandable:
+        return (SMALLER_BATCH,)
+    return (SMALLER_BATCH, f"Let segments grow: {_alloc_conf(snapshot, 'expandable_segments:True')}.")
+
+
+# Healthy trainings have 2 to 14% of the reserved memory in pieces at their peak.
+NOTABLE_PIECES: Final = 0.25
+# Each check sorts the live blocks: pieces force the largest segments.
+MAX_CHECKS: Final = 8
+STEADY: Final = "Pad batches to a few lengths: sizes that change with every batch leave pieces that fit nothing else."
+
+
+def fragmentation(snapshot: SnapshotReport, device: DeviceReport) -> Finding | None:
+    """Find reserved memory in pieces at the peak; a warning if that forced requests to the driver.
+
+    At any other time pieces are normal: after backward the activations are freed.
+    """
+    if not device.events:
+        return None
+    replay = device.replay
+    pieces = [piece.size for piece in free_ranges(replay, replay.peak_event) if not piece.is_segment]
+    split, reserved = sum(pieces), replay.live_at(replay.peak_event).reserved_bytes
+    if split < MIN_BYTES or split < NOTABLE_PIECES * reserved:
+        return None
+    forced = _forced(device)
+    added = (
+        f" {format_count(forced, 'segment')} came from the driver although as many bytes were free in smaller pieces."
+        if forced
+        else ""
+    )
+    if device.is_expandable:
+        next_steps = (STEADY, f"Or round allocations: {_alloc_conf(snapshot, 'roundup_power2_divisions:8')}.")
+    else:
+        next_steps = (f"Let segments grow: {_alloc_conf(snapshot, 'expandable_segments:True')}.", STEADY)
+    return Finding(
+        rule="fragmentation",
+        severity=Severity.WARNING if forced else Severity.INFO,
+        sentence=f"{percent(split / reserved)} of reserved memory of {_name(device)} is in unused pieces at the peak.",
+        why=(
+            f"{format_bytes(split)} of {format_bytes(reserved)} are between live blocks, in {len(pieces):,} pieces of "
+            f"at most {format_bytes(max(pieces))}; {format_bytes(replay.peak_requested_bytes)} are live.{added}"
+        ),
+        next_steps=next_steps,
+        numbers={
+            "device": device.device,
+            "split_bytes": split,
+            "reserved_bytes": reserved,
+            "split_share": split / reserved,
+            "pieces": len(pieces),
+            "largest_piece_bytes": max(pieces),
+            "peak_requested_bytes": replay.peak_requested_bytes,
+            "forced_segments": forced,
+        },
+        weight=split / reserved,
+        evidence=_seen_in(snapshot, device, replay.peak_time_us),
+    )
+
+
+def _forced(device: DeviceReport) -> int:
+    """Count segments that were made although as many bytes were free in pieces, each of them too small."""
+    replay = device.replay
+    made = [(event.size, i) for i, event in enumerate(replay.snapshot.events) if event.action == "segment_alloc"]
+    count = 0
+    for size, i in heapq.nlargest(MAX_CHECKS, made):
+        sizes = [piece.size for piece in free_ranges(replay, i - 1) if not piece.is_segment]
+        count += sum(sizes) >= size > max(sizes, default=0)
+    return count
+
+
+SEVERE_PENDING: Final = 0.25
+
+
+def pending_frees(snapshot: SnapshotReport, device: DeviceReport) -> Finding | None:
+    """Find memory that is freed but waits for another stream, at the time of its maximum."""
+    waiting = _waiting(device)
+    at = max(range(len(waiting)), key=waiting.__getitem__) - 1
+    most, reserved = waiting[at + 1], device.replay.live_at(at).reserved_bytes
+    share = most / reserved if reserved else 0.0
+    if most < MIN_BYTES or share < NOTABLE_UNUSABLE:
+        return None
+    return Finding(
+        rule="pending_frees",
+        severity=Severity.WARNING if share >= SEVERE_PENDING else Severity.INFO,
+        sentence=f"{percent(share)} of the reserved memory of {_name(device)} was freed but waits for another stream.",
+        why=(
+            f"The program had freed {format_bytes(most)} of {format_bytes(reserved)}; a stream that also used them "
+            "(Tensor.record_stream) had not finished."
+        ),
+        next_steps=(
+            "With FSDP1, keep FullyShardedDataParallel(limit_all_gathers=True); FSDP2 does not use record_stream.",
+            "With a stream of your own, wait for its event before the tensor is freed instead of record_stream.",
+        ),
+        numbers={"device": device.device, "pending_bytes": most, "reserved_bytes": reserved},
+        weight=share,
+        evidence=_seen_in(snapshot, device, device.replay.snapshot.events[at].time_us if at >= 0 else None),
+    )
+
+
+def _waiting(device: DeviceReport) -> Sequence[int]:
+    """Return by event, from -1 on, the bytes whose free is requested and not completed."""
+    deltas = [0] * (device.events + 2)
+    for life in device.replay.lives:
+        # If no other stream uses the block, both events of its free are adjacent.
+        if life.died > life.freed + 1:
+            deltas[max(life.freed, life.born) + 1] += life.size
+            deltas[life.died + 1] -= life.size
+    return tuple(accumulate(deltas[: device.events + 1]))
+
+
+SHARED_POOL: Final = (0, 0)
+
+
+def private_pools(snapshot: SnapshotReport, device: DeviceReport) -> Finding | None:
+    """Find unused memory in private pools, usually of CUDA graphs."""
+    pools = [pool for pool in device.pools if pool.pool != SHARED_POOL]
+    unused = sum(pool.inactive_bytes for pool in pools)
+    share = unused / device.reserved_bytes if device.reserved_bytes else 0.0
+    if unused < MIN_BYTES or share < NOTABLE_UNUSABLE:
+        return None
+    count = len({pool.pool for pool in pools})
+    return Finding(
+        rule="private_pools",
+        severity=Severity.INFO,
+        sentence=f"{percent(share)} of the reserved memory of {_name(device)} is unused in private pools.",
+        why=(
+            f"{format_bytes(unused)} of {format_bytes(sum(pool.reserved_bytes for pool in pools))} in "
+            f"{format_count(count, 'private pool')} are free, but only their own CUDA graphs may use them."
+        ),
+        next_steps=(
+            "Capture graphs that never run at the same time into one pool: torch.cuda.graph(graph, pool=other.pool()).",
+            "With torch.compile(mode='reduce-overhead'), use few input shapes: each has its own graph.",
+        ),
+        numbers={"device": device.device, "unused_bytes": unused, "pools": count},
+        weight=share,
+        evidence=_seen_in(snapshot, device),
+    )
+
+
+# A line with half of the peak is the first to change.
+NOTABLE_HOLDER: Final = 0.5
+
+
+def peak_holder(snapshot: SnapshotReport, device: DeviceReport) -> Finding | None:
+    """Find a line of the program with at least half of the live bytes at the peak."""
+    line = next(iter(device.lines_at_peak), None)
+    peak = device.peak_requested_bytes
+    if line is None or not line.site or line.bytes < max(GIB, NOTABLE_HOLDER * peak):
+        return None
+    return Finding(
+        rule="peak_holder",
+        severity=Severity.INFO,
+        sentence=f"{percent(line.bytes / peak)} of the peak of {_name(device)} is allocated by {_shown(line)}.",
+        why=f"{format_bytes(line.bytes)} of {format_bytes(peak)}, in {format_count(line.blocks, 'block')}.",
+        next_steps=(
+            "If these are saved activations: torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False).",
+            "If it is a cache, make it smaller.",
+        ),
+        numbers={
+            "device": device.device,
+            "line": line.site,
+            "bytes": line.bytes,
+            "blocks": line.blocks,
+            "peak_requested_bytes": peak,
+        },
+        weight=line.bytes / peak,
+        evidence=_seen_in(snapshot, device, device.peak_time_us),
+    )
