@@ -88,7 +88,7 @@ def test_small_transformers_are_launch_bound(name: str, share: float) -> None:
 def test_exposed_communication_names_its_collective(name: str, share: float, collective: str) -> None:
     finding = found(name)["communication_exposed"]
     assert finding.numbers["exposed_share"] == pytest.approx(share, rel=1e-3)
-    assert finding.sentence.endswith(f"most of it {collective}.")
+    assert finding.sentence.endswith(f"mostly {collective}.")
     worst = finding.numbers["collectives"][0]
     assert worst["bytes_each"] > 10_000_000
     assert worst["exposed_ns"] <= worst["max_ns"] * worst["count"]

@@ -198,7 +198,7 @@ def test_checkpoints_that_take_more_than_a_twentieth_are_found(tmp_path: Path) -
     finding = found["checkpoint_bound"]
     assert finding.numbers["checkpoint_ns"] >= 100_000_000
     assert finding.numbers["checkpoint_share"] > 0.3
-    assert "ModelCheckpoint(every_n_train_steps=...)" in finding.next_steps[0]
+    assert "ModelCheckpoint(every_n_train_steps=1000)" in finding.next_steps[0]
     assert "callback_bound" not in found
     quick = Training(callbacks=(ModelCheckpoint(dirpath=tmp_path / "quick", every_n_train_steps=100),), options=options)
     assert "checkpoint_bound" not in findings_of(tmp_path / "seldom", quick)
@@ -276,7 +276,7 @@ def test_a_list_that_keeps_tensors_is_found_and_who_made_them(tmp_path: Path) ->
     (kept, *_) = finding.numbers["kept"]
     assert kept["operator"] in ("add", "ones", "fill_", "aten::add")
     assert kept["bytes"] >= 4 * MIB
-    assert "are still there" in finding.why
+    assert "are still live" in finding.why
     dropping = Training(model=Dropping(), steps=60, schedule=Schedule(wait=20, active=3))
     assert "memory_growth" not in findings_of(tmp_path / "drops", dropping)
 
@@ -355,7 +355,7 @@ def test_figures_that_rest_on_recorded_steps_are_told(tmp_path: Path, healthy: d
     finding = found["profiler_overhead"]
     assert finding.severity is Severity.WARNING
     assert finding.numbers["own_share"] > 0.2
-    assert finding.sentence.startswith("Recording itself takes")
+    assert finding.sentence.startswith("Recording takes")
     assert "dear took the most" in finding.next_steps[1]
     # Our own marks lie between the phases, and nobody is told to log less for them.
     assert "between_steps" not in found

@@ -179,9 +179,9 @@ def test_show_takes_several_files_and_directories_of_them(tmp_path: Path, capsys
     assert show([str(tmp_path / "a"), str(tmp_path / "b" / "two.json")], "json") == 0
     document = json.loads(capsys.readouterr().out)
     assert [Path(one["file"]).name for one in document["traces"]] == ["one.json", "two.json"]
-    assert document["verdict"]["sentence"] == "Nothing can be said of a device: the trace has the host only."
+    assert document["verdict"]["sentence"] == "No device activity in this trace."
     assert show(str(tmp_path)) == 0
-    assert capsys.readouterr().out.startswith("verdict   Nothing can be said of a device")
+    assert capsys.readouterr().out.startswith("verdict   No device activity in this trace.")
 
 
 def test_a_run_has_its_leading_ranks_traces_in_the_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,7 +235,16 @@ def test_evidence_names_a_runs_files_as_its_manifest_does(
 ) -> None:
     def rule(trace: TraceReport) -> list[Finding]:
         evidence = (Evidence(artifact=str(trace.file)),)
-        return [Finding("odd", Severity.CRITICAL, "It is odd.", "Why.", ("Do this.",), evidence=evidence)]
+        return [
+            Finding(
+                rule="odd",
+                severity=Severity.CRITICAL,
+                sentence="It is odd.",
+                why="Why.",
+                next_steps=("Do this.",),
+                evidence=evidence,
+            )
+        ]
 
     monkeypatch.setattr("lightning_memprof.analysis.findings.TRACE_RULES", (rule,))
     make_run(tmp_path)

@@ -36,7 +36,7 @@ def test_one_look_is_a_page_of_at_most_80_columns(tmp_path: Path, capsys: pytest
                       "windows", "critical"]  # fmt: skip
     assert "finished" in page
     assert "1 recorded · 0: steps 2–3" in page
-    assert "Training waits for data" in page
+    assert "training loop waits for data" in page
     assert max(map(len, page.splitlines())) <= 80
     assert "\x1b" not in page
 
@@ -51,7 +51,7 @@ def test_where_there_is_no_terminal_each_look_is_a_line_until_the_end(
     assert "data wait" in first
     assert "RSS " in first
     assert findings
-    assert findings[0].startswith("  critical: Training waits for data")
+    assert findings[0].startswith("  critical: Input-bound: the training loop waits for data")
 
 
 def test_several_ranks_stand_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,7 +157,14 @@ def test_a_healthy_trace_says_how_busy_the_device_was(tmp_path: Path, monkeypatc
 
 
 def test_what_the_rules_find_makes_the_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Finding("odd", Severity.WARNING, "It is odd.", "Why.", ("Do this.",), evidence=(Evidence(artifact="a"),))
+    found = Finding(
+        rule="odd",
+        severity=Severity.WARNING,
+        sentence="It is odd.",
+        why="Why.",
+        next_steps=("Do this.",),
+        evidence=(Evidence(artifact="a"),),
+    )
     monkeypatch.setattr("lightning_memprof.analysis.findings.TRACE_RULES", (lambda _: [found],))
     view = viewed(trace(tmp_path / "a.json"))
     assert (view.verdict.sentence, view.findings) == ("It is odd.", (found,))

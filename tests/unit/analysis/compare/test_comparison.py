@@ -360,9 +360,9 @@ def test_only_findings_that_warn_are_compared(tmp_path: Path) -> None:
 
     found, sentences = severities(
         [
-            Finding("a", Severity.INFO, "by the way", "", ()),
-            Finding("b", Severity.CRITICAL, "bad", "", ()),
-            Finding("b", Severity.WARNING, "less bad", "", ()),
+            Finding(rule="a", severity=Severity.INFO, sentence="by the way", why="", next_steps=()),
+            Finding(rule="b", severity=Severity.CRITICAL, sentence="bad", why="", next_steps=()),
+            Finding(rule="b", severity=Severity.WARNING, sentence="less bad", why="", next_steps=()),
         ]
     )
     assert found == {"b": 3.0}

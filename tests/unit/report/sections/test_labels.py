@@ -122,13 +122,20 @@ def test_what_the_page_says_of_the_rules_is_what_their_documentation_says() -> N
 
 def test_a_finding_explains_its_rule_and_names_its_page_of_the_documentation(tmp_path: Path) -> None:
     view = run_view(tmp_path)
-    finding = Finding("slow_steps", Severity.INFO, "s.", "w.", ("n.",), evidence=(Evidence(artifact="f"),))
+    finding = Finding(
+        rule="slow_steps",
+        severity=Severity.INFO,
+        sentence="s.",
+        why="w.",
+        next_steps=("n.",),
+        evidence=(Evidence(artifact="f"),),
+    )
     page = unescape(to_html(replace(view, findings=(finding,))))
     (details,) = re.findall(r"<details>.*?</details>", page, re.DOTALL)
     assert "A few steps take a multiple of the others." in details
     assert re.search(r"<b>When</b> At most a third of the steps", details)
     assert "docs/reference/findings/slow_steps.md" in details
-    own = Finding("a_rule_of_yours", Severity.INFO, "s.", "w.", ("n.",))
+    own = Finding(rule="a_rule_of_yours", severity=Severity.INFO, sentence="s.", why="w.", next_steps=("n.",))
     assert "<details>" not in to_html(replace(view, findings=(own,)))
 
 
