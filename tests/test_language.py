@@ -92,10 +92,8 @@ def _rooms() -> dict[str, list[Path]]:
 
 
 ROOMS = _rooms()
-# Rooms whose language is still to be rewritten; the guides show a sentence of a finding.
+# Rooms whose language is still to be rewritten.
 PENDING = {
-    "docs/guides",
-    "lightning_memprof/analysis/findings",
     "lightning_memprof/analysis/memory",
     "lightning_memprof/analysis/ranks",
     "lightning_memprof/analysis/run",

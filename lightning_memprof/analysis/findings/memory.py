@@ -23,7 +23,7 @@ from lightning_memprof.errors import ArtifactError
 from lightning_memprof.units import MIB, format_bytes, format_count, format_ns, percent
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.memory.checkpointing import CheckpointedGroup
+    from lightning_memprof.analysis.memory.activations import CheckpointedGroup
     from lightning_memprof.analysis.memory.report import Activations, CategoryPeak, RankMemory
     from lightning_memprof.analysis.run.load import Rank, Window
     from lightning_memprof.analysis.trace.model import CollectiveTotals, RuntimeCall, TraceReport
@@ -109,7 +109,7 @@ def activation_peak(facts: Facts) -> list[Finding]:
                 "activation_share": saved / total,
                 "step": memory.peak.step,
                 "checkpointed": group.name if group else None,
-                "saved_bytes": group.freed_bytes - group.back_bytes if group else None,
+                "saved_bytes": group.saved_bytes - group.recompute_peak_bytes if group else None,
                 "recompute_ns": group.recompute_ns if group else None,
             },
             weight=saved / total,
@@ -120,9 +120,11 @@ def activation_peak(facts: Facts) -> list[Finding]:
 def _best(memory: RankMemory, total: int) -> CheckpointedGroup | None:
     """Return the blocks whose checkpointing saves the most, None if that is little."""
     groups = [
-        group for group in memory.checkpointing if group.freed_bytes - group.back_bytes >= MIN_SAVED_SHARE * total
+        group
+        for group in memory.checkpointing
+        if group.saved_bytes - group.recompute_peak_bytes >= MIN_SAVED_SHARE * total
     ]
-    return max(groups, key=lambda group: group.freed_bytes - group.back_bytes, default=None)
+    return max(groups, key=lambda group: group.saved_bytes - group.recompute_peak_bytes, default=None)
 
 
 def _why_activations(activations: Activations, group: CheckpointedGroup | None) -> str:
@@ -133,7 +135,7 @@ def _why_activations(activations: Activations, group: CheckpointedGroup | None) 
     parts += [f"the largest: {named}"] if named else []
     if group is not None:
         cost = "" if group.recompute_ns is None else f" for {format_ns(group.recompute_ns)} more per step"
-        saved = format_bytes(group.freed_bytes - group.back_bytes)
+        saved = format_bytes(group.saved_bytes - group.recompute_peak_bytes)
         parts.append(f"checkpointing {group.name} ({len(group.blocks)} blocks) would save {saved}{cost}")
     return "; ".join(parts) + "."
 
