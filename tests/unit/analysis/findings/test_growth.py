@@ -69,7 +69,7 @@ def test_a_leak_on_a_device_is_said_with_the_line_that_leaks(tmp_path):
     assert finding.numbers["added_bytes"] // MIB == 20 * 20
     # Blocks keep their stacks when the history goes off; those from between the windows have none. 3 of 5 steps.
     (line,) = finding.numbers["lines"]
-    assert "test_device_memory_growth.py" in line["line"]
+    assert "test_growth.py" in line["line"]
     assert line["line"].endswith(": leaks")
     assert line["bytes"] // MIB == 20 * 12
     assert finding.sentence.startswith("Memory of cuda:0 grows from window to window, mostly from ")
