@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from lightning_memprof.analysis.run import load
+from lightning_memprof.analysis.run import load, model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,7 +24,7 @@ _FRAME = (
 
 
 @dataclass(frozen=True)
-class Run(load.Run):
+class Run(model.Run):
     """A run directory: the rows of every rank, and the findings and the report of ``lightning-memprof show``.
 
     In a notebook it is displayed as the HTML report.

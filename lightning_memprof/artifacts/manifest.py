@@ -10,39 +10,213 @@ import os
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
 from lightning_memprof.artifacts.plain_file import read_plain
+from lightning_memprof.artifacts.rows import DAMAGE, Int64, OpenRow, Row, decode_line, salvaged
 from lightning_memprof.artifacts.secrets import FREE_TEXTS, masking
-from lightning_memprof.errors import ArtifactError
+from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Mapping
     from pathlib import Path
 
 __all__ = [
     "MOST_LINES",
     "SCHEMA_VERSION",
+    "ArtifactRow",
+    "BudgetRow",
+    "DataLoaderFacts",
+    "EndRow",
+    "ErrorRow",
     "Manifest",
     "ManifestWriter",
-    "decode_line",
-    "is_fact",
-    "plain_lines",
+    "NoteRow",
+    "OomRow",
+    "OptimizerFacts",
+    "OverheadFacts",
+    "RemovedRow",
+    "RunFacts",
+    "TrainingFacts",
+    "UnavailableRow",
+    "WindowRow",
+    "decode_fact",
     "read_manifest",
-    "read_rows",
 ]
 
 log = logging.getLogger(__name__)
 
 SCHEMA_VERSION: Final = 1
 MOST_LINES: Final = 1_000_000
-"""Of a manifest, that are read. A window writes some ten."""
-_decode: Final = msgspec.json.Decoder().decode
-# Rows that a full disk has refused, of some hundred bytes each; beyond, the oldest go.
+"""Limit of the lines that are read of a manifest. A window writes some ten."""
+# Limit of the rows of some hundred bytes that wait for a full disk; beyond it, the oldest are dropped.
 _MOST_WAITING: Final = 4096
+_ARTIFACT: Final = (b'"kind":"artifact"', b'"kind": "artifact"')
+
+
+class RunFacts(OpenRow):
+    """The ``run`` row: the rank and where it runs, as known in ``setup``."""
+
+    time_ns: Int64 | None = None
+    schema_version: Int64 | None = None
+    stage: str = "fit"
+    world_size: Int64 | None = None
+    host: str | None = None
+    pid: Int64 | None = None
+    strategy: str | None = None
+    device: str | None = None
+    collectors: list[str] = msgspec.field(default_factory=list)
+    schedule: dict[str, Any] = msgspec.field(default_factory=dict)
+    environment: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    @property
+    def cpu_count(self) -> int | None:
+        """The CPU cores that the process may use."""
+        count = self.environment.get("cpu_count")
+        return count if type(count) is int else None
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the run uses no accelerator."""
+        return (self.device or "cpu").startswith("cpu")
+
+
+class OptimizerFacts(OpenRow):
+    """An optimizer; ``parameters`` counts tensors."""
+
+    name: str | None = None
+    foreach: bool | None = None
+    fused: bool | None = None
+    parameters: Int64 | None = None
+    device: str | None = None
+
+
+class DataLoaderFacts(OpenRow):
+    """A DataLoader of the stage, by its arguments."""
+
+    num_workers: Int64 | None = None
+    batch_size: Int64 | None = None
+    prefetch_factor: Int64 | None = None
+    pin_memory: bool | None = None
+    persistent_workers: bool | None = None
+
+
+class TrainingFacts(OpenRow):
+    """The ``training`` row: the loop and the model, as known when training starts; ``parameters`` counts numbers."""
+
+    num_batches: Int64 | None = None
+    max_steps: Int64 | None = None
+    max_epochs: Int64 | None = None
+    accumulate_grad_batches: Int64 | None = None
+    precision: str | None = None
+    model: str | None = None
+    parameters: Int64 | None = None
+    optimizers: list[OptimizerFacts] = msgspec.field(default_factory=list)
+    dataloaders: list[DataLoaderFacts] = msgspec.field(default_factory=list)
+
+
+class OomRow(OpenRow):
+    """An out-of-memory event; ``fields`` has its facts."""
+
+    number: Int64 | None = None
+
+
+class WindowRow(Row, tag_field="kind", tag="window"):
+    """A window that opens (with its planned steps) or closes (with its recorded steps)."""
+
+    window: Int64 | None = None
+    event: str | None = None
+    warmup_steps: list[Int64] = msgspec.field(default_factory=list)
+    active_steps: list[Int64] = msgspec.field(default_factory=list)
+    steps: list[Int64] = msgspec.field(default_factory=list)
+    truncated: bool | None = None
+    reason: str | None = None
+
+
+class ArtifactRow(Row, tag_field="kind", tag="artifact"):
+    """A file; ``path`` is relative to the run's root, with ``/``, or absolute."""
+
+    path: str | None = None
+    type: str = "blob"
+    collector: str = "?"
+    window: Int64 | None = None
+    size_bytes: Int64 | None = None
+    sha256: str | None = None
+
+
+class RemovedRow(Row, tag_field="kind", tag="removed"):
+    """The files of a window that a budget removed."""
+
+    window: Int64 | None = None
+    paths: list[str] = msgspec.field(default_factory=list)
+    reason: str = "no reason given"
+
+
+class ErrorRow(Row, tag_field="kind", tag="error"):
+    """A collector that failed and was disabled."""
+
+    collector: str = "?"
+    where: str = "?"
+    window: Int64 | None = None
+    message: str = "no message"
+    traceback: str = ""
+
+
+class UnavailableRow(Row, tag_field="kind", tag="unavailable"):
+    """A collector that cannot record here."""
+
+    collector: str = "?"
+    reason: str = "no reason given"
+
+
+class NoteRow(Row, tag_field="kind", tag="note"):
+    """A warning for the reader of the run."""
+
+    collector: str = "?"
+    message: str = ""
+
+
+class BudgetRow(Row, tag_field="kind", tag="budget"):
+    """A reduction of the next windows that keeps a budget."""
+
+    window: Int64 | None = None
+    level: str | None = None
+    active_steps: Int64 | None = None
+    reason: str | None = None
+
+
+class OverheadFacts(Row):
+    """The cost of this package in nanoseconds."""
+
+    pulse_ns: Int64 | None = None
+    windows_ns: Int64 | None = None
+    collectors_ns: dict[str, Int64] = msgspec.field(default_factory=dict)
+
+
+class EndRow(Row, tag_field="kind", tag="end"):
+    """The end of a rank's run; ``exception`` is its text where one ended it."""
+
+    status: str | None = None
+    exception: str | None = None
+    steps: Int64 | None = None
+    overhead: OverheadFacts | None = None
+
+
+_KINDS: Final[Mapping[str, type[Row]]] = {
+    "run": RunFacts, "training": TrainingFacts, "oom": OomRow, "window": WindowRow, "artifact": ArtifactRow,
+    "removed": RemovedRow, "error": ErrorRow, "unavailable": UnavailableRow, "note": NoteRow, "budget": BudgetRow,
+    "end": EndRow,
+}  # fmt: skip
+# The rows that have no open-ended fields, and nearly all rows of a manifest.
+_decode: Final = msgspec.json.Decoder(
+    WindowRow | ArtifactRow | RemovedRow | ErrorRow | UnavailableRow | NoteRow | BudgetRow | EndRow
+).decode
+R = TypeVar("R", bound=Row)
 
 
 class ManifestWriter:
@@ -108,107 +282,120 @@ class ManifestWriter:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The rows of one rank's manifest, oldest first.
+    """The readable rows of one rank's manifest, oldest first; ``damage`` is its first problem.
 
-    ``torn`` where the last line was cut by a dying process, ``cut`` where there are more than ``MOST_LINES`` lines.
+    There are no rows where a newer version wrote it.
     """
 
     path: Path
-    rows: list[dict[str, Any]]
-    torn: bool
-    cut: bool = False
+    rows: list[Row]
+    damage: str | None = None
+
+    def of(self, kind: type[R]) -> list[R]:
+        """Return the rows of one kind."""
+        return self._by_kind.get(kind, [])
+
+    @property
+    def run(self) -> RunFacts | None:
+        """The first ``run`` row."""
+        return next(iter(self.of(RunFacts)), None)
+
+    @property
+    def training(self) -> TrainingFacts | None:
+        """The last ``training`` row."""
+        return next(reversed(self.of(TrainingFacts)), None)
+
+    @property
+    def end(self) -> EndRow | None:
+        """The last ``end`` row."""
+        return next(reversed(self.of(EndRow)), None)
+
+    @cached_property
+    def artifacts(self) -> list[ArtifactRow]:
+        """The files, without those that the run removed with their window."""
+        present: dict[int, ArtifactRow] = {}
+        numbers: dict[str | None, list[int]] = {}
+        for number, row in enumerate(self.rows):
+            if isinstance(row, ArtifactRow):
+                present[number] = row
+                numbers.setdefault(row.path, []).append(number)
+            elif isinstance(row, RemovedRow):
+                # A file that was written again later is present.
+                for earlier in (number for path in row.paths for number in numbers.pop(path, ())):
+                    del present[earlier]
+        return list(present.values())
+
+    @cached_property
+    def _by_kind(self) -> dict[type, list[Any]]:
+        found: dict[type, list[Any]] = {}
+        for row in self.rows:
+            found.setdefault(type(row), []).append(row)
+        return found
 
 
-def plain_lines(path: Path) -> Iterator[bytes]:
-    """Give the lines of a file one after the other, with their ends; a torn last line has none.
+def read_manifest(path: Path, *, with_artifacts: bool = True) -> Manifest:
+    """Read one rank's manifest as far as it can be read, at most ``MOST_LINES`` lines.
 
-    Raises:
-        OSError: the file cannot be read.
-
-    """
-    # A list of all of them takes twenty times as much as a file of short lines.
-    return io.BytesIO(read_plain(path))
-
-
-def decode_line(line: bytes) -> object:
-    """Return what a line of JSON says.
-
-    Raises:
-        ValueError: it is none.
-        RecursionError: it is too deep.
+    Args:
+        path: the file.
+        with_artifacts: whether its list of files is read, nine tenths of a manifest.
 
     """
     try:
-        return _decode(line)
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        # Python writes and reads NaN and halves of characters, which are no JSON.
-        return json.loads(line)
-
-
-def is_fact(row: object) -> bool:
-    """Say whether a row of a manifest says of what kind it is; nobody looks for another."""
-    return isinstance(row, dict) and isinstance(row.get("kind"), str)
-
-
-def read_rows(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """Read a file of JSON objects, one a line; return the rows and whether the last line was torn.
-
-    Raises:
-        ArtifactError: the file cannot be read, or a line other than the last is no JSON object.
-
-    """
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(_lines(path), start=1):
-        if not line.endswith(b"\n"):
-            return rows, True
-        rows.append(_row(path, number, line))
-    return rows, False
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    try:
-        return plain_lines(path)
+        # A list of all lines takes twenty times as much memory as a file of short lines.
+        lines = io.BytesIO(read_plain(path))
     except OSError as error:
-        msg = f"{path}: cannot be read ({error.strerror}); is the run directory complete?"
-        raise ArtifactError(msg) from error
+        return Manifest(path, [], f"{path}: cannot be read ({error.strerror}); is the run directory complete?")
+    rows: list[Row] = []
+    problems: list[str] = []
+    number = 0
+    for number, line in enumerate(lines, start=1):
+        if number > MOST_LINES:
+            return _checked(
+                path, rows, [*problems, f"it has more than {format_count(MOST_LINES, 'line')}; the rest is not read"]
+            )
+        if not line.endswith(b"\n"):
+            problems.append("its last line is truncated: it is being written, or the process died while it wrote")
+        elif with_artifacts or not any(words in line for words in _ARTIFACT):
+            try:
+                row = decode_fact(line)
+            except DAMAGE as error:
+                problems.append(f"{path}:{number}: {error}")
+            else:
+                rows += [row] if row is not None else []
+    return _checked(path, rows, problems)
 
 
-def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        row = decode_line(line)
-    except (ValueError, RecursionError) as error:
-        msg = f"{path}:{number}: not a JSON object; the file is damaged, remove the line to read the rest"
-        raise ArtifactError(msg) from error
-    if not isinstance(row, dict):
-        msg = f"{path}:{number}: holds {type(row).__name__}, a JSON object is expected; remove the line"
-        raise ArtifactError(msg)
-    return row
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Read one rank's manifest: of its first ``MOST_LINES`` lines the rows that have a kind.
-
-    Raises:
-        ArtifactError: the file is missing, damaged, holds no run, or was written by a newer version.
-
-    """
-    rows: list[dict[str, Any]] = []
-    torn = cut = False
-    for number, line in enumerate(_lines(path), start=1):
-        torn, cut = not line.endswith(b"\n"), number > MOST_LINES
-        if torn or cut:
-            break
-        if is_fact(row := _row(path, number, line)):
-            rows.append(row)
-    run = next((row for row in rows if row["kind"] == "run"), None)
+def _checked(path: Path, rows: list[Row], problems: list[str]) -> Manifest:
+    run = next((row for row in rows if isinstance(row, RunFacts)), None)
     if run is None:
-        msg = f"{path}: holds no run; it is no manifest of lightning-memprof, or its process died at once"
-        raise ArtifactError(msg)
-    version = run.get("schema_version")
+        none = f"{path}: holds no run; it is no manifest of lightning-memprof, or its process died at once"
+        return Manifest(path, rows, next(iter(problems), none))
+    version = run.fields.get("schema_version")
     if not isinstance(version, int):
         msg = f"{path}: schema version {version!r} is no number; the file is damaged, or not of lightning-memprof"
-        raise ArtifactError(msg)
+        return Manifest(path, [], msg)
     if version > SCHEMA_VERSION:
         msg = f"{path}: schema version {version!r} is newer than {SCHEMA_VERSION}; upgrade lightning-memprof"
-        raise ArtifactError(msg)
-    return Manifest(path=path, rows=rows, torn=torn and not cut, cut=cut)
+        return Manifest(path, [], msg)
+    return Manifest(path, rows, next(iter(problems), None))
+
+
+def decode_fact(line: bytes) -> Row | None:
+    """Return a line of a manifest as a row; None for an unknown kind.
+
+    Raises:
+        ValueError: it is not a JSON object.
+
+    """
+    with suppress(*DAMAGE):
+        return _decode(line)  # type: ignore[no-any-return]
+    try:
+        row = decode_line(line)
+    except DAMAGE as error:
+        raise ValueError("not a JSON object; the file is damaged, remove the line to read the rest") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"holds {type(row).__name__}, a JSON object is expected; remove the line")  # noqa: TRY004
+    name = row.get("kind")
+    kind = _KINDS.get(name) if isinstance(name, str) else None
+    return None if kind is None else salvaged(row, kind)

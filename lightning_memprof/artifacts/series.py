@@ -1,18 +1,40 @@
-"""Rows over time: a collector's series (JSON lines) and the pulse (CSV)."""
+"""Rows over time: one row class for each collector's series (JSON lines), and the pulse (CSV)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from lightning_memprof.artifacts.manifest import read_rows
+import msgspec
+
 from lightning_memprof.artifacts.plain_file import read_plain
+from lightning_memprof.artifacts.rows import Int64, Row, read_rows
 from lightning_memprof.errors import ArtifactError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-__all__ = ["PHASES", "PULSE_COLUMNS", "PulseRow", "encode_pulse", "parse_pulse_row", "read_pulse", "read_series"]
+__all__ = [
+    "PHASES",
+    "PULSE_COLUMNS",
+    "AllocatorRow",
+    "DeadTensorRow",
+    "FunctionRow",
+    "GarbageRow",
+    "HookRow",
+    "HostRow",
+    "PeakRow",
+    "PulseRow",
+    "RegionRow",
+    "SavedTensorsRow",
+    "SeriesRow",
+    "ThroughputRow",
+    "decode_pulse",
+    "encode_pulse",
+    "parse_pulse_row",
+    "read_pulse",
+    "read_series",
+]
 
 PHASES: Final = ("data_wait", "forward", "backward", "optimizer", "callbacks", "other")
 PULSE_COLUMNS: Final = (
@@ -35,14 +57,142 @@ MAX_DIGITS: Final = 19
 PulseRow = dict[str, int | None]
 
 
-def read_series(path: Path) -> list[dict[str, Any]]:
-    """Read a series; a last line that a dying process tore is left out.
+class SeriesRow(Row):
+    """A row of a collector's series; ``recorded`` is False in warmup. ``series`` is the series' name."""
 
-    Raises:
-        ArtifactError: the file cannot be read or is damaged before its last line.
+    series: ClassVar[str]
 
+    step: Int64 | None = None
+    global_step: Int64 | None = None
+    point: str | None = None
+    recorded: bool | None = None
+    time_ns: Int64 | None = None
+
+
+class HookRow(SeriesRow, gc=False):
+    """One of Lightning's profiler actions: when it started (Unix time), how long it took, and how deep it is nested."""
+
+    series = "hooks"
+
+    action: str | None = None
+    start_ns: Int64 | None = None
+    duration_ns: Int64 | None = None
+    depth: Int64 | None = None
+
+
+class HostRow(SeriesRow, gc=False):
+    """The memory of the process at a mark, in bytes."""
+
+    series = "host"
+
+    rss_bytes: Int64 | None = None
+    vms_bytes: Int64 | None = None
+    uss_bytes: Int64 | None = None
+    peak_rss_bytes: Int64 | None = None
+
+
+class AllocatorRow(SeriesRow, gc=False):
+    """The counters of a device's allocator at a mark."""
+
+    series = "allocator"
+
+    device: str | None = None
+    allocated_bytes: Int64 | None = msgspec.field(name="allocated_bytes.all.current", default=None)
+    peak_allocated_bytes: Int64 | None = msgspec.field(name="allocated_bytes.all.peak", default=None)
+    reserved_bytes: Int64 | None = msgspec.field(name="reserved_bytes.all.current", default=None)
+    peak_reserved_bytes: Int64 | None = msgspec.field(name="reserved_bytes.all.peak", default=None)
+    num_alloc_retries: Int64 | None = None
+
+
+class DeadTensorRow(Row):
+    """A tensor that only a reference cycle kept alive."""
+
+    type: str | None = None
+    shape: list[Int64] = msgspec.field(default_factory=list)
+    dtype: str | None = None
+    bytes: Int64 | None = None
+
+
+class GarbageRow(SeriesRow):
+    """One collection of Python's garbage collector; ``tensors`` and their bytes where the collector looked at them."""
+
+    series = "garbage"
+
+    duration_ns: Int64 | None = None
+    generation: Int64 | None = None
+    collected: Int64 | None = None
+    uncollectable: Int64 | None = None
+    tensors: list[DeadTensorRow] = msgspec.field(default_factory=list)
+    tensor_bytes: Int64 | None = None
+
+
+class ThroughputRow(SeriesRow, gc=False):
+    """The size of a step's batch, its duration, its FLOP, and the device's peak in FLOP/s."""
+
+    series = "throughput"
+
+    samples: Int64 | None = None
+    tokens: Int64 | None = None
+    duration_ns: Int64 | None = None
+    flops: Int64 | None = None
+    peak_flops: float | None = None
+
+
+class SavedTensorsRow(SeriesRow):
+    """Saved activations at the start of a backward, or bytes by category at the end of a step (``held``).
+
+    ``modules`` has the cells of :class:`lightning_memprof.analysis.memory.activations.ModuleActivations` by name,
+    ``parameters`` the bytes of parameters and gradients.
     """
-    return read_rows(path)[0]
+
+    series = "saved_tensors"
+
+    activation_bytes: Int64 | None = None
+    uncounted: Int64 | None = None
+    dtypes: dict[str, Int64] = msgspec.field(default_factory=dict)
+    modules: dict[str, list[Int64 | None]] = msgspec.field(default_factory=dict)
+    attribution: str | None = None
+    held: dict[str, Int64 | None] | None = None
+    parameters: dict[str, list[Int64 | None]] = msgspec.field(default_factory=dict)
+    note: str | None = None
+
+
+class PeakRow(SeriesRow):
+    """Memory by category at a tracked moment; ``kind`` is ``peak``, or ``module`` for a module's own row."""
+
+    kind: str | None = None
+    device: str | None = None
+    total_bytes: Int64 | None = None
+    categories: dict[str, Int64] | None = None
+
+
+class FunctionRow(SeriesRow):
+    """The start or end (``point``) of a call of a named function, with the sizes at that moment."""
+
+    series = "functions"
+
+    function: str | None = None
+    number: Int64 | None = None
+    depth: Int64 | None = None
+    thread: str | None = None
+    raised: str | None = None
+    rss: Int64 | None = None
+    vms: Int64 | None = None
+    rss_diff: Int64 | None = None
+    npp_diff: Int64 | None = None
+    allocated_bytes: Int64 | None = msgspec.field(name="allocated_bytes.all.current", default=None)
+    reserved_bytes: Int64 | None = msgspec.field(name="reserved_bytes.all.current", default=None)
+    peak_allocated_bytes: Int64 | None = msgspec.field(name="allocated_bytes.all.peak", default=None)
+
+
+class RegionRow(SeriesRow, gc=False):
+    """Memory at a named point: ``point`` is ``snapshot``, or ``start`` or ``end`` of a region."""
+
+    series = "snapshots"
+
+    name: str | None = None
+    rss_bytes: Int64 | None = None
+    peak_rss_bytes: Int64 | None = None
 
 
 def encode_pulse(rows: Iterable[Sequence[int | None]]) -> str:
@@ -57,32 +207,50 @@ def encode_pulse(rows: Iterable[Sequence[int | None]]) -> str:
     return text.replace("), (", "\n").replace("None", "").replace(" ", "") + "\n"
 
 
+def decode_pulse(content: bytes) -> tuple[list[PulseRow], str | None]:
+    """Return the readable rows of a pulse, and the place and problem of the first damage.
+
+    A last line without its end is ignored: it is still being written, or its process died.
+    """
+    lines = content.decode("ascii", "replace").split("\n")[:-1]
+    if not lines:
+        return [], None
+    if tuple(lines[0].split(",")) != PULSE_COLUMNS:
+        return [], ": its columns are not those of this version; upgrade lightning-memprof to read it"
+    rows: list[PulseRow] = []
+    damaged: list[int] = []
+    for number, line in enumerate(lines[1:], start=2):
+        try:
+            rows.append(parse_pulse_row(line))
+        except ValueError:
+            damaged.append(number)
+    return rows, f":{damaged[0]}: damaged; remove the line to read the rest" if damaged else None
+
+
 def read_pulse(path: Path) -> list[PulseRow]:
-    """Read a pulse, also while it is being written: a torn last line is left out.
+    """Read a pulse, also while it is being written.
 
     Raises:
         ArtifactError: the file cannot be read, its header is another one, or a line is damaged.
 
     """
     try:
-        lines = read_plain(path).decode("ascii", "replace").split("\n")
+        rows, damage = decode_pulse(read_plain(path))
     except OSError as error:
-        msg = f"{path}: cannot be read ({error.strerror}); is the run directory complete?"
-        raise ArtifactError(msg) from error
-    lines.pop()
-    if not lines:
-        return []
-    if tuple(lines[0].split(",")) != PULSE_COLUMNS:
-        msg = f"{path}: its columns are not those of this version; upgrade lightning-memprof to read it"
-        raise ArtifactError(msg)
-    rows: list[PulseRow] = []
-    for number, line in enumerate(lines[1:], start=2):
-        try:
-            rows.append(parse_pulse_row(line))
-        except ValueError as error:
-            msg = f"{path}:{number}: damaged; remove the line to read the rest"
-            raise ArtifactError(msg) from error
+        raise ArtifactError(f"{path}: cannot be read ({error.strerror}); is the run directory complete?") from error
+    if damage is not None:
+        raise ArtifactError(f"{path}{damage}")
     return rows
+
+
+def read_series(path: Path) -> list[dict[str, Any]]:
+    """Read a series as plain objects; a truncated last line is left out.
+
+    Raises:
+        ArtifactError: the file cannot be read or is damaged before its last line.
+
+    """
+    return read_rows(path)[0]
 
 
 def parse_pulse_row(line: str) -> PulseRow:

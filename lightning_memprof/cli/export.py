@@ -18,7 +18,7 @@ from lightning_memprof.errors import ConfigError, ReportError
 from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.run.load import Run
+    from lightning_memprof.analysis.run.model import Run
     from lightning_memprof.analysis.run.targets import Targets
     from lightning_memprof.report.export.stacks import Stack
     from lightning_memprof.report.export.tables import Table

@@ -61,14 +61,14 @@ def _execute(options: Namespace) -> int:
 
 def _world_size(directory: Path) -> int:
     """Return the number of ranks of a run; refuse one that has ended or ignores requests."""
-    rows = read_manifest(directory / manifest_name(0)).rows
-    if any(row.get("kind") == "end" for row in rows):
+    manifest = read_manifest(directory / manifest_name(0), with_artifacts=False)
+    if manifest.run is None:
+        raise ArtifactError(manifest.damage or "")
+    if manifest.end is not None:
         raise ArtifactError(f"{directory}: this run has ended; only a running job can record a window")
-    facts = next(row for row in rows if row.get("kind") == "run")
-    if facts.get("triggers") is False:
+    if manifest.run.fields.get("triggers") is False:
         raise ArtifactError(f"{directory}: this run was started with Triggers(file=False); send SIGUSR2 to its ranks")
-    world_size = facts.get("world_size")
-    return world_size if isinstance(world_size, int) else 1
+    return manifest.run.world_size or 1
 
 
 def _wait(directory: Path, request: Request, timeout: float) -> Plan:

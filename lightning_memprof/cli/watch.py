@@ -153,16 +153,15 @@ def _is_gone(follower: Follower) -> bool:
     from lightning_memprof.report.sections.live import SILENT_NS
 
     lead = follower.lead
-    facts = lead.facts or {}
-    pid = facts.get("pid")
-    last = lead.last_ns or facts.get("time_ns")
-    if lead.end is not None or facts.get("host") != socket.gethostname() or not isinstance(pid, int) or pid <= 0:
+    facts = lead.facts
+    if facts is None or lead.end is not None or facts.host != socket.gethostname() or (facts.pid or 0) <= 0:
         return False
+    last = lead.last_ns or facts.time_ns
     # Another container may have the same host name and other process ids: only where no rows arrive either.
-    if not isinstance(last, int) or time.time_ns() - last < SILENT_NS:
+    if last is None or time.time_ns() - last < SILENT_NS:
         return False
     try:
-        os.kill(pid, 0)
+        os.kill(facts.pid or 0, 0)
     except ProcessLookupError:
         return True
     except OSError:

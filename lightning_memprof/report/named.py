@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lightning_memprof.analysis.run.load import Problem
-from lightning_memprof.analysis.run.rows import series_rows, text, whole
-from lightning_memprof.artifacts.naming import regions_name
+from lightning_memprof.artifacts.series import RegionRow
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightning_memprof.analysis.run.load import Run
+    from lightning_memprof.analysis.run.model import Run
+    from lightning_memprof.analysis.run.problems import Problem
 
 __all__ = ["NamedMoment", "NamedSummary", "named_moments", "summarize"]
 
@@ -55,25 +54,21 @@ def named_moments(run: Run) -> tuple[tuple[NamedMoment, ...], list[Problem]]:
     moments: list[NamedMoment] = []
     problems: list[Problem] = []
     for rank in run.ranks:
-        path = run.directory / regions_name(rank.rank)
-        if not path.exists():
-            continue
-        rows, damage = series_rows(path)
-        if damage:
-            problems.append(Problem(path.name, damage, rank.rank))
+        file = rank.read(RegionRow)
+        problems += file.problems
         moments += [
             NamedMoment(
                 rank=rank.rank,
-                name=name,
-                point=text(row, "point") or "snapshot",
-                step=whole(row, "step"),
-                global_step=whole(row, "global_step"),
-                time_ns=whole(row, "time_ns"),
-                rss_bytes=whole(row, "rss_bytes"),
-                peak_rss_bytes=whole(row, "peak_rss_bytes"),
+                name=row.name,
+                point=row.point or "snapshot",
+                step=row.step,
+                global_step=row.global_step,
+                time_ns=row.time_ns,
+                rss_bytes=row.rss_bytes,
+                peak_rss_bytes=row.peak_rss_bytes,
             )
-            for row in rows
-            if (name := text(row, "name")) is not None
+            for row in file.rows
+            if row.name is not None
         ]
     return tuple(moments), problems
 

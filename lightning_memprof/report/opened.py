@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Final
 from lightning_memprof.analysis.memory.allocations import run_allocations
 from lightning_memprof.analysis.run.confined import load_confined
 from lightning_memprof.analysis.run.fetch import LocalRun, local_run
-from lightning_memprof.analysis.run.load import Artifact, Note, Run
+from lightning_memprof.analysis.run.model import ArtifactFile, Run
+from lightning_memprof.analysis.run.problems import Note
 from lightning_memprof.analysis.run.targets import find_targets
 from lightning_memprof.analysis.trace.operators import ensure_operator_tables
 from lightning_memprof.artifacts.remote import is_url
@@ -122,7 +123,7 @@ def _with_files(run: Run, max_bytes: int, progress: Callable[[Path, int, int], N
         for artifact in run.artifacts
         if artifact.rank == lead and artifact.type in {"trace", "snapshot"} and artifact.state == "present"
     ]
-    chosen: list[Artifact] = []
+    chosen: list[ArtifactFile] = []
     taken = 0
     for artifact in sorted(files, key=lambda file: file.size_bytes or 0):
         taken += artifact.size_bytes or 0
@@ -147,7 +148,7 @@ def _with_files(run: Run, max_bytes: int, progress: Callable[[Path, int, int], N
     return run, reports
 
 
-def _not_analysed(left_out: Sequence[Artifact], count: int, url: str | None) -> str:
+def _not_analysed(left_out: Sequence[ArtifactFile], count: int, url: str | None) -> str:
     """Name the files that were too large, and the command that analyses one of them."""
     named = ", ".join(artifact.path for artifact in left_out[:MAX_NAMED])
     more = f" and {len(left_out) - MAX_NAMED} more" if len(left_out) > MAX_NAMED else ""

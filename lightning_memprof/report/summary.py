@@ -11,7 +11,7 @@ from lightning_memprof.units import MIB
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from lightning_memprof.analysis.run.load import Run
+    from lightning_memprof.analysis.run.model import Run
 
 __all__ = ["print_autopsy", "print_summary", "without_unfinished"]
 
@@ -79,7 +79,7 @@ def without_unfinished(run: Run) -> Run:
     What such a rank has written so far would be compared with the whole of the others. Where no rank has come to its
     end, all stay.
     """
-    from lightning_memprof.analysis.run.load import Note
+    from lightning_memprof.analysis.run.problems import Note
 
     finished = tuple(rank for rank in run.ranks if rank.status != "running or killed")
     late = [str(rank.rank) for rank in run.ranks if rank not in finished]

@@ -18,7 +18,6 @@ from lightning_memprof.analysis.run.locate import (
     shown_place,
     trace_directory,
 )
-from lightning_memprof.analysis.run.rows import mapping, text, whole
 from lightning_memprof.analysis.steps.events import StepEvents, rank_events
 from lightning_memprof.analysis.steps.pauses import Pauses, pauses
 from lightning_memprof.analysis.steps.statistics import (
@@ -42,16 +41,8 @@ if TYPE_CHECKING:
 
     from lightning_memprof.analysis.memory.model import WindowAllocations
     from lightning_memprof.analysis.ranks.report import RankReport
-    from lightning_memprof.analysis.run.load import (
-        Artifact,
-        CollectorError,
-        Note,
-        Problem,
-        Rank,
-        Run,
-        Unavailable,
-        Window,
-    )
+    from lightning_memprof.analysis.run.model import ArtifactFile, Rank, RecordedWindow, Run
+    from lightning_memprof.analysis.run.problems import CollectorError, Note, Problem, Unavailable
     from lightning_memprof.analysis.snapshot.model import SnapshotReport
     from lightning_memprof.analysis.trace.model import TraceReport
 
@@ -130,7 +121,7 @@ class View:
     lead: RankView
     ranks: tuple[RankView, ...]
     device_note: str | None
-    artifacts: tuple[Artifact, ...]
+    artifacts: tuple[ArtifactFile, ...]
     errors: tuple[CollectorError, ...]
     unavailable: tuple[Unavailable, ...]
     notes: tuple[Note, ...]
@@ -177,15 +168,16 @@ def run_view(
     garbage, torn = pauses(run.lead)
     ranks, broken = _rank_views(facts)
     across = facts.ranks.problems if facts.ranks else ()
-    problems = (*run.problems, *damaged, *memory.problems, *unread, *torn, *across, *broken)
+    system, cut = systems(run)
+    problems = (*run.problems, *damaged, *cut, *memory.problems, *unread, *torn, *across, *broken)
     return View(
-        schema_version=whole(run.lead.facts, "schema_version") or SCHEMA_VERSION,
+        schema_version=run.lead.facts.schema_version or SCHEMA_VERSION,
         directory=run.directory,
         root=run.root,
         status="did not start" if all(map(_did_not_start, run.ranks)) else run.status,
         exception=next((rank.exception for rank in run.ranks if rank.exception), None),
-        facts=run.lead.facts,
-        training=run.lead.training,
+        facts=run.lead.facts.fields,
+        training=run.lead.training.fields if run.lead.training else None,
         verdict=conclude(findings),
         findings=findings,
         lead=next(rank for rank in ranks if rank.rank == run.lead.rank),
@@ -207,7 +199,7 @@ def run_view(
         events=tuple(rank_events(run.lead)[0]),
         pauses=garbage,
         throughput=throughput,
-        system=systems(run),
+        system=system,
         traces=traces,
         snapshots=snapshots,
     )
@@ -240,7 +232,7 @@ def _named_as_listed(run: Run, findings: tuple[Finding, ...]) -> tuple[Finding, 
     )
 
 
-def _window_view(window: Window, steps: list[StepReport]) -> WindowView:
+def _window_view(window: RecordedWindow, steps: list[StepReport]) -> WindowView:
     return WindowView(
         rank=window.rank,
         index=window.index,
@@ -270,7 +262,7 @@ def _rank_view(rank: Rank, statistics: PulseStatistics | None, windows: tuple[Wi
         vms_bytes=_last(step.host.vms_bytes for step in steps),
     )
     device = DeviceMemory(
-        device=text(rank.facts, "device"),
+        device=rank.facts.device,
         allocated_bytes=_last(device.allocated_bytes for device in devices),
         reserved_bytes=_last(device.reserved_bytes for device in devices),
         max_allocated_bytes=_most(*(device.max_allocated_bytes for device in devices)),
@@ -278,7 +270,7 @@ def _rank_view(rank: Rank, statistics: PulseStatistics | None, windows: tuple[Wi
     )
     return RankView(
         rank=rank.rank,
-        host_name=text(rank.facts, "host"),
+        host_name=rank.facts.host,
         status="did not start" if _did_not_start(rank) else rank.status,
         exception=rank.exception,
         steps=rank.steps,
@@ -293,13 +285,12 @@ def _rank_view(rank: Rank, statistics: PulseStatistics | None, windows: tuple[Wi
 def _overhead(rank: Rank) -> Overhead | None:
     if rank.overhead is None:
         return None
-    collectors = mapping(rank.overhead, "collectors_ns") or {}
     durations = [duration for row in rank.pulse if (duration := row["duration_ns"]) is not None]
     return Overhead(
         rank=rank.rank,
-        pulse_ns=whole(rank.overhead, "pulse_ns"),
-        windows_ns=whole(rank.overhead, "windows_ns"),
-        collectors_ns={name: ns for name in collectors if (ns := whole(collectors, name)) is not None},
+        pulse_ns=rank.overhead.pulse_ns,
+        windows_ns=rank.overhead.windows_ns,
+        collectors_ns=rank.overhead.collectors_ns,
         steps=rank.steps,
         run_ns=sum(durations) if durations else None,
         windows_rss_bytes=left_by_windows(rank.pulse, "rss_bytes"),
@@ -331,7 +322,7 @@ def _others(run: Run) -> tuple[Path, ...]:
 def _device_note(run: Run, ranks: Sequence[RankView]) -> str | None:
     if any(rank.device is not None for rank in ranks):
         return None
-    if (text(run.lead.facts, "device") or "cpu").startswith("cpu"):
+    if run.lead.facts.is_cpu:
         return "no accelerator"
     return next((row.reason for row in run.unavailable if row.collector == "allocator"), "not recorded")
 

@@ -8,13 +8,13 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.analysis.run.confined import refuse_links
-from lightning_memprof.analysis.run.following import Follower, progress_of
+from lightning_memprof.analysis.run.following import Follower, total_steps
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.sections.labels import COLOURS, called
 from lightning_memprof.units import format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.run.following import RankSoFar
+    from lightning_memprof.analysis.run.following import RankProgress
     from lightning_memprof.tensorboard.runs import FoundRun
 
 __all__ = ["Live"]
@@ -61,13 +61,13 @@ class Live:
             }
 
 
-def _rank(rank: RankSoFar) -> dict[str, Any]:
+def _rank(rank: RankProgress) -> dict[str, Any]:
     phases = rank.phases_ns()
     whole = sum(phases.values())
     last = rank.recent[-1] if rank.recent else None
     return {
         **_short(rank),
-        "total": progress_of(rank) or None,
+        "total": total_steps(rank) or None,
         "epoch": last["epoch"] if last else None,
         "phases": [
             {
@@ -87,7 +87,7 @@ def _rank(rank: RankSoFar) -> dict[str, Any]:
     }
 
 
-def _short(rank: RankSoFar) -> dict[str, Any]:
+def _short(rank: RankProgress) -> dict[str, Any]:
     durations = [ns for row in rank.usual() if (ns := row["duration_ns"]) is not None]
     phases = rank.phases_ns()
     whole = sum(phases.values())

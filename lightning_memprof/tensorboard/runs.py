@@ -14,8 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.analysis.run.locate import MAX_DEPTH, MAX_DIRECTORIES
-from lightning_memprof.analysis.run.many_ranks import light_rows
-from lightning_memprof.analysis.run.rows import first_row, last_row, rows_of, text, whole, whole_numbers
+from lightning_memprof.artifacts.manifest import Manifest, WindowRow, read_manifest
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, manifest_name, parse_manifest_name, pulse_name
 from lightning_memprof.artifacts.plain_file import open_plain
 from lightning_memprof.artifacts.series import parse_pulse_row
@@ -23,7 +22,7 @@ from lightning_memprof.artifacts.series import parse_pulse_row
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from lightning_memprof.analysis.run.rows import ManifestRows, Row
+    from lightning_memprof.artifacts.manifest import EndRow
 
 __all__ = ["FoundRun", "RunList", "revision"]
 
@@ -82,7 +81,7 @@ class RunList:
         self._looked_at = -math.inf
         self._found: dict[str, FoundRun] = {}
         self._is_cut = False
-        self._rows: OrderedDict[Path, tuple[tuple[int, int], ManifestRows]] = OrderedDict()
+        self._rows: OrderedDict[Path, tuple[tuple[int, int], Manifest]] = OrderedDict()
 
     def look(self) -> list[FoundRun]:
         """Return all runs, the latest made last."""
@@ -119,28 +118,28 @@ class RunList:
     def facts(self, found: FoundRun) -> dict[str, Any]:
         """Return the row of one run."""
         lead = found.ranks[0]
-        rows = self._manifest(found, lead)
-        run, training, end = first_row(rows, "run"), last_row(rows, "training"), last_row(rows, "end")
-        ends = [end, *(last_row(self._manifest(found, rank), "end") for rank in found.ranks[1:MOST_RANKS])]
-        steps = whole(end, "steps")
+        manifest = self._manifest(found, lead)
+        run, end = manifest.run, manifest.end
+        ends = [end, *(self._manifest(found, rank).end for rank in found.ranks[1:MOST_RANKS])]
+        steps = end.steps if end else None
         state, words = _state(found, ends)
         return {
             "id": found.id,
             "label": found.label,
             "state": state,
             "words": words,
-            "stage": text(run, "stage"),
-            "model": text(training, "model"),
-            "device": text(run, "device"),
-            "world_size": whole(run, "world_size"),
+            "stage": run.stage if run else None,
+            "model": manifest.training.model if manifest.training else None,
+            "device": run.device if run else None,
+            "world_size": run.world_size if run else None,
             "ranks": list(found.ranks),
             "steps": _steps_so_far(found, lead) if steps is None else steps,
-            "windows": _windows(rows),
-            "started_ns": whole(run, "time_ns"),
+            "windows": _windows(manifest),
+            "started_ns": run.time_ns if run else None,
             "revision": revision(found),
         }
 
-    def _manifest(self, found: FoundRun, rank: int) -> ManifestRows:
+    def _manifest(self, found: FoundRun, rank: int) -> Manifest:
         path = found.directory / manifest_name(rank)
         state = _state_of(path)
         with self._lock:
@@ -148,12 +147,12 @@ class RunList:
             if kept is not None and kept[0] == state:
                 self._rows.move_to_end(path)
                 return kept[1]
-        rows = light_rows(path)[0]
+        manifest = read_manifest(path, with_artifacts=False)
         with self._lock:
-            self._rows[path] = state, rows
+            self._rows[path] = state, manifest
             while len(self._rows) > MOST_KEPT:
                 self._rows.popitem(last=False)
-        return rows
+        return manifest
 
 
 def revision(found: FoundRun) -> str:
@@ -222,11 +221,11 @@ def _state_of(path: Path) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
-def _state(found: FoundRun, ends: Sequence[Row | None]) -> tuple[str, str]:
+def _state(found: FoundRun, ends: Sequence[EndRow | None]) -> tuple[str, str]:
     """Return ``running``, ``silent``, ``exception`` or ``finished``, and that in words."""
     for end in ends:
-        if end is not None and end.get("status") == "exception":
-            return "exception", text(end, "exception") or "ended with an exception"
+        if end is not None and end.status == "exception":
+            return "exception", end.exception or "ended with an exception"
     if all(end is not None for end in ends):
         return "finished", "finished"
     names = [(manifest_name(rank), pulse_name(rank)) for rank in found.ranks[:MOST_RANKS]]
@@ -266,14 +265,14 @@ def _steps_so_far(found: FoundRun, rank: int) -> int | None:
     return 0
 
 
-def _windows(rows: ManifestRows) -> list[dict[str, Any]]:
+def _windows(manifest: Manifest) -> list[dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
-    for row in rows_of(rows, "window"):
-        index = whole(row, "window")
+    for row in manifest.of(WindowRow):
+        index = row.window
         if index is None:
             continue
-        closed = row.get("event") == "close"
-        steps = whole_numbers(row, "steps" if closed else "active_steps")
+        closed = row.event == "close"
+        steps = row.steps if closed else row.active_steps
         # A window that recorded nothing has no steps of its own; those that were planned say where it lay.
         kept = found.get(index, {}).get("steps") if not steps else None
         found[index] = {"index": index, "steps": kept or list(steps), "closed": closed}

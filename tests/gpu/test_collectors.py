@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memprof.artifacts.manifest import read_rows
+from lightning_memprof.artifacts.rows import read_rows
 from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS, read_pulse, read_series
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.clock import AcceleratorTimer, device_timer

@@ -9,8 +9,8 @@ import textwrap
 
 import pytest
 
-from lightning_memprof.artifacts.manifest import read_manifest
 from lightning_memprof.artifacts.naming import manifest_name
+from lightning_memprof.artifacts.rows import read_rows
 
 SAY_WHAT_I_AM = """
 import json, os, sys
@@ -199,7 +199,7 @@ def test_every_trainer_of_an_unchanged_program_is_recorded(command, script, tmp_
     status, out, err = finished(command(script(TRAIN), "logs"))
     assert status == 5, err.decode()
     run = tmp_path / "logs" / "version_0" / "memprofiler"
-    rows = read_manifest(run / manifest_name(0)).rows
+    rows = read_rows(run / manifest_name(0))[0]
     assert [row["status"] for row in rows if row["kind"] == "end"] == ["finished"]
     assert [row["steps"] for row in rows if row["kind"] == "window" and row["event"] == "close"] == [[2, 3]]
     assert {row["type"] for row in rows if row["kind"] == "artifact"} >= {"series", "trace", "table", "pulse"}

@@ -11,8 +11,8 @@ import pytest
 
 from lightning_memprof.analysis.memory.allocations import run_allocations
 from lightning_memprof.analysis.run.load import load_run
-from lightning_memprof.artifacts.manifest import read_manifest
 from lightning_memprof.artifacts.naming import manifest_name, pulse_name, series_path
+from lightning_memprof.artifacts.rows import read_rows
 from lightning_memprof.artifacts.series import read_pulse, read_series
 from lightning_memprof.demo.train import train_demo
 from lightning_memprof.errors import ConfigError
@@ -51,7 +51,7 @@ def run_demo(out, warm_python):
 
 @pytest.fixture(scope="module")
 def rows(demo):
-    return read_manifest(demo[0] / "version_0" / "memprofiler" / manifest_name(0)).rows
+    return read_rows(demo[0] / "version_0" / "memprofiler" / manifest_name(0))[0]
 
 
 def test_two_windows_of_two_steps_were_closed_and_the_run_finished(rows):
@@ -139,7 +139,7 @@ def test_ctrl_c_ends_the_demo_with_exit_code_130_and_keeps_what_was_recorded(tmp
         out, err = process.communicate(timeout=240)
     assert process.returncode == 130, out + err
     assert err == ""
-    ended = read_manifest(manifest).rows[-1]
+    ended = read_rows(manifest)[0][-1]
     assert ended["kind"] == "end"
     assert ended["exception"].startswith("KeyboardInterrupt")
 

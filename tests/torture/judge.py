@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_memprof import ArtifactError, load_run
-from lightning_memprof.analysis.run.rows import series_rows
 from lightning_memprof.analysis.trace.events import read_events
+from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.cli.main import main as command
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.run.load import Artifact, Rank, Run
+    from lightning_memprof.analysis.run.model import ArtifactFile, Rank, Run
     from tests.torture import fault, moments
 
 __all__ = ["Healthy", "Lived", "Verdict", "judge"]
@@ -187,14 +187,16 @@ def _files(run: Run, rank: int, window: int) -> frozenset[tuple[str, str]]:
     )
 
 
-def _damage(artifact: Artifact) -> str | None:
+def _damage(artifact: ArtifactFile) -> str | None:
     if artifact.state != "present":
         return artifact.state
     if hashlib.sha256(artifact.file.read_bytes()).hexdigest() != artifact.sha256:
         return "has other bytes than were listed"
     if artifact.type == "series":
-        rows, damage = series_rows(artifact.file)
-        return damage or (None if rows else "has no rows")
+        try:
+            return None if read_series(artifact.file) else "has no rows"
+        except ArtifactError as error:
+            return str(error)
     if artifact.type == "trace":
         try:
             events = sum(1 for _ in read_events(artifact.file))

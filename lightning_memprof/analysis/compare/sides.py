@@ -12,7 +12,6 @@ from lightning_memprof.analysis.compare.model import QUANTITIES, Measure, Side
 from lightning_memprof.analysis.findings import Facts, Severity, examine, examine_files
 from lightning_memprof.analysis.memory.allocations import run_allocations, window_allocations
 from lightning_memprof.analysis.memory.report import memory_report
-from lightning_memprof.analysis.run.rows import text
 from lightning_memprof.analysis.stacks import parse_frame
 from lightning_memprof.analysis.steps.statistics import window_steps
 from lightning_memprof.analysis.steps.throughput import rank_throughput
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.findings import Finding
     from lightning_memprof.analysis.memory.model import DeviceAllocations, Site
     from lightning_memprof.analysis.memory.report import RankMemory
-    from lightning_memprof.analysis.run.load import Rank, Run
+    from lightning_memprof.analysis.run.model import Rank, Run
     from lightning_memprof.analysis.snapshot.replay import Holder
     from lightning_memprof.analysis.trace.model import GpuTimes, TraceReport
 
@@ -131,7 +130,7 @@ def run_side(run: Run, label: str) -> Side:
     _add_sizes(found, run)
     allocations = [allocation for allocation in run_allocations(run.in_full) if allocation.rank == lead.rank]
     found.notes += [allocation.problem for allocation in allocations if allocation.problem]
-    device = text(lead.facts, "device") or "cpu"
+    device = lead.facts.device or "cpu"
     found.add_allocations([memory for window in allocations for memory in window.devices], device, _traced(device))
     _add_memory(found, memory_report(run.in_full).lead)
     traces = [

@@ -41,7 +41,7 @@ from lightning_memprof.analysis.findings.snapshot import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from lightning_memprof.analysis.run.load import Run
+    from lightning_memprof.analysis.run.model import Run
     from lightning_memprof.analysis.snapshot.model import DeviceReport, SnapshotReport
     from lightning_memprof.analysis.trace.model import TraceReport
 

@@ -15,7 +15,6 @@ from lightning_memprof.analysis.findings.traces import (
     shorter_name,
     times,
 )
-from lightning_memprof.analysis.run.rows import text
 from lightning_memprof.units import MIB, format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
@@ -202,7 +201,7 @@ def straggler(facts: Facts) -> list[Finding]:
 
 def _share_cores(facts: Facts) -> bool:
     """Return whether the ranks are processes without a device on one machine."""
-    device = text(facts.run.lead.facts, "device") or ""
+    device = facts.run.lead.facts.device or ""
     return device.startswith("cpu") and facts.ranks is not None and len({rank.host for rank in facts.ranks.ranks}) == 1
 
 

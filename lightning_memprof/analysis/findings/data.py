@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics as stats
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.measures import rhythm, severity
 from lightning_memprof.analysis.findings.model import MIN_STEPS, SHORT_STEP_NS, Facts, Finding, Severity
@@ -16,14 +16,14 @@ from lightning_memprof.analysis.findings.traces import (
     seen_in,
     severity_of,
 )
-from lightning_memprof.analysis.run.rows import mapping, text, whole
 from lightning_memprof.units import format_ns, percent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from lightning_memprof.analysis.run.load import Rank
+    from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.analysis.trace.model import TraceReport
+    from lightning_memprof.artifacts.manifest import DataLoaderFacts
 
 __all__ = ["input_bound", "input_bound_trace"]
 
@@ -63,7 +63,7 @@ def input_bound(facts: Facts) -> list[Finding]:
         return []
     if statistics.mean_ns < SHORT_STEP_NS and wait_ns < MIN_COST_NS:
         return []
-    loaders = _dataloaders(rank)
+    loaders = rank.training.dataloaders if rank.training else []
     in_few_steps = _in_few_steps(rank, share, loaders)
     at_epoch_starts = _share_at_epoch_starts(rank)
     why = [f"The wait takes {format_ns(wait_ns)} of a {format_ns(statistics.mean_ns)} step"]
@@ -87,26 +87,21 @@ def input_bound(facts: Facts) -> list[Finding]:
                 "duration_ns": statistics.mean_ns,
                 "epoch_starts_share": at_epoch_starts,
                 "in_few_steps": in_few_steps,
-                "dataloaders": loaders,
+                "dataloaders": [loader.fields for loader in loaders],
             },
             weight=share,
         )
     ]
 
 
-def _dataloaders(rank: Rank) -> list[Mapping[str, Any]]:
-    loaders = rank.training.get("dataloaders") if rank.training else None
-    return [loader for loader in loaders if isinstance(loader, dict)] if isinstance(loaders, list) else []
-
-
-def _in_few_steps(rank: Rank, share: float, loaders: Sequence[Mapping[str, Any]]) -> bool:
+def _in_few_steps(rank: Rank, share: float, loaders: Sequence[DataLoaderFacts]) -> bool:
     """Return whether the loader keeps up except in a few steps.
 
     N workers that start together finish together, and one step in N waits for all of them: the wait is counted per
     turn of N steps.
     """
     typical = rank.typical_steps
-    turn = max((whole(loaders[0], "num_workers") if loaders else None) or 1, 1)
+    turn = max((loaders[0].num_workers if loaders else None) or 1, 1)
     if typical is None or (turn > 1 and len(typical.steps) < MIN_TURNS * turn):
         return False
     waits = [(breakdown["data_wait"] or 0, duration) for _, duration, breakdown in typical.steps]
@@ -127,35 +122,35 @@ def _share_at_epoch_starts(rank: Rank) -> float:
     return starts / total if total else 0.0
 
 
-def _settings(loader: Mapping[str, Any]) -> str:
+def _settings(loader: DataLoaderFacts) -> str:
     names = ("num_workers", "persistent_workers", "pin_memory", "prefetch_factor")
-    return ", ".join(f"{name}={loader[name]}" for name in names if name in loader)
+    return ", ".join(f"{name}={loader.fields[name]}" for name in names if name in loader.fields)
 
 
 def _next_steps(
-    rank: Rank, loaders: Sequence[Mapping[str, Any]], at_epoch_starts: float, *, in_few_steps: bool
+    rank: Rank, loaders: Sequence[DataLoaderFacts], at_epoch_starts: float, *, in_few_steps: bool
 ) -> tuple[str, ...]:
     """Return the settings that are not in use, in the order in which they usually help."""
     if not loaders:
         return ("Load batches in parallel with the step: DataLoader(num_workers=4, persistent_workers=True).",)
     loader = loaders[0]
     steps: list[str] = []
-    workers = whole(loader, "num_workers") or 0
-    cores = whole(mapping(rank.facts, "environment"), "cpu_count")
+    workers = loader.num_workers or 0
+    cores = rank.facts.cpu_count
     epochs = at_epoch_starts >= EPOCH_STARTS_SHARE
     if workers == 0:
         wanted = min(MORE_WORKERS, cores) if cores else MORE_WORKERS
         steps.append(f"num_workers is 0: use DataLoader(num_workers={wanted}, persistent_workers=True).")
     else:
-        keep = [KEEP_WORKERS] if loader.get("persistent_workers") is False else []
+        keep = [KEEP_WORKERS] if loader.persistent_workers is False else []
         steps += keep if epochs else []
         if in_few_steps and not epochs:
             # Batches in stock cover a few slow ones; they do not help workers that are slower than the training.
-            prefetch = whole(loader, "prefetch_factor") or DEFAULT_PREFETCH
+            prefetch = loader.prefetch_factor or DEFAULT_PREFETCH
             steps.append(f"prefetch_factor is {prefetch}: use DataLoader(prefetch_factor={2 * prefetch}).")
         steps.append(_more_workers(workers, cores))
         steps += keep if not epochs else []
-    if loader.get("pin_memory") is False and not (text(rank.facts, "device") or "cpu").startswith("cpu"):
+    if loader.pin_memory is False and not rank.facts.is_cpu:
         steps.append("pin_memory is False: use DataLoader(pin_memory=True) to overlap copies with the step.")
     return (*steps, LESS_PER_SAMPLE)
 

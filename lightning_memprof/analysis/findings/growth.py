@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from lightning_memprof.analysis.memory.model import Site, WindowAllocations
-    from lightning_memprof.analysis.run.load import Artifact, Rank
+    from lightning_memprof.analysis.run.model import ArtifactFile, Rank
     from lightning_memprof.analysis.snapshot.model import DeviceReport
     from lightning_memprof.artifacts.series import PulseRow
 
@@ -311,7 +311,7 @@ def _levels(facts: Facts) -> Mapping[tuple[int, str], Sequence[Level]]:
     return {key: [by_window[window] for window in sorted(by_window)] for key, by_window in levels.items()}
 
 
-def _snapshots(facts: Facts) -> list[tuple[Artifact, DeviceReport]]:
+def _snapshots(facts: Facts) -> list[tuple[ArtifactFile, DeviceReport]]:
     """Return the devices of the windows' snapshots, in the order in which they were written."""
     artifacts = {
         str(artifact.file): artifact

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics as stats
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.measures import (
     action_name,
@@ -19,15 +19,13 @@ from lightning_memprof.analysis.findings.measures import (
     slowest_callback,
 )
 from lightning_memprof.analysis.findings.model import MIN_STEPS, SHORT_STEP_NS, Facts, Finding
-from lightning_memprof.analysis.run.rows import text, whole
 from lightning_memprof.units import format_ns, percent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from lightning_memprof.analysis.findings.measures import Rhythm
-    from lightning_memprof.analysis.run.load import Rank
+    from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.analysis.steps.statistics import PulseStatistics
+    from lightning_memprof.artifacts.manifest import OptimizerFacts
 
 __all__ = [
     "NOTABLE_BETWEEN",
@@ -412,17 +410,14 @@ def optimizer_bound(facts: Facts) -> list[Finding]:
     # An optimizer takes about the same time in each of its steps: a mean above the median is due to a few odd steps.
     mean_share = statistics.share("optimizer")
     share = min(mean_share, statistics.median_shares["optimizer"])
-    listed = rank.training.get("optimizers") if rank.training else None
-    optimizers = listed if isinstance(listed, list) else []
-    slow = [optimizer for optimizer in optimizers if isinstance(optimizer, dict) and _loops(optimizer)]
+    slow = [optimizer for optimizer in (rank.training.optimizers if rank.training else ()) if _loops(optimizer)]
     if share <= NOTABLE_OPTIMIZER or statistics.used < MIN_STEPS or not slow:
         return []
     optimizer_ns = statistics.breakdown_ns["optimizer"] or 0
     if statistics.mean_ns < SHORT_STEP_NS and optimizer_ns < MIN_OPTIMIZER_NS:
         return []
     optimizer = slow[0]
-    name = text(optimizer, "name") or "the optimizer"
-    count = whole(optimizer, "parameters")
+    name, count = optimizer.name or "the optimizer", optimizer.parameters
     return [
         Finding(
             rule="optimizer_bound",
@@ -431,7 +426,7 @@ def optimizer_bound(facts: Facts) -> list[Finding]:
             why=(
                 f"{format_ns(optimizer_ns)} of a {format_ns(statistics.mean_ns)} step: {name} updates its "
                 f"{f'{count:,} ' if count else ''}parameter tensors in a Python loop "
-                f"(foreach={optimizer.get('foreach')}, fused={optimizer.get('fused')} on {_device(optimizer)})."
+                f"(foreach={optimizer.foreach}, fused={optimizer.fused} on {_device(optimizer)})."
             ),
             next_steps=_next_for_optimizer(name),
             evidence=(facts.pulse(rank), *facts.recorded(rank, "hooks")),
@@ -441,25 +436,25 @@ def optimizer_bound(facts: Facts) -> list[Finding]:
                 "median_optimizer_share": statistics.median_shares["optimizer"],
                 "optimizer_ns": optimizer_ns,
                 "duration_ns": statistics.mean_ns,
-                "optimizers": slow,
+                "optimizers": [found.fields for found in slow],
             },
             weight=share,
         )
     ]
 
 
-def _loops(optimizer: Mapping[str, Any]) -> bool:
+def _loops(optimizer: OptimizerFacts) -> bool:
     """Return whether an optimizer has a faster implementation and uses the loop."""
-    if text(optimizer, "name") not in FOREACH:
+    if optimizer.name not in FOREACH:
         return False
-    foreach, fused = optimizer.get("foreach"), optimizer.get("fused")
-    if (whole(optimizer, "parameters") or FEW_TENSORS) < FEW_TENSORS:
+    foreach, fused = optimizer.foreach, optimizer.fused
+    if (optimizer.parameters or FEW_TENSORS) < FEW_TENSORS:
         return False
     return not (fused or foreach or (foreach is None and _device(optimizer).startswith(FOREACH_BY_DEFAULT)))
 
 
-def _device(optimizer: Mapping[str, Any]) -> str:
-    return text(optimizer, "device") or "cpu"
+def _device(optimizer: OptimizerFacts) -> str:
+    return optimizer.device or "cpu"
 
 
 def _next_for_optimizer(name: str) -> tuple[str, ...]:

@@ -6,17 +6,17 @@ import itertools
 import statistics as stats
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.model import Severity
-from lightning_memprof.analysis.run.rows import series_rows, text, whole
 from lightning_memprof.analysis.steps.phases import OWN_WORK, classify
 from lightning_memprof.analysis.steps.statistics import recorded_actions
+from lightning_memprof.artifacts.series import GarbageRow, HookRow
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from lightning_memprof.analysis.run.load import Rank
+    from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.analysis.steps.statistics import PulseStatistics
 
 __all__ = [
@@ -209,14 +209,13 @@ def action_name(action: str) -> str:
 def slowest_callback(rank: Rank) -> tuple[str, int] | None:
     """Return the callback hook that takes the most time of a recorded step, and its mean in nanoseconds."""
     steps = recorded_actions(rank)
-    stage = text(rank.facts, "stage") or "fit"
     totals: dict[str, int] = defaultdict(int)
     for rows in steps.values():
         for row in rows:
-            action = text(row, "action") or ""
+            action = row.action or ""
             is_own = _class_name(action.rpartition(".")[0]) == OWN
-            if action.startswith(CALLBACK) and classify(action, stage) == "callbacks" and not is_own:
-                totals[action] += max(whole(row, "duration_ns") or 0, 0)
+            if action.startswith(CALLBACK) and classify(action, rank.facts.stage) == "callbacks" and not is_own:
+                totals[action] += max(row.duration_ns or 0, 0)
     if not totals:
         return None
     action = max(totals, key=lambda name: totals[name])
@@ -228,8 +227,7 @@ def between_phases(rank: Rank) -> dict[int, dict[str, int]]:
 
     A nested action counts to the outermost one.
     """
-    stage = text(rank.facts, "stage") or "fit"
-    return {step: _outermost(rows, stage) for step, rows in recorded_actions(rank).items()}
+    return {step: _outermost(rows, rank.facts.stage) for step, rows in recorded_actions(rank).items()}
 
 
 def is_validation(action: str) -> bool:
@@ -238,7 +236,7 @@ def is_validation(action: str) -> bool:
     return hook in VALIDATION or hook.startswith("on_validation")
 
 
-def _outermost(rows: Iterable[Mapping[str, Any]], stage: str) -> dict[str, int]:
+def _outermost(rows: Iterable[HookRow], stage: str) -> dict[str, int]:
     totals: dict[str, int] = defaultdict(int)
     covered = 0
     for begin, negative_duration, action in sorted(_timed(rows)):
@@ -250,11 +248,10 @@ def _outermost(rows: Iterable[Mapping[str, Any]], stage: str) -> dict[str, int]:
     return dict(totals)
 
 
-def _timed(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, int, str]]:
+def _timed(rows: Iterable[HookRow]) -> Iterator[tuple[int, int, str]]:
     for row in rows:
-        begin, duration, action = whole(row, "start_ns"), whole(row, "duration_ns"), text(row, "action")
-        if begin is not None and duration is not None and action is not None and whole(row, "depth") != -1:
-            yield begin, -max(duration, 0), action
+        if row.start_ns is not None and row.duration_ns is not None and row.action is not None and row.depth != -1:
+            yield row.start_ns, -max(row.duration_ns, 0), row.action
 
 
 def _class_name(owner: str) -> str:
@@ -265,29 +262,21 @@ def _class_name(owner: str) -> str:
 def own_marks(rank: Rank) -> dict[int, int]:
     """Return the nanoseconds of all collectors at the marks of each step in a window, warmup included."""
     spent: dict[int, int] = defaultdict(int)
-    for row, step, duration in _in_windows(rank, "hooks"):
-        if (text(row, "action") or "").startswith(OWN_WORK):
-            spent[step] += duration
+    for window in rank.windows:
+        for row in window.read(HookRow).rows:
+            if row.step is not None and row.duration_ns is not None and (row.action or "").startswith(OWN_WORK):
+                spent[row.step] += max(row.duration_ns, 0)
     return dict(spent)
 
 
 def pauses_by_step(rank: Rank) -> dict[int, int]:
     """Return the nanoseconds of GC pauses in each recorded step that has any."""
     spent: dict[int, int] = defaultdict(int)
-    for row, step, duration in _in_windows(rank, "garbage"):
-        if row.get("recorded") is not False:
-            spent[step] += duration
-    return dict(spent)
-
-
-def _in_windows(rank: Rank, collector: str) -> Iterator[tuple[Mapping[str, Any], int, int]]:
-    """Give the rows of a series with their step and their duration in nanoseconds."""
     for window in rank.windows:
-        path = window.series.get(collector)
-        for row in series_rows(path)[0] if path is not None else ():
-            step, duration = whole(row, "step"), whole(row, "duration_ns")
-            if step is not None and duration is not None:
-                yield row, step, max(duration, 0)
+        for row in window.read(GarbageRow).recorded:
+            if row.step is not None and row.duration_ns is not None:
+                spent[row.step] += max(row.duration_ns, 0)
+    return dict(spent)
 
 
 def typical_in_windows(rank: Rank) -> tuple[int, ...]:
@@ -308,7 +297,7 @@ def own_ns(rank: Rank, statistics: PulseStatistics) -> int:
     marks = own_marks(rank)
     if not marks:
         in_windows = sum(row["window"] is not None for row in rank.pulse)
-        windows_ns = whole(rank.overhead, "windows_ns") or 0
+        windows_ns = (rank.overhead.windows_ns if rank.overhead else None) or 0
         marks = dict.fromkeys(steps, windows_ns // max(in_windows, 1))
     return sum(marks.get(step, 0) for step in steps) // statistics.used
 

@@ -16,16 +16,14 @@ from lightning_memprof.analysis.findings.traces import (
     times,
 )
 from lightning_memprof.analysis.oom.autopsy import autopsies
-from lightning_memprof.analysis.run.rows import text, whole
 from lightning_memprof.artifacts.naming import series_path
-from lightning_memprof.artifacts.series import read_series
-from lightning_memprof.errors import ArtifactError
+from lightning_memprof.artifacts.series import AllocatorRow
 from lightning_memprof.units import MIB, format_bytes, format_count, format_ns, percent
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.memory.activations import CheckpointedGroup
     from lightning_memprof.analysis.memory.report import Activations, CategoryPeak, RankMemory
-    from lightning_memprof.analysis.run.load import Rank, Window
+    from lightning_memprof.analysis.run.model import Rank, RecordedWindow
     from lightning_memprof.analysis.trace.model import CollectiveTotals, RuntimeCall, TraceReport
 
 __all__ = ["activation_peak", "allocator_retries", "allocator_thrash", "optimizer_state", "out_of_memory"]
@@ -197,8 +195,7 @@ def optimizer_state(facts: Facts) -> list[Finding]:
 
 
 def _why_state(rank: Rank, peak: CategoryPeak, state: int, parameters: int) -> str:
-    listed = rank.training.get("optimizers") if rank.training else None
-    names = [name for optimizer in listed or () if isinstance(optimizer, dict) and (name := text(optimizer, "name"))]
+    names = [optimizer.name for optimizer in rank.training.optimizers if optimizer.name] if rank.training else []
     ratio = f", {state / parameters:.1f} times the parameters' {format_bytes(parameters)}" if parameters else ""
     return (
         f"{names[0] if names else 'The optimizer'} holds {format_bytes(state)} of state in step {peak.step}{ratio}; "
@@ -231,7 +228,7 @@ class _Retries:
     """Counts in a window's rows: ``grown`` within the window, ``total`` since the process started."""
 
     rank: int
-    window: Window
+    window: RecordedWindow
     device: str
     grown: int
     total: int
@@ -291,22 +288,16 @@ def allocator_retries(facts: Facts) -> list[Finding]:
     ]
 
 
-def _retries(rank: Rank, window: Window) -> _Retries | None:
-    path = window.series.get("allocator")
-    if path is None:
-        return None
-    try:
-        rows = read_series(path)
-    except ArtifactError:
-        return None
-    counts = [count for row in rows if (count := whole(row, "num_alloc_retries")) is not None]
+def _retries(rank: Rank, window: RecordedWindow) -> _Retries | None:
+    rows = window.read(AllocatorRow).rows
+    counts = [row.num_alloc_retries for row in rows if row.num_alloc_retries is not None]
     if not counts or counts[-1] <= 0:
         return None
-    reserved = [size for row in rows if (size := whole(row, "reserved_bytes.all.current")) is not None]
+    reserved = [row.reserved_bytes for row in rows if row.reserved_bytes is not None]
     return _Retries(
         rank=rank.rank,
         window=window,
-        device=next((name for row in rows if (name := text(row, "device"))), "the device"),
+        device=next((row.device for row in rows if row.device), "the device"),
         grown=max(counts[-1] - counts[0], 0),
         total=counts[-1],
         reserved_bytes=max(reserved, default=None),

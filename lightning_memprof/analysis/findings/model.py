@@ -8,7 +8,6 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.analysis.ranks.report import rank_report
-from lightning_memprof.analysis.run.rows import text
 from lightning_memprof.analysis.steps.events import rank_events
 from lightning_memprof.analysis.steps.statistics import pulse_statistics
 from lightning_memprof.artifacts.naming import pulse_name
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
     from lightning_memprof.analysis.memory.report import MemoryReport
     from lightning_memprof.analysis.ranks.report import RankReport
-    from lightning_memprof.analysis.run.load import Artifact, Rank, Run
+    from lightning_memprof.analysis.run.model import ArtifactFile, Rank, Run
     from lightning_memprof.analysis.snapshot.model import SnapshotReport
     from lightning_memprof.analysis.steps.events import StepEvents
     from lightning_memprof.analysis.steps.statistics import PulseStatistics
@@ -128,7 +127,7 @@ class Facts:
     @property
     def is_fit(self) -> bool:
         """Whether the run is a training, not ``validate``, ``test`` or ``predict``."""
-        return (text(self.run.lead.facts, "stage") or "fit") == "fit"
+        return self.run.lead.facts.stage == "fit"
 
     def worst(self, phase: str) -> tuple[Rank, PulseStatistics] | None:
         """Return the rank that spends the largest share of its step in a phase."""
@@ -174,7 +173,7 @@ class Facts:
                 found.append(self._in_window(rank, files[window.index], chosen))
         return tuple(found)
 
-    def _in_window(self, rank: Rank, artifact: Artifact, steps: list[int]) -> Evidence:
+    def _in_window(self, rank: Rank, artifact: ArtifactFile, steps: list[int]) -> Evidence:
         at = self.pulse(rank, steps)
         return Evidence(
             artifact=artifact.path,

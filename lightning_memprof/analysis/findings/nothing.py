@@ -22,7 +22,7 @@ from lightning_memprof.units import format_bytes, format_count, format_ns, perce
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightning_memprof.analysis.run.load import Rank, Run
+    from lightning_memprof.analysis.run.model import Rank, Run
     from lightning_memprof.analysis.snapshot.model import SnapshotReport
     from lightning_memprof.analysis.steps.statistics import PulseStatistics
     from lightning_memprof.analysis.trace.model import TraceReport

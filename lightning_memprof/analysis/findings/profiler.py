@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Final
 from lightning_memprof.analysis.findings.measures import own_ns, typical_in_windows
 from lightning_memprof.analysis.findings.model import Facts, Finding, Severity
 from lightning_memprof.analysis.findings.traces import NOTABLE_SHARE, idle_ns, on_rank, seen_in, times
-from lightning_memprof.analysis.run.rows import mapping, whole
+from lightning_memprof.artifacts.manifest import OverheadFacts
 from lightning_memprof.units import format_count, format_ns, percent
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.run.load import Rank
+    from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.analysis.steps.statistics import PulseStatistics
     from lightning_memprof.analysis.trace.model import TraceReport
 
@@ -67,7 +67,8 @@ def _in_figures(facts: Facts, rank: Rank, statistics: PulseStatistics) -> Findin
 def _of_run(facts: Facts, rank: Rank) -> Finding | None:
     """Return the cost of the pulse or of the windows to the whole run; the user chose both."""
     run_ns = sum(row["duration_ns"] or 0 for row in rank.pulse)
-    pulse_ns, windows_ns = whole(rank.overhead, "pulse_ns") or 0, whole(rank.overhead, "windows_ns") or 0
+    overhead = rank.overhead or OverheadFacts()
+    pulse_ns, windows_ns = overhead.pulse_ns or 0, overhead.windows_ns or 0
     if not run_ns:
         return None
     numbers = {"rank": rank.rank, "pulse_ns": pulse_ns, "windows_ns": windows_ns, "run_ns": run_ns}
@@ -102,8 +103,7 @@ def _of_run(facts: Facts, rank: Rank) -> Finding | None:
 
 
 def _dearest(rank: Rank) -> str | None:
-    by_collector = mapping(rank.overhead, "collectors_ns") or {}
-    known = {name: ns for name in by_collector if (ns := whole(by_collector, name))}
+    known = {name: ns for name, ns in rank.overhead.collectors_ns.items() if ns} if rank.overhead else {}
     if not known:
         return None
     name = max(known, key=lambda collector: known[collector])

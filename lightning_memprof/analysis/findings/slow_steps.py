@@ -11,7 +11,6 @@ from lightning_memprof.analysis.findings.data import input_bound
 from lightning_memprof.analysis.findings.host import between_steps, callback_bound
 from lightning_memprof.analysis.findings.measures import action_name, few_steps, pauses_by_step, severity
 from lightning_memprof.analysis.findings.model import MIN_STEPS, Facts, Finding, Severity
-from lightning_memprof.analysis.run.rows import whole
 from lightning_memprof.analysis.steps.pauses import pauses
 from lightning_memprof.analysis.steps.phases import OWN_WORK
 from lightning_memprof.units import format_bytes, format_count, format_ns, percent
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from lightning_memprof.analysis.findings.measures import Rhythm
-    from lightning_memprof.analysis.run.load import Rank
+    from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.analysis.steps.events import StepEvents
     from lightning_memprof.analysis.steps.pauses import Pauses
     from lightning_memprof.analysis.steps.typical import TypicalSteps
@@ -102,7 +101,8 @@ def _slow_steps_of(facts: Facts, rank: Rank) -> Finding | None:
     if share <= NOTABLE_SHARE or excess_ns < MIN_EXCESS_NS:
         return None
     cause = _recorded_cause(facts, rank, usual_ns, excess_ns) or _phase_cause(typical, few)
-    if cause is not None and cause.phase == "optimizer" and (whole(rank.training, "accumulate_grad_batches") or 1) > 1:
+    accumulated = rank.training.accumulate_grad_batches if rank.training else None
+    if cause is not None and cause.phase == "optimizer" and (accumulated or 1) > 1:
         return None
     mostly = f", mostly {cause.name}" if cause is not None else ""
     factor = few.mean_ns / max(usual_ns, 1)

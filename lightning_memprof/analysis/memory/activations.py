@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from lightning_memprof.analysis.run.load import Problem
-from lightning_memprof.analysis.run.rows import integer, mapping, series_rows, text, whole
+from lightning_memprof.artifacts.series import SavedTensorsRow
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.run.load import Rank, Window
+    from lightning_memprof.analysis.run.model import Rank, RecordedWindow
+    from lightning_memprof.analysis.run.problems import Problem
 
 __all__ = [
     "HELD",
@@ -120,15 +120,9 @@ def read_saved_steps(rank: Rank) -> SavedSteps:
     ends: dict[tuple[int, int], StepEnd] = {}
     problems: list[Problem] = []
     for window in rank.windows:
-        path = window.series.get(SAVED_TENSORS)
-        if path is None:
-            continue
-        rows, damage = series_rows(path)
-        if damage:
-            problems.append(Problem(path.name, damage, rank.rank))
-        for row in rows:
-            if row.get("recorded") is False:
-                continue
+        file = window.read(SavedTensorsRow)
+        problems += file.problems
+        for row in file.recorded:
             if (backward := _backward(window, row)) is not None:
                 backwards.append(backward)
             elif (end := _end(window, row)) is not None:
@@ -136,44 +130,36 @@ def read_saved_steps(rank: Rank) -> SavedSteps:
     return SavedSteps(tuple(backwards), ends, tuple(problems))
 
 
-def _backward(window: Window, row: Mapping[str, Any]) -> Backward | None:
-    step, total = whole(row, "step"), whole(row, "activation_bytes")
-    if step is None or total is None:
+def _backward(window: RecordedWindow, row: SavedTensorsRow) -> Backward | None:
+    if row.step is None or row.activation_bytes is None:
         return None
     modules = {}
-    for name, cells in (mapping(row, "modules") or {}).items():
-        match _integers(cells):
+    for name, cells in row.modules.items():
+        match cells:
             case [int() as own, int() as inclusive, int() as calls, forward_ns, input_bytes]:
                 modules[name] = ModuleActivations(name, own, inclusive, calls, forward_ns, input_bytes)
     return Backward(
         window=window.index,
-        step=step,
-        time_ns=whole(row, "time_ns"),
-        activation_bytes=total,
-        dtypes={
-            name: size for name in mapping(row, "dtypes") or {} if (size := whole(row["dtypes"], name)) is not None
-        },
-        attribution=text(row, "attribution"),
+        step=row.step,
+        time_ns=row.time_ns,
+        activation_bytes=row.activation_bytes,
+        dtypes=row.dtypes,
+        attribution=row.attribution,
         modules=modules,
-        uncounted=whole(row, "uncounted") or 0,
+        uncounted=row.uncounted or 0,
     )
 
 
-def _end(window: Window, row: Mapping[str, Any]) -> StepEnd | None:
-    step, held = whole(row, "step"), mapping(row, "held")
-    if step is None or held is None:
+def _end(window: RecordedWindow, row: SavedTensorsRow) -> StepEnd | None:
+    if row.step is None or row.held is None:
         return None
     modules = {}
-    for name, cells in (mapping(row, "parameters") or {}).items():
-        match _integers(cells):
+    for name, cells in row.parameters.items():
+        match cells:
             case [int() as parameters, int() as gradients]:
                 modules[name] = (parameters, gradients)
-    by_category = {name: whole(held, f"{name}_bytes") for name in HELD}
-    return StepEnd(window=window.index, step=step, held=by_category, modules=modules, note=text(row, "note"))
-
-
-def _integers(cells: object) -> list[int | None]:
-    return [integer(cell) for cell in cells] if isinstance(cells, list) else []
+    held = {name: row.held.get(f"{name}_bytes") for name in HELD}
+    return StepEnd(window=window.index, step=row.step, held=held, modules=modules, note=row.note)
 
 
 @dataclass(frozen=True, kw_only=True)

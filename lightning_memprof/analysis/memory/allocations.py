@@ -34,7 +34,7 @@ from lightning_memprof.analysis.memory.model import (
     WindowAllocations,
     curve_corners,
 )
-from lightning_memprof.analysis.run.load import Artifact, Run
+from lightning_memprof.analysis.run.model import ArtifactFile, Run
 from lightning_memprof.analysis.snapshot.reader import read_snapshot
 from lightning_memprof.analysis.snapshot.replay import Replay, replay
 from lightning_memprof.analysis.stacks import native_site, user_frame
@@ -105,7 +105,7 @@ def _snapshot_allocations(run: Run, traced: Sequence[WindowAllocations]) -> list
 
 
 def _read(
-    artifact: Artifact, devices_of: Callable[[Path], tuple[DeviceAllocations, ...]], empty: str
+    artifact: ArtifactFile, devices_of: Callable[[Path], tuple[DeviceAllocations, ...]], empty: str
 ) -> WindowAllocations:
     devices: tuple[DeviceAllocations, ...] = ()
     problem: str | None

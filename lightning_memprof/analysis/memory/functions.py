@@ -5,29 +5,27 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.run.load import Problem
-from lightning_memprof.analysis.run.rows import Row, series_rows, text, whole
-from lightning_memprof.artifacts.naming import functions_name
+from lightning_memprof.artifacts.series import FunctionRow
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
-    from lightning_memprof.analysis.run.load import Rank
+    from lightning_memprof.analysis.run.model import Rank
+    from lightning_memprof.analysis.run.problems import Problem
 
 __all__ = ["FUNCTIONS", "FunctionCall", "FunctionReport", "function_memory"]
 
 FUNCTIONS: Final = "functions"
-# Their columns in the rows, by the names that they get here: sizes at a moment, and what a whole call adds up to.
+# Their fields in the rows, by the names that they get here: sizes at a moment, and what a whole call adds up to.
 SIZES: Final[Mapping[str, str]] = {
     "rss_bytes": "rss",
     "vms_bytes": "vms",
-    "allocated_bytes": "allocated_bytes.all.current",
-    "reserved_bytes": "reserved_bytes.all.current",
+    "allocated_bytes": "allocated_bytes",
+    "reserved_bytes": "reserved_bytes",
 }
-PEAKS: Final[Mapping[str, str]] = {"peak_allocated_bytes": "allocated_bytes.all.peak"}
+PEAKS: Final[Mapping[str, str]] = {"peak_allocated_bytes": "peak_allocated_bytes"}
 AMOUNTS: Final[Mapping[str, str]] = {"forward_rss_bytes": "rss_diff", "saved_bytes": "npp_diff"}
 
 
@@ -66,32 +64,27 @@ class FunctionReport:
         return found
 
 
-def function_memory(directory: Path, rank: Rank) -> tuple[tuple[FunctionReport, ...], list[Problem]]:
+def function_memory(rank: Rank) -> tuple[tuple[FunctionReport, ...], list[Problem]]:
     """Return the functions of one rank in the order of their first call, and which files could not be read."""
-    paths = [path for window in rank.windows if (path := window.series.get(FUNCTIONS)) is not None]
-    followed = directory / functions_name(rank.rank)
-    if followed.exists():
-        paths.append(followed)
+    files = [*(window.read(FunctionRow) for window in rank.windows), rank.read(FunctionRow)]
     calls: dict[str, list[FunctionCall]] = defaultdict(list)
-    problems: list[Problem] = []
-    for path in paths:
-        rows, damage = series_rows(path)
-        problems += [Problem(path.name, damage, rank.rank)] if damage else []
-        for name, call in _calls([row for row in rows if row.get("recorded") is not False]):
+    for file in files:
+        for name, call in _calls(file.recorded):
             calls[name].append(call)
+    problems = [problem for file in files for problem in file.problems]
     return tuple(FunctionReport(name, tuple(found)) for name, found in calls.items()), problems
 
 
-def _calls(rows: Sequence[Row]) -> list[tuple[str, FunctionCall]]:
+def _calls(rows: Sequence[FunctionRow]) -> list[tuple[str, FunctionCall]]:
     """Pair starts and ends of one file, in the order of the starts."""
-    found: list[tuple[str, Row, Row | None]] = []
+    found: list[tuple[str, FunctionRow, FunctionRow | None]] = []
     open_calls: dict[tuple[str, str | None, int | None], list[int]] = defaultdict(list)
     for row in rows:
-        name = text(row, "function")
+        name = row.function
         if name is None:
             continue
-        key = (name, text(row, "thread"), whole(row, "number"))
-        if row.get("point") == "start":
+        key = (name, row.thread, row.number)
+        if row.point == "start":
             open_calls[key].append(len(found))
             found.append((name, row, None))
         elif open_calls[key]:
@@ -101,18 +94,18 @@ def _calls(rows: Sequence[Row]) -> list[tuple[str, FunctionCall]]:
     return [(name, _call(start, end)) for name, start, end in found]
 
 
-def _call(start: Row, end: Row | None) -> FunctionCall:
+def _call(start: FunctionRow, end: FunctionRow | None) -> FunctionCall:
     return FunctionCall(
-        number=whole(start, "number"),
-        step=whole(start, "step"),
-        depth=whole(start, "depth") or 0,
-        thread=text(start, "thread"),
-        raised=text(end, "raised"),
+        number=start.number,
+        step=start.step,
+        depth=start.depth or 0,
+        thread=start.thread,
+        raised=end.raised if end is not None else None,
         start=_named(start, SIZES),
         end=None if end is None else _named(end, {**SIZES, **PEAKS}),
-        amounts=_named(end or {}, AMOUNTS),
+        amounts={} if end is None else _named(end, AMOUNTS),
     )
 
 
-def _named(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, int]:
-    return {name: size for name, column in columns.items() if (size := whole(row, column)) is not None}
+def _named(row: FunctionRow, fields: Mapping[str, str]) -> dict[str, int]:
+    return {name: size for name, field in fields.items() if (size := getattr(row, field)) is not None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.memory.activations import (
     SAVED_TENSORS,
@@ -17,14 +17,14 @@ from lightning_memprof.analysis.memory.activations import (
     read_saved_steps,
 )
 from lightning_memprof.analysis.memory.functions import FUNCTIONS, FunctionReport, function_memory
-from lightning_memprof.analysis.run.load import Note, Problem
-from lightning_memprof.analysis.run.rows import mapping, series_rows, text, whole
+from lightning_memprof.analysis.run.problems import Note, Problem
+from lightning_memprof.artifacts.series import PeakRow
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from lightning_memprof.analysis.memory.model import WindowAllocations
-    from lightning_memprof.analysis.run.load import Rank, Run
+    from lightning_memprof.analysis.run.model import Rank, Run
 
 __all__ = [
     "CATEGORIES",
@@ -195,10 +195,10 @@ def _last_windows(rank: Rank, max_bytes: int) -> Rank:
 def _rank_memory(run: Run, rank: Rank, allocations: tuple[WindowAllocations, ...]) -> tuple[RankMemory, list[Problem]]:
     saved = read_saved_steps(rank)
     tracked, damage = _tracked_peak(rank)
-    functions, more_damage = function_memory(run.directory, rank)
+    functions, more_damage = function_memory(rank)
     largest = max(saved.backwards, key=lambda backward: backward.activation_bytes, default=None)
     activations = _activations(saved, largest) if largest is not None else None
-    peak = tracked or _saved_peak(saved, text(rank.facts, "device"))
+    peak = tracked or _saved_peak(saved, rank.facts.device)
     trade = checkpointing(largest, saved.backwards, activations.parameters) if largest and activations else ()
     reasons = {}
     if peak is None:
@@ -235,8 +235,7 @@ def _why(run: Run, rank: Rank, collectors: Sequence[str]) -> str:
         for error in run.errors:
             if error.rank == rank.rank and error.collector == collector:
                 return f"{collector} failed: {error.message}"
-    configured = rank.facts.get("collectors")
-    if isinstance(configured, list) and any(collector in configured for collector in collectors):
+    if any(collector in rank.facts.collectors for collector in collectors):
         for window in rank.windows:
             if not window.closed:
                 return f"window {window.index} is not closed: the run is still in it, or was killed there"
@@ -258,25 +257,21 @@ def _tracked_peak(rank: Rank) -> tuple[CategoryPeak | None, list[Problem]]:
     largest: dict[str | None, CategoryPeak] = {}
     for window in rank.windows:
         for source in TRACKERS:
-            path = window.series.get(source)
-            if path is None:
-                continue
-            rows, damage = series_rows(path)
-            problems += [Problem(path.name, damage, rank.rank)] if damage else []
-            for row in rows:
-                found = _category_peak(row, source, window.index) if row.get("kind") == "peak" else None
+            file = window.read(PeakRow, source)
+            problems += file.problems
+            for row in file.rows:
+                found = _category_peak(row, source, window.index) if row.kind == "peak" else None
                 if found is not None:
                     had = largest.get(found.device, found)
                     largest[found.device] = max(had, found, key=lambda peak: peak.total_bytes)
-    return _on_first_device(largest.values(), text(rank.facts, "device")), problems
+    return _on_first_device(largest.values(), rank.facts.device), problems
 
 
-def _category_peak(row: Mapping[str, Any], source: str, window: int) -> CategoryPeak | None:
-    total, found, step = whole(row, "total_bytes"), mapping(row, "categories"), whole(row, "step")
-    if total is None or found is None or step is None:
+def _category_peak(row: PeakRow, source: str, window: int) -> CategoryPeak | None:
+    if row.total_bytes is None or row.categories is None or row.step is None:
         return None
-    sizes = {name: size for name in found if (size := whole(found, name)) is not None}
-    rest = total - sum(sizes.values())
+    sizes = dict(row.categories)
+    rest = row.total_bytes - sum(sizes.values())
     if rest:
         sizes["other"] = sizes.get("other", 0) + rest
     categories, unknown = _complete(sizes, NOT_COUNTED)
@@ -284,9 +279,9 @@ def _category_peak(row: Mapping[str, Any], source: str, window: int) -> Category
         source=source,
         moment=MOMENT_TRACKED,
         window=window,
-        step=step,
-        device=text(row, "device"),
-        total_bytes=total,
+        step=row.step,
+        device=row.device,
+        total_bytes=row.total_bytes,
         categories=categories,
         unknown=unknown,
     )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from lightning_memprof.analysis.oom.events import OomEvent
-    from lightning_memprof.analysis.run.load import Run
+    from lightning_memprof.analysis.run.model import Run
 
 __all__ = ["Autopsy", "Holder", "autopsies", "autopsy"]
 
@@ -107,7 +107,10 @@ def autopsies(run: Run, *, max_bytes: int | None = None) -> tuple[Autopsy, ...]:
         max_bytes: skip snapshots larger than this; None reads all, at about 20 MB/s.
 
     """
-    training = {rank.rank: {**(rank.training or {}), "world_size": rank.facts.get("world_size")} for rank in run.ranks}
+    training = {
+        rank.rank: {**(rank.training.fields if rank.training else {}), "world_size": rank.facts.world_size}
+        for rank in run.ranks
+    }
     return tuple(autopsy(event, training.get(event.rank), max_bytes=max_bytes) for event in run.ooms)
 
 

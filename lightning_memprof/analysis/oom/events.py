@@ -6,7 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_memprof.analysis.run.rows import ManifestRows, Row, rows_of, text, whole
+from lightning_memprof.analysis.run.rows import Row, text, whole
+from lightning_memprof.artifacts.manifest import Manifest, OomRow
 from lightning_memprof.artifacts.naming import oom_name
 from lightning_memprof.artifacts.plain_file import read_plain
 
@@ -30,22 +31,22 @@ class OomEvent:
     snapshot: Path | None
 
 
-def oom_events(directory: Path, rank: int, rows: ManifestRows) -> tuple[OomEvent, ...]:
+def oom_events(directory: Path, rank: int, manifest: Manifest) -> tuple[OomEvent, ...]:
     """Return the events of a rank in recorded order.
 
     Args:
         directory: the run directory.
         rank: the rank.
-        rows: rows of its manifest.
+        manifest: its manifest.
 
     """
-    listed = {number: row for row in rows_of(rows, "oom") if (number := whole(row, "number")) is not None}
+    listed = {row.number: row for row in manifest.of(OomRow) if row.number is not None}
     if not listed:
         return ()
     full = _in_file(directory / oom_name(rank))
     events = []
     for number, row in sorted(listed.items()):
-        facts = {**row, **full.get(number, {})}
+        facts = {**row.fields, **full.get(number, {})}
         events.append(
             OomEvent(rank=rank, number=number, facts=facts, snapshot=_snapshot(directory, text(facts, "snapshot")))
         )

@@ -20,15 +20,15 @@ from lightning_memprof.analysis.ranks.arrivals import (
     window_waits,
 )
 from lightning_memprof.analysis.ranks.summary import Figures, RankSummary, read_summary
-from lightning_memprof.analysis.run.load import Problem
 from lightning_memprof.analysis.run.locate import names_in
+from lightning_memprof.analysis.run.problems import Problem
 from lightning_memprof.artifacts.naming import parse_summary_path
 from lightning_memprof.errors import ArtifactError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from lightning_memprof.analysis.run.load import Rank, Run
+    from lightning_memprof.analysis.run.model import Rank, Run
     from lightning_memprof.analysis.steps.statistics import PulseStatistics
 
 __all__ = ["RankReport", "RankTimes", "Spread", "Straggler", "Waiting", "rank_report"]

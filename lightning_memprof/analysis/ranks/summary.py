@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Final, NamedTuple, TypeVar
 
 import msgspec
 
-from lightning_memprof.analysis.run.rows import series_rows, text, whole
+from lightning_memprof.analysis.run.model import Series, read_series
 from lightning_memprof.analysis.trace.communication import Collective, collectives
 from lightning_memprof.artifacts.plain_file import read_plain
-from lightning_memprof.artifacts.series import PHASES
+from lightning_memprof.artifacts.series import PHASES, AllocatorRow, HookRow, HostRow, SeriesRow
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.units import MIB
 
@@ -36,11 +36,7 @@ MOST_CALLBACKS: Final = 10
 # A thousand times what it usually has.
 _MOST_BYTES: Final = 16 * MIB
 
-_MEMORY: Final = {
-    "host": ("peak_rss_bytes", "rss_bytes"),
-    "allocator": ("allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_alloc_retries"),
-}
-
+R = TypeVar("R", bound=SeriesRow)
 
 # Sums of some hundred are still 64 bits; what is beyond (nine years, the year 2116) is damage.
 _Nanoseconds = Annotated[int, msgspec.Meta(ge=-(1 << 58), le=1 << 58)]
@@ -150,13 +146,12 @@ def summarise(origin: RankSummary, times: Sequence[StepTime], files: WindowFiles
 
     """
     recorded = [step_times for step_times in times if step_times.window == origin.window]
-    rows, _ = series_rows(files.series["hooks"]) if "hooks" in files.series else ([], None)
+    hooks = _series(files, HookRow)
+    steps = hooks.by_step.keys()
     callbacks: Counter[str] = Counter()
-    steps = {step for row in rows if row.get("recorded") is not False and (step := whole(row, "step")) is not None}
-    for row in rows:
-        action, duration = text(row, "action"), whole(row, "duration_ns")
-        if action and action.startswith("[Callback]") and duration is not None and whole(row, "step") in steps:
-            callbacks[action.removeprefix("[Callback]").rpartition(".")[0]] += duration
+    for row in hooks.rows:
+        if row.action and row.action.startswith("[Callback]") and row.duration_ns is not None and row.step in steps:
+            callbacks[row.action.removeprefix("[Callback]").rpartition(".")[0]] += row.duration_ns
     window_steps = sorted(steps or {step_times.step for step_times in recorded})
     return msgspec.structs.replace(
         origin,
@@ -164,7 +159,7 @@ def summarise(origin: RankSummary, times: Sequence[StepTime], files: WindowFiles
         recorded=_figures([step_times for step_times in recorded if step_times.step in window_steps]),
         usual=_figures([step_times for step_times in times if step_times.window is None]),
         callbacks_ns={name: ns // (len(steps) or 1) for name, ns in callbacks.most_common(MOST_CALLBACKS)},
-        memory=_memory(files.series),
+        memory=_memory(files),
         arrivals=_arrivals(files.trace),
     )
 
@@ -185,15 +180,22 @@ def _figures(times: Sequence[StepTime]) -> Figures | None:
     )
 
 
-def _memory(series: Mapping[str, Path]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for collector, names in _MEMORY.items():
-        rows = series_rows(series[collector])[0] if collector in series else []
-        for name in names:
-            values = [value for row in rows if (value := whole(row, name)) is not None]
-            if values:
-                found[name] = max(values)
-    return found
+def _series(files: WindowFiles, kind: type[R]) -> Series[R]:
+    path = files.series.get(kind.series)
+    return Series() if path is None else read_series(path, kind, 0)
+
+
+def _memory(files: WindowFiles) -> dict[str, int]:
+    host, allocator = _series(files, HostRow).rows, _series(files, AllocatorRow).rows
+    found = {
+        "peak_rss_bytes": [row.peak_rss_bytes for row in host],
+        "rss_bytes": [row.rss_bytes for row in host],
+        "allocated_bytes.all.peak": [row.peak_allocated_bytes for row in allocator],
+        "reserved_bytes.all.peak": [row.peak_reserved_bytes for row in allocator],
+        "num_alloc_retries": [row.num_alloc_retries for row in allocator],
+    }
+    known = {name: [value for value in values if value is not None] for name, values in found.items()}
+    return {name: max(values) for name, values in known.items() if values}
 
 
 def _arrivals(trace: Path | None) -> Arrivals:

@@ -1,4 +1,4 @@
-"""A run of which nothing is read outside of one directory: where others may ask for it, as over HTTP."""
+"""Runs that are served to others, as over HTTP: no file outside one directory is read."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_memprof.analysis.run.layout import Layout
-from lightning_memprof.analysis.run.load import Problem, Run, load_run
+from lightning_memprof.analysis.run.load import Layout, load_run
 from lightning_memprof.analysis.run.locate import find_run
-from lightning_memprof.analysis.run.rows import kept_artifacts, manifest_rows, text, whole
+from lightning_memprof.analysis.run.model import Run
+from lightning_memprof.analysis.run.problems import Problem
+from lightning_memprof.artifacts.manifest import read_manifest
 from lightning_memprof.artifacts.naming import manifest_name
 from lightning_memprof.errors import ArtifactError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightning_memprof.analysis.run.load import Rank
+    from lightning_memprof.analysis.run.model import Rank
 
 __all__ = ["RunFile", "is_below", "load_confined", "refuse_links", "run_files"]
 
 
 @dataclass(frozen=True)
 class RunFile:
-    """A file that a manifest names and that lies where it may be read. ``path`` is as the manifest has it."""
+    """A file in a manifest that may be read. ``path`` is as in the manifest."""
 
     rank: int
     window: int | None
@@ -35,7 +36,7 @@ class RunFile:
 
 
 def is_below(path: Path, top: Path) -> bool:
-    """Say whether a file lies in ``top``, itself without symbolic links, when all links are followed."""
+    """Return whether a file is below ``top``, a path without symbolic links, when all links are followed."""
     try:
         return Path(os.path.realpath(path)).is_relative_to(top)
     except (OSError, ValueError):
@@ -43,9 +44,9 @@ def is_below(path: Path, top: Path) -> bool:
 
 
 def load_confined(path: Path, top: Path | None, *, rank: int | None = None) -> Run:
-    """Read a run as :func:`lightning_memprof.analysis.run.load.load_run`, and of it only what lies below ``top``.
+    """Read a run as :func:`lightning_memprof.analysis.run.load.load_run`, without files that are not below ``top``.
 
-    Files that the manifest names elsewhere are left out, each with a problem.
+    Listed files elsewhere are left out, each with a problem.
 
     Args:
         path: the run.
@@ -53,7 +54,7 @@ def load_confined(path: Path, top: Path | None, *, rank: int | None = None) -> R
         rank: a rank that is read in full however many there are.
 
     Raises:
-        ArtifactError: as there; or a file of the run directory is a link that leads out.
+        ArtifactError: as there; or a file of the run directory is a link to another place.
 
     """
     if top is None:
@@ -69,29 +70,33 @@ def load_confined(path: Path, top: Path | None, *, rank: int | None = None) -> R
         run,
         artifacts=tuple(artifact for artifact in run.artifacts if artifact.file not in left_out),
         ranks=tuple(_without(rank, left_out) for rank in run.ranks),
-    ).with_problems(
-        Problem(artifact.path, f"lies outside of {top} and is not read", artifact.rank) for artifact in outside
-    )
+    ).with_problems(Problem(artifact.path, f"is outside {top} and is not read", artifact.rank) for artifact in outside)
 
 
 def run_files(directory: Path, ranks: Sequence[int], top: Path) -> list[RunFile]:
-    """Return the files that the manifests of these ranks name and that lie below ``top``, each once.
+    """Return the files in the manifests of these ranks that are below ``top``, each once.
 
     Raises:
-        ArtifactError: a file of the run directory is a link that leads out.
+        ArtifactError: a file of the run directory is a link to another place.
 
     """
     refuse_links(directory, top)
     layout = Layout(directory)
     found: dict[str, RunFile] = {}
     for rank in ranks:
-        for row in kept_artifacts(manifest_rows(directory / manifest_name(rank))[0]):
-            path = text(row, "path") or ""
+        for row in read_manifest(directory / manifest_name(rank)).artifacts:
+            path = row.path or ""
             file = layout.resolve(path)
             if file is None or not is_below(file, top) or not file.is_file():
                 continue
-            kind = text(row, "type") or "blob"
-            found[path] = RunFile(rank, whole(row, "window"), kind, path, file, file.stat().st_size)
+            found[path] = RunFile(
+                rank=rank,
+                window=row.window,
+                type=row.type,
+                path=path,
+                file=file,
+                size_bytes=file.stat().st_size,
+            )
     return list(found.values())
 
 
@@ -104,7 +109,7 @@ def _without(rank: Rank, left_out: set[Path]) -> Rank:
 
 
 def refuse_links(directory: Path, top: Path) -> None:
-    """Refuse a run whose files, of which some are read by their names alone, are links that lead out of ``top``.
+    """Refuse a run with links that lead out of ``top``: some files are read by their names alone.
 
     Raises:
         ArtifactError: there is one.

@@ -1,4 +1,4 @@
-"""Runs that lie at a URL: what a page needs of them, copied into a temporary directory."""
+"""Runs at a URL, copied into a temporary directory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.run.locate import MAX_DEPTH, find_run
-from lightning_memprof.analysis.run.rows import manifest_rows, rows_of, text
+from lightning_memprof.artifacts.manifest import ArtifactRow, read_manifest
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, parse_manifest_name, parse_numbered
 from lightning_memprof.artifacts.remote import Remote, is_url, url_path
 from lightning_memprof.errors import ArtifactError, MemprofError
@@ -34,10 +34,10 @@ class LocalRun:
 
 @contextmanager
 def local_run(path: str) -> Iterator[LocalRun]:
-    """Give a local path for what a user calls a run: a path as it is, a run at a URL as a copy for this context.
+    """Give a local path of a run: a path as it is, a run at a URL as a copy for this context.
 
-    Of several runs at a URL one is chosen as :func:`lightning_memprof.analysis.run.locate.find_run` does; only its
-    files are copied.
+    Among several runs at a URL, :func:`lightning_memprof.analysis.run.locate.find_run` chooses; only the files of that
+    run are copied.
 
     Args:
         path: a path, or an fsspec URL of a run directory, of a log directory, or of a parent with one run in it.
@@ -64,7 +64,7 @@ def local_run(path: str) -> Iterator[LocalRun]:
 
 
 def _fetch(url: str, folder: Path) -> LocalRun:
-    """Copy one run into ``folder``, which stands for the log directory or a directory above it."""
+    """Copy one run into ``folder``, in place of the log directory or a directory above it."""
     head, _, tail = url.rpartition("/")
     inside = parse_numbered(tail)[0] == RUN_DIRECTORY
     remote = Remote(head if inside else url)
@@ -74,7 +74,7 @@ def _fetch(url: str, folder: Path) -> LocalRun:
     names = [str(name)[len(remote.path) :].lstrip("/") for name in found]
     for name in names:
         if parse_manifest_name(PurePosixPath(name).name) is not None and ".." not in PurePosixPath(name).parts:
-            # Empty: which run is meant is decided by names.
+            # Empty: names decide which run is meant.
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).touch()
     try:
@@ -88,12 +88,12 @@ def _fetch(url: str, folder: Path) -> LocalRun:
 
 
 def _beside(directory: Path) -> Iterator[str]:
-    """Yield the names of listed files that lie in the root of a run and not in its directory."""
+    """Yield the names of listed files in the root of a run, outside its directory."""
     for path in directory.iterdir():
         if parse_manifest_name(path.name) is None:
             continue
-        for row in rows_of(manifest_rows(path)[0], "artifact"):
-            name = PurePosixPath(text(row, "path") or "")
+        for row in read_manifest(path).of(ArtifactRow):
+            name = PurePosixPath(row.path or "")
             outside = name.is_absolute() or ".." in name.parts or not name.parts
             if not outside and parse_numbered(name.parts[0])[0] != RUN_DIRECTORY:
                 yield name.as_posix()
@@ -108,7 +108,7 @@ def _copy(remote: Remote, folder: Path, names: Iterable[str]) -> None:
         try:
             remote.filesystem.get_file(remote.at(name), str(target))
         except FileNotFoundError:
-            target.unlink(missing_ok=True)  # the page says that it is missing
+            target.unlink(missing_ok=True)  # the page reports it as missing
 
     with ThreadPoolExecutor(max_workers=_CONNECTIONS) as pool:
         list(pool.map(copy, names))

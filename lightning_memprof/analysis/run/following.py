@@ -1,38 +1,38 @@
-"""A run while it goes on: what its files have more of since the last look."""
+"""A run in progress: the rows that its files gained since the last look."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.run.many_ranks import in_full
-from lightning_memprof.analysis.run.rows import text, whole, whole_numbers
+from lightning_memprof.analysis.run.load import in_full
+from lightning_memprof.artifacts.manifest import EndRow, ErrorRow, RunFacts, TrainingFacts, WindowRow, decode_fact
 from lightning_memprof.artifacts.naming import manifest_name, parse_manifest_name, pulse_name
 from lightning_memprof.artifacts.plain_file import open_plain
 from lightning_memprof.artifacts.series import PHASES, parse_pulse_row
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
-from lightning_memprof.artifacts.series import PulseRow
+    from lightning_memprof.artifacts.rows import Row
+    from lightning_memprof.artifacts.series import PulseRow
 
-__all__ = ["RECENT_STEPS", "Follower", "RankSoFar", "RecordedWindow", "Tail", "progress_of"]
+__all__ = ["RECENT_STEPS", "Follower", "RankProgress", "Tail", "WindowProgress", "total_steps"]
 
-# What a step takes now; more would say what it took long ago.
+# The current step time; more steps would include old ones.
 RECENT_STEPS: Final = 100
-# The pages show curves of the whole run with so many values at most.
+# Limit of the values in a curve of the whole run.
 MOST_POINTS: Final = 512
-# Of a file that has grown by more since the last look, the rest is read at the next one.
+# Limit of one look at a file; the next look reads the rest.
 MOST_BYTES: Final = 32 << 20
 SHOWN_ERRORS: Final = 3
 
 
 class Tail:
-    """The lines that were appended to a file since the last look; a torn last line waits for its end.
+    """The lines that were appended to a file since the last look; a partial last line waits for its end.
 
     Args:
         path: the file; it may not be there yet.
@@ -42,7 +42,7 @@ class Tail:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
-        self._torn = b""
+        self._partial = b""
 
     def lines(self) -> list[bytes]:
         """Return the new lines, without their ends; none where the file cannot be read now."""
@@ -55,13 +55,13 @@ class Tail:
         except OSError:
             return []
         self._offset += len(data)
-        *lines, self._torn = (self._torn + data).split(b"\n")
+        *lines, self._partial = (self._partial + data).split(b"\n")
         return lines
 
 
 @dataclass
-class RecordedWindow:
-    """One window as far as it went; ``steps`` are those planned until it is closed."""
+class WindowProgress:
+    """One window so far; ``steps`` are the planned ones until it is closed."""
 
     index: int
     steps: tuple[int, ...]
@@ -70,7 +70,7 @@ class RecordedWindow:
 
 @dataclass
 class Curve:
-    """Values over a whole run at equal distances, the largest of each stretch; the stretches grow with the run."""
+    """The largest value of each stretch of a run; the stretches are equal and grow with the run."""
 
     values: list[int] = field(default_factory=list)
     every: int = 1
@@ -89,29 +89,29 @@ class Curve:
 
 
 @dataclass
-class RankSoFar:
-    """One rank until now. ``facts``, ``training`` and ``end`` are rows of its manifest, None before they are written.
+class RankProgress:
+    """One rank so far. ``facts``, ``training`` and ``end`` are rows of its manifest, None before they are written.
 
-    ``recent`` are its last steps, of ``counted`` ones; ``durations_ns`` and ``rss_bytes`` are over all of it,
-    and ``device_peak_bytes`` is the most of the device's memory.
+    ``recent`` are the last of its ``counted`` steps; ``durations_ns`` and ``rss_bytes`` cover the whole run, and
+    ``device_peak_bytes`` is the peak of the device's memory.
     """
 
     rank: int
-    facts: Mapping[str, Any] | None = None
-    training: Mapping[str, Any] | None = None
-    end: Mapping[str, Any] | None = None
+    facts: RunFacts | None = None
+    training: TrainingFacts | None = None
+    end: EndRow | None = None
     counted: int = 0
     recent: deque[PulseRow] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     durations_ns: Curve = field(default_factory=Curve)
     rss_bytes: Curve = field(default_factory=Curve)
     device_peak_bytes: int | None = None
-    windows: dict[int, RecordedWindow] = field(default_factory=dict)
+    windows: dict[int, WindowProgress] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
-        """How many steps there were: those of the pulse, or what the end says where the pulse is off."""
-        return max(self.counted, whole(self.end, "steps") or 0)
+        """The number of steps: those of the pulse, or of the ``end`` row where the pulse is off."""
+        return max(self.counted, (self.end.steps if self.end else None) or 0)
 
     @property
     def last_ns(self) -> int | None:
@@ -122,7 +122,7 @@ class RankSoFar:
         return None if start is None else start + (duration or 0)
 
     def usual(self) -> list[PulseRow]:
-        """Return the recent steps that no window has recorded, or all of them where there are no others."""
+        """Return the recent steps outside windows, or all of them where there are no others."""
         return [row for row in self.recent if row["window"] is None] or list(self.recent)
 
     def phases_ns(self) -> dict[str, int]:
@@ -134,7 +134,7 @@ class RankSoFar:
         """Add a row of the pulse."""
         self.counted += 1
         self.recent.append(row)
-        # What a window costs would hide what the steps do.
+        # The cost of a window would hide the steps themselves.
         if row["duration_ns"] is not None and row["window"] is None:
             self.durations_ns.add(row["duration_ns"])
         if row["rss_bytes"] is not None:
@@ -142,25 +142,25 @@ class RankSoFar:
         if row["device_peak_bytes"] is not None:
             self.device_peak_bytes = max(row["device_peak_bytes"], self.device_peak_bytes or 0)
 
-    def take_fact(self, row: Mapping[str, Any]) -> None:
+    def take_fact(self, row: Row) -> None:
         """Add a row of the manifest."""
-        kind = row.get("kind")
-        if kind == "run":
-            self.facts = row
-        elif kind == "training":
-            self.training = row
-        elif kind == "end":
-            self.end = row
-        elif kind == "error" and len(self.errors) < SHOWN_ERRORS:
-            self.errors.append(f"{text(row, 'collector') or '?'}: {text(row, 'message') or 'no message'}")
-        elif kind == "window" and (index := whole(row, "window")) is not None:
-            closed = row.get("event") == "close"
-            steps = whole_numbers(row, "steps" if closed else "active_steps")
-            self.windows[index] = RecordedWindow(index, steps, closed)
+        match row:
+            case RunFacts():
+                self.facts = row
+            case TrainingFacts():
+                self.training = row
+            case EndRow():
+                self.end = row
+            case ErrorRow() if len(self.errors) < SHOWN_ERRORS:
+                self.errors.append(f"{row.collector}: {row.message}")
+            case WindowRow(window=int() as index):
+                closed = row.event == "close"
+                steps = row.steps if closed else row.active_steps
+                self.windows[index] = WindowProgress(index, tuple(steps), closed)
 
 
 class Follower:
-    """A run directory that is looked at again and again; each look reads what is new.
+    """A run directory that is read repeatedly; each look reads only new rows.
 
     Args:
         directory: the run directory.
@@ -169,13 +169,13 @@ class Follower:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.ranks: dict[int, RankSoFar] = {}
+        self.ranks: dict[int, RankProgress] = {}
         self.found = 0
-        """How many ranks have a manifest; of thousands only the first are followed."""
+        """The number of ranks with a manifest; of thousands only the first are followed."""
         self._tails: dict[int, tuple[Tail, Tail]] = {}
 
     def look(self) -> None:
-        """Read what was appended since the last look."""
+        """Read the rows that were appended since the last look."""
         self._find_ranks()
         for rank, (manifest, pulse) in self._tails.items():
             so_far = self.ranks[rank]
@@ -185,7 +185,7 @@ class Follower:
                 so_far.take_step(step)
 
     @property
-    def lead(self) -> RankSoFar:
+    def lead(self) -> RankProgress:
         """The lowest rank that has made a step.
 
         Raises:
@@ -199,16 +199,16 @@ class Follower:
 
     @property
     def has_ended(self) -> bool:
-        """Whether every rank that is followed has written its end."""
+        """Whether every followed rank has written its end."""
         return bool(self.ranks) and all(rank.end is not None for rank in self.ranks.values())
 
     @property
     def world_size(self) -> int:
-        """How many ranks the run says that it has."""
-        return max((whole(rank.facts, "world_size") or 1 for rank in self.ranks.values()), default=1)
+        """The number of ranks according to the run."""
+        return max((rank.facts.world_size or 1 for rank in self.ranks.values() if rank.facts), default=1)
 
     def _find_ranks(self) -> None:
-        # A rank may come late, on another node; once they are all there, the listing is spared.
+        # A rank on another node may start late; with all ranks found, no listing is needed.
         if self.found and self.found >= self.world_size:
             return
         try:
@@ -219,30 +219,31 @@ class Follower:
         self.found = len(ranks)
         for rank in in_full(ranks):
             if rank not in self.ranks:
-                self.ranks[rank] = RankSoFar(rank)
+                self.ranks[rank] = RankProgress(rank)
                 places = (self.directory / manifest_name(rank), self.directory / pulse_name(rank))
                 self._tails[rank] = (Tail(places[0]), Tail(places[1]))
 
 
-def progress_of(rank: RankSoFar) -> int | None:
-    """Return how many steps (batches) the training will have in all; None where it does not say."""
-    batches, epochs = whole(rank.training, "num_batches"), whole(rank.training, "max_epochs")
-    most, accumulated = whole(rank.training, "max_steps"), whole(rank.training, "accumulate_grad_batches") or 1
+def total_steps(rank: RankProgress) -> int | None:
+    """Return the total number of steps (batches) of the training; None where its settings do not limit it."""
+    training = rank.training
+    if training is None:
+        return None
     known = []
-    if batches is not None and epochs is not None and epochs > 0:
-        known.append(batches * epochs)
-    if most is not None and most > 0:
-        known.append(most * accumulated)
+    if training.num_batches is not None and training.max_epochs is not None and training.max_epochs > 0:
+        known.append(training.num_batches * training.max_epochs)
+    if training.max_steps is not None and training.max_steps > 0:
+        known.append(training.max_steps * (training.accumulate_grad_batches or 1))
     return min(known, default=None)
 
 
-def _rows(lines: list[bytes]) -> Iterator[Mapping[str, Any]]:
+def _rows(lines: list[bytes]) -> Iterator[Row]:
     for line in lines:
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
+            row = decode_fact(line)
+        except ValueError:
             continue
-        if isinstance(row, dict):
+        if row is not None:
             yield row
 
 

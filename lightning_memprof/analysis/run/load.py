@@ -1,171 +1,104 @@
-"""Read a run directory: what every rank wrote, and what of it is missing or damaged."""
+"""Read a run directory: the files of every rank, and what is missing or damaged."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
-from functools import cached_property
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Final, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Literal
 
 from lightning_memprof.analysis.oom.events import OomEvent, oom_events
-from lightning_memprof.analysis.run.layout import Layout
 from lightning_memprof.analysis.run.locate import find_run
-from lightning_memprof.analysis.run.many_ranks import in_full, light_rows, missing_ranks, within
-from lightning_memprof.analysis.run.messages import CollectorError, Note, Problem, Unavailable
-from lightning_memprof.analysis.run.rows import (
-    ManifestRows,
-    Row,
-    first_row,
-    kept_artifacts,
-    last_row,
-    manifest_rows,
-    mapping,
-    noted,
-    pulse_rows,
-    rows_of,
-    text,
-    whole,
-    whole_numbers,
+from lightning_memprof.analysis.run.model import ArtifactFile, Rank, RecordedWindow, Run, Status
+from lightning_memprof.analysis.run.problems import CUT, CollectorError, Note, Problem, Unavailable
+from lightning_memprof.artifacts.manifest import (
+    BudgetRow,
+    EndRow,
+    ErrorRow,
+    Manifest,
+    NoteRow,
+    RemovedRow,
+    UnavailableRow,
+    WindowRow,
+    read_manifest,
 )
-from lightning_memprof.analysis.run.unfinished import cut_lines, unfinished_files
-from lightning_memprof.analysis.steps.typical import TypicalSteps, typical_steps
 from lightning_memprof.artifacts.naming import (
+    RUN_DIRECTORY,
+    TraceName,
     manifest_name,
+    numbered,
     parse_manifest_name,
+    parse_numbered,
     parse_pulse_name,
     parse_series_path,
     pulse_name,
+    series_path,
+    temporary_name,
 )
+from lightning_memprof.artifacts.plain_file import read_plain
+from lightning_memprof.artifacts.series import decode_pulse
 from lightning_memprof.errors import ArtifactError
+from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterator, Sequence
 
+    from lightning_memprof.artifacts.manifest import ArtifactRow
     from lightning_memprof.artifacts.series import PulseRow
 
-__all__ = [
-    "Artifact",
-    "CollectorError",
-    "Note",
-    "Problem",
-    "Rank",
-    "Run",
-    "Status",
-    "Unavailable",
-    "Window",
-    "load_run",
-]
-
-Status = Literal["finished", "exception", "running or killed"]
+__all__ = ["Layout", "in_full", "load_run"]
 
 UNCHECKED_TYPES: Final = frozenset({"pulse"})
+# Their pulses and lists of files fit on a page and are read in seconds; of more ranks the windows' summaries are used.
+FULL_RANKS: Final = 64
+# Of so many ranks these are read in full all the same: the page's columns show the first.
+FIRST_RANKS: Final = 8
+SHOWN: Final = 8
+# A window is closed before its trace is compressed, and with two that wait the next one has none.
+_LAST_WINDOWS: Final = 4
+_SUFFIX: Final = temporary_name("")
+# Kineto writes a trace under another temporary name first.
+_SUFFIXES: Final = (_SUFFIX, f"{_SUFFIX}.tmp")
+_PARTIAL: Final = "is partial: its process is still writing it, could not, or died before it was complete"
+_RAW: Final = "is torch's uncompressed trace: its process is still compressing it, could not, or died meanwhile"
+_LESS: Final = MappingProxyType({"no_stack": "no Python stacks", "no_shapes": "no input shapes"})
 
 
 @dataclass(frozen=True)
-class Artifact:
-    """A file that the run wrote.
-
-    ``path`` is as the manifest has it, ``file`` where it lies now. ``size_bytes`` is what is on disk, None where the
-    file is missing.
-    """
-
-    rank: int
-    collector: str
-    type: str
-    path: str
-    file: Path
-    window: int | None
-    size_bytes: int | None
-    sha256: str | None = None
-    state: Literal["present", "missing", "torn"] = "present"
-
-
-@dataclass(frozen=True)
-class Window:
-    """One window of one rank; ``series`` maps a collector to its file, ``closed`` is False where it died in it."""
-
-    rank: int
-    index: int
-    steps: tuple[int, ...]
-    planned_steps: tuple[int, ...]
-    warmup_steps: tuple[int, ...]
-    closed: bool
-    truncated: bool
-    reason: str | None
-    series: Mapping[str, Path]
-
-
-@dataclass(frozen=True)
-class Rank:
-    """What one rank wrote. ``facts`` is the manifest's ``run`` row, ``training`` its ``training`` row.
-
-    Of thousands of ranks most are not read ``in_full``: they have no pulse and no artifacts here.
-    """
-
-    rank: int
-    facts: Mapping[str, Any]
-    training: Mapping[str, Any] | None
-    pulse: tuple[PulseRow, ...]
-    windows: tuple[Window, ...]
-    status: Status
-    exception: str | None
-    steps: int
-    overhead: Mapping[str, Any] | None
-    in_full: bool = True
-
-    @cached_property
-    def typical_steps(self) -> TypicalSteps | None:
-        """The steps of the pulse that are typical, None where it has no timed step; several rules rest on them."""
-        return typical_steps(self.pulse)
-
-
-@dataclass(frozen=True)
-class Run:
-    """Everything that a run directory says. Damaged pieces are ``problems``; they hide nothing else."""
+class Layout:
+    """Where the files of a run are now, wherever they were written; ``directory`` is the run directory."""
 
     directory: Path
-    root: Path
-    ranks: tuple[Rank, ...]
-    artifacts: tuple[Artifact, ...]
-    errors: tuple[CollectorError, ...]
-    unavailable: tuple[Unavailable, ...]
-    notes: tuple[Note, ...]
-    problems: tuple[Problem, ...]
-    others: tuple[Path, ...] = ()
-    ooms: tuple[OomEvent, ...] = ()
-    url: str | None = None
 
     @property
-    def lead(self) -> Rank:
-        """The lowest rank that measured something."""
-        return next((rank for rank in self.ranks if rank.pulse or rank.windows), self.ranks[0])
+    def root(self) -> Path:
+        """The log directory that the manifest's paths start from."""
+        return self.directory.parent
 
-    @property
-    def status(self) -> Status:
-        """How the run as a whole ended: the worst of its ranks."""
-        found = {rank.status for rank in self.ranks}
-        if "exception" in found:
-            return "exception"
-        return "running or killed" if "running or killed" in found else "finished"
-
-    @property
-    def in_full(self) -> Run:
-        """The same run with only the ranks that were read in full."""
-        return replace(self, ranks=tuple(rank for rank in self.ranks if rank.in_full))
-
-    def with_problems(self, problems: Iterable[Problem]) -> Run:
-        """Return the same run with more problems."""
-        return replace(self, problems=(*self.problems, *problems))
+    def resolve(self, path: str) -> Path | None:
+        """Return the file of a manifest's path; None where it is outside the run's root or cannot be looked at."""
+        pure = PurePosixPath(path)
+        if not pure.parts or (".." in pure.parts and not pure.is_absolute()):
+            return None
+        in_root = self.root.joinpath(*pure.parts)
+        try:
+            is_there = in_root.exists()
+        except OSError:  # a name is too long for any file, or a directory may not be read
+            return None
+        if not is_there and parse_numbered(pure.parts[0])[0] == RUN_DIRECTORY:
+            return self.directory.joinpath(*pure.parts[1:])
+        return in_root
 
 
 def load_run(path: str | Path, *, max_pulse_bytes: int | None = None, rank: int | None = None) -> Run:
-    """Read the run that ``path`` means: a run directory, a log directory that has one, or a parent with one run in it.
+    """Read the run at ``path``: a run directory, a log directory that has one, or a parent with one run in it.
 
     Args:
-        path: what to read.
+        path: the run.
         max_pulse_bytes: leave out the ranks after which this many bytes of pulse would have been read, and note it;
-            None reads all. A pulse takes some 100 bytes a step and reads at about 10 MB/s.
+            None reads all. A pulse takes some 100 bytes per step and is read at about 10 MB/s.
         rank: a rank that is read in full however many there are.
 
     Raises:
@@ -176,11 +109,11 @@ def load_run(path: str | Path, *, max_pulse_bytes: int | None = None, rank: int 
     layout = Layout(place.directory)
     names = sorted(entry.name for entry in os.scandir(place.directory))
     found = [number for name in names if (number := parse_manifest_name(name)) is not None]
-    chosen = within(layout.directory, found, max_pulse_bytes)
+    chosen = _within(layout.directory, found, max_pulse_bytes)
     whole_ranks = in_full(chosen) | {rank}
     reports = [_read_rank(layout, number, in_full=number in whole_ranks) for number in chosen]
     orphans = [
-        Problem(name, "its rank left no manifest", owner)
+        Problem(name, "its rank has no manifest", owner)
         for name in names
         if (owner := parse_pulse_name(name)) is not None and owner not in found
     ]
@@ -204,98 +137,116 @@ def load_run(path: str | Path, *, max_pulse_bytes: int | None = None, rank: int 
     )
 
 
+def in_full(ranks: Sequence[int]) -> frozenset[int]:
+    """Return the ranks that are read with everything they wrote."""
+    return frozenset(ranks if len(ranks) <= FULL_RANKS else ranks[:FIRST_RANKS])
+
+
+def _within(directory: Path, ranks: list[int], max_pulse_bytes: int | None) -> list[int]:
+    """Return the first ranks whose pulses together are not too large, at least one; all where there is no limit."""
+    if max_pulse_bytes is None:
+        return ranks
+    total = 0
+    for count, rank in enumerate(ranks):
+        pulse = directory / pulse_name(rank)
+        total += pulse.stat().st_size if pulse.exists() else 0
+        if count and total > max_pulse_bytes:
+            return ranks[:count]
+    return ranks
+
+
 @dataclass(frozen=True)
 class _RankReport:
     rank: Rank | None
-    artifacts: list[Artifact]
-    errors: list[CollectorError]
-    unavailable: list[Unavailable]
-    notes: list[Note]
     problems: list[Problem]
+    artifacts: list[ArtifactFile] = field(default_factory=list)
+    errors: list[CollectorError] = field(default_factory=list)
+    unavailable: list[Unavailable] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
     ooms: tuple[OomEvent, ...] = ()
 
 
-def _read_rank(layout: Layout, rank: int, *, in_full: bool) -> _RankReport:
-    name = manifest_name(rank)
-    rows, damage = (manifest_rows if in_full else light_rows)(layout.directory / name)
-    problems = _damage(name, damage, rank)
-    facts = first_row(rows, "run")
-    if facts is None:
-        return _RankReport(None, [], [], [], [], problems)
-    pulse, pulse_damage = pulse_rows(layout.directory / pulse_name(rank)) if in_full else ([], None)
-    artifacts, artifact_problems = _artifacts(layout, rows, rank)
-    end = last_row(rows, "end")
-    read = Rank(
-        rank=rank,
-        facts=facts,
-        training=last_row(rows, "training"),
+def _read_rank(layout: Layout, number: int, *, in_full: bool) -> _RankReport:
+    manifest = read_manifest(layout.directory / manifest_name(number), with_artifacts=in_full)
+    problems = [Problem(manifest.path.name, manifest.damage, number)] if manifest.damage else []
+    if manifest.run is None:
+        return _RankReport(None, problems)
+    pulse, pulse_problems = _pulse(layout.directory, number) if in_full else ([], [])
+    artifacts, artifact_problems = _artifacts(layout, manifest, number)
+    end = manifest.end
+    rank = Rank(
+        rank=number,
+        directory=layout.directory,
+        facts=manifest.run,
+        training=manifest.training,
         pulse=tuple(pulse),
-        windows=_windows(rows, artifacts, rank),
+        windows=_windows(manifest, artifacts, number),
         status=_status(end),
-        exception=text(end, "exception") if end else None,
-        steps=max(len(pulse), whole(end, "steps") or 0),
-        overhead=mapping(end, "overhead"),
+        exception=end.exception if end else None,
+        steps=max(len(pulse), (end.steps if end else None) or 0),
+        overhead=end.overhead if end else None,
         in_full=in_full,
     )
     return _RankReport(
-        read,
-        artifacts,
-        [
-            CollectorError(
-                rank,
-                text(row, "collector") or "?",
-                text(row, "where") or "?",
-                whole(row, "window"),
-                text(row, "message") or "no message",
-                text(row, "traceback") or "",
-            )
-            for row in rows_of(rows, "error")
-        ],
-        [
-            Unavailable(rank, text(row, "collector") or "?", text(row, "reason") or "no reason given")
-            for row in rows_of(rows, "unavailable")
-        ],
-        [Note(rank, collector, message) for collector, message in noted(rows)],
-        [
+        rank=rank,
+        problems=[
             *problems,
-            *_damage(pulse_name(rank), pulse_damage, rank),
+            *(problem for problem in pulse_problems if problem.message != CUT),
             *artifact_problems,
-            *_unfinished(layout, read, rows),
+            *(problem for problem in pulse_problems if problem.message == CUT),
+            *(_partial_files(layout, rank, manifest) if in_full else ()),
         ],
-        oom_events(layout.directory, rank, rows),
+        artifacts=artifacts,
+        errors=[
+            CollectorError(
+                rank=number,
+                collector=row.collector,
+                where=row.where,
+                window=row.window,
+                message=row.message,
+                traceback=row.traceback,
+            )
+            for row in manifest.of(ErrorRow)
+        ],
+        unavailable=[Unavailable(number, row.collector, row.reason) for row in manifest.of(UnavailableRow)],
+        notes=[Note(number, collector, message) for collector, message in _notes(manifest)],
+        ooms=oom_events(layout.directory, number, manifest),
     )
 
 
-def _damage(piece: str, message: str | None, rank: int) -> list[Problem]:
-    return [Problem(piece, message, rank)] if message else []
+def _pulse(directory: Path, rank: int) -> tuple[list[PulseRow], list[Problem]]:
+    """Return the readable rows of a pulse and its problems; a run without a pulse has none."""
+    path = directory / pulse_name(rank)
+    if not path.exists():
+        return [], []
+    try:
+        content = read_plain(path)
+    except OSError as error:
+        message = f"{path}: cannot be read ({error.strerror}); is the run directory complete?; 0 steps could be read"
+        return [], [Problem(path.name, message, rank)]
+    rows, damage = decode_pulse(content)
+    problems = [f"{path}{damage}; {format_count(len(rows), 'step')} could be read"] if damage else []
+    if content and not content.endswith(b"\n"):
+        problems.append(CUT)
+    return rows, [Problem(path.name, message, rank) for message in problems]
 
 
-def _unfinished(layout: Layout, rank: Rank, rows: ManifestRows) -> list[Problem]:
-    if not rank.in_full:
-        return []
-    failed = {window for row in rows_of(rows, "error") if (window := whole(row, "window")) is not None}
-    windows = [window.index for window in rank.windows]
-    found = (*cut_lines(layout, rank.rank), *unfinished_files(layout, rank.rank, windows, failed))
-    return [Problem(piece, message, rank.rank) for piece, message in found]
-
-
-def _artifacts(layout: Layout, rows: ManifestRows, rank: int) -> tuple[list[Artifact], list[Problem]]:
+def _artifacts(layout: Layout, manifest: Manifest, rank: int) -> tuple[list[ArtifactFile], list[Problem]]:
     """Return every listed file once, checked against the disk.
 
-    A file that was written again is listed before it takes its place: it is as its last row has it, or the one before.
+    A file that was written again is listed before the new version replaces it: it matches its last row, or the one
+    before.
     """
-    listed: dict[str, list[Row]] = {}
-    for row in kept_artifacts(rows):
-        if path := text(row, "path"):
-            listed.setdefault(path, []).append(row)
-    artifacts: list[Artifact] = []
+    listed: dict[str, list[ArtifactRow]] = {}
+    for row in manifest.artifacts:
+        if row.path:
+            listed.setdefault(row.path, []).append(row)
+    artifacts: list[ArtifactFile] = []
     problems: list[Problem] = []
     for path, versions in listed.items():
         file = layout.resolve(path)
         if file is None:
-            problems.append(
-                Problem(path, "points out of the run's directory or cannot be looked at, and is not read", rank)
-            )
+            problems.append(Problem(path, "is outside the run's directory or not accessible, and is not read", rank))
             continue
         checked = [_checked(row, path, file, rank) for row in reversed(versions[-2:])]
         artifact = next((artifact for artifact in checked if artifact.state == "present"), checked[0])
@@ -303,66 +254,120 @@ def _artifacts(layout: Layout, rows: ManifestRows, rank: int) -> tuple[list[Arti
         if artifact.state == "missing":
             problems.append(Problem(path, "is listed but missing", rank))
         elif artifact.state == "torn":
-            size = whole(versions[-1], "size_bytes")
+            size = versions[-1].size_bytes
             problems.append(Problem(path, f"has {artifact.size_bytes} bytes where {size} were written", rank))
     return artifacts, problems
 
 
-def _checked(row: Row, path: str, file: Path, rank: int) -> Artifact:
-    kind = text(row, "type") or "blob"
+def _checked(row: ArtifactRow, path: str, file: Path, rank: int) -> ArtifactFile:
     try:
         size: int | None = file.stat().st_size
     except (OSError, ValueError):
         size = None
-    expected = whole(row, "size_bytes")
-    differs = kind not in UNCHECKED_TYPES and expected is not None and size != expected
+    differs = row.type not in UNCHECKED_TYPES and row.size_bytes is not None and size != row.size_bytes
     state: Literal["present", "missing", "torn"] = "missing" if size is None else "torn" if differs else "present"
-    collector = text(row, "collector") or "?"
-    return Artifact(rank, collector, kind, path, file, whole(row, "window"), size, text(row, "sha256"), state)
+    return ArtifactFile(
+        rank=rank,
+        collector=row.collector,
+        type=row.type,
+        path=path,
+        file=file,
+        window=row.window,
+        size_bytes=size,
+        sha256=row.sha256,
+        state=state,
+    )
 
 
-def _windows(rows: ManifestRows, artifacts: list[Artifact], rank: int) -> tuple[Window, ...]:
-    opened = {index: row for row in rows_of(rows, "window") if (index := _event(row, "open")) is not None}
-    closed = {index: row for row in rows_of(rows, "window") if (index := _event(row, "close")) is not None}
+def _windows(manifest: Manifest, artifacts: list[ArtifactFile], rank: int) -> tuple[RecordedWindow, ...]:
+    rows = [row for row in manifest.of(WindowRow) if row.window is not None]
+    opened = {row.window: row for row in rows if row.event == "open"}
+    closed = {row.window: row for row in rows if row.event == "close"}
+    series: dict[int | None, dict[str, Path]] = {}
+    for artifact in artifacts:
+        name = "/".join(PurePosixPath(artifact.path).parts[-2:])
+        if artifact.type == "series" and artifact.state != "missing" and parse_series_path(name) is not None:
+            series.setdefault(artifact.window, {})[artifact.collector] = artifact.file
     windows = []
-    for index in sorted(opened.keys() | closed.keys()):
-        plan, end = opened.get(index, {}), closed.get(index)
-        series = {
-            artifact.collector: artifact.file
-            for artifact in artifacts
-            if artifact.type == "series" and artifact.window == index and artifact.state != "missing"
-            and parse_series_path("/".join(PurePosixPath(artifact.path).parts[-2:])) is not None
-        }  # fmt: skip
+    for index in sorted(index for index in opened.keys() | closed.keys() if index is not None):
+        plan, end = opened.get(index, WindowRow()), closed.get(index)
         windows.append(
-            Window(
+            RecordedWindow(
                 rank=rank,
                 index=index,
-                steps=whole_numbers(end, "steps") if end else whole_numbers(plan, "active_steps"),
-                planned_steps=whole_numbers(plan, "active_steps"),
-                warmup_steps=whole_numbers(plan, "warmup_steps"),
+                steps=tuple(end.steps if end else plan.active_steps),
+                planned_steps=tuple(plan.active_steps),
+                warmup_steps=tuple(plan.warmup_steps),
                 closed=end is not None,
-                truncated=end is None or bool(end.get("truncated")),
-                reason=text(end, "reason") if end else None,
-                series=series,
+                truncated=end is None or end.truncated is True,
+                reason=end.reason if end else None,
+                series=series.get(index, {}),
             )
         )
     return tuple(windows)
 
 
+def _notes(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Yield the collector and the text of every warning, and of every reduction by a budget."""
+    for note in manifest.of(NoteRow):
+        yield note.collector, note.message
+    for row in manifest.of(BudgetRow):
+        less = _LESS.get(
+            row.level or "", f"at most {row.active_steps} active step{'' if row.active_steps == 1 else 's'}"
+        )
+        yield "budget", f"from window {row.window} on traces have {less}: {row.reason}"
+    if removed := [row for row in manifest.of(RemovedRow) if row.window is not None]:
+        last = removed[-1].window
+        count = f"{len(removed)} windows (the last one {last})" if len(removed) > 1 else f"window {last}"
+        yield "budget", f"the files of {count} were removed: {manifest.of(RemovedRow)[-1].reason}"
+
+
 def _rank_notes(ranks: tuple[Rank, ...], *, left_out: int) -> list[Note]:
     if left_out:
-        message = f"{left_out} more ranks are not on this page, it would take long: lightning-memprof show has them"
+        message = f"{left_out} more ranks would take long to read and are not on this page; see: lightning-memprof show"
         return [Note(ranks[0].rank, "run", message)]
-    world_size = max((whole(rank.facts, "world_size") or 1 for rank in ranks), default=1)
-    missing = missing_ranks([rank.rank for rank in ranks], world_size)
-    return [Note(ranks[0].rank, "run", missing)] if missing else []
+    world_size = max((rank.facts.world_size or 1 for rank in ranks), default=1)
+    if len(ranks) >= world_size:
+        return []
+    shown = ", ".join(str(rank.rank) for rank in ranks[:SHOWN]) + (", ..." if len(ranks) > SHOWN else "")
+    return [Note(ranks[0].rank, "run", f"{len(ranks)} of {world_size} ranks are here: {shown}")]
 
 
-def _status(end: Row | None) -> Status:
+def _status(end: EndRow | None) -> Status:
     if end is None:
         return "running or killed"
-    return "exception" if end.get("status") == "exception" else "finished"
+    return "exception" if end.status == "exception" else "finished"
 
 
-def _event(row: Row, event: str) -> int | None:
-    return whole(row, "window") if row.get("event") == event else None
+def _partial_files(layout: Layout, rank: Rank, manifest: Manifest) -> list[Problem]:
+    """Return the files that a rank has not finished, with their paths from the root.
+
+    Only its last windows, and those in which a collector failed and could not remove its file, can have such files.
+    """
+    failed = {row.window for row in manifest.of(ErrorRow) if row.window is not None}
+    last = [window.index for window in rank.windows[-_LAST_WINDOWS:]]
+    files = _partial(layout, rank.rank, {*last, *failed})
+    return [Problem(file.relative_to(layout.root).as_posix(), message, rank.rank) for file, message in files]
+
+
+def _partial(layout: Layout, rank: int, windows: Collection[int]) -> Iterator[tuple[Path, str]]:
+    raw = f".operator_trace.jsonl{_SUFFIX}"
+    for window in sorted(windows):
+        series = layout.directory / series_path(window, rank, "")
+        for file in _temporary(series.parent):
+            if file.name.startswith(f"rank{rank:05d}."):
+                yield file, _RAW if file.name.endswith(raw) else _PARTIAL
+    for file in _temporary(layout.directory):
+        if f"rank{rank:05d}." in file.name or f"rank_{rank}_" in file.name or f"rank_{rank}." in file.name:
+            yield file, _PARTIAL
+    run = parse_numbered(layout.directory.name)[1]
+    for file in _temporary(layout.root):
+        name = TraceName.parse(file.name.partition(_SUFFIX)[0])
+        if name is not None and name.rank == rank and name.filename == numbered(parse_numbered(name.filename)[0], run):
+            yield file, _PARTIAL
+
+
+def _temporary(directory: Path) -> list[Path]:
+    with suppress(OSError), os.scandir(directory) as entries:
+        return sorted(directory / entry.name for entry in entries if entry.name.endswith(_SUFFIXES))
+    return []

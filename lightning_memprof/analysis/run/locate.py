@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.run.rows import text
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, parse_manifest_name, parse_numbered
 from lightning_memprof.errors import ArtifactError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lightning_memprof.analysis.run.load import Run
+    from lightning_memprof.analysis.run.model import Run
 
 __all__ = [
     "MAX_DEPTH",
@@ -177,7 +176,7 @@ def shown_place(path: Path, root: Path, url: str | None) -> str:
 
 def log_directory(run: Run) -> Path:
     """Return the Trainer's log directory: a stage other than fit keeps its files one level below."""
-    stage = text(run.lead.facts, "stage") or "fit"
+    stage = run.lead.facts.stage
     return run.root.parent if stage != "fit" and run.root.name == stage else run.root
 
 

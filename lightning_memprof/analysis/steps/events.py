@@ -1,20 +1,20 @@
-"""What each recorded step did, event by event: where its time went, callbacks by name, and in which order."""
+"""The events of each recorded step in their order, and its time by part and by callback."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.run.load import Problem
-from lightning_memprof.analysis.run.rows import series_rows, text, whole
-from lightning_memprof.analysis.steps.phases import EVALUATION_STEPS, FETCH, FORWARD, OPTIMIZER, OWN_WORK
+from lightning_memprof.analysis.steps.phases import EVALUATION_STEPS, FETCH, FORWARD, OPTIMIZER, OWN_WORK, timed
+from lightning_memprof.artifacts.series import HookRow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from lightning_memprof.analysis.run.load import Rank, Window
+    from lightning_memprof.analysis.run.model import Rank, RecordedWindow
+    from lightning_memprof.analysis.run.problems import Problem
 
 __all__ = ["PARTS", "Event", "EventTotals", "StepEvents", "event_totals", "part_of", "rank_events", "window_events"]
 
@@ -43,8 +43,7 @@ CHECKPOINT: Final = frozenset({"save_checkpoint", "remove_checkpoint"})
 class Event:
     """One event of a step. ``offset_ns`` counts from the step's start; events come in order of start.
 
-    ``self_ns`` is the time in no event inside of it; over a step's events and what lies between them it sums to the
-    step.
+    ``self_ns`` is its self time; over the step's events, with the time outside all events, it sums to the step.
     """
 
     action: str
@@ -59,7 +58,7 @@ class Event:
 class StepEvents:
     """One recorded step of one rank.
 
-    ``parts_ns`` has every one of :data:`PARTS` and sums to ``duration_ns``; ``callbacks_ns`` has the time of each
+    ``parts_ns`` has all of :data:`PARTS` and sums to ``duration_ns``; ``callbacks_ns`` has the self time of each
     callback by its key and sums to the part of that name.
     """
 
@@ -76,7 +75,7 @@ class StepEvents:
 
 @dataclass(frozen=True)
 class EventTotals:
-    """One action over several steps: how often, and nanoseconds in sum and at most, with what is in it and without."""
+    """One action over several steps: count, and nanoseconds of total and self time, summed and at most."""
 
     action: str
     part: str
@@ -91,8 +90,8 @@ def part_of(action: str, around: str, stage: str) -> str:
     """Return the part that an action belongs to.
 
     Args:
-        action: Lightning's name of it, or one that ``HookTimings`` gave by its pattern.
-        around: the part of the action that it lies in.
+        action: its name by Lightning, or by ``HookTimings`` after Lightning's pattern.
+        around: the part of the action around it.
         stage: of the run. In ``fit`` a validation is one part, less the callbacks' hooks that are not its batches',
             and less checkpoints and logging.
 
@@ -124,59 +123,50 @@ def _phase(action: str, hook: str, stage: str) -> str | None:
     return "optimizer" if hook in OPTIMIZER or action.startswith("[Optimizer]") or hook == "lr_scheduler_step" else None
 
 
-def window_events(window: Window, stage: str) -> tuple[list[StepEvents], list[Problem]]:
-    """Return the recorded steps of a window that have hook timings, in order, and what is wrong with their file.
+def window_events(window: RecordedWindow, stage: str) -> tuple[list[StepEvents], list[Problem]]:
+    """Return the recorded steps of a window that have hook timings, in order, and the problems of their file.
 
-    Source: the series ``hooks``; a step's time is shared among its events, each instant counting for the innermost.
+    Source: the series ``hooks``; each instant of a step counts for the innermost event.
     """
-    path = window.series.get("hooks")
-    if path is None:
-        return [], []
-    rows, damage = series_rows(path)
-    groups: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        step = whole(row, "step")
-        if step is not None and row.get("recorded") is not False:
-            groups[step].append(row)
-    found = [_step(window, step, groups[step], stage) for step in sorted(groups)]
-    problems = [Problem(path.name, damage, window.rank)] if damage else []
-    return [step for step in found if step is not None], problems
+    hooks = window.read(HookRow)
+    found = (_step(window, step, rows, stage) for step, rows in sorted(hooks.by_step.items()))
+    return [step for step in found if step is not None], list(hooks.problems)
 
 
 def rank_events(rank: Rank) -> tuple[list[StepEvents], list[Problem]]:
-    """Return the recorded steps of all windows of a rank, and what is wrong with their files."""
-    stage = text(rank.facts, "stage") or "fit"
-    steps: list[StepEvents] = []
-    problems: list[Problem] = []
-    for window in rank.windows:
-        found, damage = window_events(window, stage)
-        steps += found
-        problems += damage
-    return steps, problems
+    """Return the recorded steps of all windows of a rank, and the problems of their files."""
+    found = [window_events(window, rank.facts.stage) for window in rank.windows]
+    return [step for steps, _ in found for step in steps], [problem for _, problems in found for problem in problems]
 
 
 def event_totals(steps: Iterable[StepEvents]) -> list[EventTotals]:
-    """Return the actions of steps, the longest in sum first; an action that belongs to several parts is several."""
-    sums: dict[tuple[str, str], list[int]] = {}
+    """Return the actions of steps, the longest in total first, each once for every part that it belongs to."""
+    groups: dict[tuple[str, str], list[Event]] = defaultdict(list)
     for step in steps:
         for event in step.events:
-            row = sums.setdefault((event.action, event.part), [0, 0, 0, 0, 0])
-            row[0] += 1
-            row[1] += event.duration_ns
-            row[2] += event.self_ns
-            row[3] = max(row[3], event.duration_ns)
-            row[4] = max(row[4], event.self_ns)
-    totals = [EventTotals(*key, *row) for key, row in sums.items()]
+            groups[event.action, event.part].append(event)
+    totals = [
+        EventTotals(
+            action=action,
+            part=part,
+            count=len(events),
+            total_ns=sum(event.duration_ns for event in events),
+            self_ns=sum(event.self_ns for event in events),
+            max_ns=max(event.duration_ns for event in events),
+            max_self_ns=max(event.self_ns for event in events),
+        )
+        for (action, part), events in groups.items()
+    ]
     return sorted(totals, key=lambda total: (-total.total_ns, total.action, total.part))
 
 
-def _step(window: Window, step: int, rows: Sequence[Mapping[str, Any]], stage: str) -> StepEvents | None:
-    span = next((row for row in rows if row.get("action") == "step" and row.get("depth") == -1), None)
-    start, duration = whole(span, "start_ns"), whole(span, "duration_ns")
-    if span is None or start is None or duration is None or duration < 0:
+def _step(window: RecordedWindow, step: int, rows: Sequence[HookRow], stage: str) -> StepEvents | None:
+    span = next((row for row in rows if row.action == "step" and row.depth == -1), None)
+    if span is None or span.start_ns is None or span.duration_ns is None or span.duration_ns < 0:
         return None
-    sweep = _Sweep(start, start + duration, lambda action, around: part_of(action, around, stage))
-    for begin, negative_duration, _, action in sorted(_timed(row for row in rows if row is not span)):
+    end = span.start_ns + span.duration_ns
+    sweep = _Sweep(span.start_ns, end, lambda action, around: part_of(action, around, stage))
+    for begin, negative_duration, _, action in sorted(timed(row for row in rows if row is not span)):
         sweep.add(begin, begin - negative_duration, action)
     events, outside_ns = sweep.end()
     parts = dict.fromkeys(PARTS, 0)
@@ -186,23 +176,21 @@ def _step(window: Window, step: int, rows: Sequence[Mapping[str, Any]], stage: s
         parts[event.part] += event.self_ns
         if event.part == "callbacks":
             callbacks[owner] += event.self_ns
-    shown = dict(sorted(callbacks.items(), key=lambda entry: (-entry[1], entry[0])))
-    told = tuple(event for _, event in events)
     return StepEvents(
-        window.rank, window.index, step, whole(span, "global_step"), start, duration, parts, shown, told
-    )  # fmt: skip
-
-
-def _timed(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, int, int, str]]:
-    """Yield ``(start, -duration, depth, action)``: of two that start together the outer one sorts first."""
-    for row in rows:
-        begin, duration, action = whole(row, "start_ns"), whole(row, "duration_ns"), text(row, "action")
-        if begin is not None and duration is not None and action is not None:
-            yield begin, -max(duration, 0), whole(row, "depth") or 0, action
+        rank=window.rank,
+        window=window.index,
+        step=step,
+        global_step=span.global_step,
+        start_ns=span.start_ns,
+        duration_ns=span.duration_ns,
+        parts_ns=parts,
+        callbacks_ns=dict(sorted(callbacks.items(), key=lambda entry: (-entry[1], entry[0]))),
+        events=tuple(event for _, event in events),
+    )
 
 
 class _Open:
-    """An event that has not ended: where it lies, and the part and callback that its own time counts for."""
+    """An event that has not ended: its place, and the part and callback that its self time counts for."""
 
     def __init__(self, action: str, begin: int, end: int, part: str, owner: str) -> None:
         self.action = action
@@ -214,7 +202,7 @@ class _Open:
 
 
 class _Sweep:
-    """Shares the time from ``start`` to ``end`` among events that come in order of start, whatever they are.
+    """Shares the time from ``start`` to ``end`` among events in order of start.
 
     An event that outlives the one around it, or the step, is cut at that one's end.
     """
@@ -235,7 +223,7 @@ class _Sweep:
         around = self._stack[-1]
         self._spend(begin)
         part = self._part_of(action, around.part)
-        # What a callback's hook holds that is nobody else's is the callback's.
+        # Time inside a callback's hook that belongs to no other part is the callback's.
         owner = _owner(action) if action.startswith(CALLBACK) else around.owner
         event = _Open(action, begin, max(begin, min(end, around.end)), part, owner)
         self._events.append((event, len(self._stack) - 1))
@@ -250,7 +238,12 @@ class _Sweep:
             (
                 event.owner,
                 Event(
-                    event.action, event.part, event.begin - self._start, event.end - event.begin, event.self_ns, depth
+                    action=event.action,
+                    part=event.part,
+                    offset_ns=event.begin - self._start,
+                    duration_ns=event.end - event.begin,
+                    self_ns=event.self_ns,
+                    depth=depth,
                 ),
             )
             for event, depth in self._events

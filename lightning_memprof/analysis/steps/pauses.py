@@ -1,24 +1,24 @@
-"""The pauses of Python's garbage collector in a rank's recorded steps."""
+"""GC pauses in a rank's recorded steps."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lightning_memprof.analysis.run.load import Problem
-from lightning_memprof.analysis.run.rows import series_rows, text, whole
+from lightning_memprof.artifacts.series import GarbageRow
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.run.load import Rank
+    from lightning_memprof.analysis.run.model import Rank
+    from lightning_memprof.analysis.run.problems import Problem
 
 __all__ = ["DeadTensors", "Pauses", "pauses"]
 
 
 @dataclass(frozen=True)
 class DeadTensors:
-    """Tensors of one kind that collections found dead: how many, and their bytes, shared storages counted each time."""
+    """Tensors of one kind that garbage collection freed: count and bytes; shared storages count each time."""
 
     type: str
     shape: tuple[int, ...]
@@ -29,11 +29,11 @@ class DeadTensors:
 
 @dataclass(frozen=True)
 class Pauses:
-    """The collections in recorded steps, in nanoseconds, and what they found.
+    """The collections in recorded steps: nanoseconds and freed objects.
 
-    ``generations`` maps each generation to its ``(count, nanoseconds)``. ``tensor_bytes`` is what tensors that only a
-    reference cycle kept alive have given back, None where nobody looked; ``tensors`` are those by kind, the largest
-    sum first.
+    ``generations`` maps each generation to its ``(count, nanoseconds)``. ``tensor_bytes`` are the bytes of freed
+    tensors that only a reference cycle kept alive, None where they were not counted; ``tensors`` are those by kind, the
+    largest sum first.
     """
 
     count: int
@@ -47,31 +47,30 @@ class Pauses:
 
 
 def pauses(rank: Rank) -> tuple[Pauses | None, list[Problem]]:
-    """Return the pauses of a rank, None where nobody listened or none came, and what is wrong with their files.
+    """Return the pauses of a rank, None where none was recorded, and the problems of their files.
 
     Source: the series ``garbage`` of every window.
     """
-    problems: list[Problem] = []
-    recorded: list[dict[str, Any]] = []
-    for window in rank.windows:
-        path = window.series.get("garbage")
-        if path is not None:
-            rows, damage = series_rows(path)
-            problems += [Problem(path.name, damage, rank.rank)] if damage else []
-            recorded += [row for row in rows if row.get("recorded") is not False]
-    timed = [(ns, row) for row in recorded if (ns := whole(row, "duration_ns")) is not None and ns >= 0]
+    files = [window.read(GarbageRow) for window in rank.windows]
+    problems = [problem for file in files for problem in file.problems]
+    timed = [
+        (row.duration_ns, row)
+        for file in files
+        for row in file.recorded
+        if row.duration_ns is not None and row.duration_ns >= 0
+    ]
     if not timed:
         return None, problems
     generations: dict[int, list[int]] = defaultdict(list)
     for ns, row in timed:
-        generations[whole(row, "generation") or 0].append(ns)
-    freed = [size for _, row in timed if (size := whole(row, "tensor_bytes")) is not None]
+        generations[row.generation or 0].append(ns)
+    freed = [row.tensor_bytes for _, row in timed if row.tensor_bytes is not None]
     found = Pauses(
         count=len(timed),
         total_ns=sum(ns for ns, _ in timed),
         max_ns=max(ns for ns, _ in timed),
-        collected=sum(whole(row, "collected") or 0 for _, row in timed),
-        uncollectable=sum(whole(row, "uncollectable") or 0 for _, row in timed),
+        collected=sum(row.collected or 0 for _, row in timed),
+        uncollectable=sum(row.uncollectable or 0 for _, row in timed),
         generations={number: (len(ns), sum(ns)) for number, ns in sorted(generations.items())},
         tensor_bytes=sum(freed) if freed else None,
         tensors=_tensors([row for _, row in timed]),
@@ -79,15 +78,13 @@ def pauses(rank: Rank) -> tuple[Pauses | None, list[Problem]]:
     return found, problems
 
 
-def _tensors(rows: list[dict[str, Any]]) -> tuple[DeadTensors, ...]:
+def _tensors(rows: Sequence[GarbageRow]) -> tuple[DeadTensors, ...]:
     kinds: dict[tuple[str, tuple[int, ...], str], list[int]] = defaultdict(list)
     for row in rows:
-        listed = row.get("tensors")
-        for tensor in listed if isinstance(listed, list) else ():
-            if isinstance(tensor, dict):
-                shape = tensor.get("shape")
-                sizes = tuple(size for size in shape if isinstance(size, int)) if isinstance(shape, list) else ()
-                kind = text(tensor, "type") or "?", sizes, text(tensor, "dtype") or "?"
-                kinds[kind].append(whole(tensor, "bytes") or 0)
-    found = [DeadTensors(*kind, len(sizes), sum(sizes)) for kind, sizes in kinds.items()]
+        for tensor in row.tensors:
+            kinds[tensor.type or "?", tuple(tensor.shape), tensor.dtype or "?"].append(tensor.bytes or 0)
+    found = [
+        DeadTensors(type=name, shape=shape, dtype=dtype, count=len(sizes), bytes=sum(sizes))
+        for (name, shape, dtype), sizes in kinds.items()
+    ]
     return tuple(sorted(found, key=lambda tensors: (-tensors.bytes, tensors.type, tensors.shape, tensors.dtype)))

@@ -1,16 +1,17 @@
-"""Which phase of a step an action of Lightning belongs to, and how nested actions share the step's time."""
+"""The phase of each of Lightning's profiler actions, and the self time of nested actions by phase."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.run.rows import text, whole
 from lightning_memprof.artifacts.series import PHASES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
-__all__ = ["classify", "exclusive_times"]
+    from lightning_memprof.artifacts.series import HookRow
+
+__all__ = ["classify", "exclusive_times", "timed"]
 
 FORWARD: Final = {
     "fit": "training_step",
@@ -28,12 +29,12 @@ OPTIMIZER: Final = frozenset(
     {"optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "clip_gradients", "toggle_optimizer"}
 )
 EVALUATION_STEPS: Final = frozenset({"validation_step", "test_step", "predict_step"})
-# Actions of our own at the marks of a step.
+# The profiler's own actions at the marks of a step.
 OWN_WORK: Final = "[MemProfiler]"
 
 
 def classify(action: str, stage: str) -> str | None:
-    """Return the phase of one of Lightning's profiler actions, or None where it belongs to the action around it.
+    """Return the phase of an action, or None where it belongs to the action around it.
 
     A validation inside ``fit`` is ``other``: its steps and its callbacks' batch hooks belong to no training step.
     """
@@ -51,7 +52,7 @@ def classify(action: str, stage: str) -> str | None:
     return "other" if hook in EVALUATION_STEPS or action.startswith(OWN_WORK) else None
 
 
-def exclusive_times(rows: Iterable[Mapping[str, Any]], start_ns: int, end_ns: int, stage: str) -> dict[str, int]:
+def exclusive_times(rows: Iterable[HookRow], start_ns: int, end_ns: int, stage: str) -> dict[str, int]:
     """Share the time from ``start_ns`` to ``end_ns`` among the phases, in nanoseconds.
 
     Every instant counts for the innermost action that covers it, so the phases sum to ``end_ns - start_ns`` exactly,
@@ -68,7 +69,7 @@ def exclusive_times(rows: Iterable[Mapping[str, Any]], start_ns: int, end_ns: in
             totals[phase] += end - cursor
             cursor = end
 
-    for begin, negative_duration, _, action in sorted(_timed(rows)):
+    for begin, negative_duration, _, action in sorted(timed(rows)):
         begins = min(max(begin, start_ns), end_ns)
         while len(stack) > 1 and stack[-1][0] <= begins:
             leave()
@@ -83,9 +84,8 @@ def exclusive_times(rows: Iterable[Mapping[str, Any]], start_ns: int, end_ns: in
     return totals
 
 
-def _timed(rows: Iterable[Mapping[str, Any]]) -> Iterable[tuple[int, int, int, str]]:
+def timed(rows: Iterable[HookRow]) -> Iterable[tuple[int, int, int, str]]:
     """Yield ``(start, -duration, depth, action)``: of two that start together the outer one sorts first."""
     for row in rows:
-        begin, duration, action = whole(row, "start_ns"), whole(row, "duration_ns"), text(row, "action")
-        if begin is not None and duration is not None and action is not None:
-            yield begin, -max(duration, 0), whole(row, "depth") or 0, action
+        if row.start_ns is not None and row.duration_ns is not None and row.action is not None:
+            yield row.start_ns, -max(row.duration_ns, 0), row.depth or 0, row.action

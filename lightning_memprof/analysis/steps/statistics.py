@@ -1,16 +1,13 @@
-"""What a step cost: its time by phase and its memory, for the steps of a window and for the whole run."""
+"""Time by phase and memory of each step of a window, and step time statistics of the whole run."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
-from lightning_memprof.analysis.run.load import Problem
-from lightning_memprof.analysis.run.rows import series_rows, text, whole
 from lightning_memprof.analysis.steps.phases import exclusive_times
 from lightning_memprof.analysis.steps.typical import (
     Breakdown,
@@ -21,12 +18,13 @@ from lightning_memprof.analysis.steps.typical import (
     host_timing,
     mean,
 )
-from lightning_memprof.artifacts.series import PHASES
+from lightning_memprof.artifacts.series import PHASES, AllocatorRow, HookRow, HostRow
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from lightning_memprof.analysis.run.load import Rank, Window
+    from lightning_memprof.analysis.run.model import Rank, RecordedWindow
+    from lightning_memprof.analysis.run.problems import Problem
     from lightning_memprof.artifacts.series import PulseRow
 
 __all__ = [
@@ -39,16 +37,13 @@ __all__ = [
     "window_steps",
 ]
 
-Rows = list[dict[str, Any]]
-
-NOT_TAPPED: Final = "step"
-# Only a training has them; elsewhere they are not 0 but do not exist.
+# Only training has them; in other stages they are not 0 but do not exist.
 TRAINING_PHASES: Final = frozenset({"backward", "optimizer"})
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes of this process over the marks of one step; None where it was not sampled.
+    """Bytes of the process over the marks of one step; None where it was not sampled.
 
     ``rss_bytes``, ``uss_bytes`` and ``vms_bytes`` are the step's last sample, ``max_rss_bytes`` its largest and
     ``peak_rss_bytes`` the largest of the process so far.
@@ -132,23 +127,17 @@ class PulseStatistics:
         return (self.breakdown_ns[phase] or 0) / self.mean_ns if self.mean_ns else 0.0
 
 
-def window_steps(rank: Rank, window: Window) -> tuple[list[StepReport], list[Problem]]:
-    """Return what each recorded step of a window cost, and which series could not be read.
+def window_steps(rank: Rank, window: RecordedWindow) -> tuple[list[StepReport], list[Problem]]:
+    """Return the recorded steps of a window, and the problems of its series.
 
     The device's clock is preferred where the pulse has it, because a host's times of an asynchronous device are the
-    times of its launches; then the pulse's host clock, which keeps the work at our own marks out of the phases; then
-    the hook timings.
+    times of its launches; then the pulse's host clock, which keeps the profiler's work at the marks out of the phases;
+    then the hook timings.
     """
-    problems: list[Problem] = []
-
-    def by_step(collector: str) -> dict[int, Rows]:
-        groups, found = _recorded_rows(window, collector)
-        problems.extend(found)
-        return groups
-
-    hooks, host, allocator = by_step("hooks"), by_step("host"), by_step("allocator")
+    files = (window.read(HookRow), window.read(HostRow), window.read(AllocatorRow))
+    hooks, host, allocator = files[0].by_step, files[1].by_step, files[2].by_step
     pulse = {row["step"]: row for row in rank.pulse if row["step"] in window.steps}
-    stage = _stage(rank)
+    stage = rank.facts.stage
     reports = []
     for step in window.steps:
         row = pulse.get(step)
@@ -156,19 +145,24 @@ def window_steps(rank: Rank, window: Window) -> tuple[list[StepReport], list[Pro
         duration, breakdown, clock, source = timing or (None, None, None, None)
         breakdown = None if breakdown is None else _of_stage(breakdown, stage)
         marks = host.get(step) or allocator.get(step) or hooks.get(step) or []
-        global_step = row["global_step"] if row else next((whole(mark, "global_step") for mark in marks), None)
         reports.append(
             StepReport(
-                step, global_step, duration, breakdown, clock, source,
-                _host_memory(host.get(step, []), row), _device_memory(allocator.get(step, []), row),
+                step=step,
+                global_step=row["global_step"] if row else next((mark.global_step for mark in marks), None),
+                duration_ns=duration,
+                breakdown_ns=breakdown,
+                clock=clock,
+                source=source,
+                host=_host_memory(host.get(step, []), row),
+                device=_device_memory(allocator.get(step, []), row),
             )
-        )  # fmt: skip
-    return reports, problems
+        )
+    return reports, [problem for file in files for problem in file.problems]
 
 
-def recorded_actions(rank: Rank) -> dict[int, Rows]:
-    """Return the rows of the hook timings of every recorded step that has some."""
-    return {step: rows for window in rank.windows for step, rows in _recorded_rows(window, "hooks")[0].items()}
+def recorded_actions(rank: Rank) -> dict[int, Sequence[HookRow]]:
+    """Return the hook timings of every recorded step that has some."""
+    return {step: rows for window in rank.windows for step, rows in window.read(HookRow).by_step.items()}
 
 
 def pulse_statistics(rank: Rank) -> PulseStatistics | None:
@@ -178,7 +172,7 @@ def pulse_statistics(rank: Rank) -> PulseStatistics | None:
         return None
     durations = sorted(duration for _, duration, _ in typical.steps)
     means = {phase: mean([step[phase] for _, _, step in typical.steps]) for phase in PHASES}
-    breakdown = _of_stage(means, _stage(rank))
+    breakdown = _of_stage(means, rank.facts.stage)
     return PulseStatistics(
         steps=len(rank.pulse),
         used=len(typical.steps),
@@ -194,24 +188,6 @@ def pulse_statistics(rank: Rank) -> PulseStatistics | None:
     )
 
 
-def _recorded_rows(window: Window, collector: str) -> tuple[dict[int, Rows], list[Problem]]:
-    """Return a series' rows of recorded steps, by step, and what is wrong with its file."""
-    groups: dict[int, Rows] = defaultdict(list)
-    path = window.series.get(collector)
-    if path is None:
-        return groups, []
-    rows, damage = series_rows(path)
-    for row in rows:
-        step = whole(row, "step")
-        if step is not None and row.get("recorded") is not False:
-            groups[step].append(row)
-    return groups, [Problem(path.name, damage, window.rank)] if damage else []
-
-
-def _stage(rank: Rank) -> str:
-    return text(rank.facts, "stage") or "fit"
-
-
 def _of_stage(breakdown: Breakdown, stage: str) -> Breakdown:
     """Leave out the phases that a stage does not have, unless something was timed in them after all."""
     if stage == "fit":
@@ -224,42 +200,42 @@ def _median_share(typical: TypicalSteps, phase: str) -> float:
     return statistics.median([share for share in shares if share > 0] or [0.0])
 
 
-def _hook_timing(rows: Rows, stage: str) -> Timing | None:
-    span = next((row for row in rows if row.get("action") == NOT_TAPPED and row.get("depth") == -1), None)
-    start, duration = whole(span, "start_ns"), whole(span, "duration_ns")
-    if start is None or duration is None or duration < 0:
+def _hook_timing(rows: Sequence[HookRow], stage: str) -> Timing | None:
+    span = next((row for row in rows if row.action == "step" and row.depth == -1), None)
+    if span is None or span.start_ns is None or span.duration_ns is None or span.duration_ns < 0:
         return None
     actions = [row for row in rows if row is not span]
-    return duration, exclusive_times(actions, start, start + duration, stage), "host", "hooks"
+    phases = exclusive_times(actions, span.start_ns, span.start_ns + span.duration_ns, stage)
+    return span.duration_ns, phases, "host", "hooks"
 
 
-def _host_memory(marks: Rows, row: PulseRow | None) -> HostMemory:
-    rss = _values(marks, "rss_bytes") or ([row["rss_bytes"]] if row and row["rss_bytes"] is not None else [])
+def _host_memory(marks: Sequence[HostRow], row: PulseRow | None) -> HostMemory:
+    rss = _known(mark.rss_bytes for mark in marks) or _known([row["rss_bytes"]] if row else [])
     return HostMemory(
         rss_bytes=_last(rss),
         max_rss_bytes=max(rss, default=None),
-        peak_rss_bytes=max(_values(marks, "peak_rss_bytes"), default=None),
-        uss_bytes=_last(_values(marks, "uss_bytes")),
-        vms_bytes=_last(_values(marks, "vms_bytes")),
+        peak_rss_bytes=max(_known(mark.peak_rss_bytes for mark in marks), default=None),
+        uss_bytes=_last(_known(mark.uss_bytes for mark in marks)),
+        vms_bytes=_last(_known(mark.vms_bytes for mark in marks)),
     )
 
 
-def _device_memory(marks: Rows, row: PulseRow | None) -> DeviceMemory | None:
+def _device_memory(marks: Sequence[AllocatorRow], row: PulseRow | None) -> DeviceMemory | None:
     pulse_peak = row["device_peak_bytes"] if row else None
-    allocated = _values(marks, "allocated_bytes.all.current")
     if not marks and pulse_peak is None:
         return None
+    allocated = _known(mark.allocated_bytes for mark in marks)
     return DeviceMemory(
-        device=next((name for mark in marks if (name := text(mark, "device"))), None),
+        device=next((mark.device for mark in marks if mark.device), None),
         allocated_bytes=_last(allocated),
-        reserved_bytes=_last(_values(marks, "reserved_bytes.all.current")),
+        reserved_bytes=_last(_known(mark.reserved_bytes for mark in marks)),
         max_allocated_bytes=max(allocated, default=None),
-        peak_allocated_bytes=max(_values(marks, "allocated_bytes.all.peak"), default=pulse_peak),
+        peak_allocated_bytes=max(_known(mark.peak_allocated_bytes for mark in marks), default=pulse_peak),
     )
 
 
-def _values(marks: Rows, key: str) -> list[int]:
-    return [value for mark in marks if (value := whole(mark, key)) is not None]
+def _known(values: Iterable[int | None]) -> list[int]:
+    return [value for value in values if value is not None]
 
 
 def _last(values: Sequence[int]) -> int | None:

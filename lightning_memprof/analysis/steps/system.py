@@ -1,27 +1,29 @@
-"""What the machine did while the run was looked at: the mean and the extremes of each figure that was sampled."""
+"""The load of the machine during a run: mean, min and max of each sampled figure."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
-from itertools import chain, islice
+import os
+from array import array
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from lightning_memprof.analysis.run.problems import CUT, Problem
 from lightning_memprof.artifacts.naming import system_name
 from lightning_memprof.artifacts.plain_file import open_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from lightning_memprof.analysis.run.load import Rank, Run
+    from lightning_memprof.analysis.run.model import Rank, Run
 
-__all__ = ["Figure", "RankSystem", "figures_of", "stretches", "systems"]
+__all__ = ["Figure", "RankSystem", "SystemSamples", "SystemStretch", "read_samples", "systems"]
 
-# No figures of the machine: where and when.
+# Not figures of the machine, but place and time.
 _PLACE: Final = frozenset({"step", "global_step", "point", "recorded", "time_ns"})
-# No count of bytes is larger: what is, is damage, and too much for a float.
+# No count of bytes is larger; what is larger is damage, and too much for a float.
 _MOST: Final = 1e18
 MAX_RANKS: Final = 64
 # Two days of a sample each half second and rank; of longer runs the last part is read.
@@ -39,57 +41,66 @@ class Figure:
 
 @dataclass(frozen=True)
 class RankSystem:
-    """What one rank's samples say of its machine; a figure that no sample has is not there."""
+    """The samples of one rank's machine; a figure that no sample has is not there."""
 
     rank: int
     samples: int
     figures: Mapping[str, Figure]
 
 
-@dataclass
-class _Sum:
-    count: int = 0
-    total: float = 0.0
-    least: float = math.inf
-    most: float = -math.inf
+@dataclass(frozen=True)
+class SystemStretch:
+    """Samples without a pause between them: ``times_ns``, None where unknown, and each figure, NaN where unknown."""
 
-    def add(self, value: float) -> None:
-        self.count += 1
-        self.total += value
-        self.least = min(self.least, value)
-        self.most = max(self.most, value)
+    times_ns: Sequence[int | None]
+    figures: Mapping[str, Sequence[float]]
+
+    def __len__(self) -> int:
+        return len(self.times_ns)
 
 
-@dataclass
-class _Sums:
-    samples: int = 0
-    figures: dict[str, _Sum] = field(default_factory=dict)
+@dataclass(frozen=True)
+class SystemSamples:
+    """The samples of each window of a rank, then those of the whole run."""
 
-    def add(self, row: Mapping[str, Any]) -> None:
-        self.samples += 1
-        for name, value in figures_of(row):
-            self.figures.setdefault(name, _Sum()).add(value)
+    stretches: tuple[SystemStretch, ...]
+    problems: tuple[Problem, ...]
 
 
-def systems(run: Run) -> tuple[RankSystem, ...]:
-    """Return what the first ranks that sampled their machine saw, in their windows and, where asked, all the time."""
-    found = (samples for rank in run.ranks if (samples := _of_rank(rank, run.directory)) is not None)
-    return tuple(islice(found, MAX_RANKS))
+def systems(run: Run) -> tuple[tuple[RankSystem, ...], list[Problem]]:
+    """Return the load of the first ranks that sampled their machine, and the problems of their files."""
+    found: list[RankSystem] = []
+    problems: list[Problem] = []
+    for rank in run.ranks:
+        problems += rank.system.problems
+        if any(map(len, rank.system.stretches)):
+            found.append(_of_rank(rank))
+        if len(found) == MAX_RANKS:
+            break
+    return tuple(found), problems
 
 
-def stretches(rank: Rank, directory: Path, most_bytes: int = MAX_BYTES) -> Iterator[Iterator[dict[str, Any]]]:
-    """Yield the samples of each window, then those of the whole run: between two stretches nothing was sampled.
-
-    Of a file of more than ``most_bytes`` the last part is read; a line that a dying process tore is left out.
-    """
-    for path in (*(window.series.get("system") for window in rank.windows), directory / system_name(rank.rank)):
+def read_samples(rank: Rank, most_bytes: int = MAX_BYTES) -> SystemSamples:
+    """Return the samples of a rank; of a file of more than ``most_bytes`` the last part."""
+    stretches: list[SystemStretch] = []
+    problems: list[Problem] = []
+    whole_run = rank.directory / system_name(rank.rank)
+    for path in (*(window.series.get("system") for window in rank.windows), whole_run):
         if path is not None and path.is_file():
-            yield _rows(path, most_bytes)
+            stretch, is_whole = _stretch(path, most_bytes)
+            stretches.append(stretch)
+            if path == whole_run and not is_whole:
+                problems.append(Problem(path.name, CUT, rank.rank))
+    return SystemSamples(tuple(stretches), tuple(problems))
 
 
-def _rows(path: Path, most_bytes: int) -> Iterator[dict[str, Any]]:
+def _stretch(path: Path, most_bytes: int) -> tuple[SystemStretch, bool]:
+    """Return the samples of a file, and whether its last line is whole."""
+    times: list[int | None] = []
+    figures: dict[str, array[float]] = {}
+    line = b"\n"
     with open_plain(path) as file:
-        if (too_long := path.stat().st_size - most_bytes) > 0:
+        if (too_long := os.fstat(file.fileno()).st_size - most_bytes) > 0:
             file.seek(too_long)
             file.readline()
         for line in file:
@@ -98,24 +109,36 @@ def _rows(path: Path, most_bytes: int) -> Iterator[dict[str, Any]]:
             except (ValueError, RecursionError):
                 continue
             if isinstance(row, dict):
-                yield row
+                time_ns = row.get("time_ns")
+                for name, value in _figures(row):
+                    column = figures.setdefault(name, array("d"))
+                    column.extend([math.nan] * (len(times) - len(column)))
+                    column.append(value)
+                times.append(time_ns if type(time_ns) is int else None)
+    for column in figures.values():
+        column.extend([math.nan] * (len(times) - len(column)))
+    return SystemStretch(times, figures), line.endswith(b"\n")
 
 
-def figures_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield what a sample says of the machine: each figure's name and value."""
+def _figures(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in row.items():
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if number and name not in _PLACE and -_MOST < value < _MOST:
             yield name, float(value)
 
 
-def _of_rank(rank: Rank, directory: Path) -> RankSystem | None:
-    sums = _Sums()
-    for row in chain.from_iterable(stretches(rank, directory)):
-        sums.add(row)
-    if not sums.samples:
-        return None
-    figures = {
-        name: Figure(figure.total / figure.count, figure.least, figure.most) for name, figure in sums.figures.items()
-    }
-    return RankSystem(rank.rank, sums.samples, figures)
+def _of_rank(rank: Rank) -> RankSystem:
+    stretches = rank.system.stretches
+    names = dict.fromkeys(name for stretch in stretches for name in stretch.figures)
+    return RankSystem(rank.rank, sum(map(len, stretches)), {name: _figure(stretches, name) for name in names})
+
+
+def _figure(stretches: Sequence[SystemStretch], name: str) -> Figure:
+    count, total, least, most = 0, 0.0, math.inf, -math.inf
+    for stretch in stretches:
+        for value in stretch.figures.get(name, ()):
+            if not math.isnan(value):
+                count += 1
+                total += value
+                least, most = min(least, value), max(most, value)
+    return Figure(total / count, least, most)

@@ -1,4 +1,4 @@
-"""How much data a rank's steps work through in a second, how steadily, and what part of its device that takes."""
+"""Batches, samples and tokens per second of a rank, their spread, and the utilization of its device."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.run.load import Problem
-from lightning_memprof.analysis.run.rows import Row, series_rows, whole
+from lightning_memprof.artifacts.series import ThroughputRow
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightning_memprof.analysis.run.load import Rank, Run
+    from lightning_memprof.analysis.run.model import Rank, Run
+    from lightning_memprof.analysis.run.problems import Problem
 
 __all__ = ["RankThroughput", "Rate", "rank_throughput", "throughputs"]
 
@@ -26,7 +26,7 @@ _MOST: Final = 1e30
 
 @dataclass(frozen=True)
 class Rate:
-    """Something per second: over all steps that were used, and of the steps slower and faster than nine in ten."""
+    """A rate per second: mean over the used steps, and the 10th and 90th percentile of their rates."""
 
     mean: float
     p10: float
@@ -35,11 +35,11 @@ class Rate:
 
 @dataclass(frozen=True)
 class RankThroughput:
-    """What one rank works through. None is not known, and never 0.
+    """The throughput of one rank; an unknown value is None, never 0.
 
-    ``basis`` says which steps the rates rest on: those of the pulse, at the size of the batches that the windows saw;
-    without a pulse those of the windows. ``samples`` and ``tokens`` are of a mean batch, ``flops`` of one step, forward
-    and backward. ``utilization`` is the part, 0 to 1, of ``peak_flops`` (per second) that the mean step comes to.
+    ``basis`` names the steps of the rates: those of the pulse, with the batch sizes of the windows; without a pulse
+    those of the windows. ``samples`` and ``tokens`` are of a mean batch, ``flops`` of one step, forward and backward.
+    ``utilization`` is the share, 0 to 1, of ``peak_flops`` (per second) in the mean step.
     """
 
     rank: int
@@ -57,7 +57,7 @@ class RankThroughput:
 
 
 def throughputs(run: Run) -> tuple[tuple[RankThroughput, ...], tuple[Problem, ...]]:
-    """Return the throughput of the first ranks that counted their batches, and what could not be read."""
+    """Return the throughput of the first ranks that counted their batches, and the problems of their files."""
     counted = (rank for rank in run.ranks if any("throughput" in window.series for window in rank.windows))
     found, problems = [], []
     for rank in islice(counted, MAX_RANKS):
@@ -69,18 +69,16 @@ def throughputs(run: Run) -> tuple[tuple[RankThroughput, ...], tuple[Problem, ..
 
 
 def rank_throughput(rank: Rank) -> tuple[RankThroughput | None, list[Problem]]:
-    """Return one rank's throughput, None where no step of it was timed, and what could not be read."""
-    rows, problems = _rows(rank)
+    """Return one rank's throughput, None where none of its steps was timed, and the problems of its files."""
+    files = [window.read(ThroughputRow) for window in rank.windows]
+    rows = [row for file in files for row in file.recorded]
+    problems = [problem for file in files for problem in file.problems]
     durations, basis = _durations(rank, rows)
     if not durations:
         return None, problems
-    samples, tokens = _mean(rows, "samples"), _mean(rows, "tokens")
-    flops = next((count for row in rows if (count := whole(row, "flops"))), None)
-    peaks = (row.get("peak_flops") for row in rows)
-    peak = next(
-        (float(peak_value) for peak_value in peaks if isinstance(peak_value, (int, float)) and 0 < peak_value < _MOST),
-        None,
-    )
+    samples, tokens = _mean([row.samples for row in rows]), _mean([row.tokens for row in rows])
+    flops = next((row.flops for row in rows if row.flops), None)
+    peak = next((row.peak_flops for row in rows if row.peak_flops is not None and 0 < row.peak_flops < _MOST), None)
     flops_per_s = None if flops is None else flops * len(durations) / sum(durations) * 1e9
     found = RankThroughput(
         rank=rank.rank,
@@ -99,32 +97,20 @@ def rank_throughput(rank: Rank) -> tuple[RankThroughput | None, list[Problem]]:
     return found, problems
 
 
-def _rows(rank: Rank) -> tuple[list[Row], list[Problem]]:
-    rows: list[Row] = []
-    problems = []
-    for window in rank.windows:
-        path = window.series.get("throughput")
-        if path is not None:
-            read, damage = series_rows(path)
-            rows += [row for row in read if row.get("recorded") is not False]
-            problems += [Problem(path.name, damage, rank.rank)] if damage else []
-    return rows, problems
-
-
-def _durations(rank: Rank, rows: list[Row]) -> tuple[list[int], str]:
+def _durations(rank: Rank, rows: Sequence[ThroughputRow]) -> tuple[list[int], str]:
     typical = rank.typical_steps
     if typical is not None:
         return [duration for _, duration, _ in typical.steps if duration > 0], typical.basis
-    return [duration for row in rows if (duration := whole(row, "duration_ns")) and duration > 0], IN_WINDOWS
+    return [row.duration_ns for row in rows if row.duration_ns and row.duration_ns > 0], IN_WINDOWS
 
 
-def _mean(rows: Sequence[Row], key: str) -> float | None:
-    known = [value for row in rows if (value := whole(row, key)) is not None and value >= 0]
+def _mean(values: Sequence[int | None]) -> float | None:
+    known = [value for value in values if value is not None and value >= 0]
     return statistics.fmean(known) if known else None
 
 
 def _rate(amount: float, durations: Sequence[int]) -> Rate:
-    """Return ``amount`` a step as a rate; its spread is that of the steps' durations (nanoseconds)."""
+    """Return ``amount`` per step as a rate; its spread is that of the steps' durations (nanoseconds)."""
     slowest_first = sorted(durations, reverse=True)
     last = len(slowest_first) - 1
 

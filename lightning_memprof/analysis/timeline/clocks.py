@@ -13,8 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
-from lightning_memprof.analysis.run.load import Rank, Run
-from lightning_memprof.analysis.run.rows import text
+from lightning_memprof.analysis.run.model import Rank, Run
 from lightning_memprof.analysis.trace.communication import Collective, collectives
 from lightning_memprof.errors import ArtifactError
 
@@ -46,7 +45,7 @@ class Clocks:
 
     def offset_ns(self, rank: Rank) -> int:
         """Return the nanoseconds to add to the times of a rank."""
-        return self.offsets_ns.get(text(rank.facts, "host") or "", 0)
+        return self.offsets_ns.get(rank.facts.host or "", 0)
 
 
 def align_clocks(run: Run, window: int | None = None, ranks: Collection[int] | None = None) -> Clocks:
@@ -61,7 +60,7 @@ def align_clocks(run: Run, window: int | None = None, ranks: Collection[int] | N
     hosts: dict[str, list[Rank]] = {}
     for rank in run.ranks:
         if ranks is None or rank.rank in ranks:
-            hosts.setdefault(text(rank.facts, "host") or "", []).append(rank)
+            hosts.setdefault(rank.facts.host or "", []).append(rank)
     if len(hosts) < 2:
         return Clocks(offsets_ns=dict.fromkeys(hosts, 0))
     ends: dict[str, list[Mapping[Key, int]]] = {host: [] for host in hosts}

@@ -16,7 +16,7 @@ import msgspec
 from isal import igzip, isal_zlib
 
 from lightning_memprof.analysis.findings import Facts, Finding, examine
-from lightning_memprof.analysis.run.load import Rank, Run, Window
+from lightning_memprof.analysis.run.model import Rank, RecordedWindow, Run
 from lightning_memprof.analysis.run.rows import integer, text
 from lightning_memprof.analysis.timeline.clocks import Clocks
 from lightning_memprof.analysis.timeline.events import Source, TimelineEvent
@@ -102,11 +102,11 @@ def run_sources(
 
 def rank_label(rank: Rank) -> str:
     """Return the name of a rank on the timeline: ``"rank 3 · host"``."""
-    host = text(rank.facts, "host")
+    host = rank.facts.host
     return f"rank {rank.rank} · {host}" if host else f"rank {rank.rank}"
 
 
-def _chosen(run: Run, choice: Choice) -> list[tuple[Rank, list[Window]]]:
+def _chosen(run: Run, choice: Choice) -> list[tuple[Rank, list[RecordedWindow]]]:
     here = {rank.rank for rank in run.ranks}
     missing = sorted(set(choice.ranks or ()) - here)
     if missing:
@@ -122,13 +122,13 @@ def _chosen(run: Run, choice: Choice) -> list[tuple[Rank, list[Window]]]:
     return chosen
 
 
-def _wanted(window: Window, choice: Choice) -> bool:
+def _wanted(window: RecordedWindow, choice: Choice) -> bool:
     if choice.window is not None and window.index != choice.window:
         return False
     return choice.steps is None or not set(choice.steps).isdisjoint(_steps(window))
 
 
-def _steps(window: Window) -> tuple[int, ...]:
+def _steps(window: RecordedWindow) -> tuple[int, ...]:
     return (*window.warmup_steps, *window.steps)
 
 
@@ -156,7 +156,7 @@ def _listed(numbers: Iterable[int]) -> str:
     return ", ".join(shown[:10]) + (", ..." if len(shown) > 10 else "")
 
 
-def _span(window: Window, rank: Rank, steps: Collection[int] | None) -> _Span | None:
+def _span(window: RecordedWindow, rank: Rank, steps: Collection[int] | None) -> _Span | None:
     """Return begin and end of a window's steps by the rank's clock; None where they are unknown."""
     inside = set(_steps(window)) if steps is None else set(steps) & set(_steps(window))
     # The pulse is in memory; a step that is cut out has the edges of the slice that is drawn.
@@ -179,7 +179,7 @@ def _pulse_edges(rank: Rank, steps: Collection[int]) -> list[_Span]:
     ]
 
 
-def _window_sources(run: Run, rank: Rank, window: Window, offset: int, span: _Span | None) -> Iterator[Source]:
+def _window_sources(run: Run, rank: Rank, window: RecordedWindow, offset: int, span: _Span | None) -> Iterator[Source]:
     label = rank_label(rank)
     for artifact in run.artifacts:
         if (
@@ -358,7 +358,7 @@ def _change(start: Row, end: Row) -> dict[str, Any]:
 
 
 def _finding_sources(
-    run: Run, chosen: list[tuple[Rank, list[Window]]], clocks: Clocks, choice: Choice
+    run: Run, chosen: list[tuple[Rank, list[RecordedWindow]]], clocks: Clocks, choice: Choice
 ) -> Iterator[Source]:
     spans = [
         (span[0] + clocks.offset_ns(rank), span[1] + clocks.offset_ns(rank))

@@ -22,7 +22,7 @@ from lightning_memprof.artifacts.placing import own_temporary
 from lightning_memprof.errors import ArtifactError, ConfigError, MemprofError
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.run.load import Artifact, Run
+    from lightning_memprof.analysis.run.model import ArtifactFile, Run
 
 __all__ = [
     "AVAILABLE_SORT_KEYS",
@@ -142,9 +142,9 @@ def ensure_operator_tables(run: Run) -> Run:
     A missing table is computed from the traces and written beside them, but never outside of the run: a run from
     somebody else may name any place. Where that fails, the run is returned with a problem that gives the reason.
     """
-    from lightning_memprof.analysis.run.load import Problem
+    from lightning_memprof.analysis.run.problems import Problem
 
-    traces: dict[Path, list[Artifact]] = defaultdict(list)
+    traces: dict[Path, list[ArtifactFile]] = defaultdict(list)
     for artifact in run.artifacts:
         name = TraceName.parse(artifact.file.name)
         if artifact.type == "trace" and artifact.state == "present" and name is not None:
@@ -176,7 +176,7 @@ def ensure_operator_tables(run: Run) -> Run:
     return replace(run, artifacts=tuple(artifacts), problems=tuple(problems))
 
 
-def _table_artifact(run: Run, table: Path, trace: Artifact) -> Artifact:
+def _table_artifact(run: Run, table: Path, trace: ArtifactFile) -> ArtifactFile:
     return replace(
         trace,
         type="table",

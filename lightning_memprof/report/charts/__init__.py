@@ -31,7 +31,7 @@ from lightning_memprof.report.sections.memory import peak_allocations
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from lightning_memprof.analysis.run.load import Run
+    from lightning_memprof.analysis.run.model import Run
     from lightning_memprof.analysis.snapshot.model import SnapshotReport
     from lightning_memprof.analysis.trace.model import TraceReport
     from lightning_memprof.report.view import View
@@ -91,7 +91,7 @@ def _window_memory(view: View, run: Run) -> Iterator[Chart | None]:
     for lives in _lives(path):
         if device is None or lives.device == device:
             held = _held(view, window)
-            if held and lives.device == run.lead.facts.get("device"):
+            if held and lives.device == run.lead.facts.device:
                 lives = with_held(lives, held)  # noqa: PLW2901 the same blocks, above what was there
             yield memory_chart(lives, ("memory", "memory"), where)
             break

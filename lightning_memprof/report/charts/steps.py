@@ -30,7 +30,7 @@ from lightning_memprof.units import format_bytes, format_count, format_ns
 if TYPE_CHECKING:
     from bokeh.plotting import figure
 
-    from lightning_memprof.analysis.run.load import Rank
+    from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.artifacts.series import PulseRow
     from lightning_memprof.report.view import View
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from operator import itemgetter
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from bokeh.layouts import column
 from bokeh.models import ColumnDataSource
 
-from lightning_memprof.analysis.steps.system import figures_of, stretches
 from lightning_memprof.report.charts.embed import Chart, made
 from lightning_memprof.report.charts.style import (
     Renderer,
@@ -30,14 +29,16 @@ if TYPE_CHECKING:
 
     from bokeh.plotting import figure
 
-    from lightning_memprof.analysis.run.load import Run
+    from lightning_memprof.analysis.run.model import Run
+    from lightning_memprof.analysis.steps.system import SystemStretch
 
 __all__ = ["system_chart"]
 
 _HEIGHT: Final = 190
 _POINTS: Final = 1000
 _LINES: Final = 8
-_MAX_BYTES: Final = 32 * 1024 * 1024
+# Half a day of a sample each half second.
+_MOST_SAMPLES: Final = 80_000
 # By the end of a figure's name, the longer ends before those that they end in: what its axis says, and the order.
 _UNITS: Final = (
     ("_percent", "percent"),
@@ -57,17 +58,27 @@ class _Point(NamedTuple):
     stretch: int
 
 
+class _Sample(NamedTuple):
+    """The sample at a place of a stretch; ``number`` counts stretches that nothing was sampled between."""
+
+    time_ns: int
+    number: int
+    stretch: SystemStretch
+    at: int
+
+
 def system_chart(run: Run) -> Chart | None:
     """Return the lead rank's samples of its machine over time; None where there are not two."""
     rows = _in_stretches(run)
     if len(rows) < _FEWEST:
         return None
-    start = rows[0][1]["time_ns"]
+    start = rows[0].time_ns
     series: dict[str, dict[str, list[_Point]]] = defaultdict(lambda: defaultdict(list))
-    for stretch, row in rows:
-        at = (row["time_ns"] - start) / 1e9
-        for name, value in figures_of(row):
-            series[_unit(name)][_short(name)].append(_Point(at, value, stretch))
+    for sample in rows:
+        at = (sample.time_ns - start) / 1e9
+        for name, values in sample.stretch.figures.items():
+            if not math.isnan(value := values[sample.at]):
+                series[_unit(name)][_short(name)].append(_Point(at, value, sample.number))
     plots: list[figure] = []
     for unit in (*(words for _, words in _UNITS), ""):
         # What stays 0 all the time, as swap does, says nothing.
@@ -88,20 +99,20 @@ def system_chart(run: Run) -> Chart | None:
     return made(("system", "system"), "The machine", summary, model, height=_HEIGHT * len(plots))
 
 
-def _in_stretches(run: Run) -> list[tuple[int, dict[str, Any]]]:
-    """Return the lead rank's samples by time, each with the number of the stretch that was sampled without a pause."""
+def _in_stretches(run: Run) -> list[_Sample]:
+    """Return the lead rank's samples by time, each with the number of its stretch."""
     found = [
-        sorted((row for row in rows if isinstance(row.get("time_ns"), int)), key=itemgetter("time_ns"))
-        for rows in stretches(run.lead, run.directory, _MAX_BYTES)
+        (stretch, sorted((time_ns, at) for at, time_ns in enumerate(stretch.times_ns) if time_ns is not None))
+        for stretch in run.lead.system.stretches
     ]
-    numbered: list[tuple[int, dict[str, Any]]] = []
+    numbered: list[_Sample] = []
     number, end = 0, 0
-    for rows in sorted((rows for rows in found if rows), key=lambda rows: rows[0]["time_ns"]):
+    for stretch, rows in sorted((entry for entry in found if entry[1]), key=lambda entry: entry[1][0][0]):
         # A window in a run that is sampled all the time is no stretch of its own.
-        number += rows[0]["time_ns"] > end
-        end = max(end, rows[-1]["time_ns"])
-        numbered += [(number, row) for row in rows]
-    return sorted(numbered, key=lambda entry: entry[1]["time_ns"])
+        number += rows[0][0] > end
+        end = max(end, rows[-1][0])
+        numbered += [_Sample(time_ns, number, stretch, at) for time_ns, at in rows[-_MOST_SAMPLES:]]
+    return sorted(numbered, key=attrgetter("time_ns"))
 
 
 def _plot(unit: str, drawn: Mapping[str, list[_Point]], first: figure | None) -> figure:

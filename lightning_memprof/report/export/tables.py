@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_memprof.analysis.findings import Facts, Finding, examine, examine_files
 from lightning_memprof.analysis.memory.allocations import run_allocations, window_allocations
 from lightning_memprof.analysis.memory.report import memory_report
-from lightning_memprof.analysis.run.rows import series_rows
 from lightning_memprof.analysis.steps.statistics import window_steps
 from lightning_memprof.analysis.trace.key_averages import collect_rows
+from lightning_memprof.artifacts.plain_file import read_plain
+from lightning_memprof.artifacts.rows import decode_rows
 from lightning_memprof.errors import ArtifactError
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.memory.model import DeviceAllocations, WindowAllocations
-    from lightning_memprof.analysis.run.load import Artifact, Run
+    from lightning_memprof.analysis.run.model import ArtifactFile, Run
     from lightning_memprof.analysis.snapshot.model import SnapshotReport
     from lightning_memprof.analysis.trace.model import TraceReport
 
@@ -124,7 +125,7 @@ def _traced(run: Run, problems: list[Row]) -> Iterator[Table]:
     yield from _filled(Table.of("operators", operators), *(Table.of(part, rows) for part, rows in parts.items()))
 
 
-def _is_trace(artifact: Artifact) -> bool:
+def _is_trace(artifact: ArtifactFile) -> bool:
     return artifact.type == "trace" and artifact.state == "present"
 
 
@@ -154,8 +155,8 @@ def _ranks(run: Run) -> Iterator[Row]:
         times = across.get(rank.rank)
         yield {
             "rank": rank.rank,
-            "host": rank.facts.get("host"),
-            "device": rank.facts.get("device"),
+            "host": rank.facts.host,
+            "device": rank.facts.device,
             "status": rank.status,
             "steps": rank.steps,
             "median_step_ns": statistics.median_ns if statistics else None,
@@ -215,7 +216,7 @@ def _series(run: Run) -> Iterator[Table]:
             for rank in run.ranks
             for window in rank.windows
             if name in window.series
-            for row in series_rows(window.series[name])[0]
+            for row in decode_rows(read_plain(window.series[name]), dict)[0]
         )
         yield from _filled(Table.of(f"series_{name}", rows))
 

@@ -6,8 +6,7 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.run.following import progress_of
-from lightning_memprof.analysis.run.rows import text as text_of
+from lightning_memprof.analysis.run.following import total_steps
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.document import (
     Cell,
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from lightning_memprof.analysis.findings import Finding
-    from lightning_memprof.analysis.run.following import Follower, RankSoFar
+    from lightning_memprof.analysis.run.following import Follower, RankProgress
     from lightning_memprof.report.document import Style
 
 __all__ = ["SILENT_NS", "Watched", "live_document", "live_line"]
@@ -101,13 +100,13 @@ def _joined(parts: list[tuple[str | Cell, ...]]) -> Phrase:
     return Phrase(tuple(piece for place, part in enumerate(parts) for piece in ((" · ",) * (place > 0) + part)))
 
 
-def _head(watched: Watched, lead: RankSoFar) -> Iterator[Line]:
-    model = text_of(lead.training, "model")
+def _head(watched: Watched, lead: RankProgress) -> Iterator[Line]:
+    model = lead.training.model if lead.training else None
     follower = watched.follower
     known = [
-        f"{text_of(lead.facts, 'stage') or 'fit'}{f' of {model}' if model else ''}",
+        f"{lead.facts.stage if lead.facts else 'fit'}{f' of {model}' if model else ''}",
         f"{follower.world_size} ranks" if follower.world_size > 1 else "",
-        f"on {text_of(lead.facts, 'device') or '?'}",
+        f"on {(lead.facts.device if lead.facts else None) or '?'}",
     ]
     yield Line("run", watched.name)
     yield Line("", " · ".join(word for word in known if word), "dim")
@@ -116,9 +115,9 @@ def _head(watched: Watched, lead: RankSoFar) -> Iterator[Line]:
         yield Line("steps", _position(lead))
 
 
-def _position(lead: RankSoFar) -> Words:
+def _position(lead: RankProgress) -> Words:
     parts: list[tuple[str | Cell, ...]] = [_steps(lead)]
-    epoch, step, total = lead.recent[-1]["epoch"], lead.recent[-1]["step"], progress_of(lead)
+    epoch, step, total = lead.recent[-1]["epoch"], lead.recent[-1]["step"], total_steps(lead)
     if epoch is not None:
         parts.append((f"epoch {epoch}",))
     if total and step is not None and lead.end is None and total > step:
@@ -126,9 +125,9 @@ def _position(lead: RankSoFar) -> Words:
     return _joined(parts)
 
 
-def _steps(lead: RankSoFar) -> tuple[str | Cell, ...]:
+def _steps(lead: RankProgress) -> tuple[str | Cell, ...]:
     step = lead.recent[-1]["step"] if lead.recent else None
-    total = progress_of(lead)
+    total = total_steps(lead)
     if step is None:
         return (count(lead.steps),)
     if not total or total <= step:
@@ -136,10 +135,10 @@ def _steps(lead: RankSoFar) -> tuple[str | Cell, ...]:
     return count(step + 1), " of ", count(total), " (", share((step + 1) / total), ")"
 
 
-def _state(watched: Watched, lead: RankSoFar) -> str:
+def _state(watched: Watched, lead: RankProgress) -> str:
     if watched.follower.has_ended:
         ends = (rank.end for rank in watched.follower.ranks.values() if rank.end)
-        exception = next((text_of(end, "exception") for end in ends), None)
+        exception = next((end.exception for end in ends), None)
         return f"ended: {exception}" if exception else "finished"
     if lead.last_ns is None:
         return "before its first step"
@@ -158,21 +157,21 @@ def _passed(ns: float) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def _durations(lead: RankSoFar) -> list[int]:
+def _durations(lead: RankProgress) -> list[int]:
     return [ns for row in lead.usual() if (ns := row["duration_ns"]) is not None] or [0]
 
 
-def _median(lead: RankSoFar) -> int:
+def _median(lead: RankProgress) -> int:
     return int(statistics.median(_durations(lead)))
 
 
-def _step_times(lead: RankSoFar) -> Words:
+def _step_times(lead: RankProgress) -> Words:
     found = _durations(lead)
     words = f"Step time in the last {len(found)} steps: median {{}}, min {{}}, max {{}}."
     return phrase(words, *map(duration, (_median(lead), min(found), max(found))))
 
 
-def _times(lead: RankSoFar) -> Iterator[Part]:
+def _times(lead: RankProgress) -> Iterator[Part]:
     yield Chart("step-times", "Step time over the run", lead.durations_ns.values)
     phases = lead.phases_ns()
     whole = sum(phases.values())
@@ -182,7 +181,7 @@ def _times(lead: RankSoFar) -> Iterator[Part]:
         yield Stack("Time of a step", duration(mean), bars(parts, whole, "ns"))
 
 
-def _memory(lead: RankSoFar) -> Iterator[Part]:
+def _memory(lead: RankProgress) -> Iterator[Part]:
     rss = lead.rss_bytes.values
     if not rss:
         return
@@ -224,7 +223,7 @@ def _ranks(follower: Follower) -> Section:
     return Section("ranks", "Ranks", lead, [table])
 
 
-def _windows(lead: RankSoFar) -> Iterator[Line]:
+def _windows(lead: RankProgress) -> Iterator[Line]:
     windows = sorted(lead.windows.values(), key=lambda window: window.index)
     if windows:
         recorded = sum(window.closed for window in windows)

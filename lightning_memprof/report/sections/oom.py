@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.oom.autopsy import Autopsy, autopsy
 from lightning_memprof.analysis.oom.events import oom_events
-from lightning_memprof.analysis.run.rows import first_row, last_row, manifest_rows
+from lightning_memprof.artifacts.manifest import read_manifest
 from lightning_memprof.artifacts.naming import manifest_name, oom_name
 from lightning_memprof.report.document import (
     Cell,
@@ -60,12 +60,13 @@ def autopsy_section(directory: Path, rank: int) -> Section | None:
         ArtifactError: its files cannot be read.
 
     """
-    rows, _ = manifest_rows(directory / manifest_name(rank))
-    events = oom_events(directory, rank, rows)
+    manifest = read_manifest(directory / manifest_name(rank))
+    events = oom_events(directory, rank, manifest)
     if not events:
         return None
-    world_size = (first_row(rows, "run") or {}).get("world_size")
-    event = autopsy(events[-1], {**(last_row(rows, "training") or {}), "world_size": world_size})
+    training = manifest.training.fields if manifest.training else {}
+    world_size = manifest.run.world_size if manifest.run else None
+    event = autopsy(events[-1], {**training, "world_size": world_size})
     files = [Line("file", Cell(str(directory / oom_name(rank)), "path"))]
     if events[-1].snapshot is not None:
         files.append(Line("snapshot", Cell(f"{events[-1].snapshot}", "path")))

@@ -34,7 +34,7 @@ from lightning_memprof.report.document import (
 from lightning_memprof.report.sections.labels import MORE, file_command, place
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.run.load import Artifact
+    from lightning_memprof.analysis.run.model import ArtifactFile
     from lightning_memprof.analysis.steps.system import Figure
     from lightning_memprof.report.view import View
 
@@ -133,8 +133,8 @@ def file_ids(view: View) -> dict[str, str]:
     return {file.path: f"file-{number}" for number, file in enumerate(_ordered(view)[:MAX_FILES])}
 
 
-def _ordered(view: View) -> list[Artifact]:
-    def order(file: Artifact) -> tuple[int, int, int, str]:
+def _ordered(view: View) -> list[ArtifactFile]:
+    def order(file: ArtifactFile) -> tuple[int, int, int, str]:
         kind = TYPE_ORDER.index(file.type) if file.type in TYPE_ORDER else len(TYPE_ORDER)
         return kind, file.rank, -1 if file.window is None else file.window, file.path
 
@@ -163,7 +163,7 @@ def files_section(view: View) -> Section:
     return Section("files", "Files", lead, [_commands(view), *([table] if rows else [])])
 
 
-def _file(file: Artifact, row_id: str, view: View) -> Row:
+def _file(file: ArtifactFile, row_id: str, view: View) -> Row:
     where = place(file.file, view.root, view.url)
     size_cell = size(file.size_bytes) if file.state == "present" else Cell(file.state, sort=-1, style="bad")
     command = file_command(where, file.type) if file.state != "missing" else ""
@@ -177,7 +177,7 @@ def _file(file: Artifact, row_id: str, view: View) -> Row:
     )
 
 
-def _total(files: Sequence[Artifact]) -> Cell:
+def _total(files: Sequence[ArtifactFile]) -> Cell:
     return size(sum(file.size_bytes or 0 for file in files))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_memprof.artifacts.manifest import read_rows
+from lightning_memprof.artifacts.rows import read_rows
 from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.artifacts.sink import Artifact, RunPlace, Sink, claim_run_place
 from lightning_memprof.schedule import Mark, Point, Window

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memprof.artifacts.manifest import read_rows
+from lightning_memprof.artifacts.rows import read_rows
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.budget import Budget, Export, Ledger, TraceLevel
 from lightning_memprof.capture.collectors.operator_trace import OperatorTrace

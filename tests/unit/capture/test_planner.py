@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memprof.artifacts.manifest import read_rows
+from lightning_memprof.artifacts.rows import read_rows
 from lightning_memprof.capture.base import Position, StepRecord
 from lightning_memprof.capture.planner import RequestQueue, WindowRequest
 from lightning_memprof.capture.session import Session

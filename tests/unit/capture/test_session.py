@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memprof.artifacts.manifest import read_rows
+from lightning_memprof.artifacts.rows import read_rows
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.capture.base import Collector, OnMark, Position, RunContext
 from lightning_memprof.capture.session import Session

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from lightning_memprof import Collector, Mark, RunContext
-from lightning_memprof.artifacts.manifest import read_rows
+from lightning_memprof.artifacts.rows import read_rows
 from lightning_memprof.capture.budget import Budget, Ledger
 from lightning_memprof.capture.watchdog import CollectorHungError, Watchdog
 from lightning_memprof.collectors import Window

@@ -213,8 +213,8 @@ def test_a_rank_leads_the_page_and_a_window_leaves_out_the_others(
 def test_a_rank_of_thousands_is_read_in_full_where_it_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_memprof.analysis.run.many_ranks.FULL_RANKS", 2)
-    monkeypatch.setattr("lightning_memprof.analysis.run.many_ranks.FIRST_RANKS", 1)
+    monkeypatch.setattr("lightning_memprof.analysis.run.load.FULL_RANKS", 2)
+    monkeypatch.setattr("lightning_memprof.analysis.run.load.FIRST_RANKS", 1)
     make_run(tmp_path, FakeRun(world_size=4, trace=False))
     assert show(str(tmp_path), "json", OpenOptions(rank=3)) == 0
     document = json.loads(capsys.readouterr().out)

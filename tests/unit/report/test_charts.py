@@ -20,7 +20,8 @@ from fake_runs import FakeRun, make_run
 from kineto import write_trace
 from lightning_memprof.analysis.memory.allocations import run_allocations
 from lightning_memprof.analysis.memory.block_lives import BlockLives
-from lightning_memprof.analysis.run.load import Run, load_run
+from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.analysis.run.model import Run
 from lightning_memprof.analysis.trace.device import device_timeline
 from lightning_memprof.analysis.trace.report import trace_report
 from lightning_memprof.artifacts.naming import system_name

@@ -18,7 +18,8 @@ from kineto import write_trace
 from lightning_memprof import ExtendedPyTorchProfiler, Schedule
 from lightning_memprof.analysis.memory.allocations import replay_allocations, run_allocations, window_allocations
 from lightning_memprof.analysis.memory.model import DeviceAllocations, Site
-from lightning_memprof.analysis.run.load import Artifact, Run, load_run
+from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.analysis.run.model import ArtifactFile, Run
 from lightning_memprof.analysis.snapshot.reader import parse_snapshot
 from lightning_memprof.analysis.snapshot.replay import replay
 from lightning_memprof.errors import ArtifactError
@@ -428,7 +429,7 @@ def run_with(directory: Path, content: bytes) -> Run:
     run = load_run(make_run(directory))
     path = run.directory / "cuda_alloc_rank_0.training_step.3.end.pickle"
     path.write_bytes(content)
-    artifact = Artifact(0, "allocator_history", "snapshot", path.name, path, 0, len(content))
+    artifact = ArtifactFile(0, "allocator_history", "snapshot", path.name, path, 0, len(content))
     others = tuple(artifact for artifact in run.artifacts if artifact.type != "trace")
     return replace(run, artifacts=(*others, artifact))
 

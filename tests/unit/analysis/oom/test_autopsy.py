@@ -17,7 +17,7 @@ from lightning_memprof.analysis.oom.causes import snapshot_memory
 from lightning_memprof.analysis.oom.events import OomEvent, oom_events
 from lightning_memprof.analysis.oom.module_stacks import ModuleStacks
 from lightning_memprof.analysis.run.load import load_run
-from lightning_memprof.analysis.run.rows import ManifestRows
+from lightning_memprof.artifacts.manifest import Manifest, OomRow
 from lightning_memprof.artifacts.sink import RunPlace, Sink
 from lightning_memprof.units import GIB, MIB
 
@@ -396,8 +396,8 @@ def test_where_the_file_is_damaged_the_manifests_rows_are_left(tmp_path: Path, f
 def test_a_snapshot_is_looked_for_in_the_run_directory_only(tmp_path: Path, name: Any) -> None:
     (tmp_path / "elsewhere.pickle").write_bytes(b"")
     (tmp_path / "run").mkdir()
-    rows = ManifestRows([{"kind": "oom", "number": 0, "snapshot": name}])
-    (event,) = oom_events(tmp_path / "run", 0, rows)
+    row = OomRow(number=0, fields={"number": 0, "snapshot": name})
+    (event,) = oom_events(tmp_path / "run", 0, Manifest(tmp_path / "run", [row]))
     assert event.snapshot is None
 
 

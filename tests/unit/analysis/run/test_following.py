@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fake_runs import FakeRun, make_run
-from lightning_memprof.analysis.run.following import MOST_POINTS, RECENT_STEPS, Curve, Follower, Tail, progress_of
+from lightning_memprof.analysis.run.following import MOST_POINTS, RECENT_STEPS, Curve, Follower, Tail, total_steps
 from lightning_memprof.artifacts.manifest import ManifestWriter
 
 
@@ -86,7 +86,7 @@ def test_how_many_steps_there_will_be_is_what_the_trainer_was_told(tmp_path: Pat
     training = {"num_batches": 50, "max_epochs": 3, "max_steps": 20, "accumulate_grad_batches": 2}
     follower = Follower(make_run(tmp_path, FakeRun(steps=5, training=training)))
     follower.look()
-    assert progress_of(follower.lead) == 40
+    assert total_steps(follower.lead) == 40
 
 
 def test_errors_of_collectors_are_kept(tmp_path: Path) -> None:

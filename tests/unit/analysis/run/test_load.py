@@ -84,7 +84,8 @@ def test_a_whole_run_has_no_problems_and_everything_the_manifest_says(tmp_path: 
     assert set(window.series) == {"host", "hooks", "functions", "saved_tensors"}
     assert len(run.lead.pulse) == run.lead.steps == 30
     assert run.lead.training is not None
-    assert run.lead.training["model"] == "LitGPT"
+    assert run.lead.training is not None
+    assert run.lead.training.model == "LitGPT"
 
 
 def test_a_rank_without_an_end_is_running_or_killed_and_the_others_data_is_there(tmp_path: Path) -> None:
@@ -107,7 +108,7 @@ def test_a_torn_last_line_of_the_manifest_is_named_and_costs_nothing_else(tmp_pa
         file.write(b'{"kind":"artifact","path":"tra')
     run = load_run(directory)
     assert [problem.message for problem in run.problems] == [
-        "its last line is torn: it is being written, or the process died while it wrote"
+        "its last line is truncated: it is being written, or the process died while it wrote"
     ]
     assert run.status == "finished"
 
@@ -152,7 +153,7 @@ def test_a_listed_name_that_is_too_long_for_a_file_is_a_problem_and_hides_nothin
     manifest.close()
     run = load_run(directory)
     named = {problem.piece: problem.message for problem in run.problems}
-    assert named == {path: "points out of the run's directory or cannot be looked at, and is not read"}
+    assert named == {path: "is outside the run's directory or not accessible, and is not read"}
     assert run.artifacts
 
 
@@ -240,6 +241,22 @@ def test_errors_and_notes_are_read(tmp_path: Path) -> None:
         ("host", "mark", 0, "ValueError: x")
     ]
     assert [note.message for note in run.notes] == ["never records"]
+
+
+def test_a_budget_that_left_something_out_is_a_note(tmp_path: Path) -> None:
+    directory = make_run(tmp_path)
+    writer = ManifestWriter(directory / "manifest.rank00000.jsonl")
+    writer.append("note", collector="schedule", message="late")
+    writer.append("budget", window=1, level="no_stack", active_steps=None, reason="r1")
+    writer.append("budget", window=2, level="active_steps", active_steps=1, reason="r2")
+    writer.append("removed", window=0, paths=[], reason="keep_windows is 1")
+    writer.close()
+    assert [(note.collector, note.message) for note in load_run(tmp_path).notes][-4:] == [
+        ("schedule", "late"),
+        ("budget", "from window 1 on traces have no Python stacks: r1"),
+        ("budget", "from window 2 on traces have at most 1 active step: r2"),
+        ("budget", "the files of window 0 were removed: keep_windows is 1"),
+    ]
 
 
 def test_rows_with_fields_of_the_wrong_type_do_not_stop_the_reader(tmp_path: Path) -> None:

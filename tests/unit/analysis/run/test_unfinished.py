@@ -6,6 +6,7 @@ import pytest
 
 from fake_runs import make_run
 from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.report.view import run_view
 
 TRACE = "fit-{}-0[Strategy]SingleDeviceStrategy.training_step.17.pt.trace.json.gz.partial"
 
@@ -26,7 +27,7 @@ def run_directory(root: Path, *, killed: bool) -> Path:
 
 
 def named(directory: Path) -> dict[str, str]:
-    return {problem.piece: problem.message for problem in load_run(directory).problems}
+    return {problem.piece: problem.message for problem in run_view(load_run(directory)).problems}
 
 
 def test_a_whole_run_has_nothing_unfinished(root: Path) -> None:
@@ -50,14 +51,14 @@ def test_a_file_that_was_not_finished_is_named(root: Path, piece: str, killed: b
     directory = run_directory(root, killed=killed)
     (root / piece).write_text('{"half')
     assert list(named(directory)) == [piece]
-    assert "is not whole" in named(directory)[piece]
+    assert "is partial" in named(directory)[piece]
 
 
 def test_a_trace_that_was_not_compressed_yet_is_said_to_be_plain_json(root: Path) -> None:
     directory = run_directory(root, killed=True)
     piece = "memprofiler/window000/rank00000.operator_trace.jsonl.partial"
     (root / piece).write_text("{}")
-    assert "plain JSON" in named(directory)[piece]
+    assert "uncompressed trace" in named(directory)[piece]
 
 
 @pytest.mark.parametrize(
@@ -80,4 +81,4 @@ def test_a_last_line_that_was_cut_is_named(root: Path, name: str) -> None:
     directory = run_directory(root, killed=True)
     with (directory / name).open("a") as file:
         file.write("4,")
-    assert "last line is not whole" in named(directory)[name]
+    assert "last line is truncated" in named(directory)[name]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from fake_runs import FakeRun, make_run
 from lightning_memprof import load_run
-from lightning_memprof.analysis.run.load import Window
+from lightning_memprof.analysis.run.model import RecordedWindow
 from lightning_memprof.analysis.steps.events import PARTS, event_totals, part_of, rank_events, window_events
 from lightning_memprof.analysis.steps.pauses import pauses
 
@@ -85,10 +86,24 @@ def row(action: str, start: int, duration: int, depth: int = 0, step: int = 2) -
     }
 
 
-def window(directory: Path, rows: list[dict[str, Any]]) -> Window:
+def window(directory: Path, rows: list[dict[str, Any]]) -> RecordedWindow:
     path = directory / "rank00000.hooks.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Window(0, 4, (2,), (2,), (), True, False, None, {"hooks": path})
+    return recorded_window(4, (2,), {"hooks": path})
+
+
+def recorded_window(index: int, steps: tuple[int, ...], series: dict[str, Path]) -> RecordedWindow:
+    return RecordedWindow(
+        rank=0,
+        index=index,
+        steps=steps,
+        planned_steps=steps,
+        warmup_steps=(),
+        closed=True,
+        truncated=False,
+        reason=None,
+        series=series,
+    )
 
 
 def test_a_step_is_shared_among_its_events_and_callbacks_are_named(tmp_path: Path) -> None:
@@ -198,8 +213,8 @@ def test_pauses_are_summed_over_recorded_steps(tmp_path: Path) -> None:
     path = directory / "window000" / "rank00000.garbage.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     series = {**run.lead.windows[0].series, "garbage": path}
-    made = Window(0, 0, (2, 3), (2, 3), (), True, False, None, series)
-    found, problems = pauses(type(run.lead)(**{**vars(run.lead), "windows": (made,)}))
+    made = recorded_window(0, (2, 3), series)
+    found, problems = pauses(replace(run.lead, windows=(made,)))
     assert problems == []
     assert found is not None
     assert (found.count, found.total_ns, found.max_ns, found.collected, found.uncollectable) == (2, 80, 50, 6, 1)

@@ -11,7 +11,7 @@ from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.steps.phases import classify, exclusive_times
 from lightning_memprof.analysis.steps.statistics import pulse_statistics, recorded_actions, window_steps
-from lightning_memprof.artifacts.series import PHASES
+from lightning_memprof.artifacts.series import PHASES, HookRow
 from lightning_memprof.units import MIB
 
 ACTIONS = [
@@ -72,7 +72,7 @@ def test_time_counts_for_the_innermost_action() -> None:
         action("[Strategy]S.backward", 40, 30, 2),
         action("[Callback]C.on_train_batch_end", 95, 5),
     ]
-    assert exclusive_times(rows, 0, 100, "fit") == {
+    assert exclusive_times([HookRow(**row) for row in rows], 0, 100, "fit") == {
         "data_wait": 10,
         "forward": 18,
         "backward": 30,
@@ -96,7 +96,7 @@ nested_rows = st.lists(
 
 @given(nested_rows, st.integers(0, 1_000))
 def test_phases_sum_to_the_step_for_any_rows(rows: list[dict[str, Any]], length: int) -> None:
-    times = exclusive_times(rows, 0, length, "fit")
+    times = exclusive_times([HookRow(**row) for row in rows], 0, length, "fit")
     assert tuple(times) == PHASES
     assert sum(times.values()) == length
     assert min(times.values()) >= 0

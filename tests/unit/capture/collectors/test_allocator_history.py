@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fake_devices import FakeCuda
-from lightning_memprof.artifacts.manifest import read_rows
+from lightning_memprof.artifacts.rows import read_rows
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.collectors.allocator_history import (
     AllocatorHistory,

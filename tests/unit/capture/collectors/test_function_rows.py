@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_memprof.artifacts.manifest import read_rows
+from lightning_memprof.artifacts.rows import read_rows
 from lightning_memprof.artifacts.sink import Sink, claim_run_place
 from lightning_memprof.capture.collectors.function_rows import stats_key, write_memory_stats
 from lightning_memprof.units import MIB

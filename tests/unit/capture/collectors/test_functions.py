@@ -16,7 +16,7 @@ import yaml
 from torch import nn
 
 from fake_devices import FakeCuda
-from lightning_memprof.artifacts.manifest import read_rows
+from lightning_memprof.artifacts.rows import read_rows
 from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.collectors.functions import CallRange, FunctionMemory
 from lightning_memprof.capture.session import Session

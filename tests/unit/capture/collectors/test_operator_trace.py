@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memprof.artifacts.manifest import read_rows
+from lightning_memprof.artifacts.rows import read_rows
 from lightning_memprof.capture.collectors.operator_trace import NvtxRanges, OperatorTrace
 from lightning_memprof.capture.sources.kineto import module_ranges
 from lightning_memprof.errors import ConfigError

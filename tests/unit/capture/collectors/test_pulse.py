@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fake_devices import FakeCuda, FakeTimer
-from lightning_memprof.artifacts.manifest import read_rows
+from lightning_memprof.artifacts.rows import read_rows
 from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS, read_pulse
 from lightning_memprof.capture.base import StepRecord
 from lightning_memprof.capture.collectors.pulse import Pulse, PulseWriter

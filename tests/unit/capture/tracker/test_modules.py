@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from lightning_memprof.artifacts.manifest import read_rows
+from lightning_memprof.artifacts.rows import read_rows
 from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.tracker.modules import ModuleMemory
 from lightning_memprof.errors import ConfigError

@@ -1,0 +1,198 @@
+"""A run as its files have it: ranks, windows, their series, and what is missing or damaged."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+
+from lightning_memprof.analysis.run.problems import CUT, CollectorError, Note, Problem, Unavailable
+from lightning_memprof.analysis.steps.system import SystemSamples, read_samples
+from lightning_memprof.analysis.steps.typical import TypicalSteps, typical_steps
+from lightning_memprof.artifacts.plain_file import read_plain
+from lightning_memprof.artifacts.rows import decode_rows
+from lightning_memprof.artifacts.series import SeriesRow
+from lightning_memprof.units import format_count
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from lightning_memprof.analysis.oom.events import OomEvent
+    from lightning_memprof.artifacts.manifest import OverheadFacts, RunFacts, TrainingFacts
+    from lightning_memprof.artifacts.series import PulseRow
+
+__all__ = ["ArtifactFile", "Rank", "RecordedWindow", "Run", "Series", "Status", "read_series"]
+
+Status = Literal["finished", "exception", "running or killed"]
+R = TypeVar("R", bound=SeriesRow)
+
+
+@dataclass(frozen=True)
+class ArtifactFile:
+    """A file that the run wrote.
+
+    ``path`` is as in the manifest, ``file`` where it is now. ``size_bytes`` is its size on disk, None where the file is
+    missing.
+    """
+
+    rank: int
+    collector: str
+    type: str
+    path: str
+    file: Path
+    window: int | None
+    size_bytes: int | None
+    sha256: str | None = None
+    state: Literal["present", "missing", "torn"] = "present"
+
+
+@dataclass(frozen=True)
+class Series(Generic[R]):
+    """The readable rows of a series; ``problems`` names its first damaged line."""
+
+    rows: Sequence[R] = ()
+    problems: tuple[Problem, ...] = ()
+
+    @cached_property
+    def recorded(self) -> list[R]:
+        """The rows of recorded steps, without those of warmup."""
+        return [row for row in self.rows if row.recorded is not False]
+
+    @cached_property
+    def by_step(self) -> Mapping[int, list[R]]:
+        """The rows of each recorded step."""
+        steps: dict[int, list[R]] = defaultdict(list)
+        for row in self.recorded:
+            if row.step is not None:
+                steps[row.step].append(row)
+        return dict(steps)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads each series once."""
+
+    _series: dict[tuple[type[SeriesRow], Path | None], Series[Any]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def _read(self, kind: type[R], path: Path | None, rank: int) -> Series[R]:
+        found = self._series.get((kind, path))
+        if found is None:
+            found = self._series[kind, path] = Series() if path is None else read_series(path, kind, rank)
+        return found
+
+
+def read_series(path: Path, kind: type[R], rank: int) -> Series[R]:
+    """Return the readable rows of a file of JSON lines."""
+    try:
+        content = read_plain(path)
+    except OSError as error:
+        message = f"{path}: cannot be read ({error.strerror}); is the run directory complete?; 0 rows could be read"
+        return Series(problems=(Problem(path.name, message, rank),))
+    rows, damage = decode_rows(content, kind)
+    messages = [f"{path}:{damage}; {format_count(len(rows), 'row')} could be read"] if damage else []
+    if content and not content.endswith(b"\n"):
+        messages.append(CUT)
+    return Series(rows, tuple(Problem(path.name, message, rank) for message in messages))
+
+
+@dataclass(frozen=True)
+class RecordedWindow(_Reader):
+    """One window of one rank; ``series`` maps a collector to its file; not ``closed`` where the rank died in it."""
+
+    rank: int
+    index: int
+    steps: tuple[int, ...]
+    planned_steps: tuple[int, ...]
+    warmup_steps: tuple[int, ...]
+    closed: bool
+    truncated: bool
+    reason: str | None
+    series: Mapping[str, Path]
+
+    def read(self, kind: type[R], name: str | None = None) -> Series[R]:
+        """Return the rows of a series, empty where it was not recorded; each file is read once.
+
+        Args:
+            kind: the row class.
+            name: the series, where it is not the one that the row class names.
+
+        """
+        return self._read(kind, self.series.get(name or kind.series), self.rank)
+
+
+@dataclass(frozen=True)
+class Rank(_Reader):
+    """The files of one rank. ``facts`` is the manifest's ``run`` row, ``training`` its ``training`` row.
+
+    Of thousands of ranks most are not read ``in_full``: they have no pulse and no artifacts here.
+    """
+
+    rank: int
+    directory: Path
+    facts: RunFacts
+    training: TrainingFacts | None
+    pulse: tuple[PulseRow, ...]
+    windows: tuple[RecordedWindow, ...]
+    status: Status
+    exception: str | None
+    steps: int
+    overhead: OverheadFacts | None
+    in_full: bool = True
+
+    @cached_property
+    def typical_steps(self) -> TypicalSteps | None:
+        """The typical steps of the pulse, None where it has no timed step; several rules use them."""
+        return typical_steps(self.pulse)
+
+    @cached_property
+    def system(self) -> SystemSamples:
+        """The samples of the machine."""
+        return read_samples(self)
+
+    def read(self, kind: type[R]) -> Series[R]:
+        """Return the rows of a series over the whole run, empty where there is none; each file is read once."""
+        path = self.directory / f"{kind.series}.rank{self.rank:05d}.jsonl"
+        return self._read(kind, path if path.exists() else None, self.rank)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything in a run directory. Damaged pieces are ``problems``; they hide nothing else."""
+
+    directory: Path
+    root: Path
+    ranks: tuple[Rank, ...]
+    artifacts: tuple[ArtifactFile, ...]
+    errors: tuple[CollectorError, ...]
+    unavailable: tuple[Unavailable, ...]
+    notes: tuple[Note, ...]
+    problems: tuple[Problem, ...]
+    others: tuple[Path, ...] = ()
+    ooms: tuple[OomEvent, ...] = ()
+    url: str | None = None
+
+    @property
+    def lead(self) -> Rank:
+        """The lowest rank that measured something."""
+        return next((rank for rank in self.ranks if rank.pulse or rank.windows), self.ranks[0])
+
+    @property
+    def status(self) -> Status:
+        """The worst status of its ranks."""
+        found = {rank.status for rank in self.ranks}
+        if "exception" in found:
+            return "exception"
+        return "running or killed" if "running or killed" in found else "finished"
+
+    @property
+    def in_full(self) -> Run:
+        """The same run with only the ranks that were read in full."""
+        return replace(self, ranks=tuple(rank for rank in self.ranks if rank.in_full))
+
+    def with_problems(self, problems: Iterable[Problem]) -> Run:
+        """Return the same run with more problems."""
+        return replace(self, problems=(*self.problems, *problems))
