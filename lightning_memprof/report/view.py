@@ -167,9 +167,8 @@ def run_view(
     throughput, unread = throughputs(run)
     garbage, torn = pauses(run.lead)
     ranks, broken = _rank_views(facts)
-    across = facts.ranks.problems if facts.ranks else ()
     system, cut = systems(run)
-    problems = (*run.problems, *damaged, *cut, *memory.problems, *unread, *torn, *across, *broken)
+    problems = (*run.problems, *damaged, *cut, *memory.problems, *unread, *torn, *broken)
     return View(
         schema_version=run.lead.facts.schema_version or SCHEMA_VERSION,
         directory=run.directory,
@@ -206,8 +205,8 @@ def run_view(
 
 
 def _rank_views(facts: Facts) -> tuple[list[RankView], list[Problem]]:
-    """Return the ranks in the run's order, and the damage of their windows."""
-    ranks, problems = [], []
+    """Return the ranks in the run's order, and the problems of their files."""
+    ranks, problems = [], [*(facts.ranks.problems if facts.ranks else ())]
     for rank in facts.run.ranks:
         windows = []
         for window in rank.windows if rank.in_full else ():
