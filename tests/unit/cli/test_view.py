@@ -129,7 +129,7 @@ def test_a_native_trace_processor_is_started_on_the_whole_and_ended(tmp_path, en
 
 
 def test_a_program_that_is_no_trace_processor_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("lightning_memprof.cli.view.TRACE_PROCESSOR_PORT", *free_ports(1))
+    monkeypatch.setattr("lightning_memprof.report.perfetto.TRACE_PROCESSOR_PORT", *free_ports(1))
     trace = tmp_path / "some.json"
     trace.write_text('{"traceEvents": []}')
     assert main(["view", str(trace), "--no-browser", "--trace-processor", str(tmp_path / "none")]) == 1
