@@ -277,13 +277,13 @@ class _Parser:
                 raise self._odd("action", action, "a word")
             found.append(
                 Event(
-                    action,
-                    self._integer(fields, "addr", 0),
-                    self._size(fields, "size", 0),
-                    self._integer(fields, "stream", 0),
-                    self._integer(fields, "time_us", 0) if "time_us" in fields else None,
-                    self._stack(fields.get("frames")),
-                    self._size(fields, "device_free") if "device_free" in fields else None,
+                    action=action,
+                    address=self._integer(fields, "addr", 0),
+                    size=self._size(fields, "size", 0),
+                    stream=self._integer(fields, "stream", 0),
+                    time_us=self._integer(fields, "time_us", 0) if "time_us" in fields else None,
+                    stack=self._stack(fields.get("frames")),
+                    device_free=self._size(fields, "device_free") if "device_free" in fields else None,
                 )
             )
         return tuple(found)
