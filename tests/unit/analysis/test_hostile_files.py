@@ -95,7 +95,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def look(root: Path) -> dict[str, Any]:
     with opened([os.fspath(root)]) as view:
-        page = to_json(view)  # type: ignore[arg-type]
+        page = to_json(view)
     Follower(root / "memprofiler").look()
     return page
 
