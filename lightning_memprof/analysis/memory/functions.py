@@ -1,4 +1,4 @@
-"""What each named function changed: the rows at its starts and ends, paired."""
+"""Memory of named functions: the rows at the start and end of each call, paired."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["FUNCTIONS", "FunctionCall", "FunctionReport", "function_memory"]
 
 FUNCTIONS: Final = "functions"
-# Their fields in the rows, by the names that they get here: sizes at a moment, and what a whole call adds up to.
+# Fields of the rows by quantity: sizes at one time, peaks, and amounts over a call.
 SIZES: Final[Mapping[str, str]] = {
     "rss_bytes": "rss",
     "vms_bytes": "vms",
@@ -29,11 +29,20 @@ PEAKS: Final[Mapping[str, str]] = {"peak_allocated_bytes": "peak_allocated_bytes
 AMOUNTS: Final[Mapping[str, str]] = {"forward_rss_bytes": "rss_diff", "saved_bytes": "npp_diff"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FunctionCall:
-    """One call: bytes at its start and its end, and what it added up to. ``raised`` is the exception that ended it.
+    """One call of a function.
 
-    ``end`` is None where the recording ended inside of the call.
+    Attributes:
+        number: number of the call.
+        step: training step.
+        depth: count of enclosing calls.
+        thread: name of the thread.
+        raised: exception that ended the call; None if it returned.
+        start: bytes at the start, by quantity.
+        end: bytes at the end, by quantity; None if the recording ended inside the call.
+        amounts: bytes added over the call, by quantity.
+
     """
 
     number: int | None
@@ -48,13 +57,13 @@ class FunctionCall:
 
 @dataclass(frozen=True)
 class FunctionReport:
-    """One function. ``changes`` are the means and maxima over its calls of end less start, by the name of the size."""
+    """One function and its calls, by start."""
 
     name: str
     calls: tuple[FunctionCall, ...]
 
     def changes(self, name: str) -> list[int]:
-        """Return what each call changed of one size, or its amount; calls that do not know it are left out."""
+        """Return the change of one quantity, or its amount, in bytes by call; calls without it are omitted."""
         found = []
         for call in self.calls:
             if name in call.amounts:
@@ -65,7 +74,7 @@ class FunctionReport:
 
 
 def function_memory(rank: Rank) -> tuple[tuple[FunctionReport, ...], list[Problem]]:
-    """Return the functions of one rank in the order of their first call, and which files could not be read."""
+    """Return the functions of one rank by first call, and the damaged files."""
     files = [*(window.read(FunctionRow) for window in rank.windows), rank.read(FunctionRow)]
     calls: dict[str, list[FunctionCall]] = defaultdict(list)
     for file in files:

@@ -1,4 +1,4 @@
-"""Where the memory of a run went: by category at the peak, by module, by function, by allocation, over time."""
+"""Memory of a run by rank: by category at the peak, by module, by function, by allocation site, and by step."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from lightning_memprof.analysis.memory.activations import (
     SAVED_TENSORS,
     Backward,
     CheckpointedGroup,
+    ModuleActivations,
     SavedSteps,
     StepEnd,
     checkpointing,
@@ -39,22 +40,31 @@ __all__ = [
 
 CATEGORIES: Final = ("parameter", "gradient", "optimizer_state", "activation", "input", "temporary")
 LAST: Final = ("temporary", "other")
-# They track every operator of a step; where both did, the larger total is the peak.
+# They track every operator of a step; if both recorded, the larger total is the peak.
 TRACKERS: Final = ("module_memory", "fsdp_memory")
-NOT_SEEN: Final = "only ModuleMemory and FSDPMemory see it"
-NOT_COUNTED: Final = "not counted"
-MOMENT_TRACKED: Final = "the peak of the step"
-MOMENT_HELD: Final = "the end of the step"
-NO_BACKWARD: Final = "no backward was seen"
-MOMENT_SAVED: Final = "activation at the start of backward, the rest at the end of the step"
+NOT_SEEN: Final = "only ModuleMemory and FSDPMemory measure it"
+NOT_COUNTED: Final = "not measured"
+MOMENT_TRACKED: Final = "peak of the step"
+MOMENT_HELD: Final = "end of the step"
+NO_BACKWARD: Final = "no backward was recorded"
+MOMENT_SAVED: Final = "saved activations at the start of backward, other categories at the end of the step"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CategoryPeak:
-    """The most bytes that were live at once on one device, by category.
+    """The peak of the live bytes of one device, by category.
 
-    The categories that are known sum to ``total_bytes``; those of which nothing is known are None, and ``unknown`` says
-    why. ``source`` is the collector, ``moment`` when its figures were read. ``others`` are the peaks of other devices.
+    Attributes:
+        source: collector that measured it.
+        moment: place in the step where it was measured.
+        window: index of the window.
+        step: training step.
+        device: `cpu`, `cuda:0`, ...; None if unknown.
+        total_bytes: sum of the known categories.
+        categories: bytes by category; None where unknown.
+        unknown: reason by category that is None.
+        others: peaks of other devices.
+
     """
 
     source: str
@@ -68,11 +78,19 @@ class CategoryPeak:
     others: tuple[CategoryPeak, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModuleBytes:
-    """One module: what its forwards kept for backward, alone and with sub-modules; parameters and gradients with them.
+    """One module; fields are None where they were not recorded.
 
-    ``forward_ns`` is the time in its forwards of this step, with sub-modules. None where it was not recorded.
+    Attributes:
+        name: path of the module.
+        own_activation_bytes: saved activations without submodules.
+        inclusive_activation_bytes: saved activations with submodules.
+        parameter_bytes: with submodules.
+        gradient_bytes: with submodules, at the end of the step.
+        calls: count of forwards in the step.
+        forward_ns: time in its forwards of the step, with submodules.
+
     """
 
     name: str
@@ -84,13 +102,21 @@ class ModuleBytes:
     forward_ns: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Activations:
-    """What autograd kept at the start of one backward, the largest of the recorded ones.
+    """Saved activations at the start of the recorded backward that had the most.
 
-    The own bytes of ``modules`` (largest inclusive ones first) and ``unattributed_bytes`` sum to ``total_bytes``.
-    ``parameters`` has the bytes of every module's parameters, also of those that were not called. ``uncounted`` values
-    are kept beside these bytes, in a form whose size is not known.
+    Attributes:
+        window: index of the window.
+        step: training step.
+        total_bytes: own bytes of `modules` and `unattributed_bytes`.
+        unattributed_bytes: saved by no module.
+        dtypes: bytes by dtype.
+        attribution: reason why no bytes are attributed to modules; None if they are.
+        modules: largest inclusive bytes first.
+        parameters: bytes of parameters by module, with modules that were not called.
+        uncounted: count of saved values of unknown size, which are not in the bytes.
+
     """
 
     window: int
@@ -104,9 +130,9 @@ class Activations:
     uncounted: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """One recorded step: the most that backward found kept, and what was held beside it at the step's end."""
+    """One recorded step: largest saved activations of its backwards, and live bytes at its end; None if unknown."""
 
     window: int
     step: int
@@ -114,11 +140,21 @@ class StepMemory:
     held_bytes: int | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Where the memory of one rank went. ``reasons`` says by field why it is empty or None.
+    """Memory of one rank.
 
-    ``held`` are the bytes by category that stayed from step to step, at the end of each window's last step.
+    Attributes:
+        rank: global rank.
+        peak: peak by category.
+        activations: saved activations by module.
+        steps: recorded steps.
+        checkpointing: estimates of activation checkpointing, largest saving first.
+        functions: memory of named functions.
+        allocations: allocations by window.
+        reasons: reason by field that is empty or None.
+        held: live bytes by category at the end of each window's last step, by window.
+
     """
 
     rank: int
@@ -132,11 +168,11 @@ class RankMemory:
     held: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """Where the memory of a run went, by rank; ``lead`` is the lead rank's.
+    """Memory of a run by rank; ``lead`` is the lead rank's.
 
-    ``problems`` are files that are damaged, ``notes`` what was not read.
+    ``problems`` are the damaged files, ``notes`` the files that were not read.
     """
 
     lead: RankMemory
@@ -148,14 +184,14 @@ class MemoryReport:
 def memory_report(
     run: Run, allocations: Sequence[WindowAllocations] = (), *, max_bytes: int | None = None
 ) -> MemoryReport:
-    """Return where the memory of a run went.
+    """Return the memory of a run.
 
     Args:
         run: the run.
-        allocations: what its operator traces and allocator rings say, of every rank; empty where they were not read.
-        max_bytes: read the lead rank only, and of its windows the last ones whose files are not larger together; a note
-            says what was left out. None reads all. A model of 300 modules has about 30 kB a recorded step, which are
-            read at about 15 MB/s.
+        allocations: allocations of its windows, of every rank; empty if they were not read.
+        max_bytes: read only the lead rank, and only the last windows whose files are together at most this large; a
+            note names the others. None reads everything. A model of 300 modules writes about 30 kB per recorded step,
+            and reading runs at about 15 MB/s.
 
     """
     problems: list[Problem] = []
@@ -166,9 +202,9 @@ def memory_report(
             continue
         read = rank if max_bytes is None else _last_windows(rank, max_bytes)
         if len(read.windows) < len(rank.windows):
-            left_out = f"{len(rank.windows) - len(read.windows)} of {len(rank.windows)} windows"
             message = (
-                f"{left_out} are not in the memory shown here, it would take long: lightning-memprof show has them"
+                f"{len(rank.windows) - len(read.windows)} of {len(rank.windows)} windows are omitted from memory: "
+                "reading them takes long; lightning-memprof show reads all"
             )
             notes.append(Note(rank.rank, "run", message))
         memory, damage = _rank_memory(
@@ -181,7 +217,7 @@ def memory_report(
 
 
 def _last_windows(rank: Rank, max_bytes: int) -> Rank:
-    """Return the rank with the last of its windows, at least one, whose files of memory are not larger together."""
+    """Return the rank with its last windows whose memory files are together at most ``max_bytes``; at least one."""
     total = 0
     for count, window in enumerate(reversed(rank.windows)):
         for collector in (*TRACKERS, SAVED_TENSORS, FUNCTIONS):
@@ -227,7 +263,7 @@ def _rank_memory(run: Run, rank: Rank, allocations: tuple[WindowAllocations, ...
 
 
 def _why(run: Run, rank: Rank, collectors: Sequence[str]) -> str:
-    """Return why none of some collectors recorded anything."""
+    """Return the reason why none of the collectors recorded anything."""
     for collector in collectors:
         for row in run.unavailable:
             if row.rank == rank.rank and row.collector == collector:
@@ -238,7 +274,7 @@ def _why(run: Run, rank: Rank, collectors: Sequence[str]) -> str:
     if any(collector in rank.facts.collectors for collector in collectors):
         for window in rank.windows:
             if not window.closed:
-                return f"window {window.index} is not closed: the run is still in it, or was killed there"
+                return f"window {window.index} is not closed: the run is in it, or was killed in it"
     return "not recorded"
 
 
@@ -247,12 +283,12 @@ def _why_no_sites(run: Run, rank: Rank, allocations: Sequence[WindowAllocations]
     if problem is not None:
         return problem
     if not allocations and any(artifact.type == "trace" and artifact.rank == rank.rank for artifact in run.artifacts):
-        return "the operator trace was not read: lightning-memprof show does"
+        return "the operator trace was not read: run lightning-memprof show"
     return _why(run, rank, ("operator_trace",))
 
 
 def _tracked_peak(rank: Rank) -> tuple[CategoryPeak | None, list[Problem]]:
-    """Return the largest peak that a tracker saw, the model's device first, and the damage of its files."""
+    """Return the largest peak of the trackers, on the model's device if it has one, and the problems of their files."""
     problems: list[Problem] = []
     largest: dict[str | None, CategoryPeak] = {}
     for window in rank.windows:
@@ -296,16 +332,16 @@ def _on_first_device(peaks: Iterable[CategoryPeak], device: str | None) -> Categ
 
 
 def _complete(sizes: Mapping[str, int], reason: str) -> tuple[dict[str, int | None], dict[str, str]]:
-    """Return every category in its order, those that are no common ones behind, and why some are None."""
+    """Return all categories in order, uncommon ones last, and the reason by category that is None."""
     names = [*CATEGORIES, *(name for name in sizes if name not in CATEGORIES)]
     names.sort(key=lambda name: LAST.index(name) + 1 if name in LAST else 0)
     return {name: sizes.get(name) for name in names}, {name: reason for name in names if name not in sizes}
 
 
 def _saved_peak(saved: SavedSteps, device: str | None) -> CategoryPeak | None:
-    """Return the largest sum of what backward found kept and what the same step held at its end.
+    """Return the largest sum of saved activations and other live bytes at the end of the same step.
 
-    Where no backward was seen it is what was held alone.
+    If no backward was recorded, it has only the live bytes.
     """
     sums: list[tuple[dict[str, int], Backward | StepEnd]] = []
     for backward in saved.backwards:
@@ -342,40 +378,47 @@ def _held(end: StepEnd | None) -> dict[str, int]:
 def _activations(saved: SavedSteps, largest: Backward) -> Activations:
     end = saved.end_of(largest) or saved.last_end
     held = end.modules if end is not None else {}
-    modules = [
-        ModuleBytes(
-            module.name, module.own_bytes, module.inclusive_bytes, *_sizes(held.get(module.name)),
-            module.calls, module.forward_ns,
-        )
-        for module in largest.modules.values()
-    ]  # fmt: skip
+    modules = [_module(module, held.get(module.name, (None, None))) for module in largest.modules.values()]
     modules.sort(key=lambda module: (-module.inclusive_activation_bytes, module.name))
     attributed = sum(module.own_activation_bytes for module in modules)
     return Activations(
         window=largest.window,
         step=largest.step,
         total_bytes=largest.activation_bytes,
-        # What the row calls unattributed, and whatever else no row of a module accounts for.
+        # The row's own figure, and bytes that the row of no module has.
         unattributed_bytes=largest.activation_bytes - attributed,
         dtypes=largest.dtypes,
         attribution=largest.attribution,
         modules=tuple(modules),
-        parameters={name: sizes[0] for name, sizes in held.items()},
+        parameters={name: parameters for name, (parameters, _) in held.items()},
         uncounted=largest.uncounted,
     )
 
 
-def _sizes(known: tuple[int, int] | None) -> tuple[int | None, int | None]:
-    return (None, None) if known is None else known
+def _module(module: ModuleActivations, held: tuple[int | None, int | None]) -> ModuleBytes:
+    parameter_bytes, gradient_bytes = held
+    return ModuleBytes(
+        name=module.name,
+        own_activation_bytes=module.own_bytes,
+        inclusive_activation_bytes=module.inclusive_bytes,
+        parameter_bytes=parameter_bytes,
+        gradient_bytes=gradient_bytes,
+        calls=module.calls,
+        forward_ns=module.forward_ns,
+    )
 
 
 def _steps(saved: SavedSteps) -> tuple[StepMemory, ...]:
-    kept: dict[tuple[int, int], int] = defaultdict(int)
+    saved_bytes: dict[tuple[int, int], int] = defaultdict(int)
     for backward in saved.backwards:
-        kept[backward.window, backward.step] = max(kept[backward.window, backward.step], backward.activation_bytes)
-    points = []
-    for place in sorted(kept.keys() | saved.ends.keys()):
-        end = saved.ends.get(place)
-        sizes = _held(end)
-        points.append(StepMemory(*place, kept.get(place), sum(sizes.values()) if sizes else None))
-    return tuple(points)
+        place = backward.window, backward.step
+        saved_bytes[place] = max(saved_bytes[place], backward.activation_bytes)
+    return tuple(
+        StepMemory(
+            window=window,
+            step=step,
+            activation_bytes=saved_bytes.get((window, step)),
+            held_bytes=sum(sizes.values()) if (sizes := _held(saved.ends.get((window, step)))) else None,
+        )
+        for window, step in sorted(saved_bytes.keys() | saved.ends.keys())
+    )

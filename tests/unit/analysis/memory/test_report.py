@@ -150,7 +150,7 @@ def test_without_a_backward_what_was_held_is_known_and_the_rest_says_why(tmp_pat
     assert lead.peak is not None
     assert (lead.peak.categories["activation"], lead.peak.unknown["activation"]) == (None, note)
     assert lead.peak.total_bytes == 4 * FAKE.parameter_bytes + 64 * KIB
-    assert lead.peak.moment == "the end of the step"
+    assert lead.peak.moment == "end of the step"
     assert (lead.activations, lead.reasons["modules"]) == (None, note)
     assert {(step.activation_bytes, step.held_bytes) for step in lead.steps} == {(None, lead.peak.total_bytes)}
 

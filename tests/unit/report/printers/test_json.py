@@ -181,7 +181,7 @@ def test_memory_has_the_promised_keys(tmp_path: Path) -> None:
         ("name", "own_activation_bytes", "inclusive_activation_bytes", "parameter_bytes", "gradient_bytes", "calls",
          "forward_ns")
     }  # fmt: skip
-    assert (memory["source"], memory["moment"]) == ("module_memory", "the peak of the step")
+    assert (memory["source"], memory["moment"]) == ("module_memory", "peak of the step")
 
 
 @pytest.mark.parametrize("memory", [FakeMemory(), FakeMemory(temporary_bytes=MIB), FakeMemory(attribution="compiled")])
@@ -203,13 +203,13 @@ def test_memory_that_was_not_recorded_is_null_with_a_reason_and_never_zero(tmp_p
     assert (memory["total_bytes"], memory["unattributed_bytes"], memory["activations"]) == (None, None, None)
     assert (memory["modules"], memory["sites"], memory["functions"]) == ([], [], {})
     assert memory["reasons"].keys() == {"peak", "modules", "functions", "sites"}
-    assert memory_of(tmp_path / "held")["unknown"] == {"temporary": "only ModuleMemory and FSDPMemory see it"}
+    assert memory_of(tmp_path / "held")["unknown"] == {"temporary": "only ModuleMemory and FSDPMemory measure it"}
 
 
 def test_sites_that_were_not_looked_for_say_where_they_are(tmp_path: Path) -> None:
     memory = memory_of(tmp_path, traces=False)
     assert memory["sites"] == memory["allocations"] == []
-    assert memory["reasons"]["sites"] == "the operator trace was not read: lightning-memprof show does"
+    assert memory["reasons"]["sites"] == "the operator trace was not read: run lightning-memprof show"
 
 
 def test_functions_have_their_changes_and_each_call(tmp_path: Path) -> None:

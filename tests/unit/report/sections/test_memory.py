@@ -76,12 +76,12 @@ def test_categories_sum_to_the_peak(tmp_path: Path) -> None:
     *rows, total = table_of(shown, "categories")
     assert sum(int(row["share"].lstrip("<").rstrip("%")) for row in rows) == pytest.approx(100, abs=3)
     assert (total["category"], total["bytes"], total["share"]) == ("sum", "24.8 MiB", "100%")
-    assert notes(shown, "categories") == ["module_memory: the peak of the step"]
+    assert notes(shown, "categories") == ["module_memory: peak of the step"]
 
 
 def test_a_category_that_is_not_known_says_why_and_is_no_zero(tmp_path: Path) -> None:
     (row,) = [row for row in table_of(view(tmp_path), "categories") if row["category"] == "temporary"]
-    assert (row["bytes"], row["not available"]) == ("-", "only ModuleMemory and FSDPMemory see it")
+    assert (row["bytes"], row["not available"]) == ("-", "only ModuleMemory and FSDPMemory measure it")
 
 
 def test_a_long_reason_is_shown_in_full(tmp_path: Path) -> None:
