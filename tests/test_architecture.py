@@ -319,7 +319,7 @@ def test_dataclasses_with_many_fields_are_built_with_keywords():
         and len(node.args) > 1
         # Cells, columns and tables are read in their order; the rest is still to be written with keywords.
         and not name.startswith(
-            ("report/", "analysis/findings/", "analysis/memory/", "analysis/ranks/", "analysis/run/", "analysis/steps/")
+            ("report/", "analysis/findings/", "analysis/ranks/", "analysis/run/", "analysis/steps/")
         )
     ]
     check_none(found)

@@ -94,7 +94,6 @@ def _rooms() -> dict[str, list[Path]]:
 ROOMS = _rooms()
 # Rooms whose language is still to be rewritten.
 PENDING = {
-    "lightning_memprof/analysis/memory",
     "lightning_memprof/analysis/ranks",
     "lightning_memprof/analysis/run",
     "lightning_memprof/analysis/steps",

@@ -255,7 +255,7 @@ def repeated_blocks(names: Iterable[str], parameters: Mapping[str, int]) -> dict
     """Return the groups of modules ``x.0``, ``x.1``, ... of one structure, by a common name, outer ones first.
 
     Modules have one structure if the names of their submodules and the bytes of parameters of each are equal. A module
-    with neither submodules nor parameters is no block.
+    with neither submodules nor parameters is not a block.
 
     Args:
         names: paths of modules.

@@ -134,7 +134,7 @@ class MemoryTrace:
     def add(self, event: OperatorEvent) -> None:
         """Add a memory event or a host range; ignore other events."""
         if event.name == _MEMORY:
-            device = DeviceMemory(event.args.device_type, event.args.device_id)
+            device = DeviceMemory(kind=event.args.device_type, number=event.args.device_id)
             self._device.append(self._numbers.setdefault(device, len(self._numbers)))
             self._memory.add(event, self.ranges.thread(event))
         elif event.ph == "X":
