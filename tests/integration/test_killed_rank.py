@@ -46,7 +46,7 @@ def test_killing_either_rank_at_any_moment_leaves_every_closed_window_readable(k
         assert result["killed"] == -9, result
         assert result["other"] is not None, f"the other rank hung: {result}"
         run = load_run(only_run(Path(result["directory"])))
-        expected = ("torn", "died at once", "is not whole", "as torch wrote it")
+        expected = ("truncated", "died at once", "is partial", "uncompressed trace")
         assert not [problem for problem in run.problems if not any(word in problem.message for word in expected)], (
             result
         )

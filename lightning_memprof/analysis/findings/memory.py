@@ -289,9 +289,10 @@ def allocator_retries(facts: Facts) -> list[Finding]:
 
 
 def _retries(rank: Rank, window: RecordedWindow) -> _Retries | None:
-    rows = window.read(AllocatorRow).rows
+    series = window.read(AllocatorRow)
+    rows = series.rows
     counts = [row.num_alloc_retries for row in rows if row.num_alloc_retries is not None]
-    if not counts or counts[-1] <= 0:
+    if series.problems or not counts or counts[-1] <= 0:
         return None
     reserved = [row.reserved_bytes for row in rows if row.reserved_bytes is not None]
     return _Retries(
