@@ -15,7 +15,7 @@ AT_ONCE_US: Final = 2.0**42
 _BYTE_STEPS: Final = ((1024**4, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 # A damaged file may hold integers that no float can.
 _MOST: Final = 1e300
-_NS_STEPS: Final = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "us"))
+_NS_STEPS: Final = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "µs"))
 
 
 def nanoseconds(microseconds: float) -> int:

@@ -163,7 +163,7 @@ def test_two_runs_stand_beside_each_other(tab, heard):
         "#quantity-data_wait_ns", "cell => [...cell.parentElement.cells].map(one => one.innerText)"
     )
     assert row[0] == "data_wait_ns"
-    assert row[1] == "408 us"
+    assert row[1] == "408 µs"
     assert row[3] == "9.00 ms"
     assert row[5] == "x22"
     assert "data_wait_ns" in frame.inner_text("h1")

@@ -145,7 +145,7 @@ def test_collectives_beside_kernels_are_hidden_and_those_between_them_are_not(tm
 def test_a_collective_that_waits_while_memory_is_given_back_is_thrash(tmp_path: Path) -> None:
     finding = found(communicating(tmp_path / "thrash.pt.trace.json", 60_000, freeing=True))["allocator_thrash"]
     assert finding.severity is Severity.CRITICAL
-    assert "took 60.0 ms (median 300 us) during an allocator call" in finding.sentence
+    assert "took 60.0 ms (median 300 µs) during an allocator call" in finding.sentence
     assert finding.numbers["freed"] == 1
     assert "expandable_segments" in finding.next_steps[0]
 

@@ -259,7 +259,7 @@ def test_a_collective_that_waits_for_the_allocator_takes_hundreds_of_times_as_lo
     )
     finding = found(report)["allocator_thrash"]
     assert finding.severity is Severity.CRITICAL
-    assert finding.sentence == ("Low memory: nccl:all_reduce took 150 ms (median 500 us) during an allocator call.")
+    assert finding.sentence == ("Low memory: nccl:all_reduce took 150 ms (median 500 µs) during an allocator call.")
     assert finding.numbers["slow_collectives"] == [
         {"name": "nccl:all_reduce", "median_ns": MS // 2, "max_ns": 150 * MS}
     ]
@@ -317,7 +317,7 @@ def test_many_short_kernels_are_to_be_fused() -> None:
     short = kernel("void at::native::vectorized_elementwise_kernel<4, add>(int)", 5_000, 4_000)
     finding = found(trace(kernels=(short, kernel("gemm", 500, 40_000))))["many_small_kernels"]
     assert finding.severity is Severity.INFO
-    assert finding.sentence == "1,000 kernels per step below 10.0 us take 50% of the computing time."
+    assert finding.sentence == "1,000 kernels per step below 10.0 µs take 50% of the computing time."
     assert "torch.compile" in finding.next_steps[0]
     assert "fused=True" in finding.next_steps[1]
 

@@ -146,7 +146,7 @@ def test_an_accelerator_without_figures_says_why() -> None:
 def test_ranks_are_rows_of_a_table() -> None:
     directory = make_run(Path("logs").absolute(), FakeRun(world_size=2, endings={1: None}))
     first, second = table_of(run_view(load_run(directory)), "rank-table")
-    assert list(first.values())[:6] == ["0", "node0", "finished", "30", "18.6 ms", "408 us"]
+    assert list(first.values())[:6] == ["0", "node0", "finished", "30", "18.6 ms", "408 µs"]
     assert (second["rank"], second["status"], second["steps"]) == ("1", "running or killed", "30")
     assert "finished" in page(directory, is_full=False)
 
@@ -248,8 +248,8 @@ def test_failures_damage_and_gaps_are_shown_with_their_reasons() -> None:
 
 def test_the_profilers_overhead_is_shown() -> None:
     directory = make_run(Path("logs").absolute())
-    assert "Profiler overhead of rank 0: pulse 9.00 us per step, windows 40.0 ms." in page(directory)
-    assert "of the run; pulse 9.00 us per step, windows 40.0 ms" in page(directory, 100, is_full=False)
+    assert "Profiler overhead of rank 0: pulse 9.00 µs per step, windows 40.0 ms." in page(directory)
+    assert "of the run; pulse 9.00 µs per step, windows 40.0 ms" in page(directory, 100, is_full=False)
 
 
 @pytest.mark.parametrize("hostile", ["[Strategy]DDP", "[bold red]x[/]", "[/unbalanced]", ":smile:", "[link=http://x]y"])
