@@ -137,7 +137,7 @@ def test_the_memory_of_a_window_adds_up_to_its_peak(usual: tuple[Run, dict[str, 
     assert max(areas["sum"]) == peak + 3 * held
     # The table of peaks has the first of them.
     said = json.dumps(document(found["memory"]))
-    assert f"= live peak {format_bytes(peak)} + {format_bytes(3 * held)} from before" in said
+    assert f"= live bytes peak {format_bytes(peak)} + {format_bytes(3 * held)} from before" in said
     assert f"optimizer state {format_bytes(2 * held)}" in found["memory"].summary
     blocks = columns(found["memory"], "left")
     assert sum(sum(block["size"]) for block in blocks) >= peak
