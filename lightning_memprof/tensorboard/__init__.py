@@ -1,1 +1,1 @@
-"""What TensorBoard loads of ours: the tab "Memprof", and the profiler tab's page without internet."""
+"""TensorBoard plug-ins: the Memprof tab, and the PyTorch profiler tab without internet."""

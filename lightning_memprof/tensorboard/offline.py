@@ -1,18 +1,26 @@
-"""The page of torch-tb-profiler without internet: its routes, replaced in TensorBoard's process.
+"""The page of torch-tb-profiler (0.4.x) without internet: routes replaced in TensorBoard's process.
 
-The page loads Google Charts, and its trace view a polyfill, from other hosts; without them it is an endless spinner.
-What is installed stays as it is: the plug-in's routes are wrapped when TensorBoard asks for them.
+Its `static/index.html` loads Google Charts from www.gstatic.com, and its `static/trace_embedding.html` loads a
+custom-elements polyfill from cdnjs.cloudflare.com; offline, the tab stays a spinner. The plug-in's routes are wrapped
+when TensorBoard requests them; the installed package is not modified.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
+import hashlib
 import ipaddress
+import re
+import socket
+import threading
+import time
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from importlib.resources import files
 from typing import Any, Final
 from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from tensorboard.backend import http_util
 from tensorboard.plugins import base_plugin
@@ -20,23 +28,42 @@ from tensorboard.util import tb_logging
 from werkzeug.test import EnvironBuilder
 from werkzeug.wrappers import Request, Response
 
-from lightning_memprof.tensorboard import offline_pages
-from lightning_memprof.tensorboard.reachable import Reachable
-
-__all__ = ["OfflineProfilerPage"]
+__all__ = [
+    "CHARTS_SCRIPT",
+    "ELEMENTS_SCRIPT",
+    "OfflineProfilerPage",
+    "Reachable",
+    "charts_page",
+    "script_hashes",
+    "trace_page",
+]
 
 App = Callable[..., Any]
 
 _INDEX, _TRACE, _VIEWER = "/index.html", "/trace_embedding.html", "/trace_viewer_full.html"
 _TYPES: Final = {".js": "text/javascript", ".css": "text/css"}
 _HELP = """\
-Whether the PyTorch profiler tab draws with charts of lightning-memprof's own in place of those that it loads from
-www.gstatic.com and cdnjs.cloudflare.com. auto: where those cannot be reached. always: no page asks another host.
-never: the tab as torch-tb-profiler has it. (default: auto)"""
+Serve the PyTorch profiler tab with lightning-memprof's own charts instead of scripts from www.gstatic.com and
+cdnjs.cloudflare.com. auto: if those hosts are unreachable. always: no page contacts another host. never: the tab as
+torch-tb-profiler ships it. (default: auto)"""
+CHARTS_SCRIPT = "https://www.gstatic.com/charts/loader.js"
+ELEMENTS_SCRIPT = "https://cdnjs.cloudflare.com/ajax/libs/webcomponentsjs/0.7.24/webcomponents.min.js"
+# Path of this package's files, relative to the page's address.
+FOLDER = "memprof"
+
+_CHARTS = ("charts_base.js", "charts_parts.js", "charts_axes.js", "charts_timeline.js", "charts.js")
+_VIEWER_IMPORT = '<link rel="import" href="trace_viewer_full.html" onerror="onTraceViewerImportFail(event)">'
+_FRAME = 'src:"./trace_embedding.html"'
+_EXTERNAL = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)\s*=\s*[\"']?(?:https?:)?//", re.IGNORECASE)
+_INLINE = re.compile(r"<script>(.*?)</script>", re.DOTALL)
+# Longest wait of a page; a later answer, as of a slow name server, serves the next page.
+_TIMEOUT_S = 2.0
+# Answers expire: laptops move between networks.
+_VALID_S = 60.0
 
 
 class OfflineProfilerPage(base_plugin.TBLoader):  # type: ignore[misc]
-    """Makes the profiler tab work without internet. It loads no plug-in, so that TensorBoard lists none."""
+    """Makes the profiler tab work without internet; ``load`` returns no plug-in, so TensorBoard lists none."""
 
     def define_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add ``--memprof_offline``."""
@@ -44,16 +71,16 @@ class OfflineProfilerPage(base_plugin.TBLoader):  # type: ignore[misc]
         group.add_argument("--memprof_offline", choices=("auto", "always", "never"), default="auto", help=_HELP)
 
     def load(self, context: base_plugin.TBContext) -> None:
-        """Wrap the routes of torch-tb-profiler, which TensorBoard asks for once all plug-ins are loaded."""
+        """Wrap the routes of torch-tb-profiler; TensorBoard requests them once all plug-ins are loaded."""
         mode = getattr(context.flags, "memprof_offline", "auto")
         if mode == "never":
             return
         try:
             from torch_tb_profiler.plugin import TorchProfilerPlugin
         except ImportError as error:
-            _leave(f"torch-tb-profiler cannot be imported: {error}")
+            _warn_unchanged(f"torch-tb-profiler cannot be imported: {error}")
             return
-        # A second server in this process wraps what the first one found.
+        # A second server in this process wraps the original method, not the first server's wrapper.
         original = TorchProfilerPlugin.get_plugin_apps
         original = getattr(original, "__wrapped__", original)
 
@@ -65,54 +92,54 @@ class OfflineProfilerPage(base_plugin.TBLoader):  # type: ignore[misc]
         TorchProfilerPlugin.get_plugin_apps = get_plugin_apps
 
 
-def _leave(reason: str) -> None:
-    """Say in one line of the log why the tab stays as it is."""
-    tb_logging.get_logger().warning("memprof_offline: the profiler tab stays as it is: %s", reason)
+def _warn_unchanged(reason: str) -> None:
+    """Log why the tab is not changed."""
+    tb_logging.get_logger().warning("memprof_offline: the profiler tab is unchanged: %s", reason)
 
 
 def _replacements(apps: Mapping[str, App], *, always: bool) -> dict[str, App]:
-    """The routes to replace and to add; none where the pages are not those that we know."""
+    """Return the routes to replace and to add; empty if the pages are unknown."""
     if not {_INDEX, _TRACE, _VIEWER} <= apps.keys():
-        _leave(f"it has no {_INDEX}, {_TRACE} or {_VIEWER}")
+        _warn_unchanged(f"{_INDEX}, {_TRACE} or {_VIEWER} is missing")
         return {}
     charts = partial(_charts, apps[_INDEX])
     trace = partial(_traces, apps[_TRACE], apps[_VIEWER])
     for route, page in ((_INDEX, charts), (_TRACE, trace)):
         if page(EnvironBuilder(path=route).get_environ()) is None:
-            _leave(f"its {route} is not one that this version of lightning-memprof knows")
+            _warn_unchanged(f"this version of lightning-memprof does not support its {route}")
             return {}
-    ours = {f"/{offline_pages.FOLDER}/{name}": _file(name) for name in _names()}
-    return ours | {
-        _INDEX: _page(apps[_INDEX], charts, offline_pages.CHARTS_SCRIPT, always=always),
-        _TRACE: _page(apps[_TRACE], trace, offline_pages.ELEMENTS_SCRIPT, always=always),
+    assets = {f"/{FOLDER}/{name}": _file(name) for name in _names()}
+    return assets | {
+        _INDEX: _page(apps[_INDEX], charts, CHARTS_SCRIPT, always=always),
+        _TRACE: _page(apps[_TRACE], trace, ELEMENTS_SCRIPT, always=always),
     }
 
 
 def _text(app: App, environ: dict[str, Any]) -> str:
-    """What a route of torch-tb-profiler answers."""
+    """Return the response body of a torch-tb-profiler route."""
     environ = environ | {"REQUEST_METHOD": "GET", "QUERY_STRING": ""}
     environ.pop("HTTP_ACCEPT_ENCODING", None)
     return Response.from_app(app, environ).get_data(as_text=True)
 
 
 def _charts(index: App, environ: dict[str, Any]) -> str | None:
-    return offline_pages.charts_page(_text(index, environ))
+    return charts_page(_text(index, environ))
 
 
 def _traces(frame: App, viewer: App, environ: dict[str, Any]) -> str | None:
-    # Each route answers by the name in the path.
+    # Each route selects its file by the name in the path.
     path = environ["PATH_INFO"].rpartition("/")[0]
-    return offline_pages.trace_page(_text(frame, environ), _text(viewer, environ | {"PATH_INFO": path + _VIEWER}))
+    return trace_page(_text(frame, environ), _text(viewer, environ | {"PATH_INFO": path + _VIEWER}))
 
 
 def _page(original: App, local: Callable[[dict[str, Any]], str | None], script: str, *, always: bool) -> App:
-    """A route that gives the original page, ours, or the one that finds out which of the two.
+    """Return a route that serves the original page, the local page, or the page that chooses between them.
 
     Args:
         original: torch-tb-profiler's route.
-        local: our page.
-        script: what the original loads from another host.
-        always: whether only ours is given.
+        local: builds the local page, None if the original is unknown.
+        script: URL that the original loads from another host.
+        always: serve only the local page.
 
     """
     host = urlsplit(script).hostname or ""
@@ -120,15 +147,15 @@ def _page(original: App, local: Callable[[dict[str, Any]], str | None], script: 
 
     def answer(environ: dict[str, Any], start_response: App) -> Any:
         request = Request(environ)
-        asked = "local" if always else request.args.get("scripts")
-        if asked not in {"cdn", "local"} and _browser_is_here(request) and not reachable():
-            asked = "local"
-        page = local(environ) if asked == "local" else None
+        choice = "local" if always else request.args.get("scripts")
+        if choice not in {"cdn", "local"} and _browser_is_local(request) and not reachable():
+            choice = "local"
+        page = local(environ) if choice == "local" else None
         response: App
         if page is not None:
-            hashes = offline_pages.script_hashes(page)
+            hashes = script_hashes(page)
             response = http_util.Respond(request, page, "text/html", csp_scripts_sha256s=hashes)
-        elif asked is None or asked not in {"cdn", "local"}:
+        elif choice is None or choice not in {"cdn", "local"}:
             response = _decision(script, host)
         else:
             response = original
@@ -140,11 +167,11 @@ def _page(original: App, local: Callable[[dict[str, Any]], str | None], script: 
 def _decision(script: str, host: str) -> Response:
     policy = f"default-src 'none'; script-src 'self'; connect-src https://{host}"
     headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
-    return Response(offline_pages.decision_page(script), content_type="text/html; charset=utf-8", headers=headers)
+    return Response(decision_page(script), content_type="text/html; charset=utf-8", headers=headers)
 
 
-def _browser_is_here(request: Request) -> bool:
-    """Whether what this machine can reach is what the browser can: no proxy has passed the request on."""
+def _browser_is_local(request: Request) -> bool:
+    """Whether the browser runs on this machine, so that both reach the same hosts: no proxy forwarded the request."""
     if any(name in request.headers for name in ("Forwarded", "X-Forwarded-For", "X-Real-Ip")):
         return False
     try:
@@ -155,11 +182,11 @@ def _browser_is_here(request: Request) -> bool:
 
 def _names() -> list[str]:
     folder = files("lightning_memprof.tensorboard") / "static" / "offline"
-    return sorted(found.name for found in folder.iterdir() if found.name.endswith(tuple(_TYPES)))
+    return sorted(file.name for file in folder.iterdir() if file.name.endswith(tuple(_TYPES)))
 
 
 def _file(name: str) -> App:
-    """A route that gives a file of ours."""
+    """Return a route that serves one file of this package."""
     content = (files("lightning_memprof.tensorboard") / "static" / "offline" / name).read_bytes()
     content_type = _TYPES[name[name.rindex(".") :]]
 
@@ -168,3 +195,106 @@ def _file(name: str) -> App:
         return response(environ, start_response)
 
     return answer
+
+
+def charts_page(page: str) -> str | None:
+    """Return its index.html with local charts.
+
+    Returns:
+        The page, whose trace frame requests `trace_page`; None if the page is unknown.
+
+    """
+    scripts = "".join(f'<script src="{FOLDER}/{name}"></script>' for name in _CHARTS)
+    # Empty icon: otherwise the browser requests one that no route serves.
+    local = f'<link rel="icon" href="data:,"><link rel="stylesheet" href="{FOLDER}/charts.css">{scripts}'
+    local_page = _replaced(page, _script(CHARTS_SCRIPT), local)
+    return _replaced(local_page, _FRAME, f'{_FRAME[:-1]}?scripts=local"')
+
+
+def trace_page(page: str, viewer: str) -> str | None:
+    """Return its trace_embedding.html with local custom elements and the viewer inlined: HTML imports were removed.
+
+    Args:
+        page: the frame's page.
+        viewer: trace_viewer_full.html.
+
+    Returns:
+        The page; None if either page is unknown.
+
+    """
+    start, end = re.search(r"<head\b[^>]*>", viewer), viewer.rfind("</head>")
+    if start is None or end < start.end():
+        return None
+    # Browsers never displayed an imported page: its modules stay hidden.
+    local = f'<style>dom-module {{ display: none; }}</style><script src="{FOLDER}/custom_elements.js"></script>'
+    local_page = _replaced(page, _script(ELEMENTS_SCRIPT), local)
+    return _replaced(local_page, _VIEWER_IMPORT, viewer[start.end() : end])
+
+
+def decision_page(script: str) -> str:
+    """Return a page that tries to load a script, then reloads itself with ``scripts=cdn`` or ``scripts=local``."""
+    return (
+        f'<!doctype html><html lang="en" data-script="{script}"><head><meta charset="utf-8"><title>Profiler</title>'
+        f'<script src="{FOLDER}/decide.js"></script></head><body></body></html>'
+    )
+
+
+def script_hashes(page: str) -> list[str]:
+    """Return the Base64 SHA-256 of each inline script, as in a content security policy."""
+    # A browser hashes the parsed text, where line endings are normalized to a line feed.
+    texts = (found[1].replace("\r\n", "\n").replace("\r", "\n") for found in _INLINE.finditer(page))
+    return [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
+
+
+def _script(address: str) -> str:
+    return f'<script src="{address}"></script>'
+
+
+def _replaced(page: str | None, old: str, new: str) -> str | None:
+    """Return the page with ``old`` replaced; None unless it occurs once, or if the page still loads from a host."""
+    if page is None or page.count(old) != 1:
+        return None
+    before, after = page.split(old)
+    replaced = before + new + after
+    return replaced if not old.startswith("<script") or _EXTERNAL.search(replaced) is None else None
+
+
+class Reachable:
+    """Caches whether this machine can connect to one host.
+
+    Args:
+        host: host name.
+        port: TCP port.
+
+    """
+
+    def __init__(self, host: str, port: int = 443) -> None:
+        self._host = host
+        self._port = port
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._checked_at = float("-inf")
+        self._answer = False
+
+    def __call__(self) -> bool:
+        """Whether the host accepts connections; True behind a proxy, where only the browser can tell. At most 2 s."""
+        if {"https", "all"} & set(getproxies()):
+            return True
+        with self._lock:
+            if self._thread is None and time.monotonic() - self._checked_at > _VALID_S:
+                self._thread = threading.Thread(target=self._check, name=f"memprof-connect-{self._host}", daemon=True)
+                self._thread.start()
+            thread = self._thread
+        if thread is not None:
+            thread.join(_TIMEOUT_S)
+        return self._answer
+
+    def _check(self) -> None:
+        """Open and close a connection; send nothing."""
+        try:
+            socket.create_connection((self._host, self._port), timeout=_TIMEOUT_S).close()
+            answer = True
+        except OSError:
+            answer = False
+        with self._lock:
+            self._answer, self._checked_at, self._thread = answer, time.monotonic(), None

@@ -1,7 +1,7 @@
-"""Makes one page; a process of its own, so that TensorBoard keeps answering and its memory stays what it was.
+"""Separate process that renders one page, so that TensorBoard stays responsive and its memory does not grow.
 
-It reads what to make as JSON on its standard input, writes the page on its standard output, and on its standard error
-one JSON object a line: how far it has read (``file``, ``done``, ``total``), or what is wrong (``error``).
+Standard input: the page request as JSON. Standard output: the page. Standard error: one JSON object per line, either
+progress (``file``, ``done``, ``total`` in bytes) or a failure (``error``).
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-# Whoever trains on this machine goes first.
+# Training on this machine has priority.
 NICENESS: Final = 10
-# So often, in bytes of one file, its reader says how far it is.
-EVERY_BYTES: Final = 4 << 20
+# Progress interval within a file.
+PROGRESS_BYTES: Final = 4 << 20
 
 
 def main() -> int:
-    """Make the page that standard input asks for: 0, or 1 and the reason."""
+    """Render the requested page; return 0, or 1 after reporting the error."""
     with suppress(OSError):
         os.nice(NICENESS)
     try:
-        page = _made(json.loads(sys.stdin.read()))
+        page = _render(json.loads(sys.stdin.read()))
     except MemprofError as error:
-        return _failed(str(error))
-    except Exception as error:  # noqa: BLE001 the tab shows it; this process has no other reader
-        return _failed(f"{type(error).__name__}: {error}")
-    # A file's name may be no UTF-8; Python then holds it with halves of characters that no encoding has.
+        return _report_error(str(error))
+    except Exception as error:  # noqa: BLE001 the tab shows it
+        return _report_error(f"{type(error).__name__}: {error}")
+    # A file name that is not UTF-8 contains surrogates, which no encoding accepts.
     sys.stdout.buffer.write(page.encode("utf-8", "backslashreplace"))
     sys.stdout.buffer.flush()
     return 0
 
 
-def _made(asked: Mapping[str, Any]) -> str:
+def _render(request: Mapping[str, Any]) -> str:
     from lightning_memprof.report.opened import OpenOptions, opened
     from lightning_memprof.report.printers.html import render_document, to_html
 
-    runs = [(Path(run["directory"]), Path(run["top"]), str(run["label"])) for run in asked["runs"]]
+    runs = [(Path(run["directory"]), Path(run["top"]), str(run["label"])) for run in request["runs"]]
     if len(runs) == 2:
         from lightning_memprof.analysis.compare.comparison import compare
         from lightning_memprof.analysis.compare.sides import run_side
@@ -56,29 +56,29 @@ def _made(asked: Mapping[str, Any]) -> str:
         a, b = (run_side(load_confined(directory, top), label) for directory, top, label in runs)
         return render_document(comparison_document(compare(a, b)), {})
     directory, top, _ = runs[0]
-    options = OpenOptions(rank=asked.get("rank"), window=asked.get("window"), below=top)
-    with opened([str(directory)], options, _teller()) as view:
+    options = OpenOptions(rank=request.get("rank"), window=request.get("window"), below=top)
+    with opened([str(directory)], options, _progress_writer()) as view:
         return to_html(view)
 
 
-def _teller() -> Callable[[Path, int, int], None]:
-    said: dict[Path, int] = {}
+def _progress_writer() -> Callable[[Path, int, int], None]:
+    reported: dict[Path, int] = {}
 
-    def tell(file: Path, done: int, total: int) -> None:
-        if file not in said or done - said[file] >= EVERY_BYTES:
-            said[file] = done
-            _say(file=file.name, done=done, total=total)
+    def write(file: Path, done: int, total: int) -> None:
+        if file not in reported or done - reported[file] >= PROGRESS_BYTES:
+            reported[file] = done
+            _send(file=file.name, done=done, total=total)
 
-    return tell
+    return write
 
 
-def _failed(message: str) -> int:
-    _say(error=message)
+def _report_error(message: str) -> int:
+    _send(error=message)
     return 1
 
 
-def _say(**words: object) -> None:
-    sys.stderr.write(json.dumps(words) + "\n")
+def _send(**fields: object) -> None:
+    sys.stderr.write(json.dumps(fields) + "\n")
     sys.stderr.flush()
 
 

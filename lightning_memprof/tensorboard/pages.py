@@ -1,4 +1,4 @@
-"""Pages of runs, each made once for a state of its runs, by processes of their own."""
+"""Pages of runs, rendered by separate processes and cached per revision of their runs."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
     from lightning_memprof.tensorboard.runs import FoundRun
 
-__all__ = ["Asked", "Job", "Pages"]
+__all__ = ["Job", "PageRequest", "Pages"]
 
-# Each is a process that computes; more at once would take the machine from a training.
-AT_ONCE: Final = 2
-# Of finished pages the oldest are forgotten beyond this, packed; one takes half a MiB.
-MOST_BYTES: Final = 64 * MIB
-MOST_JOBS: Final = 128
-LEVEL: Final = 3
-MOST_MESSAGE: Final = 2000
+# Each page is a busy process; more of them would compete with training.
+MAX_PROCESSES: Final = 2
+# Compressed size above which the oldest finished pages are dropped; a page takes about 0.5 MiB.
+MAX_BYTES: Final = 64 * MIB
+MAX_JOBS: Final = 128
+GZIP_LEVEL: Final = 3
+MAX_MESSAGE_CHARS: Final = 2000
 
-# Those that the page's own policy lets run, and no others: what a name of the run made would have no number.
+# Only scripts with the nonce of the page's own policy run; markup injected through a name in the run has none.
 _POLICY: Final = re.compile(r"script-src (?:'|&#39;)nonce-([\w-]+)")
 _SCRIPT: Final = re.compile(r"<script nonce=\"([\w-]+)\"[^>]*>(.*?)</script>", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What page is asked for: of one run, or two to be compared; ``state`` is what its runs were when it was asked."""
+class PageRequest:
+    """A page of one run, or of two to compare; ``state`` is the revision of its runs."""
 
     runs: tuple[FoundRun, ...]
     rank: int | None = None
@@ -47,14 +47,14 @@ class Asked:
 
     @property
     def key(self) -> str:
-        """What the finished page is asked for by."""
-        asked = [[run.id for run in self.runs], self.rank, self.window, self.state]
-        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:24]
+        """Identifier of the finished page."""
+        fields = [[run.id for run in self.runs], self.rank, self.window, self.state]
+        return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:24]
 
 
 @dataclass
 class Job:
-    """A page that is made. ``page`` is HTML, packed by gzip; ``scripts`` are the SHA-256 of its scripts, in Base64."""
+    """Rendering of one page. ``page`` is gzip-compressed HTML; ``scripts`` holds the Base64 SHA-256 of its scripts."""
 
     state: Literal["waiting", "building", "ready", "failed"] = "waiting"
     message: str = ""
@@ -63,56 +63,56 @@ class Job:
     scripts: Sequence[str] = ()
 
     def document(self, key: str) -> dict[str, Any]:
-        """Return how far it is, as JSON."""
+        """Return state and progress as a JSON object."""
         return {"key": key, "state": self.state, "message": self.message, "progress": self.progress}
 
 
 class Pages:
-    """The pages that were asked for. Safe to use from several threads."""
+    """Cache of requested pages; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._jobs: OrderedDict[str, Job] = OrderedDict()
-        self._slots = threading.Semaphore(AT_ONCE)
+        self._slots = threading.Semaphore(MAX_PROCESSES)
 
-    def ask(self, asked: Asked, *, again: bool = False) -> tuple[str, Job]:
-        """Return the page's key and its job, which is begun where there is none; ``again`` tries a failed one anew."""
-        key = asked.key
+    def request(self, page: PageRequest, *, retry: bool = False) -> tuple[str, Job]:
+        """Return the page's key and its job, started if there is none; ``retry`` restarts a failed job."""
+        key = page.key
         with self._lock:
             job = self._jobs.get(key)
-            if job is None or (again and job.state == "failed"):
+            if job is None or (retry and job.state == "failed"):
                 job = self._jobs[key] = Job()
-                threading.Thread(target=self._make, args=(asked, job), name="memprof-page", daemon=True).start()
+                threading.Thread(target=self._run, args=(page, job), name="memprof-page", daemon=True).start()
             self._jobs.move_to_end(key)
-            self._forget()
+            self._drop_oldest()
         return key, job
 
     def job(self, key: str) -> Job | None:
-        """Return the job of a page that was asked for, None where there is none, or not any more."""
+        """Return the job of a requested page, None if it is unknown or was dropped."""
         with self._lock:
             return self._jobs.get(key)
 
-    def _forget(self) -> None:
+    def _drop_oldest(self) -> None:
         done = [key for key, job in self._jobs.items() if job.state in {"ready", "failed"}]
         total = sum(len(job.page) for job in self._jobs.values())
-        # The one that was asked for last is about to be read.
+        # The client is about to read the page requested last.
         for key in done[:-1]:
-            if total <= MOST_BYTES and len(self._jobs) <= MOST_JOBS:
+            if total <= MAX_BYTES and len(self._jobs) <= MAX_JOBS:
                 break
             total -= len(self._jobs.pop(key).page)
 
-    def _make(self, asked: Asked, job: Job) -> None:
+    def _run(self, page: PageRequest, job: Job) -> None:
         with self._slots:
             job.state = "building"
             try:
-                _build(asked, job)
+                _build(page, job)
             except Exception as error:  # noqa: BLE001 the tab shows it, and the server continues
                 job.message, job.state = f"{type(error).__name__}: {error}", "failed"
 
 
-def _build(asked: Asked, job: Job) -> None:
-    runs = [{"directory": str(run.directory), "top": str(run.top), "label": run.label} for run in asked.runs]
-    words = {"runs": runs, "rank": asked.rank, "window": asked.window}
+def _build(page: PageRequest, job: Job) -> None:
+    runs = [{"directory": str(run.directory), "top": str(run.top), "label": run.label} for run in page.runs]
+    fields = {"runs": runs, "rank": page.rank, "window": page.window}
     process = subprocess.Popen(
         own_program("lightning_memprof.tensorboard.page_process"),
         stdin=subprocess.PIPE,
@@ -121,40 +121,40 @@ def _build(asked: Asked, job: Job) -> None:
     )
     with process:
         if process.stdin is None or process.stdout is None or process.stderr is None:
-            raise RuntimeError("a process without its pipes")
-        process.stdin.write(json.dumps(words).encode())
+            raise RuntimeError("the page process has no pipes")
+        process.stdin.write(json.dumps(fields).encode())
         process.stdin.close()
-        hearing = threading.Thread(target=_hear, args=(process.stderr, job), daemon=True)
-        hearing.start()
+        reader = threading.Thread(target=_read_messages, args=(process.stderr, job), daemon=True)
+        reader.start()
         html = process.stdout.read()
         status = process.wait()
-        hearing.join()
+        reader.join()
     if status or not html:
-        job.message = job.message or f"the process that makes the page ended with {status}"
+        job.message = job.message or f"the page process exited with status {status}"
         job.state = "failed"
         return
     job.message = ""
     job.scripts = _hashes(html.decode("utf-8"))
-    job.page = gzip.compress(html, LEVEL)
+    job.page = gzip.compress(html, GZIP_LEVEL)
     job.state = "ready"
 
 
-def _hear(stream: IO[bytes], job: Job) -> None:
-    """Take what the process says: lines of JSON; anything else is what Python itself says when it fails."""
+def _read_messages(stream: IO[bytes], job: Job) -> None:
+    """Read progress and errors as lines of JSON; any other line is Python's own error output."""
     for line in stream:
         try:
-            said = json.loads(line)
+            message = json.loads(line)
         except ValueError:
-            job.message = line.decode("utf-8", "replace").strip()[:MOST_MESSAGE]
+            job.message = line.decode("utf-8", "replace").strip()[:MAX_MESSAGE_CHARS]
             continue
-        if "error" in said:
-            job.message = str(said["error"])[:MOST_MESSAGE]
+        if "error" in message:
+            job.message = str(message["error"])[:MAX_MESSAGE_CHARS]
         else:
-            job.progress = said
+            job.progress = message
 
 
 def _hashes(html: str) -> list[str]:
-    """Return the SHA-256 of the scripts that carry the number of the page's own policy, each once."""
+    """Return the distinct Base64 SHA-256 of the scripts that carry the nonce of the page's policy."""
     policy = _POLICY.search(html)
     if policy is None:
         return []

@@ -1,4 +1,4 @@
-"""The runs below a log directory, from their manifests alone."""
+"""Runs below a log directory: their list, from manifests only, and the progress of live runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import statistics
 import threading
 import time
 from collections import OrderedDict
@@ -13,39 +14,48 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
+from lightning_memprof.analysis.run.confined import refuse_links
+from lightning_memprof.analysis.run.following import Follower, total_steps
 from lightning_memprof.analysis.run.locate import MAX_DEPTH, MAX_DIRECTORIES
 from lightning_memprof.artifacts.manifest import Manifest, WindowRow, read_manifest
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, manifest_name, parse_manifest_name, pulse_name
 from lightning_memprof.artifacts.plain_file import open_plain
-from lightning_memprof.artifacts.series import parse_pulse_row
+from lightning_memprof.artifacts.series import PHASES, parse_pulse_row
+from lightning_memprof.report.sections.labels import COLOURS, called
+from lightning_memprof.units import format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from lightning_memprof.analysis.run.following import RankProgress
     from lightning_memprof.artifacts.manifest import EndRow
 
-__all__ = ["FoundRun", "RunList", "revision"]
+__all__ = ["FoundRun", "LiveRuns", "RunList", "revision"]
 
 SECOND_NS: Final = 1_000_000_000
-# A pulse is written every few seconds; a run that has been silent for longer waits, or was killed.
+# The pulse is written every few seconds; a run silent for longer is blocked or was killed.
 SILENT_NS: Final = 30 * SECOND_NS
-# Looking more often than a page asks shows nothing new.
-FRESH_SECONDS: Final = 1.0
-# Their ends are read to say how the run ended; of more ranks the first speak for all.
-MOST_RANKS: Final = 8
-# More fit into no list that a person reads.
-MOST_RUNS: Final = 1000
-MOST_KEPT: Final = 4 * MOST_RUNS
-LAST_BYTES: Final = 4096
-# The page of a live run is made again when its pulse is this much longer.
+# The tab polls every 2 s.
+SCAN_SECONDS: Final = 1.0
+# Ranks whose manifests are read to determine how the run ended.
+MAX_RANKS: Final = 8
+# Longest list in the tab.
+MAX_RUNS: Final = 1000
+MAX_CACHED: Final = 4 * MAX_RUNS
+TAIL_BYTES: Final = 4096
+# A live run's page is rendered again when its pulse has grown by this factor.
 GROWTH: Final = 1.5
-# Below this, some fifty steps, it would be made again with every few of them.
+# About 50 steps; a shorter pulse does not trigger a new page.
 SMALL_BYTES: Final = 4096
+# A follower keeps a few hundred numbers per rank; the least recently viewed is dropped.
+MAX_FOLLOWED: Final = 16
+MAX_POINTS: Final = 120
+MAX_LIVE_RANKS: Final = 16
 
 
 @dataclass(frozen=True)
 class FoundRun:
-    """A run directory. ``name`` is its path below the log directory ``top``, with ``/``; neither path has a link."""
+    """A run directory; ``name`` is its POSIX path relative to ``top``, the log directory. Neither contains symlinks."""
 
     name: str
     directory: Path
@@ -54,54 +64,52 @@ class FoundRun:
 
     @property
     def id(self) -> str:
-        """What pages ask for it by: no path, and letters and digits whatever its name is."""
+        """Identifier in URLs: hexadecimal digits for any name, never a path."""
         return hashlib.sha256(os.fsencode(self.name)).hexdigest()[:16]
 
     @property
     def label(self) -> str:
-        """Its name as people know it: the log directory's, where only one run is in that."""
+        """Displayed name: without the run directory, or the log directory's own name."""
         pure = PurePosixPath(self.name)
         short = pure.parent if pure.name == RUN_DIRECTORY else pure
         return self.top.name if str(short) == "." else str(short)
 
 
 class RunList:
-    """The runs below a log directory; symbolic links are not followed, as TensorBoard does not follow them.
-
-    Safe to use from several threads.
+    """Runs below the log directories; thread-safe. Symbolic links are not followed, as in TensorBoard.
 
     Args:
-        tops: the log directories, by the name that stands before their runs' ("" for the only one).
+        tops: log directories by the prefix of their runs' names ("" for a single directory).
 
     """
 
     def __init__(self, tops: Mapping[str, Path]) -> None:
         self._tops = {prefix: Path(os.path.realpath(top)) for prefix, top in tops.items()}
         self._lock = threading.Lock()
-        self._looked_at = -math.inf
+        self._scanned_at = -math.inf
         self._found: dict[str, FoundRun] = {}
-        self._is_cut = False
+        self._is_truncated = False
         self._rows: OrderedDict[Path, tuple[tuple[int, int], Manifest]] = OrderedDict()
 
-    def look(self) -> list[FoundRun]:
-        """Return all runs, the latest made last."""
+    def scan(self) -> list[FoundRun]:
+        """Return all runs, at most 1 s old."""
         with self._lock:
-            if time.monotonic() - self._looked_at > FRESH_SECONDS:
+            if time.monotonic() - self._scanned_at > SCAN_SECONDS:
                 walk = _Walk()
                 found = [run for prefix, top in self._tops.items() for run in walk.runs(prefix, top)]
-                self._found = {run.id: run for run in found[:MOST_RUNS]}
-                self._is_cut = walk.is_cut or len(found) > MOST_RUNS
-                self._looked_at = time.monotonic()
+                self._found = {run.id: run for run in found[:MAX_RUNS]}
+                self._is_truncated = walk.is_truncated or len(found) > MAX_RUNS
+                self._scanned_at = time.monotonic()
             return list(self._found.values())
 
     def find(self, run_id: str) -> FoundRun | None:
-        """Return the run of this id, None where there is none; an id is looked up and never part of a path."""
+        """Return the run with this id or None; an id is a lookup key and never part of a path."""
         with self._lock:
             found = self._found.get(run_id)
-        return found or next((run for run in self.look() if run.id == run_id), None)
+        return found or next((run for run in self.scan() if run.id == run_id), None)
 
     def any(self) -> bool:
-        """Say whether there is a run; looks no further than the first."""
+        """Whether there is a run; stops at the first."""
         with self._lock:
             if self._found:
                 return True
@@ -109,18 +117,18 @@ class RunList:
         return any(True for prefix, top in self._tops.items() for _ in walk.runs(prefix, top))
 
     def document(self) -> dict[str, Any]:
-        """Return what the page lists, as JSON: of each run how far it is, its ranks and its windows."""
-        runs = [self.facts(run) for run in self.look()]
+        """Return the list of runs as a JSON object: state, steps, ranks and windows of each run."""
+        runs = [self.facts(run) for run in self.scan()]
         runs.sort(key=lambda run_row: (-(run_row["started_ns"] or 0), run_row["label"]))
-        places = [str(top) for top in self._tops.values()]
-        return {"places": places, "is_cut": self._is_cut, "runs": runs}
+        tops = [str(top) for top in self._tops.values()]
+        return {"places": tops, "is_cut": self._is_truncated, "runs": runs}
 
     def facts(self, found: FoundRun) -> dict[str, Any]:
-        """Return the row of one run."""
+        """Return the list row of one run."""
         lead = found.ranks[0]
         manifest = self._manifest(found, lead)
         run, end = manifest.run, manifest.end
-        ends = [end, *(self._manifest(found, rank).end for rank in found.ranks[1:MOST_RANKS])]
+        ends = [end, *(self._manifest(found, rank).end for rank in found.ranks[1:MAX_RANKS])]
         steps = end.steps if end else None
         state, words = _state(found, ends)
         return {
@@ -143,23 +151,22 @@ class RunList:
         path = found.directory / manifest_name(rank)
         state = _state_of(path)
         with self._lock:
-            kept = self._rows.get(path)
-            if kept is not None and kept[0] == state:
+            cached = self._rows.get(path)
+            if cached is not None and cached[0] == state:
                 self._rows.move_to_end(path)
-                return kept[1]
+                return cached[1]
         manifest = read_manifest(path, with_artifacts=False)
         with self._lock:
             self._rows[path] = state, manifest
-            while len(self._rows) > MOST_KEPT:
+            while len(self._rows) > MAX_CACHED:
                 self._rows.popitem(last=False)
         return manifest
 
 
 def revision(found: FoundRun) -> str:
-    """Return what changes when a page of the run has more to show.
+    """Return a hash that changes when a page of the run has more to show.
 
-    That is whenever a manifest gets a line, when a pulse is half as long again, and when the pulse of a run that has
-    ended is whole.
+    It changes when a manifest grows and each time a pulse grows by half.
     """
     state: list[Any] = []
     for rank in found.ranks:
@@ -169,23 +176,59 @@ def revision(found: FoundRun) -> str:
     return hashlib.sha256(json.dumps(state).encode()).hexdigest()[:16]
 
 
-class _Walk:
-    """A walk through directories that ends where it would take long."""
+class LiveRuns:
+    """Followers of live runs; each poll reads only new rows. Thread-safe."""
 
     def __init__(self) -> None:
-        self.is_cut = False
+        self._lock = threading.Lock()
+        self._followed: OrderedDict[str, tuple[threading.Lock, Follower]] = OrderedDict()
+
+    def document(self, found: FoundRun) -> dict[str, Any]:
+        """Return progress, speed and memory of a run as a JSON object; ``lead`` is None before its first rank.
+
+        Raises:
+            ArtifactError: a file of the run is a symlink to outside the log directory.
+
+        """
+        with self._lock:
+            if found.id not in self._followed:
+                refuse_links(found.directory, found.top)
+                self._followed[found.id] = threading.Lock(), Follower(found.directory)
+            lock, follower = self._followed[found.id]
+            self._followed.move_to_end(found.id)
+            while len(self._followed) > MAX_FOLLOWED:
+                self._followed.popitem(last=False)
+        # The first read of a long pulse takes a second; pages of other runs do not wait for it.
+        with lock:
+            follower.look()
+            if not follower.ranks:
+                return {"lead": None, "ranks": []}
+            ranks = sorted(follower.ranks.values(), key=lambda rank: rank.rank)
+            return {
+                "lead": _lead_row(follower.lead),
+                "world_size": follower.world_size,
+                "found": follower.found,
+                "ranks": [_rank_row(rank) for rank in ranks[:MAX_LIVE_RANKS]] if len(ranks) > 1 else [],
+            }
+
+
+class _Walk:
+    """A directory walk with a limit on the number of directories."""
+
+    def __init__(self) -> None:
+        self.is_truncated = False
         self._seen = 0
 
     def runs(self, prefix: str, top: Path) -> Iterator[FoundRun]:
-        """Yield the runs below ``top``, by name."""
+        """Yield the runs below ``top``, sorted by name."""
         pending = [(top, 0)]
         while pending:
             here, depth = pending.pop()
             self._seen += 1
             if self._seen > MAX_DIRECTORIES:
-                self.is_cut = True
+                self.is_truncated = True
                 return
-            directories, ranks = _listed(here)
+            directories, ranks = _scan(here)
             if ranks:
                 below = PurePosixPath(here.relative_to(top).as_posix())
                 yield FoundRun(
@@ -194,15 +237,15 @@ class _Walk:
             elif depth < MAX_DEPTH + 1:
                 pending += [(here / name, depth + 1) for name in sorted(directories, reverse=True)]
             elif directories:
-                self.is_cut = True
+                self.is_truncated = True
 
 
-def _listed(place: Path) -> tuple[list[str], list[int]]:
-    """Return the names of the directories in one, and the ranks whose manifests are; links are neither."""
+def _scan(directory: Path) -> tuple[list[str], list[int]]:
+    """Return the names of subdirectories and the ranks of manifests in a directory; symlinks are ignored."""
     directories: list[str] = []
     ranks: list[int] = []
     try:
-        with os.scandir(place) as entries:
+        with os.scandir(directory) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     directories.append(entry.name)
@@ -215,25 +258,25 @@ def _listed(place: Path) -> tuple[list[str], list[int]]:
 
 def _state_of(path: Path) -> tuple[int, int]:
     try:
-        found = path.stat()
+        stat = path.stat()
     except OSError:
         return 0, 0
-    return found.st_size, found.st_mtime_ns
+    return stat.st_size, stat.st_mtime_ns
 
 
 def _state(found: FoundRun, ends: Sequence[EndRow | None]) -> tuple[str, str]:
-    """Return ``running``, ``silent``, ``exception`` or ``finished``, and that in words."""
+    """Return ``running``, ``silent``, ``exception`` or ``finished``, and its text."""
     for end in ends:
         if end is not None and end.status == "exception":
             return "exception", end.exception or "ended with an exception"
     if all(end is not None for end in ends):
         return "finished", "finished"
-    names = [(manifest_name(rank), pulse_name(rank)) for rank in found.ranks[:MOST_RANKS]]
-    last = max(_state_of(found.directory / name)[1] for both in names for name in both)
+    names = [(manifest_name(rank), pulse_name(rank)) for rank in found.ranks[:MAX_RANKS]]
+    last = max(_state_of(found.directory / name)[1] for pair in names for name in pair)
     silent = max(time.time_ns() - last, 0)
     if silent < SILENT_NS:
         return "running", "running"
-    return "silent", f"silent for {_duration(silent)}: it waits, or was killed"
+    return "silent", f"silent for {_duration(silent)}: blocked or killed"
 
 
 def _duration(ns: int) -> str:
@@ -246,13 +289,13 @@ def _duration(ns: int) -> str:
 
 
 def _steps_so_far(found: FoundRun, rank: int) -> int | None:
-    """Return the steps of a live run, by the last whole row of its pulse."""
+    """Return the steps of a live run, from the last complete row of its pulse."""
     path = found.directory / pulse_name(rank)
     try:
         if path.is_symlink():
             return None
         with open_plain(path) as stream:
-            stream.seek(max(stream.seek(0, os.SEEK_END) - LAST_BYTES, 0))
+            stream.seek(max(stream.seek(0, os.SEEK_END) - TAIL_BYTES, 0))
             lines = stream.read().split(b"\n")[:-1]
     except OSError:
         return None
@@ -273,7 +316,56 @@ def _windows(manifest: Manifest) -> list[dict[str, Any]]:
             continue
         closed = row.event == "close"
         steps = row.steps if closed else row.active_steps
-        # A window that recorded nothing has no steps of its own; those that were planned say where it lay.
-        kept = found.get(index, {}).get("steps") if not steps else None
-        found[index] = {"index": index, "steps": kept or list(steps), "closed": closed}
+        # A window that recorded nothing keeps its planned steps.
+        planned = found.get(index, {}).get("steps") if not steps else None
+        found[index] = {"index": index, "steps": planned or list(steps), "closed": closed}
     return [found[index] for index in sorted(found)]
+
+
+def _lead_row(rank: RankProgress) -> dict[str, Any]:
+    phases = rank.phases_ns()
+    whole = sum(phases.values())
+    last = rank.recent[-1] if rank.recent else None
+    return {
+        **_rank_row(rank),
+        "total": total_steps(rank) or None,
+        "epoch": last["epoch"] if last else None,
+        "phases": [
+            {
+                "name": called(phase),
+                "class": f"c-{phase}" if phase in COLOURS else "c-other",
+                "text": format_ns(phases[phase]),
+                "percent": percent(phases[phase] / whole),
+                "share": phases[phase] / whole,
+            }
+            for phase in PHASES
+            if whole
+        ],
+        "device_peak": None if rank.device_peak_bytes is None else format_bytes(rank.device_peak_bytes),
+        "durations_ns": _downsample(rank.durations_ns.values),
+        "rss_bytes": _downsample(rank.rss_bytes.values),
+        "errors": rank.errors,
+    }
+
+
+def _rank_row(rank: RankProgress) -> dict[str, Any]:
+    durations = [ns for row in rank.usual() if (ns := row["duration_ns"]) is not None]
+    phases = rank.phases_ns()
+    whole = sum(phases.values())
+    last = rank.recent[-1] if rank.recent else None
+    step = last["step"] if last else None
+    rss = last["rss_bytes"] if last else None
+    return {
+        "rank": rank.rank,
+        "steps": rank.steps if step is None else step + 1,
+        "step": format_ns(statistics.median(durations)) if durations else None,
+        "data_wait": percent(phases["data_wait"] / whole) if whole else None,
+        "rss": None if rss is None else format_bytes(rss),
+        "has_ended": rank.end is not None,
+    }
+
+
+def _downsample(values: list[int]) -> list[int]:
+    """Return at most `MAX_POINTS` range maxima, for a curve a few hundred pixels wide."""
+    size = -(-len(values) // MAX_POINTS) or 1
+    return [max(values[start : start + size]) for start in range(0, len(values), size)]

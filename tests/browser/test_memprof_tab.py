@@ -248,6 +248,6 @@ def test_a_run_that_is_deleted_while_it_is_shown_leads_to_the_list_and_a_word(br
             page.wait_for_selector("#page[title=report]", timeout=LONG_MS)
             shutil.rmtree(tmp_path / "deleted")
             page.get_by_role("heading", name="1 run").wait_for(timeout=LONG_MS)
-            assert page.inner_text("#said") == "that run is not there any more"
+            assert page.inner_text("#said") == "the selected run no longer exists"
         finally:
             page.close()

@@ -1,12 +1,12 @@
-// The tab: which run, window and rank is looked at, and what of it. Texts of a run are set as text, never as HTML.
+// The Memprof tab: selection of run, window, rank and view. Names from a run are inserted as text, never as HTML.
 import { drawLive } from "./live.js";
 import { showTrace } from "./trace.js";
 import { element, fill, ask, isSeen, followTheme, themed } from "./parts.js";
 
-const LOOK_MS = 2000;
+const POLL_MS = 2000;
 const WAIT_MS = 400;
-// A run that goes on changes with every file that it writes; its page is made again this often at most.
-const AGAIN_MS = 6000;
+// A live run changes with every file it writes; its page is rendered at most this often.
+const RENDER_MS = 6000;
 
 const state = { run: "", window: "", rank: "", other: "", view: "report" };
 const shown = { key: "", revision: "", at: 0, frame: null, asking: 0, isAsking: false, list: "" };
@@ -19,13 +19,13 @@ export async function render() {
   document.title = "Memprof";
   build();
   followTheme();
-  await look();
+  await loadRuns();
   restore();
   draw();
   for (;;) {
-    await new Promise((done) => setTimeout(done, LOOK_MS));
+    await new Promise((done) => setTimeout(done, POLL_MS));
     if (!isSeen()) continue;
-    await look();
+    await loadRuns();
     await refresh();
   }
 }
@@ -44,7 +44,7 @@ function build() {
   const all = element("button", { type: "button", id: "all" }, "all runs");
   all.addEventListener("click", () => change({ run: "", other: "", view: "report" }));
   parts = {
-    bar: element("div", { class: "bar", role: "toolbar", "aria-label": "What is shown" },
+    bar: element("div", { class: "bar", role: "toolbar", "aria-label": "Selection" },
       all, select("run", "run"), select("other", "compare with"), select("window", "window"), select("rank", "rank"),
       element("span", { class: "views" }, button("report", "report"), button("trace", "trace")),
       element("output", { id: "said", "aria-live": "polite" })),
@@ -54,7 +54,7 @@ function build() {
   document.body.append(parts.bar, parts.live, parts.place);
 }
 
-async function look() {
+async function loadRuns() {
   const found = await ask("runs");
   if (found.error) return say(found.error, true);
   runs = found.runs;
@@ -63,24 +63,24 @@ async function look() {
   hasProfilerTab = found.has_profiler_tab;
 }
 
-const of = (id) => runs.find((one) => one.id === id);
+const runById = (id) => runs.find((run) => run.id === id);
 
 function restore() {
   try {
-    const kept = JSON.parse(sessionStorage.getItem("memprof-tab") || "{}");
-    if (of(kept.run)) Object.assign(state, kept);
-  } catch { /* a browser that keeps nothing */ }
-  if (!of(state.other)) state.other = "";
+    const saved = JSON.parse(sessionStorage.getItem("memprof-tab") || "{}");
+    if (runById(saved.run)) Object.assign(state, saved);
+  } catch { /* no session storage */ }
+  if (!runById(state.other)) state.other = "";
   if (!state.run && runs.length === 1) state.run = runs[0].id;
 }
 
-function change(what) {
-  if ("run" in what && what.run !== state.run) Object.assign(state, { window: "", rank: "" });
-  Object.assign(state, what);
+function change(selection) {
+  if ("run" in selection && selection.run !== state.run) Object.assign(state, { window: "", rank: "" });
+  Object.assign(state, selection);
   if (state.other === state.run) state.other = "";
-  if (state.other && what.view !== "trace") state.view = "report";
-  if (what.view === "trace") state.other = "";
-  try { sessionStorage.setItem("memprof-tab", JSON.stringify(state)); } catch { /* as above */ }
+  if (state.other && selection.view !== "trace") state.view = "report";
+  if (selection.view === "trace") state.other = "";
+  try { sessionStorage.setItem("memprof-tab", JSON.stringify(state)); } catch { /* no session storage */ }
   draw();
 }
 
@@ -98,12 +98,12 @@ function draw() {
 }
 
 function drawBar() {
-  const run = of(state.run);
-  const named = (one) => [one.id, `${one.label}${one.state === "finished" ? "" : ` (${one.state})`}`];
-  fill(parts.bar.querySelector("#run"), [["", "choose a run"], ...runs.map(named)], state.run);
-  fill(parts.bar.querySelector("#other"), [["", "nothing"], ...runs.filter((one) => one.id !== state.run).map(named)], state.other);
+  const run = runById(state.run);
+  const option = (row) => [row.id, `${row.label}${row.state === "finished" ? "" : ` (${row.state})`}`];
+  fill(parts.bar.querySelector("#run"), [["", "select a run"], ...runs.map(option)], state.run);
+  fill(parts.bar.querySelector("#other"), [["", "none"], ...runs.filter((row) => row.id !== state.run).map(option)], state.other);
   const windows = run && !state.other ? run.windows : [];
-  fill(parts.bar.querySelector("#window"), [["", "all"], ...windows.map((one) => [`${one.index}`, windowName(one)])], state.window);
+  fill(parts.bar.querySelector("#window"), [["", "all"], ...windows.map((window) => [`${window.index}`, windowName(window)])], state.window);
   const ranks = run && !state.other ? run.ranks : [];
   fill(parts.bar.querySelector("#rank"), [["", "lowest"], ...ranks.map((rank) => [`${rank}`, `${rank}`])], state.rank);
   parts.bar.querySelector("#rank").parentElement.hidden = ranks.length < 2;
@@ -114,22 +114,22 @@ function drawBar() {
   for (const view of ["report", "trace"]) parts.bar.querySelector(`#view-${view}`).setAttribute("aria-pressed", `${state.view === view}`);
 }
 
-const windowName = (one) => {
-  const steps = one.steps.length ? `steps ${one.steps[0]}-${one.steps.at(-1)}` : "no steps";
-  return `${one.index}: ${steps}${one.closed ? "" : ", open"}`;
+const windowName = (window) => {
+  const steps = window.steps.length ? `steps ${window.steps[0]}–${window.steps.at(-1)}` : "no steps";
+  return `${window.index}: ${steps}${window.closed ? "" : ", open"}`;
 };
 
 function drawEmpty() {
   parts.live.hidden = true;
-  const where = parts.places?.length ? `Below ${parts.places.join(", ")} is no run of lightning-memprof yet.` :
-    "TensorBoard's log directory is not on this machine; this tab reads files of this machine alone.";
+  const where = parts.places?.length ? `No lightning-memprof run below ${parts.places.join(", ")}.` :
+    "TensorBoard's log directory is remote; this tab reads local files only.";
   parts.place.append(element("div", { class: "empty" },
-    element("h1", {}, "No run yet"),
+    element("h1", {}, "No runs"),
     element("p", {}, where),
-    element("p", {}, "Train with the callback, or start TensorBoard on a directory that has a run somewhere in it:"),
+    element("p", {}, "Train with the callback, or start TensorBoard on a directory with a run below it:"),
     element("pre", {}, "from lightning_memprof import MemProfilerCallback\n\ntrainer = Trainer(callbacks=[MemProfilerCallback()], profiler=\"fts_extended\")"),
     element("pre", {}, "tensorboard --logdir lightning_logs"),
-    element("p", {}, "This page looks again by itself.")));
+    element("p", {}, "This page updates automatically.")));
 }
 
 function drawList() {
@@ -140,21 +140,21 @@ function drawList() {
     const open = element("button", { type: "button" }, run.label);
     open.addEventListener("click", () => change({ run: run.id }));
     const started = run.started_ns ? new Date(run.started_ns / 1e6).toLocaleString() : "-";
-    const there = run.world_size && run.world_size > run.ranks.length ? `${run.ranks.length} of ${run.world_size}` : `${run.ranks.length}`;
+    const ranks = run.world_size && run.world_size > run.ranks.length ? `${run.ranks.length} of ${run.world_size}` : `${run.ranks.length}`;
     body.append(element("tr", {},
       element("th", { scope: "row", class: "code wide" }, open),
       element("td", { class: run.state === "exception" ? "bad wide" : "wide" }, element("i", { class: `dot ${run.state}` }), run.words),
-      element("td", {}, run.stage || "-"), element("td", {}, run.model || "-"), element("td", { class: "number" }, there),
+      element("td", {}, run.stage || "-"), element("td", {}, run.model || "-"), element("td", { class: "number" }, ranks),
       element("td", { class: "number" }, run.steps === null ? "-" : run.steps.toLocaleString("en").replaceAll(",", " ")),
-      element("td", { class: "number" }, `${run.windows.filter((one) => one.closed).length}`),
+      element("td", { class: "number" }, `${run.windows.filter((window) => window.closed).length}`),
       element("td", {}, started)));
   }
   const kinds = { run: "wide", state: "wide", ranks: "number", steps: "number", windows: "number" };
   const head = element("tr", {}, ...heads.map((name) => element("th", { scope: "col", class: kinds[name] || "" }, name)));
-  const cut = parts.isCut ? " There are more; start TensorBoard on a directory with fewer to see those." : "";
+  const cut = parts.isCut ? " The list is truncated; start TensorBoard on a subdirectory to see other runs." : "";
   parts.place.replaceChildren(element("div", { class: "list" },
     element("h1", {}, runs.length === 1 ? "1 run" : `${runs.length} runs`),
-    element("p", { class: "lead" }, `Below ${parts.places.join(", ")}, the newest first.${cut}`),
+    element("p", { class: "lead" }, `Below ${parts.places.join(", ")}, newest first.${cut}`),
     element("div", { class: "scroll" }, element("table", { id: "runs" }, element("thead", {}, head), body))));
   shown.list = JSON.stringify(runs);
 }
@@ -165,27 +165,26 @@ async function refresh() {
     if (!parts.place.querySelector(".empty")) draw();
     return;
   }
-  const run = of(state.run);
+  const run = runById(state.run);
   if (!run) {
     if (state.run) {
       change({ run: "", other: "" });
-      return say("that run is not there any more");
+      return say("the selected run no longer exists");
     }
     if (parts.place.querySelector(".empty") && runs.length === 1) return change({ run: runs[0].id });
     if (shown.list !== JSON.stringify(runs)) drawList();
     return;
   }
   await drawNow();
-  const revision = [of(state.other), run].filter(Boolean).map((one) => one.revision).join(".");
+  const revision = [runById(state.other), run].filter(Boolean).map((row) => row.revision).join(".");
   const isOld = shown.revision && shown.revision !== revision;
-  // What ended is shown as it ended; what goes on, a few seconds later.
-  // Nobody waits for it here: the run is followed while its page is made.
-  if (state.view === "report" && isOld && !shown.isAsking && (run.state !== "running" || Date.now() - shown.at > AGAIN_MS)) askPage();
+  // A run that ended is rendered at once, a live run every few seconds; polling continues meanwhile.
+  if (state.view === "report" && isOld && !shown.isAsking && (run.state !== "running" || Date.now() - shown.at > RENDER_MS)) askPage();
 }
 
 async function drawNow() {
   const id = state.run;
-  const run = of(id);
+  const run = runById(id);
   if (!run || state.other || (run.state !== "running" && run.state !== "silent")) {
     parts.live.hidden = true;
     return;
@@ -204,15 +203,15 @@ async function askPage() {
 }
 
 async function waitForPage(mine) {
-  const asked = new URLSearchParams();
-  for (const name of ["run", "other", "window", "rank"]) if (state[name]) asked.set(name, state[name]);
-  if (!shown.frame) parts.place.replaceChildren(element("div", { class: "wait", id: "wait" }, "Making the page …"));
-  // Of a run that goes on each asking may mean another page; the one that was begun is waited for by its key.
-  let found = await ask(`page?${asked}`);
+  const query = new URLSearchParams();
+  for (const name of ["run", "other", "window", "rank"]) if (state[name]) query.set(name, state[name]);
+  if (!shown.frame) parts.place.replaceChildren(element("div", { class: "wait", id: "wait" }, "Rendering the page …"));
+  // A live run gets a new page per revision; the key identifies the page in progress.
+  let found = await ask(`page?${query}`);
   const { key, revision } = found;
   for (;;) {
     if (mine !== shown.asking) return;
-    if (found.error || found.state === "failed") return failed({ revision, ...found }, asked);
+    if (found.error || found.state === "failed") return failed({ revision, ...found }, query);
     if (found.state === "ready") return showPage(key, revision);
     wait(found);
     await new Promise((done) => setTimeout(done, WAIT_MS));
@@ -222,15 +221,15 @@ async function waitForPage(mine) {
 
 function wait(found) {
   const { file, done, total } = found.progress;
-  const words = found.state === "waiting" ? "Waiting for other pages …" : file ? `Reading ${file} …` : "Making the page …";
+  const words = found.state === "waiting" ? "Waiting for other pages to render …" : file ? `Reading ${file} …` : "Rendering the page …";
   if (shown.frame) return say("updating …");
   const bar = element("progress", total && done < total ? { max: total, value: done } : {});
   parts.place.replaceChildren(element("div", { class: "wait", id: "wait" }, words, bar));
 }
 
-function failed(found, asked) {
-  const again = element("button", { type: "button" }, "try again");
-  again.addEventListener("click", async () => { await ask(`page?${asked}&again=1`); draw(); });
+function failed(found, query) {
+  const again = element("button", { type: "button" }, "retry");
+  again.addEventListener("click", async () => { await ask(`page?${query}&again=1`); draw(); });
   shown.frame = null;
   shown.revision = found.revision || "";
   parts.place.replaceChildren(element("div", { class: "wait bad", id: "wait" }, found.error || found.message, " "), element("p", { class: "bar" }, again));
@@ -258,9 +257,9 @@ function drawTrace() {
   showTrace(parts.place, state, hasProfilerTab, () => mine === shown.asking);
 }
 
-function say(words, isBad = false) {
-  const said = parts.bar.querySelector("#said");
-  said.textContent = words;
-  said.className = isBad ? "bad" : "";
+function say(message, isBad = false) {
+  const output = parts.bar.querySelector("#said");
+  output.textContent = message;
+  output.className = isBad ? "bad" : "";
 }
 

@@ -1,4 +1,4 @@
-// What the parts of the tab share.
+// Helpers shared by the modules of the tab.
 
 export function element(name, attributes = {}, ...children) {
   const made = document.createElement(name);
@@ -7,16 +7,16 @@ export function element(name, attributes = {}, ...children) {
   return made;
 }
 
-const DRAWN = "http://www.w3.org/2000/svg";
+const SVG = "http://www.w3.org/2000/svg";
 
 export function drawn(name, attributes = {}, ...children) {
-  const made = document.createElementNS(DRAWN, name);
+  const made = document.createElementNS(SVG, name);
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
   made.append(...children);
   return made;
 }
 
-// Set a selector's options where they changed: an open list would close otherwise.
+// Replace a selector's options only when they change: replacing them closes an open list.
 export function fill(select, options, value) {
   const words = JSON.stringify(options);
   if (select.dataset.words !== words) {
@@ -26,17 +26,16 @@ export function fill(select, options, value) {
   select.value = value;
 }
 
-// A server that has ended gives an error in words too.
 export async function ask(route) {
   try {
     const answer = await fetch(route, { cache: "no-store" });
     return await answer.json();
   } catch {
-    return { error: "TensorBoard does not answer" };
+    return { error: "TensorBoard is not responding" };
   }
 }
 
-// TensorBoard hides the tabs that are not looked at, and browsers those of their own.
+// TensorBoard gives inactive tabs no size; browsers mark theirs as hidden.
 export const isSeen = () => !document.hidden && window.innerWidth > 0 && window.innerHeight > 0;
 
 function outerTheme() {
@@ -47,11 +46,11 @@ function outerTheme() {
   }
 }
 
-// TensorBoard's own choice of colours is the tab's; in the page, what a person chose there comes first.
+// The tab follows TensorBoard's theme; in the report, the reader's own choice has priority.
 export function themed(frame) {
   const theme = outerTheme();
   let own = "auto";
-  try { own = localStorage.getItem("memprof-theme") || "auto"; } catch { /* a browser that keeps nothing */ }
+  try { own = localStorage.getItem("memprof-theme") || "auto"; } catch { /* no local storage */ }
   for (const [root, chosen] of [[document.documentElement, "auto"], [frame?.contentDocument?.documentElement, own]]) {
     if (root && theme && chosen === "auto") root.dataset.theme = theme;
   }
@@ -62,5 +61,5 @@ export function followTheme() {
   try {
     const watch = new MutationObserver(() => themed(document.querySelector("#page")));
     watch.observe(window.parent.document.body, { attributeFilter: ["class"] });
-  } catch { /* not inside of TensorBoard */ }
+  } catch { /* not inside TensorBoard */ }
 }

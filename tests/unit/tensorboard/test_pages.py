@@ -8,14 +8,14 @@ import pytest
 
 from fake_runs import FakeRun, make_run
 from lightning_memprof.artifacts.naming import manifest_name
-from lightning_memprof.tensorboard.pages import Asked, Pages
+from lightning_memprof.tensorboard.pages import PageRequest, Pages
 from lightning_memprof.tensorboard.runs import RunList
 
 
-def made(pages, asked):
+def made(pages, page):
     deadline = time.monotonic() + 120
     while True:
-        key, job = pages.ask(asked)
+        key, job = pages.request(page)
         if job.state in {"ready", "failed"}:
             return key, job
         assert time.monotonic() < deadline
@@ -32,16 +32,16 @@ def test_a_page_is_made_once_for_a_state_and_two_runs_are_compared(tmp_path):
             "other": 1}  # fmt: skip
     make_run(tmp_path / "a", FakeRun(trace=False, memory=None))
     make_run(tmp_path / "b", FakeRun(trace=False, memory=None, phases=lambda rank, step: slow))
-    a, b = sorted(RunList({"": tmp_path}).look(), key=lambda run: run.label)
+    a, b = sorted(RunList({"": tmp_path}).scan(), key=lambda run: run.label)
     pages = Pages()
-    key, job = made(pages, Asked((a,), state="1"))
+    key, job = made(pages, PageRequest((a,), state="1"))
     assert job.state == "ready"
     assert len(job.scripts) >= 1
     assert "<h1>" in html(job)
-    assert made(pages, Asked((a,), state="1"))[1] is job
+    assert made(pages, PageRequest((a,), state="1"))[1] is job
     assert pages.job(key) is job
     assert pages.job("no such page") is None
-    _, compared = made(pages, Asked((a, b)))
+    _, compared = made(pages, PageRequest((a, b)))
     text = html(compared)
     assert '<table class="sortable' in text
     assert "data_wait_ns" in text
@@ -51,9 +51,9 @@ def test_a_page_is_made_once_for_a_state_and_two_runs_are_compared(tmp_path):
 @pytest.mark.slow
 def test_a_page_that_cannot_be_made_says_why(tmp_path):
     run = make_run(tmp_path / "a", FakeRun(trace=False, memory=None))
-    (found,) = RunList({"": tmp_path}).look()
+    (found,) = RunList({"": tmp_path}).scan()
     (run / manifest_name(0)).unlink()
-    _, job = made(Pages(), Asked((found,)))
+    _, job = made(Pages(), PageRequest((found,)))
     assert job.state == "failed"
     assert "no run is in it" in job.message
 
@@ -68,11 +68,11 @@ def test_what_lies_outside_of_the_log_directory_is_not_read(tmp_path):
            "size_bytes": secret.stat().st_size}  # fmt: skip
     with (run / manifest_name(0)).open("a") as stream:
         stream.write(json.dumps(row) + "\n")
-    (found,) = RunList({"": tmp_path / "logs"}).look()
-    _, job = made(Pages(), Asked((found,)))
+    (found,) = RunList({"": tmp_path / "logs"}).scan()
+    _, job = made(Pages(), PageRequest((found,)))
     assert "a secret name" not in html(job)
     assert "is outside" in html(job)
     (run / "system.rank00000.jsonl").symlink_to(secret)
-    _, job = made(Pages(), Asked((found,), state="2"))
+    _, job = made(Pages(), PageRequest((found,), state="2"))
     assert job.state == "failed"
     assert "is a link that leads out" in job.message

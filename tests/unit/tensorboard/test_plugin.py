@@ -10,8 +10,7 @@ from werkzeug.test import Client
 
 from fake_runs import FakeRun, make_run
 from lightning_memprof.artifacts.naming import manifest_name
-from lightning_memprof.tensorboard.plugin import MemprofPlugin, log_directories
-from lightning_memprof.tensorboard.profiler_tab import place_in_profiler_tab
+from lightning_memprof.tensorboard.plugin import MemprofPlugin, log_directories, place_in_profiler_tab
 
 PLUGINS = {"pytorch_profiler": object()}
 

@@ -48,7 +48,7 @@ def test_a_row_says_what_the_manifests_say(tmp_path):
     assert (bad["state"], bad["words"]) == ("exception", "ValueError: no")
 
 
-def test_a_run_that_goes_on_counts_its_steps_and_one_that_is_silent_says_so(tmp_path):
+def test_a_running_run_counts_its_steps_and_a_silent_run_says_for_how_long(tmp_path):
     run = make_run(tmp_path, FakeRun(steps=9, endings={0: None}, trace=False, memory=None))
     (row,) = listed(tmp_path)
     assert (row["state"], row["steps"]) == ("running", 9)
@@ -62,7 +62,7 @@ def test_a_run_that_goes_on_counts_its_steps_and_one_that_is_silent_says_so(tmp_
 
 def test_a_page_is_asked_for_again_when_a_manifest_or_much_of_a_pulse_is_new(tmp_path):
     run = make_run(tmp_path, PLAIN)
-    (found,) = RunList({"": tmp_path}).look()
+    (found,) = RunList({"": tmp_path}).scan()
     before = revision(found)
     assert revision(found) == before
     with (run / manifest_name(0)).open("a") as stream:
@@ -92,7 +92,7 @@ def test_an_id_is_looked_up_and_no_part_of_a_path(tmp_path):
     make_run(tmp_path / "logs", PLAIN)
     make_run(tmp_path / "other", PLAIN)
     runs = RunList({"": tmp_path / "logs"})
-    (found,) = runs.look()
+    (found,) = runs.scan()
     assert runs.find(found.id) is not None
     for name in ("", ".", "../other/memprofiler", str(tmp_path / "other" / "memprofiler"), "\x00"):
         assert runs.find(name) is None

@@ -1,4 +1,4 @@
-// The names under which a page asks for Google Charts.
+// The names of the Google Charts API.
 'use strict';
 
 window.google = {

@@ -5,7 +5,7 @@
   const {Chart, appendMarkup, events, html, number, shorten, svg, textOf, ticks, valueOf} = window.memprofCharts;
 
   class AxesChart extends Chart {
-    // What series `index` (from 0) is drawn as: 'line', 'bars' or 'area'.
+    // Type of series `index` (from 0): 'line', 'bars' or 'area'.
     kind() {
       return 'line';
     }
@@ -14,7 +14,7 @@
       return false;
     }
 
-    // Whether the first column's own numbers are the places along the axis, not one place a row.
+    // Whether the axis shows the numbers of the first column instead of one category per row.
     get continuous() {
       return false;
     }
@@ -42,7 +42,7 @@
       this.showSelection();
     }
 
-    // The rows' places: `first` and `last` are the axis' ends, `at[row]` the row's own.
+    // Positions of the rows: `first` and `last` are the ends of the axis, `at[row]` is the row's position.
     places() {
       const rows = this.table.rows;
       if (this.continuous) {
@@ -145,7 +145,7 @@
       });
     }
 
-    // Bars and steps: one rectangle a row, on top of those before it where they are stacked.
+    // Bars and areas: one rectangle per row, on top of previous series if stacked.
     blocks(column, index, below, bars) {
       const slot = (this.area.right - this.area.left) / Math.max(this.at.length, 1);
       const area = this.kind(index) === 'area';
@@ -184,7 +184,7 @@
         if (high !== low) points.push(`${at} ${high.toFixed(1)}`);
         if (last !== high) points.push(`${at} ${last.toFixed(1)}`);
       };
-      // A hundred thousand points on a thousand pixels: each half pixel keeps its lowest, highest and last.
+      // 100,000 points on 1,000 pixels: each half pixel keeps its min, max and last point.
       this.at.forEach((place, row) => {
         const x = (Math.round(this.x(place) * 2) / 2).toFixed(1);
         const y = this.y(this.amount(row, column), this.second[index]);
@@ -261,7 +261,7 @@
       return this.table.columns[0]?.type === 'number';
     }
 
-    // A drawn chart that is drawn with other rows starts unzoomed.
+    // Drawing other rows resets the zoom.
     draw(table, options) {
       this.zoomed = null;
       super.draw(table, options);
@@ -292,7 +292,7 @@
       });
     }
 
-    // All series at the row nearest to the pointer.
+    // Values of all series at the row nearest to the pointer.
     follow(event) {
       const [x, y] = this.place(event);
       if (x < this.area.left || x > this.area.right || y > this.area.bottom) {

@@ -1,17 +1,17 @@
-// What every chart of the stand-in for Google Charts shares: data tables, events, SVG, hover boxes, numbers as text.
-// The interface is the one that https://developers.google.com/chart/interactive/docs/reference describes, as far as the
-// page of torch-tb-profiler asks for it. Colours are the text's own, so that it reads on light and on dark pages.
+// Base of the Google Charts replacement: data tables, events, SVG, tooltips and number formats.
+// It implements the part of https://developers.google.com/chart/interactive/docs/reference that torch-tb-profiler uses.
+// Text inherits its colour, for light and dark pages.
 'use strict';
 
 window.memprofCharts = (() => {
   const PALETTE = ['#3b7dd8', '#e07b39', '#3aa76d', '#b45ec4', '#d6a419', '#d0506b', '#2ba6b8', '#8a7a5c', '#7381e0',
     '#93a72b', '#e58cb1', '#5f8f8a', '#b0522f', '#6c6f7a'];
 
-  // Cells come as they are or as {v: value, f: text}.
+  // A cell is a value or {v: value, f: text}.
   const isPair = cell => cell !== null && typeof cell === 'object' && 'v' in cell;
   const valueOf = cell => (isPair(cell) ? cell.v : cell);
 
-  // Six significant digits, thousands apart; what is no number stays as it is.
+  // Six significant digits with thousands separators; other values are unchanged.
   function number(value) {
     if (typeof value !== 'number') return value === null || value === undefined ? '' : String(value);
     if (Number.isInteger(value) || Math.abs(value) >= 1e5) return Math.round(value).toLocaleString('en-US');
@@ -54,12 +54,12 @@ window.memprofCharts = (() => {
       return label || id || '';
     }
 
-    // A column that tells of the one before it, a tooltip for one, is no series.
+    // A column with a role, such as a tooltip, is not a series.
     series() {
       return this.columns.flatMap((column, index) => (index > 0 && !column.role ? [index] : []));
     }
 
-    // The column with the hover text of a series; -1 where it has none.
+    // Column of a series' tooltip; -1 if there is none.
     tooltip(series) {
       for (let index = series + 1; this.columns[index]?.role; index += 1) {
         if (this.columns[index].role === 'tooltip') return index;
@@ -68,7 +68,7 @@ window.memprofCharts = (() => {
     }
   }
 
-  // The first row names the columns; a column is of the kind of its first value.
+  // The first row holds the column names; a column has the type of its first value.
   function arrayToDataTable(rows) {
     const table = new DataTable();
     const [names, ...cells] = rows;
@@ -110,7 +110,7 @@ window.memprofCharts = (() => {
 
   const PLAIN = new Set(['B', 'BR', 'DIV', 'SPAN', 'I', 'STRONG', 'EM', 'P', 'UL', 'LI']);
 
-  // Markup from the server, which may hold names of the traced program: its words and line breaks, nothing that acts.
+  // Server markup can contain names from the traced program: keep its text and line breaks only.
   function appendMarkup(parent, markup) {
     const copy = (from, to) => {
       for (const node of from.childNodes) {
@@ -123,7 +123,7 @@ window.memprofCharts = (() => {
     copy(new DOMParser().parseFromString(String(markup), 'text/html').body, parent);
   }
 
-  // Round steps from 1, 2, 2.5 and 5; the first is at or below `low`, the last at or above `high`.
+  // Ticks at multiples of 1, 2, 2.5 or 5; the first is at or below `low`, the last at or above `high`.
   function ticks(low, high, count) {
     const span = high - low || Math.abs(high) || 1;
     const rough = span / Math.max(count, 1);
@@ -136,11 +136,11 @@ window.memprofCharts = (() => {
     }
   }
 
-  // About 6.2 px a letter at 12 px: measuring would lay the page out anew for each label.
+  // About 6.2 px per character at 12 px; measuring would force a layout per label.
   const letters = width => Math.max(Math.floor(width / 6.2), 1);
   const shorten = (text, width) => (text.length <= letters(width) ? text : `${text.slice(0, letters(width) - 1)}…`);
 
-  // The chart that a page drew last into an element; the next one takes its place.
+  // The chart drawn last into each element; the next one replaces it.
   const drawn = new WeakMap();
 
   class Chart {
@@ -157,7 +157,7 @@ window.memprofCharts = (() => {
       drawn.set(this.element, this);
       this.paint();
       this.watchWidth();
-      // Later, as the pages that listen add their listeners before or after they draw.
+      // Deferred: pages add listeners before or after they draw.
       setTimeout(() => events.trigger(this, 'ready'));
     }
 
@@ -192,7 +192,7 @@ window.memprofCharts = (() => {
       return colours[index % colours.length];
     }
 
-    // `fill` writes into the box; x and y are pixels from the chart's corner.
+    // `fill` writes into the tooltip; x and y are pixels from the chart's corner.
     showHover(x, y, fill) {
       this.hideHover();
       this.hoverBox = html('div', 'memprof-hover', this.root);

@@ -1,4 +1,4 @@
-// Charts of parts: a pie and a table, each from a data table.
+// Pie chart and table.
 'use strict';
 
 (() => {
@@ -40,7 +40,7 @@
         const angle = 2 * Math.PI * part;
         return `${x + from * Math.sin(angle)} ${y - from * Math.cos(angle)}`;
       };
-      // A whole ring has no two ends that an arc could join.
+      // A full ring cannot be drawn as one arc: its ends coincide.
       const end = start + Math.min(share, 0.99999);
       const big = end - start > 0.5 ? 1 : 0;
       const d = `M${at(start, inner)}L${at(start, radius)}A${radius} ${radius} 0 ${big} 1 ${at(end, radius)}`
@@ -118,8 +118,8 @@
       this.fill();
     }
 
-    // The height that the page's style sheet gives the place; 0 where it grows with the table. What the page writes into
-    // the element itself while it draws is the height of the table before this one.
+    // Height from the page's style sheet; 0 if the element grows with the table. The element's inline height is that of
+    // the previous table.
     fixedHeight() {
       const place = this.element.parentElement;
       if (!place || this.options.height !== '100%') return 0;
@@ -130,7 +130,7 @@
       return fixed;
     }
 
-    // Numbers by size, all else as words; what is missing comes first going up.
+    // Numbers sort by value, everything else as text; missing values sort first in ascending order.
     sort() {
       const {column, up} = this.sorted;
       const compare = (one, two) => {
@@ -178,7 +178,7 @@
         if (typeof valueOf(value) === 'number') cell.className = 'memprof-number';
         if (this.options.allowHtml) appendMarkup(cell, textOf(value));
         else cell.textContent = textOf(value);
-        // The page hands a whole style; the one thing it asks for is a grey ground, which is ours to choose on dark pages.
+        // The page passes a style only to get a grey background, which would not fit dark pages.
         if (/background/.test(this.table.property(row, column, 'style') || '')) cell.classList.add('memprof-shaded');
       }
     }
@@ -199,7 +199,7 @@
       turn('▶', this.page + 1);
     }
 
-    // A table is as wide as its place; nothing is drawn anew.
+    // A table has the width of its element; no redraw.
     watchWidth() {}
   }
 

@@ -1,4 +1,4 @@
-// Bars along time, one row for each name of the first column.
+// Timeline: one row of bars per name in the first column.
 'use strict';
 
 (() => {
@@ -17,7 +17,7 @@
       if (bars.length === 0) return;
       const scale = (this.width - 20) / (last - first || 1);
       this.axis(canvas, last - first, scale, rows.length * ROW);
-      // Thousands of bars are narrower than a pixel: one that lies in a pixel that its row has filled adds nothing.
+      // Thousands of bars are narrower than a pixel: skip those in a pixel that the row has already filled.
       const filled = new Map();
       for (const bar of bars) {
         const x = 10 + (bar.start - first) * scale;
@@ -39,7 +39,7 @@
       return found.sort((one, two) => Number(one.row) - Number(two.row) || one.start - two.start);
     }
 
-    // Milliseconds since the first bar: the numbers themselves are a clock's that nobody reads.
+    // Milliseconds since the first bar, instead of absolute timestamps.
     axis(canvas, span, scale, bottom) {
       for (const at of window.memprofCharts.ticks(0, span, this.width / 120)) {
         if (at > span) continue;

@@ -1,5 +1,5 @@
-// Custom elements and shadow roots as browsers had them until 2020 (version 0), as far as the trace viewer of
-// torch-tb-profiler and its Polymer 1 ask for them: https://www.w3.org/TR/2014/WD-custom-elements-20140624/
+// Custom elements and shadow roots of version 0, which browsers removed in 2020: the part that torch-tb-profiler's trace
+// viewer and its Polymer 1 use: https://www.w3.org/TR/2014/WD-custom-elements-20140624/
 'use strict';
 
 (() => {
@@ -15,7 +15,7 @@
     return own && !own.basic ? own : undefined;
   }
 
-  // Give an element its prototype. Polymer asks for the mark `__upgraded__` by that name.
+  // Set an element's prototype. Polymer reads the mark `__upgraded__`.
   function upgrade(element) {
     if (element.nodeType !== Node.ELEMENT_NODE || element.__upgraded__) return;
     const definition = definitionOf(element);
@@ -37,7 +37,7 @@
     element.detachedCallback?.();
   }
 
-  // A node and all below it, parents first; a callback may move what follows, so children are read as they then are.
+  // A node and its descendants, parents first; a callback can move later nodes, so children are read lazily.
   function eachElement(node, call) {
     if (node.nodeType === Node.ELEMENT_NODE) call(node);
     const roots = node.shadowRoot ? [node.shadowRoot, node] : [node];
@@ -61,7 +61,7 @@
   const observer = new MutationObserver(handle);
   const takeRecords = () => handle(observer.takeRecords());
 
-  // Attributes that are set through the element tell it so, once where a definition builds on another.
+  // Attribute changes call the element's callback, once even if a definition extends another.
   function watchAttributes(prototype) {
     if (prototype.setAttribute.name === 'watched') return;
     for (const change of ['setAttribute', 'removeAttribute']) {
@@ -104,13 +104,13 @@
     const original = owner[method];
     owner[method] = function copied(...given) {
       const made = original.apply(this, given);
-      // What lies in a template belongs to a document of its own, and waits.
+      // A template's content belongs to another document and is upgraded later.
       if (made.ownerDocument === document) upgradeTree(made);
       return made;
     };
   }
 
-  // Today's roots take elements with a name of a few kinds only, and say `slot` where version 0 said `content`.
+  // Current browsers allow shadow roots on few elements, and use `slot` instead of version 0's `content`.
   Element.prototype.createShadowRoot = function createShadowRoot() {
     let root;
     try {
@@ -126,7 +126,7 @@
     return root;
   };
 
-  // A child with the shadow root that its parent must not have; what the parent is given goes into it.
+  // A child carries the shadow root that its parent cannot have; the parent's children move into it.
   function innerHost(element) {
     const host = create.call(document, 'div');
     host.style.display = 'contents';
@@ -142,7 +142,7 @@
   observer.observe(document, {childList: true, subtree: true});
   Object.defineProperty(document, '_currentScript', {get: () => document.currentScript});
   window.WebComponents = {};
-  // The polyfill that the viewer expects wraps nodes; here a node is itself.
+  // The polyfill that the viewer expects wraps nodes; here a node is its own wrapper.
   window.wrap = node => node;
   window.unwrap = node => node;
   window.CustomElements = {

@@ -1,6 +1,6 @@
-// Which page is shown: the one that loads a script of another host, or ours that does without.
-// It asks for that very script, so that the page finds it in the browser's cache. Three seconds, as networks that drop
-// what they do not pass give no error for minutes, and a host that serves less than 100 kB later than that is no help.
+// Chooses between the original page, which loads a script from another host, and the local page.
+// It requests that same script, which the page then reads from the browser's cache. Timeout of 3 s: a network that drops
+// packets reports no error for minutes, and a slower host would delay the page.
 'use strict';
 
 (async () => {
@@ -11,7 +11,7 @@
       await fetch(script, {mode: 'no-cors', credentials: 'omit', signal: AbortSignal.timeout(3000)});
       reached = true;
     } catch {
-      // No such host, refused, or too late: it is all the same.
+      // Unknown host, refused or timed out: use the local page.
     }
   }
   const page = new URL(location.href);

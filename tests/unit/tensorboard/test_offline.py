@@ -12,9 +12,8 @@ import pytest
 from werkzeug.test import Client
 from werkzeug.wrappers import Request, Response
 
-from lightning_memprof.tensorboard import offline_pages
-from lightning_memprof.tensorboard.offline import OfflineProfilerPage
-from lightning_memprof.tensorboard.reachable import Reachable
+from lightning_memprof.tensorboard import offline
+from lightning_memprof.tensorboard.offline import OfflineProfilerPage, Reachable
 
 INDEX = files("torch_tb_profiler").joinpath("static", "index.html").read_text()
 TRACE = files("torch_tb_profiler").joinpath("static", "trace_embedding.html").read_text()
@@ -53,12 +52,12 @@ def reachable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_pages_that_are_installed_are_those_that_are_known():
-    charts = offline_pages.charts_page(INDEX)
-    trace = offline_pages.trace_page(TRACE, VIEWER)
+    charts = offline.charts_page(INDEX)
+    trace = offline.trace_page(TRACE, VIEWER)
     assert charts is not None
     assert trace is not None
-    assert offline_pages.CHARTS_SCRIPT not in charts
-    assert offline_pages.ELEMENTS_SCRIPT not in trace
+    assert offline.CHARTS_SCRIPT not in charts
+    assert offline.ELEMENTS_SCRIPT not in trace
     assert "trace_embedding.html?scripts=local" in charts
 
 
@@ -66,20 +65,20 @@ def test_the_pages_that_are_installed_are_those_that_are_known():
     "page",
     [
         "<html></html>",
-        INDEX.replace(offline_pages.CHARTS_SCRIPT, "https://www.gstatic.com/charts/loader-2.js"),
+        INDEX.replace(offline.CHARTS_SCRIPT, "https://www.gstatic.com/charts/loader-2.js"),
         INDEX.replace("<body>", '<body><script src="https://example.com/more.js"></script>'),
-        INDEX.replace("<body>", f'<body><script src="{offline_pages.CHARTS_SCRIPT}"></script>'),
+        INDEX.replace("<body>", f'<body><script src="{offline.CHARTS_SCRIPT}"></script>'),
         INDEX.replace("./trace_embedding.html", "./frame.html"),
     ],
 )
 def test_a_page_that_asks_for_other_things_is_not_changed(page):
-    assert offline_pages.charts_page(page) is None
+    assert offline.charts_page(page) is None
 
 
 def test_each_script_in_a_page_is_named_by_its_hash():
     page = "<script>let a = 1;\r\n</script><script src='x.js'></script><script>b</script>"
     expected = [base64.b64encode(hashlib.sha256(text).digest()).decode() for text in (b"let a = 1;\n", b"b")]
-    assert offline_pages.script_hashes(page) == expected
+    assert offline.script_hashes(page) == expected
 
 
 def test_always_gives_our_pages_and_forbids_them_every_other_host(profiler_class):
@@ -146,7 +145,7 @@ def test_a_page_that_is_not_known_stays_and_one_line_says_so(profiler_class, mon
     with caplog.at_level(logging.WARNING, logger="tensorboard"):
         assert routes(profiler_class, "always") == apps
     assert len(caplog.messages) == 1
-    assert "/index.html is not one that this version of lightning-memprof knows" in caplog.messages[0]
+    assert "this version of lightning-memprof does not support its /index.html" in caplog.messages[0]
 
 
 def test_a_second_server_in_one_process_has_its_own_mode(profiler_class):
