@@ -97,12 +97,12 @@ class MemprofPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard 
         """Return the routes below ``/data/plugin/memprof``."""
         routes: dict[str, Route] = {
             "/runs": MemprofPlugin._list_runs,
-            "/live": MemprofPlugin._follow,
-            "/page": MemprofPlugin._ask_page,
-            "/page.html": MemprofPlugin._give_page,
+            "/live": MemprofPlugin._live_state,
+            "/page": MemprofPlugin._request_page,
+            "/page.html": MemprofPlugin._serve_page,
             "/files": MemprofPlugin._list_files,
-            "/file": MemprofPlugin._give_file,
-            **{f"/{name}": MemprofPlugin._give_static for name in STATIC},
+            "/file": MemprofPlugin._serve_file,
+            **{f"/{name}": MemprofPlugin._serve_static for name in STATIC},
         }
         return {path: self._app(route) for path, route in routes.items()}
 
@@ -117,12 +117,12 @@ class MemprofPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard 
         return _json(request, {**self._runs.document(), "has_profiler_tab": self._has_profiler_tab()})
 
     @_with_errors
-    def _follow(self, request: Request) -> Response:
+    def _live_state(self, request: Request) -> Response:
         found = self._run(request, "run")
         return _json(request, {"run": self._runs.facts(found), **self._live.document(found)})
 
     @_with_errors
-    def _ask_page(self, request: Request) -> Response:
+    def _request_page(self, request: Request) -> Response:
         if request.args.get("key"):
             # A live run gets a new page per revision; the key identifies the page in progress.
             key = request.args["key"]
@@ -141,7 +141,7 @@ class MemprofPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard 
         return _json(request, {**job.document(key), "revision": state})
 
     @_with_errors
-    def _give_page(self, request: Request) -> Response:
+    def _serve_page(self, request: Request) -> Response:
         job = self._pages.job(request.args.get("key", ""))
         if job is None or job.state != "ready":
             raise _Missing(DROPPED)
@@ -157,7 +157,7 @@ class MemprofPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard 
         return _json(request, {"files": [self._file_row(found, file) for file in files]})
 
     @_with_errors
-    def _give_file(self, request: Request) -> Response:
+    def _serve_file(self, request: Request) -> Response:
         found = self._run(request, "run")
         path = request.args.get("path")
         files = run_files(found.directory, found.ranks, found.top)
@@ -172,7 +172,7 @@ class MemprofPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard 
         return _file_answer(run_file, request.environ, as_text=as_text)
 
     @_with_errors
-    def _give_static(self, request: Request) -> Response:
+    def _serve_static(self, request: Request) -> Response:
         name = request.path.rpartition("/")[2]
         package, place = (
             ("lightning_memprof.report.printers", "templates") if name == "page.css" else (__package__, "static")

@@ -23,7 +23,7 @@ LONG_MS = 90_000
 SUPPORT = Path(__file__).parents[1] / "support"
 WAITING = {"data_wait": 9_000_000, "forward": 6_000_000, "backward": 10_000_000, "optimizer": 1_200_000,
            "callbacks": 100_000, "other": 500_000}  # fmt: skip
-# The page asks for what it does not have under its own host; who asks for more than this asks somebody else.
+# Requests to any other address go to another host.
 OURS = ("http://127.0.0.1:", "data:", "blob:")
 
 
@@ -45,7 +45,7 @@ def server(logs: Path, chromium_path: str) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def pages_made() -> Iterator[None]:
-    """Wait for the pages that TensorBoard is still making for the tab, which follows its run to the last file."""
+    """Wait for the pages that TensorBoard is still rendering for the tab."""
     yield
     deadline = time.monotonic() + LONG_MS / 1000
     while any(_makes_a_page(process) for process in psutil.Process().children(recursive=True)):
@@ -62,7 +62,7 @@ def _makes_a_page(process: psutil.Process) -> bool:
 
 @pytest.fixture(scope="module")
 def heard() -> list[str]:
-    """What pages complained of, and what they asked of others."""
+    """Console errors and requests to other hosts."""
     return []
 
 
@@ -92,7 +92,7 @@ def tab(open_tab: Callable[..., Any]) -> Any:
 
 
 def frame_of(page: Any) -> Any:
-    """Give the tab inside of TensorBoard's page, once it lists the runs."""
+    """Return the tab inside TensorBoard once it lists the runs."""
     page.wait_for_selector("iframe[src*='name=memprof']")
     tab = page.query_selector("iframe[src*='name=memprof']").content_frame()
     tab.wait_for_selector("#runs")
@@ -105,7 +105,7 @@ def choose(tab: Any, **chosen: str) -> None:
 
 
 def inside(tab: Any, title: str) -> Any:
-    """Give the page that is shown in the tab, once it is there."""
+    """Return the page shown in the tab once it has loaded."""
     tab.wait_for_selector(f"#page[title={title}]")
     frame = tab.query_selector("#page").content_frame()
     frame.wait_for_selector("main section")
@@ -149,14 +149,14 @@ def test_a_run_shows_the_figures_of_its_report_and_of_one_window_and_rank(tab, l
     assert frame.evaluate("document.querySelectorAll('.chart-failed').length") == 0
     assert frame.evaluate("window.hacked") is None
     old = tab.get_attribute("#page", "src")
-    choose(tab, window="1: steps 6-7", rank="1")
+    choose(tab, window="1: steps 6\u20137", rank="1")
     tab.wait_for_function("old => { const page = document.querySelector('#page'); "
                           "return page && page.getAttribute('src') !== old; }", arg=old)  # fmt: skip
     inside(tab, "report")
     assert heard == []
 
 
-def test_two_runs_stand_beside_each_other(tab, heard):
+def test_two_runs_are_compared(tab, heard):
     choose(tab, run="sweep/waiting", other="sweep/version_0")
     frame = inside(tab, "comparison")
     row = frame.eval_on_selector(
@@ -170,7 +170,7 @@ def test_two_runs_stand_beside_each_other(tab, heard):
     assert heard == []
 
 
-def test_inside_of_tensorboard_its_colours_are_the_tabs_and_a_trace_leads_to_the_profiler_tab(open_tab, heard):
+def test_the_tab_follows_tensorboards_theme_and_a_trace_links_to_the_profiler_tab(open_tab, heard):
     page = open_tab("?darkMode=true#memprof")
     tab = frame_of(page)
     assert tab.evaluate("document.documentElement.dataset.theme") == "dark"
@@ -186,7 +186,7 @@ def test_inside_of_tensorboard_its_colours_are_the_tabs_and_a_trace_leads_to_the
     assert heard == []
 
 
-def test_a_training_is_followed_to_its_end_and_a_later_window_is_picked_up(tab, logs, tmp_path, heard):
+def test_a_live_run_is_followed_to_its_end_with_new_windows(tab, logs, tmp_path, heard):
     tab.click("#all")
     place = logs / "training"
     place.mkdir()
@@ -223,7 +223,7 @@ def test_a_training_is_followed_to_its_end_and_a_later_window_is_picked_up(tab, 
     assert heard == []
 
 
-def test_a_log_directory_without_a_run_says_what_to_do_and_shows_the_first_one(browser, chromium_path, tmp_path):
+def test_an_empty_log_directory_shows_instructions_and_then_the_first_run(browser, chromium_path, tmp_path):
     with tensorboard(tmp_path) as url:
         page = browser.new_page()
         try:
@@ -237,7 +237,7 @@ def test_a_log_directory_without_a_run_says_what_to_do_and_shows_the_first_one(b
             page.close()
 
 
-def test_a_run_that_is_deleted_while_it_is_shown_leads_to_the_list_and_a_word(browser, chromium_path, tmp_path):
+def test_a_run_deleted_while_shown_returns_to_the_list_with_a_message(browser, chromium_path, tmp_path):
     for name in ("kept", "deleted"):
         make_run(tmp_path / name, FakeRun(trace=False, memory=None))
     with tensorboard(tmp_path) as url:

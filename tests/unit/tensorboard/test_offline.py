@@ -22,7 +22,7 @@ VIEWER = files("torch_tb_profiler").joinpath("static", "trace_viewer_full.html")
 
 @pytest.fixture
 def profiler_class(monkeypatch: pytest.MonkeyPatch) -> type:
-    """Its plug-in's class, which gets its own routes back after the test."""
+    """The class of torch-tb-profiler; its routes are restored after the test."""
     from torch_tb_profiler.plugin import TorchProfilerPlugin
 
     monkeypatch.setattr(TorchProfilerPlugin, "get_plugin_apps", TorchProfilerPlugin.get_plugin_apps)
@@ -32,7 +32,7 @@ def profiler_class(monkeypatch: pytest.MonkeyPatch) -> type:
 
 def routes(profiler_class: type, mode: str) -> dict[str, Any]:
     OfflineProfilerPage().load(SimpleNamespace(flags=SimpleNamespace(memprof_offline=mode)))
-    # A plug-in that is made starts threads for good; the routes need none of what they watch.
+    # The constructor starts threads that never end; the routes do not need them.
     return profiler_class.get_plugin_apps(object.__new__(profiler_class))
 
 
@@ -51,7 +51,7 @@ def reachable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reachable, "__call__", lambda self: True)
 
 
-def test_the_pages_that_are_installed_are_those_that_are_known():
+def test_the_installed_pages_are_supported():
     charts = offline.charts_page(INDEX)
     trace = offline.trace_page(TRACE, VIEWER)
     assert charts is not None
@@ -71,17 +71,17 @@ def test_the_pages_that_are_installed_are_those_that_are_known():
         INDEX.replace("./trace_embedding.html", "./frame.html"),
     ],
 )
-def test_a_page_that_asks_for_other_things_is_not_changed(page):
+def test_an_unknown_page_is_not_changed(page):
     assert offline.charts_page(page) is None
 
 
-def test_each_script_in_a_page_is_named_by_its_hash():
+def test_each_inline_script_has_its_hash():
     page = "<script>let a = 1;\r\n</script><script src='x.js'></script><script>b</script>"
     expected = [base64.b64encode(hashlib.sha256(text).digest()).decode() for text in (b"let a = 1;\n", b"b")]
     assert offline.script_hashes(page) == expected
 
 
-def test_always_gives_our_pages_and_forbids_them_every_other_host(profiler_class):
+def test_always_serves_local_pages_and_their_policy_forbids_other_hosts(profiler_class):
     apps = routes(profiler_class, "always")
     for path in ("/index.html", "/trace_embedding.html"):
         for query in ("", "scripts=cdn", "scripts=local"):
@@ -94,21 +94,21 @@ def test_always_gives_our_pages_and_forbids_them_every_other_host(profiler_class
             assert "memprof/" in answer.get_data(as_text=True)
 
 
-def test_never_leaves_the_plug_in_alone(profiler_class):
+def test_never_does_not_change_the_plug_in(profiler_class):
     before = profiler_class.get_plugin_apps
     assert "/memprof/charts.js" not in routes(profiler_class, "never")
     assert profiler_class.get_plugin_apps is before
 
 
 @pytest.mark.usefixtures("unreachable")
-def test_a_server_without_internet_gives_a_browser_beside_it_our_page_at_once(profiler_class):
+def test_without_internet_a_local_browser_gets_the_local_page_at_once(profiler_class):
     apps = routes(profiler_class, "auto")
     assert "memprof/charts.js" in get(apps, "/index.html").get_data(as_text=True)
 
 
 @pytest.mark.usefixtures("unreachable")
 @pytest.mark.parametrize("header", ["X-Forwarded-For", "Forwarded", "X-Real-Ip"])
-def test_what_the_server_cannot_reach_says_nothing_about_a_browser_elsewhere(profiler_class, header):
+def test_a_remote_browser_chooses_its_page_even_if_the_server_is_offline(profiler_class, header):
     apps = routes(profiler_class, "auto")
     assert "memprof/decide.js" in get(apps, "/index.html", **{header: "192.0.2.7"}).get_data(as_text=True)
     far = Client(apps["/index.html"], Response).get("/index.html", environ_base={"REMOTE_ADDR": "192.0.2.7"})
@@ -117,7 +117,7 @@ def test_what_the_server_cannot_reach_says_nothing_about_a_browser_elsewhere(pro
 
 @pytest.mark.usefixtures("reachable")
 @pytest.mark.parametrize(("path", "page"), [("/index.html", INDEX), ("/trace_embedding.html", TRACE)])
-def test_with_internet_the_page_is_the_installed_one_to_the_byte(profiler_class, path, page):
+def test_with_internet_the_page_equals_the_installed_one(profiler_class, path, page):
     apps = routes(profiler_class, "auto")
     assert get(apps, path, "scripts=cdn").get_data() == page.encode()
     decides = get(apps, path)
@@ -126,7 +126,7 @@ def test_with_internet_the_page_is_the_installed_one_to_the_byte(profiler_class,
     assert "memprof/" in get(apps, path, "scripts=local").get_data(as_text=True)
 
 
-def test_only_our_files_are_served_beside_the_pages(profiler_class):
+def test_only_files_of_this_package_are_served_beside_the_pages(profiler_class):
     apps = routes(profiler_class, "always")
     ours = {path for path in apps if path.startswith("/memprof/")}
     assert "/memprof/charts_base.js" in ours
@@ -135,7 +135,7 @@ def test_only_our_files_are_served_beside_the_pages(profiler_class):
     assert get(apps, "/memprof/decide.js").content_type.startswith("text/javascript")
 
 
-def test_a_page_that_is_not_known_stays_and_one_line_says_so(profiler_class, monkeypatch, caplog):
+def test_an_unknown_page_is_unchanged_and_logged_in_one_line(profiler_class, monkeypatch, caplog):
     @Request.application
     def other(request: Request) -> Response:
         return Response("<html>version 9</html>", content_type="text/html")
@@ -155,7 +155,7 @@ def test_a_second_server_in_one_process_has_its_own_mode(profiler_class):
     assert get(second, "/index.html", "scripts=cdn").get_data() == INDEX.encode()
 
 
-def test_a_host_that_accepts_is_reachable_and_one_that_refuses_is_not(monkeypatch):
+def test_a_host_is_reachable_if_it_accepts_connections(monkeypatch):
     for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     with socket.socket() as listening:
@@ -166,6 +166,6 @@ def test_a_host_that_accepts_is_reachable_and_one_that_refuses_is_not(monkeypatc
         assert Reachable("127.0.0.1", port)()
 
 
-def test_behind_a_proxy_the_browser_finds_out_for_itself(monkeypatch):
+def test_behind_a_proxy_the_browser_decides(monkeypatch):
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:1")
     assert Reachable("host.invalid", 1)()

@@ -27,7 +27,7 @@ def html(job) -> str:
 
 
 @pytest.mark.slow
-def test_a_page_is_made_once_for_a_state_and_two_runs_are_compared(tmp_path):
+def test_a_page_is_rendered_once_per_revision_and_two_runs_are_compared(tmp_path):
     slow = {"data_wait": 9_000_000, "forward": 6_000_000, "backward": 10_000_000, "optimizer": 1, "callbacks": 1,
             "other": 1}  # fmt: skip
     make_run(tmp_path / "a", FakeRun(trace=False, memory=None))
@@ -45,11 +45,11 @@ def test_a_page_is_made_once_for_a_state_and_two_runs_are_compared(tmp_path):
     text = html(compared)
     assert '<table class="sortable' in text
     assert "data_wait_ns" in text
-    assert "step_ns +" in text  # B is slower, and the sentence says so
+    assert "step_ns +" in text  # B is slower
 
 
 @pytest.mark.slow
-def test_a_page_that_cannot_be_made_says_why(tmp_path):
+def test_a_failed_page_shows_the_reason(tmp_path):
     run = make_run(tmp_path / "a", FakeRun(trace=False, memory=None))
     (found,) = RunList({"": tmp_path}).scan()
     (run / manifest_name(0)).unlink()
@@ -59,7 +59,7 @@ def test_a_page_that_cannot_be_made_says_why(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_lies_outside_of_the_log_directory_is_not_read(tmp_path):
+def test_files_outside_the_log_directory_are_not_read(tmp_path):
     run = make_run(tmp_path / "logs" / "a", FakeRun(memory=None))
     secret = tmp_path / "secret.pt.trace.json"
     (trace,) = (tmp_path / "logs" / "a").glob("*.gz")

@@ -16,7 +16,7 @@ PLUGINS = {"pytorch_profiler": object()}
 
 
 def served(top, **context):
-    """Give a function that asks the plug-in's routes, with no server between."""
+    """Return the plug-in and a function that requests its routes without a server."""
     plugin = MemprofPlugin(TBContext(logdir=str(top), plugin_name_to_instance=PLUGINS, **context))
     apps = plugin.get_plugin_apps()
 
@@ -31,7 +31,7 @@ def run(tmp_path):
     return make_run(tmp_path / "logs" / "version_0", FakeRun(world_size=2, windows=((2, 3), (6, 7)), memory=None))
 
 
-def test_the_tab_is_there_where_a_run_is_and_away_where_there_is_none(tmp_path, run):
+def test_the_tab_is_active_only_if_there_is_a_run(tmp_path, run):
     assert served(tmp_path)[0].is_active()
     (tmp_path / "empty").mkdir()
     assert not served(tmp_path / "empty")[0].is_active()
@@ -40,7 +40,7 @@ def test_the_tab_is_there_where_a_run_is_and_away_where_there_is_none(tmp_path, 
     assert ask("runs").json["places"] == []
 
 
-def test_only_files_that_a_manifest_names_and_that_lie_below_are_served(tmp_path, run):
+def test_only_files_named_by_a_manifest_and_inside_the_log_directory_are_served(tmp_path, run):
     outside = tmp_path / "outside.json"
     outside.write_text("a secret")
     linked = run / "linked.json"
@@ -63,12 +63,12 @@ def test_only_files_that_a_manifest_names_and_that_lie_below_are_served(tmp_path
         answer = ask("file", run=found["id"], path=path)
         assert answer.status_code == 404
         assert b"secret" not in answer.data
-    # A link among the run's own files is refused with all of the run.
+    # A symlink among the files of a run makes the whole run unreadable.
     linked.symlink_to(outside)
     assert ask("files", run=found["id"]).status_code == 500
 
 
-def test_what_is_not_there_is_said_in_words(tmp_path, run):
+def test_missing_resources_return_404_with_a_reason(tmp_path, run):
     _, ask = served(tmp_path / "logs")
     for route in ("live", "page", "files", "file"):
         answer = ask(route, run="../version_0")
@@ -77,7 +77,7 @@ def test_what_is_not_there_is_said_in_words(tmp_path, run):
     assert ask("page.html", key="<b>").status_code == 404
 
 
-def test_every_answer_has_a_type_that_the_browser_may_not_guess_otherwise(tmp_path, run):
+def test_every_response_forbids_content_sniffing(tmp_path, run):
     _, ask = served(tmp_path / "logs")
     (found,) = ask("runs").json["runs"]
     path = ask("files", run=found["id"]).json["files"][0]["path"]
@@ -86,7 +86,7 @@ def test_every_answer_has_a_type_that_the_browser_may_not_guess_otherwise(tmp_pa
     assert {answer.headers["X-Content-Type-Options"] for answer in answers} == {"nosniff"}
 
 
-def test_a_trace_has_the_place_that_the_profiler_tab_gives_it(tmp_path, run):
+def test_a_trace_has_the_run_worker_and_span_of_the_profiler_tab(tmp_path, run):
     _, ask = served(tmp_path / "logs")
     (found,) = ask("runs").json["runs"]
     traces = [file for file in ask("files", run=found["id"]).json["files"] if file["type"] == "trace"]
@@ -97,7 +97,7 @@ def test_a_trace_has_the_place_that_the_profiler_tab_gives_it(tmp_path, run):
     assert place_in_profiler_tab(run / manifest_name(0), tmp_path) is None
 
 
-def test_log_directories_with_names_are_looked_through_too(tmp_path):
+def test_named_log_directories_are_searched(tmp_path):
     for name in ("a", "b"):
         make_run(tmp_path / name, FakeRun(trace=False, memory=None))
     flags = SimpleNamespace(logdir_spec=f"first:{tmp_path / 'a'},{tmp_path / 'b'},far:s3://bucket/x")
@@ -107,7 +107,7 @@ def test_log_directories_with_names_are_looked_through_too(tmp_path):
     assert len(ask("runs").json["runs"]) == 2
 
 
-def test_a_run_that_goes_on_says_how_far_it_is(tmp_path):
+def test_a_live_run_shows_its_progress(tmp_path):
     run = make_run(
         tmp_path / "a", FakeRun(steps=20, world_size=2, endings={0: None, 1: None}, trace=False, memory=None)
     )

@@ -29,13 +29,13 @@ def test_runs_are_found_from_their_parent_from_lightning_logs_and_from_several_l
     assert sorted(names[tmp_path]) == [prefix, f"{prefix}/validate"]
 
 
-def test_a_second_run_in_one_log_directory_has_a_name_of_its_own(tmp_path):
+def test_a_second_run_in_one_log_directory_has_its_own_name(tmp_path):
     make_run(tmp_path / "version_0", PLAIN)
     make_run(tmp_path / "version_0", PLAIN)
     assert sorted(run["label"] for run in listed(tmp_path)) == ["version_0", "version_0/memprofiler-2"]
 
 
-def test_a_row_says_what_the_manifests_say(tmp_path):
+def test_a_row_has_the_values_of_the_manifests(tmp_path):
     make_run(tmp_path / "good", FakeRun(steps=12, world_size=2, windows=((2, 3), (7,)), trace=False, memory=None))
     make_run(tmp_path / "bad", FakeRun(endings={1: "ValueError: no"}, world_size=2, trace=False, memory=None))
     good, bad = sorted(listed(tmp_path), key=lambda run: run["label"], reverse=True)
@@ -44,7 +44,7 @@ def test_a_row_says_what_the_manifests_say(tmp_path):
         {"index": 0, "steps": [2, 3], "closed": True},
         {"index": 1, "steps": [7], "closed": True},
     ]
-    # The worst of its ranks is how a run ended.
+    # A run ends as the worst of its ranks.
     assert (bad["state"], bad["words"]) == ("exception", "ValueError: no")
 
 
@@ -60,7 +60,7 @@ def test_a_running_run_counts_its_steps_and_a_silent_run_says_for_how_long(tmp_p
     assert "10 min" in row["words"]
 
 
-def test_a_page_is_asked_for_again_when_a_manifest_or_much_of_a_pulse_is_new(tmp_path):
+def test_the_revision_changes_when_a_manifest_grows_or_a_pulse_grows_by_half(tmp_path):
     run = make_run(tmp_path, PLAIN)
     (found,) = RunList({"": tmp_path}).scan()
     before = revision(found)
@@ -76,7 +76,7 @@ def test_a_page_is_asked_for_again_when_a_manifest_or_much_of_a_pulse_is_new(tmp
     assert revision(found) != after
 
 
-def test_a_link_that_leads_out_of_the_log_directory_is_no_run_of_it(tmp_path):
+def test_a_symlink_to_outside_the_log_directory_is_not_a_run(tmp_path):
     elsewhere = make_run(tmp_path / "elsewhere", PLAIN)
     logs = tmp_path / "logs"
     (logs / "borrowed").mkdir(parents=True)
@@ -88,7 +88,7 @@ def test_a_link_that_leads_out_of_the_log_directory_is_no_run_of_it(tmp_path):
     assert listed(logs) == []
 
 
-def test_an_id_is_looked_up_and_no_part_of_a_path(tmp_path):
+def test_an_id_is_a_lookup_key_and_never_part_of_a_path(tmp_path):
     make_run(tmp_path / "logs", PLAIN)
     make_run(tmp_path / "other", PLAIN)
     runs = RunList({"": tmp_path / "logs"})
@@ -108,18 +108,18 @@ def test_a_hostile_name_has_an_id_of_letters_and_digits(tmp_path, name):
     json.dumps(row)
 
 
-def test_fifty_runs_are_listed_from_their_manifests_alone_and_in_less_than_two_seconds(tmp_path):
+def test_fifty_runs_are_listed_from_their_manifests_only_and_in_less_than_two_seconds(tmp_path):
     first = make_run(tmp_path / "runs" / "version_0", FakeRun(steps=2000, memory=None))
     for index in range(1, 50):
         shutil.copytree(first.parent, tmp_path / "runs" / f"version_{index}")
     for trace in tmp_path.rglob("*.pt.trace.json.gz"):
         trace.unlink()
-        os.mkfifo(trace)  # who opens it waits for ever
+        os.mkfifo(trace)  # opening it blocks
     began, used = time.monotonic(), time.process_time()
     rows = listed(tmp_path)
     assert len(rows) == 50
     assert time.process_time() - used < 1
-    assert time.monotonic() - began < 30  # the machine may be busy; the time of the processor is ours
+    assert time.monotonic() - began < 30  # generous: the machine may be busy
 
 
 def test_a_damaged_manifest_hides_only_itself(tmp_path):

@@ -1,5 +1,5 @@
-// Custom elements and shadow roots of version 0, which browsers removed in 2020: the part that torch-tb-profiler's trace
-// viewer and its Polymer 1 use: https://www.w3.org/TR/2014/WD-custom-elements-20140624/
+// Custom elements and shadow roots of version 0, which browsers removed in 2020: the part that the trace viewer of
+// torch-tb-profiler and its Polymer 1 use: https://www.w3.org/TR/2014/WD-custom-elements-20140624/
 'use strict';
 
 (() => {

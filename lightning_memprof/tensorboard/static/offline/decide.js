@@ -1,6 +1,6 @@
 // Chooses between the original page, which loads a script from another host, and the local page.
-// It requests that same script, which the page then reads from the browser's cache. Timeout of 3 s: a network that drops
-// packets reports no error for minutes, and a slower host would delay the page.
+// It requests that same script, which the page then reads from the cache of the browser. Timeout of 3 s: a network that
+// drops packets reports no error for minutes, and a slower host would delay the page.
 'use strict';
 
 (async () => {
