@@ -61,7 +61,7 @@ def test_two_ranks_of_one_training_line_up_without_an_import_error(tmp_path, ope
         "join thread using (utid) join process using (upid) where s.category = 'step' order by s.ts"
     )
     names = sorted({row["rank"] for row in steps})
-    host = run.lead.facts["host"]
+    host = run.lead.facts.host
     assert names == [f"rank 0 · {host}", f"rank 1 · {host}"]
     first, second = ([row for row in steps if row["rank"] == name] for name in names)
     assert [row["name"] for row in first] == [row["name"] for row in second]

@@ -68,7 +68,7 @@ def test_a_run_goes_to_its_url_whole_and_leaves_nothing_here(tmp_path: Path) -> 
         assert {artifact.type for artifact in run.artifacts} >= {"trace", "pulse", "series", "table"}
         assert all(artifact.state == "present" for artifact in run.artifacts)
         assert found.url == URL
-        assert run.lead.facts["root"] == URL
+        assert run.lead.facts.fields["root"] == URL
 
 
 def test_a_second_run_of_one_place_has_a_directory_of_its_own(tmp_path: Path) -> None:

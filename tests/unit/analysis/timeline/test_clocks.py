@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,7 +61,7 @@ def test_without_noise_the_skew_is_found_exactly(times, skew):
 
 def test_the_traces_of_a_run_on_two_hosts_tell_the_difference(tmp_path: Path):
     run = load_run(make_run(tmp_path, FakeRun(world_size=2)))
-    other = replace(run.ranks[1], facts={**run.ranks[1].facts, "host": "other"})
+    other = replace(run.ranks[1], facts=msgspec.structs.replace(run.ranks[1].facts, host="other"))
     run = replace(run, ranks=(run.ranks[0], other))
     for artifact in run.artifacts:
         if artifact.type == "trace":
@@ -74,7 +75,7 @@ def test_the_traces_of_a_run_on_two_hosts_tell_the_difference(tmp_path: Path):
                 event["ts"] -= 100 * artifact.rank
             artifact.file.write_text(json.dumps({"baseTimeNanoseconds": START, "traceEvents": events}))
     clocks = align_clocks(run)
-    assert clocks.offsets_ns == {run.ranks[0].facts["host"]: 0, "other": -2_000_000_500}
+    assert clocks.offsets_ns == {run.ranks[0].facts.host: 0, "other": -2_000_000_500}
     assert (clocks.residual_ns, clocks.matched) == (0, 5)
     assert [clocks.offset_ns(rank) for rank in run.ranks] == [0, -2_000_000_500]
 
