@@ -1,4 +1,7 @@
-"""Draw the summary of a recorded run as the picture in the README: ``python docs/picture.py RUN``."""
+"""Draw the summary of a recorded run as the picture in the README: ``python docs/picture.py RUN``.
+
+Run it in the directory where the run was recorded: the commands show paths relative to it.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,10 @@ def main(run: str) -> None:
     page = Console(width=WIDTH, force_terminal=True, color_system="truecolor", file=file)
     render(run_document(run_view(load_run(run))), page)
     console = Console(record=True, width=WIDTH, file=io.StringIO())
-    # One empty line more: the picture's edge cuts what hangs below the last one.
+    # An empty line at the end: the picture's edge cuts the descenders of the last line.
     console.print(Text.from_ansi(file.getvalue() + "\n"))
     svg = console.export_svg(title="trainer.fit(model)", theme=MONOKAI, unique_id="memprof")
-    # Rich names fonts of another host; a picture in a repository asks nobody.
+    # Rich links fonts from the network; a picture in a repository must not.
     svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
     TARGET.write_text(svg.replace("Fira Code", "DejaVu Sans Mono, Menlo, Consolas"), encoding="utf-8")
 

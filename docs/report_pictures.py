@@ -1,8 +1,9 @@
 """Take the pictures of a report's sections for the documentation: ``python docs/report_pictures.py REPORT.html``.
 
-Those of the demo's report first; then what it has not, each from a report of its own: ``RANKS.html ranks`` of
-``tests/support/straggling_ranks.py`` as two processes, ``SNAPSHOT.html snapshots`` of what
-``tests/support/trained_snapshot.py`` writes. Only the sections that are named behind the report are taken, if any is.
+First the report of the demo, then the sections that it does not have: ``RANKS.html ranks`` of a run of
+``tests/support/straggling_ranks.py`` as two processes with ``slow=1``, and ``SNAPSHOT.html snapshots`` of the file that
+``tests/support/trained_snapshot.py`` writes. With section names after the report, only those sections are taken. Record
+in a neutral directory: the pictures show paths and the host name.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from playwright.sync_api import sync_playwright
 
 TARGET = Path(__file__).parent / "images"
 WIDTH, HEIGHT = 1200, 900
-# Longer sections are shown by their beginning.
+# Longer sections are cut at this height.
 MOST_HEIGHT = 1000
 DARK = frozenset({"memory"})
 
 
 def main(report: str, *only: str) -> None:
-    """Write ``report-SECTION.png`` for each section, or for some, and ``report.png`` of what is seen first."""
+    """Write ``report-SECTION.png`` for all sections, or for those named, and ``report.png`` of the top of the page."""
     address = Path(report).absolute().as_uri()
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(

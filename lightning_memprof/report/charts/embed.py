@@ -1,4 +1,4 @@
-"""A chart as a piece of the page: its data as JSON that cannot end the script it stands in, and what draws it."""
+"""A chart as HTML: its data as JSON that cannot end its script, and the JavaScript that draws it."""
 
 from __future__ import annotations
 

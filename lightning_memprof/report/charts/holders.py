@@ -1,4 +1,4 @@
-"""Who holds the bytes at the peak, as a flame graph from the top: who called above, whom it called beneath."""
+"""Allocation sites at the peak as a flame graph from the top: callers above, callees below."""
 
 from __future__ import annotations
 
@@ -130,11 +130,10 @@ def holders_chart(
     plot.add_tools(HoverTool(renderers=[quads], tooltips=_TIP, attachment="vertical"))
     first = max(root.below.values(), key=lambda node: node.bytes)
     summary = (
-        f"{format_bytes(root.bytes)} in {format_count(root.blocks, 'block')} at the peak of {where}; the most, "
-        f"{format_bytes(first.bytes)}, under {clean(first.name)}. As wide as its bytes; "
-        "parts below a thousandth are left out."
+        f"{format_bytes(root.bytes)} in {format_count(root.blocks, 'block')} at the peak of {where}; the largest "
+        f"part is {clean(first.name)} ({format_bytes(first.bytes)}). Width is bytes; parts below 0.1% are omitted."
     )
-    return made(place, f"Who holds the bytes at the peak, {where}", summary, plot, height=height)
+    return made(place, f"Allocation sites at the peak, {where}", summary, plot, height=height)
 
 
 def _lay(

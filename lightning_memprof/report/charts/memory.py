@@ -1,4 +1,4 @@
-"""Memory within a window: live bytes by category with the peak marked, and every block of it beneath."""
+"""Memory within a window: live bytes by category with the peak marked, and all blocks below."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ from lightning_memprof.report.charts.style import (
     label,
     legend,
     new_figure,
-    words,
 )
-from lightning_memprof.report.sections.labels import PEAKS
+from lightning_memprof.report.sections.labels import PEAKS, category
 from lightning_memprof.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -74,15 +73,15 @@ def memory_chart(lives: BlockLives, place: tuple[str, str], where: str) -> Chart
     for plot in (above, below):
         bytes_axis(plot)
     above.xaxis.visible = False
-    legend(above, [(name, [*areas[name], *quads.get(name, ())]) for name in areas])
+    legend(above, [(category(name), [*areas[name], *quads.get(name, ())]) for name in areas])
     at = f", {peak_at:,.1f} {unit} after its start" if lives.is_timed else ""
     count = format_count(len(lives), "block")
     if shown is not lives:
         count = f"the {len(shown):,} largest of {count}"
     summary = (
-        f"At most {format_bytes(peak_bytes)} are live on {lives.device} in {where}{at} (red){_from_before(lives)}. "
-        f"Below {count}, each as high as it is large and as long as it lived; where it lies is chosen for the drawing. "
-        "Categories are told from when a block was allocated and freed."
+        f"Live bytes on {lives.device} in {where} peak at {format_bytes(peak_bytes)}{at} (red){_from_before(lives)}. "
+        f"Below: {count}; height is size, width is lifetime, vertical position is arbitrary. "
+        "Categories are inferred from when a block was allocated and freed."
     )
     extra = Extra(strings=lives.stacks, largest_bytes=max(shown.size))
     model = column(above, below, sizing_mode="stretch_width")
@@ -90,14 +89,14 @@ def memory_chart(lives: BlockLives, place: tuple[str, str], where: str) -> Chart
 
 
 def _from_before(lives: BlockLives) -> str:
-    """Say what of the peak was there before the first event, or that nobody knows."""
+    """Return the part of the peak that was allocated before the first event, or that it is unknown."""
     if not lives.knows_before:
-        return "; what was there before, parameters mostly, is not known and not drawn"
+        return "; bytes allocated before the first event, mostly parameters, are unknown and not drawn"
     if not (before := _before_bytes(lives)):
         return ""
-    parts = [f"{words(name)} {format_bytes(size)}" for name, size in lives.held_before.items()]
-    named = f" ({', '.join(parts)}, as counted at the end of a step)" if parts else ""
-    return f", {format_bytes(before)} of which were there before its first event{named}"
+    parts = [f"{category(name)} {format_bytes(size)}" for name, size in lives.held_before.items()]
+    named = f" ({', '.join(parts)}, counted at the end of a step)" if parts else ""
+    return f", {format_bytes(before)} of it allocated before the first event{named}"
 
 
 def _before_bytes(lives: BlockLives) -> int:
@@ -128,7 +127,7 @@ def _areas(plot: figure, times: Sequence[float], live: dict[str, list[int]], uni
         ]
     line = plot.line("x", "sum", source=source, line_alpha=0)
     tips = [("at", f"@x{{0,0.000}} {unit}"), ("live", "@sum{0.[00]ib}")]
-    hover(plot, [line], [*tips, *((words(name), f"@{name}{{0.[00]ib}}") for name in reversed(live))], "vline")
+    hover(plot, [line], [*tips, *((category(name), f"@{name}{{0.[00]ib}}") for name in reversed(live))], "vline")
     from_zero(plot)
     return drawn
 
@@ -182,7 +181,7 @@ def _blocks(plot: figure, lives: BlockLives, unit: str, scale: float) -> dict[st
             "left", "right", "top", "bottom", source=source, view=view, fill_color=colour(name), line_color=None,
             hover_fill_color=MARK, hover_line_color=None,
         )  # fmt: skip
-        tip = _TIP.replace("KIND", words(name)).replace("UNIT", unit)
+        tip = _TIP.replace("KIND", category(name)).replace("UNIT", unit)
         quad.glyph.tags = ["plain"]
         _tip(plot, quad, tip)
         drawn[name] = [quad]

@@ -1,4 +1,4 @@
-"""The ranks beside each other: what a step's time is made of on each, and the most memory that each had."""
+"""Ranks side by side: mean step time by phase and peak memory of each."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ __all__ = ["ranks_chart"]
 
 _ABOVE: Final = 260
 _BELOW: Final = 200
-_MEMORY: Final = {"rss_peak_bytes": "host rss peak", "device_peak_bytes": "device peak"}
+_MEMORY: Final = {"rss_peak_bytes": "peak RSS", "device_peak_bytes": "device peak"}
 
 
 def ranks_chart(report: RankReport | None) -> Chart | None:
-    """Return the mean step of each rank as stacked bars, and its memory beneath; None without ranks to compare."""
+    """Return the mean step of each rank as stacked bars, and its peak memory below; None without ranks to compare."""
     if report is None or len(report.ranks) < 2:
         return None
     ranks = report.ranks
@@ -50,14 +50,16 @@ def ranks_chart(report: RankReport | None) -> Chart | None:
     fastest = min(ranks, key=lambda rank: rank.step_ns)
     least, most = format_ns(fastest.step_ns), format_ns(slowest.step_ns)
     span = f"{least} on rank {fastest.rank} to {most} on rank {slowest.rank}" if least != most else f"{most} on each"
-    summary = f"The mean step of {len(ranks)} ranks: {span}."
+    summary = f"Mean step time of {len(ranks)} ranks: {span}."
     if any(rank.wait_ns is not None for rank in ranks):
-        summary += " Red: how long a rank waits for others in its collectives."
+        summary += " Red: time that a rank waits for others in collectives."
     below = _memory(ranks, above)
     if below is None:
         return made(("ranks", "ranks"), "Ranks", summary, above, height=_ABOVE)
     model = column(above, below, sizing_mode="stretch_width")
-    return made(("ranks", "ranks"), "Ranks", f"{summary} Below the most memory of each.", model, height=_ABOVE + _BELOW)
+    return made(
+        ("ranks", "ranks"), "Ranks", f"{summary} Below: peak memory of each rank.", model, height=_ABOVE + _BELOW
+    )
 
 
 def _times(ranks: tuple[RankTimes, ...]) -> figure:
@@ -76,7 +78,7 @@ def _times(ranks: tuple[RankTimes, ...]) -> figure:
         shown, x="rank", width=0.85, source=data, color=[colour(phase) for phase in shown], line_color=None
     )
     tips = [("rank", "@rank"), ("step", "@step{0,0.00} ms")]
-    items: list[tuple[str, list[Renderer]]] = [(phase, [bar]) for phase, bar in zip(shown, bars, strict=True)]
+    items: list[tuple[str, list[Renderer]]] = [(words(phase), [bar]) for phase, bar in zip(shown, bars, strict=True)]
     if any(total.wait_ns is not None for total in ranks):
         marks = plot.scatter("rank", "wait", source=data, marker="dash", size=14, line_color=MARK, line_width=3)
         items.append(("waiting", [marks]))

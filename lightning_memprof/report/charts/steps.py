@@ -1,4 +1,4 @@
-"""Charts over the steps of a run: what a step's time is made of, how much is worked through, what memory it takes."""
+"""Charts over the steps of a run: time by phase, throughput, memory."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def steps_chart(view: View, lead: Rank) -> Chart | None:
         return None
     times = _Times(rows)
     groups = grouped(len(rows), _BARS)
-    plot = new_figure(_HEIGHT, "step", "time of a step, ms")
+    plot = new_figure(_HEIGHT, "step", "step time, ms")
     columns = _bars(times, groups)
     data = ColumnDataSource(columns)
     shown = [phase for phase, known in zip(PHASES, times.known, strict=True) if known]
@@ -85,16 +85,16 @@ def steps_chart(view: View, lead: Rank) -> Chart | None:
     tips = [("step", "@name"), ("duration", "@total{0,0.00} ms")]
     if len(groups) < len(rows):
         plot.step("x", "slowest", source=data, mode="center", line_color=MARK, line_width=1)
-        tips.append(("slowest of them", "@slowest{0,0.00} ms"))
+        tips.append(("max", "@slowest{0,0.00} ms"))
     hover(plot, [whole], [*tips, *((words(phase), f"@{phase}{{0,0.00}} ms") for phase in shown)], "vline")
     _windows(plot, lead)
-    legend(plot, [(phase, [bar]) for phase, bar in zip(shown, bars, strict=True)])
+    legend(plot, [(words(phase), [bar]) for phase, bar in zip(shown, bars, strict=True)])
     median = format_ns(float(np.median(times.total)) * 1e6)
-    summary = f"Rank {lead.rank}, {format_count(len(rows), 'step')} of {source}; half of them take at most {median}."
+    summary = f"Rank {lead.rank}, {format_count(len(rows), 'step')} of {source}; median of all {median}."
     if len(groups) < len(rows):
-        summary += f" A bar is the mean of {len(groups[0])} neighbours, the red line the slowest of them."
+        summary += f" A bar is the mean of {len(groups[0])} consecutive steps, the red line their max."
     if lead.windows:
-        summary += " Shaded: windows, which cost time themselves."
+        summary += " Shaded: windows, which include the cost of recording."
     return made(("steps", "steps"), "Time of each step", summary + most, plot, height=_HEIGHT)
 
 
@@ -138,7 +138,7 @@ def _cut_tall(plot: figure, times: _Times) -> str:
     top = float(times.total.max())
     cut = 0 < _TALL * usual < top
     from_zero(plot, 1.05 * (1.5 * usual if cut else max(top, 1e-6)))
-    return f" Steps of up to {format_ns(top * 1e6)} reach out of it: move the chart down to see them." if cut else ""
+    return f" Steps of up to {format_ns(top * 1e6)} exceed the axis: drag the chart down to see them." if cut else ""
 
 
 def _windows(plot: figure, lead: Rank) -> None:
@@ -154,10 +154,10 @@ def _windows(plot: figure, lead: Rank) -> None:
 
 
 def run_memory_chart(lead: Rank) -> Chart | None:
-    """Return the memory of the lead rank at each step: rss of the host, peak of the device; None without."""
+    """Return the memory of the lead rank at each step: RSS and device peak; None without."""
     series = {
         name: [(row["step"], row[column]) for row in lead.pulse if row["step"] is not None and row[column] is not None]
-        for name, column in (("host rss", "rss_bytes"), ("device peak", "device_peak_bytes"))
+        for name, column in (("RSS", "rss_bytes"), ("device peak", "device_peak_bytes"))
     }
     series = {name: points for name, points in series.items() if points}
     if not series:
@@ -165,7 +165,7 @@ def run_memory_chart(lead: Rank) -> Chart | None:
     plot = new_figure(_LOW, "step", "")
     bytes_axis(plot)
     drawn: list[tuple[str, list[Renderer]]] = []
-    said = []
+    peaks = []
     for place, (name, points) in enumerate(series.items()):
         groups = grouped(len(points), 2 * _BARS)
         steps = [points[group[0]][0] for group in groups]
@@ -178,17 +178,17 @@ def run_memory_chart(lead: Rank) -> Chart | None:
         label(plot, (steps[peak] or 0, most[peak]), format_bytes(most[peak]), right=2 * peak < len(most))
         hover(plot, [line], [("step", "@x"), (name, "@y{0.[00]ib}")], "vline")
         drawn.append((name, [line, dot]))
-        said.append(f"{name} at most {format_bytes(most[peak])}")
+        peaks.append(f"{name} {format_bytes(most[peak])}")
     top = max(size or 0 for points in series.values() for _, size in points)
     from_zero(plot, max(1, 1.2 * top))
     _windows(plot, lead)
     legend(plot, drawn)
-    summary = f"Rank {lead.rank}: {', '.join(said)}; the largest is marked."
+    summary = f"Rank {lead.rank}, maximum (marked): {', '.join(peaks)}."
     return made(("memory-run", "memory"), "Memory over the run", summary, plot, height=_LOW)
 
 
 def throughput_chart(view: View, lead: Rank) -> Chart | None:
-    """Return what the lead rank works through in a second over its steps; None where no step was timed."""
+    """Return the throughput of the lead rank over its steps; None where no step was timed."""
     rows = _timed(lead.pulse, "")
     of = next((rate for rate in view.throughput if rate.rank == lead.rank), None)
     if len(rows) < 2:

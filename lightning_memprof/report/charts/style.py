@@ -1,4 +1,4 @@
-"""What all charts look like: colours that hold on light and on dark, axes in bytes and times, figures of one kind."""
+"""Common style of all charts: colours for light and dark pages, axes in bytes and times, empty figures."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _FONT: Final = "12px"
 
 
 def words(name: str) -> str:
-    """Return a category's or phase's name as people read it."""
+    """Return the name of a phase on a page."""
     return called(name)
 
 
@@ -142,7 +142,7 @@ def legend(plot: figure, items: Sequence[tuple[str, Sequence[Renderer]]]) -> Non
     """Put a legend above a figure; a click on a name hides what it names."""
     if not items:
         return
-    shown = [LegendItem(label=words(name), renderers=list(renderers)) for name, renderers in items]
+    shown = [LegendItem(label=name, renderers=list(renderers)) for name, renderers in items]
     made = Legend(items=shown, orientation="horizontal", click_policy="hide", border_line_color=None, margin=0)
     made.label_text_font_size = _FONT
     made.background_fill_alpha = 0

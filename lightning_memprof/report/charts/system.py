@@ -1,4 +1,4 @@
-"""What the machine did while the run was looked at: each sampled figure over time, figures of one unit together."""
+"""System counters over time, counters of one unit in one plot."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class _Sample(NamedTuple):
 
 
 def system_chart(run: Run) -> Chart | None:
-    """Return the lead rank's samples of its machine over time; None where there are not two."""
+    """Return the lead rank's system counters over time; None with fewer than two samples."""
     rows = _in_stretches(run)
     if len(rows) < _FEWEST:
         return None
@@ -91,12 +91,12 @@ def system_chart(run: Run) -> Chart | None:
         plot.xaxis.axis_label = None
     names = sum(len(of_unit) for of_unit in series.values())
     summary = (
-        f"Rank {run.lead.rank}: {format_count(names, 'figure')} in {format_count(len(rows), 'sample')}, in seconds "
-        "since the first; they were taken in windows, and all the time only where that was asked for. "
-        "A line is broken where nothing was sampled."
+        f"Rank {run.lead.rank}: {format_count(names, 'counter')}, {format_count(len(rows), 'sample')}, in seconds "
+        "since the first. Samples are taken in windows, or throughout the run if configured. "
+        "A gap means that nothing was sampled."
     )
     model = column(*plots, sizing_mode="stretch_width")
-    return made(("system", "system"), "The machine", summary, model, height=_HEIGHT * len(plots))
+    return made(("system", "system"), "System counters", summary, model, height=_HEIGHT * len(plots))
 
 
 def _in_stretches(run: Run) -> list[_Sample]:

@@ -1,4 +1,4 @@
-"""What the devices did in traces: each trace's time as one bar with the causes of its gaps, and one trace over time."""
+"""Device activity in traces: a bar per trace with idle time by cause, and one trace over time."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _BUSY: Final = ("compute", "communication", "memory copy")
 
 
 def shares_chart(traces: Sequence[TraceReport], section: str = "traces") -> Chart | None:
-    """Return what part of its GPU window each trace spent on what; None where no trace has a device."""
+    """Return the shares of each trace's GPU window by activity; None where no trace has a device."""
     shown = [trace for trace in traces if trace.gpu_window is not None and trace.gpu_window.window_ns > 0][:_MOST]
     if not shown:
         return None
@@ -57,7 +57,9 @@ def shares_chart(traces: Sequence[TraceReport], section: str = "traces") -> Char
     rows = _names(shown)
     height = 110 + _ROW * len(shown)
     plot = new_figure(
-        height, "percent of the time from the first device event to the last", y_range=FactorRange(factors=rows[::-1])
+        height,
+        "percent of the time between the first and the last device event",
+        y_range=FactorRange(factors=rows[::-1]),
     )
     data = ColumnDataSource(
         {
@@ -81,7 +83,7 @@ def shares_chart(traces: Sequence[TraceReport], section: str = "traces") -> Char
     busy = 0 if first is None else 100 * first.busy_ns / first.window_ns
     causes = ", ".join(f"{called(cause.cause)} {format_ns(cause.total_ns)}" for cause in shown[0].idle[:3])
     summary = f"The device of {rows[0]} is busy {busy:.1f}% of its window" + (f"; idle by {causes}." if causes else ".")
-    return made(("devices", section), "What the devices did", summary, plot, height=height)
+    return made(("devices", section), "Device activity", summary, plot, height=height)
 
 
 def _parts(trace: TraceReport) -> dict[str, int]:
@@ -137,10 +139,10 @@ def timeline_chart(timeline: DeviceTimeline, place: tuple[str, str], where: str)
     legend(plot, [(_said(name), [bar]) for name, bar in zip(names, bars, strict=True)])
     busy = 100 * (1 - sum(sum(timeline.shares[name]) for name in ("idle", "idle_loading")) / count)
     summary = (
-        f"{where}: {format_ns(count * timeline.stretch_ns)} in {count} stretches of {format_ns(timeline.stretch_ns)}, "
-        f"busy {busy:.1f}% of it. Steps are the host's."
+        f"{where}: {format_ns(count * timeline.stretch_ns)} in {count} intervals of {format_ns(timeline.stretch_ns)}, "
+        f"{busy:.1f}% busy. Steps are those of the host."
     )
-    return made(place, f"The devices over time, {where}", summary, plot, height=_HEIGHT)
+    return made(place, f"Device activity over time, {where}", summary, plot, height=_HEIGHT)
 
 
 def _steps(plot: figure, timeline: DeviceTimeline, width: float) -> None:

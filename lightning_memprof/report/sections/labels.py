@@ -28,6 +28,7 @@ __all__ = [
     "Peak",
     "bars",
     "called",
+    "category",
     "device_parts",
     "file_command",
     "more",
@@ -97,8 +98,13 @@ PEAKS: Final[Mapping[str, Peak]] = {
 
 
 def called(name: str) -> str:
-    """Return the name of a phase, a category or a cause on a page."""
+    """Return the name of a phase or a cause on a page."""
     return LABELS.get(name, name.replace("_", " "))
+
+
+def category(name: str) -> str:
+    """Return the name of a category of bytes on a page; only the ``other`` of times is untracked."""
+    return name if name == "other" else called(name)
 
 
 def peak_note(name: str) -> str:
@@ -114,8 +120,9 @@ def more(number: int, noun: str = "more") -> str:
 
 def bars(parts: Mapping[str, int | None], whole: int, unit: str) -> list[Bar]:
     """Return the known parts of a whole that are not 0, in their order."""
+    named = category if unit == "bytes" else called
     return [
-        Bar(called(name), name if name in COLOURS else "other", Cell(value, unit, whole=whole))
+        Bar(named(name), name if name in COLOURS else "other", Cell(value, unit, whole=whole))
         for name, value in parts.items()
         if value and whole
     ]

@@ -25,7 +25,7 @@ from lightning_memprof.report.document import (
     text,
 )
 from lightning_memprof.report.named import summarize
-from lightning_memprof.report.sections.labels import PEAKS, Peak, bars, called, more
+from lightning_memprof.report.sections.labels import PEAKS, Peak, bars, category, more
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -109,7 +109,7 @@ def category_stack(view: View) -> Stack | None:
         f"Peak memory by category{on}, step {peak.step}",
         size(peak.total_bytes),
         bars(peak.categories, peak.total_bytes, "bytes"),
-        [(called(name), peak.unknown.get(name, "")) for name, known in peak.categories.items() if known is None],
+        [(category(name), peak.unknown.get(name, "")) for name, known in peak.categories.items() if known is None],
     )
 
 
@@ -118,7 +118,7 @@ def _categories(view: View) -> Iterator[Table]:
         return
     rows: list[Row] = [
         (
-            text(called(name)),
+            text(category(name)),
             size(known, peak.total_bytes),
             share(known / peak.total_bytes if known is not None and peak.total_bytes else None),
             text(peak.unknown.get(name) or "not known" if known is None else ""),

@@ -69,7 +69,7 @@ def system_section(view: View) -> Section | None:
     rows = [_figure(name, figure) for name, figure in sorted(found.figures.items())]
     columns = (Column("quantity"), Column("mean", "number"), Column("min", "number"), Column("max", "number"))
     rank = f" of rank {found.rank}" if len(view.ranks) > 1 else ""
-    lead = phrase(f"The machine{rank} in {{}} samples.", found.samples)
+    lead = phrase(f"System counters{rank}: {{}} samples.", found.samples)
     table = Table(id="system-figures", title="Load", columns=columns, rows=rows, top=None)
     return Section("system", "System", lead, [Chart("system"), table])
 

@@ -95,7 +95,7 @@ def _snapshot(number: int, snapshot: SnapshotReport, *, several: bool) -> Iterat
     name = f", snapshot {number + 1}" if several else ""
     rows: list[tuple[str, Cell | Words]] = [
         ("file", Cell(str(snapshot.file), "path")),
-        ("devices", ", ".join(str(device.device) for device in snapshot.devices) or "none"),
+        ("devices", ", ".join(f"cuda:{device.device}" for device in snapshot.devices) or "none"),
         ("events", count(sum(device.events for device in snapshot.devices))),
     ]
     if (failed := snapshot.oom) is not None:

@@ -124,7 +124,7 @@ def test_neighbours_of_many_steps_share_a_bar_and_the_slowest_is_still_seen(tmp_
     (bars,) = columns(chart, "forward")
     assert len(bars["x"]) == 400
     assert max(bars["slowest"]) == pytest.approx(90)
-    assert "reach out of it" in chart.summary
+    assert "exceed the axis" in chart.summary
 
 
 def test_the_memory_of_a_window_adds_up_to_its_peak(usual: tuple[Run, dict[str, Chart]]):
@@ -162,7 +162,7 @@ def blocks(count: int, stack: str = "train.py(1): main") -> BlockLives:
     return lives
 
 
-def test_of_too_many_blocks_the_largest_are_kept_and_it_is_said(monkeypatch: pytest.MonkeyPatch):
+def test_of_too_many_blocks_the_largest_are_drawn_and_the_summary_says_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lightning_memprof.report.charts.memory.MAX_BLOCKS", 10)
     chart = memory_chart(blocks(30), ("memory", "memory"), "window 0")
     assert chart is not None
@@ -227,10 +227,10 @@ def test_a_trace_is_shared_among_what_its_device_did(tmp_path: Path):
     assert shares["compute"] == pytest.approx([50])
 
 
-def test_what_nobody_counted_before_a_window_is_said_to_be_missing_from_its_chart():
+def test_the_memory_chart_says_that_bytes_from_before_the_window_are_unknown():
     drawn = memory_chart(replace(blocks(3), knows_before=False), ("memory", "memory"), "window 0")
     assert drawn is not None
-    assert "what was there before, parameters mostly, is not known and not drawn" in drawn.summary
+    assert "bytes allocated before the first event, mostly parameters, are unknown and not drawn" in drawn.summary
     assert "from before" not in json.dumps(document(drawn))
 
 
