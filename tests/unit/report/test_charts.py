@@ -282,7 +282,7 @@ def test_texts_of_the_program_in_a_chart_cannot_steer_what_shows_them() -> None:
     (data,) = columns(chart, "name")
     assert data["name"][0] == "a\\x1b[31mb\\u202ec\\x07d\\ud800é€😀\\u202e"
     assert len(data["name"][1]) < 1000
-    assert "under a\\x1b[31mb" in chart.summary
+    assert "part is a\\x1b[31mb" in chart.summary
     written = json.dumps({STEERING: STEERING + "\n"})
     ((key, text),) = json.loads(inert(written)).items()
     assert key.isprintable()
