@@ -38,7 +38,6 @@ ONE_IMPORTER = {
     "artifacts/trace_rewriting.py": "runs in a process of its own",
     "artifacts/upload.py": "uploads, only for runs at a URL",
     "capture/collectors/function_rows.py": "file format of function memory",
-    "capture/collectors/module_rss.py": "one collector per module; the public namespace resolves it",
     "capture/named_snapshots.py": "the callback's snapshots and regions, without lightning",
     "capture/recording.py": "contexts of collectors; the session has the steps",
     "capture/sources/kineto.py": "the one owner of torch's profiler",
@@ -68,6 +67,7 @@ ONE_IMPORTER = {
 # Folders in which every module has one importer by design.
 ONE_BY_DESIGN = {
     "analysis/findings/": "the rules of a domain per module, listed in one place",
+    "capture/collectors/": "a collector per module; the public namespace resolves it",
     "cli/": "a command per module, listed in one place",
     "report/charts/": "a chart per module, listed in one place",
     "report/printers/": "a format per module",

@@ -1,4 +1,4 @@
-"""A collector: the number of open file descriptors, sampled at every mark of a recorded step."""
+"""A collector: the number of open file descriptors, sampled at every mark of a window."""
 
 from __future__ import annotations
 

@@ -78,7 +78,9 @@ def _of_run(facts: Facts, rank: Rank) -> Finding | None:
         return Finding(
             rule="profiler_overhead",
             severity=Severity.INFO,
-            sentence=f"Windows take {percent(share)} of the run{facts.on_rank(rank)}; steps outside them cost nothing.",
+            sentence=(
+                f"Recording windows take {percent(share)} of the run{facts.on_rank(rank)}; other steps pay for the pulse."
+            ),
             why=(
                 f"{format_count(len(rank.windows), 'window')} took {format_ns(windows_ns)}, all steps "
                 f"{format_ns(run_ns)}{f'; {dearest}' if dearest else '.'}"
