@@ -26,7 +26,7 @@ from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory
 from lightning_memprof.capture.collectors.oom import OOMAutopsy
 from lightning_memprof.collectors import Pulse
-from lightning_memprof.integration import attachment
+from lightning_memprof.integration import context as run_context
 from lightning_memprof.report.printers.json import to_json
 from lightning_memprof.report.view import run_view
 from lightning_memprof.units import GIB, MIB
@@ -91,7 +91,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     def context(**facts: Any) -> RunContext:
         return RunContext(**{**facts, "device": torch.device("cuda:0")})
 
-    monkeypatch.setattr(attachment, "RunContext", context)
+    monkeypatch.setattr(run_context, "RunContext", context)
     with FakeCuda().installed() as fake:
         yield fake
 

@@ -79,7 +79,7 @@ def _of_run(facts: Facts, rank: Rank) -> Finding | None:
             rule="profiler_overhead",
             severity=Severity.INFO,
             sentence=(
-                f"Recording windows take {percent(share)} of the run{facts.on_rank(rank)}; other steps pay for the pulse."
+                f"Windows take {percent(share)} of the run{facts.on_rank(rank)}; other steps pay for the pulse only."
             ),
             why=(
                 f"{format_count(len(rank.windows), 'window')} took {format_ns(windows_ns)}, all steps "
