@@ -128,6 +128,7 @@ def test_what_is_not_there_is_said_with_what_is(tmp_path, choice, said):
 
 def test_a_hosts_clock_moves_all_its_events(tmp_path):
     run = load_run(make_run(tmp_path))
+    assert run.lead.facts.host is not None
     clocks = Clocks(offsets_ns={run.lead.facts.host: 1_000})
     assert {source.offset_ns for source in run_sources(run, clocks=clocks)[1:]} == {1_000}
 
