@@ -112,10 +112,12 @@ class Uploads:
         return left
 
     def _start(self) -> None:
-        if self._thread is None:
-            # A daemon: Ctrl-C during a wait for the network must end the program.
-            self._thread = threading.Thread(target=self._work, name="memprof-upload", daemon=True)
-            self._thread.start()
+        # The training thread and the sink's writer both add files: a second thread would never be told to end.
+        with self._lock:
+            if self._thread is None:
+                # A daemon: Ctrl-C during a wait for the network must end the program.
+                self._thread = threading.Thread(target=self._work, name="memprof-upload", daemon=True)
+                self._thread.start()
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         """Wait; only for a moment more where that was in vain before, or where Ctrl-C has ended it."""

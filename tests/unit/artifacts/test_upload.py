@@ -201,6 +201,36 @@ def test_adding_a_file_never_waits(root: Path, monkeypatch: pytest.MonkeyPatch) 
     assert uploads.finish() == []
 
 
+def test_files_that_two_threads_add_at_once_go_up_on_one_thread(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[threading.Thread] = []
+
+    class SlowThread(threading.Thread):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            if self.name == "memprof-upload":
+                made.append(self)
+                # The other caller asks for a thread meanwhile.
+                time.sleep(0.2)
+
+    monkeypatch.setattr(upload.threading, "Thread", SlowThread)
+    uploads = Uploads(root, URL, retries=Retries(patience_s=5))
+    paths = [written(root / name) for name in ("training.bin", "writer.bin")]
+    together = threading.Barrier(len(paths))
+
+    def add(path: Path) -> None:
+        together.wait()
+        uploads.add(path)
+
+    with ThreadPoolExecutor(len(paths)) as pool:
+        list(pool.map(add, paths))
+    assert uploads.finish() == []
+    alive = [thread for thread in made if thread.is_alive()]
+    for _ in alive:
+        uploads._queue.put(None)
+    assert (len(made), alive) == (1, [])
+    assert stored() == {"training.bin": b"x", "writer.bin": b"x"}
+
+
 def test_the_end_of_a_run_waits_for_a_mute_place_only_so_long(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
