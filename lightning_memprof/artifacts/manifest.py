@@ -369,11 +369,11 @@ def read_manifest(path: Path, *, with_artifacts: bool = True) -> Manifest:
 def _checked(path: Path, rows: list[Row], problems: list[str]) -> Manifest:
     run = next((row for row in rows if isinstance(row, RunFacts)), None)
     if run is None:
-        none = f"{path}: holds no run; it is no manifest of lightning-memprof, or its process died at once"
+        none = f"{path}: has no run: it is not a manifest of lightning-memprof, or its process died at once"
         return Manifest(path, rows, next(iter(problems), none))
     version = run.fields.get("schema_version")
     if not isinstance(version, int):
-        msg = f"{path}: schema version {version!r} is no number; the file is damaged, or not of lightning-memprof"
+        msg = f"{path}: schema version {version!r} is not a number; the file is damaged, or not of lightning-memprof"
         return Manifest(path, [], msg)
     if version > SCHEMA_VERSION:
         msg = f"{path}: schema version {version!r} is newer than {SCHEMA_VERSION}; upgrade lightning-memprof"

@@ -121,7 +121,7 @@ def _fields(kind: type[Row]) -> tuple[msgspec.structs.FieldInfo, ...]:
 
 
 def _intact(value: object, kind: Any) -> Iterator[Any]:
-    """Yield a value as ``kind`` without its damaged parts, or nothing where all of it is damaged.
+    """Yield a value as ``kind`` without its damaged parts, or nothing where no part is intact.
 
     A damaged entry of a list or an object is None where its kind allows that, and otherwise left out.
     """

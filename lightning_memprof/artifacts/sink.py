@@ -140,8 +140,8 @@ class Sink:
     def file(self, artifact: Artifact) -> Iterator[Path]:
         """Give a temporary path to write to; afterwards the file gets its name and its manifest line.
 
-        A file that takes the place of an earlier one is listed before it does: at any moment one of its lines says what
-        is there. Where the body raises, the temporary file is removed and nothing is listed.
+        A file that replaces an earlier one is listed before it does: at any moment one of its manifest lines is right.
+        Where the body raises, the temporary file is removed and nothing is listed.
         """
         artifact.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = own_temporary(artifact.path)

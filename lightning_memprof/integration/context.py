@@ -190,7 +190,7 @@ class TensorFeed:
 
 
 def unprofiled_parts(trainer: Trainer, stage: str) -> list[TimedPart]:
-    """Return the methods of a Trainer whose time is no action of its profiler, as far as it has them.
+    """Return the methods of a Trainer whose time is not an action of its profiler.
 
     They are named as Lightning names its actions: ``[Precision]MixedPrecision.optimizer_step``,
     ``[Optimizer]AdamW.step``, ``[Logger]CSVLogger.log_metrics``, ``[CheckpointIO]TorchCheckpointIO.save_checkpoint``,

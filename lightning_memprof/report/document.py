@@ -384,7 +384,7 @@ class Document:
         sections: its sections.
         location: where the files are.
         commands: what to run next, the two most useful ones first.
-        incomplete: what was missing when it was made, None where nothing is known to be.
+        incomplete: ranks and files missing when it was made; None if none are known.
 
     """
 

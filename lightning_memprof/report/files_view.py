@@ -1,4 +1,4 @@
-"""The view model of traces and snapshots by themselves, whoever recorded them."""
+"""The view model of traces and snapshots without a run, recorded by any tool."""
 
 from __future__ import annotations
 

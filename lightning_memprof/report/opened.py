@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_FILE_BYTES", "OpenOptions", "opened"]
 
-# On disk, of traces and snapshots together: about a minute, where a person waits. Beyond, a file is named by itself.
+# Size on disk of traces and snapshots together, read in about a minute. Larger ones are named one at a time.
 MAX_FILE_BYTES: Final = 256 << 20
 MAX_LISTED: Final = 8
 MAX_NAMED: Final = 3
@@ -36,7 +36,7 @@ class OpenOptions:
     """The parts of a target to analyse.
 
     ``rank`` leads the page instead of the lowest one, and of files only its traces are read; ``window`` leaves out the
-    others. ``max_file_bytes`` bounds the traces and snapshots of a run that are analysed, as they lie on disk.
+    others. ``max_file_bytes`` bounds the traces and snapshots of a run that are analysed, in bytes on disk.
     Nothing of a run is read outside ``below``, a directory without symbolic links; None is no such limit.
     """
 
@@ -156,7 +156,7 @@ def _not_analysed(left_out: Sequence[ArtifactFile], count: int, url: str | None)
     command = f"lightning-memprof report {shlex.quote(where)} -o trace.html"
     return (
         f"{len(left_out)} of {count} traces and snapshots are large and were not analysed: {named}{more}; "
-        f"one of them by itself: {command}"
+        f"to analyse one: {command}"
     )
 
 

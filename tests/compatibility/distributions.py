@@ -112,7 +112,7 @@ def _alone(directory: Path) -> Row:
 def _refused(given: str) -> Row:
     done = _run(sys.executable, "-c", OTHER_CLI, given)
     lines = done.stderr.splitlines()
-    refused = done.returncode == 2 and len(lines) == 1 and "a class for lightning.pytorch" in lines[0]
+    refused = done.returncode == 2 and len(lines) == 1 and "is for lightning.pytorch" in lines[0]
     return Row(
         f"CLI of `pytorch_lightning`: `{given}`", Verdict.REFUSED if refused else Verdict.RED, _last(done.stderr)
     )

@@ -118,7 +118,7 @@ def test_the_report_of_every_recorded_snapshot_has_the_references_figures_and_sa
         at_end = sum(piece.size for piece in free_ranges(device.replay, device.events - 1))
         assert at_end == device.inactive_bytes
         assert any("no events" in said for said in report.missing) == (not device.events)
-        assert any("begins with" in said for said in report.missing) == bool(device.events and device.start_bytes)
+        assert any("already live" in said for said in report.missing) == bool(device.events and device.start_bytes)
 
 
 def test_no_recorded_snapshot_has_a_fault(path):

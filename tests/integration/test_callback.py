@@ -172,7 +172,7 @@ def test_a_schedule_out_of_reach_says_so_once_with_the_numbers(
         trainer(tmp_path, recorder(schedule=Schedule(wait=90)), max_epochs=2).fit(Perceptron(), loader(5))
     (line,) = [record.getMessage() for record in caplog.records if "nothing will be recorded" in record.getMessage()]
     assert "10 steps" in line
-    assert "from step 91 on" in line
+    assert "first recorded step is 91" in line
     assert len(rows_of(only_run(tmp_path), "note")) == 1
 
 

@@ -90,7 +90,7 @@ def test_the_demo_says_where_the_run_lies_and_what_to_type_next(demo):
     out = demo[1].stdout
     assert "Recorded in memprof-demo/version_0\n" in out
     assert "lightning-memprof show memprof-demo/version_0" in out
-    assert "tensorboard --logdir memprof-demo" in out
+    assert "lightning-memprof report memprof-demo/version_0" in out
 
 
 def test_the_demo_shows_its_progress_and_nothing_irrelevant(demo):

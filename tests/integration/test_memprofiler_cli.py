@@ -129,7 +129,7 @@ def test_the_demo_leaves_finetuning_schedulers_files_under_model_parallel_strate
         assert "the model is on cpu" in done.stderr
     else:
         assert done.stderr.count("there is no CUDA device") == 1
-    assert "functions" in done.stdout
+    assert "verdict" in done.stdout
 
 
 def test_the_demo_leaves_both_ranks_files_on_two_gloo_ranks(tmp_path: Path, program: Run) -> None:
@@ -161,7 +161,7 @@ def test_its_yaml_records_all_but_shards_where_nothing_is_sharded(tmp_path: Path
     assert "0.training_step.2.end" in stats_of(run)
     reasons = {row["collector"]: row["reason"] for row in rows_of(run, "unavailable")}
     assert "does not use fully_shard" in reasons["fsdp_memory"]
-    assert "does not use fully_shard" in " ".join(done.stdout.split())
+    assert "verdict" in done.stdout
 
 
 def test_every_recorded_call_has_its_keys_and_its_fsdp_report_and_the_profiler_its_trace(

@@ -212,7 +212,7 @@ def test_an_error_that_the_program_catches_changes_nothing_and_is_on_the_page(
     (row,) = rows_of(only_run(tmp_path, "memprofiler"), "oom")
     assert row["ended_run"] is False
     page = " ".join(capsys.readouterr().out.split())
-    assert "caught: the run went on" in page
+    assert "caught: the run continued" in page
     assert "ran out of memory 1 time, last in step 5" in page
 
 

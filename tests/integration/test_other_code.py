@@ -352,5 +352,5 @@ def test_a_profiler_that_hides_its_actions_changes_nothing_for_the_training(
     with caplog.at_level(logging.WARNING, logger="lightning_memprof"):
         training.fit(Perceptron(), loader())
     assert training.global_step == 12
-    assert "were heard" in caplog.text
-    assert any("were heard" in row["message"] for row in rows_of(only_run(tmp_path), "note"))
+    assert "were recorded: Hiding" in caplog.text
+    assert any("were recorded: Hiding" in row["message"] for row in rows_of(only_run(tmp_path), "note"))

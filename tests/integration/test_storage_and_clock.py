@@ -56,7 +56,7 @@ def test_a_logger_that_cannot_save_our_curves_does_not_end_a_training_that_logs_
 ) -> None:
     logger = Refusing(tmp_path, name="", version="log")
     trainer(tmp_path, recorded(Pulse()), logger=logger).fit(Perceptron(), loader())
-    assert "Refusing took no curves and gets no more of them" in caplog.text
+    assert "Refusing failed to log curves and gets no more of them" in caplog.text
     assert logger.experiment.metrics == []
 
 

@@ -114,7 +114,7 @@ def test_a_call_opens_a_window_at_the_next_step_and_leaves_the_schedules_alone(t
 def test_a_call_outside_of_a_run_warns_and_one_for_no_steps_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     callback = memprof()
     callback.trigger()
-    assert "no run is recorded: no window opens" in caplog.text
+    assert "trigger() has no effect: no run is being recorded" in caplog.text
     with pytest.raises(ConfigError, match=r"trigger\(active=0\): must be an integer from 1 to 10000"):
         callback.trigger(active=0)
 

@@ -65,7 +65,7 @@ def test_what_a_budget_left_out_is_told_on_the_page(tmp_path: Path) -> None:
     collectors = [HostMemory(), OperatorTrace(record_shapes=True)]
     trainer(tmp_path, MemProfilerCallback(CYCLES, collectors, budget=budget)).fit(Perceptron(), loader(4))
     (note,) = [note.message for note in load_run(only_run(tmp_path)).notes if note.collector == "budget"]
-    assert note.startswith("from window 1 on traces have no input shapes: the trace of window 0 had ")
+    assert note.startswith("from window 1 on traces have no input shapes: the trace of window 0 was ")
 
 
 def test_a_slow_writer_costs_the_training_nothing_and_windows_it_cannot_keep_up_with(

@@ -54,7 +54,7 @@ class RankTrack:
 
 @dataclass(frozen=True)
 class Meeting:
-    """One collective that several ranks came to: when the middle one and the last one came, and which was last."""
+    """One collective of several ranks: arrival of the median and the last rank, and which rank was last."""
 
     kind: Kind
     ranks: int
@@ -65,7 +65,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class CollectiveWait:
-    """All collectives of one kind. ``wait_ns`` is the middle rank's wait for the last one, in the mean of them.
+    """All collectives of one kind. ``wait_ns`` is the mean wait of the median rank for the last one.
 
     ``last_rank`` was last in ``last_count`` of ``count``.
     """
@@ -82,11 +82,11 @@ class CollectiveWait:
 
 @dataclass
 class WindowWaits:
-    """The waiting of one window.
+    """The waiting of one window, in nanoseconds.
 
-    ``waited_ns`` is how long the middle rank waited in all of it, and ``caused_ns`` that time by the rank that was
-    last, ``largest_ns`` the most of it within one step. ``own_wait_ns`` is how long each rank waited itself.
-    ``clock_error_ns`` is how far the ends of one collective still lie apart on the aligned clocks, in the median.
+    ``waited_ns`` is the total wait of the median rank, ``caused_ns`` its part by the rank that arrived last, and
+    ``largest_ns`` the maximum of that within one step. ``own_wait_ns`` is the wait of each rank. ``clock_error_ns`` is
+    the median distance of the ends of one collective on the aligned clocks.
     """
 
     meetings: list[Meeting] = field(default_factory=list)
@@ -299,7 +299,7 @@ def _wait(kind: Kind, parts: list[tuple[_Group, int]], last: int) -> Meeting | N
 
 
 def _share(waits: WindowWaits, steps: float) -> None:
-    """Give the middle rank's waiting, each moment of it once, to those who came last."""
+    """Assign the wait of the median rank, each moment once, to the rank that arrived last."""
     until = 0
     parts: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for collective in sorted(waits.meetings, key=lambda meeting: meeting.middle_ns):

@@ -74,7 +74,7 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class Spread:
-    """One quantity over the ranks: its extremes and whose they are, and the middle rank's."""
+    """One quantity over the ranks: minimum and maximum with their ranks, and the median."""
 
     lowest: int
     lowest_rank: int
@@ -85,10 +85,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Waiting in collectives, in ns a recorded step: the middle rank's, and how much of it each last rank caused.
+    """Waiting in collectives, in ns per recorded step: the wait of the median rank, and its part by each last rank.
 
-    ``collectives`` were matched over the ranks, ``steps`` recorded. ``largest_ns`` is the most in one step.
-    ``clock_error_ns`` is what the hosts' clocks may differ by when the ends of the collectives have aligned them.
+    ``collectives`` were matched over the ranks, ``steps`` recorded. ``largest_ns`` is the maximum within one step.
+    ``clock_error_ns`` is the uncertainty of the hosts' clocks after alignment on the ends of the collectives.
     """
 
     collectives: int
@@ -104,12 +104,12 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Straggler:
-    """The rank for which the others wait, and what it was doing meanwhile.
+    """The rank for which the others wait, and the cause.
 
-    ``caused_ns`` is what a step would be shorter by without it, at most, and ``caused_share`` its part of all waiting;
-    None and 0 where no collective was recorded and ``cause`` alone tells. ``own_ns`` is the cause's time a step on this
-    rank, ``others_ns`` on the middle one of the others. ``callback`` is the callback that takes the most more than on
-    the others, where callbacks are the cause.
+    ``caused_ns`` is the most by which a step would be shorter without the wait, ``caused_share`` its share of all
+    waiting; None and 0 where no collective was recorded and only ``cause`` is known. ``own_ns`` is the cause's
+    time per step on this rank, ``others_ns`` the median of the other ranks. ``callback`` is the callback with
+    the largest excess over the other ranks, where callbacks are the cause.
     """
 
     rank: int
@@ -317,7 +317,7 @@ def _straggler(ranks: tuple[RankTimes, ...], waiting: Waiting | None) -> Straggl
         return _without_collectives(unseen, ranks)
     (rank, caused), (_, next_ns), *_ = (*waiting.caused_ns.items(), (-1, 0), (-1, 0))
     mine = by_rank.get(rank)
-    # Equal ranks take turns, and one hiccup in a few steps is chance: what counts is what is left without both.
+    # Equal ranks take turns, and one hiccup in a few steps is chance: both are subtracted first.
     steady = caused - waiting.largest_ns.get(rank, 0) / max(waiting.steps, 1) - next_ns
     least = max(MIN_WAIT_NS, waiting.clock_error_ns, NOTABLE_SHARE * mine.step_ns if mine else 0)
     if mine is None or caused < MAIN_SHARE * waiting.waited_ns or steady < least:

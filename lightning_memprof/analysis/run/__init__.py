@@ -1,1 +1,1 @@
-"""A run directory read into memory: where it is, what every rank wrote, what is missing or damaged."""
+"""A run directory read into memory: its location, the files of every rank, and missing or damaged files."""

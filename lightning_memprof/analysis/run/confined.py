@@ -44,13 +44,13 @@ def is_below(path: Path, top: Path) -> bool:
 
 
 def load_confined(path: Path, top: Path | None, *, rank: int | None = None) -> Run:
-    """Read a run as :func:`lightning_memprof.analysis.run.load.load_run`, without files that are not below ``top``.
+    """Read a run as :func:`lightning_memprof.analysis.run.load.load_run`, without files outside ``top``.
 
     Listed files elsewhere are left out, each with a problem.
 
     Args:
         path: the run.
-        top: a directory without symbolic links; None is no limit.
+        top: a directory without symbolic links; None for no limit.
         rank: a rank that is read in full however many there are.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Read a run directory: the files of every rank, and what is missing or damaged."""
+"""Read a run directory: the files of every rank, and missing or damaged ones."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ __all__ = ["Layout", "in_full", "load_run"]
 UNCHECKED_TYPES: Final = frozenset({"pulse"})
 # Their pulses and lists of files fit on a page and are read in seconds; of more ranks the windows' summaries are used.
 FULL_RANKS: Final = 64
-# Of so many ranks these are read in full all the same: the page's columns show the first.
+# These are always read in full: the columns of the page show the first ranks.
 FIRST_RANKS: Final = 8
 SHOWN: Final = 8
 # A window is closed before its trace is compressed, and with two that wait the next one has none.

@@ -40,7 +40,7 @@ MAX_LISTED: Final = 10
 
 @dataclass(frozen=True)
 class Place:
-    """A run directory, and the other runs that lie beside it and were not chosen."""
+    """A run directory, and the other runs in the same directory."""
 
     directory: Path
     others: tuple[Path, ...] = ()

@@ -1,4 +1,4 @@
-"""A run as its files have it: ranks, windows, their series, and what is missing or damaged."""
+"""The data of a run: ranks, windows, their series, and missing or damaged files."""
 
 from __future__ import annotations
 

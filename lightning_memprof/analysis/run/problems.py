@@ -21,7 +21,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class CollectorError:
-    """A collector that failed and was disabled; training went on without it."""
+    """A collector that failed and was disabled; training continued without it."""
 
     rank: int
     collector: str

@@ -66,7 +66,7 @@ def find_targets(paths: Sequence[Path]) -> Targets:
     found: dict[Path, FileKind] = {}
     left_out = 0
     for path in paths:
-        # Unlike Path's own, it says no to a path that may not be looked at; what is wrong with it is said below.
+        # Unlike Path.is_dir it returns False for a path without access; the problem is reported below.
         is_directory = os.path.isdir(path)  # noqa: PTH112
         if is_directory and has_run(path):
             if run is not None:
@@ -121,7 +121,7 @@ def _has_trace_words(head: bytes) -> bool:
 
 
 def _named(path: Path) -> FileKind:
-    """Return what a file is that was named by itself."""
+    """Return the kind of a single named file."""
     _check_readable(path)
     kind = file_kind(path)
     # What a broken file of that name should have been is known: its reader says what is wrong with it.
@@ -139,10 +139,10 @@ def _named(path: Path) -> FileKind:
 
 
 def _check_readable(path: Path) -> None:
-    """Refuse what cannot be opened, and what can be read only once.
+    """Refuse files that cannot be opened or can be read only once.
 
     Raises:
-        ArtifactError: it is missing, may not be read, or is no regular file.
+        ArtifactError: it is missing, may not be read, or is not a regular file.
 
     """
     try:

@@ -75,7 +75,7 @@ class DeviceMemory:
 class StepReport:
     """One step. ``breakdown_ns`` sums to ``duration_ns``; both are None where nothing timed the step.
 
-    A phase that the clock does not tell apart is None and its time lies in the phase around it.
+    A phase that the clock cannot separate is None; its time is in the enclosing phase.
     """
 
     step: int

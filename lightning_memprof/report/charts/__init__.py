@@ -92,7 +92,7 @@ def _window_memory(view: View, run: Run) -> Iterator[Chart | None]:
         if device is None or lives.device == device:
             held = _held(view, window)
             if held and lives.device == run.lead.facts.device:
-                lives = with_held(lives, held)  # noqa: PLW2901 the same blocks, above what was there
+                lives = with_held(lives, held)  # noqa: PLW2901 the same blocks, above the earlier bytes
             yield memory_chart(lives, ("memory", "memory"), where)
             break
     if highest:
@@ -118,7 +118,7 @@ def _lives(path: Path | None) -> tuple[BlockLives, ...]:
             return lives_of_trace(path)
         snapshot = read_snapshot(path)
         return tuple(lives_of_replay(replay(snapshot, device)) for device in snapshot.devices)
-    except (ArtifactError, OSError):  # what is wrong with it is said where the run's problems are
+    except (ArtifactError, OSError):  # reported with the run's problems
         return ()
 
 

@@ -19,7 +19,7 @@ from lightning_memprof.units import GIB, KIB, MIB, format_bytes
 
 __all__ = ["Chart", "chart_resources", "made"]
 
-# What is longer is no stack; the whole of it is in --format json.
+# Longer texts are not stacks; --format json has them whole.
 _MAX_TEXT: Final = 4000
 # Each escape of a JSON string from its left, so that a backslash that is escaped itself begins none.
 _ESCAPE: Final = re.compile(r"\\(?:ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}|u[0-9a-f]{4}|.)")
@@ -36,7 +36,7 @@ class Chart:
             before it.
         section: the section of the page: ``steps``, ``memory``, ``ranks``, ``system``, ``traces``, ``snapshots``.
         title: plain text, not escaped.
-        summary: what is to be seen, in words; it stands under the chart. Plain text, not escaped.
+        summary: the caption below the chart. Plain text, not escaped.
         html: the element, its data as JSON in a script that does not run, and nothing that can break out of it.
         script: what has to run behind it, "" for all of today's: ``chart_resources`` has it once for all.
 

@@ -55,7 +55,7 @@ def memory_chart(lives: BlockLives, place: tuple[str, str], where: str) -> Chart
     Args:
         lives: its blocks.
         place: the chart's id and section.
-        where: what it is of, as it stands in its title: ``window 0 of rank 0``.
+        where: its origin, for the title: ``window 0 of rank 0``.
 
     """
     if not len(lives):
@@ -190,7 +190,7 @@ def _blocks(plot: figure, lives: BlockLives, unit: str, scale: float) -> dict[st
 
 
 def _bottoms(lives: BlockLives) -> NDArray[Any]:
-    """Return the lower edges: what stays lies below what comes and goes, which else would leave holes."""
+    """Return the lower edges: persistent blocks are below temporary ones, which would otherwise leave holes."""
     bottom = np.zeros(len(lives), dtype="f8")
     ground = 0
     stays = [KINDS[kind] in _STAYS for kind in lives.kind]

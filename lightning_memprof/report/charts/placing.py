@@ -8,7 +8,7 @@ from typing import Final
 
 __all__ = ["offsets"]
 
-# Looking through every hole would be quadratic in the worst case; a block that fits in none of these goes on top.
+# Looking through every hole would be quadratic in the worst case; a block that fits in none of these is placed on top.
 _HOLES: Final = 64
 
 

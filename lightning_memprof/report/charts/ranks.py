@@ -94,7 +94,7 @@ def _times(ranks: tuple[RankTimes, ...]) -> figure:
 
 
 def _ms(values: Sequence[int | None]) -> NDArray[np.float64]:
-    """Return nanoseconds as milliseconds; what is not known is not drawn. Bokeh writes an array as a block of bytes."""
+    """Return nanoseconds as milliseconds; unknown values are not drawn. Bokeh writes an array as a block of bytes."""
     return np.array([math.nan if ns is None else ns for ns in values], dtype=float) / 1e6
 
 

@@ -108,7 +108,7 @@ def _in_stretches(run: Run) -> list[_Sample]:
     numbered: list[_Sample] = []
     number, end = 0, 0
     for stretch, rows in sorted((entry for entry in found if entry[1]), key=lambda entry: entry[1][0][0]):
-        # A window in a run that is sampled all the time is no stretch of its own.
+        # In a run that is sampled throughout, a window does not start a new stretch.
         number += rows[0][0] > end
         end = max(end, rows[-1][0])
         numbered += [_Sample(time_ns, number, stretch, at) for time_ns, at in rows[-_MOST_SAMPLES:]]

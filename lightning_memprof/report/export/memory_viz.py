@@ -22,14 +22,14 @@ _MOST_DEVICES: Final = 1024
 
 
 def viewable(data: Any, source: str) -> dict[str, Any]:
-    """Return a snapshot with all that the page looks at; what was there stays as it is.
+    """Return a snapshot with all keys that the page reads; existing ones are unchanged.
 
     Args:
         data: the dictionary of ``torch.cuda.memory._snapshot()``, or the list of ``torch.cuda.memory_snapshot()``.
         source: where it is from, the first words of every error.
 
     Raises:
-        ArtifactError: it is no snapshot.
+        ArtifactError: it is not a snapshot.
 
     """
     parse_snapshot(data, source)

@@ -35,7 +35,7 @@ POLICY: Final = (
 )
 # A script's text cannot hold its own end, so this finds each whole script, and nothing inside one.
 SCRIPT: Final = re.compile(r"<script\b([^>]*)>(.*?)</script>", re.DOTALL | re.IGNORECASE)
-# A longer text is no name; --format json has all of it.
+# Longer texts are not names; --format json has them whole.
 MAX_TEXT: Final = 4000
 
 

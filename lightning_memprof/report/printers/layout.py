@@ -74,7 +74,7 @@ def wrap(text: str, width: int) -> list[str]:
         while text_width(word) > width:
             head = cut(word, width + 1)[:-1] or word[0]
             lines.append(head)
-            word = word[len(head) :]  # noqa: PLW2901 what is left of it
+            word = word[len(head) :]  # noqa: PLW2901 the rest of the word
         line = word
     return [*lines, line] if line or not lines else lines
 

@@ -39,7 +39,7 @@ def _page(document: Document, *, is_full: bool) -> Iterator[str]:
     yield _safe(document.about) + status + (f": {_safe(document.exception)}" if document.exception else "")
     yield _safe(document.incomplete or "")
     yield from _sections(document if is_full else document.summary(), is_full=is_full)
-    # No fence can be closed from within: a command is one line, and its backticks stand behind four blanks.
+    # No fence can be closed from within: a command is one line, and four blanks precede its backticks.
     commands = document.commands if is_full else document.commands[:2]
     yield (
         "Next commands:\n\n" + "\n".join(f"    {clean(str(command), 10_000)}" for command in commands)

@@ -24,7 +24,7 @@ WIDTH: Final = 100
 
 
 def print_document(document: Document, file: TextIO | None = None, *, is_full: bool = False) -> None:
-    """Print the short page of a document, or all of it, to ``file``; standard output where it is None.
+    """Print the short page of a document, or every section, to ``file`` (None: standard output).
 
     Text from the program (names of modules, paths, messages) is never read as markup, and its control characters are
     made visible.

@@ -1,4 +1,4 @@
-"""A run that goes on: its speed, the time of a step, memory, ranks, windows, and findings so far."""
+"""A live run: its speed, the time of a step, memory, ranks, windows, and findings so far."""
 
 from __future__ import annotations
 

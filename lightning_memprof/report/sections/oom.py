@@ -137,7 +137,7 @@ def _where(event: Autopsy) -> str:
         words.append(f"in {named}")
     words.append(f"window {place['window']} open" if place["window"] is not None else "no window open")
     if not event.ended_run:
-        words.append("caught: the run went on")
+        words.append("caught: the run continued")
     return ", ".join(words)
 
 

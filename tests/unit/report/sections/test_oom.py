@@ -119,7 +119,7 @@ def test_of_many_events_the_page_shows_the_fatal_one_and_the_latest_and_counts_t
     assert "(rank 0), step 3, backward" in said
     assert "(rank 0), step 2" not in said
     assert "2 more events: --format json" in said
-    assert "caught: the run went on" in said
+    assert "caught: the run continued" in said
 
 
 @pytest.mark.parametrize("render", [printed, shown])
