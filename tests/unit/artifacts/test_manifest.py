@@ -179,7 +179,7 @@ def test_a_version_that_is_no_number_is_refused(tmp_path: Path, version: object)
 
 @pytest.mark.parametrize("rows", [[], [{"kind": "note"}], [{}]])
 def test_a_manifest_without_a_run_is_refused(tmp_path: Path, rows: list[object]) -> None:
-    assert "holds no run" in str(read_manifest(write(tmp_path / "m", *rows)).damage)
+    assert "has no run" in str(read_manifest(write(tmp_path / "m", *rows)).damage)
 
 
 def test_rows_without_a_kind_are_not_kept_and_lines_behind_the_most_are_not_read(
