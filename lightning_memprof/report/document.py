@@ -384,7 +384,8 @@ class Document:
         sections: its sections.
         location: where the files are.
         commands: what to run next, the two most useful ones first.
-        incomplete: ranks and files missing when it was made; None if none are known.
+        incomplete: the ranks that had not ended or had written nothing, empty where there are none.
+        update: how to make it again, empty where nothing is missing.
 
     """
 
@@ -402,7 +403,8 @@ class Document:
     sections: Sequence[Section] = ()
     location: str = ""
     commands: Sequence[Command] = ()
-    incomplete: str | None = None
+    incomplete: str = ""
+    update: str = ""
 
     def section(self, section_id: str) -> Section | None:
         """Return the section of an id."""

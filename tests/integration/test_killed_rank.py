@@ -33,7 +33,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, str(SUPPORT / "mortal_ranks.py"), str(directory), str(seed), str(MOMENTS)],
         env=os.environ | {"PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=150, check=True,
+        capture_output=True, text=True, timeout=240, check=True,
     )  # fmt: skip
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"directory"')]
 
@@ -50,6 +50,8 @@ def test_killing_either_rank_at_any_moment_leaves_every_closed_window_readable(k
         assert not [problem for problem in run.problems if not any(word in problem.message for word in expected)], (
             result
         )
+        ended = {rank.rank: sum(window.closed for window in rank.windows) for rank in run.ranks}
+        assert ended.get(result["victim"], 0) >= result["closed"], result
         for rank in run.ranks:
             for window in rank.windows:
                 if window.closed:
@@ -65,5 +67,5 @@ def test_killing_either_rank_at_any_moment_leaves_every_closed_window_readable(k
             if artifact.collector == "rank_summary":
                 assert read_summary(artifact.file).rank == artifact.rank
         run_view(run)
-    # The moments are spread: some kills come before the first window, most after it.
+    # The moments are spread: a quarter of the kills may come before the first window, the others come after it.
     assert windows > MOMENTS

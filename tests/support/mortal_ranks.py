@@ -1,7 +1,8 @@
 """Pairs of ranks of which one is killed: ``python mortal_ranks.py DIRECTORY SEED COUNT``.
 
 Every pair is forked from this process, which has imported everything, and fits under DDP on gloo with a window every
-third step. At a random moment one of the two is killed. What happened is printed as JSON, a line a pair.
+third step. One of the two is killed at a random moment after it has closed 0, 1, 2 or 3 windows. The result of each
+pair is printed as one line of JSON.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, Outp
 from training import Perceptron, loader, trainer
 
 STARTS_WITHIN = 20.0
+CLOSES_WITHIN = 40.0
+MOST_CLOSED = 3
 ENDS_WITHIN = 10.0
 
 
@@ -64,7 +67,11 @@ def wait_for(pid: int, seconds: float) -> int | None:
     return None
 
 
-def pair(directory: Path, victim: int, delay: float) -> dict[str, object]:
+def closed_windows(manifest: Path) -> int:
+    return manifest.read_bytes().count(b'"event":"close"') if manifest.exists() else 0
+
+
+def pair(directory: Path, victim: int, closed: int, delay: float) -> dict[str, object]:
     directory.mkdir(parents=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -74,6 +81,10 @@ def pair(directory: Path, victim: int, delay: float) -> dict[str, object]:
     deadline = time.monotonic() + STARTS_WITHIN
     while not manifest.exists() and time.monotonic() < deadline:
         time.sleep(0.005)
+    # Counted in windows, not in seconds: a slow machine closes as many before the kill.
+    deadline = time.monotonic() + CLOSES_WITHIN
+    while closed_windows(manifest) < closed and time.monotonic() < deadline:
+        time.sleep(0.005)
     time.sleep(delay)
     os.kill(pids[victim], signal.SIGKILL)
     killed = wait_for(pids[victim], ENDS_WITHIN)
@@ -81,13 +92,17 @@ def pair(directory: Path, victim: int, delay: float) -> dict[str, object]:
     if other is None:
         os.kill(pids[1 - victim], signal.SIGKILL)
         wait_for(pids[1 - victim], ENDS_WITHIN)
-    return {"directory": str(directory), "victim": victim, "delay": delay, "killed": killed, "other": other}
+    return {
+        "directory": str(directory), "victim": victim, "closed": closed, "delay": delay, "killed": killed,
+        "other": other,
+    }  # fmt: skip
 
 
 def main(directory: Path, seed: int, count: int) -> None:
     moments = random.Random(seed)
     for number in range(count):
-        print(json.dumps(pair(directory / str(number), moments.randrange(2), moments.uniform(0.0, 0.9))), flush=True)
+        victim, closed, delay = moments.randrange(2), number % (MOST_CLOSED + 1), moments.uniform(0.0, 0.9)
+        print(json.dumps(pair(directory / str(number), victim, closed, delay)), flush=True)
 
 
 if __name__ == "__main__":

@@ -111,9 +111,10 @@ def judge(struck: fault.Fault, moment: moments.Moment, bare: Lived, ours: Lived,
     (verdict.named if struck.harms or struck.only_ours or excuse else verdict.red).extend(errors)
     _windows(verdict, run, moment, healthy, excuse)
     page, code = _page(ours.run_directory)
+    full, _ = _page(ours.run_directory, "--all")
     if code != 0:
         verdict.red.append(f"`show` ended with {code}: {page[-200:]}")
-    _torn(verdict, run, ours, page, silences=struck.silences)
+    _torn(verdict, run, ours, page, full, silences=struck.silences)
     return verdict
 
 
@@ -206,15 +207,15 @@ def _damage(artifact: ArtifactFile) -> str | None:
     return None
 
 
-def _page(directory: Path) -> tuple[str, int]:
+def _page(directory: Path, *options: str) -> tuple[str, int]:
     page = io.StringIO()
     with contextlib.redirect_stdout(page), contextlib.redirect_stderr(page):
-        code = command(["show", str(directory)])
+        code = command(["show", str(directory), *options])
     return re.sub(r"\s+", " ", page.getvalue()), code
 
 
-def _torn(verdict: Verdict, run: Run, ours: Lived, page: str, *, silences: bool) -> None:
-    """Whatever is not whole has to be on the page."""
+def _torn(verdict: Verdict, run: Run, ours: Lived, page: str, full: str, *, silences: bool) -> None:
+    """Each file that is not whole has to be on the full page, their number and each rank's end on the short one."""
     verdict.named += [f"{problem.piece}: {problem.message}" for problem in run.problems]
     said = {problem.piece for problem in run.problems}
     for path in sorted(ours.directory.joinpath("log").rglob("*")):
@@ -222,8 +223,11 @@ def _torn(verdict: Verdict, run: Run, ours: Lived, page: str, *, silences: bool)
         if unfinished and not any(path.name in piece for piece in said):
             verdict.red.append(f"{path.relative_to(ours.directory)} is unfinished, and `show` does not say so")
     for piece in said:
-        if piece.rpartition("/")[2] not in page.replace(" ", "") and piece not in page:
-            verdict.red.append(f"`show` does not name {piece}")
+        if piece.rpartition("/")[2] not in full.replace(" ", "") and piece not in full:
+            verdict.red.append(f"`show --all` does not name {piece}")
+    count = f"1 of {len(run.problems)}: " if len(run.problems) > 1 else ""
+    if run.problems and f"damaged {count}" not in page:
+        verdict.red.append(f"`show` does not say that {len(run.problems)} pieces are damaged")
     for rank in run.ranks:
         dead = ours.codes[rank.rank] in (KILLED, None)
         if dead and rank.status != "running or killed":
@@ -235,6 +239,13 @@ def _torn(verdict: Verdict, run: Run, ours: Lived, page: str, *, silences: bool)
         verdict.named += [
             f"rank {rank.rank}: window {window.index} is not closed" for window in rank.windows if not window.closed
         ]
-        # Of one rank the page says it in words, of several their table does.
-        if rank.status == "running or killed" and not re.search(rf"killed|\b{rank.rank} \S+ no end\b", page):
+        if rank.status == "running or killed" and not _names_unended(page, rank.rank, run):
             verdict.red.append(f"`show` does not say that rank {rank.rank} was killed")
+
+
+def _names_unended(page: str, rank: int, run: Run) -> bool:
+    """Say whether a page names a rank without an end; where no rank has one, the status of the run says it of all."""
+    if re.search(rf"\branks? (\d+, )*{rank}(, \d+)* had not (ended \(running or killed\)|started)", page):
+        return True
+    alike = all(rank.status == "running or killed" for rank in run.ranks)
+    return alike and re.search(r"(?<!\()\b(running or killed|did not start)\b", page) is not None

@@ -37,7 +37,7 @@ def _page(document: Document, *, is_full: bool) -> Iterator[str]:
     yield f"Next: {_safe(document.next)}" if document.next else ""
     status = f" · {_safe(document.status)}" if document.status else ""
     yield _safe(document.about) + status + (f": {_safe(document.exception)}" if document.exception else "")
-    yield _safe(document.incomplete or "")
+    yield f"{_safe(document.incomplete)}. {_safe(document.update)}" if document.incomplete else ""
     yield from _sections(document if is_full else document.summary(), is_full=is_full)
     # No fence can be closed from within: a command is one line, and four blanks precede its backticks.
     commands = document.commands if is_full else document.commands[:2]

@@ -85,7 +85,8 @@ def short_page(document: Document, width: int, *, ascii_only: bool) -> list[Line
     """Return the page of one screen: the verdict, the sections with a summary, and the next two commands."""
     lines: list[Line] = []
     for longest, is_dense in ((4, False), (3, True), (2, True), (1, True)):
-        blocks = [_verdict(document, width, longest), _also(document, width), _about(document, width)[: longest + 1]]
+        about = [*_about(document, width)[: longest + 1], *_incomplete(document, width)]
+        blocks = [_verdict(document, width, longest), _also(document, width), about]
         for section in document.summary().sections:
             blocks += [_short(part, width, longest, ascii_only=ascii_only) for part in section.parts]
         blocks.append([*_place(document), *_commands(document, width, SHORT_COMMANDS)])
@@ -99,7 +100,7 @@ def full_page(document: Document, width: int, *, ascii_only: bool) -> list[Line]
     """Return all sections between the verdict and the commands."""
     blocks = [_verdict(document, width, None), _about(document, width)]
     if document.incomplete:
-        blocks.append(hang("note", document.incomplete, width, LABEL))
+        blocks.append(hang("note", f"{document.incomplete}. {document.update}", width, LABEL))
     blocks.append(sections_page(document, width, ascii_only=ascii_only))
     blocks.append([*_place(document), *_commands(document, width, len(document.commands))])
     return _joined([block for block in blocks if block])
@@ -174,6 +175,14 @@ def _about(document: Document, width: int) -> Block:
         else:
             lines += hang("", words, width, 0, ("", style))
     return lines
+
+
+def _incomplete(document: Document, width: int) -> Block:
+    """Name the ranks that had not ended, in one line."""
+    if not document.incomplete:
+        return []
+    words = cut(clean(document.incomplete), max(width - LABEL, 1))
+    return [((pad("note", LABEL), "bold"), (words, STYLES["warn"]))]
 
 
 def _place(document: Document) -> Block:

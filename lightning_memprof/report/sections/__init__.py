@@ -74,6 +74,8 @@ def run_document(view: View) -> Document:
     """Return the document of a run."""
     sections = [section for section in _sections(view) if section is not None]
     overview = overview_section(view, file_ids(view), [section.id for section in sections])
+    incomplete = _incomplete(view)
+    where = place(view.directory, view.root, view.url)
     return Document(
         title=_title(view),
         kind="run",
@@ -87,9 +89,10 @@ def run_document(view: View) -> Document:
         why=view.verdict.why,
         next=view.verdict.next,
         sections=[overview, *sections],
-        location=place(view.directory, view.root, view.url),
+        location=where,
         commands=view.commands,
-        incomplete=_incomplete(view),
+        incomplete=incomplete,
+        update=f"To update it: lightning-memprof report {shlex.quote(where)}" if incomplete else "",
     )
 
 
@@ -136,20 +139,23 @@ def _about(view: View) -> Words:
     return Phrase(tuple(joined))
 
 
-def _incomplete(view: View) -> str | None:
-    """Name the ranks that have not ended, or have written nothing yet, where others have ended."""
-    if all(rank.status == "running or killed" for rank in view.ranks):
-        return None
+def _incomplete(view: View) -> str:
+    """Name the ranks that have not ended, not started, or written nothing yet, where not all are alike."""
+    statuses = {rank.status for rank in view.ranks}
+    if statuses == {"running or killed"}:
+        return ""
     late = [rank.rank for rank in view.ranks if rank.status == "running or killed"]
+    unstarted = [rank.rank for rank in view.ranks if rank.status == "did not start" and len(statuses) > 1]
     there = {rank.rank for rank in view.ranks}
     world_size = view.facts.get("world_size")
     ranks = range(min(world_size, MOST_RANKS)) if isinstance(world_size, int) else range(0)
     absent = [rank for rank in ranks if rank not in there]
-    found = [*_ranks("had not ended", late), *_ranks("had written nothing", absent)]
-    if not found:
-        return None
-    where = shlex.quote(place(view.directory, view.root, view.url))
-    return f"{'; '.join(found)} when this report was made. To update it: lightning-memprof report {where}"
+    found = [
+        *_ranks("had not ended (running or killed)", late),
+        *_ranks("had not started", unstarted),
+        *_ranks("had written nothing", absent),
+    ]
+    return f"{'; '.join(found)} when this report was made" if found else ""
 
 
 def _ranks(state: str, ranks: list[int]) -> Iterator[str]:

@@ -196,8 +196,9 @@ def _trouble(view: View) -> Iterator[Line]:
     damaged = [f"{problem.piece}: {problem.message}" for problem in view.problems]
     for label, found in (("failed", named), ("damaged", damaged)):
         if found:
-            rest = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-            yield Line(label, f"{found[0]}{rest}", "bad")
+            # The number comes first: a short page may cut the end of a message.
+            number = f"1 of {len(found)}: " if len(found) > 1 else ""
+            yield Line(label, f"{number}{found[0]}", "bad")
     for note in view.notes:
         if note.collector == "run" or note in view.memory.notes:
             yield Line("note", note.message)

@@ -89,7 +89,7 @@ def test_a_finding_links_to_its_section_and_to_the_row_of_its_file(tmp_path):
 
 def test_ranks_that_are_missing_are_named(tmp_path):
     page = to_html(view_of(tmp_path, FakeRun(world_size=3, endings={1: None})))
-    assert "rank 1 had not ended when this report was made" in page
+    assert "rank 1 had not ended (running or killed) when this report was made" in page
     run = make_run(tmp_path / "short", FakeRun(world_size=3))
     (run / "manifest.rank00002.jsonl").unlink()
     with opened([str(run)]) as view:
