@@ -112,7 +112,7 @@ class Uploads:
         return left
 
     def _start(self) -> None:
-        # The training thread and the sink's writer both add files: a second thread would never be told to end.
+        # The training thread and the sink's writer both add files: nothing would ever end a second thread.
         with self._lock:
             if self._thread is None:
                 # A daemon: Ctrl-C during a wait for the network must end the program.
