@@ -18,9 +18,11 @@ from warm_python import WarmPython, share
 hypothesis.settings.register_profile("busy machines", deadline=None)
 hypothesis.settings.load_profile("busy machines")
 
-# A job in the background starts with SIGINT ignored, and so would every process that a test starts.
+# A job in the background starts with SIGINT ignored, one under nohup with SIGHUP; so would every process of a test.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True, scope="session")
