@@ -16,6 +16,7 @@ import yaml
 from lightning.pytorch import Callback
 from torch import nn
 
+from lightning_memprof.cli.main import main
 from lightning_memprof.compat.fts import MemProfiler, MemProfilerCLI
 from lightning_memprof.compat.fts_config import (
     MemProfilerCfg,
@@ -107,7 +108,7 @@ def stats_of(run: Path, rank: int = 0) -> dict[str, dict[str, Any]]:
 
 
 def test_the_demo_leaves_finetuning_schedulers_files_under_model_parallel_strategy(
-    tmp_path: Path, program: Run
+    tmp_path: Path, program: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = program(DEMO)
     run = only_run(tmp_path)
@@ -129,7 +130,8 @@ def test_the_demo_leaves_finetuning_schedulers_files_under_model_parallel_strate
         assert "the model is on cpu" in done.stderr
     else:
         assert done.stderr.count("there is no CUDA device") == 1
-    assert "verdict" in done.stdout
+    assert main(["show", str(run), "--all"]) == 0
+    assert "training_step" in capsys.readouterr().out
 
 
 def test_the_demo_leaves_both_ranks_files_on_two_gloo_ranks(tmp_path: Path, program: Run) -> None:
@@ -155,13 +157,16 @@ def test_its_yaml_runs_unchanged_through_a_cli_of_ones_own(tmp_path: Path, progr
     assert (run / "fsdp_mem_rank_0_training_step_2.log").is_file()
 
 
-def test_its_yaml_records_all_but_shards_where_nothing_is_sharded(tmp_path: Path, program: Run) -> None:
-    done = program("--config=its.yaml", "--trainer.strategy=auto")
+def test_its_yaml_records_all_but_shards_where_nothing_is_sharded(
+    tmp_path: Path, program: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program("--config=its.yaml", "--trainer.strategy=auto")
     run = only_run(tmp_path)
     assert "0.training_step.2.end" in stats_of(run)
     reasons = {row["collector"]: row["reason"] for row in rows_of(run, "unavailable")}
     assert "does not use fully_shard" in reasons["fsdp_memory"]
-    assert "verdict" in done.stdout
+    assert main(["show", str(run), "--all"]) == 0
+    assert "does not use fully_shard" in " ".join(capsys.readouterr().out.split())
 
 
 def test_every_recorded_call_has_its_keys_and_its_fsdp_report_and_the_profiler_its_trace(
