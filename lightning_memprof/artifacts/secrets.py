@@ -24,7 +24,7 @@ _SECRET: Final = re.compile(
     r"TOKEN|SECRET|PASSW|PASSPHRASE|PASS(?![A-Z])|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTHORIZATION"
     r"|(?<![A-Z])(?:PWD|PAT|AUTH)(?![A-Z])"
 )
-# The shell's own, which would match.
+# Variables of the shell, which would match.
 _DIRECTORY: Final = "PWD"
 # Shorter values are words that a text may have by chance: "true", "1".
 _SHORTEST: Final = 8
@@ -106,7 +106,7 @@ def _forms(environment: Mapping[str, str]) -> list[str]:
 
 
 def _ways(value: str) -> set[str]:
-    # A page of a key is also told line by line, each behind an indent.
+    # The lines of a key can also appear one by one, each after an indent.
     plain = {value, *(line for part in value.splitlines() if len(line := part.strip()) >= _SHORTEST)}
     once = {way for text in plain for way in _written(text)}
     # An exception inside another one's text is escaped again.

@@ -35,7 +35,7 @@ __all__ = ["RankReport", "RankTimes", "Spread", "Straggler", "Waiting", "rank_re
 
 # Below this part of the step a rank that never came late would not make the run notably faster.
 NOTABLE_SHARE: Final = 0.05
-# Clocks, schedulers and switches make some of it in every run.
+# Clocks, schedulers and switches cause some waiting in every run.
 MIN_WAIT_NS: Final = 1_000_000
 # One rank is the straggler where it causes this part of all waiting; else they take turns.
 MAIN_SHARE: Final = 0.5

@@ -1,4 +1,4 @@
-"""What was recorded as tables: one row a step, a kernel, a module, ...; bytes and nanoseconds, nothing for people."""
+"""Tables for export: one row per step, kernel, module, ...; values in bytes and nanoseconds, without formatting."""
 
 from __future__ import annotations
 
