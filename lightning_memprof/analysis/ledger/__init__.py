@@ -1,0 +1,1 @@
+"""Ledgers: every nanosecond of a step, and every byte of a peak, has exactly one owner."""

@@ -1,0 +1,121 @@
+"""Lines of a ledger. The lines of a ledger sum to its whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["DevicePart", "HostPart", "Stall", "TimeLedger", "TimeLine", "TimePart"]
+
+# What the training thread does; `python` is host work outside operators, hooks and callbacks.
+HostPart = Literal[
+    "data_wait",
+    "transfer",
+    "forward",
+    "backward",
+    "optimizer",
+    "callback",
+    "module_hook",
+    "logging",
+    "validation",
+    "checkpoint",
+    "garbage",
+    "profiler",
+    "stall",
+    "untracked",
+]
+# The device at work, then the device idle by what the host did meanwhile.
+DevicePart = Literal[
+    "compute",
+    "collective",
+    "copy",
+    "idle_data",
+    "idle_synchronization",
+    "idle_allocator",
+    "idle_garbage",
+    "idle_python",
+    "idle_operators",
+    "idle_launch",
+    "idle_graph",
+    "idle_loading",
+    "idle_queue",
+    "cold_start",
+]
+TimePart = HostPart | DevicePart
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeLine:
+    """One owner of time in the mean step.
+
+    Attributes:
+        part: the kind of work.
+        name: callback and hook, DataLoader part, runtime call, collective; empty where the part says it all.
+        module: path of the LightningModule's submodule (``blocks.2.attention``), empty outside submodules, None where
+            the recording does not tell.
+        operator: the innermost operator (``aten::mul``) or kernel, None where the recording does not tell.
+        ns: time per step; overlapping work counts once, for its first owner.
+        count: calls per step.
+        longest_ns: the longest call, None where unknown.
+    """
+
+    part: TimePart
+    name: str = ""
+    module: str | None = None
+    operator: str | None = None
+    ns: float
+    count: float = 0.0
+    longest_ns: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stall:
+    """A step of a multiple of the median duration; ``owner`` is the part or action that took the excess, if known."""
+
+    step: int
+    duration_ns: int
+    excess_ns: int
+    owner: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeLedger:
+    """The owners of a step's wall time; ``lines`` are sorted, longest first, and sum to ``step_ns``.
+
+    Attributes:
+        step_ns: the mean duration of the steps.
+        median_ns: their median.
+        steps: number of steps.
+        basis: which steps these are, for people.
+        lines: the owners.
+        stalls: the steps whose excess is the line ``stall``, longest first.
+        window_factor: duration of a recorded step divided by ``median_ns``, None without a recorded step.
+    """
+
+    step_ns: float
+    median_ns: float
+    steps: int
+    basis: str
+    lines: tuple[TimeLine, ...]
+    stalls: tuple[Stall, ...] = ()
+    window_factor: float | None = None
+
+    def of(self, *parts: TimePart) -> tuple[TimeLine, ...]:
+        """Return the lines of some parts."""
+        return tuple(line for line in self.lines if line.part in parts)
+
+    def ns(self, *parts: TimePart) -> float:
+        """Return the time per step of some parts."""
+        return total(self.of(*parts))
+
+    def share(self, *parts: TimePart) -> float:
+        """Return the share of the step, 0 to 1, of some parts."""
+        return self.ns(*parts) / self.step_ns if self.step_ns else 0.0
+
+
+def total(lines: Iterable[TimeLine]) -> float:
+    """Return the time per step of lines."""
+    return sum(line.ns for line in lines)
