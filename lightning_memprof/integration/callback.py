@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import TYPE_CHECKING, Any, Final, Literal, TextIO
 
 import torch
 from jsonargparse import ArgumentParser
@@ -26,7 +26,7 @@ from lightning_memprof.integration.settings import (
     OutputOptions,
     Ranks,
     Settings,
-    as_list,
+    check_collectors,
     check_ranks,
     joined,
     parse_schedule,
@@ -61,9 +61,11 @@ class MemProfilerCallback(Adapter):
     Args:
         schedule: when windows open; a :class:`Schedule`, a mapping of its fields, a function from step to
             ``torch.profiler.ProfilerAction``, or :class:`StageSchedules` with a schedule for each stage.
-        collectors: the collectors to use; None is the default set, as far as it is available: ``Pulse``,
-            ``HostMemory``, ``AllocatorStats``, ``HookTimings``, ``GarbageCollection``, ``SystemStats``, ``Throughput``,
-            ``AllocatorHistory``, ``FunctionMemory``, ``SavedTensors``, ``OOMAutopsy`` and ``OperatorTrace``.
+        collectors: the collectors to use. ``"default"`` in the list stands for the default set, as in
+            ``["default", MyCollector()]``; a collector of the same name replaces one of the set. None is the default
+            set, as far as it is available: ``Pulse``, ``HostMemory``, ``AllocatorStats``, ``HookTimings``,
+            ``GarbageCollection``, ``SystemStats``, ``Throughput``, ``AllocatorHistory``, ``FunctionMemory``,
+            ``SavedTensors``, ``OOMAutopsy`` and ``OperatorTrace``.
         ranks: global ranks that record windows with every collector: ``"all"``, ``"none"``, a list, a count (the
             first N), ``{"every": N}``; None is all of up to 8, else the first of each node. The other ranks use only
             collectors that are cheap enough for every rank.
@@ -79,7 +81,7 @@ class MemProfilerCallback(Adapter):
     def __init__(
         self,
         schedule: Schedule | StageSchedules | Callable[[int], Any] = _DEFAULT_SCHEDULE,
-        collectors: list[Collector] | None = None,
+        collectors: Sequence[Collector | Literal["default"]] | None = None,
         ranks: Ranks = None,
         triggers: Triggers = _DEFAULT_TRIGGERS,
         budget: Budget = _DEFAULT_BUDGET,
@@ -87,12 +89,7 @@ class MemProfilerCallback(Adapter):
     ) -> None:
         super().__init__()
         self._schedule = parse_schedule(schedule)
-        for collector in as_list("collectors", collectors) or ():
-            if not isinstance(collector, Collector):
-                msg = f"collectors contains {collector!r}: must be instances of Collector, as in [HostMemory()]"
-                raise ConfigError(msg)
-        self._collectors = None if collectors is None else list(collectors)
-        joined(self._collectors, ())
+        self._collectors = check_collectors(collectors)
         self._ranks = check_ranks(ranks)
         self._triggers = triggers
         self._budget = budget

@@ -36,10 +36,11 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 __all__ = [
+    "Choice",
     "OutputOptions",
     "Ranks",
     "Settings",
-    "as_list",
+    "check_collectors",
     "check_ranks",
     "choice_note",
     "default_collectors",
@@ -51,6 +52,8 @@ __all__ = [
     "schedule_of",
 ]
 
+DEFAULT: Final = "default"
+Choice = Collector | Literal["default"]
 Ranks = Literal["all", "none"] | int | list[int] | dict[str, int] | None
 
 # With more ranks, files would strain a shared file system, and exceed the amount that people read.
@@ -146,51 +149,61 @@ def default_collectors() -> list[Collector]:
     ]
 
 
-def joined(asked: Sequence[Collector] | None, lent: Sequence[Collector]) -> list[tuple[Collector, bool]]:
-    """Join the collectors of a callback with those that a profiler lends; the callback's take precedence.
+def check_collectors(asked: Any) -> Sequence[Choice] | None:
+    """Check the user's choice of collectors and return it.
 
     Args:
-        asked: collectors of the user; None is the default set.
-        lent: collectors of the profiler.
+        asked: a list of collectors, in which ``"default"`` stands for the default set; None is the default set.
 
     Raises:
-        ConfigError: two of the user's collectors have the same name.
+        ConfigError: it is another value, a collector has an invalid name, or two have the same one.
+
+    """
+    if asked is None:
+        return None
+    if not isinstance(asked, (list, tuple)):
+        msg = f"collectors={asked!r}: must be a list, as in collectors=[...], or None"
+        raise ConfigError(msg)
+    names: list[str] = []
+    for entry in asked:
+        if not isinstance(entry, Collector) and entry != DEFAULT:
+            msg = (
+                f"collectors contains {entry!r}: must be {DEFAULT!r} or a Collector, as in [{DEFAULT!r}, MyCollector()]"
+            )
+            raise ConfigError(msg)
+        name = getattr(entry, "name", None) if isinstance(entry, Collector) else DEFAULT
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            msg = f"{type(entry).__name__}.name = {name!r}: must be 1 to 64 of letters, digits, '_' and '-'"
+            raise ConfigError(msg)
+        names.append(name)
+    if twice := {name for name in names if names.count(name) > 1}:
+        msg = f"collectors contains {', '.join(sorted(twice))} more than once; keep one"
+        raise ConfigError(msg)
+    return list(asked)
+
+
+def joined(asked: Sequence[Choice] | None, lent: Sequence[Collector]) -> list[tuple[Collector, bool]]:
+    """Join the collectors of a callback with those that a profiler lends.
+
+    A collector of the user takes precedence over a lent one of the same name, and that over one of the default set.
+
+    Args:
+        asked: the user's choice, see :func:`check_collectors`.
+        lent: collectors of the profiler.
 
     Returns:
         The collectors in the order of their marks, and whether the user requires each. The operator trace is last:
         it does not record the work of the others at a mark.
 
     """
-    for collector in asked or ():
-        name = getattr(collector, "name", None)
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            msg = f"{type(collector).__name__}.name = {name!r}: must be 1 to 64 of letters, digits, '_' and '-'"
-            raise ConfigError(msg)
-    names = [collector.name for collector in asked or ()]
-    if twice := {name for name in names if names.count(name) > 1}:
-        msg = f"collectors contains {', '.join(sorted(twice))} more than once; keep one"
-        raise ConfigError(msg)
-    chosen = {
-        collector.name: (collector, asked is not None)
-        for collector in (default_collectors() if asked is None else asked)
-    }
-    for collector in lent:
-        if asked is None or collector.name not in chosen:
-            chosen[collector.name] = (collector, False)
-    return sorted(chosen.values(), key=lambda entry: entry[0].marks_last)
-
-
-def as_list(option: str, value: Any) -> Sequence[Any] | None:
-    """Return ``value``; refuse other values than a list and None.
-
-    Raises:
-        ConfigError: ``value`` is neither a list nor None.
-
-    """
-    if value is not None and not isinstance(value, (list, tuple)):
-        msg = f"{option}={value!r}: must be a list, as in {option}=[...], or None"
-        raise ConfigError(msg)
-    return value
+    required = {collector.name: collector for collector in asked or () if isinstance(collector, Collector)}
+    default = default_collectors() if asked is None or DEFAULT in asked else []
+    chosen = {collector.name: collector for collector in (*default, *lent)}
+    # The user's own come first, in their order.
+    ordered = ({} if default else required) | chosen | required
+    return sorted(
+        ((collector, name in required) for name, collector in ordered.items()), key=lambda entry: entry[0].marks_last
+    )
 
 
 def parse_schedule(value: Any) -> StageSchedules | Callable[[int], Action]:

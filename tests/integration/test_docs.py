@@ -78,6 +78,8 @@ def test_the_yaml_of_each_page_is_accepted(tmp_path: Path, run_program: Callable
             files.append(file.name)
     (tmp_path / "accept.py").write_text(
         dedent(f"""
+        import sys
+        sys.path.insert(0, {str(ROOT / "docs" / "examples")!r})
         from lightning.pytorch.demos.boring_classes import BoringModel
         from lightning_memprof.compat.fts import MemProfilerCLI
         for name in {json.dumps(files)}:

@@ -151,6 +151,13 @@ def test_the_fragment_for_curves_draws_them_and_records_nothing_else(tmp_path: P
     assert "memprof/step_time_ms" in (run.parent / "metrics.csv").read_text()
 
 
+def test_the_fragment_for_modules_adds_its_collector_to_the_default_set(tmp_path: Path, cli: Run) -> None:
+    cli(f"--config={CONFIGS / 'modules'}.yaml")
+    (row,) = rows_of(only_run(tmp_path), "run")
+    assert {"pulse", "host", "operator_trace", "module_memory"} <= set(row["collectors"])
+    assert (only_run(tmp_path) / "window000/rank00000.module_memory.jsonl").exists()
+
+
 def test_the_snapshot_fragment_fails_clearly_without_cuda_and_dumps_with_it(
     tmp_path: Path, run_program: Run, cli: Run
 ) -> None:
@@ -172,7 +179,7 @@ def test_the_snapshot_fragment_fails_clearly_without_cuda_and_dumps_with_it(
 
 
 def test_every_shipped_fragment_has_a_test() -> None:
-    here = {"overview", "trace", "snapshot", "large_runs", "curves"}
+    here = {"overview", "trace", "snapshot", "large_runs", "curves", "modules"}
     in_test_memprofiler_cli = {"memprofiler_demo", "pytorch_profiler"}
     in_test_triggers = {"triggers"}
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == here | in_test_memprofiler_cli | in_test_triggers
@@ -218,7 +225,7 @@ def test_the_environment_variable_may_name_a_file_of_options(tmp_path: Path, pla
     options = tmp_path / "memprof.yaml"
     options.write_text(
         "schedule: {wait: 3, active: 1}\n"
-        "collectors:\n  - class_path: lightning_memprof.collectors.HostMemory\n"
+        "collectors:\n  - default\n  - class_path: lightning_memprof.collectors.ModuleRss\n"
         "output: {summary: false}\n"
     )
     done = plain(str(options))

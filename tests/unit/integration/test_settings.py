@@ -16,6 +16,7 @@ from lightning_memprof.capture.collectors.operator_trace import OperatorTrace
 from lightning_memprof.capture.collectors.pulse import Pulse
 from lightning_memprof.integration.settings import (
     Settings,
+    check_collectors,
     check_ranks,
     choice_note,
     default_collectors,
@@ -69,9 +70,40 @@ def test_the_operator_trace_comes_last_wherever_it_was_named() -> None:
     assert names(joined([OperatorTrace(), FakeCollector("a"), Pulse()], [])) == ["a", "pulse", "operator_trace"]
 
 
-def test_two_of_one_name_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="collectors contains host more than once; keep one"):
-        joined([HostMemory(), Pulse(), HostMemory()], [])
+def test_default_in_the_list_adds_the_default_set_and_only_the_named_collector_is_required() -> None:
+    entries = joined(["default", FakeCollector("mine")], [])
+    assert sorted(names(entries)) == sorted([*(collector.name for collector in default_collectors()), "mine"])
+    assert names(entries)[-1] == "operator_trace"
+    assert [collector.name for collector, required in entries if required] == ["mine"]
+
+
+def test_a_named_collector_replaces_the_one_of_the_default_set_with_its_name() -> None:
+    mine = OperatorTrace(with_stack=True)
+    entries = joined(["default", mine], [OperatorTrace(record_shapes=True)])
+    assert [entry for entry in entries if entry[0].name == "operator_trace"] == [(mine, True)]
+    assert len(entries) == len(default_collectors())
+
+
+def test_a_lent_collector_replaces_the_one_of_a_default_set_in_the_list() -> None:
+    lent = OperatorTrace(record_shapes=True)
+    entries = joined(["default", FakeCollector("mine")], [lent])
+    assert [entry for entry in entries if entry[0].name == "operator_trace"] == [(lent, False)]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([HostMemory(), Pulse(), HostMemory()], "collectors contains host more than once; keep one"),
+        (["default", "default"], "collectors contains default more than once; keep one"),
+        (["defaults"], r"collectors contains 'defaults': must be 'default' or a Collector, as in \['default'"),
+        ([HostMemory], "must be 'default' or a Collector"),
+        ("default", r"collectors='default': must be a list, as in collectors=\[...\], or None"),
+        ([FakeCollector("a.b")], r"FakeCollector.name = 'a.b': must be 1 to 64 of letters, digits, '_' and '-'"),
+    ],
+)
+def test_other_choices_of_collectors_are_refused_with_the_value_and_the_rule(value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_collectors(value)
 
 
 def test_a_schedule_stays_what_it_is_and_a_mapping_becomes_one() -> None:
