@@ -35,7 +35,6 @@ ONE_IMPORTER = {
     "analysis/trace/host.py": "pass over the host's events, beside those of device and idle time",
     "analysis/trace/idle.py": "pass over idle time, beside those of device and host",
     "artifacts/tfevents.py": "imports tensorboard",
-    "artifacts/trace_rewriting.py": "runs in a process of its own",
     "artifacts/upload.py": "uploads, only for runs at a URL",
     "capture/collectors/function_rows.py": "file format of function memory",
     "capture/named_snapshots.py": "the callback's snapshots and regions, without lightning",
@@ -58,11 +57,7 @@ ONE_IMPORTER = {
     "report/export/stacks.py": "one format per module",
     "report/export/write.py": "writes the files of every format",
     "report/perfetto.py": "a server; only one command starts it",
-    "tensorboard/live.py": "one view per module",
-    "tensorboard/offline_pages.py": "one view per module",
     "tensorboard/pages.py": "one view per module",
-    "tensorboard/profiler_tab.py": "one view per module",
-    "tensorboard/reachable.py": "network probe",
 }
 # Folders in which every module has one importer by design.
 ONE_BY_DESIGN = {

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
-from lightning_memprof.artifacts.plain_file import read_plain
+from lightning_memprof.artifacts.files import read_plain
 from lightning_memprof.artifacts.rows import DAMAGE, Int64, OpenRow, Row, decode_line, salvaged
 from lightning_memprof.artifacts.secrets import FREE_TEXTS, masking
 from lightning_memprof.units import format_count

@@ -1,4 +1,4 @@
-"""Every file name of a run: build it and parse it back. ``rank`` is always the global rank."""
+"""The file names of a run; ``rank`` is always the global rank. A parser returns None for a name of another kind."""
 
 from __future__ import annotations
 
@@ -22,20 +22,11 @@ __all__ = [
     "numbered",
     "oom_name",
     "oom_snapshot_name",
-    "parse_curves_path",
-    "parse_fsdp_log_name",
-    "parse_fsdp_stats_name",
-    "parse_functions_name",
     "parse_manifest_name",
-    "parse_memory_stats_name",
-    "parse_module_log_name",
     "parse_numbered",
-    "parse_oom_name",
-    "parse_oom_snapshot_name",
     "parse_pulse_name",
     "parse_series_path",
     "parse_summary_path",
-    "parse_system_name",
     "pulse_name",
     "regions_name",
     "series_path",
@@ -57,15 +48,7 @@ _PULSE: Final = re.compile(r"pulse\.rank([0-9]{5,})\.csv")
 _SERIES: Final = re.compile(r"window([0-9]{3,})/rank([0-9]{5,})\.([^/.]+)\.jsonl")
 _SUMMARY: Final = re.compile(r"window([0-9]{3,})/rank([0-9]{5,})\.summary\.json")
 _NUMBERED: Final = re.compile(r"(.+?)(?:-([2-9]|[1-9][0-9]+))?")
-_SYSTEM: Final = re.compile(r"system\.rank([0-9]{5,})\.jsonl")
 _SNAPSHOT: Final = re.compile(r"cuda_alloc_rank_([0-9]+)\.(.+)\.([0-9]+)\.(start|end)\.pickle")
-_OOM: Final = re.compile(r"oom\.rank([0-9]{5,})\.json")
-_OOM_SNAPSHOT: Final = re.compile(r"cuda_oom_rank_([0-9]+)\.pickle")
-_CURVES: Final = re.compile(r"tb/rank([0-9]+)/events\.out\.tfevents\.rank([0-9]{5,})")
-_FUNCTIONS: Final = re.compile(r"functions\.rank([0-9]{5,})\.jsonl")
-_MEMORY_STATS: Final = re.compile(r"rank_([0-9]+)_memory_stats\.(yaml|pickle)")
-_MEMORY_LOG: Final = re.compile(r"(fsdp|module)_mem_rank_([0-9]+)_(.+)_([0-9]+)\.log")
-_FSDP_STATS: Final = re.compile(r"rank_([0-9]+)_fsdp_memory_stats\.yaml")
 _TRACE: Final = re.compile(
     r"(?P<stage>[a-z]+)-(?P<filename>.+)-(?P<rank>[0-9]+)\[Strategy\](?P<strategy>\w+)\.(?P<function>\w+)"
     r"\.(?P<time_ns>[0-9]+)\.pt\.trace\.json(?:\.gz)?"
@@ -78,7 +61,7 @@ def manifest_name(rank: int) -> str:
 
 
 def parse_manifest_name(name: str) -> int | None:
-    """Return the rank of a manifest's name, or None where it is none."""
+    """Return the rank of a manifest's name."""
     match = _MANIFEST.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -89,7 +72,7 @@ def pulse_name(rank: int) -> str:
 
 
 def parse_pulse_name(name: str) -> int | None:
-    """Return the rank of a pulse's name, or None where it is none."""
+    """Return the rank of a pulse's name."""
     match = _PULSE.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -104,21 +87,9 @@ def system_name(rank: int) -> str:
     return f"system.rank{rank:05d}.jsonl"
 
 
-def parse_system_name(name: str) -> int | None:
-    """Return the rank of the name of such samples, or None where it is none."""
-    match = _SYSTEM.fullmatch(name)
-    return int(match[1]) if match else None
-
-
 def oom_name(rank: int) -> str:
     """Name of the facts of a rank's out-of-memory events inside the run directory."""
     return f"oom.rank{rank:05d}.json"
-
-
-def parse_oom_name(name: str) -> int | None:
-    """Return the rank of the name of such facts, or None where it is none."""
-    match = _OOM.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 def oom_snapshot_name(rank: int) -> str:
@@ -126,21 +97,9 @@ def oom_snapshot_name(rank: int) -> str:
     return f"cuda_oom_rank_{rank}.pickle"
 
 
-def parse_oom_snapshot_name(name: str) -> int | None:
-    """Return the rank of such a snapshot's name, or None where it is none."""
-    match = _OOM_SNAPSHOT.fullmatch(name)
-    return int(match[1]) if match else None
-
-
 def functions_name(rank: int) -> str:
-    """Name of a rank's rows of functions that are counted by their calls, inside the run directory."""
+    """Name of a rank's rows of functions by call, inside the run directory."""
     return f"functions.rank{rank:05d}.jsonl"
-
-
-def parse_functions_name(name: str) -> int | None:
-    """Return the rank of the name of such rows, or None where it is none."""
-    match = _FUNCTIONS.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 def memory_stats_name(rank: int, form: StatsFormat = "yaml") -> str:
@@ -148,22 +107,9 @@ def memory_stats_name(rank: int, form: StatsFormat = "yaml") -> str:
     return f"rank_{rank}_memory_stats.{form}"
 
 
-def parse_memory_stats_name(name: str) -> tuple[int, StatsFormat] | None:
-    """Return the rank and the format of the name of such a file, or None where it is none."""
-    match = _MEMORY_STATS.fullmatch(name)
-    if match is None:
-        return None
-    return int(match[1]), "yaml" if match[2] == "yaml" else "pickle"
-
-
 def fsdp_log_name(rank: int, function: str, number: int) -> str:
     """Name of a rank's FSDP memory report of one step; ``number`` is the step + 1."""
     return f"fsdp_mem_rank_{rank}_{function}_{number}.log"
-
-
-def parse_fsdp_log_name(name: str) -> tuple[int, str, int] | None:
-    """Return ``(rank, function, number)`` of such a report's name, or None where it is none."""
-    return _parse_log_name(name, "fsdp")
 
 
 def module_log_name(rank: int, function: str, number: int) -> str:
@@ -171,25 +117,9 @@ def module_log_name(rank: int, function: str, number: int) -> str:
     return f"module_mem_rank_{rank}_{function}_{number}.log"
 
 
-def parse_module_log_name(name: str) -> tuple[int, str, int] | None:
-    """Return ``(rank, function, number)`` of such a report's name, or None where it is none."""
-    return _parse_log_name(name, "module")
-
-
-def _parse_log_name(name: str, kind: str) -> tuple[int, str, int] | None:
-    match = _MEMORY_LOG.fullmatch(name)
-    return (int(match[2]), match[3], int(match[4])) if match and match[1] == kind else None
-
-
 def fsdp_stats_name(rank: int) -> str:
     """Name of a rank's FSDP memory figures inside the run directory."""
     return f"rank_{rank}_fsdp_memory_stats.yaml"
-
-
-def parse_fsdp_stats_name(name: str) -> int | None:
-    """Return the rank of the name of such figures, or None where it is none."""
-    match = _FSDP_STATS.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 def series_path(window: int, rank: int, collector: str) -> str:
@@ -198,32 +128,26 @@ def series_path(window: int, rank: int, collector: str) -> str:
 
 
 def parse_series_path(path: str) -> tuple[int, int, str] | None:
-    """Return ``(window, rank, collector)`` of a series' path, or None where it is none."""
+    """Return ``(window, rank, collector)`` of the path of a series."""
     match = _SERIES.fullmatch(path)
     return (int(match[1]), int(match[2]), match[3]) if match else None
 
 
 def curves_path(rank: int) -> str:
-    """Path of a rank's curves, relative to the run directory, with ``/``.
+    """Path of a rank's curves inside the run directory, with ``/``.
 
-    TensorBoard takes the directory as the name of what it draws, and reads files whose names have ``.tfevents.``.
+    TensorBoard shows the directory's name beside the curves, and reads files with ``.tfevents.`` in their names.
     """
     return f"tb/rank{rank}/events.out.tfevents.rank{rank:05d}"
 
 
-def parse_curves_path(path: str) -> int | None:
-    """Return the rank of the path of curves, or None where it is none."""
-    match = _CURVES.fullmatch(path)
-    return int(match[1]) if match and int(match[1]) == int(match[2]) else None
-
-
 def summary_path(window: int, rank: int) -> str:
-    """Path of what one rank's window comes to, relative to the run directory, with ``/``."""
+    """Path of a rank's summary of a window inside the run directory, with ``/``."""
     return f"window{window:03d}/rank{rank:05d}.summary.json"
 
 
 def parse_summary_path(path: str) -> tuple[int, int] | None:
-    """Return the window and the rank of a summary's path, or None where it is none."""
+    """Return ``(window, rank)`` of the path of a summary."""
     match = _SUMMARY.fullmatch(path)
     return (int(match[1]), int(match[2])) if match else None
 
@@ -273,7 +197,7 @@ class TraceName:
 
     @classmethod
     def parse(cls, name: str) -> TraceName | None:
-        """Return the parts of a trace's name, or None where it is none."""
+        """Return the parts of a trace's name."""
         match = _TRACE.fullmatch(name)
         if match is None:
             return None
@@ -298,7 +222,7 @@ class SnapshotName:
 
     @classmethod
     def parse(cls, name: str) -> SnapshotName | None:
-        """Return the parts of a snapshot's name, or None where it is none."""
+        """Return the parts of a snapshot's name."""
         match = _SNAPSHOT.fullmatch(name)
         if match is None:
             return None

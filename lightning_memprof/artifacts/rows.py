@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, Union, get_arg
 
 import msgspec
 
-from lightning_memprof.artifacts.plain_file import read_plain
+from lightning_memprof.artifacts.files import read_plain
 from lightning_memprof.errors import ArtifactError
 
 if TYPE_CHECKING:

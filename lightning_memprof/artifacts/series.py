@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import msgspec
 
-from lightning_memprof.artifacts.plain_file import read_plain
+from lightning_memprof.artifacts.files import read_plain
 from lightning_memprof.artifacts.rows import Int64, Row, read_rows
 from lightning_memprof.errors import ArtifactError
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
+from lightning_memprof.artifacts.files import own_temporary
 from lightning_memprof.artifacts.manifest import ManifestWriter
 from lightning_memprof.artifacts.naming import (
     RUN_DIRECTORY,
@@ -20,7 +21,6 @@ from lightning_memprof.artifacts.naming import (
     pulse_name,
     series_path,
 )
-from lightning_memprof.artifacts.placing import own_temporary
 from lightning_memprof.artifacts.upload import Uploads
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from lightning_memprof.artifacts.files import open_plain
 from lightning_memprof.artifacts.manifest import ManifestWriter
 from lightning_memprof.artifacts.naming import manifest_name, parse_manifest_name
-from lightning_memprof.artifacts.plain_file import open_plain
 from lightning_memprof.artifacts.remote import check_url, claim_url, is_url, url_path
 from lightning_memprof.artifacts.secrets import has_password
 from lightning_memprof.artifacts.sink import RunPlace, claim_run_place

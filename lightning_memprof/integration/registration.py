@@ -156,7 +156,7 @@ def options_fault(path: Path) -> str | None:
     """
     import yaml
 
-    from lightning_memprof.artifacts.plain_file import read_plain
+    from lightning_memprof.artifacts.files import read_plain
     from lightning_memprof.units import MIB
 
     try:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.artifacts.placing import own_temporary, place_of
+from lightning_memprof.artifacts.files import own_temporary, place_of
 from lightning_memprof.errors import ReportError
 
 if TYPE_CHECKING:

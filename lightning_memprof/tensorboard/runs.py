@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_memprof.analysis.run.confined import refuse_links
 from lightning_memprof.analysis.run.following import Follower, total_steps
 from lightning_memprof.analysis.run.locate import MAX_DEPTH, MAX_DIRECTORIES
+from lightning_memprof.artifacts.files import open_plain
 from lightning_memprof.artifacts.manifest import Manifest, WindowRow, read_manifest
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, manifest_name, parse_manifest_name, pulse_name
-from lightning_memprof.artifacts.plain_file import open_plain
 from lightning_memprof.artifacts.series import PHASES, parse_pulse_row
 from lightning_memprof.report.sections.labels import COLOURS, called
 from lightning_memprof.units import format_bytes, format_ns, percent

@@ -13,7 +13,7 @@ import pytest
 
 from lightning_memprof.analysis.trace.model import GpuTimes, KernelKind, TraceReport
 from lightning_memprof.analysis.trace.report import trace_report
-from lightning_memprof.artifacts.trace_categories import tensorboard_categories
+from lightning_memprof.artifacts.trace_rewriting import tensorboard_categories
 
 pytestmark = pytest.mark.corpus
 

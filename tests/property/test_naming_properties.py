@@ -18,12 +18,6 @@ def test_manifest_and_pulse_names_give_their_rank_back(rank: int) -> None:
     assert naming.parse_pulse_name(naming.pulse_name(rank)) == rank
 
 
-@given(rank=ranks)
-def test_the_path_of_curves_gives_its_rank_back_and_tensorboard_reads_it(rank: int) -> None:
-    assert naming.parse_curves_path(naming.curves_path(rank)) == rank
-    assert ".tfevents." in naming.curves_path(rank)
-
-
 @given(window=st.integers(0, 5000), rank=ranks, collector=words)
 def test_a_series_path_gives_its_parts_back(window: int, rank: int, collector: str) -> None:
     assert naming.parse_series_path(naming.series_path(window, rank, collector)) == (window, rank, collector)
@@ -44,33 +38,6 @@ def test_a_snapshot_name_gives_its_parts_back(**parts: object) -> None:
     assert naming.SnapshotName.parse(str(name)) == name
 
 
-@given(rank=ranks, form=st.sampled_from(["yaml", "pickle"]))
-def test_the_names_of_memory_at_functions_give_their_rank_back(rank: int, form: naming.StatsFormat) -> None:
-    assert naming.parse_memory_stats_name(naming.memory_stats_name(rank, form)) == (rank, form)
-    assert naming.parse_functions_name(naming.functions_name(rank)) == rank
-    assert naming.parse_fsdp_stats_name(naming.fsdp_stats_name(rank)) == rank
-
-
-@given(rank=ranks, function=words, number=st.integers(1, 10**9))
-def test_the_names_of_memory_reports_give_their_parts_back(rank: int, function: str, number: int) -> None:
-    parts = (rank, function, number)
-    assert naming.parse_fsdp_log_name(naming.fsdp_log_name(*parts)) == parts
-    assert naming.parse_module_log_name(naming.module_log_name(*parts)) == parts
-
-
-@given(rank=ranks, function=words, number=st.integers(1, 10**9))
-def test_no_name_is_taken_for_another_kinds(rank: int, function: str, number: int) -> None:
-    parsers = {
-        naming.memory_stats_name(rank): naming.parse_memory_stats_name,
-        naming.functions_name(rank): naming.parse_functions_name,
-        naming.fsdp_stats_name(rank): naming.parse_fsdp_stats_name,
-        naming.fsdp_log_name(rank, function, number): naming.parse_fsdp_log_name,
-        naming.module_log_name(rank, function, number): naming.parse_module_log_name,
-    }
-    for name, own in parsers.items():
-        assert [parse for parse in parsers.values() if parse(name) is not None] == [own]
-
-
 @given(name=words, run=st.integers(1, 500))
 def test_a_numbered_name_gives_its_parts_back(name: str, run: int) -> None:
     assert naming.parse_numbered(naming.numbered(name, run)) == (name, run)
@@ -84,9 +51,16 @@ def test_any_other_text_is_no_name_of_ours_or_is_built_again_unchanged(text: str
     assert trace is None or str(trace).removesuffix(".gz") == text.removesuffix(".gz")
 
 
-@given(rank=ranks)
-def test_the_names_of_an_out_of_memory_event_give_their_rank_back(rank: int) -> None:
-    assert naming.parse_oom_name(naming.oom_name(rank)) == rank
-    assert naming.parse_oom_snapshot_name(naming.oom_snapshot_name(rank)) == rank
-    assert naming.parse_oom_name(naming.oom_snapshot_name(rank)) is None
-    assert naming.SnapshotName.parse(naming.oom_snapshot_name(rank)) is None
+def test_the_names_that_other_tools_read_stay() -> None:
+    assert naming.curves_path(3) == "tb/rank3/events.out.tfevents.rank00003"
+    assert naming.regions_name(3) == "snapshots.rank00003.jsonl"
+    assert naming.system_name(70_000) == "system.rank70000.jsonl"
+    assert naming.functions_name(3) == "functions.rank00003.jsonl"
+    assert naming.memory_stats_name(3) == "rank_3_memory_stats.yaml"
+    assert naming.memory_stats_name(3, "pickle") == "rank_3_memory_stats.pickle"
+    assert naming.fsdp_stats_name(3) == "rank_3_fsdp_memory_stats.yaml"
+    assert naming.fsdp_log_name(3, "training_step", 5) == "fsdp_mem_rank_3_training_step_5.log"
+    assert naming.module_log_name(3, "training_step", 5) == "module_mem_rank_3_training_step_5.log"
+    assert naming.oom_name(3) == "oom.rank00003.json"
+    assert naming.oom_snapshot_name(3) == "cuda_oom_rank_3.pickle"
+    assert naming.SnapshotName.parse(naming.oom_snapshot_name(3)) is None

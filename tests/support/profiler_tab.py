@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.analysis.trace.events import read_trace
-from lightning_memprof.artifacts.trace_categories import tensorboard_categories
+from lightning_memprof.artifacts.trace_rewriting import tensorboard_categories
 from ranks import launch
 from tensorboard_server import tensorboard
 from training import Perceptron, loader, trainer

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_memprof.analysis.run.rows import Row, text, whole
+from lightning_memprof.artifacts.files import read_plain
 from lightning_memprof.artifacts.manifest import Manifest, OomRow
 from lightning_memprof.artifacts.naming import oom_name
-from lightning_memprof.artifacts.plain_file import read_plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

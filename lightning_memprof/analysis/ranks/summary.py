@@ -13,7 +13,7 @@ import msgspec
 
 from lightning_memprof.analysis.run.model import Series, read_series
 from lightning_memprof.analysis.trace.communication import Collective, collectives
-from lightning_memprof.artifacts.plain_file import read_plain
+from lightning_memprof.artifacts.files import read_plain
 from lightning_memprof.artifacts.series import PHASES, AllocatorRow, HookRow, HostRow, SeriesRow
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.units import MIB

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.run.load import in_full
+from lightning_memprof.artifacts.files import open_plain
 from lightning_memprof.artifacts.manifest import EndRow, ErrorRow, RunFacts, TrainingFacts, WindowRow, decode_fact
 from lightning_memprof.artifacts.naming import manifest_name, parse_manifest_name, pulse_name
-from lightning_memprof.artifacts.plain_file import open_plain
 from lightning_memprof.artifacts.series import PHASES, parse_pulse_row
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from lightning_memprof.analysis.oom.events import OomEvent, oom_events
 from lightning_memprof.analysis.run.locate import find_run
 from lightning_memprof.analysis.run.model import ArtifactFile, Rank, RecordedWindow, Run, Status
 from lightning_memprof.analysis.run.problems import CUT, CollectorError, Note, Problem, Unavailable
+from lightning_memprof.artifacts.files import read_plain
 from lightning_memprof.artifacts.manifest import (
     BudgetRow,
     EndRow,
@@ -37,7 +38,6 @@ from lightning_memprof.artifacts.naming import (
     series_path,
     temporary_name,
 )
-from lightning_memprof.artifacts.plain_file import read_plain
 from lightning_memprof.artifacts.series import decode_pulse
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.units import format_count

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from lightning_memprof.analysis.run.problems import CUT, CollectorError, Note, Problem, Unavailable
 from lightning_memprof.analysis.steps.system import SystemSamples, read_samples
 from lightning_memprof.analysis.steps.typical import TypicalSteps, typical_steps
-from lightning_memprof.artifacts.plain_file import read_plain
+from lightning_memprof.artifacts.files import read_plain
 from lightning_memprof.artifacts.rows import decode_rows
 from lightning_memprof.artifacts.series import SeriesRow
 from lightning_memprof.units import format_count

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.analysis.run.problems import CUT, Problem
+from lightning_memprof.artifacts.files import open_plain
 from lightning_memprof.artifacts.naming import system_name
-from lightning_memprof.artifacts.plain_file import open_plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

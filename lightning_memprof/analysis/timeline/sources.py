@@ -20,8 +20,8 @@ from lightning_memprof.analysis.run.model import Rank, RecordedWindow, Run
 from lightning_memprof.analysis.run.rows import integer, text
 from lightning_memprof.analysis.timeline.clocks import Clocks
 from lightning_memprof.analysis.timeline.events import Source, TimelineEvent
+from lightning_memprof.artifacts.files import MOST_BYTES, open_plain
 from lightning_memprof.artifacts.naming import regions_name, system_name
-from lightning_memprof.artifacts.plain_file import MOST_BYTES, open_plain
 from lightning_memprof.errors import ReportError
 
 __all__ = ["Choice", "rank_label", "run_sources"]

@@ -11,8 +11,8 @@ import msgspec
 from isal import igzip
 
 from lightning_memprof.analysis.timeline.events import Row
+from lightning_memprof.artifacts.files import own_temporary
 from lightning_memprof.artifacts.naming import temporary_name
-from lightning_memprof.artifacts.placing import own_temporary
 from lightning_memprof.errors import ArtifactError
 
 __all__ = ["PartWriter", "Parts", "TraceWriter"]

@@ -26,7 +26,7 @@ from lightning_memprof.analysis.trace.columns import Kind, Lane, NamedEvent, Tra
 from lightning_memprof.analysis.trace.device import DeviceEvents
 from lightning_memprof.analysis.trace.intervals import Column, Intervals, length_before, union
 from lightning_memprof.analysis.trace.model import CollectiveTotals
-from lightning_memprof.artifacts.plain_file import open_plain
+from lightning_memprof.artifacts.files import open_plain
 from lightning_memprof.errors import ArtifactError
 
 __all__ = ["Collective", "collectives", "trace_collectives"]

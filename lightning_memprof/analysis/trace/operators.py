@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 import msgspec
 
 from lightning_memprof.analysis.trace.key_averages import OperatorRow, OperatorRows, collect_rows
+from lightning_memprof.artifacts.files import own_temporary
 from lightning_memprof.artifacts.naming import TraceName, table_name
-from lightning_memprof.artifacts.placing import own_temporary
 from lightning_memprof.errors import ArtifactError, ConfigError, MemprofError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import IO, Any, Final, NamedTuple, TypeVar
 import msgspec
 from isal import igzip, isal_zlib
 
-from lightning_memprof.artifacts.trace_categories import original_categories
+from lightning_memprof.artifacts.trace_rewriting import original_categories
 from lightning_memprof.errors import ArtifactError
 
 __all__ = ["TraceText"]

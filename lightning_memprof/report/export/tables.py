@@ -14,7 +14,7 @@ from lightning_memprof.analysis.memory.allocations import run_allocations, windo
 from lightning_memprof.analysis.memory.report import memory_report
 from lightning_memprof.analysis.steps.statistics import window_steps
 from lightning_memprof.analysis.trace.key_averages import collect_rows
-from lightning_memprof.artifacts.plain_file import read_plain
+from lightning_memprof.artifacts.files import read_plain
 from lightning_memprof.artifacts.rows import decode_rows
 from lightning_memprof.errors import ArtifactError
 

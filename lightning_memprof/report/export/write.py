@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
-from lightning_memprof.artifacts.placing import own_temporary, place_of
+from lightning_memprof.artifacts.files import own_temporary, place_of
 from lightning_memprof.errors import ConfigError, ReportError
 
 if TYPE_CHECKING:

@@ -1,23 +1,205 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from lightning_memprof.analysis.trace.events import read_events
 from lightning_memprof.artifacts import trace_rewriting
-from lightning_memprof.artifacts.trace_rewriting import write_trace
+from lightning_memprof.artifacts.trace_rewriting import original_categories, tensorboard_categories, write_trace
 
-EVENT = '{"ph": "X", "cat": "cuda_runtime", "name": "launch", "pid": 1, "tid": 1, "ts": 1, "dur": 1, "args": {"a": 1}}'
+EVENT = """
+  {
+    "ph": "X",
+    "cat": "%s",
+    "name": "%s",
+    "pid": 7,
+    "tid": 8,
+    "ts": %d.125,
+    "dur": 2.500
+    ,
+    "args": {
+      "External id": %d,"Ev Idx": 3
+    }
+  }"""
+END = '\n  ],"traceName": "logs/[Strategy]/a.json" }'
+
+FETCH = ("user_annotation", "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__")
+MODULE = ("cpu_op", "[pl][module]torch.nn.modules.linear.Linear: net.0")
+ACTION = ("cpu_op", "[pl][profile][Callback]Save{'monitor': None}.on_train_start")
+KERNEL = ("kernel", "gemm")
+CALL = ("cuda_runtime", "cudaLaunchKernel")
+STEPS = (("user_annotation", "ProfilerStep#3"), ("gpu_user_annotation", "ProfilerStep#3"))
+
+
+def text(*events: tuple[str, str], head: str = "", end: str = END) -> bytes:
+    written = ",".join(EVENT % (*event, 10 * i, i) for i, event in enumerate(events))
+    return f'{{\n    "schemaVersion": 1,{head}\n    "traceEvents": [{written}{end}'.encode()
+
+
+def rewritten(raw: bytes) -> bytes:
+    target = io.BytesIO()
+    tensorboard_categories(io.BytesIO(raw), target)
+    return target.getvalue()
+
+
+def loaded(raw: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(rewritten(raw))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("event", "category"),
+    [
+        (FETCH, "cpu_op"),
+        (("user_annotation", "enumerate(DataPipe)#Shuffler"), "cpu_op"),
+        (CALL, "runtime"),
+        (("cuda_driver", "cuLaunchKernel"), "runtime"),
+        (("xpu_runtime", "urEnqueue"), "runtime"),
+        (STEPS[1], "gpu_step"),
+        (("user_annotation", "[pl][module]T: net"), "cpu_op"),
+    ],
+)
+def test_an_event_has_the_category_that_the_tab_reads_and_says_what_torch_wrote(event, category):
+    (found,) = loaded(text(event))["traceEvents"]
+    assert found["cat"] == category
+    assert found["args"] == {"Original category": event[0], "External id": 0, "Ev Idx": 3}
+    assert found["name"] == event[1]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        STEPS[0], KERNEL, MODULE, ACTION, ("cpu_op", "aten::mm"), ("user_annotation", "Optimizer.step#SGD.step"),
+        ("gpu_user_annotation", "nccl:all_reduce"), ("user_annotation", "gloo:all_reduce"), ("overhead", "runtime"),
+    ],
+)  # fmt: skip
+def test_what_the_tab_reads_already_stays_as_it_is(event):
+    (found,) = loaded(text(event))["traceEvents"]
+    assert (found["cat"], found["args"]) == (event[0], {"External id": 0, "Ev Idx": 3})
+
+
+def test_modules_and_actions_make_it_a_trace_of_lightnings_but_not_where_stacks_name_torchs_modules():
+    assert loaded(text(MODULE, ACTION))["Framework"] == "pytorch-lightning"
+    stacks = loaded(text(MODULE, ACTION, head='\n      "with_stack": 1,'))
+    assert "Framework" not in stacks
+    assert [event["cat"] for event in stacks["traceEvents"]] == ["user_annotation"] * 2
+    assert [event["args"]["Original category"] for event in stacks["traceEvents"]] == ["cpu_op"] * 2
+
+
+@pytest.mark.parametrize("events", [(MODULE,), (ACTION,), (KERNEL,)])
+def test_a_trace_without_modules_or_without_actions_is_no_trace_of_lightnings(events):
+    # With it and without either, the tab answers with errors.
+    assert "Framework" not in loaded(text(*events))
+
+
+def test_no_bracket_stands_behind_the_events_because_the_tab_takes_the_last_one_for_their_end():
+    for events in ((MODULE, ACTION), (KERNEL,)):
+        end = rewritten(text(*events))
+        assert end.rindex(b"]") > end.rindex(b'"ph"')
+        assert b"traceName" not in end
+
+
+def test_a_path_with_quotation_marks_leaves_the_trace_json():
+    # Kineto writes the path into the file as it is.
+    end = END.replace("logs", """it's a "log" ]""")
+    assert [event["name"] for event in loaded(text(KERNEL, end=end))["traceEvents"]] == ["gemm"]
+
+
+def test_readers_see_what_torch_wrote(tmp_path: Path):
+    events = (FETCH, CALL, *STEPS, MODULE, ACTION, KERNEL)
+    for head in ("", '\n      "with_stack": 1,'):
+        raw, file = text(*events, head=head), tmp_path / "a.json"
+        file.write_bytes(rewritten(raw))
+        assert file.read_bytes() != raw
+        assert [(event.cat, event.name) for event in read_events(file)] == list(events)
+
+
+@given(
+    events=st.lists(st.sampled_from([FETCH, CALL, *STEPS, MODULE, ACTION, KERNEL]), max_size=30),
+    stacks=st.booleans(),
+)
+def test_every_byte_of_the_events_comes_back(events, stacks):
+    raw = text(*events, head='\n      "with_stack": 1,' if stacks else "", end="\n  ] }")
+    there = rewritten(raw)
+    back = original_categories(there)
+    assert back == raw or (back[: len(raw) - 4] == raw[:-4] and b"Framework" in there)
+
+
+WORDS = (b'"Original category": "', b'"cat": "', b'"', b'", ', b'"ph"', b"runtime", b"{", b"}")
+
+
+@given(garbage=st.binary(max_size=300), words=st.lists(st.sampled_from(WORDS)))
+def test_text_that_is_no_trace_is_copied(garbage, words):
+    raw = garbage + b"".join(words)
+    assert rewritten(raw) == raw
+    original_categories(raw)
+
+
+def test_a_mark_that_belongs_to_no_category_stays():
+    for hostile in (b'"Original category": "x", ', b'"cat": "a", "ph": "X", "Original category": "x", ',
+                    b'"cat": "a", "Original category": "' + b"x" * 200 + b'", '):  # fmt: skip
+        assert original_categories(hostile) == hostile
+
+
+class Endless(io.RawIOBase):
+    """A trace of some hundred MB of which no byte is stored."""
+
+    def __init__(self, megabytes: int) -> None:
+        self.piece = text(*[CALL, KERNEL, ("cpu_op", "aten::mm")] * 1000)
+        self.left = megabytes * 1_000_000 // len(self.piece)
+
+    def read(self, size: int = -1) -> bytes:
+        self.left -= 1
+        return self.piece if self.left >= 0 else b""
+
+
+class Counted(io.RawIOBase):
+    """Counts what is written, and the largest piece."""
+
+    bytes = most = 0
+
+    def write(self, data: Any) -> int:
+        self.bytes += len(data)
+        self.most = max(self.most, len(data))
+        return len(data)
+
+
+def test_a_large_trace_is_rewritten_in_small_pieces():
+    source, target = Endless(50), Counted()
+    tensorboard_categories(source, target)  # type: ignore[arg-type]
+    assert target.bytes > 50_000_000
+    assert target.most < 3_000_000
+
+
+def test_one_endless_word_is_not_collected():
+    class Word(io.RawIOBase):
+        left = 150
+
+        def read(self, size: int = -1) -> bytes:
+            self.left -= 1
+            return b"x" * (1 << 18) if self.left >= 0 else b""
+
+    target = Counted()
+    tensorboard_categories(Word(), target)  # type: ignore[arg-type]
+    assert (target.bytes, target.most < 20 << 20) == (150 << 18, True)
+
+
+LAUNCH = '{"ph": "X", "cat": "cuda_runtime", "name": "launch", "pid": 1, "tid": 1, "ts": 1, "dur": 1, "args": {"a": 1}}'
 
 
 @pytest.fixture
 def raw(tmp_path: Path) -> Path:
     file = tmp_path / "raw.json"
-    file.write_text('{"traceEvents": [\n' + ",\n".join([EVENT] * 500) + "\n]}")
+    file.write_text('{"traceEvents": [\n' + ",\n".join([LAUNCH] * 500) + "\n]}")
     return file
 
 

@@ -14,7 +14,7 @@ import torch
 
 from fake_devices import FakeCuda
 from fake_nvidia import FakeNvml
-from lightning_memprof.artifacts.naming import parse_system_name, system_name
+from lightning_memprof.artifacts.naming import system_name
 from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.collectors.system import _Reader
@@ -179,11 +179,6 @@ def test_always_writes_while_the_run_goes_on(tmp_path: Path) -> None:
         while not file.read_text() and time.monotonic() < deadline:
             time.sleep(0.02)
         assert json.loads(file.read_text().splitlines()[0])["load_1m"] >= 0
-
-
-def test_the_name_of_the_whole_runs_samples_is_parsed_back() -> None:
-    assert parse_system_name(system_name(70_000)) == 70_000
-    assert parse_system_name("system.rank00000.jsonl.partial") is None
 
 
 @pytest.mark.parametrize("uuid", ["11111111-2222", "GPU-11111111-2222"])
