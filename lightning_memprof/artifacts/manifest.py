@@ -76,8 +76,8 @@ class RunFacts(OpenRow):
 
     @property
     def cpu_count(self) -> int | None:
-        """The CPU cores that the process may use."""
-        count = self.environment.get("cpu_count")
+        """The CPU cores that the process may use; in runs of older versions those of the machine."""
+        count = self.environment.get("usable_cpus") or self.environment.get("cpu_count")
         return count if type(count) is int else None
 
     @property
@@ -106,8 +106,20 @@ class DataLoaderFacts(OpenRow):
     persistent_workers: bool | None = None
 
 
+class ParameterFacts(OpenRow):
+    """One of the largest trainable parameters; ``module`` is the class of the submodule that owns it."""
+
+    name: str = ""
+    module: str | None = None
+    bytes: Int64 = 0
+    sparse: bool = False
+
+
 class TrainingFacts(OpenRow):
-    """The ``training`` row: the loop and the model, as known when training starts; ``parameters`` counts numbers."""
+    """The ``training`` row: the loop and the model, as known when training starts.
+
+    ``parameters`` counts numbers, ``threads`` are those of one operator, ``parameter_dtypes`` has bytes by dtype.
+    """
 
     num_batches: Int64 | None = None
     max_steps: Int64 | None = None
@@ -118,6 +130,10 @@ class TrainingFacts(OpenRow):
     parameters: Int64 | None = None
     optimizers: list[OptimizerFacts] = msgspec.field(default_factory=list)
     dataloaders: list[DataLoaderFacts] = msgspec.field(default_factory=list)
+    parameter_dtypes: dict[str, Int64] = msgspec.field(default_factory=dict)
+    largest_parameters: list[ParameterFacts] = msgspec.field(default_factory=list)
+    detect_anomaly: bool | None = None
+    threads: Int64 | None = None
 
 
 class OomRow(OpenRow):

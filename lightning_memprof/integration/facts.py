@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import platform
 import socket
+from collections import Counter
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import lightning
 import torch
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from lightning_memprof.schedule import Action
 
 __all__ = ["run_facts", "steps_ahead", "training_facts", "unreachable"]
+
+# One embedding or head dominates; a few rows show it.
+_LARGEST: Final = 5
 
 
 def run_facts(
@@ -57,6 +61,7 @@ def run_facts(
             "lightning_memprof": lightning_memprof.__version__,
             "platform": platform.platform(),
             "cpu_count": os.cpu_count(),
+            "usable_cpus": _usable_cpus(),
             "torch_threads": torch.get_num_threads(),
             "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         },
@@ -93,7 +98,41 @@ def training_facts(trainer: Trainer) -> dict[str, Any]:
         else sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         "optimizers": [_optimizer_facts(optimizer) for optimizer in trainer.optimizers],
         "dataloaders": [_loader_facts(loader) for loader in _loaders(trainer)],
+        "parameter_dtypes": {} if parameters is None else _bytes_by_dtype(parameters),
+        "largest_parameters": [] if lazy else _largest_parameters(module),
+        "detect_anomaly": torch.is_anomaly_enabled(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "profiler": type(trainer.profiler).__name__,  # type: ignore[attr-defined]
+        "threads": torch.get_num_threads(),
     }
+
+
+def _usable_cpus() -> int | None:
+    """Return the number of cores that this process may use, which containers and job schedulers limit."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def _bytes_by_dtype(parameters: Sequence[torch.nn.Parameter]) -> dict[str, int]:
+    sizes: Counter[str] = Counter()
+    for parameter in parameters:
+        sizes[str(parameter.dtype).removeprefix("torch.")] += parameter.numel() * parameter.element_size()
+    return dict(sizes)
+
+
+def _largest_parameters(module: torch.nn.Module) -> list[dict[str, Any]]:
+    """Return the largest trainable parameters of a module, each with the class of the submodule that owns it."""
+    found = [
+        {
+            "name": f"{path}.{name}" if path else name,
+            "module": type(owner).__name__,
+            "bytes": parameter.numel() * parameter.element_size(),
+            "sparse": bool(getattr(owner, "sparse", False)),
+        }
+        for path, owner in module.named_modules()
+        for name, parameter in owner.named_parameters(recurse=False)
+        if parameter.requires_grad
+    ]
+    return sorted(found, key=lambda row: -row["bytes"])[:_LARGEST]
 
 
 def _optimizer_facts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

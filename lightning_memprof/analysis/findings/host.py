@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.measures import (
-    action_name,
     between_phases,
     is_validation,
     own_marks,
@@ -19,6 +18,7 @@ from lightning_memprof.analysis.findings.measures import (
     slowest_callback,
 )
 from lightning_memprof.analysis.findings.model import MIN_STEPS, SHORT_STEP_NS, Facts, Finding
+from lightning_memprof.analysis.steps.phases import action_name
 from lightning_memprof.units import format_ns, percent
 
 if TYPE_CHECKING:

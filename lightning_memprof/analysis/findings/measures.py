@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.model import Severity
-from lightning_memprof.analysis.steps.phases import OWN_WORK, classify
+from lightning_memprof.analysis.ledger.run import typical_in_windows
+from lightning_memprof.analysis.steps.phases import CALLBACK, OWN_WORK, action_name, classify, is_profiler
 from lightning_memprof.analysis.steps.statistics import recorded_actions
 from lightning_memprof.artifacts.series import GarbageRow, HookRow
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Rhythm",
-    "action_name",
     "between_phases",
     "few_steps",
     "is_validation",
@@ -32,7 +32,6 @@ __all__ = [
     "rhythm",
     "severity",
     "slowest_callback",
-    "typical_in_windows",
 ]
 
 # A step stands out if a phase takes this many times its median.
@@ -56,9 +55,6 @@ HICCUP_NS: Final = 100_000_000
 LONG_HICCUP_NS: Final = 1_000_000_000
 MIN_PERIODIC: Final = 3
 ENDINGS: Final = {1: "st", 2: "nd", 3: "rd"}
-CALLBACK: Final = "[Callback]"
-# Its hooks open and close the windows: their time is profiler overhead.
-OWN: Final = "MemProfilerCallback"
 # They contain phases of a step, or callbacks; their children are counted instead.
 CONTAINERS: Final = frozenset({"run_training_batch", "run_validation"})
 VALIDATION: Final = ("val_next", "validation_step")
@@ -193,19 +189,6 @@ def _ordinal(number: int) -> str:
     return f"{number}{'th' if 10 <= number % 100 <= 20 else ENDINGS.get(number % 10, 'th')}"
 
 
-def action_name(action: str) -> str:
-    """Return the usual name of an action: ``ModelCheckpoint.on_train_batch_end``.
-
-    A callback's key may contain its parameters and the function that defines its class.
-    """
-    owner, _, hook = action.rpartition(".")
-    if not owner:
-        return action
-    if owner.startswith(CALLBACK):
-        return f"{_class_name(owner)}.{hook}"
-    return f"{owner.rpartition(']')[2] or owner.strip('[]')}.{hook}"
-
-
 def slowest_callback(rank: Rank) -> tuple[str, int] | None:
     """Return the callback hook that takes the most time of a recorded step, and its mean in nanoseconds."""
     steps = recorded_actions(rank)
@@ -213,8 +196,11 @@ def slowest_callback(rank: Rank) -> tuple[str, int] | None:
     for rows in steps.values():
         for row in rows:
             action = row.action or ""
-            is_own = _class_name(action.rpartition(".")[0]) == OWN
-            if action.startswith(CALLBACK) and classify(action, rank.facts.stage) == "callbacks" and not is_own:
+            if (
+                action.startswith(CALLBACK)
+                and classify(action, rank.facts.stage) == "callbacks"
+                and not is_profiler(action)
+            ):
                 totals[action] += max(row.duration_ns or 0, 0)
     if not totals:
         return None
@@ -254,11 +240,6 @@ def _timed(rows: Iterable[HookRow]) -> Iterator[tuple[int, int, str]]:
             yield row.start_ns, -max(row.duration_ns, 0), row.action
 
 
-def _class_name(owner: str) -> str:
-    """Return the class of ``[Callback]main.<locals>.Slow`` or ``[Callback]ModelCheckpoint{'monitor': 'a.b'}``."""
-    return owner.removeprefix(CALLBACK).partition("{")[0].rpartition(".")[2]
-
-
 def own_marks(rank: Rank) -> dict[int, int]:
     """Return the nanoseconds of all collectors at the marks of each step in a window, warmup included."""
     spent: dict[int, int] = defaultdict(int)
@@ -277,13 +258,6 @@ def pauses_by_step(rank: Rank) -> dict[int, int]:
             if row.step is not None and row.duration_ns is not None:
                 spent[row.step] += max(row.duration_ns, 0)
     return dict(spent)
-
-
-def typical_in_windows(rank: Rank) -> tuple[int, ...]:
-    """Return the steps in windows among the steps that a rank's figures come from."""
-    typical = rank.typical_steps
-    in_windows = {row["step"] for row in rank.pulse if row["window"] is not None}
-    return tuple(step for step, _, _ in typical.steps if step in in_windows) if typical is not None else ()
 
 
 def own_ns(rank: Rank, statistics: PulseStatistics) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Final
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, Literal
 
+from lightning_memprof.analysis.ledger.run import run_ledger
 from lightning_memprof.analysis.ranks.report import rank_report
 from lightning_memprof.analysis.steps.events import rank_events
 from lightning_memprof.analysis.steps.statistics import pulse_statistics
@@ -15,6 +17,7 @@ from lightning_memprof.artifacts.naming import pulse_name
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+    from lightning_memprof.analysis.ledger.model import TimeLedger
     from lightning_memprof.analysis.memory.report import MemoryReport
     from lightning_memprof.analysis.ranks.report import RankReport
     from lightning_memprof.analysis.run.model import ArtifactFile, Rank, Run
@@ -23,7 +26,21 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.steps.statistics import PulseStatistics
     from lightning_memprof.analysis.trace.model import TraceReport
 
-__all__ = ["MIN_STEPS", "NOTHING_FOUND", "SHORT_STEP_NS", "Evidence", "Facts", "Finding", "Rule", "Severity", "Verdict"]
+__all__ = [
+    "MIN_STEPS",
+    "NOTABLE",
+    "NOTHING_FOUND",
+    "SEVERE",
+    "SHORT_STEP_NS",
+    "Evidence",
+    "Facts",
+    "Finding",
+    "Recovery",
+    "Rule",
+    "Severity",
+    "Verdict",
+    "severity_of",
+]
 
 # The first steps start workers and select kernels: fewer than these do not represent a run.
 MIN_STEPS: Final = 3
@@ -33,6 +50,12 @@ SHORT_STEP_NS: Final = 10_000_000
 NOTHING_FOUND: Final = "nothing_found"
 
 
+# A remedy that recovers less of the step, or of the peak, is not worth a verdict; from the second share on it decides
+# how long the run takes.
+NOTABLE: Final = 0.05
+SEVERE: Final = 0.30
+
+
 class Severity(IntEnum):
     """How much a finding matters; the most severe finding is the verdict."""
 
@@ -40,6 +63,13 @@ class Severity(IntEnum):
     INFO = 1
     WARNING = 2
     CRITICAL = 3
+
+
+def severity_of(share: float) -> Severity:
+    """Return the severity of a share, 0 to 1, that a remedy would recover."""
+    if share < NOTABLE:
+        return Severity.INFO
+    return Severity.CRITICAL if share >= SEVERE else Severity.WARNING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +89,31 @@ class Evidence:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """What a remedy would recover: nanoseconds per step or bytes of the peak, and its share of the whole, 0 to 1.
+
+    ``least`` and ``most`` are equal where the formula gives one figure.
+    """
+
+    unit: Literal["ns", "bytes"]
+    least: float
+    most: float
+    whole: float
+
+    @property
+    def share(self) -> float:
+        """The middle of the range, as a share of the whole."""
+        return (self.least + self.most) / 2 / self.whole if self.whole else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Finding:
     """The conclusion of a rule.
 
     ``sentence`` has cause, size and place, ``why`` the measured evidence, ``next_steps`` what to do, the best first.
-    ``numbers`` are in base units: bytes, nanoseconds, shares of 1. ``weight`` orders findings of one severity: the
-    share of the step, or of the memory, that is at stake.
+    ``numbers`` are in base units: bytes, nanoseconds, shares of 1. ``recovers`` is what the first next step would
+    recover, at most what the ledger's line holds; None where nobody can tell. ``weight`` orders findings of one
+    severity: the share of the step, or of the memory, that is at stake.
     """
 
     rule: str
@@ -75,6 +124,7 @@ class Finding:
     numbers: Mapping[str, Any] = field(default_factory=dict)
     weight: float = 0.0
     evidence: tuple[Evidence, ...] = ()
+    recovers: Recovery | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +173,17 @@ class Facts:
             snapshots=snapshots,
             memory=memory,
         )
+
+    @cached_property
+    def ledgers(self) -> Mapping[int, TimeLedger]:
+        """The time ledgers of the ranks that have a pulse, by rank."""
+        found = {rank.rank: run_ledger(rank) for rank in self.run.ranks if rank.rank in self.statistics}
+        return {rank: ledger for rank, ledger in found.items() if ledger is not None}
+
+    def heaviest(self, cost: Callable[[TimeLedger], float]) -> tuple[Rank, TimeLedger] | None:
+        """Return the rank whose ledger costs the most, None if no rank has one."""
+        ranks = [(rank, self.ledgers[rank.rank]) for rank in self.run.ranks if rank.rank in self.ledgers]
+        return max(ranks, key=lambda pair: cost(pair[1]), default=None)
 
     @property
     def is_fit(self) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.measures import own_ns, typical_in_windows
+from lightning_memprof.analysis.findings.measures import own_ns
 from lightning_memprof.analysis.findings.model import Facts, Finding, Severity
 from lightning_memprof.analysis.findings.traces import NOTABLE_SHARE, idle_ns, on_rank, seen_in, times
+from lightning_memprof.analysis.ledger.run import typical_in_windows
 from lightning_memprof.artifacts.manifest import OverheadFacts
 from lightning_memprof.units import format_count, format_ns, percent
 

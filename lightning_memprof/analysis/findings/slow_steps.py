@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.data import input_bound
 from lightning_memprof.analysis.findings.host import between_steps, callback_bound
-from lightning_memprof.analysis.findings.measures import action_name, few_steps, pauses_by_step, severity
+from lightning_memprof.analysis.findings.measures import few_steps, pauses_by_step, severity
 from lightning_memprof.analysis.findings.model import MIN_STEPS, Facts, Finding, Severity
 from lightning_memprof.analysis.steps.pauses import pauses
-from lightning_memprof.analysis.steps.phases import OWN_WORK
+from lightning_memprof.analysis.steps.phases import OWN_WORK, action_name
 from lightning_memprof.units import format_bytes, format_count, format_ns, percent
 
 if TYPE_CHECKING:

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.steps.phases import EVALUATION_STEPS, FETCH, FORWARD, OPTIMIZER, OWN_WORK, timed
+from lightning_memprof.analysis.steps.phases import (
+    CALLBACK,
+    EVALUATION_STEPS,
+    FETCH,
+    FORWARD,
+    OPTIMIZER,
+    OWN_WORK,
+    timed,
+)
 from lightning_memprof.artifacts.series import HookRow
 
 if TYPE_CHECKING:
@@ -22,7 +30,6 @@ PARTS: Final = (
     "data_wait", "transfer", "forward", "backward", "optimizer", "callbacks", "validation", "checkpoint", "logging",
     "other",
 )  # fmt: skip
-CALLBACK: Final = "[Callback]"
 LOGGER: Final = "[Logger]"
 VALIDATION: Final = "run_validation"
 TRANSFER: Final = frozenset(

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from lightning_memprof.artifacts.series import HookRow
 
-__all__ = ["classify", "exclusive_times", "timed"]
+__all__ = ["CALLBACK", "action_name", "class_name", "classify", "exclusive_times", "is_profiler", "timed"]
 
 FORWARD: Final = {
     "fit": "training_step",
@@ -29,8 +29,36 @@ OPTIMIZER: Final = frozenset(
     {"optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "clip_gradients", "toggle_optimizer"}
 )
 EVALUATION_STEPS: Final = frozenset({"validation_step", "test_step", "predict_step"})
+CALLBACK: Final = "[Callback]"
 # The profiler's own actions at the marks of a step.
 OWN_WORK: Final = "[MemProfiler]"
+# The profiler's own callbacks: their hooks open and close windows.
+_PROFILERS: Final = frozenset({"AttachedCallback", "MemProfilerCallback"})
+
+
+def action_name(action: str) -> str:
+    """Return the usual name of an action: ``ModelCheckpoint.on_train_batch_end``.
+
+    A callback's key may contain its parameters and the function that defines its class.
+    """
+    owner, _, hook = action.rpartition(".")
+    if not owner:
+        return action
+    if owner.startswith(CALLBACK):
+        return f"{class_name(owner)}.{hook}"
+    return f"{owner.rpartition(']')[2] or owner.strip('[]')}.{hook}"
+
+
+def class_name(owner: str) -> str:
+    """Return the class of ``[Callback]main.<locals>.Slow`` or ``[Callback]ModelCheckpoint{'monitor': 'a.b'}``."""
+    return owner.removeprefix(CALLBACK).partition("{")[0].rpartition(".")[2]
+
+
+def is_profiler(action: str) -> bool:
+    """Return whether an action is work of this package."""
+    return action.startswith(OWN_WORK) or (
+        action.startswith(CALLBACK) and class_name(action.rpartition(".")[0]) in _PROFILERS
+    )
 
 
 def classify(action: str, stage: str) -> str | None:
@@ -39,7 +67,7 @@ def classify(action: str, stage: str) -> str | None:
     A validation inside ``fit`` is ``other``: its steps and its callbacks' batch hooks belong to no training step.
     """
     hook = action.rpartition(".")[2]
-    if action.startswith("[Callback]"):
+    if action.startswith(CALLBACK):
         return "other" if stage == "fit" and hook.startswith("on_validation_batch") else "callbacks"
     if hook == FORWARD.get(stage):
         return "forward"

@@ -1,0 +1,168 @@
+"""The time ledger of a run: phases of every step from the pulse, divided among actions, modules and operators."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.analysis.ledger.model import Stall, TimeLedger, TimeLine, total
+from lightning_memprof.analysis.steps.events import rank_events
+from lightning_memprof.analysis.steps.phases import action_name, classify, is_profiler
+from lightning_memprof.artifacts.series import PHASES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from lightning_memprof.analysis.ledger.model import HostPart
+    from lightning_memprof.analysis.run.model import Rank
+    from lightning_memprof.analysis.steps.events import Event, StepEvents
+    from lightning_memprof.analysis.steps.typical import Breakdown
+
+__all__ = ["run_ledger", "typical_in_windows"]
+
+# A step of this many times the median is a stall, unless every tenth step is one: then it is a habit of the program.
+STALL: Final = 3
+RARE: Final = 0.1
+# The phases whose work is the same in every step. A long fetch or callback has an owner of its own.
+_STEADY: Final[tuple[HostPart, ...]] = ("forward", "backward", "optimizer")
+_MODULE: Final = "[LightningModule]"
+_NAMED_PARTS: Final[Mapping[str, HostPart]] = {
+    "data_wait": "data_wait",
+    "transfer": "transfer",
+    "callbacks": "callback",
+    "validation": "validation",
+    "checkpoint": "checkpoint",
+    "logging": "logging",
+}
+_PART_OF_PHASE: Final[Mapping[str, HostPart]] = {
+    "data_wait": "data_wait",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "callbacks": "callback",
+    "other": "untracked",
+}
+
+
+def run_ledger(rank: Rank) -> TimeLedger | None:
+    """Return the time ledger of a rank's mean step, None where its pulse has no timed step.
+
+    The steps are those outside windows, without the first, as long as enough remain. Each phase of the pulse is divided
+    among its owners: data wait and transfers by the hook timings of the windows, callbacks, hooks, validation and
+    checkpoints by the action totals of the whole run. What the owners take of a phase is never more than the phase.
+    """
+    typical = rank.typical_steps
+    if typical is None:
+        return None
+    steps = typical.steps
+    median = statistics.median(duration for _, duration, _ in steps)
+    stalls, stalled = _stalls(steps, median)
+    phases = {
+        phase: sum(step[phase] or 0 for _, _, step in steps) / len(steps) - stalled.get(phase, 0.0) for phase in PHASES
+    }
+    named = _named(rank)
+    lines = [TimeLine(part="stall", ns=sum(stalled.values()), count=len(stalls) / len(steps))]
+    for phase, ns in phases.items():
+        part = _PART_OF_PHASE[phase]
+        mine = [] if part in _STEADY else named.get(phase, [])
+        lines += _divided(ns, mine, TimeLine(part=part, ns=0))
+    return TimeLedger(
+        step_ns=total(lines),
+        median_ns=median,
+        steps=len(steps),
+        basis=f"{typical.basis}, {typical.clock} clock",
+        lines=tuple(sorted((line for line in lines if line.ns > 0), key=lambda line: -line.ns)),
+        stalls=stalls,
+        window_factor=_window_factor(rank, median),
+    )
+
+
+def _stalls(steps: Sequence[tuple[int, int, Breakdown]], median: float) -> tuple[tuple[Stall, ...], dict[str, float]]:
+    """Return the stalls, longest first, and the excess of each phase over its median, per step of the run."""
+    slow = [(step, duration, phases) for step, duration, phases in steps if duration > STALL * median]
+    if not slow or len(slow) > RARE * len(steps):
+        return (), {}
+    usual = {part: statistics.median(phases[part] or 0 for _, _, phases in steps) for part in _STEADY}
+    found = []
+    excess: dict[str, float] = defaultdict(float)
+    for step, duration, phases in slow:
+        more = {part: max((phases[part] or 0) - usual[part], 0) for part in _STEADY}
+        ns = sum(more.values())
+        if ns <= duration / 2:
+            continue  # a fetch, a callback or an action between phases has the rest: their lines own it
+        for part, part_ns in more.items():
+            excess[part] += part_ns / len(steps)
+        owner = max(more, key=lambda part: more[part])
+        found.append(Stall(step=step, duration_ns=duration, excess_ns=round(ns), owner=owner))
+    return tuple(sorted(found, key=lambda stall: -stall.excess_ns)), dict(excess)
+
+
+def _divided(ns: float, lines: Sequence[TimeLine], rest: TimeLine) -> list[TimeLine]:
+    """Return lines that sum to ``ns``: scaled down where they have more, else with ``rest`` for what they leave."""
+    known = total(lines)
+    if known > ns:
+        return [replace(line, ns=line.ns * ns / known) for line in lines]
+    return [*lines, replace(rest, ns=ns - known)]
+
+
+def typical_in_windows(rank: Rank) -> tuple[int, ...]:
+    """Return the steps in windows among the steps that a rank's figures come from."""
+    typical = rank.typical_steps
+    in_windows = {row["step"] for row in rank.pulse if row["window"] is not None}
+    return tuple(step for step, _, _ in typical.steps if step in in_windows) if typical is not None else ()
+
+
+def _window_factor(rank: Rank, median: float) -> float | None:
+    """Return the median duration of recorded steps, over that of the others."""
+    recorded = {step for window in rank.windows for step in window.steps}
+    durations = [row["duration_ns"] for row in rank.pulse if row["step"] in recorded and row["duration_ns"]]
+    return statistics.median(durations) / median if durations and median else None
+
+
+def _named(rank: Rank) -> dict[str, list[TimeLine]]:
+    """Return the lines of the pulse's phases ``data_wait``, ``callbacks`` and ``other`` by their actions.
+
+    The means are those of the recorded steps: an action that no window recorded is in no line.
+    """
+    steps = rank_events(rank)[0]
+    found: dict[tuple[str, HostPart, str], list[int]] = defaultdict(list)
+    in_windows = bool(typical_in_windows(rank))
+    for step in steps:
+        for phase, event in _with_phase(step, rank.facts.stage):
+            owner = _owner(event)
+            if owner is not None and (in_windows or owner[0] != "profiler"):
+                found[(phase, owner[0], owner[1])].append(event.self_ns)
+    lines: dict[str, list[TimeLine]] = defaultdict(list)
+    for (phase, part, name), spent in found.items():
+        lines[phase].append(
+            TimeLine(
+                part=part,
+                name=name,
+                ns=sum(spent) / len(steps),
+                count=len(spent) / len(steps),
+                longest_ns=max(spent),
+            )
+        )
+    return lines
+
+
+def _with_phase(step: StepEvents, stage: str) -> Iterator[tuple[str, Event]]:
+    """Yield the events of a step with the pulse's phase of their time."""
+    around: list[str] = []
+    for event in step.events:
+        del around[event.depth :]
+        phase = classify(event.action, stage) or (around[-1] if around else "other")
+        around.append(phase)
+        yield phase, event
+
+
+def _owner(event: Event) -> tuple[HostPart, str] | None:
+    """Return the part and name of an event's self time, None where it is untracked or has a phase of its own."""
+    if is_profiler(event.action):
+        return "profiler", ""
+    if event.part in _NAMED_PARTS:
+        return _NAMED_PARTS[event.part], action_name(event.action)
+    is_hook = event.action.startswith(_MODULE)
+    return ("module_hook", action_name(event.action)) if is_hook else None
