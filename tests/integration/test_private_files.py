@@ -31,7 +31,8 @@ RUN_ROW = {
     "strategy", "accelerator", "device", "root", "schedule", "collectors", "every_collector", "environment",
 }  # fmt: skip
 ENVIRONMENT = {
-    "python", "torch", "lightning", "lightning_memprof", "platform", "cpu_count", "torch_threads", "device_name",
+    "python", "torch", "lightning", "lightning_memprof", "platform", "cpu_count", "usable_cpus", "torch_threads",
+    "device_name",
 }  # fmt: skip
 
 Fit = Callable[..., Path]

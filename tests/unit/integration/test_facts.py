@@ -4,8 +4,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_memprof.integration.facts import steps_ahead, unreachable
+from lightning_memprof.integration.facts import steps_ahead, training_facts, unreachable
 from lightning_memprof.schedule import Action, Schedule
 
 INF = float("inf")
@@ -107,3 +109,36 @@ def test_listed_steps_are_held_against_the_steps_of_the_run_resumed_ones_include
 def test_listed_steps_of_an_epoch_are_held_against_the_epoch() -> None:
     message = unreachable(trainer(5, max_epochs=4), "fit", Schedule(steps=(7,), anchor="epoch"))
     assert message == "nothing will be recorded: an epoch has 5 steps, but the first recorded step is 7"
+
+
+class Text(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(1000, 8)
+        self.head = torch.nn.Linear(8, 4, dtype=torch.float64)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(batch).double()).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters())
+
+
+class Facts(Callback):
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.found = training_facts(trainer)
+
+
+def test_the_training_row_has_dtypes_the_largest_parameters_and_anomaly_detection(tmp_path: Any) -> None:
+    facts = Facts()
+    trainer = Trainer(
+        default_root_dir=tmp_path, max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, detect_anomaly=True, callbacks=[facts],
+    )  # fmt: skip
+    trainer.fit(Text(), torch.utils.data.DataLoader([torch.tensor(0), torch.tensor(1)]))  # type: ignore[arg-type]
+    assert facts.found["parameter_dtypes"] == {"float32": 32000, "float64": 288}
+    assert facts.found["largest_parameters"][0] == {
+        "name": "embedding.weight", "module": "Embedding", "bytes": 32000, "sparse": False,
+    }  # fmt: skip
+    assert facts.found["detect_anomaly"] is True
+    assert facts.found["threads"] == torch.get_num_threads()
