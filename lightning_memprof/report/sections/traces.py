@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final
 from lightning_memprof.report.document import (
     Cell,
     Chart,
-    Column,
     Facts,
     Paragraph,
     Part,
@@ -16,26 +15,22 @@ from lightning_memprof.report.document import (
     Stack,
     Table,
     Words,
-    code,
     count,
     duration,
-    index,
     phrase,
     share,
-    size,
-    text,
 )
-from lightning_memprof.report.sections.labels import bars, called, device_parts, more
+from lightning_memprof.report.sections.labels import bars, called, device_parts
+from lightning_memprof.report.sections.tables import MAX_ROWS, Field, grid, ranked, ratio, rest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from lightning_memprof.analysis.trace.model import GpuTimes, TraceReport
+    from lightning_memprof.analysis.trace.model import GpuTimes, StepTimes, TraceReport
 
 __all__ = ["busy_share", "device_stack", "kernel_names", "traces_section"]
 
-# A trace may have thousands of kernels, a run hundreds of traces: --format json has all.
-MAX_ROWS: Final = 100
+# A run may have hundreds of traces.
 MAX_SHOWN: Final = 16
 PINNED: Final = {None: None, True: "pageable", False: "pinned"}
 
@@ -49,8 +44,7 @@ def traces_section(traces: Sequence[TraceReport]) -> Section | None:
     for number, trace in enumerate(ordered[:MAX_SHOWN]):
         parts += _trace(number, trace, several=len(traces) > 1)
     lead = f"{len(traces)} operator traces." if len(traces) > 1 else "The operator trace."
-    if len(traces) > MAX_SHOWN:
-        parts.append(Paragraph(more(len(traces) - MAX_SHOWN, "more traces")))
+    parts += map(Paragraph, rest(traces, MAX_SHOWN, "more traces"))
     return Section("traces", "Traces", lead, parts)
 
 
@@ -61,39 +55,32 @@ def busy_share(trace: TraceReport) -> float:
 
 
 def _overview(traces: Sequence[TraceReport]) -> Table:
-    rows = []
-    for trace in traces:
-        window, steps = trace.gpu_window, trace.step_window
-        whole = window.window_ns if window is not None and window.window_ns else None
-        parts = (
-            [window.busy_ns, window.compute_ns, window.communication_exposed_ns, window.memory_copy_ns]
-            if window is not None
-            else []
-        )
-        shares = [share(ns / whole) for ns in parts] if whole else [share(None)] * 4
-        waits = steps.data_loading_ns / steps.window_ns if steps is not None and steps.window_ns else None
-        rows.append(
-            (
-                code(trace.file.name),
-                index(trace.rank),
-                duration(whole),
-                *shares,
-                duration(steps.mean_step_ns if steps is not None else None),
-                share(waits),
-            )
-        )
-    columns = (
-        Column("file", "code"),
-        Column("rank", "index"),
-        Column("device window", "ns"),
-        Column("busy", "share"),
-        Column("compute", "share", priority=2),
-        Column("exposed communication", "share", priority=3),
-        Column(called("memory_copy"), "share", priority=1),
-        Column("mean step", "ns"),
-        Column(called("data_loading"), "share", priority=4),
+    columns, rows = grid(
+        [(trace, _shares(trace.gpu_window), trace.step_window) for trace in traces],
+        Field("file", "code", lambda row: row[0].file.name),
+        Field("rank", "index", lambda row: row[0].rank),
+        Field("device window", "ns", lambda row: row[0].gpu_window.window_ns or None if row[0].gpu_window else None),
+        Field("busy", "share", lambda row: row[1][0]),
+        Field("compute", "share", lambda row: row[1][1], priority=2),
+        Field("exposed communication", "share", lambda row: row[1][2], priority=3),
+        Field(called("memory_copy"), "share", lambda row: row[1][3], priority=1),
+        Field("mean step", "ns", lambda row: row[2].mean_step_ns if row[2] else None),
+        Field(called("data_loading"), "share", lambda row: _waits(row[2]) if row[2] else None, priority=4),
     )
-    return Table(id="traces-table", title="Traces", columns=columns, rows=rows, top=MAX_SHOWN)
+    return Table("traces-table", "Traces", columns, rows, top=MAX_SHOWN)
+
+
+def _shares(times: GpuTimes | None) -> Sequence[float | None]:
+    """Return the shares of a window that are busy, compute, exposed communication and memory copies."""
+    if times is None:
+        return [None] * 4
+    parts = (times.busy_ns, times.compute_ns, times.communication_exposed_ns, times.memory_copy_ns)
+    return [ratio(ns, times.window_ns) for ns in parts]
+
+
+def _waits(steps: StepTimes) -> float | None:
+    """Return the share of the steps' time that waits for data."""
+    return ratio(steps.data_loading_ns, steps.window_ns)
 
 
 def _trace(number: int, trace: TraceReport, *, several: bool) -> Iterator[Part]:
@@ -109,7 +96,7 @@ def _trace(number: int, trace: TraceReport, *, several: bool) -> Iterator[Part]:
     ]
     if (steps := trace.step_window) is not None:
         rows.append(("mean step", duration(steps.mean_step_ns)))
-        part = share(steps.data_loading_ns / steps.window_ns if steps.window_ns else None)
+        part = share(_waits(steps))
         rows.append((called("data_loading"), phrase("{} of the steps ({})", duration(steps.data_loading_ns), part)))
     yield Facts(f"Trace {number + 1}" if several else "Trace", rows, trace.missing, is_wide=True)
     yield Chart("timeline" if number == 0 else f"timeline-{number + 1}")
@@ -120,11 +107,8 @@ def _trace(number: int, trace: TraceReport, *, several: bool) -> Iterator[Part]:
         durations = [step.duration_ns for step in trace.steps]
         words = phrase("count {}, min {}, max {}", len(durations), *map(duration, (min(durations), max(durations))))
         yield Chart(f"step-times-{number}", f"Step times{name}", durations, words)
-    yield from _idle(number, trace, name)
-    yield from _kernels(number, trace, name)
-    yield from _operators(number, trace, name)
-    yield from _collectives(number, trace, name)
-    yield from _copies(number, trace, name)
+    yield from _computation(number, trace, name)
+    yield from _transfers(number, trace, name)
     yield from _host(number, trace, name)
 
 
@@ -142,187 +126,98 @@ def device_stack(times: GpuTimes, title: str) -> Stack:
     return Stack(title, duration(whole), bars(device_parts(times), whole, "ns"), notes=notes)
 
 
-def _idle(number: int, trace: TraceReport, name: str) -> Iterator[Table]:
-    if not trace.idle or trace.gpu_window is None:
-        return
-    total = sum(cause.total_ns for cause in trace.idle)
-    rows = [
-        (
-            text(called(cause.cause)),
-            duration(cause.total_ns, trace.idle[0].total_ns),
-            share(cause.total_ns / total if total else None),
-            count(cause.count),
-            duration(cause.longest_ns),
-            code(cause.example),
-        )
-        for cause in trace.idle
-    ]
-    columns = (
-        Column("host activity"),
-        Column("idle", "ns"),
-        Column("share", "share"),
-        Column("count", "count", priority=1),
-        Column("max", "ns", priority=2),
-        Column("longest in", "code", priority=3),
+def _computation(number: int, trace: TraceReport, name: str) -> Iterator[Table]:
+    idle_ns = sum(cause.total_ns for cause in trace.idle)
+    yield from ranked(
+        f"idle-{number}",
+        f"Idle device, by host activity{name}",
+        trace.idle if trace.gpu_window is not None else (),
+        Field("host activity", "text", lambda cause: called(cause.cause)),
+        Field("idle", "ns", lambda cause: cause.total_ns, bar=True),
+        Field("share", "share", lambda cause: ratio(cause.total_ns, idle_ns)),
+        Field("count", "count", lambda cause: cause.count, priority=1),
+        Field("max", "ns", lambda cause: cause.longest_ns, priority=2),
+        Field("longest in", "code", lambda cause: cause.example, priority=3),
     )
-    yield Table(id=f"idle-{number}", title=f"Idle device, by host activity{name}", columns=columns, rows=rows)
-
-
-def _kernels(number: int, trace: TraceReport, name: str) -> Iterator[Table]:
-    if not trace.kernels:
-        return
-    total = sum(kernel.total_ns for kernel in trace.kernels)
-    shown = trace.kernels[:MAX_ROWS]
-    rows = [
-        (
-            code(short),
-            text(kernel.kind.replace("_", " ")),
-            duration(kernel.total_ns, trace.kernels[0].total_ns),
-            share(kernel.total_ns / total if total else None),
-            count(kernel.count),
-            duration(kernel.total_ns / kernel.count if kernel.count else None),
-            duration(kernel.max_ns),
-        )
-        for short, kernel in zip(kernel_names(kernel.name for kernel in shown), shown, strict=True)
-    ]
-    columns = (
-        Column("kernel", "code"),
-        Column("kind", priority=3),
-        Column("total", "ns"),
-        Column("share", "share"),
-        Column("count", "count"),
-        Column("mean", "ns", priority=1),
-        Column("max", "ns", priority=2),
+    kernels_ns = sum(kernel.total_ns for kernel in trace.kernels)
+    names = kernel_names(kernel.name for kernel in trace.kernels[:MAX_ROWS])
+    names += [""] * (len(trace.kernels) - len(names))
+    yield from ranked(
+        f"kernels-{number}",
+        f"Kernels{name}",
+        list(zip(names, trace.kernels, strict=True)),
+        Field("kernel", "code", lambda row: row[0]),
+        Field("kind", "text", lambda row: row[1].kind.replace("_", " "), priority=3),
+        Field("total", "ns", lambda row: row[1].total_ns, bar=True),
+        Field("share", "share", lambda row: ratio(row[1].total_ns, kernels_ns)),
+        Field("count", "count", lambda row: row[1].count),
+        Field("mean", "ns", lambda row: ratio(row[1].total_ns, row[1].count), priority=1),
+        Field("max", "ns", lambda row: row[1].max_ns, priority=2),
+        top=6,
     )
-    others = trace.kernels[MAX_ROWS:]
-    yield Table(
-        id=f"kernels-{number}",
-        title=f"Kernels{name}",
-        columns=columns,
-        rows=rows,
-        notes=[more(len(others))] * bool(others),
+    self_ns = sum(operator.self_ns for operator in trace.operators)
+    yield from ranked(
+        f"operators-{number}",
+        f"Operators on the host{name}",
+        trace.operators,
+        Field("operator", "code", lambda operator: operator.name),
+        Field("self", "ns", lambda operator: operator.self_ns, "without the operators that it called", bar=True),
+        Field("share", "share", lambda operator: ratio(operator.self_ns, self_ns)),
+        Field("total", "ns", lambda operator: operator.total_ns, priority=1),
+        Field("count", "count", lambda operator: operator.count),
+        Field("max", "ns", lambda operator: operator.max_ns, priority=2),
         top=6,
     )
 
 
-def _operators(number: int, trace: TraceReport, name: str) -> Iterator[Table]:
-    total = sum(operator.self_ns for operator in trace.operators)
-    if not trace.operators:
-        return
-    rows = [
-        (
-            code(operator.name),
-            duration(operator.self_ns, trace.operators[0].self_ns),
-            share(operator.self_ns / total if total else None),
-            duration(operator.total_ns),
-            count(operator.count),
-            duration(operator.max_ns),
-        )
-        for operator in trace.operators[:MAX_ROWS]
-    ]
-    columns = (
-        Column("operator", "code"),
-        Column("self", "ns", "without the operators that it called"),
-        Column("share", "share"),
-        Column("total", "ns", priority=1),
-        Column("count", "count"),
-        Column("max", "ns", priority=2),
-    )
-    others = trace.operators[MAX_ROWS:]
-    yield Table(
-        id=f"operators-{number}",
-        title=f"Operators on the host{name}",
-        columns=columns,
-        rows=rows,
-        notes=[more(len(others))] * bool(others),
+def _transfers(number: int, trace: TraceReport, name: str) -> Iterator[Table]:
+    yield from ranked(
+        f"comm-{number}",
+        f"Collectives{name}",
+        trace.collectives,
+        Field("collective", "code", lambda kind: kind.name),
+        Field("group", "code", lambda kind: kind.group or None, priority=4),
+        Field("size", "bytes", lambda kind: kind.bytes_each),
+        Field("count", "count", lambda kind: kind.count),
+        Field("total", "ns", lambda kind: kind.total_ns, bar=True),
+        Field("exposed", "ns", lambda kind: kind.exposed_ns, "with no compute running"),
+        Field("median", "ns", lambda kind: kind.median_ns, priority=1),
+        Field("max", "ns", lambda kind: kind.max_ns, priority=2),
         top=6,
     )
-
-
-def _collectives(number: int, trace: TraceReport, name: str) -> Iterator[Table]:
-    if not trace.collectives:
-        return
-    rows = [
-        (
-            code(kind.name),
-            code(kind.group or None),
-            size(kind.bytes_each),
-            count(kind.count),
-            duration(kind.total_ns, trace.collectives[0].total_ns),
-            duration(kind.exposed_ns),
-            duration(kind.median_ns),
-            duration(kind.max_ns),
-        )
-        for kind in trace.collectives[:MAX_ROWS]
-    ]
-    columns = (
-        Column("collective", "code"),
-        Column("group", "code", priority=4),
-        Column("size", "bytes"),
-        Column("count", "count"),
-        Column("total", "ns"),
-        Column("exposed", "ns", "with no compute running"),
-        Column("median", "ns", priority=1),
-        Column("max", "ns", priority=2),
+    yield from ranked(
+        f"copies-{number}",
+        f"Memory copies{name}",
+        trace.copies,
+        Field("copy", "text", lambda copies: copies.kind),
+        Field("host memory", "text", lambda copies: PINNED[copies.is_pageable]),
+        Field("count", "count", lambda copies: copies.count),
+        Field("total", "ns", lambda copies: copies.total_ns, bar=True),
+        Field("bytes", "bytes", lambda copies: copies.bytes),
     )
-    yield Table(id=f"comm-{number}", title=f"Collectives{name}", columns=columns, rows=rows, top=6)
-
-
-def _copies(number: int, trace: TraceReport, name: str) -> Iterator[Table]:
-    if not trace.copies:
-        return
-    rows = [
-        (
-            text(copies.kind),
-            text(PINNED[copies.is_pageable]),
-            count(copies.count),
-            duration(copies.total_ns, trace.copies[0].total_ns),
-            size(copies.bytes),
-        )
-        for copies in trace.copies[:MAX_ROWS]
-    ]
-    columns = (
-        Column("copy"),
-        Column("host memory"),
-        Column("count", "count"),
-        Column("total", "ns"),
-        Column("bytes", "bytes"),
-    )
-    yield Table(id=f"copies-{number}", title=f"Memory copies{name}", columns=columns, rows=rows)
 
 
 def _host(number: int, trace: TraceReport, name: str) -> Iterator[Table]:
-    if trace.runtime_calls:
-        calls = [
-            (
-                code(call.name),
-                count(call.count),
-                duration(call.total_ns, trace.runtime_calls[0].total_ns),
-                duration(call.max_ns),
-            )
-            for call in trace.runtime_calls[:MAX_ROWS]
-        ]
-        columns = (Column("call", "code"), Column("count", "count"), Column("total", "ns"), Column("max", "ns"))
-        title = f"CUDA runtime and driver calls{name}"
-        yield Table(id=f"runtime-{number}", title=title, columns=columns, rows=calls, top=4)
+    yield from ranked(
+        f"runtime-{number}",
+        f"CUDA runtime and driver calls{name}",
+        trace.runtime_calls,
+        Field("call", "code", lambda call: call.name),
+        Field("count", "count", lambda call: call.count),
+        Field("total", "ns", lambda call: call.total_ns, bar=True),
+        Field("max", "ns", lambda call: call.max_ns),
+        top=4,
+    )
     if trace.steps:
-        longest = max(step.duration_ns for step in trace.steps)
-        steps = [
-            (
-                index(step.number),
-                duration(step.duration_ns, longest),
-                duration(step.busy_ns),
-                duration(step.data_loading_ns),
-            )
-            for step in trace.steps[:MAX_ROWS]
-        ]
-        columns = (
-            Column("step", "index"),
-            Column("duration", "ns"),
-            Column("device busy", "ns"),
-            Column(called("data_loading"), "ns"),
+        columns, rows = grid(
+            trace.steps[:MAX_ROWS],
+            Field("step", "index", lambda step: step.number),
+            Field("duration", "ns", lambda step: step.duration_ns, bar=True),
+            Field("device busy", "ns", lambda step: step.busy_ns),
+            Field(called("data_loading"), "ns", lambda step: step.data_loading_ns),
         )
-        yield Table(id=f"steps-{number}", title=f"Steps{name}", columns=columns, rows=steps, is_detail=True)
+        notes = rest(trace.steps, MAX_ROWS)
+        yield Table(f"steps-{number}", f"Steps{name}", columns, rows, notes=notes, is_detail=True)
 
 
 def kernel_names(names: Iterable[str]) -> list[str]:
