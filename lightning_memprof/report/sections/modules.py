@@ -6,22 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.memory.activations import patterns
-from lightning_memprof.report.document import (
-    Cell,
-    Column,
-    Paragraph,
-    Part,
-    Section,
-    Table,
-    code,
-    count,
-    duration,
-    phrase,
-    share,
-    size,
-    text,
-)
+from lightning_memprof.report.document import Cell, Paragraph, Part, Section, Table, phrase, share, size, text
 from lightning_memprof.report.sections.memory import MAX_ROWS
+from lightning_memprof.report.sections.tables import Field, filled, grid
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,61 +81,45 @@ def _sum(sizes: Sequence[int | None]) -> int | None:
 
 
 def _module_patterns(saved: Activations) -> Table:
-    sums = module_sums(saved)[:MAX_ROWS]
-    most = max((found.total_bytes for found in sums), default=None)
-    rows = [
-        (
-            code(found.name),
-            size(found.self_bytes),
-            size(found.total_bytes, most),
-            size(found.parameter_bytes),
-            size(found.gradient_bytes),
-            count(found.calls or None),
-        )
-        for found in sums
-    ]
-    columns = (
-        Column("module", "code"),
-        Column("self", "bytes"),
-        Column("total", "bytes"),
-        Column("parameters", "bytes", priority=1),
-        Column("gradients", "bytes", priority=2),
-        Column("count", "count", priority=3),
+    columns, rows = grid(
+        module_sums(saved)[:MAX_ROWS],
+        Field("module", "code", lambda module: module.name),
+        Field("self", "bytes", lambda module: module.self_bytes),
+        Field("total", "bytes", lambda module: module.total_bytes, bar=True),
+        Field("parameters", "bytes", lambda module: module.parameter_bytes, priority=1),
+        Field("gradients", "bytes", lambda module: module.gradient_bytes, priority=2),
+        Field("count", "count", lambda module: module.calls or None, priority=3),
     )
-    footer = [(text("unattributed"), size(saved.unattributed_bytes), *[text("")] * 4)]
-    title = "Saved activations by module, repeated blocks together"
-    return Table(id="modules-alike", title=title, columns=columns, rows=rows, footer=footer)
+    footer = [filled(columns, text("unattributed"), size(saved.unattributed_bytes))]
+    return Table("modules-alike", "Saved activations by module, repeated blocks together", columns, rows, footer)
 
 
 def _every_module(saved: Activations) -> Table:
-    shown, rest = saved.modules[:MAX_MODULES], saved.modules[MAX_MODULES:]
-    self_most = max((module.own_activation_bytes for module in shown), default=None)
-    total_most = max((module.inclusive_activation_bytes for module in shown), default=None)
-    longest = max((module.forward_ns or 0 for module in shown), default=None)
-    rows = [
-        (
-            Cell(module.name or ROOT, "code", sort=module.name),
-            size(module.own_activation_bytes, self_most),
-            size(module.inclusive_activation_bytes, total_most),
-            size(module.parameter_bytes),
-            size(module.gradient_bytes),
-            duration(module.forward_ns if module.calls else None, longest),
-            count(module.calls or None),
-        )
-        for module in shown
-    ]
-    columns = (
-        Column("module", "code"),
-        Column("self", "bytes", "saved while it was the innermost module"),
-        Column("total", "bytes", "with its submodules"),
-        Column("parameters", "bytes"),
-        Column("gradients", "bytes"),
-        Column("forward", "ns", "in the recorded step"),
-        Column("count", "count"),
+    others = saved.modules[MAX_MODULES:]
+    columns, rows = grid(
+        saved.modules[:MAX_MODULES],
+        Field("module", "code", lambda module: Cell(module.name or ROOT, "code", sort=module.name)),
+        Field(
+            "self",
+            "bytes",
+            lambda module: module.own_activation_bytes,
+            "saved while it was the innermost module",
+            bar=True,
+        ),
+        Field("total", "bytes", lambda module: module.inclusive_activation_bytes, "with its submodules", bar=True),
+        Field("parameters", "bytes", lambda module: module.parameter_bytes),
+        Field("gradients", "bytes", lambda module: module.gradient_bytes),
+        Field(
+            "forward",
+            "ns",
+            lambda module: module.forward_ns if module.calls else None,
+            "in the recorded step",
+            bar=True,
+        ),
+        Field("count", "count", lambda module: module.calls or None),
     )
-    empty = [text("")] * 5
-    footer = [(text("unattributed"), size(saved.unattributed_bytes), *empty)]
-    if rest:
-        sums = sum(module.own_activation_bytes for module in rest)
-        footer.insert(0, (text(f"{len(rest)} more"), size(sums), *empty))
-    return Table(id="modules-each", title="By module", columns=columns, rows=rows, footer=footer, is_detail=True)
+    footer = [filled(columns, text("unattributed"), size(saved.unattributed_bytes))]
+    if others:
+        sums = sum(module.own_activation_bytes for module in others)
+        footer.insert(0, filled(columns, text(f"{len(others)} more"), size(sums)))
+    return Table("modules-each", "By module", columns, rows, footer, is_detail=True)

@@ -13,15 +13,14 @@ from lightning_memprof.report.document import (
     Row,
     Section,
     Table,
-    code,
     count,
-    index,
     phrase,
     size,
     text,
 )
 from lightning_memprof.report.sections.labels import called, peak_note
 from lightning_memprof.report.sections.memory import MAX_ROWS, peak_allocations, window_name
+from lightning_memprof.report.sections.tables import Field, filled, grid
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,34 +43,23 @@ def sites_section(view: View) -> Section | None:
     window, device = found
     step = "" if device.peak_step is None else f" in step {device.peak_step}"
     lead = phrase(f"Live bytes on {device.device} peak at {{}}{step}, {window_name(window)}.", size(device.peak_bytes))
-    footer = [
-        *(
-            [_rest("freed, allocated before the window", -device.freed_outside_bytes)]
-            if device.freed_outside_bytes
-            else []
-        ),
-        _rest("unattributed", device.unattributed_bytes),
-    ]
     parameters = memory.activations.parameters if memory.activations else {}
-    columns = (
-        Column("operator", "code"),
-        Column("bytes", "bytes"),
-        Column("blocks", "count", priority=2),
-        Column("module", "code"),
-        Column("line", "code", priority=1),
-    )
-    rows = site_rows(device.sites, parameters)
+    columns, rows = site_rows(device.sites, parameters)
+    footer = [filled(columns, text("unattributed"), size(device.unattributed_bytes))]
+    if device.freed_outside_bytes:
+        freed = text("freed, allocated before the window"), size(-device.freed_outside_bytes)
+        footer.insert(0, filled(columns, *freed))
     parts: list[Part] = [
         Chart("holders"),
         Paragraph(f"{peak_note('live')}."),
-        Table(id="sites", title="Allocation sites at the peak", columns=columns, rows=rows, footer=footer),
+        Table("sites", "Allocation sites at the peak", columns, rows, footer),
         _every_site(device),
     ]
     return Section("sites", "Allocation sites", lead, parts)
 
 
-def site_rows(sites: Sequence[Site], parameters: Mapping[str, int]) -> list[Row]:
-    """Return the sites, repeated blocks as one row, the largest first; whatever their step and phase."""
+def site_rows(sites: Sequence[Site], parameters: Mapping[str, int]) -> tuple[list[Column], list[Row]]:
+    """Return a table of the sites, repeated blocks as one row, the largest first; whatever their step and phase."""
     shared = patterns({site.module for site in sites if site.module}, parameters)
     sums: dict[tuple[str, str, str | None], list[int]] = {}
     for site in sites:
@@ -80,11 +68,14 @@ def site_rows(sites: Sequence[Site], parameters: Mapping[str, int]) -> list[Row]
         row[0] += site.bytes
         row[1] += site.blocks
     ordered = sorted(sums.items(), key=lambda item: (-item[1][0], *(part or "" for part in item[0])))
-    most = ordered[0][1][0] if ordered else None
-    return [
-        (code(operator), size(total, most), count(blocks), code(where or None), code(line))
-        for (operator, where, line), (total, blocks) in ordered[:MAX_ROWS]
-    ]
+    return grid(
+        ordered[:MAX_ROWS],
+        Field("operator", "code", lambda row: row[0][0]),
+        Field("bytes", "bytes", lambda row: row[1][0], bar=True),
+        Field("blocks", "count", lambda row: row[1][1], priority=2),
+        Field("module", "code", lambda row: row[0][1] or None),
+        Field("line", "code", lambda row: row[0][2], priority=1),
+    )
 
 
 def short_line(line: str | None) -> str | None:
@@ -93,42 +84,18 @@ def short_line(line: str | None) -> str | None:
 
 
 def _every_site(device: DeviceAllocations) -> Table:
-    most = device.sites[0].bytes
-    rows = [
-        (
-            code(site.operator.removeprefix("aten::")),
-            size(site.bytes, most),
-            count(site.blocks),
-            code(site.module),
-            code(site.line),
-            text(called(site.phase) if site.phase else None),
-            index(site.step),
-        )
-        for site in device.sites[:MAX_ROWS]
-    ]
-    columns = (
-        Column("operator", "code"),
-        Column("bytes", "bytes"),
-        Column("blocks", "count"),
-        Column("module", "code"),
-        Column("line", "code"),
-        Column("phase"),
-        Column("step", "index"),
+    columns, rows = grid(
+        device.sites[:MAX_ROWS],
+        Field("operator", "code", lambda site: site.operator.removeprefix("aten::")),
+        Field("bytes", "bytes", lambda site: site.bytes, bar=True),
+        Field("blocks", "count", lambda site: site.blocks),
+        Field("module", "code", lambda site: site.module),
+        Field("line", "code", lambda site: site.line),
+        Field("phase", "text", lambda site: called(site.phase) if site.phase else None),
+        Field("step", "index", lambda site: site.step),
     )
-    rest = device.sites[MAX_ROWS:]
     footer = []
-    if rest:
-        sums = sum(site.bytes for site in rest), sum(site.blocks for site in rest)
-        footer = [(text(f"{len(rest)} more"), size(sums[0]), count(sums[1]), *[text("")] * 4)]
-    return Table(
-        id="every-site",
-        title="By module, line, phase and step",
-        columns=columns,
-        rows=rows,
-        footer=footer,
-        is_detail=True,
-    )
-
-
-def _rest(name: str, rest: int) -> Row:
-    return text(name), size(rest), text(""), text(""), text("")
+    if others := device.sites[MAX_ROWS:]:
+        sums = size(sum(site.bytes for site in others)), count(sum(site.blocks for site in others))
+        footer = [filled(columns, text(f"{len(others)} more"), *sums)]
+    return Table("every-site", "By module, line, phase and step", columns, rows, footer, is_detail=True)

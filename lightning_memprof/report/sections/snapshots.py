@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.report.document import (
     Cell,
     Chart,
-    Column,
     Facts,
     Paragraph,
     Part,
@@ -15,24 +15,13 @@ from lightning_memprof.report.document import (
     Stack,
     Table,
     Words,
-    code,
     count,
     duration,
-    index,
     phrase,
-    share,
     size,
-    text,
 )
-from lightning_memprof.report.sections.labels import (
-    BEFORE_RECORDING,
-    PEAKS,
-    bars,
-    called,
-    more,
-    peak_note,
-    reserved_parts,
-)
+from lightning_memprof.report.sections.labels import BEFORE_RECORDING, PEAKS, bars, called, peak_note, reserved_parts
+from lightning_memprof.report.sections.tables import Field, grid, ranked, rest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -41,8 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["reserved_stack", "snapshot_peak", "snapshots_section"]
 
-# --format json has all.
-MAX_ROWS: Final = 100
+# A run may have hundreds of snapshots.
 MAX_SHOWN: Final = 16
 STACK_FRAMES: Final = 6
 CURVE_POINTS: Final = 640
@@ -56,8 +44,7 @@ def snapshots_section(snapshots: Sequence[SnapshotReport]) -> Section | None:
     parts: list[Part] = [_overview(ordered)] if len(snapshots) > 1 else []
     for number, snapshot in enumerate(ordered[:MAX_SHOWN]):
         parts += _snapshot(number, snapshot, several=len(snapshots) > 1)
-    if len(snapshots) > MAX_SHOWN:
-        parts.append(Paragraph(more(len(snapshots) - MAX_SHOWN, "more snapshots")))
+    parts += map(Paragraph, rest(snapshots, MAX_SHOWN, "more snapshots"))
     lead = f"{len(snapshots)} snapshots" if len(snapshots) > 1 else "A snapshot"
     return Section("snapshots", "Snapshots", f"{lead} of the CUDA allocator.", parts)
 
@@ -68,27 +55,16 @@ def snapshot_peak(snapshot: SnapshotReport) -> int:
 
 
 def _overview(snapshots: Sequence[SnapshotReport]) -> Table:
-    rows = [
-        (
-            code(snapshot.file.name),
-            index(device.device),
-            size(device.reserved_bytes),
-            size(device.allocated_bytes),
-            size(device.peak_requested_bytes),
-            count(device.events),
-        )
-        for snapshot in snapshots
-        for device in snapshot.devices
-    ]
-    columns = (
-        Column("file", "code"),
-        Column("device", "index"),
-        Column("reserved", "bytes"),
-        Column("allocated", "bytes"),
-        Column(PEAKS["requested"].label, "bytes"),
-        Column("events", "count", priority=1),
+    columns, rows = grid(
+        [(snapshot.file, device) for snapshot in snapshots for device in snapshot.devices],
+        Field("file", "code", lambda row: row[0].name),
+        Field("device", "index", lambda row: row[1].device),
+        Field("reserved", "bytes", lambda row: row[1].reserved_bytes),
+        Field("allocated", "bytes", lambda row: row[1].allocated_bytes),
+        Field(PEAKS["requested"].label, "bytes", lambda row: row[1].peak_requested_bytes),
+        Field("events", "count", lambda row: row[1].events, priority=1),
     )
-    return Table(id="snapshots-table", title="Snapshots", columns=columns, rows=rows, top=MAX_SHOWN)
+    return Table("snapshots-table", "Snapshots", columns, rows, top=MAX_SHOWN)
 
 
 def _snapshot(number: int, snapshot: SnapshotReport, *, several: bool) -> Iterator[Part]:
@@ -99,19 +75,20 @@ def _snapshot(number: int, snapshot: SnapshotReport, *, several: bool) -> Iterat
         ("events", count(sum(device.events for device in snapshot.devices))),
     ]
     if (failed := snapshot.oom) is not None:
-        rows.append(("failed allocation", phrase(f"{{}} on device {failed.device}", size(failed.requested_bytes))))
-        rows.append(("free on the device", size(failed.device_free_bytes)))
-        rows.append(("allocated", size(failed.live.allocated_bytes)))
-        rows.append(("reserved", size(failed.live.reserved_bytes)))
-        rows.append(("largest free block", size(failed.largest_free_bytes)))
+        rows += [
+            ("failed allocation", phrase(f"{{}} on device {failed.device}", size(failed.requested_bytes))),
+            ("free on the device", size(failed.device_free_bytes)),
+            ("allocated", size(failed.live.allocated_bytes)),
+            ("reserved", size(failed.live.reserved_bytes)),
+            ("largest free block", size(failed.largest_free_bytes)),
+        ]
     yield Facts(f"Snapshot {number + 1}" if several else "Snapshot", rows, snapshot.missing, is_wide=True)
     yield Chart("allocations" if number == 0 else f"allocations-{number + 1}")
     for device in snapshot.devices:
         on = f", device {device.device}" if len(snapshot.devices) > 1 else ""
         yield reserved_stack(device, f"{on}{name}")
         yield from _over_time(number, device, f"{on}{name}")
-        yield from _lines(number, device, f"{on}{name}")
-        yield from _stacks(number, device, f"{on}{name}")
+        yield from _sites(number, device, f"{on}{name}")
         yield from _pools(number, device, f"{on}{name}")
 
 
@@ -153,47 +130,28 @@ def _over_time(number: int, device: DeviceReport, name: str) -> Iterator[Chart]:
     yield Chart(f"requested-{number}-{device.device}", f"Requested bytes{name}", values, words)
 
 
-def _lines(number: int, device: DeviceReport, name: str) -> Iterator[Table]:
-    whole = device.peak_requested_bytes
-    if not device.lines_at_peak or not whole:
-        return
-    rows = [
-        (
-            code(_short(line.site) if line.site else BEFORE_RECORDING),
-            size(line.bytes, device.lines_at_peak[0].bytes),
-            share(line.bytes / whole),
-            count(line.blocks),
+def _sites(number: int, device: DeviceReport, name: str) -> Iterator[Table]:
+    if whole := device.peak_requested_bytes:
+        yield from ranked(
+            f"lines-{number}-{device.device}",
+            f"Allocation sites at the {PEAKS['requested'].label}{name}",
+            device.lines_at_peak,
+            Field("line", "code", lambda line: _short(line.site) if line.site else BEFORE_RECORDING),
+            Field("bytes", "bytes", lambda line: line.bytes, bar=True),
+            Field("share", "share", lambda line: line.bytes / whole),
+            Field("blocks", "count", lambda line: line.blocks),
+            top=8,
         )
-        for line in device.lines_at_peak[:MAX_ROWS]
-    ]
-    columns = (Column("line", "code"), Column("bytes", "bytes"), Column("share", "share"), Column("blocks", "count"))
-    title = f"Allocation sites at the {PEAKS['requested'].label}{name}"
-    yield Table(id=f"lines-{number}-{device.device}", title=title, columns=columns, rows=rows, top=8)
-
-
-def _stacks(number: int, device: DeviceReport, name: str) -> Iterator[Table]:
-    if not device.holders_at_peak:
-        return
-    most = device.holders_at_peak[0].bytes
-    rows = [
-        (
-            code(_frame(holder.site) or BEFORE_RECORDING),
-            size(holder.bytes, most),
-            count(holder.blocks),
-            code(" ← ".join(map(_frame, holder.stack[:STACK_FRAMES]))),
-        )
-        for holder in device.holders_at_peak[:MAX_ROWS]
-    ]
-    columns = (Column("line", "code"), Column("bytes", "bytes"), Column("blocks", "count"), Column("stack", "code"))
-    others = device.holders_at_peak[MAX_ROWS:]
-    yield Table(
-        id=f"holders-{number}-{device.device}",
-        title=f"Allocation sites by stack{name}",
-        columns=columns,
-        rows=rows,
-        notes=[more(len(others))] * bool(others),
-        is_detail=True,
-    )
+    for table in ranked(
+        f"holders-{number}-{device.device}",
+        f"Allocation sites by stack{name}",
+        device.holders_at_peak,
+        Field("line", "code", lambda holder: _frame(holder.site) or BEFORE_RECORDING),
+        Field("bytes", "bytes", lambda holder: holder.bytes, bar=True),
+        Field("blocks", "count", lambda holder: holder.blocks),
+        Field("stack", "code", lambda holder: " ← ".join(map(_frame, holder.stack[:STACK_FRAMES]))),
+    ):
+        yield replace(table, is_detail=True)
 
 
 def _frame(frame: str) -> str:
@@ -211,23 +169,15 @@ def _short(site: str) -> str:
 def _pools(number: int, device: DeviceReport, name: str) -> Iterator[Table]:
     if len({pool.pool for pool in device.pools}) < 2:
         return
-    rows = [
-        (
-            text("(outside graphs)" if pool.pool == (0, 0) else f"pool {pool.pool[0]}, {pool.pool[1]}"),
-            text(str(pool.stream)),
-            count(pool.segments),
-            size(pool.reserved_bytes),
-            size(pool.allocated_bytes),
-        )
-        for pool in device.pools
-    ]
-    columns = (
-        Column("pool"),
-        Column("stream"),
-        Column("segments", "count"),
-        Column("reserved", "bytes"),
-        Column("allocated", "bytes"),
+    columns, rows = grid(
+        device.pools,
+        Field(
+            "pool", "text", lambda pool: "(outside graphs)" if pool.pool == (0, 0) else "pool {}, {}".format(*pool.pool)
+        ),
+        Field("stream", "text", lambda pool: str(pool.stream)),
+        Field("segments", "count", lambda pool: pool.segments),
+        Field("reserved", "bytes", lambda pool: pool.reserved_bytes),
+        Field("allocated", "bytes", lambda pool: pool.allocated_bytes),
     )
     notes = ["memory of one pool serves no other pool"]
-    title = f"Memory pools{name}"
-    yield Table(id=f"pools-{number}-{device.device}", title=title, columns=columns, rows=rows, notes=notes, top=4)
+    yield Table(f"pools-{number}-{device.device}", f"Memory pools{name}", columns, rows, notes=notes, top=4)
