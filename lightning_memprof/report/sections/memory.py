@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.report.document import (
     Cell,
     Chart,
-    Column,
     Part,
-    Row,
     Section,
     Stack,
     Table,
     Words,
     change,
-    code,
-    count,
     duration,
-    index,
     phrase,
     share,
     size,
     text,
 )
 from lightning_memprof.report.named import summarize
-from lightning_memprof.report.sections.labels import PEAKS, Peak, bars, category, more
+from lightning_memprof.report.sections.labels import PEAKS, Peak, bars, category
+from lightning_memprof.report.sections.tables import Field, filled, grid, ranked, ratio, rest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -92,12 +89,15 @@ def memory_section(view: View) -> Section:
 
 
 def _peaks(view: View) -> Iterator[Table]:
-    rows = [
-        (text(peak.label), size(peak_bytes), text(peak.counts), text(peak.span)) for peak, peak_bytes in run_peaks(view)
-    ]
-    columns = (Column("peak"), Column("bytes", "bytes"), Column("counts", priority=1), Column("time span", priority=2))
+    columns, rows = grid(
+        run_peaks(view),
+        Field("peak", "text", lambda row: row[0].label),
+        Field("bytes", "bytes", lambda row: row[1]),
+        Field("counts", "text", lambda row: row[0].counts, priority=1),
+        Field("time span", "text", lambda row: row[0].span, priority=2),
+    )
     if rows:
-        yield Table(id="peaks", title="Peaks", columns=columns, rows=rows, is_sortable=False)
+        yield Table("peaks", "Peaks", columns, rows, is_sortable=False)
 
 
 def category_stack(view: View) -> Stack | None:
@@ -116,34 +116,26 @@ def category_stack(view: View) -> Stack | None:
 def _categories(view: View) -> Iterator[Table]:
     if (peak := view.memory.lead.peak) is None:
         return
-    rows: list[Row] = [
-        (
-            text(category(name)),
-            size(known, peak.total_bytes),
-            share(known / peak.total_bytes if known is not None and peak.total_bytes else None),
-            text(peak.unknown.get(name) or "not known" if known is None else ""),
-        )
-        for name, known in peak.categories.items()
-    ]
+    whole = peak.total_bytes
+    columns, rows = grid(
+        list(peak.categories.items()),
+        Field("category", "text", lambda row: category(row[0])),
+        Field("bytes", "bytes", lambda row: size(row[1], whole)),
+        Field("share", "share", lambda row: ratio(row[1], whole)),
+        Field("not available", "text", lambda row: (peak.unknown.get(row[0]) or "not known") * (row[1] is None)),
+    )
     notes: list[Words] = [f"{peak.source}: {peak.moment}"]
     notes += [phrase(f"also {{}} on {other.device or '?'}", size(other.total_bytes)) for other in peak.others]
     allocator = view.lead.device.peak_allocated_bytes if view.lead.device else None
     if allocator is not None:
-        words, beyond = f"{PEAKS['device'].label} {{}}", allocator - peak.total_bytes
+        words, beyond = f"{PEAKS['device'].label} {{}}", allocator - whole
         notes.append(
             phrase(f"{words}, {{}} more than these categories", size(allocator), size(beyond))
             if beyond > 0
             else phrase(words, size(allocator))
         )
-    yield Table(
-        id="categories",
-        title="Peak by category",
-        columns=(Column("category"), Column("bytes", "bytes"), Column("share", "share"), Column("not available")),
-        rows=rows,
-        footer=[(text("sum"), size(peak.total_bytes), share(1.0 if peak.total_bytes else None), text(""))],
-        notes=notes,
-        is_sortable=False,
-    )
+    footer = [filled(columns, text("sum"), size(whole), share(ratio(whole, whole)))]
+    yield Table("categories", "Peak by category", columns, rows, footer, notes, is_sortable=False)
 
 
 def _over_time(memory: RankMemory) -> Iterator[Part]:
@@ -194,48 +186,29 @@ def window_name(window: int | None) -> str:
 
 
 def _checkpointing(memory: RankMemory, view: View) -> Iterator[Table]:
-    rows = [row for group in memory.checkpointing[:MAX_CHECKPOINTED] for row in _checkpointed(group, memory)]
-    if not rows:
-        return
-    notes = ["recompute peak: the saved bytes of one block exist again while it is recomputed", *_slower(view)]
-    if len(memory.checkpointing) > MAX_CHECKPOINTED:
-        notes.append(more(len(memory.checkpointing) - MAX_CHECKPOINTED))
-    yield Table(
-        id="checkpointing",
-        title="Activation checkpointing, estimate for one step",
-        columns=(
-            Column("blocks", "code"),
-            Column("saved", "bytes"),
-            Column("recompute peak", "bytes", priority=2),
-            Column("still held", "bytes", priority=1),
-            Column("recompute time", "ns"),
-        ),
-        rows=rows,
-        notes=notes,
-        is_sortable=False,
-        top=6,
-    )
-
-
-def _checkpointed(group: CheckpointedGroup, memory: RankMemory) -> Iterator[Row]:
-    number = len(group.blocks)
     whole = memory.activations.total_bytes if memory.activations else None
-    yield (
-        code(f"{group.name}, {'all' if number == group.repeats else 'these'} {number}"),
-        size(group.saved_bytes, whole),
-        size(group.recompute_peak_bytes),
-        size(group.still_held_bytes),
-        duration(group.recompute_ns),
+    shown = memory.checkpointing[:MAX_CHECKPOINTED]
+    columns, rows = grid(
+        [row for group in shown for row in ((group, 1), (group, len(group.blocks)))[: len(group.blocks)]],
+        Field("blocks", "code", lambda row: text("  each") if row[1] > 1 else _blocks(row[0])),
+        Field("saved", "bytes", lambda row: size(row[0].saved_bytes / row[1], None if row[1] > 1 else whole)),
+        Field("recompute peak", "bytes", lambda row: None if row[1] > 1 else row[0].recompute_peak_bytes, priority=2),
+        Field("still held", "bytes", lambda row: row[0].still_held_bytes / row[1], priority=1),
+        Field("recompute time", "ns", lambda row: ratio(row[0].recompute_ns, row[1])),
     )
-    if number > 1:
-        each = None if group.recompute_ns is None else group.recompute_ns / number
-        yield (
-            text("  each"),
-            size(group.saved_bytes / number),
-            size(None),
-            size(group.still_held_bytes / number),
-            duration(each),
-        )
+    notes = [
+        "recompute peak: the saved bytes of one block exist again while it is recomputed",
+        *_slower(view),
+        *rest(memory.checkpointing, MAX_CHECKPOINTED),
+    ]
+    title = "Activation checkpointing, estimate for one step"
+    if rows:
+        yield Table("checkpointing", title, columns, rows, notes=notes, is_sortable=False, top=6)
+
+
+def _blocks(group: CheckpointedGroup) -> str:
+    number = len(group.blocks)
+    return f"{group.name}, {'all' if number == group.repeats else 'these'} {number}"
 
 
 def _slower(view: View) -> Iterator[Words]:
@@ -252,20 +225,20 @@ def _slower(view: View) -> Iterator[Words]:
 
 def _functions(functions: Sequence[FunctionReport]) -> Iterator[Table]:
     known = [(name, key) for name, key in FUNCTION_COLUMNS if any(function.changes(key) for function in functions)]
-    if not functions:
-        return
-    rows = [
-        (code(function.name), count(len(function.calls)), *(_mean_change(function.changes(key)) for _, key in known))
-        for function in functions
-    ]
-    columns = (
-        Column("function", "code"),
-        Column("count", "count"),
-        *(Column(f"{name}", "bytes", priority=place) for place, (name, _) in enumerate(known)),
-    )
-    note = "RSS grows on first touch only; reused memory shows 0"
-    title = "Mean change of memory per call"
-    yield Table(id="functions", title=title, columns=columns, rows=rows, notes=(note,), top=8)
+    for table in ranked(
+        "functions",
+        "Mean change of memory per call",
+        functions,
+        Field("function", "code", lambda function: function.name),
+        Field("count", "count", lambda function: len(function.calls)),
+        *(_change_of(name, key, place) for place, (name, key) in enumerate(known)),
+        top=8,
+    ):
+        yield replace(table, notes=[*table.notes, "RSS grows on first touch only; reused memory shows 0"])
+
+
+def _change_of(heading: str, key: str, priority: int) -> Field[FunctionReport]:
+    return Field(heading, "bytes", lambda function: _mean_change(function.changes(key)), priority=priority)
 
 
 def _mean_change(changes: Sequence[int]) -> Cell:
@@ -273,47 +246,27 @@ def _mean_change(changes: Sequence[int]) -> Cell:
 
 
 def _named(view: View) -> Iterator[Table]:
-    if not view.named:
-        return
-    columns: tuple[Column, ...] = (
-        Column("name", "code"),
-        Column("rank", "index", priority=1),
-        Column("count", "count"),
-        Column("RSS", "bytes"),
-        Column("mean change", "bytes"),
-        Column("max change", "bytes"),
-        Column("unfinished", "count"),
+    yield from ranked(
+        "named-sums",
+        "Named regions and snapshots",
+        summarize(view.named),
+        Field("name", "code", lambda found: found.name),
+        Field("rank", "index", lambda found: found.rank, priority=1),
+        Field("count", "count", lambda found: found.times),
+        Field("RSS", "bytes", lambda found: found.rss_bytes[-1] if found.rss_bytes else None),
+        Field("mean change", "bytes", lambda found: _mean_change(found.changes_bytes)),
+        Field("max change", "bytes", lambda found: change(max(found.changes_bytes, default=None))),
+        Field("unfinished", "count", lambda found: found.unfinished or None),
+        top=12,
     )
-    rows = [
-        (
-            code(found.name),
-            index(found.rank),
-            count(found.times),
-            size(found.rss_bytes[-1] if found.rss_bytes else None),
-            _mean_change(found.changes_bytes),
-            change(max(found.changes_bytes, default=None)),
-            count(found.unfinished or None),
-        )
-        for found in summarize(view.named)
-    ]
-    yield Table(id="named-sums", title="Named regions and snapshots", columns=columns, rows=rows, top=12)
-    columns = (
-        Column("name", "code"),
-        Column("point"),
-        Column("rank", "index"),
-        Column("step", "index"),
-        Column("RSS", "bytes"),
-        Column(PEAKS["rss"].label, "bytes"),
+    columns, rows = grid(
+        view.named[:MAX_ROWS],
+        Field("name", "code", lambda moment: moment.name),
+        Field("point", "text", lambda moment: moment.point),
+        Field("rank", "index", lambda moment: moment.rank),
+        Field("step", "index", lambda moment: moment.step),
+        Field("RSS", "bytes", lambda moment: moment.rss_bytes),
+        Field(PEAKS["rss"].label, "bytes", lambda moment: moment.peak_rss_bytes),
     )
-    moments = [
-        (
-            code(moment.name),
-            text(moment.point),
-            index(moment.rank),
-            index(moment.step),
-            size(moment.rss_bytes),
-            size(moment.peak_rss_bytes),
-        )
-        for moment in view.named[:MAX_ROWS]
-    ]
-    yield Table(id="named", title="Each named moment", columns=columns, rows=moments, is_detail=True)
+    if rows:
+        yield Table("named", "Each named moment", columns, rows, notes=rest(view.named, MAX_ROWS), is_detail=True)

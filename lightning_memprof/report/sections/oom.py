@@ -10,22 +10,9 @@ from lightning_memprof.analysis.oom.autopsy import Autopsy, autopsy
 from lightning_memprof.analysis.oom.events import oom_events
 from lightning_memprof.artifacts.manifest import read_manifest
 from lightning_memprof.artifacts.naming import manifest_name, oom_name
-from lightning_memprof.report.document import (
-    Cell,
-    Column,
-    Line,
-    Lines,
-    Part,
-    Section,
-    Table,
-    Words,
-    code,
-    count,
-    phrase,
-    size,
-    text,
-)
+from lightning_memprof.report.document import Cell, Line, Lines, Part, Section, Table, Words, code, phrase, size, text
 from lightning_memprof.report.sections.labels import called, more
+from lightning_memprof.report.sections.tables import Field, grid
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -103,18 +90,14 @@ def _event(number: int, event: Autopsy) -> Iterator[Part]:
 
 
 def _sites(table_id: str, title: str, heading: str, holders: Sequence[Holder]) -> Table:
-    most = max((holder.bytes for holder in holders), default=None)
-    rows = [
-        (
-            _named(holder),
-            size(holder.bytes, most),
-            count(holder.blocks if holder.blocks > 1 else None),
-            text(holder.detail),
-        )
-        for holder in holders
-    ]
-    columns = (Column(heading, "code"), Column("bytes", "bytes"), Column("blocks", "count"), Column("detail"))
-    return Table(id=table_id, title=title, columns=columns, rows=rows)
+    columns, rows = grid(
+        holders,
+        Field(heading, "code", _named),
+        Field("bytes", "bytes", lambda holder: holder.bytes, bar=True),
+        Field("blocks", "count", lambda holder: holder.blocks if holder.blocks > 1 else None),
+        Field("detail", "text", lambda holder: holder.detail),
+    )
+    return Table(table_id, title, columns, rows)
 
 
 def _named(holder: Holder) -> Cell:

@@ -19,7 +19,6 @@ from lightning_memprof.report.document import (
     Stack,
     Table,
     Words,
-    code,
     count,
     duration,
     phrase,
@@ -28,7 +27,8 @@ from lightning_memprof.report.document import (
     size,
     text,
 )
-from lightning_memprof.report.sections.labels import MORE, PEAKS, bars, called, more, span
+from lightning_memprof.report.sections.labels import MORE, PEAKS, bars, called, span
+from lightning_memprof.report.sections.tables import Field, grid, ranked, rest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -100,7 +100,7 @@ def _by_phase(view: View) -> Iterator[Table]:
         "callbacks are part of the phase around them on the device's clock"
         if pulse is not None and pulse.breakdown_ns["callbacks"] is None
         else "",
-        left_out,
+        *left_out,
         f"device: {view.device_note}" if view.device_note else "",
     ]
     yield Table(
@@ -118,7 +118,7 @@ def _phase(column: StepColumn, phase: str) -> Cell:
     return duration(column.breakdown_ns[phase] if column.breakdown_ns is not None else None, column.duration_ns)
 
 
-def _columns(view: View) -> tuple[list[StepColumn], str]:
+def _columns(view: View) -> tuple[list[StepColumn], list[str]]:
     """Return the whole run, then recorded steps or, of many, windows; and a note on those that are left out."""
     columns = []
     lead = view.lead
@@ -135,10 +135,9 @@ def _columns(view: View) -> tuple[list[StepColumn], str]:
         )
     windows = [window for window in lead.windows if window.steps]
     if sum(len(window.steps) for window in windows) <= MAX_STEPS:
-        return columns + [_of_step(window, step) for window in windows for step in window.steps], ""
+        return columns + [_of_step(window, step) for window in windows for step in window.steps], []
     columns += [_of_window(window) for window in windows[:MAX_WINDOWS]]
-    left_out = len(windows) - MAX_WINDOWS
-    return columns, more(left_out, "more windows") if left_out > 0 else ""
+    return columns, rest(windows, MAX_WINDOWS, "more windows")
 
 
 def _of_step(window: WindowView, step: StepReport) -> StepColumn:
@@ -209,33 +208,22 @@ def _events(view: View) -> Iterator[Part]:
     )
     yield from _callbacks(view, mean)
     totals = sorted(event_totals(steps), key=lambda event: (-event.self_ns, event.action))
-    rows = [
-        (
-            code(action_name(event.action)),
-            text("profiler" if event.action.startswith(OWN_WORK) else called(event.part)),
-            duration(event.self_ns / number, totals[0].self_ns / number),
-            share(event.self_ns / total),
-            duration(event.total_ns / number),
-            count(event.count / number),
-            duration(event.max_self_ns),
-        )
-        for event in totals[:MAX_ACTIONS]
-    ]
-    yield Table(
-        id="events",
-        title="Events",
-        columns=(
-            Column("event", "code"),
-            Column("part", priority=2),
-            Column("self/step", "ns"),
-            Column("share", "share"),
-            Column("total/step", "ns", priority=1),
-            Column("count/step", "count"),
-            Column("max self", "ns"),
+    columns, rows = grid(
+        totals[:MAX_ACTIONS],
+        Field("event", "code", lambda event: action_name(event.action)),
+        Field(
+            "part",
+            "text",
+            lambda event: "profiler" if event.action.startswith(OWN_WORK) else called(event.part),
+            priority=2,
         ),
-        rows=rows,
-        notes=[*([more(len(totals) - len(rows))] if len(totals) > len(rows) else []), *_pauses(view)],
+        Field("self/step", "ns", lambda event: event.self_ns / number, bar=True),
+        Field("share", "share", lambda event: event.self_ns / total),
+        Field("total/step", "ns", lambda event: event.total_ns / number, priority=1),
+        Field("count/step", "count", lambda event: event.count / number),
+        Field("max self", "ns", lambda event: event.max_self_ns),
     )
+    yield Table("events", "Events", columns, rows, notes=[*rest(totals, MAX_ACTIONS), *_pauses(view)])
 
 
 def _callbacks(view: View, mean: float) -> Iterator[Table]:
@@ -243,15 +231,16 @@ def _callbacks(view: View, mean: float) -> Iterator[Table]:
     for step in view.events:
         for name, ns in step.callbacks_ns.items():
             sums[name] = sums.get(name, 0) + ns / len(view.events)
-    found = sorted(sums.items(), key=lambda item: (-item[1], item[0]))
-    rows = [
-        (code(action_name(f"[Callback]{name}.").removesuffix(".")), duration(ns, found[0][1]), share(ns / mean))
-        for name, ns in found
-        if ns >= LEAST_SHARE * mean
-    ]
-    if rows:
-        columns = (Column("callback", "code"), Column("self/step", "ns"), Column("share", "share"))
-        yield Table(id="callbacks", title="Callbacks", columns=columns, rows=rows, top=5)
+    found = [(name, ns) for name, ns in sums.items() if ns >= LEAST_SHARE * mean]
+    yield from ranked(
+        "callbacks",
+        "Callbacks",
+        sorted(found, key=lambda row: (-row[1], row[0])),
+        Field("callback", "code", lambda row: action_name(f"[Callback]{row[0]}.").removesuffix(".")),
+        Field("self/step", "ns", lambda row: row[1], bar=True),
+        Field("share", "share", lambda row: row[1] / mean),
+        top=5,
+    )
 
 
 def _pauses(view: View) -> Iterator[Words]:
@@ -291,23 +280,19 @@ def _throughput(view: View) -> Iterator[Part]:
         ("tokens", found.tokens, found.tokens_per_s),
         ("batches", None, found.batches_per_s),
     )
-    rows = [
-        (
-            text(name),
-            rate(known.mean, f"{name}/s"),
-            rate(known.p10, f"{name}/s"),
-            rate(known.p90, f"{name}/s"),
-            count(per_step),
-        )
-        for name, per_step, known in rates
-        if known is not None
-    ]
+    columns, rows = grid(
+        [(name, per_step, known, f"{name}/s") for name, per_step, known in rates if known is not None],
+        Field("quantity", "text", lambda row: row[0]),
+        Field("mean", "rate", lambda row: rate(row[2].mean, row[3])),
+        Field("p10", "rate", lambda row: rate(row[2].p10, row[3]), priority=1),
+        Field("p90", "rate", lambda row: rate(row[2].p90, row[3]), priority=1),
+        Field("per step", "rate", lambda row: count(row[1]), priority=2),
+    )
     notes: list[Words] = [found.basis]
     if found.flops is not None:
         unknown = rate(None, "FLOP/s")
-        rows.append(
-            (text("operations"), rate(found.flops_per_s, "FLOP/s"), unknown, unknown, rate(found.flops, "FLOP"))
-        )
+        operations = rate(found.flops_per_s, "FLOP/s"), unknown, unknown, rate(found.flops, "FLOP")
+        rows.append((text("operations"), *operations))
         if found.utilization is None or found.peak_flops is None:
             notes.append("utilization: not available, the device's peak is not known")
         else:
@@ -315,11 +300,4 @@ def _throughput(view: View) -> Iterator[Part]:
             notes.append(phrase("utilization: {} of the device's {}", share(found.utilization), known_peak))
     if len(view.ranks) > 1:
         notes.append(f"rank {found.rank} only; other ranks: {MORE}")
-    columns = (
-        Column("quantity"),
-        Column("mean", "rate"),
-        Column("p10", "rate", priority=1),
-        Column("p90", "rate", priority=1),
-        Column("per step", "rate", priority=2),
-    )
-    yield Table(id="rates", title="Throughput", columns=columns, rows=rows, notes=notes, is_sortable=False)
+    yield Table("rates", "Throughput", columns, rows, notes=notes, is_sortable=False)
