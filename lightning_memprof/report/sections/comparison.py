@@ -8,21 +8,19 @@ from typing import TYPE_CHECKING, Final
 from lightning_memprof.analysis.compare.model import GROUPS
 from lightning_memprof.report.document import (
     Cell,
-    Column,
     Document,
     Line,
     Lines,
     Phrase,
-    Row,
     Section,
     Style,
     Table,
     Words,
-    code,
     phrase,
     share,
     text,
 )
+from lightning_memprof.report.sections.tables import Field, grid
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -110,36 +108,29 @@ def _limit(comparison: Comparison, outcome: Outcome) -> Line:
 
 
 def _quantities(comparison: Comparison) -> Table:
-    columns = (
-        Column("quantity", "code"),
-        Column("A", "number"),
-        Column("A spread", "share", priority=1),
-        Column("B", "number"),
-        Column("B spread", "share", priority=1),
-        Column("change", "number"),
-        Column("source", "text", priority=2),
+    columns, rows = grid(
+        comparison.differences,
+        Field("quantity", "code", lambda found: Cell(found.name, "code", id=f"quantity-{found.name}")),
+        Field("A", "number", lambda found: _value(found.a)),
+        Field("A spread", "share", lambda found: _spread(found.a), priority=1),
+        Field("B", "number", lambda found: _value(found.b)),
+        Field("B spread", "share", lambda found: _spread(found.b), priority=1),
+        Field("change", "number", _changed),
+        Field("source", "text", lambda found: text(_source(found), "dim"), priority=2),
     )
-    rows = [_quantity(difference) for difference in comparison.differences]
-    return Table(id="quantity-table", title="", columns=columns, rows=rows, top=None)
+    return Table("quantity-table", "", columns, rows, top=None)
 
 
-def _quantity(difference: Difference) -> Row:
+def _changed(difference: Difference) -> Cell:
     if difference.problem is not None:
-        changed = text("n/a", "dim")
-    elif not difference.is_above_noise:
-        changed = Cell("~" if difference.change is not None else None, sort=0, style="dim")
-    else:
-        changed = _change(difference, "bad" if _is_worse(difference) else "good")
-    source = next((side.source for side in (difference.b, difference.a) if side is not None), None)
-    return (
-        Cell(difference.name, "code", id=f"quantity-{difference.name}"),
-        _value(difference.a),
-        _spread(difference.a),
-        _value(difference.b),
-        _spread(difference.b),
-        changed,
-        text(source, "dim"),
-    )
+        return text("n/a", "dim")
+    if not difference.is_above_noise:
+        return Cell("~" if difference.change is not None else None, sort=0, style="dim")
+    return _change(difference, "bad" if _is_worse(difference) else "good")
+
+
+def _source(difference: Difference) -> str | None:
+    return next((side.source for side in (difference.b, difference.a) if side is not None), None)
 
 
 def _unit(unit: str) -> str:
@@ -163,24 +154,15 @@ def _change(difference: Difference, style: Style = "") -> Cell:
 
 
 def _group(name: str, changes: Sequence[NamedChange]) -> Section:
-    columns = (
-        Column("name", "code"),
-        Column("change"),
-        Column("A", "number"),
-        Column("B", "number"),
-        Column("finding", priority=1),
+    columns, rows = grid(
+        changes,
+        Field("name", "code", lambda changed: changed.name),
+        Field("change", "text", lambda changed: text(*KINDS[changed.kind])),
+        Field("A", "number", lambda changed: _figure(changed.a, changed)),
+        Field("B", "number", lambda changed: _figure(changed.b, changed)),
+        Field("finding", "text", lambda changed: changed.sentence, priority=1),
     )
-    rows = [
-        (
-            code(changed.name),
-            text(*KINDS[changed.kind]),
-            _figure(changed.a, changed),
-            _figure(changed.b, changed),
-            text(changed.sentence),
-        )
-        for changed in changes
-    ]
-    table = Table(id=f"{name}-table", title="", columns=columns, rows=rows, top=MAX_NAMES)
+    table = Table(f"{name}-table", "", columns, rows, top=MAX_NAMES)
     lead = "findings of one side that the other does not have" if name == "findings" else GROUPS[name][1]
     return Section(name, name[:1].upper() + name[1:], lead, [table])
 

@@ -11,7 +11,6 @@ from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.document import (
     Cell,
     Chart,
-    Column,
     Document,
     Line,
     Lines,
@@ -23,13 +22,12 @@ from lightning_memprof.report.document import (
     Words,
     count,
     duration,
-    index,
     phrase,
     share,
     size,
-    text,
 )
 from lightning_memprof.report.sections.labels import BADGES, PEAKS, bars, called, span
+from lightning_memprof.report.sections.tables import Field, grid, ratio
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -194,33 +192,28 @@ def _memory(lead: RankProgress) -> Iterator[Part]:
 
 def _ranks(follower: Follower) -> Section:
     slowest = sorted(follower.ranks.values(), key=lambda rank: -_median(rank))[:MAX_RANKS]
-    rows = []
-    for rank in sorted(slowest, key=lambda rank: rank.rank):
-        phases = rank.phases_ns()
-        whole = sum(phases.values())
-        step = rank.recent[-1]["step"] if rank.recent else None
-        rows.append(
-            (
-                index(rank.rank),
-                text("ended" if rank.end is not None else "running"),
-                count(rank.steps if step is None else step + 1),
-                duration(_median(rank) if rank.recent else None),
-                share(phases["data_wait"] / whole if whole else None),
-                size(rank.recent[-1]["rss_bytes"] if rank.recent else None),
-            )
-        )
-    columns = (
-        Column("rank", "index"),
-        Column("status"),
-        Column("steps", "count"),
-        Column("median step", "ns"),
-        Column(called("data_wait"), "share"),
-        Column("RSS", "bytes"),
+    columns, rows = grid(
+        sorted(slowest, key=lambda rank: rank.rank),
+        Field("rank", "index", lambda rank: rank.rank),
+        Field("status", "text", lambda rank: "ended" if rank.end is not None else "running"),
+        Field("steps", "count", _steps_done),
+        Field("median step", "ns", lambda rank: _median(rank) if rank.recent else None),
+        Field(called("data_wait"), "share", _data_wait),
+        Field("RSS", "bytes", lambda rank: rank.recent[-1]["rss_bytes"] if rank.recent else None),
     )
     lead = f"{follower.found} of {follower.world_size} ranks have written."
     notes = [f"the {len(rows)} slowest ranks"] if len(rows) < follower.found else []
-    table = Table(id="live-ranks", title="", columns=columns, rows=rows, notes=notes, top=None)
-    return Section("ranks", "Ranks", lead, [table])
+    return Section("ranks", "Ranks", lead, [Table("live-ranks", "", columns, rows, notes=notes, top=None)])
+
+
+def _steps_done(rank: RankProgress) -> int:
+    step = rank.recent[-1]["step"] if rank.recent else None
+    return rank.steps if step is None else step + 1
+
+
+def _data_wait(rank: RankProgress) -> float | None:
+    phases = rank.phases_ns()
+    return ratio(phases["data_wait"], sum(phases.values()))
 
 
 def _windows(lead: RankProgress) -> Iterator[Line]:

@@ -189,7 +189,7 @@ def _checkpointing(memory: RankMemory, view: View) -> Iterator[Table]:
     whole = memory.activations.total_bytes if memory.activations else None
     shown = memory.checkpointing[:MAX_CHECKPOINTED]
     columns, rows = grid(
-        [row for group in shown for row in ((group, 1), (group, len(group.blocks)))[: len(group.blocks)]],
+        [(group, number) for group in shown for number in sorted({1, len(group.blocks)})],
         Field("blocks", "code", lambda row: text("  each") if row[1] > 1 else _blocks(row[0])),
         Field("saved", "bytes", lambda row: size(row[0].saved_bytes / row[1], None if row[1] > 1 else whole)),
         Field("recompute peak", "bytes", lambda row: None if row[1] > 1 else row[0].recompute_peak_bytes, priority=2),

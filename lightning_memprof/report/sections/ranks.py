@@ -5,25 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.report.document import (
-    Cell,
-    Chart,
-    Column,
-    Part,
-    Row,
-    Section,
-    Table,
-    Words,
-    code,
-    count,
-    duration,
-    index,
-    phrase,
-    share,
-    size,
-    text,
-)
-from lightning_memprof.report.sections.labels import PEAKS, STATUS_STYLES, called, more
+from lightning_memprof.report.document import Cell, Chart, Part, Section, Table, Words, duration, phrase, share
+from lightning_memprof.report.sections.labels import PEAKS, STATUS_STYLES, called
+from lightning_memprof.report.sections.tables import Field, grid, rest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,53 +55,50 @@ def ranks_section(view: View) -> Section | None:
 
 def _by_rank(view: View) -> Table:
     times = {found.rank: found for found in view.across.ranks} if view.across is not None else {}
-    ranks = list(view.ranks)
-    is_many = len(ranks) > TOP_RANKS
-    if is_many:
-        ranks = sorted(ranks, key=lambda rank: -_step_ns(rank, times.get(rank.rank)))[:MAX_RANKS]
-    slowest = max((_step_ns(rank, times.get(rank.rank)) for rank in ranks), default=0)
-    left_out = len(view.ranks) - len(ranks)
-    notes = ["the slowest ranks first"] * is_many + [more(left_out, "more ranks")] * bool(left_out)
-    return Table(
-        id="rank-table",
-        title="By rank",
-        columns=(
-            Column("rank", "index"),
-            Column("host", "code", priority=5),
-            Column("status"),
-            Column("steps", "count"),
-            Column("mean step", "ns"),
-            Column(called("data_wait"), "ns", priority=1),
-            Column("compute", "ns", "without waiting", priority=2),
-            Column("waiting", "ns", "for other ranks, per recorded step", priority=3),
-            Column(PEAKS["rss"].label, "bytes"),
-            Column(PEAKS["device"].label, "bytes", priority=4),
+    ranks = [(rank, times.get(rank.rank)) for rank in view.ranks]
+    notes = rest(ranks, MAX_RANKS, "more ranks")
+    if len(ranks) > TOP_RANKS:
+        ranks = sorted(ranks, key=lambda row: -_step_ns(*row))[:MAX_RANKS]
+        notes = ["the slowest ranks first", *notes]
+    columns, rows = grid(
+        ranks,
+        Field("rank", "index", lambda row: row[0].rank),
+        Field("host", "code", lambda row: row[0].host_name, priority=5),
+        Field("status", "text", lambda row: _status(row[0])),
+        Field("steps", "count", lambda row: row[0].steps),
+        Field("mean step", "ns", lambda row: _step_ns(*row) or None, bar=True),
+        Field(called("data_wait"), "ns", lambda row: _data_wait_ns(*row), priority=1),
+        Field("compute", "ns", lambda row: row[1].compute_ns if row[1] else None, "without waiting", priority=2),
+        Field(
+            "waiting",
+            "ns",
+            lambda row: row[1].wait_ns if row[1] else None,
+            "for other ranks, per recorded step",
+            priority=3,
         ),
-        rows=[_row(rank, times.get(rank.rank), slowest) for rank in ranks],
-        notes=notes,
-        top=TOP_RANKS,
+        Field(PEAKS["rss"].label, "bytes", lambda row: _peak_rss(*row)),
+        Field(PEAKS["device"].label, "bytes", lambda row: _device_peak(*row), priority=4),
     )
+    return Table("rank-table", "By rank", columns, rows, notes=notes, top=TOP_RANKS)
 
 
-def _row(rank: RankView, times: RankTimes | None, slowest: int) -> Row:
-    pulse = rank.statistics
+def _status(rank: RankView) -> Cell:
+    words = rank.status if rank.exception is None else f"{rank.status}: {rank.exception}"
+    return Cell(words, style=STATUS_STYLES.get(rank.status, "warn"))
+
+
+def _data_wait_ns(rank: RankView, times: RankTimes | None) -> int | None:
     wait = times.phases_ns.get("data_wait") if times else None
-    if wait is None and pulse is not None:
-        wait = pulse.breakdown_ns["data_wait"]
-    device = rank.device.peak_allocated_bytes if rank.device else None
-    status = rank.status if rank.exception is None else f"{rank.status}: {rank.exception}"
-    return (
-        index(rank.rank),
-        code(rank.host_name),
-        Cell(status, style=STATUS_STYLES.get(rank.status, "warn")),
-        count(rank.steps),
-        duration(_step_ns(rank, times) or None, slowest),
-        duration(wait),
-        duration(times.compute_ns if times else None),
-        duration(times.wait_ns if times else None),
-        size(rank.host.peak_rss_bytes or (times.rss_peak_bytes if times else None)),
-        size(device if device is not None or times is None else times.device_peak_bytes),
-    )
+    return rank.statistics.breakdown_ns["data_wait"] if wait is None and rank.statistics else wait
+
+
+def _peak_rss(rank: RankView, times: RankTimes | None) -> int | None:
+    return rank.host.peak_rss_bytes or (times.rss_peak_bytes if times else None)
+
+
+def _device_peak(rank: RankView, times: RankTimes | None) -> int | None:
+    peak = rank.device.peak_allocated_bytes if rank.device else None
+    return peak if peak is not None or times is None else times.device_peak_bytes
 
 
 def _step_ns(rank: RankView, times: RankTimes | None) -> int:
@@ -127,34 +108,24 @@ def _step_ns(rank: RankView, times: RankTimes | None) -> int:
 
 
 def _spreads(report: RankReport) -> Iterator[Table]:
-    rows = []
-    for key, name in NAMES.items():
-        if (spread := report.spreads.get(key)) is not None:
-            unit = "bytes" if key.endswith("_bytes") else "ns"
-            rows.append(
-                (
-                    text(name),
-                    Cell(spread.lowest, unit),
-                    index(spread.lowest_rank),
-                    Cell(spread.median, unit),
-                    Cell(spread.highest, unit),
-                    index(spread.highest_rank),
-                    Cell(spread.highest - spread.lowest, unit),
-                )
-            )
-    columns = (
-        Column("quantity"),
-        Column("min", "ns"),
-        Column("min rank", "index"),
-        Column("median", "ns"),
-        Column("max", "ns"),
-        Column("max rank", "index"),
-        Column("spread", "ns", priority=1),
+    columns, rows = grid(
+        [
+            (name, spread, "bytes" if key.endswith("_bytes") else "ns")
+            for key, name in NAMES.items()
+            if (spread := report.spreads.get(key)) is not None
+        ],
+        Field("quantity", "text", lambda row: row[0]),
+        Field("min", "ns", lambda row: Cell(row[1].lowest, row[2])),
+        Field("min rank", "index", lambda row: row[1].lowest_rank),
+        Field("median", "ns", lambda row: Cell(row[1].median, row[2])),
+        Field("max", "ns", lambda row: Cell(row[1].highest, row[2])),
+        Field("max rank", "index", lambda row: row[1].highest_rank),
+        Field("spread", "ns", lambda row: Cell(row[1].highest - row[1].lowest, row[2]), priority=1),
     )
     by_pulse = {found.source for found in report.ranks} == {"pulse"}
     notes = [] if by_pulse else ["times are those of the steps before the last window, or of its own steps"]
     if rows:
-        yield Table(id="spreads", title="Spread over ranks", columns=columns, rows=rows, notes=notes, is_sortable=False)
+        yield Table("spreads", "Spread over ranks", columns, rows, notes=notes, is_sortable=False)
 
 
 def _waiting(waiting: Waiting) -> Iterator[Table]:
@@ -165,25 +136,14 @@ def _waiting(waiting: Waiting) -> Iterator[Table]:
     ]
     if len(waiting.clock_offsets_ns) > 1 or waiting.clock_error_ns > 0:
         notes.append(phrase("the hosts' clocks agree within {}", duration(waiting.clock_error_ns)))
-    columns = (
-        Column("collective", "code"),
-        Column("size", "bytes"),
-        Column("group", "code", priority=3),
-        Column("count", "count"),
-        Column("mean wait", "ns"),
-        Column("last rank", "index", priority=1),
-        Column("last in", "count", "of the recorded collectives", priority=2),
+    columns, rows = grid(
+        waiting.kinds,
+        Field("collective", "code", lambda kind: kind.name.replace("_", " ")),
+        Field("size", "bytes", lambda kind: kind.bytes),
+        Field("group", "code", lambda kind: kind.group or None, priority=3),
+        Field("count", "count", lambda kind: kind.count),
+        Field("mean wait", "ns", lambda kind: kind.wait_ns),
+        Field("last rank", "index", lambda kind: kind.last_rank, priority=1),
+        Field("last in", "count", lambda kind: kind.last_count, "of the recorded collectives", priority=2),
     )
-    rows = [
-        (
-            code(kind.name.replace("_", " ")),
-            size(kind.bytes),
-            code(kind.group or None),
-            count(kind.count),
-            duration(kind.wait_ns),
-            index(kind.last_rank),
-            count(kind.last_count),
-        )
-        for kind in waiting.kinds
-    ]
-    yield Table(id="collectives", title="Waiting in collectives", columns=columns, rows=rows, notes=notes)
+    yield Table("collectives", "Waiting in collectives", columns, rows, notes=notes)
