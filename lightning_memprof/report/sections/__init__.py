@@ -11,7 +11,6 @@ from lightning_memprof.analysis.run.rows import text as text_of
 from lightning_memprof.analysis.run.rows import whole
 from lightning_memprof.report.document import (
     Cell,
-    Column,
     Document,
     Findings,
     Line,
@@ -21,11 +20,8 @@ from lightning_memprof.report.document import (
     Section,
     Table,
     Words,
-    count,
     phrase,
     rate,
-    size,
-    text,
 )
 from lightning_memprof.report.files_view import FilesView
 from lightning_memprof.report.sections.labels import BADGES, STATUS_STYLES, file_command, place
@@ -45,6 +41,7 @@ from lightning_memprof.report.sections.run import (
 from lightning_memprof.report.sections.sites import sites_section
 from lightning_memprof.report.sections.snapshots import reserved_stack, snapshot_peak, snapshots_section
 from lightning_memprof.report.sections.steps import steps_section
+from lightning_memprof.report.sections.tables import Field, grid
 from lightning_memprof.report.sections.traces import busy_share, device_stack, traces_section
 
 if TYPE_CHECKING:
@@ -205,17 +202,18 @@ def _stacks(view: FilesView) -> Iterator[Part]:
 
 def _files(view: FilesView, ids: dict[str, str]) -> Section:
     traces = {trace.file for trace in view.traces}
-    rows = [_file(path, file_size, path in traces, ids[os.fspath(path)]) for path, file_size in view.sizes.items()]
-    columns = (Column("file", "path"), Column("type"), Column("size", "bytes"))
-    notes = [phrase("{} more files of the directory were not read", count(view.left_out))] if view.left_out else []
-    table = Table(id="file-table", title="Files", columns=columns, rows=rows, notes=notes, top=MAX_NAMED)
-    return Section("files", "Files", parts=[table])
+    columns, rows = grid(
+        [(path, "trace" if path in traces else "snapshot", size_bytes) for path, size_bytes in view.sizes.items()],
+        Field("file", "path", lambda row: _file(row[0], row[1], ids[os.fspath(row[0])])),
+        Field("type", "text", lambda row: row[1]),
+        Field("size", "bytes", lambda row: row[2]),
+    )
+    notes = [phrase("{} more files of the directory were not read", view.left_out)] if view.left_out else []
+    return Section("files", "Files", parts=[Table("file-table", "Files", columns, rows, notes=notes, top=MAX_NAMED)])
 
 
-def _file(path: Path, file_size: int, is_trace: bool, row_id: str) -> tuple[Cell, ...]:  # noqa: FBT001 a kind, of two
-    kind = "trace" if is_trace else "snapshot"
-    command = file_command(os.fspath(path.absolute()), kind)
-    return Cell(os.fspath(path), "path", id=row_id, command=command), text(kind), size(file_size)
+def _file(path: Path, kind: str, row_id: str) -> Cell:
+    return Cell(os.fspath(path), "path", id=row_id, command=file_command(os.fspath(path.absolute()), kind))
 
 
 def _unread(view: FilesView) -> Section | None:

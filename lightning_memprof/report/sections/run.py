@@ -12,13 +12,11 @@ from lightning_memprof.analysis.run.rows import mapping
 from lightning_memprof.report.document import (
     Cell,
     Chart,
-    Column,
     Facts,
     Line,
     Lines,
     Paragraph,
     Part,
-    Row,
     Section,
     Style,
     Table,
@@ -27,15 +25,14 @@ from lightning_memprof.report.document import (
     duration,
     index,
     phrase,
-    share,
     size,
     text,
 )
 from lightning_memprof.report.sections.labels import MORE, file_command, place
+from lightning_memprof.report.sections.tables import Field, grid, ranked, ratio
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.run.model import ArtifactFile
-    from lightning_memprof.analysis.steps.system import Figure
     from lightning_memprof.report.view import View
 
 __all__ = ["configuration_section", "file_ids", "files_section", "notes_section", "overhead_section", "system_section"]
@@ -66,18 +63,28 @@ def system_section(view: View) -> Section | None:
     found = next((found for found in view.system if found.rank == view.lead.rank), None)
     if found is None:
         return None
-    rows = [_figure(name, figure) for name, figure in sorted(found.figures.items())]
-    columns = (Column("quantity"), Column("mean", "number"), Column("min", "number"), Column("max", "number"))
+    columns, rows = grid(
+        sorted(found.figures.items()),
+        Field("quantity", "text", lambda row: row[0].removesuffix(_unit(row[0])[0]).replace("_", " ")),
+        Field("mean", "number", lambda row: _figure(row[0], row[1].mean)),
+        Field("min", "number", lambda row: _figure(row[0], row[1].least)),
+        Field("max", "number", lambda row: _figure(row[0], row[1].most)),
+    )
     rank = f" of rank {found.rank}" if len(view.ranks) > 1 else ""
     lead = phrase(f"System counters{rank}: {{}} samples.", found.samples)
-    table = Table(id="system-figures", title="Load", columns=columns, rows=rows, top=None)
-    return Section("system", "System", lead, [Chart("system"), table])
+    return Section(
+        "system", "System", lead, [Chart("system"), Table("system-figures", "Load", columns, rows, top=None)]
+    )
 
 
-def _figure(name: str, figure: Figure) -> Row:
-    ending, unit, scale = next((found for found in UNITS if name.endswith(found[0])), ("", "", 1))
-    values = (Cell(value / scale, unit) for value in (figure.mean, figure.least, figure.most))
-    return text(name.removesuffix(ending).replace("_", " ")), *values
+def _unit(name: str) -> tuple[str, str, float]:
+    """Return the end of a counter's name, the unit that it means, and its scale."""
+    return next((found for found in UNITS if name.endswith(found[0])), ("", "", 1))
+
+
+def _figure(name: str, value: float) -> Cell:
+    _, unit, scale = _unit(name)
+    return Cell(value / scale, unit)
 
 
 def configuration_section(view: View) -> Section:
@@ -144,37 +151,31 @@ def _ordered(view: View) -> list[ArtifactFile]:
 def files_section(view: View) -> Section:
     """Return the files of a run, and the commands that open them."""
     ordered = _ordered(view)
-    shown, rest = ordered[:MAX_FILES], ordered[MAX_FILES:]
+    others = ordered[MAX_FILES:]
     ids = file_ids(view)
-    notes: list[Words] = []
-    if rest:
-        notes.append(phrase(f"{len(rest)} more files, {{}}: the manifests list all", _total(rest)))
-    columns = (
-        Column("file", "path"),
-        Column("type"),
-        Column("size", "bytes"),
-        Column("rank", "index", priority=1),
-        Column("window", "index", priority=2),
-        Column("collector", priority=3),
+    columns, rows = grid(
+        ordered[:MAX_FILES],
+        Field("file", "path", lambda file: _file(file, ids[file.path], view)),
+        Field("type", "text", lambda file: file.type),
+        Field("size", "bytes", _file_size),
+        Field("rank", "index", lambda file: file.rank, priority=1),
+        Field("window", "index", lambda file: file.window, priority=2),
+        Field("collector", "text", lambda file: file.collector, priority=3),
     )
-    rows = [_file(file, ids[file.path], view) for file in shown]
-    table = Table(id="file-table", title="Files", columns=columns, rows=rows, notes=notes, top=24)
+    notes = [phrase(f"{len(others)} more files, {{}}: the manifests list all", _total(others))] if others else []
+    table = [Table("file-table", "Files", columns, rows, notes=notes, top=24)] if rows else []
     lead = phrase(f"{{}} files, {{}}, in {place(view.root, view.root, view.url)}.", len(ordered), _total(ordered))
-    return Section("files", "Files", lead, [_commands(view), *([table] if rows else [])])
+    return Section("files", "Files", lead, [_commands(view), *table])
 
 
-def _file(file: ArtifactFile, row_id: str, view: View) -> Row:
+def _file(file: ArtifactFile, row_id: str, view: View) -> Cell:
     where = place(file.file, view.root, view.url)
-    size_cell = size(file.size_bytes) if file.state == "present" else Cell(file.state, sort=-1, style="bad")
     command = file_command(where, file.type) if file.state != "missing" else ""
-    return (
-        Cell(file.path, "path", id=row_id, command=command),
-        text(file.type),
-        size_cell,
-        index(file.rank),
-        index(file.window),
-        text(file.collector),
-    )
+    return Cell(file.path, "path", id=row_id, command=command)
+
+
+def _file_size(file: ArtifactFile) -> Cell:
+    return size(file.size_bytes) if file.state == "present" else Cell(file.state, sort=-1, style="bad")
 
 
 def _total(files: Sequence[ArtifactFile]) -> Cell:
@@ -193,49 +194,44 @@ def _commands(view: View) -> Table:
         rows.append(("all ranks on one timeline, in the Perfetto UI", f"lightning-memprof view {where}"))
         if logs is not None:
             rows.append(("traces in TensorBoard", f"tensorboard --logdir {logs}"))
-    columns = (Column("output"), Column("command", "command"))
-    cells = [(text(output), Cell(command, "command")) for output, command in rows]
-    return Table(id="commands", title="Commands", columns=columns, rows=cells, is_sortable=False, is_detail=True)
+    columns, cells = grid(
+        rows, Field("output", "text", lambda row: row[0]), Field("command", "command", lambda row: row[1])
+    )
+    return Table("commands", "Commands", columns, cells, is_sortable=False, is_detail=True)
 
 
 def overhead_section(view: View) -> Section:
     """Return the cost of this package, rank by rank."""
     found = [(rank.rank, rank.overhead) for rank in view.ranks if rank.overhead is not None]
     if not found:
-        return Section(
-            "overhead", "Profiler overhead", "Profiler overhead is not available: the run did not record it."
-        )
-    rows = [
-        (
-            index(rank),
-            duration(cost.pulse_ns / cost.steps if cost.pulse_ns is not None and cost.steps else None),
-            share(cost.pulse_ns / cost.run_ns if cost.pulse_ns is not None and cost.run_ns else None),
-            duration(cost.windows_ns),
-            share(cost.windows_ns / cost.run_ns if cost.windows_ns is not None and cost.run_ns else None),
-            size(cost.windows_rss_bytes),
-        )
-        for rank, cost in found[:MAX_FILES]
-    ]
-    columns = (
-        Column("rank", "index"),
-        Column("pulse/step", "ns"),
-        Column("pulse share", "share", "of the run"),
-        Column("windows", "ns", "sum over all windows"),
-        Column("windows share", "share", "of the run"),
-        Column("RSS growth", "bytes", "resident memory that remains after the windows", priority=1),
+        missing = "Profiler overhead is not available: the run did not record it."
+        return Section("overhead", "Profiler overhead", missing)
+    columns, rows = grid(
+        found[:MAX_FILES],
+        Field("rank", "index", lambda row: row[0]),
+        Field("pulse/step", "ns", lambda row: ratio(row[1].pulse_ns, row[1].steps)),
+        Field("pulse share", "share", lambda row: ratio(row[1].pulse_ns, row[1].run_ns), "of the run"),
+        Field("windows", "ns", lambda row: row[1].windows_ns, "sum over all windows"),
+        Field("windows share", "share", lambda row: ratio(row[1].windows_ns, row[1].run_ns), "of the run"),
+        Field(
+            "RSS growth",
+            "bytes",
+            lambda row: row[1].windows_rss_bytes,
+            "resident memory that remains after the windows",
+            priority=1,
+        ),
     )
     title = "Profiler overhead by rank"
-    parts: list[Part] = [
-        Table(id="overhead-ranks", title=title, columns=columns, rows=rows, is_sortable=len(rows) > 1, top=MAX_RANKS)
-    ]
+    parts: list[Part] = [Table("overhead-ranks", title, columns, rows, is_sortable=len(rows) > 1, top=MAX_RANKS)]
     lead = view.lead.overhead
-    if lead is not None and lead.collectors_ns:
-        most = max(lead.collectors_ns.values())
-        ordered = sorted(lead.collectors_ns.items(), key=lambda item: -item[1])
-        cells = [(text(name), duration(ns, most)) for name, ns in ordered]
-        by_collector = (Column("collector"), Column("total", "ns"))
-        parts.append(
-            Table(id="overhead-collectors", title="Windows by collector", columns=by_collector, rows=cells, top=None)
+    if lead is not None:
+        parts += ranked(
+            "overhead-collectors",
+            "Windows by collector",
+            sorted(lead.collectors_ns.items(), key=lambda row: -row[1]),
+            Field("collector", "text", lambda row: row[0]),
+            Field("total", "ns", lambda row: row[1], bar=True),
+            top=None,
         )
     return Section("overhead", "Profiler overhead", _cost(view), parts)
 
