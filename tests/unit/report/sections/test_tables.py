@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from lightning_memprof.report.document import Cell, Column, count, text
+from lightning_memprof.report.sections.tables import MAX_ROWS, Field, filled, grid, ranked, ratio
+
+PARTS = [("forward", 30), ("backward", 60)]
+
+
+def test_a_field_gives_the_column_and_the_values_with_its_unit():
+    columns, rows = grid(
+        PARTS,
+        Field("part", "text", lambda part: part[0]),
+        Field("total", "ns", lambda part: part[1], "per step", priority=2),
+    )
+    assert columns == [Column("part"), Column("total", "ns", "per step", priority=2)]
+    assert rows == [(Cell("forward"), Cell(30, "ns")), (Cell("backward"), Cell(60, "ns"))]
+
+
+def test_a_field_may_return_a_cell():
+    _, rows = grid(PARTS[:1], Field("part", "text", lambda part: text(part[0], "dim")))
+    assert rows == [(Cell("forward", style="dim"),)]
+
+
+def test_a_bar_compares_each_value_with_the_largest_one():
+    unknown = ("optimizer", None)
+    _, rows = grid([*PARTS, unknown], Field("total", "ns", lambda part: part[1], bar=True))
+    assert [row[0].share for row in rows] == [0.5, 1.0, None]
+
+
+def test_a_ranked_table_counts_the_rows_that_it_leaves_out():
+    (table,) = ranked("steps", "Steps", range(MAX_ROWS + 3), Field("step", "index", lambda step: step))
+    assert len(table.rows) == MAX_ROWS
+    assert table.notes == ["3 more: --format json"]
+
+
+def test_without_rows_there_is_no_ranked_table():
+    assert list(ranked("steps", "Steps", [], Field("step", "index", lambda step: step))) == []
+
+
+def test_a_row_of_sums_is_filled_with_empty_cells():
+    columns = [Column("part"), Column("count"), Column("total")]
+    assert filled(columns, text("sum"), count(2)) == (text("sum"), count(2), text(""))
+
+
+def test_a_share_of_nothing_is_not_available():
+    assert ratio(1, 4) == 0.25
+    assert ratio(1, 0) is None
+    assert ratio(None, 4) is None
