@@ -8,10 +8,12 @@ from lightning_memprof.analysis.trace.intervals import (
     Intervals,
     clip,
     difference,
+    exclusive_ends,
     innermost_at,
     intersection,
     length,
     length_before,
+    nearest,
     nest,
     nesting_order,
     outermost,
@@ -116,3 +118,29 @@ def test_an_outermost_event_starts_in_no_other(spans):
     for place, at in enumerate(nesting_order(starts, ends).tolist()):
         before = nesting_order(starts, ends).tolist()[:place]
         assert (at in found) == all(ends[other] <= starts[at] for other in before)
+
+
+@given(SLICES, st.sampled_from([0, 2, 30]))
+def test_own_times_with_exclusive_ends_add_up_to_the_union(spans, slack):
+    starts, ends = columns(spans)
+    nesting = nest(starts, ends, slack=slack)
+    exclusive = exclusive_ends(nesting, starts)
+    assert np.all((starts <= exclusive) & (exclusive <= ends))
+    assert slack or length(union(starts, exclusive)) == length(union(starts, ends))
+    own = exclusive - starts
+    inner = np.flatnonzero(nesting.parents >= 0)
+    np.subtract.at(own, nesting.parents[inner], (exclusive - starts)[inner])
+    assert np.all(own >= 0)
+    assert own.sum() == length(union(starts, exclusive))
+
+
+@given(SLICES, st.integers(0, 1 << 14))
+def test_the_nearest_marked_event_is_found_through_any_number_of_generations(spans, marks):
+    starts, ends = columns(spans)
+    parents = nest(starts, ends).parents
+    marked = np.array([bool(marks >> at & 1) for at in range(len(spans))], bool)
+    for at, found in enumerate(nearest(parents, marked).tolist()):
+        around = at
+        while around >= 0 and not marked[around]:
+            around = int(parents[around])
+        assert found == around
