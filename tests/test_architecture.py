@@ -35,7 +35,7 @@ ONE_IMPORTER = {
     "analysis/trace/host.py": "pass over the host's events, beside those of device and idle time",
     "analysis/trace/idle.py": "pass over idle time, beside those of device and host",
     "artifacts/tfevents.py": "imports tensorboard",
-    "artifacts/upload.py": "uploads, only for runs at a URL",
+    "artifacts/upload.py": "runs in a separate process",
     "capture/collectors/function_rows.py": "file format of function memory",
     "capture/named_snapshots.py": "the callback's snapshots and regions, without lightning",
     "capture/recording.py": "contexts of collectors; the session has the steps",

@@ -235,8 +235,6 @@ class Sink:
             del self._artifacts[path]
             with suppress(OSError):
                 path.unlink()
-            if self.uploads is not None:
-                self.uploads.remove(path)
         # Empty once the last rank's files are gone.
         with suppress(OSError):
             (self.place.directory / series_path(window, self.rank, "any")).parent.rmdir()
@@ -251,7 +249,7 @@ class Sink:
         """Wait for the background work and release the manifest."""
         try:
             self.drain()
-            if self.uploads is not None and (left := self.uploads.settle()):
+            if self.uploads is not None and (left := self.uploads.settle(self._artifacts)):
                 place, error = self.place, self.uploads.error or "no answer"
                 count = "1 file is" if len(left) == 1 else f"{len(left)} files are"
                 text = f"{count} not at {place.url}: {error}; they are in {place.root}"
@@ -275,8 +273,6 @@ class Sink:
 
     def _listed(self, artifact: Artifact) -> None:
         self._artifacts[artifact.path] = artifact
-        if self.uploads is not None:
-            self.uploads.add(artifact.path)
 
     def _work(self, job: Callable[[], None], window: int | None) -> None:
         try:

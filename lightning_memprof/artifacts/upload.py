@@ -1,216 +1,367 @@
-"""Uploads of a run to its URL: files are written locally, then copied whole by a thread and its worker process."""
+"""Uploads of a run to its URL: a separate process copies the files that a rank's manifest lists.
+
+Storage clients draw the waits between their attempts from Python's global random generator, and encrypt under the GIL:
+in the training process the first would change the training, and the second would slow it down.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import queue
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.artifacts.naming import temporary_name
-from lightning_memprof.artifacts.remote import Remote, Retries, UploadWorker, protocol_of
+from lightning_memprof.artifacts.own_program import ignore_job_signals, own_program
+from lightning_memprof.artifacts.remote import Remote, protocol_of
+from lightning_memprof.artifacts.secrets import masked
 from lightning_memprof.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from collections.abc import Callable, Iterable
 
-__all__ = ["Uploads"]
+__all__ = ["Mirror", "Pace", "Uploads", "main"]
 
 log = logging.getLogger(__name__)
 
+# How often the process looks for new files.
+POLL_S: Final = 0.5
 # A pulse grows by 100 bytes per step and is uploaded whole each time.
 LIVE_PAUSE_S: Final = 30.0
-# Behind Ctrl-C or SIGTERM: the first is ignored by then, and the second is followed by SIGKILL.
+# After Ctrl-C or SIGTERM: the first is ignored by then, and the second is followed by SIGKILL.
 HURRY_S: Final = 10.0
+# Wait for a store that did not answer before.
 LAST_LOOK_S: Final = 1.0
-# At the end of a run: after so many files in a row that could not be copied, the rest is not tried.
+# Files in a row that fail before the end of the run tries no more of them.
 MAX_FAILURES: Final = 2
+_CLOSE_S: Final = 10.0
+
+_FLUSH, _END = "flush", "end"
 
 
-class Uploads:
-    """Copies one rank's files to the run's URL during training.
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """Pauses and attempts of the uploads; storage clients retry for some seconds themselves.
 
-    Nothing here raises. A file that could not be copied stays where it is; it is tried again after a pause and at the
-    end of the run.
-
-    Args:
-        root: local directory whose files have the same names below the URL.
-        url: where they go.
-        live: files that grow during the run; a copy of each goes up behind finished ones.
-        retries: how stubborn.
+    Attributes:
+        first_pause_s: pause of all uploads after a failure; doubled after each further one.
+        longest_pause_s: limit of this pause.
+        attempts: attempts for the remaining files at the end of a run.
+        patience_s: wait for one file at the end of a run, plus one second per MiB.
 
     """
 
-    def __init__(self, root: Path, url: str, live: tuple[Path, ...] = (), retries: Retries | None = None) -> None:
-        self.url = url
+    first_pause_s: float = 0.5
+    longest_pause_s: float = 60.0
+    attempts: int = 3
+    patience_s: float = 300.0
+
+
+class Mirror:
+    """Copies the files of one rank to its URL as the manifest lists them, and removes those that the run removed.
+
+    Args:
+        root: local directory whose files have the same names below the URL.
+        url: the URL.
+        live: names of files that grow during the run, the manifest first; a copy of each follows finished files.
+        pace: pauses and attempts.
+        report: called with ``done=NAME``, ``error=TEXT, name=NAME`` and ``flushed=[NAMES]``, those not at the URL.
+
+    """
+
+    def __init__(self, root: Path, url: str, live: tuple[str, ...], pace: Pace, report: Callable[..., None]) -> None:
         self._root = root
+        self._url = url
         self._live = live
-        self._retries = retries or Retries()
-        self._remote: Remote | UploadWorker | None = None
-        self._queue: queue.SimpleQueue[Path | threading.Event | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._pending: dict[Path, None] = {}
-        self._thread: threading.Thread | None = None
-        self._down_until = 0.0
+        self._pace = pace
+        self._report = report
+        self._remote: Remote | None = None
+        self._offset = 0
+        self._pending: dict[str, None] = {}
+        self._copied: dict[str, tuple[int, int] | None] = {}
+        self._pause_s = 0.0
+        self._resume = 0.0
         self._live_again = 0.0
-        self._bearable = MAX_FAILURES
-        self._progress = time.monotonic()
-        self._patience_s = self._retries.patience_s
-        self._given_up = False
-        self.error: Exception | None = None
+        self._attempts = pace.attempts
 
-    def add(self, path: Path) -> None:
-        """Take a file that is whole; one outside the root was sent elsewhere by the user and is left there."""
-        if not path.is_relative_to(self._root) or ".." in path.relative_to(self._root).parts:
+    def run(self, orders: queue.SimpleQueue[str]) -> None:
+        """Copy until ``end`` is ordered or this process has lost its parent; then try the remaining files once more."""
+        parent = os.getppid()
+        while True:
+            try:
+                order = orders.get(timeout=POLL_S)
+            except queue.Empty:
+                # A DataLoader worker that was forked from the parent may hold the pipe of the orders open.
+                order = "" if os.getppid() == parent else _END
+            if order == _FLUSH or os.getppid() != parent:
+                self.flush()
+            if order == _END:
+                return
+            self.look()
+            self.copy_pending()
+
+    def look(self) -> None:
+        """Read the new rows of the manifest."""
+        with suppress(OSError), (self._root / self._live[0]).open("rb") as manifest:
+            manifest.seek(self._offset)
+            rows = manifest.read()
+            whole = rows.rpartition(b"\n")[0]
+            self._offset += len(whole) + 1 if whole else 0
+            for line in whole.splitlines():
+                self._take(line)
+
+    def copy_pending(self) -> None:
+        """Copy files until one fails; behind them the growing files, at most every 30 s."""
+        found = tuple(self._pending)
+        if not found or time.monotonic() < self._resume or not all(map(self._copy, found)):
             return
-        with self._lock:
-            self._pending[path] = None
-        self._start()
-        self._queue.put(path)
+        if time.monotonic() >= self._live_again:
+            self._live_again = time.monotonic() + LIVE_PAUSE_S
+            all(map(self._copy, self._live))
 
-    def remove(self, path: Path) -> None:
-        """Take a file away from the URL too; where that fails it is left there."""
-        with self._lock:
-            self._pending.pop(path, None)
-        self._start()
-        self._queue.put(path)
+    def flush(self) -> None:
+        """Copy everything, also files that were written again after they were copied."""
+        self.look()
+        changed = [name for name, state in self._copied.items() if _state(self._root / name) != state]
+        self._pending |= dict.fromkeys((*changed, *self._live))
+        self._pause_s = 0.0
+        for attempt in range(self._attempts):
+            time.sleep(self._pause_s if attempt else 0)
+            failures = 0
+            for name in tuple(self._pending):
+                failures = 0 if self._copy(name) else failures + 1
+                if failures == MAX_FAILURES:
+                    break
+            if not self._pending:
+                break
+        else:
+            # The next flush only looks whether the store is back.
+            self._attempts = 1
+        self._report(flushed=list(self._pending))
 
-    def left(self) -> list[Path]:
-        """Return the files that are not at the URL yet."""
-        with self._lock:
-            return list(self._pending)
-
-    def hurry(self) -> None:
-        """Stop waiting for a place that does not answer: the program is ending."""
-        self._patience_s = min(self._patience_s, HURRY_S)
-
-    def settle(self) -> list[Path]:
-        """Wait until every file is at the URL or was tried in vain; return those that are not there."""
-        if self._thread is not None:
-            done = threading.Event()
-            self._queue.put(done)
-            self._wait(done.is_set)
-        return self.left()
-
-    def finish(self) -> list[Path]:
-        """Copy the growing files for the last time and end the thread; return what is not at the URL."""
-        for path in self._live:
-            if path.exists():
-                self.add(path)
-        left = self.settle()
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._queue.put(None)
-            self._wait(lambda: not thread.is_alive())
-        remote, self._remote = self._remote, None
-        if remote is not None and not isinstance(remote, Remote):
-            remote.close(kill=thread is not None and thread.is_alive())
-        return left
-
-    def _start(self) -> None:
-        # The training thread and the sink's writer both add files: nothing would ever end a second thread.
-        with self._lock:
-            if self._thread is None:
-                # A daemon: Ctrl-C during a wait for the network must end the program.
-                self._thread = threading.Thread(target=self._work, name="memprof-upload", daemon=True)
-                self._thread.start()
-
-    def _wait(self, ready: Callable[[], bool]) -> None:
-        """Wait; only for a moment more where that was in vain before, or where Ctrl-C has ended it."""
-        given_up, self._given_up = self._given_up, True
-        self._progress = time.monotonic()
-        while not ready():
-            time.sleep(0.01)
-            largest = max((_size(path) for path in self.left()), default=0)
-            bound = LAST_LOOK_S if given_up else self._patience_s + largest / MIB
-            if time.monotonic() - self._progress > bound:
-                if not given_up:
-                    log.warning("%s does not answer: files that are not there are kept in %s", self.url, self._root)
-                return
-        self._given_up = given_up
-
-    def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
-            if isinstance(item, threading.Event):
-                self._flush(last=True)
-                item.set()
-            elif not item.exists():
-                self._erase(item)
-            elif time.monotonic() >= self._down_until:
-                self._flush()
-                self._copy_live()
-
-    def _flush(self, *, last: bool = False) -> None:
-        failures = 0
-        for path in self.left():
-            if not path.exists():  # the budget took it away again
-                self._done(path)
-            elif self._put(path, path):
-                failures = 0
-            elif (failures := failures + 1) == self._bearable or not last:
-                self._bearable = 1 if last else self._bearable
-                return
-
-    def _put(self, path: Path, content: Path) -> bool:
-        # One attempt is enough to see that what was down a moment ago is still down.
-        retries = self._retries if time.monotonic() >= self._down_until else Retries(attempts=1)
-        name = path.relative_to(self._root).as_posix()
+    def _take(self, line: bytes) -> None:
         try:
-            retries.call(lambda: self._reach().put(content, name))
-        except Exception as error:  # noqa: BLE001 each file system has errors of its own; the training must not stop
-            if self.error is None:
-                log.warning("%s/%s cannot be written (%s); its file is kept in %s", self.url, name, error, self._root)
-            self.error = error
-            self._down_until = time.monotonic() + self._retries.pause_s
-            with self._lock:
-                # Behind the others: it may be this file that the place does not take.
-                if path in self._pending:
-                    del self._pending[path]
-                    self._pending[path] = None
-            return False
-        self._down_until = 0.0
-        self._done(path)
+            row = json.loads(line)
+        except ValueError:
+            return
+        if row.get("kind") == "artifact":
+            name = PurePosixPath(row["path"])
+            # A file that the user sent elsewhere has an absolute path, and stays there.
+            if not name.is_absolute() and ".." not in name.parts:
+                self._pending[row["path"]] = None
+        elif row.get("kind") == "removed":
+            for name in row["paths"]:
+                self._pending.pop(name, None)
+                if self._copied.pop(name, None) is not None:
+                    with suppress(Exception):  # a file too many is no reason to stop
+                        self._connected().remove(name)
+
+    def _copy(self, name: str) -> bool:
+        path = self._root / name
+        state = _state(path)
+        if state is not None:
+            try:
+                self._put(path, name)
+            except Exception as error:  # noqa: BLE001 each file system has errors of its own
+                self._pause_s = min(2 * self._pause_s or self._pace.first_pause_s, self._pace.longest_pause_s)
+                self._resume = time.monotonic() + self._pause_s
+                if name in self._pending:
+                    # Behind the others: the store may refuse only this one.
+                    del self._pending[name]
+                    self._pending[name] = None
+                self._report(error=str(error) or type(error).__name__, name=name)
+                return False
+        self._pause_s = 0.0
+        self._pending.pop(name, None)
+        self._copied[name] = state
+        self._report(done=name)
         return True
 
-    def _done(self, path: Path) -> None:
-        with self._lock:
-            self._pending.pop(path, None)
-        self._progress = time.monotonic()
-
-    def _copy_live(self) -> None:
-        now = time.monotonic()
-        if not self._queue.empty() or now < max(self._down_until, self._live_again):
+    def _put(self, path: Path, name: str) -> None:
+        if name not in self._live:
+            self._connected().put(path, name)
             return
-        self._live_again = now + LIVE_PAUSE_S
-        for path in self._live:
-            copy = path.with_name(temporary_name(f"{path.name}.upload"))
-            with suppress(OSError):
-                try:
-                    # It grows while it is read: what goes up must not change under way.
-                    shutil.copyfile(path, copy)
-                    self._put(path, copy)
-                finally:
-                    copy.unlink(missing_ok=True)
-
-    def _erase(self, path: Path) -> None:
+        # It grows while it is read: the upload must not change on the way.
+        copy = path.with_name(temporary_name(f"{path.name}.upload"))
         try:
-            self._reach().remove(path.relative_to(self._root).as_posix())
-        except Exception as error:  # noqa: BLE001 a file too many is no reason to stop
-            log.debug("%s is not removed from %s: %s", path.name, self.url, error)
+            shutil.copyfile(path, copy)
+            self._connected().put(copy, name)
+        finally:
+            copy.unlink(missing_ok=True)
 
-    def _reach(self) -> Remote | UploadWorker:
-        if self._remote is None:
-            # Another process has a memory of its own.
-            self._remote = Remote(self.url) if protocol_of(self.url) == "memory" else UploadWorker(self.url)
+    def _connected(self) -> Remote:
+        self._remote = self._remote or Remote(self._url)
         return self._remote
 
 
-def _size(path: Path) -> int:
+class Uploads:
+    """The uploads of one rank, as the training process sees them. Nothing here raises, and files need no call.
+
+    A file that could not be copied stays where it is; it is tried again after a pause and at the end of the run. The
+    process ends with this one, however this one ends. ``memory://`` is copied by a thread: no other process sees it.
+
+    Args:
+        root: local directory whose files have the same names below the URL.
+        url: the URL.
+        live: files that grow during the run, the manifest first.
+        pace: pauses and attempts.
+
+    Attributes:
+        error: the last failure; None without one.
+
+    """
+
+    def __init__(self, root: Path, url: str, live: tuple[Path, ...], pace: Pace | None = None) -> None:
+        self.error: str | None = None
+        self._root = root
+        self._url = url
+        self._live = tuple(path.relative_to(root).as_posix() for path in live)
+        self._pace = pace or Pace()
+        self._patience_s = self._pace.patience_s
+        self._done: set[str] = set()
+        self._flushed: list[str] | None = None
+        self._progress = time.monotonic()
+        self._has_given_up = False
+        self._process: subprocess.Popen[str] | None = None
+        self._orders: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._thread = self._start()
+
+    def hurry(self) -> None:
+        """Wait only a few seconds for a store that does not answer: the program is ending."""
+        self._patience_s = min(self._patience_s, HURRY_S)
+
+    def settle(self, paths: Iterable[Path] = ()) -> list[str]:
+        """Wait until every file is at the URL or has failed; return the names of those that are not there.
+
+        Args:
+            paths: the files that the run has listed.
+
+        """
+        names = [path.relative_to(self._root).as_posix() for path in paths if path.is_relative_to(self._root)]
+        # Only a moment for a store that did not answer before; an exception below, as of Ctrl-C, has the same effect.
+        was_given_up, self._has_given_up = self._has_given_up, True
+        if not self._thread.is_alive() and not was_given_up:
+            self._thread = self._start()
+        self._flushed, self._progress = None, time.monotonic()
+        self._order(_FLUSH)
+        while self._flushed is None and self._thread.is_alive():
+            time.sleep(0.01)
+            largest = max((_size(self._root / name) for name in names if name not in self._done), default=0)
+            bound = LAST_LOOK_S if was_given_up else self._patience_s + largest / MIB
+            if time.monotonic() - self._progress > bound:
+                if not was_given_up:
+                    log.warning("%s does not answer: files that are not there are kept in %s", self._url, self._root)
+                break
+        else:
+            self._has_given_up = was_given_up
+        flushed = self._live if self._flushed is None else self._flushed
+        return list(dict.fromkeys((*flushed, *(name for name in names if name not in self._done))))
+
+    def finish(self, paths: Iterable[Path] = ()) -> list[str]:
+        """Copy the growing files for the last time and end the process; return the names that are not at the URL."""
+        left = self.settle(paths)
+        self._order(_END)
+        if (process := self._process) is not None:
+            try:
+                process.wait(0 if self._has_given_up else _CLOSE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with suppress(OSError):
+                    pipe.close()  # type: ignore[union-attr]
+        return left
+
+    def _start(self) -> threading.Thread:
+        if protocol_of(self._url) == "memory":
+            mirror = Mirror(self._root, self._url, self._live, self._pace, self._hear)
+            work = partial(mirror.run, self._orders)
+        else:
+            task = {"root": str(self._root), "url": self._url, "live": self._live, "pace": asdict(self._pace)}
+            command, pipe = own_program(__name__, json.dumps(task)), subprocess.PIPE
+            try:
+                process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+            except OSError as error:
+                self.error = str(error)
+                return threading.Thread()
+            self._process = process
+            work = partial(self._listen, process)
+        # A daemon: Ctrl-C during a wait for the network must end the program.
+        thread = threading.Thread(target=work, name="memprof-upload", daemon=True)
+        thread.start()
+        return thread
+
+    def _listen(self, process: subprocess.Popen[str]) -> None:
+        with suppress(OSError, ValueError):
+            for line in process.stdout or ():
+                self._hear(**json.loads(line))
+
+    def _hear(self, **message: Any) -> None:
+        self._progress = time.monotonic()
+        if "done" in message:
+            self._done.add(message["done"])
+        if "error" in message:
+            name, error = message["name"], masked(message["error"])
+            self._done.discard(name)
+            if self.error is None:
+                log.warning("%s/%s cannot be written (%s); its file is kept in %s", self._url, name, error, self._root)
+            self.error = error
+        self._flushed = message.get("flushed", self._flushed)
+
+    def _order(self, order: str) -> None:
+        self._orders.put(order)
+        if self._process is not None:
+            with suppress(OSError, ValueError):
+                print(order, file=self._process.stdin, flush=True)
+
+
+def _state(path: Path) -> tuple[int, int] | None:
+    """Return size and time of change, or None where there is no such file."""
     try:
-        return path.stat().st_size
+        status = path.stat()
     except OSError:
-        return 0
+        return None
+    return status.st_size, status.st_mtime_ns
+
+
+def _size(path: Path) -> int:
+    return (_state(path) or (0, 0))[0]
+
+
+def main(task: str) -> None:
+    """Mirror a rank; orders come from standard input, reports go to standard output, one per line."""
+    ignore_job_signals()
+    options = json.loads(task)
+    orders: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            orders.put(line.strip())
+        orders.put(_FLUSH)
+        orders.put(_END)
+
+    # Output of a storage client must not mix with the reports.
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as reports:
+        os.dup2(2, 1)
+
+        def report(**message: Any) -> None:
+            with suppress(OSError):  # the training has ended
+                print(json.dumps(message), file=reports, flush=True)
+
+        threading.Thread(target=read, daemon=True).start()
+        pace = Pace(**options["pace"])
+        Mirror(Path(options["root"]), options["url"], tuple(options["live"]), pace, report).run(orders)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -61,9 +61,9 @@ def release_place(sink: Sink) -> None:
     if sink.uploads is None:
         return
     place = sink.place
-    left = sink.uploads.finish()
+    left = sink.uploads.finish(artifact.path for artifact in sink.artifacts)
     if left:
-        names = ", ".join(path.name for path in left[:3]) + (", ..." if len(left) > 3 else "")
+        names = ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
         log.warning(
             "%d files are not at %s (%s: %s); they are kept in %s",
             len(left), place.url, names, sink.uploads.error or "no answer", place.root,

@@ -154,7 +154,7 @@ def test_a_place_that_cannot_be_written_is_recorded_here_instead(
         raise PermissionError("Access Denied")
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
-    monkeypatch.setattr(remote.time, "sleep", lambda _: None)
+    monkeypatch.setattr(remote, "CLAIM_WAITS_S", (None,))
     with caplog.at_level(logging.WARNING):
         callback = fit(tmp_path, URL)
     assert callback.run_directory is not None
@@ -170,7 +170,6 @@ def test_files_that_cannot_be_copied_are_kept_and_the_run_says_so(
         raise OSError("quota exceeded")
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", refuse)
-    monkeypatch.setattr(remote.Retries, "waits", lambda _: iter([0.01]))
     with caplog.at_level(logging.WARNING):
         fit(tmp_path, URL)
     run = only_run(tmp_path)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-import random
 import signal
 import socket
+import subprocess
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,22 +19,13 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_memprof.artifacts import upload
-from lightning_memprof.artifacts.remote import (
-    Remote,
-    Retries,
-    UploadWorker,
-    check_url,
-    claim_remote,
-    claim_url,
-    is_url,
-    url_path,
-)
-from lightning_memprof.artifacts.upload import Uploads
+from lightning_memprof.artifacts import remote, upload
+from lightning_memprof.artifacts.remote import Remote, check_url, claim_remote, claim_url, is_url, url_path
+from lightning_memprof.artifacts.upload import Mirror, Pace, Uploads
 from lightning_memprof.errors import ArtifactError, ConfigError
 
 URL = "memory://bucket/exp"
-QUICK = Retries(attempts=2, first_wait_s=0.01, pause_s=60)
+QUICK = Pace(first_pause_s=0.01, longest_pause_s=0.02, attempts=2)
 
 
 @pytest.fixture(autouse=True)
@@ -42,19 +35,57 @@ def empty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "memprofiler").mkdir()
-    return tmp_path
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(upload, "POLL_S", 0.01)
+    (tmp_path / "run/memprofiler").mkdir(parents=True)
+    return tmp_path / "run"
+
+
+class Files:
+    """A run whose files are uploaded: writes and removes them, with their manifest rows."""
+
+    def __init__(self, root: Path, url: str = URL, pace: Pace | None = None) -> None:
+        self.root = root
+        self.manifest = root / "memprofiler/manifest.rank00000.jsonl"
+        self.manifest.touch()
+        self.listed: dict[Path, None] = {}
+        self.uploads = Uploads(root, url, (self.manifest,), pace)
+
+    def write(self, name: str, content: bytes = b"x") -> Path:
+        path = self.root / name
+        path.write_bytes(content)
+        self.listed[path] = None
+        self._append(kind="artifact", path=name)
+        return path
+
+    def remove(self, name: str) -> None:
+        self._append(kind="removed", paths=[name])
+        del self.listed[self.root / name]
+        (self.root / name).unlink()
+
+    def settle(self) -> list[str]:
+        return self.uploads.settle(self.listed)
+
+    def finish(self) -> list[str]:
+        return self.uploads.finish(self.listed)
+
+    def _append(self, **row: Any) -> None:
+        with self.manifest.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
 
 
 def stored() -> dict[str, bytes]:
+    """The files at the URL, without the manifest."""
     system = fsspec.filesystem("memory")
-    return {name.removeprefix("/bucket/exp/"): system.cat_file(name) for name in system.find("/bucket/exp")}
-
-
-def written(path: Path, content: bytes = b"x") -> Path:
-    path.write_bytes(content)
-    return path
+    found = {name.removeprefix("/bucket/exp/"): system.cat_file(name) for name in system.find("/bucket/exp")}
+    return {name: content for name, content in found.items() if "manifest" not in name}
 
 
 def fails(monkeypatch: pytest.MonkeyPatch, times: float, name: str = "") -> list[str]:
@@ -96,181 +127,164 @@ def test_a_url_that_nothing_can_write_to_is_refused_with_the_way_out(url: str, w
         check_url(url)
 
 
-def test_a_file_goes_up_under_its_name_whatever_is_in_it(root: Path) -> None:
-    uploads = Uploads(root, URL)
-    uploads.add(written(root / "fit-0[Strategy]DDP*.json.gz", b"trace"))
-    uploads.add(written(root / "memprofiler/a.jsonl", b"rows"))
-    assert uploads.settle() == []
+def test_listed_files_are_uploaded_under_their_names(root: Path) -> None:
+    files = Files(root)
+    files.write("fit-0[Strategy]DDP*.json.gz", b"trace")
+    files.write("memprofiler/a.jsonl", b"rows")
+    assert files.settle() == []
     assert stored() == {"fit-0[Strategy]DDP*.json.gz": b"trace", "memprofiler/a.jsonl": b"rows"}
-    assert uploads.finish() == []
+    assert files.finish() == []
 
 
-def test_what_the_user_sent_elsewhere_is_left_there(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    uploads = Uploads(root, URL)
-    uploads.add(written(tmp_path_factory.mktemp("other") / "x"))
-    assert uploads.finish() == []
+def test_a_file_that_the_user_sent_elsewhere_stays_there(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    files = Files(root)
+    other = tmp_path_factory.mktemp("other") / "x"
+    for name in (other.as_posix(), "../x"):
+        files.write(name)
+    del files.listed[root / "../x"]
+    assert files.finish() == []
     assert stored() == {}
 
 
-def test_a_file_that_fails_is_tried_again_and_arrives(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attempts = fails(monkeypatch, times=2)
-    uploads = Uploads(root, URL, retries=Retries(attempts=3, first_wait_s=0.01))
-    uploads.add(written(root / "a"))
-    assert uploads.finish() == []
+def test_a_file_that_fails_is_uploaded_after_a_pause(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = fails(monkeypatch, times=2, name="exp/a")
+    files = Files(root, pace=QUICK)
+    files.write("a")
+    until(lambda: list(stored()) == ["a"])
     assert len(attempts) == 3
-    assert list(stored()) == ["a"]
+    assert files.finish() == []
 
 
-def test_the_waits_between_attempts_double() -> None:
-    assert list(Retries(attempts=4, first_wait_s=0.5).waits()) == [0.5, 1.0, 2.0]
-
-
-def test_a_place_that_is_down_is_said_once_and_left_alone_until_the_end(
+def test_a_store_that_is_down_is_reported_once_and_paused_until_the_end(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     attempts = fails(monkeypatch, times=float("inf"))
-    uploads = Uploads(root, URL, retries=QUICK)
+    files = Files(root, pace=Pace(first_pause_s=60, attempts=1))
     with caplog.at_level(logging.WARNING):
         for name in "abcdef":
-            uploads.add(written(root / name))
-            time.sleep(0.02)
+            files.write(name)
+        until(lambda: bool(attempts))
+        time.sleep(0.1)
         during = len(attempts)
-        left = uploads.finish()
-    assert sorted(path.name for path in left) == list("abcdef")
-    assert during == QUICK.attempts
-    assert len(attempts) <= during + QUICK.attempts + upload.MAX_FAILURES
-    assert isinstance(uploads.error, ConnectionResetError)
+        left = files.finish()
+    assert set(left) == {*"abcdef", "memprofiler/manifest.rank00000.jsonl"}
+    assert during == 1
+    assert len(attempts) == during + upload.MAX_FAILURES
+    assert files.uploads.error == "cut"
     assert [record.message for record in caplog.records] == [
         f"memory://bucket/exp/a cannot be written (cut); its file is kept in {root}"
     ]
     assert all((root / name).exists() for name in "abcdef")
 
 
-def test_what_could_not_be_copied_meanwhile_is_copied_at_the_end(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fails(monkeypatch, times=QUICK.attempts)
-    uploads = Uploads(root, URL, retries=QUICK)
+def test_pauses_double_up_to_the_longest(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails(monkeypatch, times=float("inf"))
+    pauses: list[float] = []
+    mirror = Mirror(root, URL, ("manifest",), Pace(first_pause_s=0.5, longest_pause_s=3), lambda **_: None)
+    (root / "manifest").write_text('{"kind": "artifact", "path": "manifest"}\n')
+    mirror.look()
+    for _ in range(5):
+        mirror._resume = 0
+        mirror.copy_pending()
+        pauses.append(mirror._pause_s)
+    assert pauses == [0.5, 1, 2, 3, 3]
+
+
+def test_files_that_failed_during_training_are_uploaded_at_the_end(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = fails(monkeypatch, times=1)
+    files = Files(root, pace=Pace(first_pause_s=60))
     for name in "abc":
-        uploads.add(written(root / name))
-    assert uploads.finish() == []
-    assert list(stored()) == ["a", "b", "c"]
+        files.write(name)
+    until(lambda: bool(attempts))
+    assert files.finish() == []
+    assert sorted(stored()) == ["a", "b", "c"]
 
 
-def test_one_file_that_cannot_be_copied_keeps_back_no_other(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_the_store_refuses_holds_back_no_other(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fails(monkeypatch, times=float("inf"), name="huge")
-    uploads = Uploads(root, URL, retries=QUICK)
+    files = Files(root, pace=QUICK)
     for name in ("huge", "a", "b"):
-        uploads.add(written(root / name))
-    assert uploads.finish() == [root / "huge"]
-    assert list(stored()) == ["a", "b"]
+        files.write(name)
+    assert files.finish() == ["huge"]
+    assert sorted(stored()) == ["a", "b"]
 
 
-def test_files_that_grow_go_up_behind_finished_ones_and_once_more_at_the_end(root: Path) -> None:
-    manifest = written(root / "memprofiler/manifest.rank00000.jsonl", b"1\n")
-    uploads = Uploads(root, URL, live=(manifest,))
-    uploads.add(written(root / "a"))
-    deadline = time.monotonic() + 5
-    while len(stored()) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert stored()["memprofiler/manifest.rank00000.jsonl"] == b"1\n"
-    written(manifest, b"1\n2\n")
-    assert uploads.finish() == []
-    assert stored()["memprofiler/manifest.rank00000.jsonl"] == b"1\n2\n"
-    assert sorted(path.name for path in root.rglob("*") if path.is_file()) == ["a", manifest.name]
+def test_a_file_without_a_manifest_row_is_not_reported_as_uploaded(root: Path) -> None:
+    files = Files(root)
+    (root / "unlisted").touch()
+    assert files.uploads.finish([root / "unlisted"]) == ["unlisted"]
 
 
-def test_a_file_that_is_taken_away_is_taken_away_there_too(root: Path) -> None:
-    uploads = Uploads(root, URL)
-    path = written(root / "a")
-    uploads.add(path)
-    uploads.settle()
-    path.unlink()
-    uploads.remove(path)
-    assert uploads.finish() == []
+def test_a_file_that_is_written_again_is_uploaded_again(root: Path) -> None:
+    files = Files(root)
+    files.write("a", b"old")
+    until(lambda: stored() == {"a": b"old"})
+    # Its manifest row comes before the new content: without a further row, the end of the run notices.
+    (root / "a").write_bytes(b"newer")
+    assert files.finish() == []
+    assert stored() == {"a": b"newer"}
+
+
+def test_growing_files_follow_finished_ones_and_are_uploaded_at_the_end(root: Path) -> None:
+    system = fsspec.filesystem("memory")
+    name = "/bucket/exp/memprofiler/manifest.rank00000.jsonl"
+    files = Files(root)
+    files.write("a")
+    until(lambda: bool(system.exists(name)))
+    assert system.cat_file(name) == files.manifest.read_bytes()
+    files.write("b")
+    assert files.finish() == []
+    assert system.cat_file(name) == files.manifest.read_bytes()
+    assert sorted(path.name for path in root.rglob("*") if path.is_file()) == ["a", "b", files.manifest.name]
+
+
+def test_a_file_that_the_run_removes_is_removed_at_the_url(root: Path) -> None:
+    files = Files(root)
+    files.write("a")
+    assert files.settle() == []
+    files.remove("a")
+    assert files.finish() == []
     assert stored() == {}
 
 
-def test_adding_a_file_never_waits(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = threading.Event()
-    monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *_, **__: gate.wait(10))
-    uploads = Uploads(root, URL)
-    started = time.perf_counter()
-    for name in "abcdefgh":
-        uploads.add(written(root / name))
-    assert time.perf_counter() - started < 1
-    gate.set()
-    assert uploads.finish() == []
-
-
-def test_files_that_two_threads_add_at_once_go_up_on_one_thread(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[threading.Thread] = []
-
-    class SlowThread(threading.Thread):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            if self.name == "memprof-upload":
-                made.append(self)
-                # The other caller asks for a thread meanwhile.
-                time.sleep(0.2)
-
-    monkeypatch.setattr(upload.threading, "Thread", SlowThread)
-    uploads = Uploads(root, URL, retries=Retries(patience_s=5))
-    paths = [written(root / name) for name in ("training.bin", "writer.bin")]
-    together = threading.Barrier(len(paths))
-
-    def add(path: Path) -> None:
-        together.wait()
-        uploads.add(path)
-
-    with ThreadPoolExecutor(len(paths)) as pool:
-        list(pool.map(add, paths))
-    assert uploads.finish() == []
-    alive = [thread for thread in made if thread.is_alive()]
-    for _ in alive:
-        uploads._queue.put(None)
-    assert (len(made), alive) == (1, [])
-    assert stored() == {"training.bin": b"x", "writer.bin": b"x"}
-
-
-def test_the_end_of_a_run_waits_for_a_mute_place_only_so_long(
+def test_the_end_of_a_run_waits_a_limited_time_for_a_store_that_does_not_answer(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = threading.Event()
     monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *_, **__: gate.wait(30))
-    uploads = Uploads(root, URL, retries=Retries(patience_s=0.1))
-    uploads.add(written(root / "a"))
-    assert uploads.settle() == [root / "a"]
+    files = Files(root, pace=Pace(patience_s=0.1))
+    files.write("a")
+    assert set(files.settle()) == {"a", "memprofiler/manifest.rank00000.jsonl"}
     assert "does not answer" in caplog.text
     gate.set()
-    assert uploads.finish() == []
+    assert files.finish() == []
 
 
-def test_a_place_that_was_waited_for_in_vain_is_not_waited_for_again(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_did_not_answer_gets_only_a_moment_more(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *_, **__: gate.wait(30))
-    uploads = Uploads(root, URL, retries=Retries(patience_s=0.1))
-    uploads.add(written(root / "a"))
-    uploads.settle()
-    uploads._patience_s = 20
+    files = Files(root, pace=Pace(patience_s=0.1))
+    files.write("a")
+    files.settle()
+    files.uploads._patience_s = 20
     started = time.monotonic()
-    assert uploads.finish() == [root / "a"]
+    assert "a" in files.finish()
     gate.set()
     assert time.monotonic() - started < 5
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_wait_for_a_mute_place_for_good(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_the_wait_for_a_store_that_does_not_answer(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *_, **__: gate.wait(30))
-    uploads = Uploads(root, URL)
-    uploads.add(written(root / "a"))
+    files = Files(root)
+    files.write("a")
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        uploads.settle()
-    assert uploads.finish() == [root / "a"]
+        files.settle()
+    assert "a" in files.finish()
     gate.set()
     timer.join()
     assert time.monotonic() - started < 5
@@ -310,97 +324,114 @@ def test_a_place_that_cannot_be_written_is_said_with_the_reason(monkeypatch: pyt
         raise PermissionError("Access Denied")
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
+    monkeypatch.setattr(remote, "CLAIM_WAITS_S", (0.01, None))
     with pytest.raises(ArtifactError, match=r"memory://bucket/exp: cannot be written \(PermissionError: Access Denied"):
-        claim_remote(Remote(URL), QUICK)
+        claim_remote(Remote(URL))
+
+
+def test_a_claim_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, attempts = MemoryFileSystem.pipe_file, []
+
+    def cut_once(*given: Any, **named: Any) -> None:
+        attempts.append(given)
+        if len(attempts) == 1:
+            raise ConnectionResetError("cut")
+        original(*given, **named)
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", cut_once)
+    monkeypatch.setattr(remote, "CLAIM_WAITS_S", (0.01, None))
+    assert claim_remote(Remote(URL)) == 1
 
 
 def test_a_file_system_without_whole_objects_never_shows_half_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remote = Remote(f"file://{tmp_path}/there")
+    there = Remote(f"file://{tmp_path}/there")
     seen: list[str] = []
-    original = remote.filesystem.put_file
+    original = there.filesystem.put_file
 
-    def put_file(local: str, there: str) -> None:
-        seen.append(Path(there).name)
-        original(local, there)
+    def put_file(local: str, name: str) -> None:
+        seen.append(Path(name).name)
+        original(local, name)
 
-    monkeypatch.setattr(remote.filesystem, "put_file", put_file)
-    assert remote.create("memprofiler/claim.json", b"{}")
-    assert not remote.create("memprofiler/claim.json", b"{}")
-    remote.put(written(tmp_path / "a", b"rows"), "memprofiler/a")
+    monkeypatch.setattr(there.filesystem, "put_file", put_file)
+    assert there.create("memprofiler/claim.json", b"{}")
+    assert not there.create("memprofiler/claim.json", b"{}")
+    (tmp_path / "a").write_bytes(b"rows")
+    there.put(tmp_path / "a", "memprofiler/a")
     assert seen == ["a.partial"]
     assert sorted(path.name for path in (tmp_path / "there/memprofiler").iterdir()) == ["a", "claim.json"]
 
 
-def worker(uploads: Uploads) -> UploadWorker:
-    assert isinstance(uploads._remote, UploadWorker)
-    return uploads._remote
+def process_of(files: Files) -> subprocess.Popen[str]:
+    assert files.uploads._process is not None
+    return files.uploads._process
 
 
-def test_files_are_copied_by_another_process_which_ends_with_the_run(root: Path, tmp_path: Path) -> None:
-    uploads = Uploads(root, f"file://{tmp_path}/there", retries=QUICK)
-    path = written(root / "fit[Strategy].gz", b"trace")
-    uploads.add(path)
-    assert uploads.settle() == []
-    process = worker(uploads)._process
-    assert process is not None
-    assert (tmp_path / "there" / path.name).read_bytes() == b"trace"
+def test_another_process_copies_the_files_and_ends_with_the_run(root: Path, tmp_path: Path) -> None:
+    files = Files(root, f"file://{tmp_path}/there")
+    files.write("fit[Strategy].gz", b"trace")
+    assert files.settle() == []
+    process = process_of(files)
+    assert (tmp_path / "there/fit[Strategy].gz").read_bytes() == b"trace"
     os.kill(process.pid, signal.SIGINT)
     os.kill(process.pid, signal.SIGTERM)
-    path.unlink()
-    uploads.remove(path)
-    assert uploads.finish() == []
-    assert not (tmp_path / "there" / path.name).exists()
+    files.remove("fit[Strategy].gz")
+    assert files.finish() == []
+    assert not (tmp_path / "there/fit[Strategy].gz").exists()
     assert process.poll() == 0
 
 
 def test_a_process_that_was_killed_is_started_again(root: Path, tmp_path: Path) -> None:
-    uploads = Uploads(root, f"file://{tmp_path}/there", retries=QUICK)
-    uploads.add(written(root / "a"))
-    assert uploads.settle() == []
-    process = worker(uploads)._process
-    assert process is not None
-    process.kill()
-    uploads.add(written(root / "b"))
-    assert uploads.finish() == []
-    assert sorted(path.name for path in (tmp_path / "there").iterdir()) == ["a", "b"]
+    files = Files(root, f"file://{tmp_path}/there")
+    files.write("a")
+    assert files.settle() == []
+    process_of(files).kill()
+    process_of(files).wait()
+    files.uploads._thread.join(10)
+    files.write("b")
+    assert files.finish() == []
+    assert sorted(path.name for path in (tmp_path / "there").iterdir()) == ["a", "b", "memprofiler"]
 
 
-def test_a_process_that_was_ended_is_not_started_again(root: Path, tmp_path: Path) -> None:
-    process = UploadWorker(f"file://{tmp_path}/there")
-    process.put(written(root / "a"), "a")
-    process.close(kill=True)
-    with pytest.raises(OSError, match="was ended"):
-        process.put(root / "a", "b")
-    assert process._process is None
+def test_a_process_that_cannot_be_started_leaves_the_files_here(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "own_program", lambda *_: ["/nowhere/python"])
+    files = Files(root, f"file://{tmp_path}/there")
+    files.write("a")
+    assert "a" in files.finish()
+    assert "/nowhere/python" in str(files.uploads.error)
 
 
 def test_a_process_ends_though_a_fork_of_this_one_holds_its_pipe(root: Path, tmp_path: Path) -> None:
-    process = UploadWorker(f"file://{tmp_path}/there")
-    process.put(written(root / "a"), "a")
-    held = os.dup(process._process.stdin.fileno())
+    files = Files(root, f"file://{tmp_path}/there")
+    stdin = process_of(files).stdin
+    assert stdin is not None
+    held = os.dup(stdin.fileno())
     started = time.monotonic()
-    process.close()
+    files.finish()
     os.close(held)
     assert time.monotonic() - started < 5
 
 
-def test_what_the_other_process_cannot_copy_is_told_with_the_reason(root: Path, tmp_path: Path) -> None:
-    written(tmp_path / "there", b"a file and no directory")
-    uploads = Uploads(root, f"file://{tmp_path}/there", retries=QUICK)
-    uploads.add(written(root / "a"))
-    assert uploads.finish() == [root / "a"]
-    assert "Error" in str(uploads.error)
-    assert "there" in str(uploads.error)
-
-
 @pytest.mark.slow
-def test_claiming_a_place_draws_no_random_numbers_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = MemoryFileSystem.pipe_file
-    monkeypatch.setattr(
-        MemoryFileSystem, "pipe_file", lambda *given, **named: (random.random(), original(*given, **named))
+def test_the_files_of_a_killed_training_are_uploaded(root: Path, tmp_path: Path, run_python: Any) -> None:
+    done = run_python(
+        "-c",
+        "import os, sys; from pathlib import Path; from lightning_memprof.artifacts.upload import Uploads\n"
+        f"root = Path({str(root)!r}); manifest = root / 'memprofiler/manifest.rank00000.jsonl'; manifest.touch()\n"
+        f"Uploads(root, 'file://{tmp_path}/there', (manifest,)); (root / 'a').touch()\n"
+        'manifest.write_text(\'{"kind": "artifact", "path": "a"}\\n\'); os.kill(os.getpid(), 9)',
     )
-    before = random.getstate()
-    claim_remote(Remote(URL))
-    assert random.getstate() == before
+    assert done.returncode == -signal.SIGKILL
+    until((tmp_path / "there/a").exists)
+    until((tmp_path / "there/memprofiler/manifest.rank00000.jsonl").exists)
+
+
+def test_a_failure_of_the_other_process_is_reported_with_its_reason(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").write_bytes(b"a file and no directory")
+    files = Files(root, f"file://{tmp_path}/there", QUICK)
+    files.write("a")
+    assert "a" in files.finish()
+    assert "there" in str(files.uploads.error)
