@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import msgspec
@@ -11,7 +12,7 @@ from lightning_memprof.artifacts.rows import Int64, Row, read_rows
 from lightning_memprof.errors import ArtifactError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
 __all__ = [
@@ -29,8 +30,10 @@ __all__ = [
     "SavedTensorsRow",
     "SeriesRow",
     "ThroughputRow",
+    "columns_of",
     "decode_pulse",
     "encode_pulse",
+    "encode_rows",
     "parse_pulse_row",
     "read_pulse",
     "read_series",
@@ -57,8 +60,12 @@ MAX_DIGITS: Final = 19
 PulseRow = dict[str, int | None]
 
 
-class SeriesRow(Row):
-    """A row of a collector's series; ``recorded`` is False in warmup. ``series`` is the series' name."""
+class SeriesRow(Row, omit_defaults=True):
+    """A row of a collector's series, written and read; ``recorded`` is False in warmup.
+
+    ``series`` is the series' name. Columns that have their default are not written, except by the classes that say
+    ``omit_defaults=False``.
+    """
 
     series: ClassVar[str]
 
@@ -80,19 +87,19 @@ class HookRow(SeriesRow, gc=False):
     depth: Int64 | None = None
 
 
-class HostRow(SeriesRow, gc=False):
+class HostRow(SeriesRow, gc=False, omit_defaults=False):
     """The memory of the process at a mark, in bytes."""
 
     series = "host"
 
     rss_bytes: Int64 | None = None
     vms_bytes: Int64 | None = None
-    uss_bytes: Int64 | None = None
     peak_rss_bytes: Int64 | None = None
+    uss_bytes: Int64 | None = None
 
 
 class AllocatorRow(SeriesRow, gc=False):
-    """The counters of a device's allocator at a mark."""
+    """The counters of a device's allocator at a mark; written with all of torch's statistics under torch's names."""
 
     series = "allocator"
 
@@ -126,7 +133,7 @@ class GarbageRow(SeriesRow):
     tensor_bytes: Int64 | None = None
 
 
-class ThroughputRow(SeriesRow, gc=False):
+class ThroughputRow(SeriesRow, gc=False, omit_defaults=False):
     """The size of a step's batch, its duration, its FLOP, and the device's peak in FLOP/s."""
 
     series = "throughput"
@@ -148,6 +155,8 @@ class SavedTensorsRow(SeriesRow):
     series = "saved_tensors"
 
     activation_bytes: Int64 | None = None
+    unattributed_bytes: Int64 | None = None
+    storages: Int64 | None = None
     uncounted: Int64 | None = None
     dtypes: dict[str, Int64] = msgspec.field(default_factory=dict)
     modules: dict[str, list[Int64 | None]] = msgspec.field(default_factory=dict)
@@ -158,16 +167,22 @@ class SavedTensorsRow(SeriesRow):
 
 
 class PeakRow(SeriesRow):
-    """Memory by category at a tracked moment; ``kind`` is ``peak``, or ``module`` for a module's own row."""
+    """Memory by category at a tracked moment; ``kind`` is ``peak``, ``end``, or ``module`` for a module's own row."""
 
     kind: str | None = None
+    module: str | None = None
+    state: str | None = None
+    call: Int64 | None = None
     device: str | None = None
     total_bytes: Int64 | None = None
     categories: dict[str, Int64] | None = None
 
 
 class FunctionRow(SeriesRow):
-    """The start or end (``point``) of a call of a named function, with the sizes at that moment."""
+    """The start or end (``point``) of a call of a named function, with the sizes at that moment.
+
+    Written with all of torch's statistics under torch's names.
+    """
 
     series = "functions"
 
@@ -185,7 +200,7 @@ class FunctionRow(SeriesRow):
     peak_allocated_bytes: Int64 | None = msgspec.field(name="allocated_bytes.all.peak", default=None)
 
 
-class RegionRow(SeriesRow, gc=False):
+class RegionRow(SeriesRow, gc=False, omit_defaults=False):
     """Memory at a named point: ``point`` is ``snapshot``, or ``start`` or ``end`` of a region."""
 
     series = "snapshots"
@@ -193,6 +208,17 @@ class RegionRow(SeriesRow, gc=False):
     name: str | None = None
     rss_bytes: Int64 | None = None
     peak_rss_bytes: Int64 | None = None
+
+
+def columns_of(row: SeriesRow) -> dict[str, Any]:
+    """Return the columns of a row that are written, in the order of the file."""
+    columns: dict[str, Any] = msgspec.to_builtins(row, enc_hook=str)
+    return columns
+
+
+def encode_rows(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return rows as JSON lines; values that JSON does not have are written as their ``str``."""
+    return "".join(json.dumps(row, default=str) + "\n" for row in rows)
 
 
 def encode_pulse(rows: Iterable[Sequence[int | None]]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from lightning_memprof.artifacts.naming import (
     pulse_name,
     series_path,
 )
+from lightning_memprof.artifacts.series import SeriesRow, columns_of, encode_rows
 from lightning_memprof.artifacts.upload import Uploads
 
 if TYPE_CHECKING:
@@ -96,10 +96,10 @@ OnSeries = Callable[[int, str, "Sequence[Mapping[str, Any]]"], None]
 
 
 class SeriesWriter(Protocol):
-    """Add a row: the mark's step, global_step, point, recorded and time_ns, and the values by column."""
+    """Add a row: the mark's step, global_step, point, recorded and time_ns, the columns of ``row``, and ``values``."""
 
-    def __call__(self, mark: Mark, /, **values: Any) -> None:
-        """Add one row."""
+    def __call__(self, mark: Mark, row: SeriesRow | None = None, /, **values: Any) -> None:
+        """Add one row; ``row`` belongs to the series from now on."""
 
 
 class Sink:
@@ -166,19 +166,13 @@ class Sink:
     @contextmanager
     def series(self, window: Window, collector: str) -> Iterator[SeriesWriter]:
         """Collect rows and write them as the collector's series of this window when the body ends, however it ends."""
-        rows: list[dict[str, Any]] = []
+        rows: list[SeriesRow | dict[str, Any]] = []
 
-        def write(mark: Mark, /, **values: Any) -> None:
-            rows.append(
-                {
-                    "step": mark.step,
-                    "global_step": mark.global_step,
-                    "point": mark.point.value,
-                    "recorded": mark.recorded,
-                    "time_ns": mark.time_ns,
-                    **values,
-                }
-            )
+        def write(mark: Mark, row: SeriesRow | None = None, /, **values: Any) -> None:
+            row = row or SeriesRow()
+            row.step, row.global_step, row.point = mark.step, mark.global_step, mark.point.value
+            row.recorded, row.time_ns = mark.recorded, mark.time_ns
+            rows.append(columns_of(row) | values if values else row)
 
         try:
             yield write
@@ -186,13 +180,14 @@ class Sink:
             if rows:
                 self.write_rows(window, collector, rows)
 
-    def write_rows(self, window: Window, collector: str, rows: list[dict[str, Any]]) -> None:
-        """Write whole rows as the collector's series of this window, and pass them to ``on_series``."""
+    def write_rows(self, window: Window, collector: str, rows: Sequence[SeriesRow | Mapping[str, Any]]) -> None:
+        """Write whole rows as the collector's series of this window, and pass their columns to ``on_series``."""
+        columns = [columns_of(row) if isinstance(row, SeriesRow) else row for row in rows]
         path = self.place.directory / series_path(window.index, self.rank, collector)
         with self.file(Artifact(path=path, type="series", collector=collector, window=window.index)) as temporary:
-            temporary.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8")
+            temporary.write_text(encode_rows(columns), encoding="utf-8")
         if self.on_series is not None:
-            self.on_series(window.index, collector, rows)
+            self.on_series(window.index, collector, columns)
 
     def in_background(self, job: Callable[[], None], *, window: int | None = None) -> None:
         """Run ``job`` after all jobs before it, without the training waiting; :meth:`drain` waits for it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from lightning_memprof.artifacts.naming import regions_name
+from lightning_memprof.artifacts.series import RegionRow, columns_of, encode_rows
 from lightning_memprof.capture.sources.memory import ResidentSize, memory_stats, peak_rss_bytes
 
 if TYPE_CHECKING:
@@ -44,15 +44,17 @@ class NamedSnapshots:
         resident = ResidentSize()
         rss = resident.read()
         resident.close()
-        row: dict[str, Any] = {
-            "name": name,
-            "point": point,
-            "step": None if position is None else position.step,
-            "global_step": None if position is None else position.global_step,
-            "time_ns": time.time_ns(),
-            "rss_bytes": rss,
-            "peak_rss_bytes": peak_rss_bytes(rss),
-        }
+        row = columns_of(
+            RegionRow(
+                name=name,
+                point=point,
+                step=None if position is None else position.step,
+                global_step=None if position is None else position.global_step,
+                time_ns=time.time_ns(),
+                rss_bytes=rss,
+                peak_rss_bytes=peak_rss_bytes(rss),
+            )
+        )
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             row |= memory_stats(torch.device("cuda", torch.cuda.current_device()))
         self._waiting.append(row)
@@ -64,6 +66,6 @@ class NamedSnapshots:
         rows, self._waiting = self._waiting, []
         try:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write("".join(json.dumps(row) + "\n" for row in rows))
+                file.write(encode_rows(rows))
         except OSError as error:
             log.warning("named snapshots cannot be written: %s", error)

@@ -65,7 +65,7 @@ def test_the_bytes_of_every_backward_are_those_that_hooks_are_handed(tmp_path: P
     assert [row["step"] for row in found] == [2, 3, 4]
     assert [row["activation_bytes"] for row in found] == counts[2:5]
     for row in found:
-        assert (row["unattributed_bytes"], row["uncounted"], row["attribution"]) == (0, 0, None)
+        assert (row["unattributed_bytes"], row["uncounted"], row.get("attribution")) == (0, 0, None)
         assert sum(values[0] for values in row["modules"].values()) == row["activation_bytes"]
         assert row["modules"][""][1] == row["activation_bytes"]
         assert sum(row["dtypes"].values()) == row["activation_bytes"]
@@ -83,7 +83,7 @@ def test_every_step_has_the_bytes_that_it_holds(tmp_path: Path, name: str) -> No
         assert row["held"]["buffer_bytes"] == buffers
         assert row["held"]["input_bytes"] == 4 * 8 * 4
         assert row["parameters"][""] == [parameters, parameters]
-        assert row["note"] is None
+        assert "note" not in row
         if name != MANUAL:
             assert row["held"]["optimizer_state_bytes"] == 2 * parameters + 4 * len(list(model.parameters()))
 

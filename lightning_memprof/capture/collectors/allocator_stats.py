@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
+from lightning_memprof.artifacts.series import AllocatorRow
 from lightning_memprof.capture.base import Collector, OnMark
 from lightning_memprof.capture.sources.memory import NO_ACCELERATOR, memory_stats
 
@@ -33,6 +34,6 @@ class AllocatorStats(Collector):
         with run.sink.series(window, self.name) as write:
 
             def sample(mark: Mark) -> None:
-                write(mark, device=str(run.device), **memory_stats(run.device))
+                write(mark, AllocatorRow(device=str(run.device)), **memory_stats(run.device))
 
             yield sample

@@ -13,6 +13,7 @@ import psutil
 import yaml
 
 from lightning_memprof.artifacts.naming import Edge, SnapshotName, StatsFormat, memory_stats_name
+from lightning_memprof.artifacts.series import FunctionRow, columns_of
 from lightning_memprof.artifacts.sink import Artifact
 from lightning_memprof.capture.collectors.allocator_history import write_snapshot
 from lightning_memprof.capture.sources.memory import memory_stats
@@ -149,30 +150,28 @@ class FunctionRows:
         del self._open[entry]
         self._depths[entry.thread] -= 1
         self._memory.end(entry.measured)
-        self._add(entry, "end", raised=raised)
+        self._add(entry, "end", raised)
         self._memory.reset()
         self._snapshot(entry, "end")
         self._counting.ended(entry.function, entry.number.number)
 
-    def _add(self, entry: _Call, edge: Edge, **more: str | None) -> None:
+    def _add(self, entry: _Call, edge: Edge, raised: str | None = None) -> None:
         size = self._process.memory_info()
         values: dict[str, Any] = {} if self._run.device.type == "cpu" else memory_stats(self._run.device)
         values |= {"rss": size.rss, "vms": size.vms, **self._memory.values(entry.measured)}
-        self.rows.append(
-            {
-                "step": entry.number.step,
-                "global_step": entry.number.global_step,
-                "point": edge,
-                "recorded": True,
-                "time_ns": time.perf_counter_ns() + self._run.unix_offset_ns,
-                "function": entry.function,
-                "number": entry.number.number,
-                "depth": entry.depth,
-                "thread": entry.thread_name,
-                **more,
-                **values,
-            }
+        row = FunctionRow(
+            step=entry.number.step,
+            global_step=entry.number.global_step,
+            point=edge,
+            recorded=True,
+            time_ns=time.perf_counter_ns() + self._run.unix_offset_ns,
+            function=entry.function,
+            number=entry.number.number,
+            depth=entry.depth,
+            thread=entry.thread_name,
+            raised=raised,
         )
+        self.rows.append(columns_of(row) | values)
         if entry.is_named:
             self.stats[stats_key(self._run.rank, entry.function, entry.number.number, edge)] = values
 

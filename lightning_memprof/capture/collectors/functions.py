@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning_memprof.artifacts.naming import functions_name
+from lightning_memprof.artifacts.series import encode_rows
 from lightning_memprof.artifacts.sink import Artifact
 from lightning_memprof.capture.base import Collector, OnMark, OnStep
 from lightning_memprof.capture.collectors.allocator_history import memory_history
@@ -291,5 +291,5 @@ class _CountedCalls:
         sink, name = self._run.sink, self._settings.name
         path = sink.place.directory / functions_name(sink.rank)
         with sink.file(Artifact(path=path, type="series", collector=name)) as temporary:
-            temporary.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8")
+            temporary.write_text(encode_rows(rows), encoding="utf-8")
         write_memory_stats(sink, name, self._rows.stats, self._settings._forms())  # noqa: SLF001 part of the collector

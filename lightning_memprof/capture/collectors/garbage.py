@@ -6,12 +6,13 @@ import gc
 import time
 import weakref
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 import torch
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_memprof.artifacts.series import DeadTensorRow, GarbageRow
 from lightning_memprof.capture.base import Collector, OnMark
 from lightning_memprof.capture.sources.tensors import PLAIN_TENSORS, local_bytes, storages
 from lightning_memprof.schedule import Point
@@ -66,7 +67,7 @@ class _Pauses:
     """Collections in a window's steps."""
 
     def __init__(self, *, watches_tensors: bool, offset_ns: int) -> None:
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[GarbageRow] = []
         self._watches_tensors = watches_tensors
         self._mark: Mark | None = None
         self._began: int | None = None
@@ -106,17 +107,19 @@ class _Pauses:
         tensors, self._tensors = self._tensors, []
         if began is None or mark is None:
             return
-        row: dict[str, Any] = {
-            "step": mark.step,
-            "global_step": mark.global_step,
-            "recorded": mark.recorded,
-            "time_ns": began + self._offset_ns,
-            "duration_ns": now - began,
-            "generation": info["generation"],
-            "collected": info["collected"],
-            "uncollectable": info["uncollectable"],
-        }
-        self.rows.append(row | _freed(tensors) if self._watches_tensors else row)
+        row = GarbageRow(
+            step=mark.step,
+            global_step=mark.global_step,
+            recorded=mark.recorded,
+            time_ns=began + self._offset_ns,
+            duration_ns=now - began,
+            generation=info["generation"],
+            collected=info["collected"],
+            uncollectable=info["uncollectable"],
+        )
+        if self._watches_tensors:
+            row.tensors, row.tensor_bytes = _freed(tensors)
+        self.rows.append(row)
 
 
 class _Watched(NamedTuple):
@@ -158,8 +161,8 @@ def _watch(tensor: torch.Tensor) -> _Watched | None:
     return None
 
 
-def _freed(tensors: list[_Watched]) -> dict[str, Any]:
-    """Return the freed tensors, and the bytes of their storages that no other tensor uses."""
+def _freed(tensors: list[_Watched]) -> tuple[list[DeadTensorRow], int]:
+    """Return the largest freed tensors, and the bytes of all their storages that no other tensor uses."""
     dead = [watched for watched in tensors if watched.tensor() is None]
     released = {
         storage.cdata: size
@@ -168,10 +171,8 @@ def _freed(tensors: list[_Watched]) -> dict[str, Any]:
         if storage.expired()  # type: ignore[no-untyped-call]
     }
     dead.sort(key=lambda watched: -watched.bytes)
-    return {
-        "tensors": [
-            {"type": watched.type, "shape": list(watched.shape), "dtype": watched.dtype, "bytes": watched.bytes}
-            for watched in dead[:_LISTED]
-        ],
-        "tensor_bytes": sum(released.values()),
-    }
+    listed = [
+        DeadTensorRow(type=watched.type, shape=list(watched.shape), dtype=watched.dtype, bytes=watched.bytes)
+        for watched in dead[:_LISTED]
+    ]
+    return listed, sum(released.values())

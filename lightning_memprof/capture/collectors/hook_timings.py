@@ -16,6 +16,7 @@ from torch.compiler import is_compiling
 from torch.utils.data import dataloader
 from torch.utils.data._utils import fetch
 
+from lightning_memprof.artifacts.series import HookRow
 from lightning_memprof.capture.base import Collector, OnMark, unix_offset_ns
 from lightning_memprof.capture.observe import wrapped
 from lightning_memprof.schedule import Point
@@ -121,7 +122,7 @@ class ActionLog:
             self.stop(_MARK + mark.point.value)
         self._times[used] = self._offset_ns - mark.time_ns
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[HookRow]:
         """Return one row per action in order of start: its step, name, start, duration and depth.
 
         The row of a step has depth -1 and starts with its first action. A mark inside a step is an action too,
@@ -129,8 +130,8 @@ class ActionLog:
         before the log or did not end in it are omitted.
         """
         offset = self._offset_ns
-        rows: list[dict[str, Any]] = []
-        open_rows: list[dict[str, Any]] = []
+        rows: list[HookRow] = []
+        open_rows: list[HookRow] = []
         mark: Mark | None = None
         for index in range(self._used):
             here = self._marks.get(index)
@@ -139,38 +140,39 @@ class ActionLog:
             following = abs(self._times[index + 1]) if index + 1 < self._used else None
             if here is not None and name.startswith(_MARK):
                 if following is not None:
-                    rows.append(_row(here, name, (offset - moment, following + offset), len(open_rows) - 1))
+                    row = _row(here, name, offset - moment, len(open_rows) - 1)
+                    row.duration_ns = following + moment
+                    rows.append(row)
             elif moment < 0:
                 _close(open_rows, name, offset - moment)
             elif mark is not None:
                 first_action = moment if here is None or following is None else following
-                row = _row(mark, name, (first_action + offset, None), len(open_rows) - 1)
+                row = _row(mark, name, first_action + offset, len(open_rows) - 1)
                 rows.append(row)
                 open_rows.append(row)
-        return [row for row in rows if row["duration_ns"] is not None]
+        return [row for row in rows if row.duration_ns is not None]
 
     def _grow(self) -> None:
         self._names.extend([""] * len(self._names))
         self._times.extend(self._times)
 
 
-def _row(mark: Mark, action: str, span_ns: tuple[int, int | None], depth: int) -> dict[str, Any]:
-    start, end = span_ns
-    return {
-        "step": mark.step,
-        "global_step": mark.global_step,
-        "recorded": mark.recorded,
-        "action": action,
-        "start_ns": start,
-        "duration_ns": None if end is None else end - start,
-        "depth": depth,
-    }
+def _row(mark: Mark, action: str, start_ns: int, depth: int) -> HookRow:
+    return HookRow(
+        step=mark.step,
+        global_step=mark.global_step,
+        recorded=mark.recorded,
+        action=action,
+        start_ns=start_ns,
+        depth=depth,
+    )
 
 
-def _close(open_rows: list[dict[str, Any]], name: str, end_ns: int) -> None:
+def _close(open_rows: list[HookRow], name: str, end_ns: int) -> None:
     for depth in range(len(open_rows) - 1, -1, -1):
-        if open_rows[depth]["action"] == name:
-            open_rows[depth]["duration_ns"] = end_ns - open_rows[depth]["start_ns"]
+        row = open_rows[depth]
+        if row.action == name:
+            row.duration_ns = end_ns - (row.start_ns or 0)
             del open_rows[depth:]
             return
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import psutil
 
+from lightning_memprof.artifacts.series import HostRow
 from lightning_memprof.capture.base import Collector, OnMark
 from lightning_memprof.capture.sources.memory import peak_rss_bytes
 from lightning_memprof.schedule import Point
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from concurrent.futures import Future
+    from collections.abc import Iterator
 
     from lightning_memprof.capture.base import RunContext
     from lightning_memprof.schedule import Mark, Window
@@ -43,27 +42,12 @@ class HostMemory(Collector):
             ExitStack() as last,
         ):
 
-            def is_last(mark: Mark) -> bool:
-                return mark.point is Point.STEP_END and window.active[-1:] == (mark.step,)
-
             def sample(mark: Mark) -> None:
                 size = process.memory_info()
-                row = partial(
-                    write, mark, rss_bytes=size.rss, vms_bytes=size.vms, peak_rss_bytes=peak_rss_bytes(size.rss)
-                )
-                if is_last(mark):
-                    unique = thread.submit(lambda: process.memory_full_info().uss)
-                    last.callback(_finish, row, unique)
-                else:
-                    row(uss_bytes=None)
+                row = HostRow(rss_bytes=size.rss, vms_bytes=size.vms, peak_rss_bytes=peak_rss_bytes(size.rss))
+                write(mark, row)
+                if mark.point is Point.STEP_END and window.active[-1:] == (mark.step,):
+                    unique = thread.submit(lambda: int(process.memory_full_info().uss))
+                    last.callback(lambda: setattr(row, "uss_bytes", unique.result()))
 
             yield sample
-
-
-def _finish(row: Callable[..., None], unique: Future[int]) -> None:
-    """Write the last row, without the unique size if it cannot be read."""
-    uss_bytes = None
-    try:
-        uss_bytes = unique.result()
-    finally:
-        row(uss_bytes=uss_bytes)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
+from lightning_memprof.artifacts.series import SavedTensorsRow
 from lightning_memprof.capture.base import Collector, OnMark, SkipWindow
 from lightning_memprof.capture.sources.module_calls import COMPILED, module_calls
 from lightning_memprof.capture.sources.saved_graph import SavedGraph, can_read
@@ -207,7 +208,7 @@ class _Recorder:
         self._persistent = PersistentBytes(self._model)
         self._paths = {id(module): path for path, module in run.model.named_modules()}
         self._input_bytes: int | None = None
-        self._row: dict[str, Any] | None = None
+        self._row: SavedTensorsRow | None = None
         self._backwards = 0
 
     def batch(self, batch: Any) -> None:
@@ -230,15 +231,15 @@ class _Recorder:
                 unattributed += size
             else:
                 own[owner] = own.get(owner, 0) + size
-        self._row = {
-            "activation_bytes": total,
-            "unattributed_bytes": unattributed,
-            "storages": len(saved.storages),
-            "uncounted": saved.uncounted,
-            "dtypes": {str(dtype).removeprefix("torch."): size for dtype, size in dtypes.items()},
-            "modules": {} if self.attribution else self._modules(own),
-            "attribution": self.attribution,
-        }
+        self._row = SavedTensorsRow(
+            activation_bytes=total,
+            unattributed_bytes=unattributed,
+            storages=len(saved.storages),
+            uncounted=saved.uncounted,
+            dtypes={str(dtype).removeprefix("torch."): size for dtype, size in dtypes.items()},
+            modules={} if self.attribution else self._modules(own),
+            attribution=self.attribution,
+        )
 
     def mark(self, mark: Mark) -> None:
         """Begin a step, write the row of a backward, or write the row of the step."""
@@ -246,17 +247,17 @@ class _Recorder:
             self._log.begin_step()
             self._input_bytes, self._row, self._backwards = None, None, 0
         elif mark.point is Point.BEFORE_BACKWARD and self._row is not None:
-            self._write(mark, **self._row)
+            self._write(mark, self._row)
             self._row = None
         elif mark.point is Point.STEP_END:
             with _plainly():
-                held, parameters = self._persistent.count(self._run.training.optimizers())
-            self._write(
-                mark,
-                parameters=parameters,
-                held={**held, "input_bytes": self._input_bytes},
+                sizes: tuple[dict[str, int], dict[str, Any]] = self._persistent.count(self._run.training.optimizers())
+            row = SavedTensorsRow(
+                parameters=sizes[1],
+                held={**sizes[0], "input_bytes": self._input_bytes},
                 note=None if self._backwards else NO_BACKWARD,
             )
+            self._write(mark, row)
 
     def _modules(self, own: dict[str, int]) -> dict[str, _Row]:
         rows = self._log.take_rows()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import threading
 import time
@@ -15,6 +14,7 @@ import psutil
 import torch
 
 from lightning_memprof.artifacts.naming import system_name
+from lightning_memprof.artifacts.series import encode_rows
 from lightning_memprof.artifacts.sink import Artifact
 from lightning_memprof.capture.base import Collector, OnMark, OnStep
 from lightning_memprof.capture.sources.memory import cgroup_memory
@@ -257,22 +257,19 @@ class SystemStats(Collector):
             yield None
             return
         path = run.sink.place.directory / system_name(run.rank)
-        nowhere: Row = {"step": None, "global_step": None, "recorded": True}
         with path.open("x", encoding="utf-8", buffering=1) as file:
-            sampler = _Sampler(
-                self._interval_s, gpu, run.unix_offset_ns, lambda sample: _write_line(file, {**nowhere, **sample})
-            )
+
+            def put(sample: Row) -> None:
+                # One call, so that a reader sees whole lines.
+                file.write(encode_rows([{"step": None, "global_step": None, "recorded": True, **sample}]))
+
+            sampler = _Sampler(self._interval_s, gpu, run.unix_offset_ns, put)
             sampler.start()
             try:
                 yield None
             finally:
                 sampler.stop()
         run.sink.list_artifact(Artifact(path=path, type="series", collector=self.name))
-
-
-def _write_line(file: Any, row: Row) -> None:
-    # One call, so that a reader sees whole lines.
-    file.write(json.dumps(row) + "\n")
 
 
 class Gpu:

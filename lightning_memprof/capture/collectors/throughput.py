@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry
 
+from lightning_memprof.artifacts.series import ThroughputRow
 from lightning_memprof.capture.base import Collector, OnMark
 from lightning_memprof.capture.sources.methods import compiled_methods
 from lightning_memprof.capture.sources.module_calls import is_compiled
@@ -120,8 +121,10 @@ class Throughput(Collector):
                 flops = operations.close()
                 if operations.reason is not None:
                     _not_counted(run, window, operations.reason)
-            if rows := batches.rows(flops=flops, peak_flops=run.peak_flops):
-                run.sink.write_rows(window, self.name, rows)
+            with run.sink.series(window, self.name) as write:
+                for mark, row in batches.rows():
+                    row.flops, row.peak_flops = flops, run.peak_flops
+                    write(mark, row)
 
 
 def _not_counted(run: RunContext, window: Window, reason: str) -> None:
@@ -153,21 +156,10 @@ class _Batches:
         elif mark.point is Point.STEP_END and mark.recorded:
             self._steps.append((mark, mark.time_ns - self._start_ns, self._counts))
 
-    def rows(self, *, flops: int | None, peak_flops: float | None) -> list[dict[str, Any]]:
+    def rows(self) -> list[tuple[Mark, ThroughputRow]]:
         """Return the rows; a count that is a tensor is read here."""
         return [
-            {
-                "step": mark.step,
-                "global_step": mark.global_step,
-                "point": mark.point.value,
-                "recorded": mark.recorded,
-                "time_ns": mark.time_ns,
-                "samples": _whole(samples),
-                "tokens": _whole(tokens),
-                "duration_ns": duration_ns,
-                "flops": flops,
-                "peak_flops": peak_flops,
-            }
+            (mark, ThroughputRow(samples=_whole(samples), tokens=_whole(tokens), duration_ns=duration_ns))
             for mark, duration_ns, (samples, tokens) in self._steps
         ]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+from lightning_memprof.artifacts.series import PeakRow
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.units import GIB, KIB, MIB
 
@@ -140,17 +141,16 @@ class TrackerReport:
                 states.setdefault(moment.state, []).append(_by_device(moment.figures))
         return {"peak": _by_device(self.peak), "end": _by_device(self.end), "modules": modules}
 
-    def rows(self) -> Iterator[dict[str, Any]]:
+    def rows(self) -> Iterator[PeakRow]:
         """Yield a row for each device at the peak, at the end, and at every moment of every module."""
         for kind, several in (("peak", self.peak), ("end", self.end)):
             for figures in several:
-                yield {"kind": kind, **_row(figures)}
+                yield _row(kind, figures)
         for moment in self.modules:
-            state = _identifier(moment.state)
             for figures in moment.figures:
-                yield {
-                    "kind": "module", "module": moment.path, "state": state, "call": moment.call, **_row(figures),
-                }  # fmt: skip
+                row = _row("module", figures)
+                row.module, row.state, row.call = moment.path, _identifier(moment.state), moment.call
+                yield row
 
     def _by_module(self, depth: int) -> dict[str, list[ModuleFigures]]:
         found: dict[str, list[ModuleFigures]] = {}
@@ -160,8 +160,8 @@ class TrackerReport:
         return dict(sorted(found.items(), key=lambda entry: _natural(entry[0])))
 
 
-def _row(figures: Figures) -> dict[str, Any]:
-    return {"device": figures.device, "total_bytes": figures.total_bytes, "categories": figures.categories()}
+def _row(kind: str, figures: Figures) -> PeakRow:
+    return PeakRow(kind=kind, device=figures.device, total_bytes=figures.total_bytes, categories=figures.categories())
 
 
 def _by_device(several: Iterable[Figures]) -> dict[str, dict[str, int]]:

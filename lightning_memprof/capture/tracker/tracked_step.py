@@ -72,7 +72,7 @@ def track_step(run: RunContext, window: Window, wanted: TrackedStep) -> Iterator
             if mark.point is Point.STEP_END and step.report is not None:
                 report, step.report = step.report, None
                 for row in report.rows():
-                    write(mark, **row)
+                    write(mark, row)
                 wanted.save(mark, report)
 
         with run.training.listen(batch=step.on_batch):

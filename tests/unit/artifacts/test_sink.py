@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from lightning_memprof.artifacts.rows import read_rows
-from lightning_memprof.artifacts.series import read_series
+from lightning_memprof.artifacts.rows import decode_rows, read_rows
+from lightning_memprof.artifacts.series import AllocatorRow, HostRow, read_series
 from lightning_memprof.artifacts.sink import Artifact, RunPlace, Sink, claim_run_place
 from lightning_memprof.schedule import Mark, Point, Window
 
@@ -143,6 +143,26 @@ def test_a_series_is_written_when_its_window_ends(sink: Sink) -> None:
         }
     ]
     assert [row["path"] for row in artifact_rows(sink)] == ["memprofiler/window000/rank00003.host.jsonl"]
+
+
+def test_a_typed_row_is_written_with_its_mark_and_read_as_the_same_row(sink: Sink) -> None:
+    row = HostRow(rss_bytes=1, vms_bytes=2)
+    with sink.series(WINDOW, "host") as write:
+        write(MARK, row)
+        # A column that is known later only.
+        row.uss_bytes = 3
+    content = (sink.place.directory / "window000/rank00003.host.jsonl").read_bytes()
+    found = HostRow(step=2, global_step=1, point="after_forward", recorded=True, time_ns=5, rss_bytes=1, vms_bytes=2)
+    found.uss_bytes = 3
+    assert decode_rows(content, HostRow) == ([found], None)
+    assert b'"peak_rss_bytes": null' in content
+
+
+def test_a_typed_row_may_have_further_columns_and_leaves_out_those_that_are_not_set(sink: Sink) -> None:
+    with sink.series(WINDOW, "allocator") as write:
+        write(MARK, AllocatorRow(device="cuda:0"), **{"num_ooms": 0, "allocated_bytes.all.current": 7})
+    (row,) = read_series(sink.place.directory / "window000/rank00003.allocator.jsonl")
+    assert list(row.items())[5:] == [("device", "cuda:0"), ("num_ooms", 0), ("allocated_bytes.all.current", 7)]
 
 
 def test_a_series_whose_collector_fails_keeps_the_rows_so_far(sink: Sink) -> None:

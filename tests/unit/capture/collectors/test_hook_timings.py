@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, dataloader
 from torch.utils.data._utils import fetch
 
-from lightning_memprof.artifacts.series import read_series
+from lightning_memprof.artifacts.series import HookRow, read_series
 from lightning_memprof.capture.base import TimedPart
 from lightning_memprof.capture.collectors.hook_timings import ActionLog, HookTimings, timed_fetches, timed_parts
 from lightning_memprof.schedule import Mark, Point, Schedule
@@ -47,7 +47,7 @@ class Script:
     def __init__(self) -> None:
         self.now = 10**12
         self.offset = 10**18
-        self.expected: list[dict[str, Any]] = []
+        self.expected: list[HookRow] = []
         clock = SimpleNamespace(perf_counter_ns=lambda: self.now)
         self._patch = mock.patch("lightning_memprof.capture.collectors.hook_timings.time", clock)
         self.log = ActionLog(self.offset)
@@ -58,7 +58,7 @@ class Script:
             row = self.row("step", step, -1)
             for node in trees:
                 self.action(node, step, 0)
-            row["duration_ns"] = self.now + self.offset - row["start_ns"]
+            row.duration_ns = self.now + self.offset - (row.start_ns or 0)
             self.mark(step, Point.STEP_END)
 
     def action(self, node: Node, step: int, depth: int) -> None:
@@ -68,22 +68,21 @@ class Script:
         for inner in node.inner:
             self.action(inner, step, depth + 1)
             self.now += node.pause
-        row["duration_ns"] = self.now + self.offset - row["start_ns"]
+        row.duration_ns = self.now + self.offset - (row.start_ns or 0)
         self.log.stop(node.name)
 
     def mark(self, step: int, point: Point) -> None:
         self.log.mark(Mark(step, step, point, recorded=step > 0, time_ns=self.now + self.offset))
 
-    def row(self, name: str, step: int, depth: int) -> dict[str, Any]:
-        row = {
-            "step": step,
-            "global_step": step,
-            "recorded": step > 0,
-            "action": name,
-            "start_ns": self.now + self.offset,
-            "duration_ns": None,
-            "depth": depth,
-        }
+    def row(self, name: str, step: int, depth: int) -> HookRow:
+        row = HookRow(
+            step=step,
+            global_step=step,
+            recorded=step > 0,
+            action=name,
+            start_ns=self.now + self.offset,
+            depth=depth,
+        )
         self.expected.append(row)
         return row
 
@@ -107,8 +106,8 @@ def mark(point: Point, step: int = 2) -> Mark:
     return Mark(step, step, point, recorded=True, time_ns=time.time_ns())
 
 
-def actions(log: ActionLog) -> list[tuple[str, int]]:
-    return [(row["action"], row["depth"]) for row in log.rows()]
+def actions(log: ActionLog) -> list[tuple[str | None, int | None]]:
+    return [(row.action, row.depth) for row in log.rows()]
 
 
 def test_the_end_of_an_action_that_began_before_the_log_is_left_out() -> None:
@@ -120,7 +119,7 @@ def test_the_end_of_an_action_that_began_before_the_log_is_left_out() -> None:
     log.stop("a")
     log.mark(mark(Point.STEP_END))
     assert actions(log) == [("step", -1), ("a", 0)]
-    assert all(row["duration_ns"] >= 0 for row in log.rows())
+    assert all((row.duration_ns or 0) >= 0 for row in log.rows())
 
 
 def test_an_action_that_did_not_end_is_left_out_and_its_inner_ones_stay() -> None:
@@ -147,7 +146,7 @@ def test_actions_between_two_steps_do_not_belong_to_the_next_one() -> None:
     log.start("b")
     log.stop("b")
     log.mark(mark(Point.STEP_END, 3))
-    assert [(row["step"], row["action"]) for row in log.rows()] == [(2, "step"), (2, "a"), (3, "step"), (3, "b")]
+    assert [(row.step, row.action) for row in log.rows()] == [(2, "step"), (2, "a"), (3, "step"), (3, "b")]
 
 
 def test_an_empty_log_has_no_rows() -> None:
@@ -160,8 +159,8 @@ def test_a_step_without_actions_has_its_own_row() -> None:
     log.mark(start)
     log.mark(end)
     (row,) = log.rows()
-    assert (row["action"], row["depth"]) == ("step", -1)
-    assert row["duration_ns"] >= 0
+    assert (row.action, row.depth) == ("step", -1)
+    assert (row.duration_ns or 0) >= 0
 
 
 def test_the_collector_listens_in_its_window_only_and_writes_its_rows(tmp_path: Path) -> None:

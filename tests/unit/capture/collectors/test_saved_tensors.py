@@ -66,7 +66,7 @@ def backwards(directory: Path) -> list[dict[str, Any]]:
 
 
 def own(row: dict[str, Any]) -> dict[str, int]:
-    return {path: values[0] for path, values in row["modules"].items()}
+    return {path: values[0] for path, values in row.get("modules", {}).items()}
 
 
 def inclusive(row: dict[str, Any]) -> dict[str, int]:
@@ -87,7 +87,7 @@ def one_step(directory: Path, model: nn.Module, loss: Callable[[], torch.Tensor]
         run.backward(loss())
     (row,) = backwards(directory)
     assert row["activation_bytes"] == row["unattributed_bytes"] + sum(own(row).values())
-    assert row["activation_bytes"] == sum(row["dtypes"].values())
+    assert row["activation_bytes"] == sum(row.get("dtypes", {}).values())
     return row
 
 
@@ -108,7 +108,7 @@ def test_each_module_has_what_its_own_forward_saved_and_what_those_below_it_save
     }
     assert calls(row) == {"net": 1, "net.0": 1, "net.1": 1, "net.2": 1, "": 0}
     assert given(row) == {"net": first, "net.0": first, "net.1": hidden, "net.2": hidden, "": 0}
-    assert (row["storages"], row["dtypes"], row["attribution"]) == (3, {"float32": first + hidden + out}, None)
+    assert (row["storages"], row["dtypes"], row.get("attribution")) == (3, {"float32": first + hidden + out}, None)
     times = {path: values[3] for path, values in row["modules"].items()}
     assert times["net"] >= times["net.0"] + times["net.1"] + times["net.2"] > 0
 
@@ -207,7 +207,7 @@ def test_a_compiled_part_leaves_all_unattributed_and_says_why(tmp_path: Path) ->
     batch = torch.randn(5, 8)
     row = one_step(tmp_path, model, lambda: model(batch).sum())
     assert row["attribution"] == COMPILED
-    assert row["modules"] == {}
+    assert "modules" not in row
     assert row["activation_bytes"] == row["unattributed_bytes"] == 2 * 160
 
 
@@ -231,7 +231,7 @@ def test_the_row_of_a_step_has_what_is_held_and_the_batch(tmp_path: Path) -> Non
         "input_bytes": 160,
     }
     assert row["parameters"] == {"": [176, 176], "0": [144, 144], "1": [32, 32]}
-    assert row["note"] is None
+    assert "note" not in row
 
 
 def test_a_step_whose_backward_is_its_own_says_that_nothing_was_seen_of_it(tmp_path: Path) -> None:

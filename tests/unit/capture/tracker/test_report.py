@@ -122,11 +122,10 @@ def test_the_mapping_holds_the_same_figures_in_bytes_and_is_plain_yaml() -> None
 
 def test_the_categories_of_a_row_sum_to_its_total() -> None:
     rows = list(REPORT.rows())
-    assert [row["kind"] for row in rows] == ["peak", "end", *["module"] * 5]
-    assert rows[5]["module"] == "layers"
-    assert (rows[5]["state"], rows[5]["call"], rows[5]["device"]) == ("pre_forward", 2, "cpu")
+    assert [row.kind for row in rows] == ["peak", "end", *["module"] * 5]
+    assert (rows[5].module, rows[5].state, rows[5].call, rows[5].device) == ("layers", "pre_forward", 2, "cpu")
     for row in rows:
-        assert sum(row["categories"].values()) == row["total_bytes"]
+        assert sum((row.categories or {}).values()) == row.total_bytes
 
 
 def test_a_device_whose_bytes_round_to_nothing_is_there() -> None:
