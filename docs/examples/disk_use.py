@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def disk_use_section(view: View) -> Section:
     """Return the bytes and the number of files of each collector, largest first."""
     sizes: dict[str, list[int]] = defaultdict(list)
-    for artifact in view.artifacts:
+    for artifact in view.run.artifacts:
         sizes[artifact.collector].append(artifact.size_bytes or 0)
     total = sum(sum(found) for found in sizes.values())
     rows = sorted(sizes.items(), key=lambda row: sum(row[1]), reverse=True)

@@ -42,7 +42,7 @@ def _execute(options: Namespace) -> int:
         if isinstance(view, FilesView):
             check_output(file, view.sizes)
         else:
-            check_output(file, (artifact.file for artifact in view.artifacts), view.directory)
+            check_output(file, (artifact.file for artifact in view.run.artifacts), view.run.directory)
         write_page(view, file)
     print(f"{file} ({format_bytes(file.stat().st_size)}) opens in any browser, offline.")
     if options.open and not webbrowser.open(file.absolute().as_uri()):
@@ -54,9 +54,9 @@ def _default_path(view: View | FilesView) -> Path:
     from lightning_memprof.report.files_view import FilesView
     from lightning_memprof.report.written import PAGE_NAME, own_page
 
-    if isinstance(view, FilesView) or view.url is not None:
+    if isinstance(view, FilesView) or view.run.url is not None:
         return Path(PAGE_NAME)
-    return own_page(view.directory)
+    return own_page(view.run.directory)
 
 
 COMMAND: Final = Command(

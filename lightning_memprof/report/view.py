@@ -29,7 +29,6 @@ from lightning_memprof.analysis.steps.statistics import (
 )
 from lightning_memprof.analysis.steps.system import RankSystem, systems
 from lightning_memprof.analysis.steps.throughput import RankThroughput, throughputs
-from lightning_memprof.artifacts.manifest import SCHEMA_VERSION
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, parse_numbered
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.report.document import Command
@@ -41,8 +40,8 @@ if TYPE_CHECKING:
 
     from lightning_memprof.analysis.memory.model import WindowAllocations
     from lightning_memprof.analysis.ranks.report import RankReport
-    from lightning_memprof.analysis.run.model import ArtifactFile, Rank, RecordedWindow, Run
-    from lightning_memprof.analysis.run.problems import CollectorError, Note, Problem, Unavailable
+    from lightning_memprof.analysis.run.model import Rank, RecordedWindow, Run
+    from lightning_memprof.analysis.run.problems import Note, Problem
     from lightning_memprof.analysis.snapshot.model import SnapshotReport
     from lightning_memprof.analysis.trace.model import TraceReport
 
@@ -68,8 +67,8 @@ class WindowView:
 class Overhead:
     """The profiler overhead of a rank in nanoseconds; None where it was not counted.
 
-    ``run_ns`` is the time of all steps, to compare with; ``windows_rss_bytes`` the resident memory that remains after
-    the windows, None where too few steps surround them.
+    ``run_ns`` is the time of all steps, which does not include opening and closing windows; ``windows_rss_bytes`` the
+    resident memory that remains after the windows, None where too few steps surround them.
     """
 
     rank: int
@@ -79,6 +78,11 @@ class Overhead:
     steps: int
     run_ns: int | None
     windows_rss_bytes: int | None
+
+    @property
+    def whole_ns(self) -> int | None:
+        """The time of all steps and windows: what shares of the run are shares of."""
+        return None if self.run_ns is None else self.run_ns + (self.windows_ns or 0)
 
 
 @dataclass(frozen=True)
@@ -105,13 +109,9 @@ class View:
     """The results of the analysis of a run; ``run`` is their source.
 
     ``device_note`` is the reason for missing figures of a device, None where there are figures. ``commands`` are the
-    next commands. ``facts`` and ``training`` are the lead rank's rows of the manifest. ``url`` is the source that
-    ``root`` is a copy of.
+    next commands. ``facts`` and ``training`` are the lead rank's rows of the manifest.
     """
 
-    schema_version: int
-    directory: Path
-    root: Path
     status: ShownStatus
     exception: str | None
     facts: Mapping[str, Any]
@@ -121,9 +121,6 @@ class View:
     lead: RankView
     ranks: tuple[RankView, ...]
     device_note: str | None
-    artifacts: tuple[ArtifactFile, ...]
-    errors: tuple[CollectorError, ...]
-    unavailable: tuple[Unavailable, ...]
     notes: tuple[Note, ...]
     problems: tuple[Problem, ...]
     others: tuple[Path, ...]
@@ -132,7 +129,6 @@ class View:
     ooms: tuple[Autopsy, ...]
     commands: tuple[Command, ...]
     run: Run
-    url: str | None = None
     across: RankReport | None = None
     events: tuple[StepEvents, ...] = ()
     pauses: Pauses | None = None
@@ -170,9 +166,6 @@ def run_view(
     system, cut = systems(run)
     problems = (*run.problems, *damaged, *cut, *memory.problems, *unread, *torn, *broken)
     return View(
-        schema_version=run.lead.facts.schema_version or SCHEMA_VERSION,
-        directory=run.directory,
-        root=run.root,
         status="did not start" if all(map(_did_not_start, run.ranks)) else run.status,
         exception=next((rank.exception for rank in run.ranks if rank.exception), None),
         facts=run.lead.facts.fields,
@@ -182,9 +175,6 @@ def run_view(
         lead=next(rank for rank in ranks if rank.rank == run.lead.rank),
         ranks=tuple(sorted(ranks, key=lambda rank: rank.rank)),
         device_note=_device_note(run, ranks),
-        artifacts=run.artifacts,
-        errors=run.errors,
-        unavailable=run.unavailable,
         notes=(*run.notes, *memory.notes),
         problems=problems,
         others=_others(run),
@@ -193,7 +183,6 @@ def run_view(
         ooms=autopsies(run, max_bytes=max_memory_bytes),
         commands=_commands(run),
         run=run,
-        url=run.url,
         across=facts.ranks,
         events=tuple(rank_events(run.lead)[0]),
         pauses=garbage,

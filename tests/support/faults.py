@@ -102,5 +102,5 @@ def findings_of_run(directory: Path) -> dict[str, Finding]:
     """Return what a run directory shows, by rule, the verdict's first."""
     run = load_run(directory)
     view = run_view(run, run_allocations(run))
-    assert not view.errors
+    assert not view.run.errors
     return {finding.rule: finding for finding in view.findings}

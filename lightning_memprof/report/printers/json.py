@@ -193,16 +193,16 @@ def _run(view: View) -> dict[str, Any]:
     """Return a run; ``windows`` are those of the lead rank, ``ranks`` has every rank's own."""
     across = view.across
     return {
-        "schema_version": view.schema_version,
+        "schema_version": view.run.lead.facts.schema_version or SCHEMA_VERSION,
         "run": _facts(view),
         "verdict": view.verdict,
         "findings": [_without(finding, "weight") for finding in view.findings],
         "pulse": _pulse(view.lead),
         "ranks": [{**_without(rank, "statistics"), "pulse": _pulse(rank)} for rank in view.ranks],
         "windows": view.lead.windows,
-        "artifacts": [{**encode(artifact), "file": _where(view, artifact.file)} for artifact in view.artifacts],
-        "errors": view.errors,
-        "unavailable": view.unavailable,
+        "artifacts": [{**encode(artifact), "file": _where(view, artifact.file)} for artifact in view.run.artifacts],
+        "errors": view.run.errors,
+        "unavailable": view.run.unavailable,
         "overhead": view.lead.overhead,
         "memory": _memory(view.memory),
         "across_ranks": None if across is None else _without(across, "problems"),
@@ -220,15 +220,16 @@ def _run(view: View) -> dict[str, Any]:
 
 
 def _where(view: View, path: Path) -> str:
-    return str(path) if view.url is None else shown_place(path, view.root, view.url)
+    run = view.run
+    return str(path) if run.url is None else shown_place(path, run.root, run.url)
 
 
 def _facts(view: View) -> dict[str, Any]:
     facts, training = view.facts, view.training or {}
     return {
-        "directory": _where(view, view.directory),
-        "root": _where(view, view.root),
-        "url": view.url,
+        "directory": _where(view, view.run.directory),
+        "root": _where(view, view.run.root),
+        "url": view.run.url,
         "status": view.status,
         "exception": view.exception,
         "started_ns": facts.get("time_ns"),

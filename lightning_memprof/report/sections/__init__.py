@@ -72,7 +72,7 @@ def run_document(view: View) -> Document:
     sections = [section for section in _sections(view) if section is not None]
     overview = overview_section(view, file_ids(view), [section.id for section in sections])
     incomplete = _incomplete(view)
-    where = place(view.directory, view.root, view.url)
+    where = place(view.run.directory, view.run)
     return Document(
         title=_title(view),
         kind="run",
@@ -112,7 +112,7 @@ def _sections(view: View) -> Iterator[Section | None]:
 def _title(view: View) -> str:
     model = (view.training or {}).get("model")
     named = f"{model} · " if isinstance(model, str) else ""
-    return f"{named}{view.directory.parent.name}/{view.directory.name}"
+    return f"{named}{view.run.directory.parent.name}/{view.run.directory.name}"
 
 
 def _about(view: View) -> Words:

@@ -15,6 +15,7 @@ from lightning_memprof.report.document import Badge, Bar, Cell, Style
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from lightning_memprof.analysis.run.model import Run
     from lightning_memprof.analysis.snapshot.model import DeviceReport
     from lightning_memprof.analysis.trace.model import GpuTimes
 
@@ -135,9 +136,9 @@ def span(steps: tuple[int, ...]) -> str:
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]}–{steps[-1]}"
 
 
-def place(path: Path, root: Path, url: str | None) -> str:
+def place(path: Path, run: Run) -> str:
     """Return a path that means the same wherever the page is read: absolute, or its URL."""
-    return shown_place(path, root, url) if url is not None else str(path.absolute())
+    return shown_place(path, run.root, run.url) if run.url is not None else str(path.absolute())
 
 
 def file_command(where: str, kind: str) -> str:

@@ -31,12 +31,13 @@ from lightning_memprof.report.document import (
 from lightning_memprof.report.sections.labels import BADGES, PEAKS, bars, called, span
 from lightning_memprof.report.sections.memory import category_stack
 from lightning_memprof.report.sections.steps import lead_throughput, main_rate
+from lightning_memprof.report.sections.tables import ratio
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from lightning_memprof.analysis.findings import Finding
-    from lightning_memprof.report.view import View
+    from lightning_memprof.report.view import Overhead, View
 
 __all__ = ["finding_cards", "overview_section"]
 
@@ -178,21 +179,23 @@ def _figures(view: View) -> Iterator[Figure]:
         ended = sum(rank.status == "finished" for rank in view.ranks)
         yield Figure("ranks", index(len(view.ranks)), f"{ended} finished", "#ranks")
     if (cost := lead.overhead) is not None:
-        yield _overhead(cost.pulse_ns, cost.windows_ns, cost.run_ns, cost.steps)
+        yield _overhead(cost)
 
 
-def _overhead(pulse_ns: int | None, windows_ns: int | None, run_ns: int | None, steps: int) -> Figure:
-    pulse = duration(pulse_ns / steps if pulse_ns is not None and steps else None)
-    if not run_ns:
-        return Figure("profiler overhead", pulse, phrase("per step; windows {}", duration(windows_ns)), "#overhead")
-    total = (pulse_ns or 0) + (windows_ns or 0)
-    words = phrase("of the run; pulse {} per step, windows {}", pulse, duration(windows_ns))
-    return Figure("profiler overhead", share(total / run_ns), words, "#overhead")
+def _overhead(cost: Overhead) -> Figure:
+    pulse = duration(ratio(cost.pulse_ns, cost.steps))
+    if not cost.whole_ns:
+        return Figure(
+            "profiler overhead", pulse, phrase("per step; windows {}", duration(cost.windows_ns)), "#overhead"
+        )
+    total = (cost.pulse_ns or 0) + (cost.windows_ns or 0)
+    words = phrase("of the run; pulse {}/step, windows {}", pulse, duration(cost.windows_ns))
+    return Figure("profiler overhead", share(total / cost.whole_ns), words, "#overhead")
 
 
 def _trouble(view: View) -> Iterator[Line]:
     """Yield failures, damage and ranks or windows that are left out: the short page must not hide them."""
-    named = [f"{error.collector}: {error.message}" for error in view.errors]
+    named = [f"{error.collector}: {error.message}" for error in view.run.errors]
     damaged = [f"{problem.piece}: {problem.message}" for problem in view.problems]
     for label, found in (("failed", named), ("damaged", damaged)):
         if found:

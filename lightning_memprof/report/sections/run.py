@@ -127,8 +127,8 @@ def _value(name: str, value: Any) -> Cell:
 
 
 def _collected(view: View, collector: str) -> Words:
-    files = [file for file in view.artifacts if file.collector == collector and file.rank == view.lead.rank]
-    failed = ", disabled after an error" * any(error.collector == collector for error in view.errors)
+    files = [file for file in view.run.artifacts if file.collector == collector and file.rank == view.lead.rank]
+    failed = ", disabled after an error" * any(error.collector == collector for error in view.run.errors)
     if not files:
         return f"no file{failed}"
     words = f"{len(files)} file{'s' * (len(files) != 1)}, {{}}{failed}"
@@ -145,7 +145,7 @@ def _ordered(view: View) -> list[ArtifactFile]:
         kind = TYPE_ORDER.index(file.type) if file.type in TYPE_ORDER else len(TYPE_ORDER)
         return kind, file.rank, -1 if file.window is None else file.window, file.path
 
-    return sorted(view.artifacts, key=order)
+    return sorted(view.run.artifacts, key=order)
 
 
 def files_section(view: View) -> Section:
@@ -164,12 +164,12 @@ def files_section(view: View) -> Section:
     )
     notes = [phrase(f"{len(others)} more files, {{}}: the manifests list all", _total(others))] if others else []
     table = [Table("file-table", "Files", columns, rows, notes=notes, top=24)] if rows else []
-    lead = phrase(f"{{}} files, {{}}, in {place(view.root, view.root, view.url)}.", len(ordered), _total(ordered))
+    lead = phrase(f"{{}} files, {{}}, in {place(view.run.root, view.run)}.", len(ordered), _total(ordered))
     return Section("files", "Files", lead, [_commands(view), *table])
 
 
 def _file(file: ArtifactFile, row_id: str, view: View) -> Cell:
-    where = place(file.file, view.root, view.url)
+    where = place(file.file, view.run)
     command = file_command(where, file.type) if file.state != "missing" else ""
     return Cell(file.path, "path", id=row_id, command=command)
 
@@ -183,13 +183,13 @@ def _total(files: Sequence[ArtifactFile]) -> Cell:
 
 
 def _commands(view: View) -> Table:
-    where = shlex.quote(place(view.directory, view.root, view.url))
+    where = shlex.quote(place(view.run.directory, view.run))
     rows = [
         ("this report, updated", f"lightning-memprof report {where}"),
         ("everything, in the terminal", f"lightning-memprof show {where} --all"),
         ("every number, for programs", f"lightning-memprof show {where} --format json"),
     ]
-    if any(file.type == "trace" and file.state == "present" for file in view.artifacts):
+    if any(file.type == "trace" and file.state == "present" for file in view.run.artifacts):
         logs = next((command.arguments for command in view.commands if command.program.startswith("tensorboard")), None)
         rows.append(("all ranks on one timeline, in the Perfetto UI", f"lightning-memprof view {where}"))
         if logs is not None:
@@ -210,9 +210,11 @@ def overhead_section(view: View) -> Section:
         found[:MAX_FILES],
         Field("rank", "index", lambda row: row[0]),
         Field("pulse/step", "ns", lambda row: ratio(row[1].pulse_ns, row[1].steps)),
-        Field("pulse share", "share", lambda row: ratio(row[1].pulse_ns, row[1].run_ns), "of the run"),
+        Field("pulse share", "share", lambda row: ratio(row[1].pulse_ns, row[1].run_ns), "of all steps"),
         Field("windows", "ns", lambda row: row[1].windows_ns, "sum over all windows"),
-        Field("windows share", "share", lambda row: ratio(row[1].windows_ns, row[1].run_ns), "of the run"),
+        Field(
+            "windows share", "share", lambda row: ratio(row[1].windows_ns, row[1].whole_ns), "of all steps and windows"
+        ),
         Field(
             "RSS growth",
             "bytes",
@@ -263,7 +265,7 @@ def notes_section(view: View) -> Section | None:
     parts: list[Part] = [Lines("", rows)]
     parts += [
         Paragraph(f"{error.collector} at {error.where}: {error.traceback}")
-        for error in view.errors[:MAX_TRACEBACKS]
+        for error in view.run.errors[:MAX_TRACEBACKS]
         if error.traceback
     ]
     return Section("notes", "Notes", "Failures, damaged files, and data that is not available.", parts)
@@ -271,12 +273,12 @@ def notes_section(view: View) -> Section | None:
 
 def _notes(view: View) -> Iterator[Line]:
     lines: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for error in view.errors:
+    for error in view.run.errors:
         window = f" in window {error.window}" if error.window is not None else ""
         lines["failed", f"{error.collector} at {error.where}{window}: {error.message}"].append(error.rank)
     for problem in view.problems:
         lines["damaged", f"{problem.piece}: {problem.message}"].append(problem.rank or 0)
-    for absent in view.unavailable:
+    for absent in view.run.unavailable:
         lines["not available", f"{absent.collector}: {absent.reason}"].append(absent.rank)
     for note in view.notes:
         lines["note", f"{note.collector}: {note.message}"].append(note.rank)
@@ -292,6 +294,6 @@ def _notes(view: View) -> Iterator[Line]:
         if len(chosen) > MAX_LINES:
             yield Line(label, f"{len(chosen) - MAX_LINES} more: {MORE}", style)
     if view.others:
-        others = ", ".join(shown_place(path, view.root, view.url) for path in view.others[-MAX_OTHERS:])
+        others = ", ".join(shown_place(path, view.run.root, view.run.url) for path in view.others[-MAX_OTHERS:])
         rest = f" and {len(view.others) - MAX_OTHERS} more" if len(view.others) > MAX_OTHERS else ""
-        yield Line("note", f"this is {view.directory.name}; other runs here: {others}{rest}")
+        yield Line("note", f"this is {view.run.directory.name}; other runs here: {others}{rest}")

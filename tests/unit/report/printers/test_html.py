@@ -73,7 +73,7 @@ def test_a_chart_that_fails_costs_the_charts_and_not_the_page(tmp_path, monkeypa
 
 def test_a_finding_links_to_its_section_and_to_the_row_of_its_file(tmp_path):
     view = view_of(tmp_path)
-    pulse = next(artifact for artifact in view.artifacts if artifact.type == "pulse")
+    pulse = next(artifact for artifact in view.run.artifacts if artifact.type == "pulse")
     finding = Finding(rule="input_bound", severity=Severity.WARNING, sentence="s", why="w", next_steps=("n",),
                       evidence=(Evidence(artifact=pulse.path, rank=0, steps=(3, 9)),))  # fmt: skip
     page = run_document(replace(view, findings=(finding,)))

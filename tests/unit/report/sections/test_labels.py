@@ -153,7 +153,7 @@ def test_files_that_were_too_large_are_named_with_the_command_that_analyses_one(
         assert section is not None
         (lines,) = [part for part in section.parts if isinstance(part, Lines)]
         (line,) = [words_text(row.words) for row in lines.rows if "not analysed" in words_text(row.words)]
-        (left,) = [artifact for artifact in view.artifacts if artifact.type == "trace"]
+        (left,) = [artifact for artifact in view.run.artifacts if artifact.type == "trace"]
         assert left.path in line
         assert f"lightning-memprof report {shlex.quote(str(left.file))}" in line
         assert left.path in words_of(to_html(view))
