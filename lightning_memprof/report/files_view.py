@@ -14,6 +14,7 @@ from lightning_memprof.analysis.run.problems import Problem
 from lightning_memprof.analysis.snapshot.report import snapshot_report
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.report.document import Command
+from lightning_memprof.report.view import guarded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -110,7 +111,8 @@ def files_view(
     traces = tuple(trace for trace in reports.traces if rank is None or trace.rank in {rank, None})
     if not traces and not reports.snapshots:
         raise ArtifactError(_nothing(reports, rank))
-    findings = examine_files(traces, reports.snapshots) or (nothing_in_files(traces, reports.snapshots),)
+    found = traces, reports.snapshots
+    findings = guarded(lambda: examine_files(*found) or (nothing_in_files(*found),))
     files = [*(trace.file for trace in traces), *(snapshot.file for snapshot in reports.snapshots)]
     return FilesView(
         traces=traces,

@@ -18,6 +18,7 @@ from lightning_memprof.report.document import (
 )
 from lightning_memprof.report.printers.layout import (
     DIM,
+    LEAST_WIDTH,
     STYLES,
     Line,
     bar,
@@ -72,9 +73,9 @@ PALETTE: Final = {
     "pending": "magenta",
     "inactive_split": "yellow",
 }
-# Neighbours differ where there are no colours, too.
-BLOCKS: Final = "█▓▒░"
-ASCII_BLOCKS: Final = "#=+-"
+# Parts differ where there are no colours, too: as many marks as a stack has parts.
+BLOCKS: Final = "█▓▒░▚▌▄┼▞▖◆○"
+ASCII_BLOCKS: Final = "#=+-*o%x~:^."
 
 ASCII: Final = str.maketrans({"·": ",", "…": "~", "─": "-", "–": "-", "µ": "u", "←": "<"})
 
@@ -138,13 +139,17 @@ def _verdict(document: Document, width: int, longest: int | None) -> Block:
     rule = f" ({document.rule})" if document.rule and document.badge != "none" else ""
     lines = hang("verdict", words_text(document.verdict) + rule, width, LABEL, ("bold", BADGES[document.badge]))
     for label, words in (("why", document.why), ("next", document.next)):
-        found = hang(label, words, width, LABEL)
-        if longest is not None and len(found) > longest:
-            *head, (last, style) = found[longest - 1]
-            room = width - sum(text_width(text) for text, _ in head)
-            found = [*found[: longest - 1], (*head, (cut(f"{last} …", max(room, 1)), style))]
-        lines += found if words else []
+        lines += _first(hang(label, words, width, LABEL), longest, width) if words else []
     return lines
+
+
+def _first(lines: Block, longest: int | None, width: int) -> Block:
+    """Return the first lines, the last of them with an ellipsis where there are more."""
+    if longest is None or len(lines) <= longest:
+        return lines
+    *head, (last, style) = lines[longest - 1]
+    room = width - sum(text_width(text) for text, _ in head)
+    return [*lines[: longest - 1], (*head, (cut(f"{last} …", max(room, 1)), style))]
 
 
 def _cards(document: Document) -> list[Card]:
@@ -209,7 +214,8 @@ def _commands(document: Document, width: int, number: int) -> Block:
 
 def _short(part: Part, width: int, longest: int, *, ascii_only: bool) -> Block:
     if isinstance(part, Figures):
-        return [_figure(figure, width) for figure in part.items if figure.is_short]
+        shown = (_figure(figure, width) for figure in part.items if figure.is_short)
+        return [line for lines in shown for line in _first(lines, min(longest, 2), width)]
     if isinstance(part, Stack):
         return _stacked(part, width, ascii_only=ascii_only)
     if isinstance(part, Lines):
@@ -217,15 +223,14 @@ def _short(part: Part, width: int, longest: int, *, ascii_only: bool) -> Block:
     return []
 
 
-def _figure(figure: Figure, width: int) -> Line:
+def _figure(figure: Figure, width: int) -> Block:
     name, value = pad(clean(figure.name), FIGURE_NAME), pad(cell_text(figure.value), FIGURE_VALUE, "right")
-    room = width - FIGURE_NAME - FIGURE_VALUE - 2
-    detail = cut(clean(words_text(figure.detail)), room) if room > 0 else ""
-    return (
-        (cut(name, width), "bold"),
-        (cut(value, max(width - FIGURE_NAME, 0)), ""),
-        (f"  {detail}" * bool(detail), DIM),
-    )
+    head = (cut(name, width), "bold"), (cut(value, max(width - FIGURE_NAME, 0)), "")
+    indent = FIGURE_NAME + FIGURE_VALUE + 2
+    if width < indent + LEAST_WIDTH:
+        return [head]
+    first, *rest = wrap(words_text(figure.detail), width - indent)
+    return [(*head, (f"  {first}", DIM)), *(((" " * indent, ""), (line, DIM)) for line in rest)]
 
 
 def _stacked(stack: Stack, width: int, *, ascii_only: bool) -> Block:
@@ -275,7 +280,7 @@ def _labelled(rows: Sequence[Row], width: int, longest: int | None = None) -> Bl
         if isinstance(row.words, Cell) and row.words.unit == "path":
             lines.append(_unbroken(row.label, row.words, indent))
             continue
-        lines += hang(row.label, words_text(row.words), width, indent, styles)[:longest]
+        lines += _first(hang(row.label, words_text(row.words), width, indent, styles), longest, width)
     return lines
 
 
@@ -298,7 +303,7 @@ def _part(part: Part, document: Document, width: int, *, ascii_only: bool) -> Bl
     elif isinstance(part, Facts):
         lines = _facts(part, width)
     elif isinstance(part, Figures):
-        lines = [_figure(figure, width) for figure in part.items]
+        lines = [line for figure in part.items for line in _figure(figure, width)]
     elif isinstance(part, Findings):
         lines = _findings(document, width)
     elif isinstance(part, Lines):

@@ -189,7 +189,7 @@ def _overhead(cost: Overhead) -> Figure:
             "profiler overhead", pulse, phrase("per step; windows {}", duration(cost.windows_ns)), "#overhead"
         )
     total = (cost.pulse_ns or 0) + (cost.windows_ns or 0)
-    words = phrase("of the run; pulse {}/step, windows {}", pulse, duration(cost.windows_ns))
+    words = phrase("of the run; pulse {} per step, windows {}", pulse, duration(cost.windows_ns))
     return Figure("profiler overhead", share(total / cost.whole_ns), words, "#overhead")
 
 

@@ -68,6 +68,18 @@ def viewed(*paths: Path, rank: int | None = None) -> FilesView:
     return files_view(find_targets(paths), rank=rank)
 
 
+def test_a_rule_that_fails_is_named_and_the_page_shows_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gpu_idle(_trace: object) -> list[Finding]:
+        raise ValueError("negative time")
+
+    monkeypatch.setattr("lightning_memprof.analysis.findings.TRACE_RULES", (gpu_idle,))
+    view = viewed(trace(tmp_path / "rank0.json"))
+    assert "the rule gpu_idle failed (ValueError: negative time)" in view.verdict.sentence
+    assert table_of(view, "kernels-0")
+
+
 def page(view: FilesView, width: int = 80, *, colours: bool = False, encoding: str = "utf-8") -> str:
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict", write_through=True)
     console = Console(file=file, width=width, force_terminal=colours, legacy_windows=False)

@@ -16,7 +16,7 @@ from lightning_memprof.artifacts.manifest import ManifestWriter
 from lightning_memprof.report.printers.terminal import render
 from lightning_memprof.report.sections import run_document
 from lightning_memprof.report.view import run_view
-from lightning_memprof.units import MIB
+from lightning_memprof.units import MIB, percent
 from pages import table_of, words
 
 
@@ -203,6 +203,40 @@ def test_steps_in_windows_are_marked_as_slower() -> None:
     note = "times of recorded steps include the cost of recording"
     assert note in page(make_run(Path("with").absolute()))
     assert note not in page(make_run(Path("without").absolute(), FakeRun(windows=())))
+
+
+def test_each_part_of_a_bar_has_a_mark_of_its_own() -> None:
+    directory = make_run(Path("logs").absolute())
+    for text in (page(directory, is_full=False), page(directory, is_full=False, encoding="ascii")):
+        legend = text.partition("Time of a step")[2].partition("\n\n")[0].splitlines()[2:]
+        marks = [entry.strip()[0] for line in legend for entry in line.split("   ") if entry.strip()]
+        assert len(marks) == len(set(marks)) > 4
+
+
+def test_the_profilers_overhead_is_whole_on_a_page_of_80_columns() -> None:
+    text = page(make_run(Path("logs").absolute(), FakeRun(steps=30)), is_full=False)
+    line = text.partition("profiler overhead")[2].partition("\n\n")[0]
+    assert "of the run; pulse 9.00 µs per step, windows 40.0 ms" in words(line)
+
+
+def test_the_share_of_windows_is_the_same_in_the_table_and_in_the_finding() -> None:
+    view = run_view(load_run(make_run(Path("logs").absolute(), FakeRun(steps=30))))
+    cost = view.lead.overhead
+    assert cost is not None
+    assert cost.windows_ns is not None
+    assert cost.run_ns is not None
+    (row,) = table_of(view, "overhead-ranks")
+    assert row["windows share"] == percent(cost.windows_ns / (cost.run_ns + cost.windows_ns))
+
+
+def test_a_rule_that_fails_is_named_and_the_page_shows_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def straggler(_facts: object) -> list[object]:
+        raise KeyError("lost")
+
+    monkeypatch.setattr("lightning_memprof.analysis.findings.RULES", (straggler,))
+    text = page(make_run(Path("logs").absolute()))
+    assert "the rule straggler failed (KeyError: 'lost')" in words(text)
+    assert "Step time: median" in text
 
 
 def test_memory_that_recording_added_is_part_of_the_overhead() -> None:
