@@ -156,3 +156,24 @@ def test_a_file_that_is_rewritten_for_the_profiler_tab_gives_the_same_report(pat
         tensorboard_categories(source, target)  # type: ignore[arg-type]  # GzipFile is a binary file in all but its type
     found = trace_report(written)
     assert dataclasses.replace(found, file=report(path).file) == report(path)
+
+
+def test_the_device_ledger_owns_every_ns_of_the_steps(path):
+    found, wanted = report(path), reference(path)
+    window = "step_window" if wanted["step_window"] else "gpu_window"
+    figures = wanted[window]
+    ledger = found.device_ledger
+    if figures is None:
+        assert ledger is None
+        return
+    assert ledger is not None
+    whole_ns = figures["window_us"] * 1000
+    assert sum(line.ns for line in ledger.lines) == pytest.approx(ledger.step_ns, abs=0.01)
+    assert ledger.step_ns * ledger.steps == pytest.approx(whole_ns, rel=1e-3)
+    parts = {
+        "busy_us": ("compute", "collective", "copy"),
+        "compute_us": ("compute",),
+        "comm_exposed_us": ("collective",),
+    }
+    for name, of in parts.items():
+        assert ledger.ns(*of) * ledger.steps == pytest.approx(figures[name] * 1000, abs=whole_ns * 1e-3)

@@ -27,7 +27,7 @@ HostPart = Literal[
     "stall",
     "untracked",
 ]
-# The device at work, then the device idle by what the host did meanwhile.
+# The device at work, then the device idle by what the host did meanwhile; unknown where the trace has no host.
 DevicePart = Literal[
     "compute",
     "collective",
@@ -42,6 +42,7 @@ DevicePart = Literal[
     "idle_graph",
     "idle_loading",
     "idle_queue",
+    "idle_unknown",
     "cold_start",
 ]
 TimePart = HostPart | DevicePart

@@ -29,7 +29,7 @@ from lightning_memprof.analysis.trace.model import CollectiveTotals
 from lightning_memprof.artifacts.files import open_plain
 from lightning_memprof.errors import ArtifactError
 
-__all__ = ["Collective", "collectives", "trace_collectives"]
+__all__ = ["Collective", "CollectiveCall", "collective_calls", "collectives", "trace_collectives"]
 
 _UNREADABLE: Final[tuple[type[Exception], ...]] = (OSError, EOFError, isal_zlib.error)  # type: ignore[assignment]
 
@@ -354,24 +354,30 @@ def _event_around(text: bytes, at: int) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Call:
-    """One collective of a trace; times are ns after the trace's origin."""
+class CollectiveCall:
+    """One collective of a trace; times are ns after the trace's origin, ``row`` is the kernel's, -1 on the host."""
 
     name: str
     group: str
     bytes: int | None
     start: int
     end: int
-    on_device: bool
+    row: int = -1
+
+    @property
+    def on_device(self) -> bool:
+        """Whether it ran on a device."""
+        return self.row >= 0
 
 
-def trace_collectives(columns: TraceColumns, device: DeviceEvents) -> tuple[CollectiveTotals, ...]:
+def trace_collectives(
+    columns: TraceColumns, device: DeviceEvents, found: list[CollectiveCall]
+) -> tuple[CollectiveTotals, ...]:
     """Return the totals of collectives and of point-to-point operations, longest first.
 
     A collective on a device is exposed where no device computes. A collective on the host (gloo) is exposed where, in
     addition, no other thread is inside an operator.
     """
-    found = list(_all(columns, device))
     exposed = _exposed(columns, device, found)
     kinds: dict[tuple[str, str, int | None], list[int]] = defaultdict(list)
     for i, call in enumerate(found):
@@ -396,7 +402,8 @@ def trace_collectives(columns: TraceColumns, device: DeviceEvents) -> tuple[Coll
     return tuple(sorted(result, key=lambda row: (-row.total_ns, row.name, row.group)))
 
 
-def _all(columns: TraceColumns, device: DeviceEvents) -> Iterator[_Call]:
+def collective_calls(columns: TraceColumns, device: DeviceEvents) -> Iterator[CollectiveCall]:
+    """Yield the collectives and point-to-point operations of a trace."""
     launchers = _Launchers(columns)
     events = _Found()
     for event in columns.collectives:
@@ -404,9 +411,7 @@ def _all(columns: TraceColumns, device: DeviceEvents) -> Iterator[_Call]:
     known: dict[tuple[int, int], Collective] = {}
     for row in events.collectives():
         if row.device == "host":
-            yield _Call(
-                name=row.name, group=row.group, bytes=row.bytes, start=row.start_ns, end=row.end_ns, on_device=False
-            )
+            yield CollectiveCall(name=row.name, group=row.group, bytes=row.bytes, start=row.start_ns, end=row.end_ns)
         else:
             known[row.start_ns, row.end_ns] = row
     rows = device.rows[device.communicates]
@@ -418,7 +423,7 @@ def _all(columns: TraceColumns, device: DeviceEvents) -> Iterator[_Call]:
         )
         if size is None:
             name, group, size = launchers.describe(launch) or (name, group, None)
-        yield _Call(name=name, group=group, bytes=size, start=start, end=end, on_device=True)
+        yield CollectiveCall(name=name, group=group, bytes=size, start=start, end=end, row=kernel)
 
 
 class _Launchers:
@@ -460,7 +465,7 @@ def _plain_name(kernel: str) -> str:
     return _UNKNOWN if match[1] == _GENERIC else _CAMEL.sub("_", match[1]).lower()
 
 
-def _exposed(columns: TraceColumns, device: DeviceEvents, found: list[_Call]) -> Column:
+def _exposed(columns: TraceColumns, device: DeviceEvents, found: list[CollectiveCall]) -> Column:
     starts = np.array([call.start for call in found], np.int64)
     ends = np.array([call.end for call in found], np.int64)
     on_device = np.array([call.on_device for call in found], np.bool_)

@@ -28,6 +28,7 @@ __all__ = [
     "DeviceTimeline",
     "Totals",
     "copies",
+    "copy_kind",
     "device_events",
     "device_timeline",
     "kernels",
@@ -161,7 +162,7 @@ def copies(columns: TraceColumns, device: DeviceEvents) -> tuple[Copies, ...]:
     running = _either(device.compute, device.communication)
     found: dict[tuple[str, bool | None], list[int]] = defaultdict(list)
     for row, name in zip(rows.tolist(), columns.names[rows].tolist(), strict=True):
-        found[_copy_kind(columns.name_of[name])].append(row)
+        found[copy_kind(columns.name_of[name])].append(row)
     result = []
     for (kind, is_pageable), members in found.items():
         starts, ends = columns.starts[members], columns.ends[members]
@@ -183,7 +184,8 @@ def copies(columns: TraceColumns, device: DeviceEvents) -> tuple[Copies, ...]:
     return tuple(sorted(result, key=lambda row: (-row.total_ns, row.kind)))
 
 
-def _copy_kind(name: str) -> tuple[str, bool | None]:
+def copy_kind(name: str) -> tuple[str, bool | None]:
+    """Return the kind of a copy by its name, and whether it is pageable, None where the name does not tell."""
     match = _COPY.match(name)
     if match is None:
         return name, None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from typing import Final, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,22 @@ from lightning_memprof.analysis.trace.intervals import (
 )
 from lightning_memprof.analysis.trace.model import Cause, IdleCause, RuntimeCall, Synchronization
 
-__all__ = ["allocator_spans", "calls", "idle_causes", "synchronizations"]
+__all__ = [
+    "COLLECTS",
+    "LOADING",
+    "READS_BACK",
+    "CallKind",
+    "GapEnds",
+    "allocator_spans",
+    "call_kind",
+    "calls",
+    "gap_ends",
+    "idle_causes",
+    "synchronizations",
+    "training_lane",
+]
+
+CallKind = Literal["synchronization", "allocator", "graph", "loading", "launch"]
 
 # Calls that return when the device is done, and calls that get or return memory.
 _WAITS: Final = re.compile(r"(?:cuda|hip|cu)\w*Synchronize\w*\Z|(?:cuda|hip)Memcpy(?:WithStream|2D|3D)?\Z")
@@ -43,11 +58,15 @@ _ALLOCATES: Final = re.compile(
     r"(?:cuda|hip|cu)(?:Ext)?(?:Host|Mem)?"
     r"(?:Malloc|Free|Alloc|Create|Release|Map|Unmap|AddressReserve|AddressFree)(?!\w*Event)\w*\Z"
 )
+_GRAPHS: Final = re.compile(r"(?:cuda|hip|cu)GraphLaunch\w*\Z")
+_LOADS: Final = re.compile(r"(?:cu|hip)(?:Module|Library)(?:Load|Unload|Get(?!LoadingMode)|Enumerate)\w*\Z")
+LOADING: Final = frozenset({"Lazy Function Loading", "Runtime Triggered Module Loading", "Driver Compiler"})
+"""Events of the category ``overhead`` in which the driver loads code for the program."""
 # An operator that reads a number back to the host: its wait may be inside a copy without a runtime call.
-_READS_BACK: Final = frozenset({"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero"})
+READS_BACK: Final = frozenset({"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero"})
 _OF_HOST_MEMORY: Final = re.compile("Host|Managed")
 _MOST_SPANS: Final = 10_000
-_COLLECTS: Final = re.compile(r"Python GC|<built-in (?:function|method) collect>|gc\.collect", re.IGNORECASE)
+COLLECTS: Final = re.compile(r"Python GC|<built-in (?:function|method) collect>|gc\.collect", re.IGNORECASE)
 
 _CAUSES: Final[tuple[Cause, ...]] = get_args(Cause)
 # Where several of them run at once, the first one is the cause.
@@ -164,19 +183,20 @@ def idle_causes(columns: TraceColumns, device: DeviceEvents) -> tuple[IdleCause,
     if len(device.busy.starts) < 2:
         return ()
     gaps = Intervals(device.busy.ends[:-1], device.busy.starts[1:])
-    first_behind = device.rows[np.searchsorted(columns.starts[device.rows], gaps.ends)]
-    launched = launches(columns, first_behind)
-    known = launched >= 0
-    moments = np.clip(np.where(known, columns.starts[launched], gaps.ends), gaps.starts, gaps.ends)
+    ends = gap_ends(columns, device, gaps)
     tally = _Tally(columns, gaps)
-    started = np.clip(np.where(known, columns.ends[launched] + _LATENCY_NS, gaps.ends), moments, gaps.ends)
-    tally.add("launch", Intervals(moments[known], started[known]), launched[known])
-    tally.add("queue", Intervals(started[known], gaps.ends[known]), first_behind[known])
+    known = np.flatnonzero(ends.calls >= 0)
+    of_call = np.array([_FIRST_OF.index(_runtime_cause(name)) for name in columns.name_of])
+    causes = of_call[columns.names[ends.calls[known]]]
+    for number in np.unique(causes).tolist():
+        mine = known[causes == number]
+        tally.add(_FIRST_OF[number], Intervals(ends.called[mine], ends.ready[mine]), ends.calls[mine])
+    tally.add("queue", Intervals(ends.ready[known], gaps.ends[known]), ends.events[known])
     threads = _Threads(columns)
-    lanes = np.where(known, columns.lanes[launched], threads.training)
+    lanes = np.where(ends.calls >= 0, columns.lanes[ends.calls], threads.training)
     for lane in np.unique(lanes).tolist():
         mine = lanes == lane
-        left = Intervals(gaps.starts[mine], moments[mine])
+        left = Intervals(gaps.starts[mine], ends.called[mine])
         left = Intervals(*(column[left.ends > left.starts] for column in left))
         for thread in dict.fromkeys((lane, threads.training)):
             for cause, when, rows in threads.causes(thread):
@@ -186,19 +206,49 @@ def idle_causes(columns: TraceColumns, device: DeviceEvents) -> tuple[IdleCause,
     return tally.causes()
 
 
+class GapEnds(NamedTuple):
+    """How the gaps in a device's work end: each with an event, and a call launched that event.
+
+    Attributes:
+        events: ``(n,)`` rows of the first device events behind the gaps, -1 for none.
+        calls: ``(n,)`` rows of the calls that launched them, -1 where the trace does not have it.
+        called: ``(n,)`` start of the call, within the gap; the gap's end where the call is unknown.
+        ready: ``(n,)`` when the event could have started; from then to the gap's end it was queued.
+    """
+
+    events: Column
+    calls: Column
+    called: Column
+    ready: Column
+
+
+def gap_ends(columns: TraceColumns, device: DeviceEvents, gaps: Intervals) -> GapEnds:
+    """Return the end of each gap."""
+    at = np.searchsorted(columns.starts[device.rows], gaps.ends)
+    events = np.append(device.rows, -1)[at]
+    launched = np.where(events >= 0, launches(columns, events), -1)
+    known = launched >= 0
+    called = np.clip(np.where(known, columns.starts[launched], gaps.ends), gaps.starts, gaps.ends)
+    ready = np.clip(np.where(known, columns.ends[launched] + _LATENCY_NS, gaps.ends), called, gaps.ends)
+    return GapEnds(events, launched, called, ready)
+
+
+def training_lane(columns: TraceColumns) -> int:
+    """Return the lane of the steps, else of most calls of the runtime; -1 without either."""
+    steps = columns.rows(Kind.ANNOTATION)
+    steps = steps[columns.named(STEP_NAME.match)[columns.names[steps]]]
+    chosen = columns.lanes[steps if len(steps) else columns.rows(Kind.RUNTIME)]
+    return int(np.argmax(np.bincount(chosen))) if len(chosen) else -1
+
+
 class _Threads:
     """The activity of each thread, by the rows of its events."""
 
     def __init__(self, columns: TraceColumns) -> None:
         self._columns = columns
         self._codes = _codes(columns)
-        runtime = columns.rows(Kind.RUNTIME)
-        steps = columns.rows(Kind.ANNOTATION)
-        is_step = columns.named(STEP_NAME.match)
-        steps = steps[is_step[columns.names[steps]]]
-        chosen = columns.lanes[steps if len(steps) else runtime]
-        self.training = int(np.argmax(np.bincount(chosen))) if len(chosen) else -1
-        self._plain = ~is_step
+        self.training = training_lane(columns)
+        self._plain = ~columns.named(STEP_NAME.match)
 
     def causes(self, lane: int) -> list[tuple[Cause, Intervals, Column]]:
         """Return the causes that a thread shows, with their times and rows, in the order of `_FIRST_OF`."""
@@ -271,18 +321,28 @@ def _codes(columns: TraceColumns) -> NDArray[np.int8]:
     names = columns.name_of or ("",)
     by_kind = {
         Kind.RUNTIME: [number[_runtime_cause(name)] for name in names],
-        Kind.OPERATOR: [number["synchronization" if name in _READS_BACK else "operators"] for name in names],
+        Kind.OPERATOR: [number["synchronization" if name in READS_BACK else "operators"] for name in names],
         Kind.ANNOTATION: [number["data_loading"] if is_loading(name) else -1 for name in names],
     }
     codes = np.full(len(columns.names), -1, np.int8)
     for kind, of_name in by_kind.items():
         rows = columns.rows(kind)
         codes[rows] = np.array(of_name, np.int8)[columns.names[rows]]
-    codes[columns.named(_COLLECTS.search)[columns.names] & (columns.kinds >= Kind.OPERATOR)] = number["garbage"]
+    codes[columns.named(COLLECTS.search)[columns.names] & (columns.kinds >= Kind.OPERATOR)] = number["garbage"]
     return codes
 
 
 def _runtime_cause(call: str) -> Cause:
+    kind = call_kind(call)
+    return "launch" if kind == "graph" or kind == "loading" else kind  # noqa: PLR1714 mypy narrows only so
+
+
+def call_kind(call: str) -> CallKind:
+    """Return what a call of the driver or its runtime does to the host."""
     if _WAITS.match(call):
         return "synchronization"
-    return "allocator" if _ALLOCATES.match(call) else "launch"
+    if _ALLOCATES.match(call):
+        return "allocator"
+    if _GRAPHS.match(call):
+        return "graph"
+    return "loading" if _LOADS.match(call) else "launch"

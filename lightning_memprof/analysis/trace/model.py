@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from lightning_memprof.analysis.ledger.model import TimeLedger
 
 __all__ = [
     "CollectiveTotals",
@@ -224,6 +227,7 @@ class TraceReport:
         operators: of a trace without a device event, most self time first.
         recorded_with: enabled options: ``with_stack``, ``profile_memory``, ``record_shapes``.
         host_operators: of a trace with steps and without a device event, else None.
+        device_ledger: the owners of the device's time in the steps, None without a device event.
     """
 
     file: Path
@@ -248,3 +252,4 @@ class TraceReport:
     recorded_with: tuple[str, ...] = ()
     operators: tuple[Operator, ...] = ()
     host_operators: HostOperators | None = None
+    device_ledger: TimeLedger | None = None

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from lightning_memprof.analysis.ledger.device import device_ledger
 from lightning_memprof.analysis.trace.columns import (
     Kind,
     Progress,
@@ -22,7 +23,7 @@ from lightning_memprof.analysis.trace.columns import (
     read_columns,
     step_spans,
 )
-from lightning_memprof.analysis.trace.communication import trace_collectives
+from lightning_memprof.analysis.trace.communication import collective_calls, trace_collectives
 from lightning_memprof.analysis.trace.device import DeviceEvents, copies, device_events, kernels
 from lightning_memprof.analysis.trace.host import host_operators, operators
 from lightning_memprof.analysis.trace.idle import allocator_spans, calls, idle_causes, synchronizations
@@ -55,7 +56,7 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
     loading = loading_intervals(columns)
     window = (int(device.busy.starts[0]), int(device.busy.ends[-1])) if len(device.busy.starts) else None
     rank, world_size = _number(columns.metadata, "rank", _RANK), _number(columns.metadata, "world_size", _WORLD)
-    collectives = trace_collectives(columns, device)
+    collectives = list(collective_calls(columns, device))
     some = len(columns.starts) > 0
     return TraceReport(
         file=path,
@@ -71,7 +72,7 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
         kernels=kernels(columns, device),
         idle=idle_causes(columns, device) if window and _has_runtime(columns) else (),
         runtime_calls=calls(columns, Kind.RUNTIME),
-        collectives=collectives,
+        collectives=trace_collectives(columns, device, collectives),
         copies=copies(columns, device),
         missing=tuple(_missing(rank, columns, device, steps)),
         synchronizations=synchronizations(columns, device),
@@ -80,6 +81,7 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
         recorded_with=tuple(option for option in _OPTIONS if columns.metadata.get(option)),
         operators=() if window else operators(columns),
         host_operators=None if window else host_operators(columns, steps),
+        device_ledger=device_ledger(columns, device, steps, collectives),
     )
 
 

@@ -11,6 +11,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from lightning_memprof.analysis.ledger.model import total
 from lightning_memprof.analysis.memory.report import CATEGORIES
 from lightning_memprof.analysis.run.locate import shown_place
 from lightning_memprof.analysis.steps.events import PARTS, event_totals
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from lightning_memprof.analysis.compare.limits import Outcome
     from lightning_memprof.analysis.compare.model import Comparison
+    from lightning_memprof.analysis.ledger.model import TimeLedger
     from lightning_memprof.analysis.memory.functions import FunctionReport
     from lightning_memprof.analysis.memory.report import CategoryPeak, MemoryReport, RankMemory
     from lightning_memprof.analysis.snapshot.model import DeviceReport, SnapshotReport
@@ -40,6 +42,7 @@ __all__ = ["comparison_to_json", "document_to_json", "encode", "to_json"]
 # thousands of stacks: the rest is one sum.
 MAX_SITES: Final = 200
 MAX_ROWS: Final = 100
+MAX_LEDGER_LINES: Final = 30
 # A step has some sixty events: the first steps have them in order, all have their sums.
 MAX_LISTED_STEPS: Final = 20
 MAX_ACTIONS: Final = 500
@@ -369,6 +372,21 @@ def _trace(trace: TraceReport) -> dict[str, Any]:
     return {
         **_fields(trace, *names, "steps", "idle", "missing"),
         **{name: getattr(trace, name)[:MAX_ROWS] for name in rows},
+        "device_ledger": _ledger(trace.device_ledger),
+    }
+
+
+def _ledger(ledger: TimeLedger | None) -> dict[str, Any] | None:
+    """Return a ledger with its 30 longest lines, the sum of the others, and the time of each part."""
+    if ledger is None:
+        return None
+    parts = dict.fromkeys(line.part for line in ledger.lines)
+    return {
+        **_fields(ledger, "step_ns", "median_ns", "steps", "basis", "stalls", "window_factor"),
+        "parts_ns": {part: ledger.ns(part) for part in parts},
+        "lines": ledger.lines[:MAX_LEDGER_LINES],
+        "other_lines": len(ledger.lines[MAX_LEDGER_LINES:]),
+        "other_ns": total(ledger.lines[MAX_LEDGER_LINES:]),
     }
 
 

@@ -1,0 +1,428 @@
+"""The ledger of a device: each ns of the steps has one owner, at work or by what the host did meanwhile.
+
+A device at work belongs to computation, else to a collective, else to a copy. An idle device belongs to the activity of
+the thread that launches the next work, up to the launch; then to the launch, and to the queue. Sums are whole ns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, get_args
+
+import numpy as np
+
+from lightning_memprof.analysis.ledger.model import DevicePart, TimeLedger, TimeLine
+from lightning_memprof.analysis.stacks import is_library, parse_frame
+from lightning_memprof.analysis.trace.columns import STEP_NAME, Kind, is_loading, launches
+from lightning_memprof.analysis.trace.device import copy_kind
+from lightning_memprof.analysis.trace.idle import COLLECTS, LOADING, READS_BACK, call_kind, gap_ends, training_lane
+from lightning_memprof.analysis.trace.intervals import (
+    Intervals,
+    difference,
+    exclusive_ends,
+    intersection,
+    length,
+    length_before,
+    nearest,
+    nest,
+    union,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from lightning_memprof.analysis.trace.columns import Step, TraceColumns
+    from lightning_memprof.analysis.trace.communication import CollectiveCall
+    from lightning_memprof.analysis.trace.device import DeviceEvents
+    from lightning_memprof.analysis.trace.intervals import Column
+
+    _Numbers: TypeAlias = NDArray[np.signedinteger[Any]] | int
+
+__all__ = ["device_ledger"]
+
+_PARTS: Final[tuple[DevicePart, ...]] = get_args(DevicePart)
+_HOST_KINDS: Final = (Kind.RUNTIME, Kind.OPERATOR, Kind.ANNOTATION, Kind.PYTHON)
+# Time inside an event of these parts is theirs, whatever runs in it; of several the last one.
+_ENCLOSING: Final[tuple[DevicePart, ...]] = ("cold_start", "idle_synchronization", "idle_data", "idle_garbage")
+# Kineto rounds starts and durations separately: a child may seem to outlast its parent by this much.
+_SLACK_NS: Final = 1_000
+_BACKWARD: Final = "autograd::engine::evaluate_function: "
+_LIGHTNING_MODULE: Final = "[pl][module]"
+_PYTHON_MODULE: Final = "nn.Module: "
+# A first call this long, and this many times as long as the later ones, initialises something.
+_COLD_NS: Final = 1_000_000
+_COLD_FACTOR: Final = 10
+_NONE: Final = -1
+
+
+def device_ledger(
+    columns: TraceColumns, device: DeviceEvents, steps: Sequence[Step], collectives: Sequence[CollectiveCall] = ()
+) -> TimeLedger | None:
+    """Return the owners of the device's time in the steps; None where nothing ran on a device.
+
+    Args:
+        columns: the trace.
+        device: its device events.
+        steps: by start; without any, the time from the first device event to the last one is the step.
+        collectives: those of the trace, for their names.
+    """
+    if not len(device.busy.starts):
+        return None
+    if steps:
+        ranges = [(step.start, step.end) for step in steps]
+        basis = "1 recorded step" if len(steps) == 1 else f"{len(steps)} recorded steps"
+    else:
+        ranges = [(int(device.busy.starts[0]), int(device.busy.ends[-1]))]
+        basis = "the time from the first device event to the last one: the trace has no steps"
+    start, end = ranges[0][0], max(end for _, end in ranges)
+    if start == end:
+        return None
+    spans = Intervals(np.array([start], np.int64), np.array([end], np.int64))
+    launched = launches(columns, device.rows)
+    work = _Work(columns=columns, device=device, spans=spans, launched=launched, collectives=collectives)
+    host = _Host(work, ranges)
+    lines = _Lines(columns, host.modules)
+    _add_busy(lines, host, work)
+    _add_idle(lines, host, work)
+    durations = [end - start for start, end in ranges]
+    return TimeLedger(
+        step_ns=(end - start) / len(ranges),
+        median_ns=float(np.median(durations)),
+        steps=len(ranges),
+        basis=basis,
+        lines=lines.lines(len(ranges)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """A device's events, the rows of the calls that launched them (-1 for none), and the steps that they are in."""
+
+    columns: TraceColumns
+    device: DeviceEvents
+    spans: Intervals
+    launched: Column
+    collectives: Sequence[CollectiveCall]
+
+
+class _Lines:
+    """Owners while they are gathered: columns of numbers, and the texts behind them."""
+
+    def __init__(self, columns: TraceColumns, modules: tuple[str, ...]) -> None:
+        self._texts = list(columns.name_of)
+        self._numbers: dict[str, int] = {}
+        self._parts: list[NDArray[np.int64]] = []
+        self._modules = modules
+
+    def text(self, text: str) -> int:
+        """Return the number of a text that need not be the name of an event."""
+        if text not in self._numbers:
+            self._numbers[text] = len(self._texts)
+            self._texts.append(text)
+        return self._numbers[text]
+
+    def add(self, *key: _Numbers, ns: Column | int, longest: Column | int) -> None:
+        """Add times.
+
+        Args:
+            key: number of the part, and of the label's, the module's and the operator's texts; each ``(m,)`` or one.
+            ns: ``(m,)``; owners without time are left out.
+            longest: ``(m,)`` duration of the calls.
+        """
+        ones = np.ones_like(np.asarray(ns))
+        self._parts.append(np.stack(np.broadcast_arrays(*key, ns, ones, longest)).reshape(7, -1).astype(np.int64))
+
+    def lines(self, steps: int) -> tuple[TimeLine, ...]:
+        """Return the owners, the longest first."""
+        table = np.concatenate([np.empty((7, 0), np.int64), *self._parts], axis=1)
+        table = table[:, np.lexsort(table[3::-1])]
+        begins = np.flatnonzero(np.append(True, np.any(table[:4, 1:] != table[:4, :-1], axis=0))[: table.shape[1]])
+        if not len(begins):
+            return ()
+        sums = np.add.reduceat(table[4:6], begins, axis=1).tolist()
+        longest = np.maximum.reduceat(table[6], begins).tolist()
+        found = [
+            TimeLine(
+                part=_PARTS[part],
+                name="" if label < 0 else self._texts[label],
+                module=self._module(module),
+                operator=None if operator < 0 else self._texts[operator].removeprefix(_BACKWARD),
+                ns=ns / steps,
+                count=count / steps,
+                longest_ns=most,
+            )
+            for (part, label, module, operator), ns, count, most in zip(
+                table[:4, begins].T.tolist(), *sums, longest, strict=True
+            )
+            if ns
+        ]
+        return tuple(sorted(found, key=lambda line: (-line.ns, line.part, line.name, line.operator or "")))
+
+    def _module(self, number: int) -> str | None:
+        if number >= 0:
+            return self._modules[number]
+        return "" if self._modules else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Thread:
+    """The host's events of one thread as trees, by row of the trace.
+
+    Attributes:
+        rows: ``(m,)`` their rows.
+        parents: ``(m,)`` positions of the events around them, -1 for none.
+        ends: ``(m,)`` ends at which each moment has one innermost event.
+    """
+
+    rows: Column
+    parents: Column
+    ends: Column
+
+
+class _Host:
+    """What the threads that launch work do, by row of the trace; -1 for events of others.
+
+    Attributes:
+        part: ``(n,)`` place in ``_PARTS`` of the time in which the event is the innermost one.
+        label: ``(n,)`` number of the name that says more than the part; ``module`` and ``operator`` likewise.
+        modules: paths by number.
+        training: lane of the training thread, -1 where the trace has none.
+    """
+
+    def __init__(self, work: _Work, ranges: Sequence[tuple[int, int]]) -> None:
+        self._columns = columns = work.columns
+        count = len(columns.starts)
+        self.training = training_lane(columns)
+        self.part = np.full(count, _NONE, np.int8)
+        self.label, self.module, self.operator = (np.full(count, _NONE, np.int32) for _ in range(3))
+        names = _Names(columns)
+        self.modules = names.modules
+        lanes = np.unique(np.append(columns.lanes[work.launched[work.launched >= 0]], self.training))
+        on_host = np.isin(columns.kinds, _HOST_KINDS) & ~columns.named(STEP_NAME.match)[columns.names]
+        found = {int(lane): np.flatnonzero(on_host & (columns.lanes == lane)) for lane in lanes}
+        for rows in found.values():
+            self.part[rows] = names.parts(rows)
+        first_device_ns = int(columns.starts[work.device.rows[0]])
+        self.part[_cold(columns, self.part, ranges, first_device_ns)] = _PARTS.index("cold_start")
+        self.threads = {lane: self._thread(rows, names) for lane, rows in found.items()}
+
+    def _thread(self, rows: Column, names: _Names) -> _Thread:
+        columns = self._columns
+        nesting = nest(columns.starts[rows], columns.ends[rows], slack=_SLACK_NS)
+        parents, kinds, known = nesting.parents, columns.kinds[rows], columns.names[rows]
+
+        def around(marked: NDArray[np.bool_], values: NDArray[np.int32], target: NDArray[np.int32]) -> None:
+            at = nearest(parents, marked)
+            target[rows[at >= 0]] = values[at[at >= 0]]
+
+        around(kinds == Kind.OPERATOR, known, self.operator)
+        around(names.module[known] >= 0, names.module[known], self.module)
+        is_python = (kinds == Kind.PYTHON) | (kinds == Kind.ANNOTATION)
+        self.label[rows] = np.where((kinds == Kind.OPERATOR) | (names.module[known] >= 0), _NONE, known)
+        places = np.full(len(self.label), _NONE, np.int32)
+        around(is_python & names.places[known], known, places)
+        self.label[rows] = np.where(is_python & (places[rows] >= 0), places[rows], self.label[rows])
+        own = self.part[rows]
+        for part in map(_PARTS.index, _ENCLOSING):
+            at = nearest(parents, own == part)
+            inside = rows[at >= 0]
+            self.part[inside] = part
+            self.label[inside] = known[at[at >= 0]]
+        return _Thread(rows=rows, parents=parents, ends=exclusive_ends(nesting, columns.starts[rows]))
+
+    def shares(self, lane: int, when: Intervals) -> tuple[Column, Column, Intervals]:
+        """Return a thread's rows, the time of each as innermost event within a set, and the rest of the set."""
+        thread = self.threads.get(lane)
+        if thread is None or not len(thread.rows):
+            return np.empty(0, np.int64), np.empty(0, np.int64), when
+        starts = self._columns.starts[thread.rows]
+        inside = length_before(when, thread.ends) - length_before(when, starts)
+        own = inside.copy()
+        children = np.flatnonzero(thread.parents >= 0)
+        np.subtract.at(own, thread.parents[children], inside[children])
+        roots = thread.parents < 0
+        return thread.rows, own, difference(when, union(starts[roots], thread.ends[roots]))
+
+
+class _Names:
+    """What the names of a trace say, by number of the name.
+
+    Attributes:
+        module: number of the path in ``modules``, -1 for names of no module.
+        places: whether the name is a place in the program: a line of the user's code, or a range.
+    """
+
+    def __init__(self, columns: TraceColumns) -> None:
+        self._columns = columns
+        names = columns.name_of or ("",)
+        prefix = _LIGHTNING_MODULE if any(name.startswith(_LIGHTNING_MODULE) for name in names) else _PYTHON_MODULE
+        paths: dict[str, int] = {}
+        self.module = np.array(
+            [
+                paths.setdefault(name.rpartition(": ")[2], len(paths)) if name.startswith(prefix) else _NONE
+                for name in names
+            ],
+            np.int32,
+        )
+        self.modules = tuple(paths)
+        self.places = np.array([_is_place(name) for name in names]) & (self.module < 0)
+        self._collects = columns.named(COLLECTS.search)
+
+    def parts(self, rows: Column) -> NDArray[np.int8]:
+        """Return the part of each event by its kind and name alone, as the place in ``_PARTS``."""
+        columns = self._columns
+        kinds, known = columns.kinds[rows], columns.names[rows]
+        of_kind: dict[int, list[DevicePart]] = {
+            Kind.RUNTIME: [_part_of_call(name) for name in columns.name_of],
+            Kind.OPERATOR: [
+                "idle_synchronization" if name in READS_BACK else "idle_operators" for name in columns.name_of
+            ],
+            Kind.ANNOTATION: ["idle_data" if is_loading(name) else "idle_python" for name in columns.name_of],
+            Kind.PYTHON: ["idle_python"] * len(columns.name_of),
+        }
+        found = np.full(len(rows), _NONE, np.int8)
+        for kind, parts in of_kind.items():
+            numbers = np.array([_PARTS.index(part) for part in parts], np.int8)
+            found[kinds == kind] = numbers[known[kinds == kind]]
+        found[self._collects[known] & (kinds != Kind.RUNTIME)] = _PARTS.index("idle_garbage")
+        return found
+
+
+def _is_place(name: str) -> bool:
+    frame = parse_frame(name)
+    return not is_library(frame.filename) if frame else not name.startswith(("<", _PYTHON_MODULE))
+
+
+def _part_of_call(name: str) -> DevicePart:
+    kinds: dict[str, DevicePart] = {
+        "synchronization": "idle_synchronization",
+        "allocator": "idle_allocator",
+        "graph": "idle_graph",
+        "loading": "idle_loading",
+        "launch": "idle_launch",
+    }
+    return kinds[call_kind(name)]
+
+
+def _cold(
+    columns: TraceColumns, part: NDArray[np.int8], ranges: Sequence[tuple[int, int]], first_device_ns: int
+) -> Column:
+    """Return the rows of the first step's calls and operators that initialise something.
+
+    They take much longer than later ones of their name; or they get memory, and later steps hardly do.
+    """
+    begin, end = ranges[0]
+    called = np.isin(columns.kinds, (Kind.RUNTIME, Kind.OPERATOR)) & (part >= 0)
+    called &= part != _PARTS.index("idle_synchronization")
+    early = called & (columns.starts >= begin) & (columns.starts < end)
+    found = [_first_allocations(columns, early, part, ranges)]
+    durations = columns.ends - columns.starts
+    candidates = np.flatnonzero(early & (durations >= _COLD_NS))
+    for name in np.unique(columns.names[candidates]).tolist():
+        mine = np.flatnonzero(called & (columns.names == name))
+        later = mine[columns.starts[mine] >= end]
+        rows = candidates[columns.names[candidates] == name]
+        if len(mine) > 1:
+            usual = np.median(durations[later if len(later) else mine])
+            cold = rows[durations[rows] >= _COLD_FACTOR * usual]
+        else:
+            cold = rows[(columns.kinds[rows] == Kind.RUNTIME) & (columns.starts[rows] < first_device_ns)]
+        # A kernel's first launch loads it; an operator starts its library once.
+        of_call = columns.kinds[cold] == Kind.RUNTIME
+        found += [cold[of_call], cold[~of_call & (columns.starts[cold] == np.min(columns.starts[mine]))]]
+    return np.concatenate(found)
+
+
+def _first_allocations(
+    columns: TraceColumns, early: NDArray[np.bool_], part: NDArray[np.int8], ranges: Sequence[tuple[int, int]]
+) -> Column:
+    of_memory = part == _PARTS.index("idle_allocator")
+    first = np.flatnonzero(early & of_memory)
+    later = int(np.count_nonzero(of_memory & (columns.starts >= ranges[0][1]) & (columns.starts < ranges[-1][1])))
+    return first if len(ranges) > 1 and later * _COLD_FACTOR <= len(first) * (len(ranges) - 1) else first[:0]
+
+
+def _add_busy(lines: _Lines, host: _Host, work: _Work) -> None:
+    """Add the device's work: each ns belongs to the first event of computation, else of a collective, else a copy."""
+    columns, device = work.columns, work.device
+    rows = device.rows
+    starts, ends = columns.starts[rows], columns.ends[rows]
+    computes = ~device.communicates & ~device.copies
+    own = np.zeros(len(rows), np.int64)
+    free = work.spans
+    for chosen, busy in (
+        (computes, device.compute),
+        (device.communicates, device.communication),
+        (device.copies, device.memory_copy),
+    ):
+        reach = np.maximum.accumulate(np.append(np.iinfo(np.int64).min, ends[chosen]))
+        first, last = np.maximum(starts[chosen], reach[:-1]), np.maximum(ends[chosen], reach[:-1])
+        own[chosen] = length_before(free, last) - length_before(free, first)
+        free = difference(free, busy)
+    known = work.launched >= 0
+    operator = np.where(known, host.operator[work.launched], _NONE)
+    module = np.where(known, host.module[work.launched], _NONE)
+    parts: tuple[DevicePart, ...] = ("compute", "collective", "copy")
+    numbers = [_PARTS.index(part) for part in parts]
+    lines.add(
+        np.where(computes, numbers[0], np.where(device.communicates, numbers[1], numbers[2])),
+        _labels(lines, work, computes),
+        np.where(device.communicates, _NONE, module),
+        np.where(device.communicates, _NONE, np.where(computes & (operator < 0), columns.names[rows], operator)),
+        ns=own,
+        longest=ends - starts,
+    )
+
+
+def _labels(lines: _Lines, work: _Work, computes: NDArray[np.bool_]) -> Column:
+    """Return numbers of the names of collectives, and of the kinds of copies."""
+    columns, rows = work.columns, work.device.rows
+    called = {call.row: lines.text(call.name) for call in work.collectives}
+    copied: dict[int, int] = {}
+    found = np.full(len(rows), _NONE, np.int64)
+    for at in np.flatnonzero(~computes).tolist():
+        row, name = int(rows[at]), int(columns.names[rows[at]])
+        if work.device.communicates[at]:
+            found[at] = called.get(row, name)
+            continue
+        if name not in copied:
+            kind, is_pageable = copy_kind(columns.name_of[name])
+            memory = "" if is_pageable is None else " (pageable)" if is_pageable else " (pinned)"
+            copied[name] = lines.text(kind + memory)
+        found[at] = copied[name]
+    return found
+
+
+def _add_idle(lines: _Lines, host: _Host, work: _Work) -> None:
+    """Add the idle time: before the launch of the next work by what its thread did, then the launch, then the queue."""
+    columns = work.columns
+    idle = difference(work.spans, work.device.busy)
+    loads = columns.rows(Kind.OVERHEAD)
+    loads = loads[columns.named(LOADING.__contains__)[columns.names[loads]]]
+    for row in loads.tolist():
+        loading = intersection(idle, union(columns.starts[[row]], columns.ends[[row]]))
+        part = _PARTS.index("idle_loading")
+        lines.add(part, int(columns.names[row]), _NONE, _NONE, ns=length(loading), longest=length(loading))
+        idle = difference(idle, loading)
+    ends = gap_ends(columns, work.device, idle)
+    known = np.flatnonzero(ends.calls >= 0)
+    launch = ends.calls[known]
+    spent, queued = (ends.ready - ends.called)[known], (idle.ends - ends.ready)[known]
+    lines.add(
+        host.part[launch], host.label[launch], host.module[launch], host.operator[launch], ns=spent, longest=spent
+    )
+    queue = _PARTS.index("idle_queue")
+    lines.add(queue, _NONE, host.module[launch], host.operator[launch], ns=queued, longest=queued)
+    lanes = np.where(ends.calls >= 0, columns.lanes[ends.calls], host.training)
+    for lane in np.unique(lanes).tolist():
+        mine = lanes == lane
+        left = Intervals(idle.starts[mine], ends.called[mine])
+        left = Intervals(*(column[left.ends > left.starts] for column in left))
+        for thread in dict.fromkeys((lane, host.training)):
+            rows, own, left = host.shares(thread, left)
+            lines.add(host.part[rows], host.label[rows], host.module[rows], host.operator[rows], ns=own, longest=own)
+        rest = left.ends - left.starts
+        part = _PARTS.index("idle_python" if host.training >= 0 else "idle_unknown")
+        lines.add(part, _NONE, _NONE, _NONE, ns=rest, longest=rest)
