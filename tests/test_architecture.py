@@ -33,7 +33,6 @@ ONE_IMPORTER = {
     "analysis/run/messages.py": "texts of problems in a run directory",
     "analysis/run/unfinished.py": "looks for files that a crash left",
     "analysis/trace/host.py": "pass over the host's events, beside those of device and idle time",
-    "analysis/trace/idle.py": "pass over idle time, beside those of device and host",
     "artifacts/tfevents.py": "imports tensorboard",
     "artifacts/upload.py": "runs in a separate process",
     "capture/collectors/function_rows.py": "file format of function memory",
@@ -62,6 +61,7 @@ ONE_IMPORTER = {
 # Folders in which every module has one importer by design.
 ONE_BY_DESIGN = {
     "analysis/findings/": "the rules of a domain per module, listed in one place",
+    "analysis/ledger/": "a ledger per module",
     "capture/collectors/": "a collector per module; the public namespace resolves it",
     "cli/": "a command per module, listed in one place",
     "report/charts/": "a chart per module, listed in one place",
