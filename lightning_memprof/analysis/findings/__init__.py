@@ -7,6 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.communication import communication_exposed, memory_imbalance, straggler
+from lightning_memprof.analysis.findings.compute import (
+    anomaly_detection,
+    dense_embedding,
+    double_precision,
+    optimizer_bound,
+    thread_oversubscription,
+)
 from lightning_memprof.analysis.findings.data import input_bound, input_bound_trace
 from lightning_memprof.analysis.findings.device import blocking_transfers, gpu_idle, synchronization
 from lightning_memprof.analysis.findings.growth import device_memory_growth, memory_growth
@@ -15,7 +22,6 @@ from lightning_memprof.analysis.findings.host import (
     callback_bound,
     checkpoint_bound,
     logging_bound,
-    optimizer_bound,
 )
 from lightning_memprof.analysis.findings.kernels import many_small_kernels, many_small_operators, tensor_cores_unused
 from lightning_memprof.analysis.findings.memory import (
@@ -67,6 +73,10 @@ RULES: Final[tuple[Rule, ...]] = (
     allocator_retries,
     straggler,
     input_bound,
+    anomaly_detection,
+    double_precision,
+    thread_oversubscription,
+    dense_embedding,
     optimizer_bound,
     callback_bound,
     checkpoint_bound,

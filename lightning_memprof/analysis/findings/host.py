@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.findings.measures import Rhythm
     from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.analysis.steps.statistics import PulseStatistics
-    from lightning_memprof.artifacts.manifest import OptimizerFacts
 
 __all__ = [
     "NOTABLE_BETWEEN",
@@ -34,7 +33,6 @@ __all__ = [
     "callback_bound",
     "checkpoint_bound",
     "logging_bound",
-    "optimizer_bound",
 ]
 
 # A hook, or an action, with this share of the time explains it.
@@ -385,83 +383,4 @@ def _next_between(few: Rhythm | None, cause: _Action | None, *, is_fit: bool) ->
     return (
         "Log less often: Trainer(log_every_n_steps=50), self.log(name, value, on_step=False).",
         "Look at the code around the steps: on_train_batch_start, on_train_batch_end, a loop of your own.",
-    )
-
-
-# One kernel for all parameters saves up to two thirds of the loop's time: below this share that is less than 10%.
-NOTABLE_OPTIMIZER: Final = 0.15
-SEVERE_OPTIMIZER: Final = 0.40
-# The Trainer's work around an optimizer step takes 1 to 2 ms for any model; fused saves none of it.
-MIN_OPTIMIZER_NS: Final = 5_000_000
-# For fewer tensors one kernel for all saves no measurable time.
-FEW_TENSORS: Final = 20
-FUSED: Final = frozenset({"Adagrad", "Adam", "AdamW", "SGD"})
-FOREACH: Final = FUSED | {"ASGD", "Adadelta", "Adafactor", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"}
-# With foreach=None torch uses the foreach implementation on these devices, and the loop on all others.
-FOREACH_BY_DEFAULT: Final = ("cuda", "xpu", "mtia")
-
-
-def optimizer_bound(facts: Facts) -> list[Finding]:
-    """Find an optimizer that takes much of the step and uses neither of torch's faster implementations."""
-    worst = facts.worst("optimizer")
-    if worst is None:
-        return []
-    rank, statistics = worst
-    # An optimizer takes about the same time in each of its steps: a mean above the median is due to a few odd steps.
-    mean_share = statistics.share("optimizer")
-    share = min(mean_share, statistics.median_shares["optimizer"])
-    slow = [optimizer for optimizer in (rank.training.optimizers if rank.training else ()) if _loops(optimizer)]
-    if share <= NOTABLE_OPTIMIZER or statistics.used < MIN_STEPS or not slow:
-        return []
-    optimizer_ns = statistics.breakdown_ns["optimizer"] or 0
-    if statistics.mean_ns < SHORT_STEP_NS and optimizer_ns < MIN_OPTIMIZER_NS:
-        return []
-    optimizer = slow[0]
-    name, count = optimizer.name or "the optimizer", optimizer.parameters
-    return [
-        Finding(
-            rule="optimizer_bound",
-            severity=severity(share, SEVERE_OPTIMIZER),
-            sentence=f"Optimizer-bound: {name} takes {percent(mean_share)} of each step{facts.on_rank(rank)}.",
-            why=(
-                f"{format_ns(optimizer_ns)} of a {format_ns(statistics.mean_ns)} step: {name} updates its "
-                f"{f'{count:,} ' if count else ''}parameter tensors in a Python loop "
-                f"(foreach={optimizer.foreach}, fused={optimizer.fused} on {_device(optimizer)})."
-            ),
-            next_steps=_next_for_optimizer(name),
-            evidence=(facts.pulse(rank), *facts.recorded(rank, "hooks")),
-            numbers={
-                "rank": rank.rank,
-                "optimizer_share": mean_share,
-                "median_optimizer_share": statistics.median_shares["optimizer"],
-                "optimizer_ns": optimizer_ns,
-                "duration_ns": statistics.mean_ns,
-                "optimizers": [found.fields for found in slow],
-            },
-            weight=share,
-        )
-    ]
-
-
-def _loops(optimizer: OptimizerFacts) -> bool:
-    """Return whether an optimizer has a faster implementation and uses the loop."""
-    if optimizer.name not in FOREACH:
-        return False
-    foreach, fused = optimizer.foreach, optimizer.fused
-    if (optimizer.parameters or FEW_TENSORS) < FEW_TENSORS:
-        return False
-    return not (fused or foreach or (foreach is None and _device(optimizer).startswith(FOREACH_BY_DEFAULT)))
-
-
-def _device(optimizer: OptimizerFacts) -> str:
-    return optimizer.device or "cpu"
-
-
-def _next_for_optimizer(name: str) -> tuple[str, ...]:
-    foreach = f"torch.optim.{name}(..., foreach=True)"
-    if name not in FUSED:
-        return (f"Update the parameters in groups: {foreach}.",)
-    return (
-        f"Update all parameters in one kernel: torch.optim.{name}(..., fused=True).",
-        f"If fused does not work (gradient clipping with 16-mixed): {foreach}.",
     )

@@ -105,6 +105,11 @@ class Recovery:
         """The middle of the range, as a share of the whole."""
         return (self.least + self.most) / 2 / self.whole if self.whole else 0.0
 
+    @property
+    def severity(self) -> Severity:
+        """The severity of a fault that costs this much."""
+        return severity_of(self.share)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:

@@ -1,0 +1,296 @@
+"""Time in the model: its precision, its threads and its optimizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.analysis.findings.model import MIN_STEPS, NOTABLE, SHORT_STEP_NS, Facts, Finding, Recovery
+from lightning_memprof.artifacts.series import SavedTensorsRow
+from lightning_memprof.units import format_bytes, format_ns, percent
+
+if TYPE_CHECKING:
+    from lightning_memprof.analysis.run.model import Rank
+    from lightning_memprof.artifacts.manifest import OptimizerFacts, ParameterFacts
+
+__all__ = ["anomaly_detection", "dense_embedding", "double_precision", "optimizer_bound", "thread_oversubscription"]
+
+# Half as many numbers fit into a vector register and through memory: operators on float64 take about twice the time on
+# a CPU, and up to 64 times on GPUs without float64 units.
+DOUBLE: Final = (0.35, 0.5)
+MIN_DOUBLE: Final = 0.25
+
+
+def double_precision(facts: Facts) -> list[Finding]:
+    """Find a training that computes in float64.
+
+    Recovers 35% to 50% of forward, backward and optimizer, times the share of float64 in the saved activations, or in
+    the parameters where these were not recorded. Lost: digits that training does not need.
+    """
+    heaviest = facts.heaviest(lambda ledger: ledger.ns("forward", "backward"))
+    if heaviest is None:
+        return []
+    rank, ledger = heaviest
+    source, share = _double_share(rank)
+    if share < MIN_DOUBLE or ledger.steps < MIN_STEPS:
+        return []
+    spent = ledger.ns("forward", "backward", "optimizer") * share
+    worth = Recovery(unit="ns", least=spent * DOUBLE[0], most=spent * DOUBLE[1], whole=ledger.step_ns)
+    return [
+        Finding(
+            rule="double_precision",
+            severity=worth.severity,
+            sentence=f"Double precision: {percent(share)} of the {source} are float64{facts.on_rank(rank)}.",
+            why=(
+                f"Forward, backward and optimizer take {format_ns(spent)} of a {format_ns(ledger.step_ns)} step; on "
+                "float64, operators take about twice the time and memory."
+            ),
+            next_steps=(
+                (
+                    "Compute in float32: cast inputs with .float(), remove .double(), "
+                    "torch.set_default_dtype(torch.float64) and Trainer(precision='64-true')."
+                ),
+            ),
+            evidence=(facts.pulse(rank), *facts.recorded(rank, "saved_tensors")),
+            numbers={"rank": rank.rank, "double_share": share, "duration_ns": round(ledger.step_ns)},
+            weight=worth.share,
+            recovers=worth,
+        )
+    ]
+
+
+def _double_share(rank: Rank) -> tuple[str, float]:
+    """Return the source of the figure, and the share of float64 in its bytes of floating-point numbers."""
+    rows = [row for window in rank.windows for row in window.read(SavedTensorsRow).recorded if row.dtypes]
+    parameters = rank.training.parameter_dtypes if rank.training else {}
+    source, dtypes = ("saved activations", rows[-1].dtypes) if rows else ("parameters", parameters)
+    total = sum(size for dtype, size in dtypes.items() if "float" in dtype)
+    return source, dtypes.get("float64", 0) / total if total else 0.0
+
+
+# With twice as many threads as cores, each parallel region waits for threads that do not run.
+OVERSUBSCRIBED: Final = 2.0
+LEAST_RECOVERED: Final = 0.1
+
+
+def thread_oversubscription(facts: Facts) -> list[Finding]:
+    """Find operators that use many more threads than there are cores.
+
+    Recovers at most the share of the threads that cannot run at the same time (1 - cores / threads) of forward,
+    backward and optimizer, at least 10% of them: a parallel region ends with its last thread.
+    """
+    heaviest = facts.heaviest(lambda ledger: ledger.ns("forward", "backward", "optimizer"))
+    if heaviest is None or not heaviest[0].facts.is_cpu:
+        return []
+    rank, ledger = heaviest
+    cores, threads = rank.facts.cpu_count, _threads(rank)
+    here = sum(other.facts.host == rank.facts.host for other in facts.run.ranks)
+    if not cores or not threads or threads * here < OVERSUBSCRIBED * cores or ledger.steps < MIN_STEPS:
+        return []
+    spent = ledger.ns("forward", "backward", "optimizer")
+    most = max(1 - cores / (threads * here), LEAST_RECOVERED)
+    worth = Recovery(unit="ns", least=spent * LEAST_RECOVERED, most=spent * most, whole=ledger.step_ns)
+    ranks = f" in each of {here} ranks" if here > 1 else ""
+    wanted = max(cores // here, 1)
+    return [
+        Finding(
+            rule="thread_oversubscription",
+            severity=worth.severity,
+            sentence=f"Thread oversubscription: operators use {threads} threads{ranks} on {cores} cores.",
+            why=(
+                f"Forward, backward and optimizer take {format_ns(spent)} of a {format_ns(ledger.step_ns)} step; each "
+                "parallel operator waits until all of its threads have had a core."
+            ),
+            next_steps=(f"Use one thread per core: torch.set_num_threads({wanted}), or OMP_NUM_THREADS={wanted}.",),
+            evidence=(facts.pulse(rank),),
+            numbers={"rank": rank.rank, "threads": threads, "ranks_on_host": here, "cores": cores},
+            weight=worth.share,
+            recovers=worth,
+        )
+    ]
+
+
+def _threads(rank: Rank) -> int | None:
+    count = rank.training.threads if rank.training else None
+    started = rank.facts.environment.get("torch_threads")
+    return count or (started if type(started) is int else None)
+
+
+# Anomaly detection keeps a stack for each forward operator and checks each gradient for NaN: 1.4 to 3 times the time.
+ANOMALY: Final = (0.3, 0.65)
+
+
+def anomaly_detection(facts: Facts) -> list[Finding]:
+    """Find autograd's anomaly detection in use.
+
+    Recovers 30% to 65% of forward and backward. Lost: the forward's stack when a gradient becomes NaN.
+    """
+    ranks = [rank for rank in facts.run.ranks if rank.training is not None and rank.training.detect_anomaly]
+    if not ranks or ranks[0].rank not in facts.ledgers:
+        return []
+    rank, ledger = ranks[0], facts.ledgers[ranks[0].rank]
+    spent = ledger.ns("forward", "backward")
+    worth = Recovery(unit="ns", least=spent * ANOMALY[0], most=spent * ANOMALY[1], whole=ledger.step_ns)
+    return [
+        Finding(
+            rule="anomaly_detection",
+            severity=worth.severity,
+            sentence=(
+                f"Anomaly detection is on: forward and backward take {percent(ledger.share('forward', 'backward'))} of "
+                f"each step{facts.on_rank(rank)}."
+            ),
+            why=(
+                f"{format_ns(spent)} of a {format_ns(ledger.step_ns)} step; anomaly detection keeps a stack for each "
+                "forward operator and checks every gradient for NaN."
+            ),
+            next_steps=("Switch it off: Trainer(detect_anomaly=False), torch.autograd.set_detect_anomaly(False).",),
+            evidence=(facts.pulse(rank),),
+            numbers={"rank": rank.rank, "passes_ns": round(spent), "duration_ns": round(ledger.step_ns)},
+            weight=worth.share,
+            recovers=worth,
+        )
+    ]
+
+
+# The Trainer's work around an optimizer step takes 1 to 2 ms for any model; fused saves none of it.
+MIN_OPTIMIZER_NS: Final = 5_000_000
+# For fewer tensors one kernel for all saves no measurable time.
+FEW_TENSORS: Final = 20
+FUSED: Final = frozenset({"Adagrad", "Adam", "AdamW", "SGD"})
+FOREACH: Final = FUSED | {"ASGD", "Adadelta", "Adafactor", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"}
+# With foreach=None torch uses the foreach implementation on these devices, and the loop on all others.
+FOREACH_BY_DEFAULT: Final = ("cuda", "xpu", "mtia")
+# One kernel for all parameters saves a third to two thirds of the loop's time.
+FASTER: Final = (1 / 3, 2 / 3)
+
+
+def optimizer_bound(facts: Facts) -> list[Finding]:
+    """Find an optimizer that takes much of the step and uses neither of torch's faster implementations.
+
+    Recovers a third to two thirds of the time of the optimizer in a median step.
+    """
+    worst = facts.worst("optimizer")
+    if worst is None or worst[0].rank not in facts.ledgers:
+        return []
+    rank, statistics = worst
+    ledger = facts.ledgers[rank.rank]
+    # An optimizer takes about the same time in each of its steps: a mean above the median is due to a few odd steps.
+    mean_share = statistics.share("optimizer")
+    share = min(mean_share, statistics.median_shares["optimizer"])
+    slow = [optimizer for optimizer in (rank.training.optimizers if rank.training else ()) if _loops(optimizer)]
+    spent = share * ledger.step_ns
+    worth = Recovery(unit="ns", least=spent * FASTER[0], most=spent * FASTER[1], whole=ledger.step_ns)
+    if worth.share < NOTABLE or statistics.used < MIN_STEPS or not slow:
+        return []
+    optimizer_ns = statistics.breakdown_ns["optimizer"] or 0
+    if statistics.mean_ns < SHORT_STEP_NS and optimizer_ns < MIN_OPTIMIZER_NS:
+        return []
+    optimizer = slow[0]
+    name, count = optimizer.name or "the optimizer", optimizer.parameters
+    return [
+        Finding(
+            rule="optimizer_bound",
+            severity=worth.severity,
+            sentence=f"Optimizer-bound: {name} takes {percent(mean_share)} of each step{facts.on_rank(rank)}.",
+            why=(
+                f"{format_ns(optimizer_ns)} of a {format_ns(statistics.mean_ns)} step: {name} updates its "
+                f"{f'{count:,} ' if count else ''}parameter tensors in a Python loop "
+                f"(foreach={optimizer.foreach}, fused={optimizer.fused} on {_device(optimizer)})."
+            ),
+            next_steps=_next_for_optimizer(name),
+            evidence=(facts.pulse(rank), *facts.recorded(rank, "hooks")),
+            numbers={
+                "rank": rank.rank,
+                "optimizer_share": mean_share,
+                "median_optimizer_share": statistics.median_shares["optimizer"],
+                "optimizer_ns": optimizer_ns,
+                "duration_ns": statistics.mean_ns,
+                "optimizers": [found.fields for found in slow],
+            },
+            weight=worth.share,
+            recovers=worth,
+        )
+    ]
+
+
+def _loops(optimizer: OptimizerFacts) -> bool:
+    """Return whether an optimizer has a faster implementation and uses the loop."""
+    if optimizer.name not in FOREACH:
+        return False
+    foreach, fused = optimizer.foreach, optimizer.fused
+    if (optimizer.parameters or FEW_TENSORS) < FEW_TENSORS:
+        return False
+    return not (fused or foreach or (foreach is None and _device(optimizer).startswith(FOREACH_BY_DEFAULT)))
+
+
+def _device(optimizer: OptimizerFacts) -> str:
+    return optimizer.device or "cpu"
+
+
+def _next_for_optimizer(name: str) -> tuple[str, ...]:
+    foreach = f"torch.optim.{name}(..., foreach=True)"
+    if name not in FUSED:
+        return (f"Update the parameters in groups: {foreach}.",)
+    return (
+        f"Update all parameters in one kernel: torch.optim.{name}(..., fused=True).",
+        f"If fused does not work (gradient clipping with 16-mixed): {foreach}.",
+    )
+
+
+# The optimizer updates every row of a dense embedding, also those that the batch did not use.
+MIN_EMBEDDING: Final = 0.5
+
+
+def dense_embedding(facts: Facts) -> list[Finding]:
+    """Find an optimizer that spends its time on a large embedding with dense gradients.
+
+    Recovers the embedding's share of the parameters of the optimizer's time; sparse updates take next to none. Lost:
+    momentum and weight decay of rows that the batch does not use.
+    """
+    worst = facts.worst("optimizer")
+    if worst is None or worst[0].rank not in facts.ledgers:
+        return []
+    rank, ledger = worst[0], facts.ledgers[worst[0].rank]
+    found = _embedding(rank)
+    if found is None or ledger.steps < MIN_STEPS:
+        return []
+    embedding, share = found
+    spent = ledger.ns("optimizer")
+    worth = Recovery(unit="ns", least=spent * share / 2, most=spent * share, whole=ledger.step_ns)
+    if worth.share < NOTABLE:
+        return []
+    return [
+        Finding(
+            rule="dense_embedding",
+            severity=worth.severity,
+            sentence=(
+                f"Optimizer-bound: the optimizer takes {percent(ledger.share('optimizer'))} of each step, mostly for "
+                f"the embedding {embedding.name}{facts.on_rank(rank)}."
+            ),
+            why=(
+                f"{embedding.name} ({format_bytes(embedding.bytes)}) is {percent(share)} of the parameters; its "
+                f"gradient is dense: every row is updated in every step, {format_ns(spent)}."
+            ),
+            next_steps=(
+                (
+                    "Update only the rows that a batch uses: torch.nn.Embedding(..., sparse=True) with "
+                    "torch.optim.SparseAdam (or SGD) for it."
+                ),
+                "Update all parameters in one kernel: torch.optim.AdamW(..., fused=True).",
+            ),
+            evidence=(facts.pulse(rank), *facts.recorded(rank, "hooks")),
+            numbers={"rank": rank.rank, "parameter": embedding.name, "parameter_share": share, "optimizer_ns": spent},
+            weight=worth.share,
+            recovers=worth,
+        )
+    ]
+
+
+def _embedding(rank: Rank) -> tuple[ParameterFacts, float] | None:
+    """Return the largest parameter if it is a dense embedding, and its share of all parameters."""
+    training = rank.training
+    if training is None or not training.largest_parameters:
+        return None
+    largest = training.largest_parameters[0]
+    share = largest.bytes / max(sum(training.parameter_dtypes.values()), 1)
+    is_dense = largest.module in {"Embedding", "EmbeddingBag"} and not largest.sparse
+    return (largest, share) if is_dense and share >= MIN_EMBEDDING else None

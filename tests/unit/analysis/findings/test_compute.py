@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fake_runs import HEALTHY, FakeRun, make_run
+from lightning_memprof.analysis.findings import Facts, Finding, Severity, examine
+from lightning_memprof.analysis.run.load import load_run
+
+DENSE = {"name": "table.weight", "module": "Embedding", "bytes": 900, "sparse": False}
+
+
+def found(tmp_path: Path, fake: FakeRun) -> dict[str, Finding]:
+    return {finding.rule: finding for finding in examine(Facts.of(load_run(make_run(tmp_path, fake))))}
+
+
+def phases(**changes: int) -> Callable[[int, int], Mapping[str, int]]:
+    return lambda _rank, _step: {**HEALTHY, **changes}
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "is_found"),
+    [
+        ({"float64": 800}, True),
+        ({"float64": 400, "float32": 400}, True),
+        ({"float64": 8, "float32": 800}, False),
+        ({"float32": 800, "int64": 8000}, False),
+        ({}, False),
+    ],
+)
+def test_float64_is_found_by_its_share_of_the_floating_point_bytes(
+    tmp_path: Path, dtypes: dict[str, int], is_found: bool
+) -> None:
+    rules = found(tmp_path, FakeRun(memory=None, training={"parameter_dtypes": dtypes}))
+    assert ("double_precision" in rules) == is_found
+
+
+def test_float64_recovers_no_more_than_half_of_the_time_in_the_model(tmp_path: Path) -> None:
+    finding = found(tmp_path, FakeRun(memory=None, training={"parameter_dtypes": {"float64": 800}}))["double_precision"]
+    assert finding.recovers is not None
+    assert finding.recovers.most == pytest.approx((6e6 + 10e6 + 1.2e6) / 2, rel=0.05)
+    assert finding.severity is Severity.CRITICAL
+
+
+@pytest.mark.parametrize(("threads", "is_found"), [(1, False), (8, False), (16, True), (64, True)])
+def test_twice_as_many_threads_as_cores_are_found(tmp_path: Path, threads: int, is_found: bool) -> None:
+    rules = found(tmp_path, FakeRun(training={"threads": threads}))
+    assert ("thread_oversubscription" in rules) == is_found
+
+
+def test_the_threads_of_all_ranks_of_a_host_share_its_cores(tmp_path: Path) -> None:
+    finding = found(tmp_path, FakeRun(world_size=4, training={"threads": 8}))["thread_oversubscription"]
+    assert "8 threads in each of 4 ranks on 8 cores" in finding.sentence
+    assert "torch.set_num_threads(2)" in finding.next_steps[0]
+
+
+def test_anomaly_detection_is_found_where_it_is_on(tmp_path: Path) -> None:
+    on: dict[str, Any] = {"detect_anomaly": True}
+    assert "detect_anomaly=False" in found(tmp_path / "on", FakeRun(training=on))["anomaly_detection"].next_steps[0]
+    assert "anomaly_detection" not in found(tmp_path / "off", FakeRun(training={"detect_anomaly": False}))
+
+
+@pytest.mark.parametrize(
+    ("largest", "is_found"),
+    [
+        (DENSE, True),
+        ({**DENSE, "sparse": True}, False),
+        ({**DENSE, "module": "Linear"}, False),
+        ({**DENSE, "bytes": 100}, False),
+    ],
+)
+def test_a_dense_embedding_that_the_optimizer_updates_is_named(
+    tmp_path: Path, largest: dict[str, Any], is_found: bool
+) -> None:
+    training = {"largest_parameters": [largest], "parameter_dtypes": {"float32": 1000}}
+    rules = found(tmp_path, FakeRun(phases=phases(optimizer=10_000_000), training=training))
+    assert ("dense_embedding" in rules) == is_found
+    if is_found:
+        assert "table.weight" in rules["dense_embedding"].sentence
+
+
+def test_no_remedy_recovers_more_than_its_lines_hold(tmp_path: Path) -> None:
+    training = {
+        "parameter_dtypes": {"float64": 1000}, "threads": 64, "detect_anomaly": True, "largest_parameters": [DENSE],
+        "optimizers": [{"name": "Adam", "foreach": None, "fused": None, "parameters": 900, "device": "cpu"}],
+    }  # fmt: skip
+    rules = found(tmp_path, FakeRun(phases=phases(optimizer=10_000_000), training=training))
+    recoveries = [finding.recovers for finding in rules.values() if finding.recovers is not None]
+    assert len(recoveries) >= 4
+    assert all(0 <= worth.least <= worth.most <= worth.whole for worth in recoveries)
