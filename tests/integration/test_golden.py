@@ -19,7 +19,7 @@ else:
 
 EXPECTED: dict[str, Any] = {
     "show run": {"steps": 30, "is_closed": True, "limit": None, "share": 0.5, "host": "trainer-0",
-                 "findings": [{"rule": "garbage", "why": "Takes 49% of 2 steps."}, {"rule": "pulse", "why": "5 us."}]},
+                 "collectors": [{"rule": "garbage", "why": "Takes 49% of 2 steps."}, {"rule": "pulse", "why": "5 us."}]},
 }  # fmt: skip
 
 
@@ -49,11 +49,11 @@ def changed(*path: Any, value: Any) -> dict[str, Any]:
         (changed("is_closed", value=1), "show run: is_closed: true -> 1"),
         (changed("limit", value=0), "show run: limit: null -> 0"),
         (changed("host", value="trainer-1"), 'show run: host: "trainer-0" -> "trainer-1"'),
-        (changed("findings", 1, "rule", value="pulses"), 'show run: findings[1].rule: "pulse" -> "pulses"'),
-        (changed("findings", 1, "why", value=None), 'show run: findings[1].why: "5 us." -> null'),
-        (changed("findings", 1, value={"rule": "pulse"}), 'show run: findings[1].why: "5 us." -> missing'),
+        (changed("collectors", 1, "rule", value="pulses"), 'show run: collectors[1].rule: "pulse" -> "pulses"'),
+        (changed("collectors", 1, "why", value=None), 'show run: collectors[1].why: "5 us." -> null'),
+        (changed("collectors", 1, value={"rule": "pulse"}), 'show run: collectors[1].why: "5 us." -> missing'),
         (changed("added", value=[1]), "show run: added: missing -> [1]"),
-        (changed("findings", value=EXPECTED["show run"]["findings"][:1]), "show run: findings: 2 items -> 1 items"),
+        (changed("collectors", value=EXPECTED["show run"]["collectors"][:1]), "show run: collectors: 2 items -> 1 items"),
     ],
 )  # fmt: skip
 def test_a_changed_figure_a_missing_key_and_an_added_key_are_differences(found: dict[str, Any], told: str) -> None:
@@ -62,17 +62,24 @@ def test_a_changed_figure_a_missing_key_and_an_added_key_are_differences(found: 
 
 
 def test_prose_may_be_reworded_and_other_numbers_in_it_are_told_apart() -> None:
-    assert golden.differences(EXPECTED, changed("findings", 0, "why", value="Of 2 steps, 49% go there.")) == []
-    (difference,) = golden.differences(EXPECTED, changed("findings", 0, "why", value="Takes 48% of 2 steps."))
+    assert golden.differences(EXPECTED, changed("collectors", 0, "why", value="Of 2 steps, 49% go there.")) == []
+    (difference,) = golden.differences(EXPECTED, changed("collectors", 0, "why", value="Takes 48% of 2 steps."))
     assert difference.reworded
 
 
 def test_a_listed_rename_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = changed("findings", 0, value={"name": "gc", "why": "Takes 49% of 2 steps."})
-    found["show run"]["findings"][1] = {"name": "pulse", "why": "5 us."}
-    monkeypatch.setitem(golden.RENAMES, "findings.rule", "name")
+    found = changed("collectors", 0, value={"name": "gc", "why": "Takes 49% of 2 steps."})
+    found["show run"]["collectors"][1] = {"name": "pulse", "why": "5 us."}
+    monkeypatch.setitem(golden.RENAMES, "collectors.rule", "name")
     monkeypatch.setitem(golden.RENAMED_VALUES, "garbage", "gc")
     assert golden.differences(EXPECTED, found) == []
+
+
+def test_conclusions_and_added_fields_are_not_compared() -> None:
+    found = {"show run": {**EXPECTED["show run"], "verdict": {"rule": "new"}, "findings": [], "ledger": {"lines": []}}}
+    assert golden.differences(EXPECTED, found) == []
+    (difference,) = golden.differences(found, {"show run": {**found["show run"], "ledger": {"lines": [1]}}})
+    assert str(difference) == "show run: ledger.lines: 0 items -> 1 items"
 
 
 def test_the_check_fails_with_the_fields_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,10 @@ PROSE: Final = (
     "oom.held.name",
     "*.numbers.cause",
 )
+# Conclusions: the rules decide them, and tests/verdicts and the tests of the rules compare them. Here only figures are.
+CONCLUSIONS: Final = ("findings", "verdict", "findings.csv")
+# Fields that later versions added.
+ADDED: Final = ("*.ledger", "*.host_ledger", "*.device_ledger", "*.cost", "*.training.*", "*.environment.*")
 # How many commands are proposed is no figure.
 ANY_LENGTH: Final = ("commands",)
 NUMBER: Final = re.compile(r"\d+(?:[.,]\d+)*(?:e[+-]?\d+)?(?: ?%)?")
@@ -314,6 +318,8 @@ def _differences(old: Any, new: Any, where: str, path: str) -> Iterator[Differen
         old = {_renamed(_below(path, key), key): (key, value) for key, value in old.items()}
         for key in dict.fromkeys((*old, *new)):
             place = f"{where}.{key}" if path else f"{where} {key}"
+            if _matches(_below(path, key), CONCLUSIONS) or (key not in old and _matches(_below(path, key), ADDED)):
+                continue
             if key not in new:
                 yield Difference(place, _brief(old[key][1]), "missing")
             elif key not in old:
