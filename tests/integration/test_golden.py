@@ -19,7 +19,7 @@ else:
 
 EXPECTED: dict[str, Any] = {
     "show run": {"steps": 30, "is_closed": True, "limit": None, "share": 0.5, "host": "trainer-0",
-                 "collectors": [{"rule": "garbage", "why": "Takes 49% of 2 steps."}, {"rule": "pulse", "why": "5 us."}]},
+                 "rows": [{"rule": "garbage", "why": "Takes 49% of 2 steps."}, {"rule": "pulse", "why": "5 us."}]},
 }  # fmt: skip
 
 
@@ -49,11 +49,11 @@ def changed(*path: Any, value: Any) -> dict[str, Any]:
         (changed("is_closed", value=1), "show run: is_closed: true -> 1"),
         (changed("limit", value=0), "show run: limit: null -> 0"),
         (changed("host", value="trainer-1"), 'show run: host: "trainer-0" -> "trainer-1"'),
-        (changed("collectors", 1, "rule", value="pulses"), 'show run: collectors[1].rule: "pulse" -> "pulses"'),
-        (changed("collectors", 1, "why", value=None), 'show run: collectors[1].why: "5 us." -> null'),
-        (changed("collectors", 1, value={"rule": "pulse"}), 'show run: collectors[1].why: "5 us." -> missing'),
+        (changed("rows", 1, "rule", value="pulses"), 'show run: rows[1].rule: "pulse" -> "pulses"'),
+        (changed("rows", 1, "why", value=None), 'show run: rows[1].why: "5 us." -> null'),
+        (changed("rows", 1, value={"rule": "pulse"}), 'show run: rows[1].why: "5 us." -> missing'),
         (changed("added", value=[1]), "show run: added: missing -> [1]"),
-        (changed("collectors", value=EXPECTED["show run"]["collectors"][:1]), "show run: collectors: 2 items -> 1 items"),
+        (changed("rows", value=EXPECTED["show run"]["rows"][:1]), "show run: rows: 2 items -> 1 items"),
     ],
 )  # fmt: skip
 def test_a_changed_figure_a_missing_key_and_an_added_key_are_differences(found: dict[str, Any], told: str) -> None:
@@ -62,15 +62,15 @@ def test_a_changed_figure_a_missing_key_and_an_added_key_are_differences(found: 
 
 
 def test_prose_may_be_reworded_and_other_numbers_in_it_are_told_apart() -> None:
-    assert golden.differences(EXPECTED, changed("collectors", 0, "why", value="Of 2 steps, 49% go there.")) == []
-    (difference,) = golden.differences(EXPECTED, changed("collectors", 0, "why", value="Takes 48% of 2 steps."))
+    assert golden.differences(EXPECTED, changed("rows", 0, "why", value="Of 2 steps, 49% go there.")) == []
+    (difference,) = golden.differences(EXPECTED, changed("rows", 0, "why", value="Takes 48% of 2 steps."))
     assert difference.reworded
 
 
 def test_a_listed_rename_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = changed("collectors", 0, value={"name": "gc", "why": "Takes 49% of 2 steps."})
-    found["show run"]["collectors"][1] = {"name": "pulse", "why": "5 us."}
-    monkeypatch.setitem(golden.RENAMES, "collectors.rule", "name")
+    found = changed("rows", 0, value={"name": "gc", "why": "Takes 49% of 2 steps."})
+    found["show run"]["rows"][1] = {"name": "pulse", "why": "5 us."}
+    monkeypatch.setitem(golden.RENAMES, "rows.rule", "name")
     monkeypatch.setitem(golden.RENAMED_VALUES, "garbage", "gc")
     assert golden.differences(EXPECTED, found) == []
 
