@@ -45,10 +45,7 @@ ONE_IMPORTER = {
     "capture/tracker/path_tracker.py": "subclass of torch's private ModTracker",
     "capture/triggers/requests.py": "requests through the run directory",
     "capture/triggers/signals.py": "requests by signal",
-    "compat/fts_config.py": "public names and their options are apart",
-    "demo/data.py": "the demo's data, without torch's training code",
     "demo/model.py": "the demo's model, an example to read",
-    "demo/progress.py": "the demo's progress bar",
     "demo/train.py": "imports torch; the command line does not",
     "integration/context.py": "building a run context is apart from living",
     "integration/curves.py": "curves through loggers, a feature of its own",
@@ -67,7 +64,6 @@ ONE_BY_DESIGN = {
     "report/charts/": "a chart per module, listed in one place",
     "report/printers/": "a format per module",
     "report/sections/": "a section per module, listed in one place",
-    "testing/": "a public namespace",
 }
 # Modules above MIRRORED_LINES without a test file of their own name; may only become fewer.
 UNMIRRORED = 125

@@ -17,9 +17,10 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_memprof.cli.main import main
-from lightning_memprof.compat.fts import MemProfiler, MemProfilerCLI
-from lightning_memprof.compat.fts_config import (
+from lightning_memprof.compat.fts import (
+    MemProfiler,
     MemProfilerCfg,
+    MemProfilerCLI,
     MemProfilerFuncs,
     MemProfilerHooks,
     MemProfilerSchedule,

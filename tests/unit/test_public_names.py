@@ -75,7 +75,8 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_a_namespace_has_these_names_and_none_is_in_two_places(namespace: str) -> None:
     module = importlib.import_module(f"lightning_memprof.{namespace}")
     defined = {name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
-    public = reexported(module) | {name for name in defined if not name.startswith("_")}
+    own = {name for name in defined if not name.startswith("_")}
+    public = reexported(module) | (own & set(getattr(module, "__all__", own)))
     assert public == NAMESPACES[namespace]
     assert all(hasattr(module, name) for name in public)
     others = [names for other, names in NAMESPACES.items() if other != namespace]

@@ -22,7 +22,7 @@ def rows(run: RunContext, kind: str) -> list[dict[str, Any]]:
 
 
 def occasions(fake: FakeCollector) -> list[str]:
-    return [occasion for occasion, _ in fake.told]
+    return [occasion for occasion, _ in fake.calls]
 
 
 @pytest.mark.parametrize("occasion", ["enter", "mark", "exit"])
@@ -38,7 +38,7 @@ def test_a_collector_that_fails_is_switched_off_and_the_others_are_whole(
         (row,) = rows(run, "error")
         closed = rows(run, "window")[1::2]
     assert (row["collector"], row["where"], row["window"], row["message"]) == ("faulty", occasion, 0, "ValueError: no")
-    assert "in _hear" in row["traceback"]
+    assert "in _call" in row["traceback"]
     assert [window["truncated"] for window in closed] == [False, False]
     assert len(other.marks) == 4 * 8
     for window in (0, 1):
@@ -57,7 +57,7 @@ def test_a_collector_that_fails_in_a_mark_is_left_at_once_with_its_error(tmp_pat
     with context(tmp_path) as run, session(run, TWO_WINDOWS, [faulty]) as made:
         drive(made, [0])
         assert occasions(faulty) == ["enter", "mark", "exit"]
-        assert faulty.told[-1][1] is error
+        assert faulty.calls[-1][1] is error
 
 
 def test_a_way_out_that_fails_as_well_is_written_down_and_said_once(
@@ -86,8 +86,8 @@ def test_ctrl_c_in_a_collector_is_the_users_and_no_fault(tmp_path: Path) -> None
     interrupt = KeyboardInterrupt()
 
     class Interrupted(FakeCollector):
-        def _hear(self, occasion: Any, what: Any) -> None:
-            super()._hear(occasion, what)
+        def _call(self, occasion: Any, what: Any) -> None:
+            super()._call(occasion, what)
             if occasion == "mark" and len(self.marks) == 1:
                 raise interrupt
 
@@ -102,7 +102,7 @@ def test_ctrl_c_in_a_collector_is_the_users_and_no_fault(tmp_path: Path) -> None
 
 
 def test_a_window_that_cannot_be_recorded_now_is_nobodys_fault(tmp_path: Path) -> None:
-    fake = FakeCollector(not_now="the tool is in use")
+    fake = FakeCollector(skip_reason="the tool is in use")
     with context(tmp_path) as run:
         with session(run, TWO_WINDOWS, [fake]) as made:
             drive(made, range(5))
@@ -136,7 +136,7 @@ def test_work_after_the_window_that_fails_is_the_collectors_fault(tmp_path: Path
             super().__init__("late")
             self.run = run
 
-        def _hear(self, occasion: Any, what: Any) -> None:
+        def _call(self, occasion: Any, what: Any) -> None:
             if occasion == "enter":
                 self.run.in_background(lambda: 1 // 0, collector="late", window=what)  # type: ignore[arg-type]
 

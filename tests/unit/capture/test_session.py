@@ -64,8 +64,8 @@ def test_exactly_the_steps_that_the_schedule_asks_for_are_recorded(
     whole = actions.count(SAVE)
     assert [row["truncated"] for row in closed][:whole] == [False] * whole
     assert all(row["truncated"] for row in closed[whole:])
-    assert sum(occasion == "enter" for occasion, _ in fake.told) == len(closed)
-    assert sum(occasion == "exit" for occasion, _ in fake.told) == len(closed)
+    assert sum(occasion == "enter" for occasion, _ in fake.calls) == len(closed)
+    assert sum(occasion == "exit" for occasion, _ in fake.calls) == len(closed)
 
 
 def test_marks_come_at_every_point_of_warmup_and_active_steps_and_nowhere_else(tmp_path: Path) -> None:
@@ -165,9 +165,9 @@ def test_closing_twice_tells_and_writes_nothing_again(tmp_path: Path) -> None:
         made.open()
         drive(made, range(2))
         made.close(reason="first")
-        told, rows = list(fake.told), read_rows(run.sink.manifest.path)[0]
+        told, rows = list(fake.calls), read_rows(run.sink.manifest.path)[0]
         made.close(reason="second")
-        assert fake.told == told
+        assert fake.calls == told
         assert read_rows(run.sink.manifest.path)[0] == rows
         assert made.facts()["steps"] == 2
 
@@ -190,13 +190,13 @@ def test_followers_hear_of_every_step_with_phases_that_sum_to_it(tmp_path: Path)
         assert record.phases_ns[PHASES.index("forward")] > 0
     for record, after in zip(fake.steps, fake.steps[1:], strict=False):
         assert record.start_ns + record.duration_ns <= after.start_ns
-    assert [occasion for occasion, _ in fake.told if occasion in ("follow", "unfollow")] == ["follow", "unfollow"]
+    assert [occasion for occasion, _ in fake.calls if occasion in ("follow", "unfollow")] == ["follow", "unfollow"]
 
 
 def test_opening_and_saving_a_window_is_not_time_of_a_step(tmp_path: Path) -> None:
     class Slow(FakeCollector):
-        def _hear(self, occasion: Any, what: Any) -> None:
-            super()._hear(occasion, what)
+        def _call(self, occasion: Any, what: Any) -> None:
+            super()._call(occasion, what)
             if occasion in ("enter", "exit"):
                 time.sleep(0.05)
 
@@ -230,7 +230,7 @@ def test_a_follower_that_fails_is_reported_once_and_the_others_go_on(tmp_path: P
     assert [(row["collector"], row["where"], row["message"]) for row in errors] == [("faulty", where, "ValueError: no")]
     assert len(other.steps) == 5
     assert len(faulty.steps) == {"follow": 0, "step": 1, "unfollow": 5}[occasion]
-    assert [told for told, _ in faulty.told].count("unfollow") == (occasion != "follow")
+    assert [told for told, _ in faulty.calls].count("unfollow") == (occasion != "follow")
 
 
 def test_the_present_step_and_window_can_be_asked_for(tmp_path: Path) -> None:

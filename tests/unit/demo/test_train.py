@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_memprof.demo.data import ByteWindows, read_library
+from lightning_memprof.demo.train import ByteWindows, read_library
 from lightning_memprof.errors import MemprofError
 
 

@@ -17,13 +17,14 @@ from lightning_memprof.capture.base import Collector
 from lightning_memprof.capture.collectors.functions import CallRange, FunctionMemory
 from lightning_memprof.capture.sources.saved_hooks import checked_unpack
 from lightning_memprof.capture.tracker.fsdp import FSDPMemory
-from lightning_memprof.compat.fts import MemProfiler, add_memprofiler_arguments
-from lightning_memprof.compat.fts_config import (
+from lightning_memprof.compat.fts import (
     BuiltIn,
+    MemProfiler,
     MemProfilerCfg,
     MemProfilerFuncs,
     MemProfilerHooks,
     MemProfilerSchedule,
+    add_memprofiler_arguments,
     collectors_for,
     dirpath_for,
     identity,
