@@ -12,6 +12,7 @@ __all__ = [
     "TRIGGER_REQUEST",
     "SnapshotName",
     "TraceName",
+    "actions_name",
     "curves_path",
     "fsdp_log_name",
     "fsdp_stats_name",
@@ -75,6 +76,11 @@ def parse_pulse_name(name: str) -> int | None:
     """Return the rank of a pulse's name."""
     match = _PULSE.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def actions_name(rank: int) -> str:
+    """Name of a rank's totals by action and of its stalls, inside the run directory."""
+    return f"actions.rank{rank:05d}.jsonl"
 
 
 def regions_name(rank: int) -> str:

@@ -16,8 +16,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = [
+    "GC_PAUSE",
     "PHASES",
+    "PROFILER",
     "PULSE_COLUMNS",
+    "UNTRACKED",
+    "ActionTotalRow",
     "AllocatorRow",
     "DeadTensorRow",
     "FunctionRow",
@@ -29,6 +33,7 @@ __all__ = [
     "RegionRow",
     "SavedTensorsRow",
     "SeriesRow",
+    "StallRow",
     "ThroughputRow",
     "columns_of",
     "decode_pulse",
@@ -40,6 +45,11 @@ __all__ = [
 ]
 
 PHASES: Final = ("data_wait", "forward", "backward", "optimizer", "callbacks", "other")
+# Actions of the pulse that Lightning does not have: time outside all actions, GC pauses, the collectors' work at marks.
+UNTRACKED: Final = "untracked"
+GC_PAUSE: Final = "gc_pause"
+PROFILER: Final = "[MemProfiler]"
+
 PULSE_COLUMNS: Final = (
     "step",
     "global_step",
@@ -208,6 +218,43 @@ class RegionRow(SeriesRow, gc=False, omit_defaults=False):
     name: str | None = None
     rss_bytes: Int64 | None = None
     peak_rss_bytes: Int64 | None = None
+
+
+class ActionTotalRow(SeriesRow, omit_defaults=True, gc=False):
+    """Self time of an action over the steps of a run, without its first step; ``kind`` is ``total``.
+
+    An action that runs in several phases has a row for each. The rows of steps ``in_window``, and those of the steps
+    outside windows, sum to the durations of their ``steps``. ``count`` is the number of calls, ``max_ns`` the most in
+    one step, ``max_step``.
+    """
+
+    series = "actions"
+
+    kind: str | None = None
+    action: str | None = None
+    phase: str | None = None
+    in_window: bool | None = None
+    steps: Int64 | None = None
+    count: Int64 | None = None
+    total_ns: Int64 | None = None
+    max_ns: Int64 | None = None
+    max_step: Int64 | None = None
+
+
+class StallRow(SeriesRow, omit_defaults=True, gc=False):
+    """A step outside windows that took more than twice the running median; ``kind`` is ``stall``.
+
+    ``action`` is the action whose self time exceeded its mean so far the most, ``action_ns`` its self time in the step.
+    """
+
+    series = "actions"
+
+    kind: str | None = None
+    duration_ns: Int64 | None = None
+    median_ns: Int64 | None = None
+    action: str | None = None
+    phase: str | None = None
+    action_ns: Int64 | None = None
 
 
 def columns_of(row: SeriesRow) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from lightning_memprof.artifacts.files import own_temporary
 from lightning_memprof.artifacts.manifest import ManifestWriter
 from lightning_memprof.artifacts.naming import (
     RUN_DIRECTORY,
+    actions_name,
     manifest_name,
     numbered,
     pulse_name,
@@ -124,7 +125,7 @@ class Sink:
         self.manifest = ManifestWriter(place.directory / manifest_name(rank))
         self.uploads: Uploads | None = None
         if place.url is not None:
-            live = (place.directory / manifest_name(rank), place.directory / pulse_name(rank))
+            live = tuple(place.directory / name(rank) for name in (manifest_name, pulse_name, actions_name))
             self.uploads = Uploads(place.root, place.url, live)
         self._background: ThreadPoolExecutor | None = None
         # By window, the number of its jobs that are not done.

@@ -125,7 +125,7 @@ class StepRecord(NamedTuple):
     ``phases_ns`` holds the exclusive host time of each of ``artifacts.series.PHASES`` and sums to ``duration_ns``.
     ``moments`` holds ``(index of the phase that begins, device timestamp, nanoseconds after it to exclude)`` in order,
     and a last one that ends the step; None without a device clock. ``usual`` is False if it contains a validation, a
-    checkpoint or the end of an epoch.
+    checkpoint or the end of an epoch. ``actions`` are those of :class:`lightning_memprof.capture.clock.StepTimes`.
     """
 
     step: int
@@ -137,6 +137,7 @@ class StepRecord(NamedTuple):
     phases_ns: tuple[int, ...]
     moments: list[tuple[int, Any, int]] | None
     usual: bool = True
+    actions: Sequence[tuple[int, int, int]] = ()
 
 
 OnStep = Callable[[StepRecord], None]
@@ -145,11 +146,15 @@ OnRows = Callable[[Sequence[tuple[int | None, ...]]], None]
 
 
 class TimedPart(NamedTuple):
-    """A method of an object of the Trainer that is not a profiler action, and the action name for its calls."""
+    """A method of an object of the Trainer that is not a profiler action, and the action name for its calls.
+
+    ``always`` is whether its calls are so rare or so slow that they are timed in every step, not only in windows.
+    """
 
     owner: Any
     method: str
     action: str
+    always: bool = False
 
 
 def unix_offset_ns() -> int:

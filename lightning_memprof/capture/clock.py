@@ -1,78 +1,134 @@
-"""Self time of each phase of a step, on the host's and on the device's clock."""
+"""Self time of each action of a step by phase, on the host's clock, and of each phase on the device's."""
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING, Any, Final
+import gc
+from contextlib import contextmanager
+from itertools import compress
+from threading import get_ident
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
+from torch._C._dynamo.eval_frame import set_eval_frame
 
-from lightning_memprof.artifacts.series import PHASES
+from lightning_memprof.artifacts.series import GC_PAUSE, PHASES, UNTRACKED
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from lightning_memprof.capture.base import DeviceTimer
 
-__all__ = ["AcceleratorTimer", "StepClock", "device_timer"]
+__all__ = ["AcceleratorTimer", "StepClock", "StepTimes", "device_timer", "gc_pauses"]
 
 _OTHER: Final = PHASES.index("other")
 _HOST_ONLY: Final = (PHASES.index("callbacks"), _OTHER)
 
 
-class StepClock:
-    """Splits a step into phases that may nest; time in an inner phase does not count for the outer one.
+class StepTimes(NamedTuple):
+    """Times of a finished step.
 
-    ``enter`` and ``leave`` run a dozen times in every step of the run: about 0.2 µs each.
+    Attributes:
+        end_ns: reading of ``time.perf_counter_ns``.
+        phases_ns: self time by phase; the sum is the step's duration.
+        actions: ``(slot, self time in nanoseconds, number of entries)`` of each action that ran; the self times sum to
+            the step's duration.
+        moments: the device timestamps, see :class:`lightning_memprof.capture.base.StepRecord`.
+
+    """
+
+    end_ns: int
+    phases_ns: tuple[int, ...]
+    actions: list[tuple[int, int, int]]
+    moments: list[tuple[int, Any, int]] | None
+
+
+class StepClock:
+    """Splits a step into actions that may nest; time in an inner action does not count for the outer one.
+
+    An action in a phase has a slot, its index in :attr:`actions`; time outside all actions has slot 0. ``enter`` and
+    ``leave`` run some dozens of times in every step of the run: about 0.2 µs each.
 
     Args:
         timer: the device's clock, or None to use the host's only. Callback phases get no device timestamps: each one
             costs a call into the driver.
 
+    Attributes:
+        actions: name and index of the phase of each slot.
+
     """
 
     def __init__(self, timer: DeviceTimer | None) -> None:
-        self._timer = timer
-        self._spent = [0] * len(PHASES)
-        self._stack: list[int] = []
-        self._current = _OTHER
-        self._last = 0
+        self.actions: list[tuple[str, int]] = []
         self.start_ns = 0
+        self._timer = timer
+        self._slots: dict[tuple[str, int], int] = {}
+        self._phase_of: list[int] = []
+        self._spent: list[int] = []
+        self._entries: list[int] = []
+        self._stack: list[int] = []
+        self._current = self.slot(UNTRACKED, _OTHER)
+        self._last = 0
+        # The innermost phase with device timestamps.
+        self._device_phase = _OTHER
         self._moments: list[tuple[int, Any, int]] = []
 
     @property
     def phase(self) -> str:
         """The innermost current phase."""
-        return PHASES[self._current]
+        return PHASES[self._phase_of[self._current]]
 
-    def enter(self, phase: int) -> None:
-        """Begin a phase inside the current one."""
-        now = time.perf_counter_ns()
-        self._spent[self._current] += now - self._last
+    def slot(self, action: str, phase: int) -> int:
+        """Return the slot of an action in a phase, a new one at its first use."""
+        slot = self._slots.get((action, phase))
+        if slot is None:
+            slot = self._slots[action, phase] = len(self.actions)
+            self.actions.append((action, phase))
+            self._phase_of.append(phase)
+            self._spent.append(0)
+            self._entries.append(0)
+        return slot
+
+    def enter(self, slot: int) -> None:
+        """Begin an action inside the current one."""
+        now = perf_counter_ns()
+        current = self._current
+        self._spent[current] += now - self._last
         self._last = now
-        self._stack.append(self._current)
-        self._current = phase
-        if self._timer is not None and phase not in _HOST_ONLY:
-            self._moments.append((phase, self._timer.record(), 0))
+        self._stack.append(current)
+        self._current = slot
+        self._entries[slot] += 1
+        if self._timer is not None:
+            self._switch_device(self._timer)
+
+    def enter_within(self, action: str) -> None:
+        """Begin an action in the phase of the current one."""
+        self.enter(self.slot(action, self._phase_of[self._current]))
 
     def leave(self) -> None:
-        """End the current phase and continue the one around it."""
+        """End the current action and continue the one around it."""
         if not self._stack:
             return
-        now = time.perf_counter_ns()
-        left = self._current
-        self._spent[left] += now - self._last
+        now = perf_counter_ns()
+        self._spent[self._current] += now - self._last
         self._last = now
         self._current = self._stack.pop()
-        if self._timer is not None and left not in _HOST_ONLY:
-            self._moments.append((self._device_phase(), self._timer.record(), 0))
+        if self._timer is not None:
+            self._switch_device(self._timer)
 
     def start(self) -> None:
-        """Begin a step now, outside all phases."""
-        self._spent = [0] * len(PHASES)
+        """Begin a step now, outside all actions."""
+        # A GC pause in this method is an action too: it must find no half of the new step.
+        spent, entries = [0] * len(self.actions), [0] * len(self.actions)
+        entries[0] = 1
         self._stack.clear()
-        self._current = _OTHER
+        self._current = 0
+        self._device_phase = _OTHER
         if self._timer is not None:
             self._moments = [(_OTHER, self._timer.record(), 0)]
-        self.start_ns = self._last = time.perf_counter_ns()
+        self.start_ns = self._last = perf_counter_ns()
+        self._spent = spent
+        self._entries = entries
 
     def leave_out(self, ns: int) -> None:
         """Exclude time that ended now from the current step: it was not the training's."""
@@ -86,23 +142,68 @@ class StepClock:
             phase, moment, excluded_ns = moments[last]
             moments[last] = (phase, moment, excluded_ns + ns)
 
-    def stop(self) -> tuple[int, tuple[int, ...], list[tuple[int, Any, int]] | None]:
-        """End the step now; return its end, nanoseconds by phase, and the device timestamps."""
-        now = time.perf_counter_ns()
-        self._spent[self._current] += now - self._last
+    def stop(self) -> StepTimes:
+        """End the step now; return its times."""
+        unused = [0] * len(self.actions), [0] * len(self.actions)
+        now = perf_counter_ns()
+        spent, entries = self._spent, self._entries
+        spent[self._current] += now - self._last
         self._last = now
+        self._spent, self._entries = unused
         moments = None
         if self._timer is not None:
             self._moments.append((_OTHER, self._timer.record(), 0))
             moments, self._moments = self._moments, []
-        return now, tuple(self._spent), moments
+        phases = [0] * len(PHASES)
+        actions = []
+        for slot in compress(range(len(entries)), entries):
+            ns = spent[slot]
+            phases[self._phase_of[slot]] += ns
+            actions.append((slot, ns, entries[slot]))
+        return StepTimes(now, tuple(phases), actions, moments)
 
-    def _device_phase(self) -> int:
-        """Return the innermost phase that has device timestamps."""
-        for phase in (self._current, *reversed(self._stack)):
+    def _switch_device(self, timer: DeviceTimer) -> None:
+        """Record a timestamp if the innermost phase that has them is another one now."""
+        for slot in (self._current, *reversed(self._stack)):
+            phase = self._phase_of[slot]
             if phase not in _HOST_ONLY:
-                return phase
-        return _OTHER
+                break
+        else:
+            phase = _OTHER
+        if phase != self._device_phase:
+            self._device_phase = phase
+            self._moments.append((phase, timer.record(), 0))
+
+
+@contextmanager
+def gc_pauses(clock: StepClock) -> Iterator[None]:
+    """Time the pauses of Python's garbage collector in this thread as actions, in the phase that they interrupt."""
+    thread = get_ident()
+    is_paused = False
+    # A collection must not create a slot: it may run while the clock computes the times of a step.
+    for phase in range(len(PHASES)):
+        clock.slot(GC_PAUSE, phase)
+
+    def on_collection(phase: str, _: dict[str, int]) -> None:
+        nonlocal is_paused
+        if get_ident() != thread:
+            return
+        # Inside a compiled call torch would compile the code here.
+        compiling = set_eval_frame(None)
+        if phase == "start":
+            is_paused = True
+            clock.enter_within(GC_PAUSE)
+        elif is_paused:
+            is_paused = False
+            clock.leave()
+        set_eval_frame(compiling)
+
+    gc.callbacks.append(on_collection)
+    try:
+        yield
+    finally:
+        if on_collection in gc.callbacks:
+            gc.callbacks.remove(on_collection)
 
 
 class AcceleratorTimer:

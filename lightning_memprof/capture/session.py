@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from lightning_memprof.artifacts.series import PHASES
+from lightning_memprof.artifacts.series import PHASES, PROFILER
 from lightning_memprof.capture.base import StepRecord
 from lightning_memprof.capture.clock import StepClock
 from lightning_memprof.capture.planner import WindowPlanner
@@ -25,7 +25,6 @@ __all__ = ["Session"]
 
 log = logging.getLogger(__name__)
 
-_OTHER: Final = PHASES.index("other")
 WindowClosed = Callable[[int, Sequence[int], str | None], None]
 
 
@@ -64,6 +63,7 @@ class Session:
     ) -> None:
         times_device = any(collector.times_device for collector in collectors)
         self.clock = StepClock(run.timer if times_device else None)
+        self._marking = self.clock.slot(PROFILER, PHASES.index("other"))
         self._run = run
         self._collectors = tuple(collectors)
         self._window_closed = window_closed
@@ -142,7 +142,7 @@ class Session:
         if self._recording is None or position is None:
             return
         began = time.perf_counter_ns()
-        self.clock.enter(_OTHER)
+        self.clock.enter(self._marking)
         now = began if at_ns is None else at_ns
         recorded = self._planner.action is not Action.WARMUP
         time_ns = now + self._run.unix_offset_ns
@@ -182,7 +182,8 @@ class Session:
         if position is None:
             return
         start = self.clock.start_ns
-        now, phases, moments = self.clock.stop()
+        times = self.clock.stop()
+        now = times.end_ns
         self._steps += 1
         is_usual, self._is_usual = self._is_usual, True
         if self._followers.are_open or self._requests is not None:
@@ -193,9 +194,10 @@ class Session:
                 window=None if self._recording is None else self._recording.window.index,
                 start_ns=start + self._run.unix_offset_ns,
                 duration_ns=now - start,
-                phases_ns=phases,
-                moments=moments,
+                phases_ns=times.phases_ns,
+                moments=times.moments,
                 usual=is_usual,
+                actions=times.actions,
             )
             self._followers.step(record)
             if self._requests is not None:

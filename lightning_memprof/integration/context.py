@@ -40,7 +40,6 @@ _DTYPES: Final = (
     ("32", torch.float32),
 )
 _PRECISION: Final = ("convert_input", "pre_backward", "backward", "post_backward", "optimizer_step", "clip_gradients")
-_LOGGER: Final = ("log_metrics", "save")
 _STRATEGY: Final = ("save_checkpoint",)
 # Methods that wait for other ranks. Not `reduce`: `self.log` compares the bound methods of two calls, and raises where
 # they differ, as they would between a step in a window and a step before it.
@@ -202,24 +201,25 @@ def unprofiled_parts(trainer: Trainer, stage: str) -> list[TimedPart]:
         *_of("Precision", strategy.precision_plugin, _PRECISION),
         *_of("Strategy", strategy, (*_STRATEGY, *shared)),
         *_of("CheckpointIO", strategy.checkpoint_io, ("save_checkpoint", "remove_checkpoint")),
-        *(part for logger in trainer.loggers for part in _of("Logger", logger, _LOGGER)),
+        *(part for logger in trainer.loggers for part in _of("Logger", logger, ("log_metrics",), always=True)),
+        *(part for logger in trainer.loggers for part in _of("Logger", logger, ("save",))),
         *(TimedPart(trainer._logger_connector, method, "logging") for method in _LOGGING),
     ]
     if stage == "fit":
         loop = trainer.fit_loop.epoch_loop
         parts += [
             *(part for optimizer in trainer.optimizers for part in _of("Optimizer", optimizer, ("step", "zero_grad"))),
-            TimedPart(loop.val_loop, "run", "run_validation"),
+            TimedPart(loop.val_loop, "run", "run_validation", always=True),
         ]
         if shared:
             action = f"[Strategy]{type(strategy).__name__}.broadcast_sigterm"
-            parts.append(TimedPart(loop, "_broadcast_sigterm_tensor", action))
+            parts.append(TimedPart(loop, "_broadcast_sigterm_tensor", action, always=True))
     return [part for part in parts if callable(getattr(part.owner, part.method, None))]
 
 
-def _of(kind: str, owner: object, methods: Iterable[str]) -> Iterator[TimedPart]:
+def _of(kind: str, owner: object, methods: Iterable[str], *, always: bool = False) -> Iterator[TimedPart]:
     for method in methods:
-        yield TimedPart(owner, method, f"[{kind}]{type(owner).__name__}.{method}")
+        yield TimedPart(owner, method, f"[{kind}]{type(owner).__name__}.{method}", always)
 
 
 def peak_flops(trainer: Trainer) -> float | None:

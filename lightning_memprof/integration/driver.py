@@ -1,10 +1,12 @@
-"""Turns the actions of a Trainer, by Lightning's names, into steps, phases and points of a session."""
+"""Turns the actions of a Trainer, by Lightning's names, into steps, actions of the clock and points of a session."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
+
+from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.capture.base import Position
@@ -32,6 +34,15 @@ _FIT_HOOKS: Final = (
     "on_before_optimizer_step", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end",
     "on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end",
 )  # fmt: skip
+# The module's hooks of a fit: those at the points of a step, and others.
+_POINT_HOOKS: Final = (
+    "on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end",
+)  # fmt: skip
+_MODULE_HOOKS: Final = (
+    "on_before_zero_grad", "configure_gradient_clipping", "lr_scheduler_step", "on_train_epoch_start",
+    "on_train_epoch_end", "on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end",
+    "on_validation_end", "on_save_checkpoint",
+)  # fmt: skip
 _PREFIX: Final = {"validate": "validation", "test": "test", "predict": "predict"}
 
 Handlers = dict[str, "Callable[[], None]"]
@@ -52,6 +63,8 @@ class StageActions:
         before_optimizer_step: the module's hook; None outside fit.
         optimizer: all actions of the optimizer; forward and backward may be nested in them.
         callbacks: hooks that a callback overrides.
+        within: actions in the phase of the action around them: checkpoints, and hooks that the module overrides.
+        transfers: the same for a batch on its way to the device; those of a validation inside fit belong to it.
         unusual: slow actions that are not part of every step.
 
     """
@@ -65,6 +78,8 @@ class StageActions:
     before_optimizer_step: str | None
     optimizer: tuple[str, ...]
     callbacks: tuple[str, ...]
+    within: tuple[str, ...] = ()
+    transfers: tuple[str, ...] = ()
     unusual: tuple[str, ...] = ()
 
 
@@ -89,6 +104,8 @@ def stage_actions(trainer: Trainer, stage: str, ours: type[Callback]) -> StageAc
             before_optimizer_step=f"{module}.on_before_optimizer_step",
             optimizer=(f"{module}.optimizer_step", "optimizer_step", f"{module}.optimizer_zero_grad"),
             callbacks=tuple(_overridden(users, _FIT_HOOKS)),
+            within=tuple(_within(trainer, (*_POINT_HOOKS, *_MODULE_HOOKS))),
+            transfers=tuple(_transfers(trainer)),
             unusual=(f"{module}.on_validation_start", f"{module}.on_train_epoch_end", "save_checkpoint"),
         )
     prefix = _PREFIX[stage]
@@ -110,6 +127,10 @@ def stage_actions(trainer: Trainer, stage: str, ours: type[Callback]) -> StageAc
         callbacks=tuple(
             _overridden(users, (f"on_{prefix}_batch_start", f"on_{prefix}_batch_end", f"on_{prefix}_epoch_end"))
         ),
+        within=tuple(
+            _within(trainer, (f"on_{prefix}_batch_start", f"on_{prefix}_batch_end", f"on_{prefix}_epoch_end"))
+        ),
+        transfers=tuple(_transfers(trainer)),
     )
 
 
@@ -121,6 +142,30 @@ def _overridden(callbacks: list[Any], hooks: tuple[str, ...]) -> Iterator[str]:
             if not is_base or hook in vars(callback):
                 yield f"[Callback]{callback.state_key}.{hook}"
         yield f"[Callback]{callback.state_key}.on_save_checkpoint"
+
+
+def _within(trainer: Trainer, hooks: tuple[str, ...]) -> Iterator[str]:
+    yield "save_checkpoint"
+    module = trainer.lightning_module
+    used = {"configure_gradient_clipping": trainer.gradient_clip_val, "lr_scheduler_step": trainer.lr_scheduler_configs}
+    for hook in hooks:
+        if used.get(hook) or _is_overridden(module, LightningModule, hook):
+            yield f"[LightningModule]{type(module).__name__}.{hook}"
+
+
+def _transfers(trainer: Trainer) -> Iterator[str]:
+    yield f"[Strategy]{type(trainer.strategy).__name__}.batch_to_device"
+    for owner, base in (
+        (trainer.lightning_module, LightningModule),
+        (trainer.datamodule, LightningDataModule),  # type: ignore[attr-defined]
+    ):
+        for hook in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+            if owner is not None and _is_overridden(owner, base, hook):
+                yield f"[{base.__name__}]{type(owner).__name__}.{hook}"
+
+
+def _is_overridden(owner: Any, base: type, hook: str) -> bool:
+    return hook in vars(owner) or getattr(type(owner), hook, None) is not getattr(base, hook, None)
 
 
 class StepDriver:
@@ -145,41 +190,46 @@ class StepDriver:
 
     def handlers(self) -> tuple[Handlers, Handlers]:
         """Return the handlers of the start and of the stop of an action, by its name."""
-        actions, session = self._actions, self._session
-        enter, leave, mark = session.clock.enter, session.clock.leave, session.mark
+        actions, clock = self._actions, self._session.clock
+        starts: Handlers = {name: partial(clock.enter_within, name) for name in actions.within}
+        for phase, names in (
+            (_CALLBACKS, actions.callbacks),
+            (_OPTIMIZER, actions.optimizer),
+            (_FORWARD, (actions.forward,)),
+            (_DATA_WAIT, (actions.fetch,)),
+        ):
+            starts |= {name: partial(clock.enter, clock.slot(name, phase)) for name in names}
+        stops: Handlers = dict.fromkeys(starts, clock.leave)
+        for name in actions.transfers:
+            starts[name], stops[name] = partial(self._transfer_start, name), self._transfer_stop
+        before, after = self._points()
+        for name in actions.unusual:
+            before.setdefault(name, self._session.unusual)
+        return _joined(before, starts), _joined(stops, after)
 
-        def forward_stop() -> None:
-            leave()
-            mark(Point.AFTER_FORWARD)
-
-        def backward_start() -> None:
-            mark(Point.BEFORE_BACKWARD)
-            enter(_BACKWARD)
-
-        def backward_stop() -> None:
-            leave()
-            mark(Point.AFTER_BACKWARD)
-
-        starts: Handlers = {name: partial(enter, _CALLBACKS) for name in actions.callbacks}
-        stops: Handlers = dict.fromkeys(actions.callbacks, leave)
-        starts |= {name: partial(enter, _OPTIMIZER) for name in actions.optimizer}
-        stops |= dict.fromkeys(actions.optimizer, leave)
-        starts |= {
-            actions.fetch: self._fetch,
-            actions.batch_start: self._batch_start,
-            actions.forward: partial(enter, _FORWARD),
-        }
-        stops |= {
-            actions.fetch: leave,
+    def _points(self) -> tuple[Handlers, Handlers]:
+        """Return what happens before the start and after the stop of an action."""
+        actions, clock, mark = self._actions, self._session.clock, self._session.mark
+        starts: Handlers = {actions.fetch: self._fetch, actions.batch_start: self._batch_start}
+        stops: Handlers = {
             actions.batch_start: partial(mark, Point.BATCH_START),
-            actions.forward: forward_stop,
+            actions.forward: partial(mark, Point.AFTER_FORWARD),
             actions.batch_end: self._batch_end,
             "run_training_epoch": self._epoch_end,
         }
         if actions.before_backward is not None and actions.after_backward is not None:
+            backward = clock.slot("backward", _BACKWARD)
+
+            def backward_start() -> None:
+                mark(Point.BEFORE_BACKWARD)
+                clock.enter(backward)
+
+            def backward_stop() -> None:
+                clock.leave()
+                mark(Point.AFTER_BACKWARD)
+
             stops[actions.before_backward] = backward_start
             starts[actions.after_backward] = backward_stop
-        starts |= dict.fromkeys(actions.unusual, session.unusual)
         if actions.before_optimizer_step is not None:
             starts[actions.before_optimizer_step] = partial(mark, Point.BEFORE_OPTIMIZER_STEP)
         return starts, stops
@@ -188,7 +238,15 @@ class StepDriver:
         if self._between_steps:
             self._between_steps = False
             self._session.begin_step(self._position(0))
-        self._session.clock.enter(_DATA_WAIT)
+
+    def _transfer_start(self, name: str) -> None:
+        # Between two steps it is the transfer of a validation inside fit.
+        if not self._between_steps:
+            self._session.clock.enter_within(name)
+
+    def _transfer_stop(self) -> None:
+        if not self._between_steps:
+            self._session.clock.leave()
 
     def _batch_start(self) -> None:
         if self._between_steps:
@@ -202,6 +260,19 @@ class StepDriver:
     def _batch_end(self) -> None:
         self._session.mark(Point.BATCH_END)
         self._between_steps = True
+
+
+def _joined(first: Handlers, second: Handlers) -> Handlers:
+    """Return the handlers of both, where an action has two as one."""
+
+    def both(one: Callable[[], None], other: Callable[[], None]) -> Callable[[], None]:
+        def handle() -> None:
+            one()
+            other()
+
+        return handle
+
+    return first | {name: both(first[name], call) if name in first else call for name, call in second.items()}
 
 
 def position_source(trainer: Trainer, stage: str, schedule: Callable[[int], Action]) -> Callable[[int], Position]:

@@ -62,12 +62,12 @@ def training_step(made: Session, run: RunContext, repeat: int = 20) -> Callable[
     batch = torch.randn(2048, 2048, device=run.device)
 
     def step(_: int) -> None:
-        made.clock.enter(FORWARD)
+        made.clock.enter(made.clock.slot("forward", FORWARD))
         out = batch
         for _ in range(repeat):
             out = run.model(out)
         made.clock.leave()
-        made.clock.enter(PHASES.index("backward"))
+        made.clock.enter(made.clock.slot("backward", PHASES.index("backward")))
         out.sum().backward()
         made.clock.leave()
 

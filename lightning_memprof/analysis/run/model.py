@@ -12,7 +12,7 @@ from lightning_memprof.analysis.steps.system import SystemSamples, read_samples
 from lightning_memprof.analysis.steps.typical import TypicalSteps, typical_steps
 from lightning_memprof.artifacts.files import read_plain
 from lightning_memprof.artifacts.rows import decode_rows
-from lightning_memprof.artifacts.series import SeriesRow
+from lightning_memprof.artifacts.series import ActionTotalRow, SeriesRow, StallRow
 from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
@@ -152,6 +152,16 @@ class Rank(_Reader):
     def system(self) -> SystemSamples:
         """The samples of the machine."""
         return read_samples(self)
+
+    @property
+    def actions(self) -> tuple[ActionTotalRow, ...]:
+        """The totals of each action over the steps of the run; empty where the run has none."""
+        return tuple(row for row in self.read(ActionTotalRow).rows if row.kind == "total")
+
+    @property
+    def stalls(self) -> tuple[StallRow, ...]:
+        """The steps outside windows that took more than twice the median at that time, in order."""
+        return tuple(row for row in self.read(StallRow).rows if row.kind == "stall")
 
     def read(self, kind: type[R]) -> Series[R]:
         """Return the rows of a series over the whole run, empty where there is none; each file is read once."""

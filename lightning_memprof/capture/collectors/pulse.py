@@ -1,20 +1,33 @@
-"""One row for every step of the whole run, for less than 20 µs of host time per step."""
+"""One row for every step of the whole run and the totals of its actions, for less than 20 µs of host time per step."""
 
 from __future__ import annotations
 
+import heapq
+from bisect import bisect_left, insort
 from collections import deque
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from lightning_memprof.artifacts.naming import pulse_name
-from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS, encode_pulse
+from lightning_memprof.artifacts.naming import actions_name, pulse_name
+from lightning_memprof.artifacts.placing import own_temporary
+from lightning_memprof.artifacts.series import (
+    PHASES,
+    PULSE_COLUMNS,
+    ActionTotalRow,
+    StallRow,
+    columns_of,
+    encode_pulse,
+    encode_rows,
+)
 from lightning_memprof.artifacts.sink import Artifact
 from lightning_memprof.capture.base import Collector, OnMark, OnRows, OnStep
+from lightning_memprof.capture.clock import StepClock, gc_pauses
+from lightning_memprof.capture.collectors.hook_timings import timed_parts
 from lightning_memprof.capture.sources.memory import ResidentSize, peak_allocated_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     import torch
@@ -22,7 +35,7 @@ if TYPE_CHECKING:
     from lightning_memprof.capture.base import DeviceTimer, RunContext, StepRecord
     from lightning_memprof.schedule import Window
 
-__all__ = ["Pulse", "PulseWriter", "device_columns"]
+__all__ = ["ActionTotals", "Pulse", "PulseWriter", "device_columns"]
 
 _CHUNK_ROWS: Final = 64
 _CHUNK_NS: Final = 10_000_000_000
@@ -30,6 +43,12 @@ _CHUNK_NS: Final = 10_000_000_000
 _MEMORY_NS: Final = 10_000_000
 _CALLBACKS: Final = PHASES.index("callbacks")
 _NO_DEVICE: Final = (None,) * (1 + len(PHASES))
+_ACTIONS_NS: Final = 60_000_000_000
+# The typical step is the median of the last ones.
+_RECENT: Final = 65
+_LEAST_RECENT: Final = 9
+_STALL_FACTOR: Final = 2
+_STALLS: Final = 1000
 
 
 def device_columns(record: StepRecord, timer: DeviceTimer) -> tuple[int | None, ...]:
@@ -132,8 +151,144 @@ class PulseWriter:
             self._waiting.popleft()
 
 
+class ActionTotals:
+    """Self time of each action over the steps of a run, and the steps that stalled.
+
+    The first step of the run is not counted: it contains the start of everything.
+
+    Args:
+        actions: name and index of the phase of each slot; may grow.
+
+    """
+
+    def __init__(self, actions: Sequence[tuple[str, int]]) -> None:
+        self._actions = actions
+        self._outside = _Totals()
+        self._inside = _Totals()
+        self._is_first = True
+        # Of the last steps outside windows, in order of time and of duration.
+        self._recent: deque[int] = deque()
+        self._sorted: list[int] = []
+        # A heap: the shortest stall is dropped first.
+        self._stalls: list[tuple[int, int, StallRow]] = []
+
+    def add(self, record: StepRecord) -> None:
+        """Add one step; about 5 µs."""
+        if self._is_first:
+            self._is_first = False
+        elif record.window is None:
+            # The means that a stall is compared with do not include it.
+            self._watch(record)
+            self._outside.add(record)
+        else:
+            self._inside.add(record)
+
+    def rows(self) -> list[ActionTotalRow | StallRow]:
+        """Return the totals of steps outside windows and of those inside, largest first, and the stalls in order."""
+        totals = [
+            ActionTotalRow(
+                kind="total",
+                action=self._actions[slot][0],
+                phase=PHASES[self._actions[slot][1]],
+                in_window=in_window,
+                steps=tier.steps,
+                count=count,
+                total_ns=total_ns,
+                max_ns=max_ns,
+                max_step=max_step,
+            )
+            for in_window, tier in ((False, self._outside), (True, self._inside))
+            for slot, (count, total_ns, max_ns, max_step) in sorted(tier.of.items(), key=lambda item: -item[1][1])
+        ]
+        return [*totals, *(row for _, _, row in sorted(self._stalls, key=lambda stall: stall[1]))]
+
+    def _watch(self, record: StepRecord) -> None:
+        duration, recent, ordered = record.duration_ns, self._recent, self._sorted
+        if len(ordered) >= _LEAST_RECENT and duration > _STALL_FACTOR * (median := ordered[len(ordered) // 2]):
+            self._add_stall(record, median)
+        if len(recent) == _RECENT:
+            del ordered[bisect_left(ordered, recent.popleft())]
+        recent.append(duration)
+        insort(ordered, duration)
+
+    def _add_stall(self, record: StepRecord, median_ns: int) -> None:
+        slot, ns, _ = max(record.actions, key=lambda action: action[1] - self._outside.mean_ns(action[0]))
+        action, phase = self._actions[slot]
+        row = StallRow(
+            kind="stall",
+            step=record.step,
+            duration_ns=record.duration_ns,
+            median_ns=median_ns,
+            action=action,
+            phase=PHASES[phase],
+            action_ns=ns,
+        )
+        entry = (record.duration_ns, record.step, row)
+        if len(self._stalls) < _STALLS:
+            heapq.heappush(self._stalls, entry)
+        elif entry[:2] > self._stalls[0][:2]:
+            heapq.heapreplace(self._stalls, entry)
+
+
+class _Totals:
+    """Sums over some steps: by slot the count of entries, the total and the maximum of a step in ns, and that step."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.of: dict[int, list[int]] = {}
+
+    def add(self, record: StepRecord) -> None:
+        self.steps += 1
+        of, step = self.of, record.step
+        for slot, ns, entries in record.actions:
+            if slot in of:
+                total = of[slot]
+                total[0] += entries
+                total[1] += ns
+                if ns > total[2]:
+                    total[2], total[3] = ns, step
+            else:
+                of[slot] = [entries, ns, ns, step]
+
+    def mean_ns(self, slot: int) -> float:
+        return self.of[slot][1] / self.steps if slot in self.of else 0.0
+
+
+class _ActionsWriter:
+    """The file of the totals; replaced once a minute, so that a killed run has it too.
+
+    Args:
+        path: the file.
+        totals: its content.
+
+    """
+
+    def __init__(self, path: Path, totals: ActionTotals) -> None:
+        self._path = path
+        self._totals = totals
+        self._written_ns: int | None = None
+
+    def add(self, record: StepRecord) -> None:
+        """Add one step."""
+        self._totals.add(record)
+        if self._written_ns is None:
+            self._written_ns = record.start_ns
+        elif record.start_ns - self._written_ns > _ACTIONS_NS:
+            self._written_ns = record.start_ns
+            self.write()
+
+    def write(self) -> bool:
+        """Replace the file; return whether there was something to write."""
+        rows = self._totals.rows()
+        if rows:
+            temporary = own_temporary(self._path)
+            temporary.write_text(encode_rows(map(columns_of, rows)), encoding="utf-8")
+            temporary.replace(self._path)
+        return bool(rows)
+
+
 class Pulse(Collector):
-    """Phases, data wait, RSS and device peak of every step of the run.
+    """Phases, data wait, RSS and device peak of every step of the run, and the totals of each action.
 
     Memory is read at most every 10 ms; the fields of the steps between are empty. On an accelerator the phases are also
     timed on the device's clock, by events that are read when the device has reached them, without synchronization.
@@ -149,11 +304,31 @@ class Pulse(Collector):
 
     @contextmanager
     def follow(self, run: RunContext) -> Iterator[OnStep | None]:
-        """Write one row per step."""
+        """Write one row per step, and the totals."""
         path = run.sink.place.directory / pulse_name(run.rank)
-        writer = PulseWriter(path, run.device, run.timer, run.pulse_written)
-        try:
-            yield writer.add
-        finally:
-            writer.close()
-            run.sink.list_artifact(Artifact(path=path, type="pulse", collector=self.name), columns=list(PULSE_COLUMNS))
+        pulse = Artifact(path=path, type="pulse", collector=self.name)
+        with _followed_actions(run) as actions, ExitStack() as end:
+            writer = PulseWriter(path, run.device, run.timer, run.pulse_written)
+            end.callback(run.sink.list_artifact, pulse, columns=list(PULSE_COLUMNS))
+            end.callback(writer.close)
+
+            def on_step(record: StepRecord) -> None:
+                writer.add(record)
+                actions.add(record)
+
+            yield on_step
+
+
+@contextmanager
+def _followed_actions(run: RunContext) -> Iterator[_ActionsWriter]:
+    """Time also what is not an action of the Trainer; write the totals at the end."""
+    clock = run.progress.clock or StepClock(None)
+    path = run.sink.place.directory / actions_name(run.rank)
+    writer = _ActionsWriter(path, ActionTotals(clock.actions))
+    parts = [part for part in run.parts() if part.always]
+    try:
+        with timed_parts(parts, clock.enter_within, lambda _: clock.leave()), gc_pauses(clock):
+            yield writer
+    finally:
+        if writer.write():
+            run.sink.list_artifact(Artifact(path=path, type="series", collector="actions"))

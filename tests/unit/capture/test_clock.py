@@ -40,7 +40,7 @@ def exclusive_times(taken: Moves, *, device: bool) -> list[int]:
 def replay(taken: Moves, timer: FakeTimer | None = None) -> tuple[int, StepRecord]:
     """Run the moves on a clock whose time is the test's; give the duration that it should say, too."""
     now = SimpleNamespace(ns=10**15)
-    with mock.patch("lightning_memprof.capture.clock.time", SimpleNamespace(perf_counter_ns=lambda: now.ns)):
+    with mock.patch("lightning_memprof.capture.clock.perf_counter_ns", side_effect=lambda: now.ns):
         clock = StepClock(timer)
         clock.start()
         started = now.ns
@@ -51,10 +51,21 @@ def replay(taken: Moves, timer: FakeTimer | None = None) -> tuple[int, StepRecor
             if phase is None:
                 clock.leave()
             else:
-                clock.enter(phase)
-        ended, phases, moments = clock.stop()
-    record = StepRecord(0, 0, 0, None, clock.start_ns, ended - clock.start_ns, phases, moments)
+                enter(clock, phase)
+        record = record_of(clock)
     return now.ns - started, record
+
+
+def enter(clock: StepClock, phase: int) -> None:
+    """Begin the action of that phase."""
+    clock.enter(clock.slot(PHASES[phase], phase))
+
+
+def record_of(clock: StepClock) -> StepRecord:
+    """End the step of a clock."""
+    times = clock.stop()
+    duration = times.end_ns - clock.start_ns
+    return StepRecord(0, 0, 0, None, clock.start_ns, duration, times.phases_ns, times.moments, actions=times.actions)
 
 
 @given(moves)
@@ -86,12 +97,12 @@ def test_the_real_clock_sums_exactly_too() -> None:
     clock = StepClock(None)
     clock.start()
     for phase in (FORWARD, BACKWARD, CALLBACKS):
-        clock.enter(phase)
+        enter(clock, phase)
         sum(range(1000))
         clock.leave()
-    ended, phases, _ = clock.stop()
-    assert sum(phases) == ended - clock.start_ns
-    assert all(phases[phase] > 0 for phase in (FORWARD, BACKWARD, CALLBACKS))
+    record = record_of(clock)
+    assert sum(record.phases_ns) == record.duration_ns
+    assert all(record.phases_ns[phase] > 0 for phase in (FORWARD, BACKWARD, CALLBACKS))
 
 
 def test_leaving_without_having_entered_changes_nothing() -> None:
@@ -103,12 +114,12 @@ def test_leaving_without_having_entered_changes_nothing() -> None:
 def test_a_phase_that_was_left_open_does_not_reach_into_the_next_step() -> None:
     clock = StepClock(None)
     clock.start()
-    clock.enter(FORWARD)
+    enter(clock, FORWARD)
     clock.stop()
     clock.start()
-    ended, phases, _ = clock.stop()
-    assert phases[FORWARD] == 0
-    assert phases[OTHER] == ended - clock.start_ns
+    record = record_of(clock)
+    assert record.phases_ns[FORWARD] == 0
+    assert record.phases_ns[OTHER] == record.duration_ns
 
 
 def test_phases_of_callbacks_cost_no_moment_on_the_device() -> None:
@@ -122,34 +133,32 @@ def test_a_step_of_the_device_ends_where_its_work_was_queued_and_not_where_the_h
     timer = FakeTimer()
     clock = StepClock(timer)
     clock.start()
-    clock.enter(FORWARD)
+    enter(clock, FORWARD)
     timer.work(10**12)
     clock.leave()
-    ended, phases, moments = clock.stop()
+    record = record_of(clock)
     timer.catch_up()
-    record = StepRecord(0, 0, 0, None, 0, ended - clock.start_ns, phases, moments)
     assert device_columns(record, timer)[0] == 10**12
-    assert ended - clock.start_ns < 10**12
+    assert record.duration_ns < 10**12
 
 
 def test_excluded_time_is_in_no_phase_of_either_clock() -> None:
     timer = FakeTimer()
     now = SimpleNamespace(ns=0)
-    with mock.patch("lightning_memprof.capture.clock.time", SimpleNamespace(perf_counter_ns=lambda: now.ns)):
+    with mock.patch("lightning_memprof.capture.clock.perf_counter_ns", side_effect=lambda: now.ns):
         clock = StepClock(timer)
         clock.start()
-        clock.enter(BACKWARD)
+        enter(clock, BACKWARD)
         for ns in (7, 1000, 500):
             now.ns += ns
             timer.work(ns)
         clock.leave_out(1000)
         clock.leave_out(500)
         clock.leave()
-        ended, phases, moments = clock.stop()
+        record = record_of(clock)
     timer.catch_up()
-    record = StepRecord(0, 0, 0, None, clock.start_ns, ended - clock.start_ns, phases, moments)
     columns = dict(zip(DEVICE_COLUMNS, device_columns(record, timer), strict=True))
-    assert record.duration_ns == phases[BACKWARD] == 7
+    assert record.duration_ns == record.phases_ns[BACKWARD] == 7
     assert columns["device_duration_ns"] == columns["device_backward_ns"] == 7
 
 

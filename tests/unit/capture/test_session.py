@@ -182,7 +182,8 @@ def test_closing_a_session_without_steps_is_harmless(tmp_path: Path) -> None:
 def test_followers_hear_of_every_step_with_phases_that_sum_to_it(tmp_path: Path) -> None:
     fake = FakeCollector(follows=True)
     with context(tmp_path) as run, session(run, Schedule(), [fake]) as made:
-        drive(made, range(5), lambda _: made.clock.enter(PHASES.index("forward")))
+        forward = made.clock.slot("forward", PHASES.index("forward"))
+        drive(made, range(5), lambda _: made.clock.enter(forward))
     assert [record.step for record in fake.steps] == [0, 1, 2, 3, 4]
     assert [record.window for record in fake.steps] == [None, 0, 0, 0, None]
     for record in fake.steps:

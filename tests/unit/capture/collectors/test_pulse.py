@@ -120,7 +120,7 @@ def test_on_an_accelerator_a_run_has_both_clocks_and_the_peak_and_never_synchron
         with context(tmp_path, "cuda:0") as run, session(run, never, [Pulse()]) as made:
 
             def inside(_: int) -> None:
-                made.clock.enter(FORWARD)
+                made.clock.enter(made.clock.slot("forward", FORWARD))
                 time.sleep(0.01)
                 cuda.allocate(1000)
                 cuda.timer.work(5_000_000)
@@ -157,7 +157,7 @@ def test_the_finished_pulse_is_listed_with_its_columns(tmp_path: Path) -> None:
         with session(run, never, [Pulse()]) as made:
             drive(made, range(2))
         rows, _ = read_rows(run.sink.manifest.path)
-    (row,) = [row for row in rows if row["kind"] == "artifact"]
+    (row,) = [row for row in rows if row["kind"] == "artifact" and row["type"] == "pulse"]
     assert (row["type"], row["path"]) == ("pulse", "memprofiler/pulse.rank00000.csv")
     assert tuple(row["columns"]) == PULSE_COLUMNS
     assert row["size_bytes"] == (tmp_path / row["path"]).stat().st_size
