@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Final
 
+from lightning_memprof.artifacts.files import own_temporary
 from lightning_memprof.artifacts.naming import actions_name, pulse_name
-from lightning_memprof.artifacts.placing import own_temporary
 from lightning_memprof.artifacts.series import (
     PHASES,
     PULSE_COLUMNS,
