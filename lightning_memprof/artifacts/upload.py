@@ -229,7 +229,8 @@ class Uploads:
         self._pace = pace or Pace()
         self._patience_s = self._pace.patience_s
         self._done: set[str] = set()
-        self._flushed: list[str] | None = None
+        self._flushed: tuple[str, ...] = ()
+        self._answered = threading.Event()
         self._progress = time.monotonic()
         self._has_given_up = False
         self._process: subprocess.Popen[str] | None = None
@@ -252,10 +253,10 @@ class Uploads:
         was_given_up, self._has_given_up = self._has_given_up, True
         if not self._thread.is_alive() and not was_given_up:
             self._thread = self._start()
-        self._flushed, self._progress = None, time.monotonic()
+        self._answered.clear()
+        self._flushed, self._progress = self._live, time.monotonic()
         self._order(_FLUSH)
-        while self._flushed is None and self._thread.is_alive():
-            time.sleep(0.01)
+        while not self._answered.wait(0.01) and self._thread.is_alive():
             largest = max((_size(self._root / name) for name in names if name not in self._done), default=0)
             bound = LAST_LOOK_S if was_given_up else self._patience_s + largest / MIB
             if time.monotonic() - self._progress > bound:
@@ -264,8 +265,7 @@ class Uploads:
                 break
         else:
             self._has_given_up = was_given_up
-        flushed = self._live if self._flushed is None else self._flushed
-        return list(dict.fromkeys((*flushed, *(name for name in names if name not in self._done))))
+        return list(dict.fromkeys((*self._flushed, *(name for name in names if name not in self._done))))
 
     def finish(self, paths: Iterable[Path] = ()) -> list[str]:
         """Copy the growing files for the last time and end the process; return the names that are not at the URL."""
@@ -316,7 +316,9 @@ class Uploads:
             if self.error is None:
                 log.warning("%s/%s cannot be written (%s); its file is kept in %s", self._url, name, error, self._root)
             self.error = error
-        self._flushed = message.get("flushed", self._flushed)
+        if "flushed" in message:
+            self._flushed = tuple(message["flushed"])
+            self._answered.set()
 
     def _order(self, order: str) -> None:
         self._orders.put(order)

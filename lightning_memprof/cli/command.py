@@ -1,18 +1,40 @@
-"""The interface of a command, and checks of options that several commands share."""
+"""The interface of a command, and what several commands share: options, targets and output."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import json
+import sys
+import webbrowser
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_memprof.artifacts.naming import parse_manifest_name, parse_pulse_name
 from lightning_memprof.errors import ConfigError
 
-__all__ = ["RUN_HELP", "TARGET_HELP", "Command", "check_output", "parse_numbers"]
+if TYPE_CHECKING:
+    from lightning_memprof.analysis.run.model import Run
+    from lightning_memprof.analysis.run.targets import Targets
+
+__all__ = [
+    "RUN_HELP",
+    "TARGET_HELP",
+    "Command",
+    "Format",
+    "add_format",
+    "check_output",
+    "open_in_browser",
+    "opened_run",
+    "opened_target",
+    "parse_numbers",
+    "write_json",
+]
+
+Format = Literal["terminal", "json", "markdown"]
 
 RUN_HELP: Final = "a log_dir, its memprofiler directory, or a folder with one run"
 TARGET_HELP: Final = f"{RUN_HELP}; or traces, snapshots, and folders of them"
@@ -44,6 +66,56 @@ class Command:
     execute: Callable[[Namespace], int]
     add_options: Callable[[ArgumentParser], None] = _no_options
     usage: str | None = None
+
+
+def add_format(parser: ArgumentParser) -> None:
+    """Add ``--format``."""
+    parser.add_argument(
+        "--format",
+        choices=["terminal", "json", "markdown"],
+        default="terminal",
+        help="a page to read, JSON for programs, or Markdown for an issue (default: %(default)s)",
+    )
+
+
+def write_json(found: object) -> None:
+    """Write JSON to standard output."""
+    sys.stdout.write(json.dumps(found, indent=2, allow_nan=False) + "\n")
+
+
+def open_in_browser(address: str, noun: str = "address") -> None:
+    """Open an address in a browser, or tell the user to do it."""
+    if not webbrowser.open(address):
+        print(f"No browser could be started; open the {noun} yourself.", flush=True)
+
+
+@contextmanager
+def opened_run(target: str) -> Iterator[Run]:
+    """Read a run; the files of a run at a URL are local while the context is open.
+
+    Raises:
+        ArtifactError: there is no run, there are several, or it is unreadable.
+
+    """
+    from lightning_memprof.analysis.run.fetch import local_run
+    from lightning_memprof.analysis.run.load import load_run
+
+    with local_run(target) as found:
+        yield replace(load_run(found.path), url=found.url)
+
+
+@contextmanager
+def opened_target(target: str) -> Iterator[Run | Targets]:
+    """Read a run as :func:`opened_run` does, or find the traces and snapshots of a target without one."""
+    from lightning_memprof.analysis.run.targets import find_targets
+
+    if "://" not in target:
+        targets = find_targets([Path(target)])
+        if targets.run is None:
+            yield targets
+            return
+    with opened_run(target) as run:
+        yield run
 
 
 def parse_numbers(option: str, text: str) -> list[int]:

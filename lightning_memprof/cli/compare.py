@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_memprof.cli.command import Command
+from lightning_memprof.cli.command import Command, add_format, opened_target, write_json
+from lightning_memprof.errors import ConfigError
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.compare.model import Side
@@ -33,12 +31,7 @@ def _add_options(parser: ArgumentParser) -> None:
         action="extend",
         help="exit with 1 where B exceeds a limit, as in 'peak_allocated_bytes>5%%' 'step_ns>2ms'; in quotes",
     )
-    parser.add_argument(
-        "--format",
-        choices=["terminal", "json", "markdown"],
-        default="terminal",
-        help="a page to read, JSON for programs, or Markdown for an issue (default: %(default)s)",
-    )
+    add_format(parser)
 
 
 def _execute(options: Namespace) -> int:
@@ -55,8 +48,7 @@ def _execute(options: Namespace) -> int:
     if options.format == "json":
         from lightning_memprof.report.printers.json import comparison_to_json
 
-        found = comparison_to_json(comparison, document.verdict, outcomes)
-        sys.stdout.write(json.dumps(found, indent=2, allow_nan=False) + "\n")
+        write_json(comparison_to_json(comparison, document.verdict, outcomes))
     elif options.format == "markdown":
         from lightning_memprof.report.printers.markdown import to_markdown
 
@@ -72,23 +64,17 @@ def _execute(options: Namespace) -> int:
 def _side(target: str) -> Iterator[Side]:
     """Read one of the two targets."""
     from lightning_memprof.analysis.compare.sides import run_side, snapshots_side, traces_side
-    from lightning_memprof.analysis.run.fetch import local_run
-    from lightning_memprof.analysis.run.load import load_run
-    from lightning_memprof.analysis.run.targets import find_targets
-    from lightning_memprof.errors import ConfigError
+    from lightning_memprof.analysis.run.model import Run
 
-    if "://" not in target:
-        targets = find_targets([Path(target)])
-        if targets.traces and targets.snapshots:
+    with opened_target(target) as found:
+        if isinstance(found, Run):
+            yield run_side(found, target)
+        elif found.traces and found.snapshots:
             raise ConfigError(f"{target}: has traces and snapshots; name the files of one kind, or one file")
-        if targets.traces:
-            yield traces_side(targets.traces, target)
-            return
-        if targets.snapshots:
-            yield snapshots_side(targets.snapshots, target)
-            return
-    with local_run(target) as found:
-        yield run_side(replace(load_run(found.path), url=found.url), target)
+        elif found.traces:
+            yield traces_side(found.traces, target)
+        else:
+            yield snapshots_side(found.snapshots, target)
 
 
 COMMAND: Final = Command(

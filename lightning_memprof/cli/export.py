@@ -6,20 +6,19 @@ from argparse import ArgumentError
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_memprof import __version__
-from lightning_memprof.cli.command import Command, check_output
+from lightning_memprof.cli.command import Command, check_output, opened_target
 from lightning_memprof.errors import ConfigError, ReportError
 from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.run.model import Run
-    from lightning_memprof.analysis.run.targets import Targets
     from lightning_memprof.report.export.stacks import Stack
     from lightning_memprof.report.export.tables import Table
 
@@ -92,23 +91,18 @@ def _execute(options: Namespace) -> int:
 
 @contextmanager
 def _source(target: str) -> Iterator[_Source]:
-    from lightning_memprof.analysis.run.fetch import local_run
-    from lightning_memprof.analysis.run.load import load_run
-    from lightning_memprof.analysis.run.targets import find_targets
+    from lightning_memprof.analysis.run.targets import Targets
 
-    if "://" not in target:
-        targets: Targets = find_targets([Path(target)])
-        if targets.run is None:
-            yield _Source(run=None, traces=targets.traces, snapshots=targets.snapshots, stem=_stem(Path(target)))
+    with opened_target(target) as found:
+        if isinstance(found, Targets):
+            yield _Source(run=None, traces=found.traces, snapshots=found.snapshots, stem=_stem(Path(target)))
             return
-    with local_run(target) as found:
-        run = replace(load_run(found.path), url=found.url)
-        lead = [file for file in run.artifacts if file.state == "present" and file.rank == run.lead.rank]
+        lead = [file for file in found.artifacts if file.state == "present" and file.rank == found.lead.rank]
         yield _Source(
-            run=run,
+            run=found,
             traces=tuple(file.file for file in lead if file.type == "trace"),
             snapshots=tuple(file.file for file in lead if file.type == "snapshot"),
-            stem=_stem(run.root),
+            stem=_stem(found.root),
         )
 
 

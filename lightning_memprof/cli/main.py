@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 from jsonargparse import ArgumentParser
 
 from lightning_memprof import __version__
-from lightning_memprof.cli.run import split_program
 from lightning_memprof.cli.terminal import ClosedOutput
 from lightning_memprof.errors import MemprofError
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
     from lightning_memprof.cli.command import Command
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "main", "split_program"]
 
 COMMANDS: Final = ("demo", "show", "trigger", "merge", "view", "watch", "report", "compare", "export", "doctor", "run")
 """The commands in the order of the help; each is a module of this package."""
@@ -51,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, 1 for an error, 2 for a wrong command line, 130 after Ctrl-C.
 
     """
-    own, program = _split(list(sys.argv[1:] if argv is None else argv))
+    own, program = split_program(sys.argv[1:] if argv is None else argv)
     if sys.stdout is None and not program:
         sys.stdout = ClosedOutput()
     try:
@@ -76,13 +75,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(error)
 
 
-def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Separate our arguments from those of the program that ``run`` starts, which our parser must not see."""
-    command = next((index for index, argument in enumerate(arguments) if not argument.startswith("-")), None)
-    if command is None or arguments[command] != "run":
-        return arguments, []
-    options, program = split_program(arguments[command + 1 :])
-    return [*arguments[: command + 1], *options], program
+def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Separate our arguments from those of the program that ``run`` starts, which our parser must not see.
+
+    Returns:
+        Our arguments, and those for the interpreter: ``[SCRIPT, ...]`` or ``["-m", MODULE, ...]``.
+
+    """
+    index = next((index for index, argument in enumerate(arguments) if not argument.startswith("-")), len(arguments))
+    if list(arguments[index : index + 1]) != ["run"]:
+        return list(arguments), []
+    index += 1
+    while index < len(arguments):
+        argument = arguments[index]
+        if argument == "--":
+            return list(arguments[:index]), list(arguments[index + 1 :])
+        if not argument.startswith("-") or (argument.startswith("-m") and not argument.startswith("--")):
+            return list(arguments[:index]), list(arguments[index:])
+        index += 2 if argument == "--config" else 1
+    return list(arguments), []
 
 
 def _execute(own: list[str], program: list[str]) -> int:

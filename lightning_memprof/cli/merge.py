@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Final
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_memprof.cli.command import Command, check_output, parse_numbers
+from lightning_memprof.cli.command import Command, check_output, opened_run, parse_numbers
 from lightning_memprof.cli.terminal import merge_progress, sigterm_as_ctrl_c
 from lightning_memprof.errors import ConfigError, ReportError
 from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.timeline.events import Source
     from lightning_memprof.analysis.timeline.merge import Merged
 
-__all__ = ["COMMAND", "file_sources"]
+__all__ = ["COMMAND"]
 
 
 def _add_options(parser: ArgumentParser) -> None:
@@ -30,6 +29,7 @@ def _add_options(parser: ArgumentParser) -> None:
 
 def _execute(options: Namespace) -> int:
     from lightning_memprof.analysis.timeline.merge import merge_traces
+    from lightning_memprof.analysis.timeline.sources import file_sources
 
     if options.output is None:
         raise ArgumentError(None, "merge: name the output file, as in: lightning-memprof merge RUN -o merged.json.gz")
@@ -76,15 +76,12 @@ def _trace_files(names: Sequence[str]) -> list[Path] | None:
 
 
 def _merge_run(target: str, out: Path, window: int | None, ranks: Sequence[int] | None) -> Merged:
-    from lightning_memprof.analysis.run.fetch import local_run
-    from lightning_memprof.analysis.run.load import load_run
     from lightning_memprof.analysis.timeline.clocks import align_clocks
     from lightning_memprof.analysis.timeline.merge import merge_traces
     from lightning_memprof.analysis.timeline.sources import run_sources
     from lightning_memprof.units import format_ns
 
-    with sigterm_as_ctrl_c(), local_run(target) as local:
-        run = load_run(local.path)
+    with sigterm_as_ctrl_c(), opened_run(target) as run:
         check_output(out, (artifact.file for artifact in run.artifacts), run.directory)
         clocks = align_clocks(run, window, ranks)
         sources = run_sources(run, window, ranks, clocks=clocks)
@@ -101,27 +98,6 @@ def _merge_run(target: str, out: Path, window: int | None, ranks: Sequence[int] 
     if clocks.unaligned:
         print(f"No collective aligns the clock of {', '.join(clocks.unaligned)}: it is used unchanged.")
     return merged
-
-
-def file_sources(files: Sequence[Path]) -> list[Source]:
-    """Label each trace file with its name, or with its path where two files have the same name."""
-    from lightning_memprof.analysis.timeline.events import Source
-
-    names = [file.name for file in files]
-    labels = [name if names.count(name) == 1 else str(file) for name, file in zip(names, files, strict=True)]
-    if len(set(labels)) < len(labels):
-        twice = next(label for label in labels if labels.count(label) > 1)
-        raise ConfigError(f"{twice}: named twice; name each trace once")
-    return [
-        Source(label="" if len(files) == 1 else _short(label), sort=at, trace=file)
-        for at, (label, file) in enumerate(zip(labels, files, strict=True))
-    ]
-
-
-def _short(label: str) -> str:
-    for suffix in (".gz", ".json", ".trace", ".pt"):
-        label = label.removesuffix(suffix)
-    return label
 
 
 COMMAND: Final = Command(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_memprof.cli.command import TARGET_HELP, Command, check_output
+from lightning_memprof.cli.command import TARGET_HELP, Command, check_output, open_in_browser
 from lightning_memprof.cli.terminal import infrequent_gc, reading
 from lightning_memprof.errors import ReportError
 from lightning_memprof.units import format_bytes
@@ -45,8 +44,8 @@ def _execute(options: Namespace) -> int:
             check_output(file, (artifact.file for artifact in view.run.artifacts), view.run.directory)
         write_page(view, file)
     print(f"{file} ({format_bytes(file.stat().st_size)}) opens in any browser, offline.")
-    if options.open and not webbrowser.open(file.absolute().as_uri()):
-        print("No browser could be started; open the file yourself.")
+    if options.open:
+        open_in_browser(file.absolute().as_uri(), "file")
     return 0
 
 

@@ -17,7 +17,7 @@ from lightning_memprof.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["COMMAND", "run", "split_program"]
+__all__ = ["COMMAND", "run"]
 
 _DESCRIPTION: Final = """\
 Run a training program unchanged and record every Trainer in it. Callback and
@@ -49,24 +49,6 @@ COMMAND: Final = Command(
     execute=_execute,
     usage="lightning-memprof run [--config FILE] SCRIPT ARGS...",
 )
-
-
-def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate the options of ``run`` from the program and everything after it.
-
-    Returns:
-        Our options, and the arguments for the interpreter: ``[SCRIPT, ...]`` or ``["-m", MODULE, ...]``.
-
-    """
-    index = 0
-    while index < len(arguments):
-        argument = arguments[index]
-        if argument == "--":
-            return list(arguments[:index]), list(arguments[index + 1 :])
-        if not argument.startswith("-") or (argument.startswith("-m") and not argument.startswith("--")):
-            return list(arguments[:index]), list(arguments[index:])
-        index += 2 if argument == "--config" else 1
-    return list(arguments), []
 
 
 def run(program: Sequence[str], config: Path | None = None) -> int:

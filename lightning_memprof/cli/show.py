@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_memprof.cli.command import TARGET_HELP, Command
+from lightning_memprof.cli.command import TARGET_HELP, Command, Format, add_format, write_json
 from lightning_memprof.cli.terminal import infrequent_gc, reading
 from lightning_memprof.errors import ConfigError
 
@@ -19,19 +18,12 @@ if TYPE_CHECKING:
     from lightning_memprof.report.opened import OpenOptions
     from lightning_memprof.report.view import View
 
-__all__ = ["COMMAND", "Format", "show"]
-
-Format = Literal["terminal", "json", "markdown"]
+__all__ = ["COMMAND", "show"]
 
 
 def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("TARGET", nargs="+", help=TARGET_HELP)
-    parser.add_argument(
-        "--format",
-        choices=["terminal", "json", "markdown"],
-        default="terminal",
-        help="a page to read, JSON for programs, or Markdown for an issue (default: %(default)s)",
-    )
+    add_format(parser)
     parser.add_argument("--all", action="store_true", help="all sections instead of the page that fits one screen")
     parser.add_argument(
         "--section", action="append", metavar="NAME", help="only this section, as in --section memory; may be repeated"
@@ -90,7 +82,7 @@ def show(
         if format == "json" and not is_full and not sections:
             from lightning_memprof.report.printers.json import to_json
 
-            _write_json(to_json(view))
+            write_json(to_json(view))
         else:
             _write(view, format, is_full=is_full, sections=sections)
     return 0
@@ -103,7 +95,7 @@ def _write(view: View | FilesView, form: Format, *, is_full: bool, sections: Seq
     if form == "json":
         from lightning_memprof.report.printers.json import document_to_json
 
-        _write_json(document_to_json(document))
+        write_json(document_to_json(document))
     elif form == "markdown":
         from lightning_memprof.report.printers.markdown import sections_to_markdown, to_markdown
 
@@ -116,10 +108,6 @@ def _write(view: View | FilesView, form: Format, *, is_full: bool, sections: Seq
             print_sections(document)
         else:
             print_document(document, is_full=is_full)
-
-
-def _write_json(found: object) -> None:
-    sys.stdout.write(json.dumps(found, indent=2, allow_nan=False) + "\n")
 
 
 def _chosen(document: Document, sections: Sequence[str]) -> Document:

@@ -12,14 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import webbrowser
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_memprof.cli.command import Command, parse_numbers
+from lightning_memprof.cli.command import Command, open_in_browser, opened_run, parse_numbers
 from lightning_memprof.cli.terminal import sigterm_as_ctrl_c
 from lightning_memprof.errors import ConfigError, ReportError
 
@@ -87,8 +86,8 @@ def _execute(options: Namespace) -> int:
         with contextlib.suppress(KeyboardInterrupt), _served(trace, processor, options.port) as served:
             print(f"{trace.name} is open at {served.url}", flush=True)
             print("Press Ctrl-C to stop.", flush=True)
-            if not options.no_browser and not webbrowser.open(served.url):
-                print("No browser could be started; open the address yourself.", flush=True)
+            if not options.no_browser:
+                open_in_browser(served.url)
             while True:
                 time.sleep(3600)
     return 0
@@ -134,7 +133,7 @@ def _cut(trace: Path, steps: Sequence[int], folder: Path) -> Path:
 def _merged_files(targets: Targets, steps: Sequence[int] | None, folder: Path) -> Path:
     """Merge trace files into one file."""
     from lightning_memprof.analysis.timeline.merge import merge_traces
-    from lightning_memprof.cli.merge import file_sources
+    from lightning_memprof.analysis.timeline.sources import file_sources
 
     traces = list(targets.traces)
     if not traces:
@@ -153,14 +152,11 @@ def _merged_files(targets: Targets, steps: Sequence[int] | None, folder: Path) -
 
 
 def _merged_run(target: str, steps: Sequence[int] | None, folder: Path) -> Path:
-    from lightning_memprof.analysis.run.fetch import local_run
-    from lightning_memprof.analysis.run.load import load_run
     from lightning_memprof.analysis.timeline.clocks import align_clocks
     from lightning_memprof.analysis.timeline.merge import merge_traces
     from lightning_memprof.analysis.timeline.sources import run_sources
 
-    with local_run(target) as local:
-        run = load_run(local.path)
+    with opened_run(target) as run:
         clocks = align_clocks(run)
         out = folder / f"{run.root.name or 'run'}.json"
         merge_traces(run_sources(run, steps=steps, clocks=clocks), out)
@@ -334,8 +330,8 @@ def _follow(process: subprocess.Popen[str], *, browser: bool) -> int:
             before = None
             for tab, shown in _TABS:
                 print(f"  {address[0].rstrip('/')}/#{tab:<17} {shown}", flush=True)
-            if browser and not webbrowser.open(address[0]):
-                print("No browser could be started; open the address yourself.", flush=True)
+            if browser:
+                open_in_browser(address[0])
     # TensorBoard ended before it served a page: its output has the reason.
     print(*(before or ()), sep="", end="", flush=True)
     return process.wait()

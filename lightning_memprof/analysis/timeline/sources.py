@@ -6,7 +6,7 @@ Series are read line by line when the merger asks for them, so that a run takes 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,9 @@ from lightning_memprof.analysis.timeline.clocks import Clocks
 from lightning_memprof.analysis.timeline.events import Source, TimelineEvent
 from lightning_memprof.artifacts.files import MOST_BYTES, open_plain
 from lightning_memprof.artifacts.naming import regions_name, system_name
-from lightning_memprof.errors import ReportError
+from lightning_memprof.errors import ConfigError, ReportError
 
-__all__ = ["Choice", "rank_label", "run_sources"]
+__all__ = ["Choice", "file_sources", "rank_label", "run_sources"]
 
 Row = dict[str, Any]
 _Span = tuple[int, int]
@@ -57,6 +57,30 @@ class Choice:
     window: int | None = None
     ranks: Collection[int] | None = None
     steps: Collection[int] | None = None
+
+
+def file_sources(files: Sequence[Path]) -> list[Source]:
+    """Return the sources of trace files, labelled by name, or by path where two files have the same name.
+
+    Raises:
+        ConfigError: a file is named twice.
+
+    """
+    names = [file.name for file in files]
+    labels = [name if names.count(name) == 1 else str(file) for name, file in zip(names, files, strict=True)]
+    if len(set(labels)) < len(labels):
+        twice = next(label for label in labels if labels.count(label) > 1)
+        raise ConfigError(f"{twice}: named twice; name each trace once")
+    return [
+        Source(label="" if len(files) == 1 else _without_suffixes(label), sort=at, trace=file)
+        for at, (label, file) in enumerate(zip(labels, files, strict=True))
+    ]
+
+
+def _without_suffixes(label: str) -> str:
+    for suffix in (".gz", ".json", ".trace", ".pt"):
+        label = label.removesuffix(suffix)
+    return label
 
 
 def run_sources(

@@ -4,8 +4,7 @@ import os
 
 import pytest
 
-from lightning_memprof.cli.main import main
-from lightning_memprof.cli.run import split_program
+from lightning_memprof.cli.main import main, split_program
 
 
 @pytest.mark.parametrize(
@@ -24,7 +23,7 @@ from lightning_memprof.cli.run import split_program
     ],
 )
 def test_everything_from_the_program_on_belongs_to_the_program(arguments, options, program):
-    assert split_program(arguments) == (options, program)
+    assert split_program(["run", *arguments]) == (["run", *options], program)
 
 
 @pytest.mark.parametrize(
