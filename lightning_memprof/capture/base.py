@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from lightning_memprof.artifacts.series import PulseRow
     from lightning_memprof.artifacts.sink import Sink
     from lightning_memprof.capture.clock import StepClock
     from lightning_memprof.capture.faults import Faults
@@ -141,8 +142,7 @@ class StepRecord(NamedTuple):
 
 
 OnStep = Callable[[StepRecord], None]
-# Rows of the pulse, in the order of ``artifacts.series.PULSE_COLUMNS``.
-OnRows = Callable[[Sequence[tuple[int | None, ...]]], None]
+OnRows = Callable[[Sequence["PulseRow"]], None]
 
 
 class TimedPart(NamedTuple):

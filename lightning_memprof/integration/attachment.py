@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import Callback, Trainer
 
+    from lightning_memprof.artifacts.series import PulseRow
     from lightning_memprof.artifacts.sink import RunPlace
     from lightning_memprof.capture.base import Collector, OnException, RunContext
     from lightning_memprof.integration.settings import Settings
@@ -176,7 +177,7 @@ class Attachment:
         except Exception as second:  # noqa: BLE001 the training must not stop
             self.run.faults.report("session", "exit", None, second)
 
-    def _pulse_written(self, rows: Sequence[tuple[int | None, ...]]) -> None:
+    def _pulse_written(self, rows: Sequence[PulseRow]) -> None:
         if self._curves is not None and Curves.name not in self.run.faults.disabled:
             try:
                 device = None if self.run.device.type == "cpu" else self.run.device

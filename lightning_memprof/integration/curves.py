@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.artifacts.naming import curves_path
-from lightning_memprof.artifacts.series import PULSE_COLUMNS
 from lightning_memprof.artifacts.sink import Artifact
 from lightning_memprof.capture.sources.memory import peak_reserved_bytes
 from lightning_memprof.integration.loggers import remove_rows, save_rows
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     import torch
     from lightning.pytorch import Trainer
 
+    from lightning_memprof.artifacts.series import PulseRow
     from lightning_memprof.artifacts.sink import Sink
     from lightning_memprof.artifacts.tfevents import EventFile, Layout
     from lightning_memprof.capture.faults import Faults
@@ -31,21 +31,14 @@ __all__ = ["LAYOUT", "Curves", "curves_of"]
 
 log = logging.getLogger(__name__)
 
-_Row = tuple[int | None, ...]
 _Values = dict[str, float]
 
-_STEP: Final = PULSE_COLUMNS.index("step")
-_GLOBAL_STEP: Final = PULSE_COLUMNS.index("global_step")
-_WINDOW: Final = PULSE_COLUMNS.index("window")
 _MS: Final = 1_000_000
-_OF_PULSE: Final = tuple(
-    (curve, PULSE_COLUMNS.index(column), scale)
-    for curve, column, scale in (
-        ("step_time_ms", "duration_ns", _MS),
-        ("data_wait_ms", "data_wait_ns", _MS),
-        ("rss_mib", "rss_bytes", MIB),
-        ("peak_allocated_mib", "device_peak_bytes", MIB),
-    )
+_OF_PULSE: Final = (
+    ("step_time_ms", "duration_ns", _MS),
+    ("data_wait_ms", "data_wait_ns", _MS),
+    ("rss_mib", "rss_bytes", MIB),
+    ("peak_allocated_mib", "device_peak_bytes", MIB),
 )
 # By collector, the curves of its columns.
 _OF_SERIES: Final = {
@@ -132,11 +125,11 @@ class Curves:
         self._began = time.perf_counter()
         self._ended = False
 
-    def add_rows(self, rows: Sequence[_Row], device: torch.device | None, *, in_window: bool) -> None:
+    def add_rows(self, rows: Sequence[PulseRow], device: torch.device | None, *, in_window: bool) -> None:
         """Add the pulse rows that were just written.
 
         Args:
-            rows: in the order of ``PULSE_COLUMNS``.
+            rows: rows of the pulse.
             device: the device of the allocator statistics; None on a CPU.
             in_window: whether a window is open.
 
@@ -179,7 +172,7 @@ class Curves:
     def _has_time(self) -> bool:
         return self._spent_seconds < _START_SECONDS + _SHARE * (time.perf_counter() - self._began)
 
-    def _draw(self, places: Sequence[int], rows: Sequence[_Row], reserved: float | None) -> None:
+    def _draw(self, places: Sequence[int], rows: Sequence[PulseRow], reserved: float | None) -> None:
         if self.name not in self._faults.disabled:
             try:
                 self._drawing.draw(places, rows, reserved)
@@ -216,7 +209,7 @@ class _Axis:
     def __init__(self) -> None:
         self._last: tuple[int, int] | None = None
 
-    def places(self, rows: Sequence[_Row], global_step: int, stepped: int) -> list[int]:
+    def places(self, rows: Sequence[PulseRow], global_step: int, stepped: int) -> list[int]:
         """Return each row's place.
 
         Args:
@@ -225,7 +218,7 @@ class _Axis:
             stepped: batches so far after which an optimizer stepped.
 
         """
-        counts = [row[_GLOBAL_STEP] or 0 for row in rows]
+        counts = [row.global_step or 0 for row in rows]
         if global_step == stepped:
             self._last = (global_step, stepped)
             return counts
@@ -276,7 +269,7 @@ class _Drawing:
         self._drawn = 0
         # The window of the last rows, and its rows.
         self._window: int | None = None
-        self._window_rows: list[_Row] = []
+        self._window_rows: list[PulseRow] = []
         self._window_place = 0
         self._windows: deque[tuple[int, _Values]] = deque()
 
@@ -285,7 +278,7 @@ class _Drawing:
         while self._windows:
             yield self._windows.popleft()
 
-    def draw(self, places: Sequence[int], rows: Sequence[_Row], reserved: float | None) -> None:
+    def draw(self, places: Sequence[int], rows: Sequence[PulseRow], reserved: float | None) -> None:
         """Draw the points that the rows complete.
 
         Raises:
@@ -295,9 +288,9 @@ class _Drawing:
         file = self._opened()
         begin = 0
         for index, (place, row) in enumerate(zip(places, rows, strict=True)):
-            if row[_WINDOW] != self._window:
+            if row.window != self._window:
                 self._end_window(file)
-                self._window = row[_WINDOW]
+                self._window = row.window
             if self._window is not None:
                 self._window_rows.append(row)
                 self._window_place = place
@@ -334,7 +327,7 @@ class _Drawing:
                 self._file.add_layout(LAYOUT, time.time())
         return self._file
 
-    def _take_in(self, places: Sequence[int], rows: Sequence[_Row], begin: int, end: int) -> None:
+    def _take_in(self, places: Sequence[int], rows: Sequence[PulseRow], begin: int, end: int) -> None:
         if begin < end:
             self._steps.add(places[end - 1], _values(rows[begin:end]))
 
@@ -355,14 +348,14 @@ class _Drawing:
         if window is None:
             return
         steps = self.recorded.pop(window, frozenset())
-        values = _values([row for row in rows if row[_STEP] in steps]) | self.maxima.pop(window, {})
+        values = _values([row for row in rows if row.step in steps]) | self.maxima.pop(window, {})
         if values:
             point = {f"{_WINDOWS}/{name}": value for name, value in values.items()}
             file.add(self._window_place, time.time(), point)
             self._windows.append((self._window_place, point))
 
 
-def _values(rows: Sequence[_Row]) -> _Values:
+def _values(rows: Sequence[PulseRow]) -> _Values:
     values = {}
     for curve, column, scale in _OF_PULSE:
         found = [value for row in rows if (value := row[column]) is not None]

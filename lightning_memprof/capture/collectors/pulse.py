@@ -15,6 +15,7 @@ from lightning_memprof.artifacts.series import (
     PHASES,
     PULSE_COLUMNS,
     ActionTotalRow,
+    PulseRow,
     StallRow,
     columns_of,
     encode_pulse,
@@ -86,7 +87,7 @@ class PulseWriter:
         self._file = path.open("xb")
         self._resident = ResidentSize()
         self._file.write((",".join(PULSE_COLUMNS) + "\n").encode())
-        self._rows: list[tuple[int | None, ...]] = []
+        self._rows: list[PulseRow] = []
         self._waiting: deque[tuple[tuple[int | None, ...], StepRecord]] = deque()
         self._flushed_ns = 0
         self._memory_read_ns = 0
@@ -104,7 +105,7 @@ class PulseWriter:
             *self._memory(record),
         )
         if self._timer is None:
-            self._rows.append(row + _NO_DEVICE)
+            self._rows.append(PulseRow(*row, *_NO_DEVICE))
         else:
             self._waiting.append((row, record))
             self._read_device(self._timer)
@@ -126,7 +127,7 @@ class PulseWriter:
         try:
             if self._timer is not None:
                 self._read_device(self._timer)
-            self._rows.extend(row + _NO_DEVICE for row, _ in self._waiting)
+            self._rows.extend(PulseRow(*row, *_NO_DEVICE) for row, _ in self._waiting)
             self._waiting.clear()
             self.flush()
         finally:
@@ -147,7 +148,7 @@ class PulseWriter:
             row, record = self._waiting[0]
             if record.moments and not timer.reached(record.moments[-1][1]):
                 return
-            self._rows.append(row + device_columns(record, timer))
+            self._rows.append(PulseRow(*row, *device_columns(record, timer)))
             self._waiting.popleft()
 
 

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_memprof.artifacts.series import PULSE_COLUMNS
+from lightning_memprof.artifacts.series import PULSE_COLUMNS, PulseRow
 from lightning_memprof.artifacts.sink import Sink, claim_run_place
 from lightning_memprof.capture.faults import Faults
 from lightning_memprof.integration import curves as module
@@ -54,7 +54,7 @@ class Run:
                 "step": self.step, "global_step": self.step, "duration_ns": duration * MS, "data_wait_ns": 0,
                 "device_peak_bytes": peak, "window": window,
             }  # fmt: skip
-            rows.append(tuple(row.values()))
+            rows.append(PulseRow(**row))
             self.step += 1
         self.trainer.global_step = self.trainer.fit_loop.epoch_loop._batches_that_stepped = self.step
         self.curves.add_rows(rows, device, in_window=in_window)
