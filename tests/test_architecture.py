@@ -53,7 +53,7 @@ ONE_IMPORTER = {
     "report/export/stacks.py": "one format per module",
     "report/export/write.py": "writes the files of every format",
     "report/perfetto.py": "a server; only one command starts it",
-    "tensorboard/pages.py": "one view per module",
+    "tensorboard/pages.py": "runs in a separate process",
 }
 # Folders in which every module has one importer by design.
 ONE_BY_DESIGN = {

@@ -1,4 +1,8 @@
-"""Pages of runs, rendered by separate processes and cached per revision of their runs."""
+"""Pages of runs, cached per revision of their runs.
+
+This module is also the separate process that renders a page, so that TensorBoard stays responsive and its memory does
+not grow.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,27 @@ import base64
 import gzip
 import hashlib
 import json
+import os
 import re
 import subprocess
+import sys
 import threading
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, Literal
 
 from lightning_memprof.artifacts.own_program import own_program
+from lightning_memprof.errors import MemprofError
 from lightning_memprof.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from lightning_memprof.tensorboard.runs import FoundRun
 
-__all__ = ["Job", "PageRequest", "Pages"]
+__all__ = ["Job", "PageRequest", "Pages", "main"]
 
 # Each page is a busy process; more of them would compete with training.
 MAX_PROCESSES: Final = 2
@@ -30,6 +39,10 @@ MAX_BYTES: Final = 64 * MIB
 MAX_JOBS: Final = 128
 GZIP_LEVEL: Final = 3
 MAX_MESSAGE_CHARS: Final = 2000
+# Training on this machine has priority.
+NICENESS: Final = 10
+# Progress interval within a file.
+PROGRESS_BYTES: Final = 4 << 20
 
 # Only scripts with the nonce of the page's own policy run; markup injected through a name in the run has none.
 _POLICY: Final = re.compile(r"script-src (?:'|&#39;)nonce-([\w-]+)")
@@ -114,7 +127,7 @@ def _build(page: PageRequest, job: Job) -> None:
     runs = [{"directory": str(run.directory), "top": str(run.top), "label": run.label} for run in page.runs]
     fields = {"runs": runs, "rank": page.rank, "window": page.window}
     process = subprocess.Popen(
-        own_program("lightning_memprof.tensorboard.page_process"),
+        own_program(__name__),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -160,3 +173,67 @@ def _hashes(html: str) -> list[str]:
         return []
     texts = dict.fromkeys(text for nonce, text in _SCRIPT.findall(html) if nonce == policy[1])
     return [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii") for text in texts]
+
+
+def main() -> int:
+    """Render the page that standard input requests to standard output; return 0, or 1 after reporting the error.
+
+    Standard error has one JSON object per line: progress (``file``, ``done``, ``total`` in bytes) or a failure
+    (``error``).
+    """
+    with suppress(OSError):
+        os.nice(NICENESS)
+    try:
+        page = _render(json.loads(sys.stdin.read()))
+    except MemprofError as error:
+        return _report_error(str(error))
+    except Exception as error:  # noqa: BLE001 the tab shows it
+        return _report_error(f"{type(error).__name__}: {error}")
+    # A file name that is not UTF-8 contains surrogates, which no encoding accepts.
+    sys.stdout.buffer.write(page.encode("utf-8", "backslashreplace"))
+    sys.stdout.buffer.flush()
+    return 0
+
+
+def _render(request: Mapping[str, Any]) -> str:
+    from lightning_memprof.report.opened import OpenOptions, opened
+    from lightning_memprof.report.printers.html import render_document, to_html
+
+    runs = [(Path(run["directory"]), Path(run["top"]), str(run["label"])) for run in request["runs"]]
+    if len(runs) == 2:
+        from lightning_memprof.analysis.compare.comparison import compare
+        from lightning_memprof.analysis.compare.sides import run_side
+        from lightning_memprof.analysis.run.confined import load_confined
+        from lightning_memprof.report.sections.comparison import comparison_document
+
+        a, b = (run_side(load_confined(directory, top), label) for directory, top, label in runs)
+        return render_document(comparison_document(compare(a, b)), {})
+    directory, top, _ = runs[0]
+    options = OpenOptions(rank=request.get("rank"), window=request.get("window"), below=top)
+    with opened([str(directory)], options, _progress_writer()) as view:
+        return to_html(view)
+
+
+def _progress_writer() -> Callable[[Path, int, int], None]:
+    reported: dict[Path, int] = {}
+
+    def write(file: Path, done: int, total: int) -> None:
+        if file not in reported or done - reported[file] >= PROGRESS_BYTES:
+            reported[file] = done
+            _send(file=file.name, done=done, total=total)
+
+    return write
+
+
+def _report_error(message: str) -> int:
+    _send(error=message)
+    return 1
+
+
+def _send(**fields: object) -> None:
+    sys.stderr.write(json.dumps(fields) + "\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

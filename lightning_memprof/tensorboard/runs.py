@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-import statistics
 import threading
 import time
 from collections import OrderedDict
@@ -15,26 +14,25 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.analysis.run.confined import refuse_links
-from lightning_memprof.analysis.run.following import Follower, total_steps
+from lightning_memprof.analysis.run.following import Follower
 from lightning_memprof.analysis.run.locate import MAX_DEPTH, MAX_DIRECTORIES
 from lightning_memprof.artifacts.files import open_plain
 from lightning_memprof.artifacts.manifest import Manifest, WindowRow, read_manifest
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, manifest_name, parse_manifest_name, pulse_name
-from lightning_memprof.artifacts.series import PHASES, parse_pulse_row
-from lightning_memprof.report.sections.labels import COLOURS, called
-from lightning_memprof.units import format_bytes, format_ns, percent
+from lightning_memprof.artifacts.series import parse_pulse_row
+from lightning_memprof.report.document import Chart, Lines, Stack, Table
+from lightning_memprof.report.printers.values import cell_text, words_text
+from lightning_memprof.report.sections.live import SILENT_NS, Watched, live_document
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from lightning_memprof.analysis.run.following import RankProgress
     from lightning_memprof.artifacts.manifest import EndRow
+    from lightning_memprof.report.document import Part
 
 __all__ = ["FoundRun", "LiveRuns", "RunList", "revision"]
 
 SECOND_NS: Final = 1_000_000_000
-# The pulse is written every few seconds; a run silent for longer is blocked or was killed.
-SILENT_NS: Final = 30 * SECOND_NS
 # The tab polls every 2 s.
 SCAN_SECONDS: Final = 1.0
 # Ranks whose manifests are read to determine how the run ended.
@@ -50,7 +48,6 @@ SMALL_BYTES: Final = 4096
 # A follower keeps a few hundred numbers per rank; the least recently viewed is dropped.
 MAX_FOLLOWED: Final = 16
 MAX_POINTS: Final = 120
-MAX_LIVE_RANKS: Final = 16
 
 
 @dataclass(frozen=True)
@@ -184,7 +181,7 @@ class LiveRuns:
         self._followed: OrderedDict[str, tuple[threading.Lock, Follower]] = OrderedDict()
 
     def document(self, found: FoundRun) -> dict[str, Any]:
-        """Return progress, speed and memory of a run as a JSON object; ``lead`` is None before its first rank.
+        """Return the live page of a run, as texts; it has no parts before the run has a rank.
 
         Raises:
             ArtifactError: a file of the run is a symlink to outside the log directory.
@@ -202,14 +199,9 @@ class LiveRuns:
         with lock:
             follower.look()
             if not follower.ranks:
-                return {"lead": None, "ranks": []}
-            ranks = sorted(follower.ranks.values(), key=lambda rank: rank.rank)
-            return {
-                "lead": _lead_row(follower.lead),
-                "world_size": follower.world_size,
-                "found": follower.found,
-                "ranks": [_rank_row(rank) for rank in ranks[:MAX_LIVE_RANKS]] if len(ranks) > 1 else [],
-            }
+                return {"parts": []}
+            watched = Watched(name=found.label, follower=follower, findings=(), now_ns=time.time_ns())
+            return {"parts": [_part(part) for section in live_document(watched).sections for part in section.parts]}
 
 
 class _Walk:
@@ -322,50 +314,27 @@ def _windows(manifest: Manifest) -> list[dict[str, Any]]:
     return [found[index] for index in sorted(found)]
 
 
-def _lead_row(rank: RankProgress) -> dict[str, Any]:
-    phases = rank.phases_ns()
-    whole = sum(phases.values())
-    last = rank.recent[-1] if rank.recent else None
-    return {
-        **_rank_row(rank),
-        "total": total_steps(rank) or None,
-        "epoch": last["epoch"] if last else None,
-        "phases": [
-            {
-                "name": called(phase),
-                "class": f"c-{phase}" if phase in COLOURS else "c-other",
-                "text": format_ns(phases[phase]),
-                "percent": percent(phases[phase] / whole),
-                "share": phases[phase] / whole,
-            }
-            for phase in PHASES
-            if whole
-        ],
-        "device_peak": None if rank.device_peak_bytes is None else format_bytes(rank.device_peak_bytes),
-        "durations_ns": _downsample(rank.durations_ns.values),
-        "rss_bytes": _downsample(rank.rss_bytes.values),
-        "errors": rank.errors,
-    }
+def _part(part: Part) -> dict[str, Any]:
+    """Return a part of the live page; shares and curve points are numbers, all other values are texts."""
+    match part:
+        case Lines():
+            rows: list[Any] = [[row.label, words_text(row.words), row.style] for row in part.rows]
+            return {"part": "lines", "rows": rows}
+        case Table():
+            rows = [list(map(cell_text, row)) for row in part.rows]
+            return {"part": "table", "columns": [column.heading for column in part.columns], "rows": rows}
+        case Stack():
+            bars = [
+                {"class": f"c-{bar.key}", "name": bar.name, "text": cell_text(bar.value), "share": bar.value.share or 0}
+                for bar in part.bars
+            ]
+            return {"part": "stack", "title": f"{part.title}: {cell_text(part.total)}", "bars": bars}
+        case Chart():
+            return {"part": "chart", "title": part.title, "values": _downsample(part.values)}
+    raise TypeError(f"a live page has no {type(part).__name__}")
 
 
-def _rank_row(rank: RankProgress) -> dict[str, Any]:
-    durations = [ns for row in rank.usual() if (ns := row["duration_ns"]) is not None]
-    phases = rank.phases_ns()
-    whole = sum(phases.values())
-    last = rank.recent[-1] if rank.recent else None
-    step = last["step"] if last else None
-    rss = last["rss_bytes"] if last else None
-    return {
-        "rank": rank.rank,
-        "steps": rank.steps if step is None else step + 1,
-        "step": format_ns(statistics.median(durations)) if durations else None,
-        "data_wait": percent(phases["data_wait"] / whole) if whole else None,
-        "rss": None if rss is None else format_bytes(rss),
-        "has_ended": rank.end is not None,
-    }
-
-
-def _downsample(values: list[int]) -> list[int]:
+def _downsample(values: Sequence[int]) -> list[int]:
     """Return at most `MAX_POINTS` range maxima, for a curve a few hundred pixels wide."""
     size = -(-len(values) // MAX_POINTS) or 1
     return [max(values[start : start + size]) for start in range(0, len(values), size)]

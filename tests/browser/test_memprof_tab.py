@@ -55,7 +55,7 @@ def pages_made() -> Iterator[None]:
 
 def _makes_a_page(process: psutil.Process) -> bool:
     try:
-        return any("tensorboard.page_process" in word for word in process.cmdline())
+        return any("tensorboard.pages" in word for word in process.cmdline())
     except psutil.NoSuchProcess:
         return False
 

@@ -113,11 +113,22 @@ def test_a_live_run_shows_its_progress(tmp_path):
     )
     _, ask = served(tmp_path)
     (found,) = ask("runs").json["runs"]
+
+    def steps(parts):
+        return [
+            words for part in parts if part["part"] == "lines" for label, words, _ in part["rows"] if label == "steps"
+        ]
+
     live = ask("live", run=found["id"]).json
-    assert live["lead"]["steps"] == 20
-    assert sum(phase["share"] for phase in live["lead"]["phases"]) == pytest.approx(1)
-    assert [rank["rank"] for rank in live["ranks"]] == [0, 1]
+    assert live["run"]["id"] == found["id"]
+    assert [words.split(" ")[0] for words in steps(live["parts"])] == ["20"]
+    (stack,) = [part for part in live["parts"] if part["part"] == "stack"]
+    assert sum(bar["share"] for bar in stack["bars"]) == pytest.approx(1)
+    (table,) = [part for part in live["parts"] if part["part"] == "table"]
+    assert table["columns"][:3] == ["rank", "status", "steps"]
+    assert [row[:3] for row in table["rows"]] == [["0", "running", "20"], ["1", "running", "20"]]
+    assert [max(part["values"]) > 0 for part in live["parts"] if part["part"] == "chart"] == [True, True]
     row = (run / "pulse.rank00000.csv").read_text().splitlines()[-1].split(",")
     with (run / "pulse.rank00000.csv").open("a") as stream:
         stream.write(",".join(["20", *row[1:]]) + "\n")
-    assert ask("live", run=found["id"]).json["lead"]["steps"] == 21
+    assert [words.split(" ")[0] for words in steps(ask("live", run=found["id"]).json["parts"])] == ["21"]
