@@ -13,9 +13,17 @@ import numpy as np
 
 from lightning_memprof.analysis.ledger.model import DevicePart, TimeLedger, TimeLine
 from lightning_memprof.analysis.stacks import is_library, parse_frame
-from lightning_memprof.analysis.trace.columns import STEP_NAME, Kind, is_loading, launches
+from lightning_memprof.analysis.trace.columns import HOST_KINDS, STEP_NAME, Kind, is_loading, launches
 from lightning_memprof.analysis.trace.device import copy_kind
-from lightning_memprof.analysis.trace.idle import COLLECTS, LOADING, READS_BACK, call_kind, gap_ends, training_lane
+from lightning_memprof.analysis.trace.idle import (
+    COLLECTS,
+    LOADING,
+    READS_BACK,
+    call_kind,
+    cold_calls,
+    gap_ends,
+    training_lane,
+)
 from lightning_memprof.analysis.trace.intervals import (
     Intervals,
     difference,
@@ -43,7 +51,6 @@ if TYPE_CHECKING:
 __all__ = ["device_ledger"]
 
 _PARTS: Final[tuple[DevicePart, ...]] = get_args(DevicePart)
-_HOST_KINDS: Final = (Kind.RUNTIME, Kind.OPERATOR, Kind.ANNOTATION, Kind.PYTHON)
 # Time inside an event of these parts is theirs, whatever runs in it; of several the last one.
 _ENCLOSING: Final[tuple[DevicePart, ...]] = ("cold_start", "idle_synchronization", "idle_data", "idle_garbage")
 # Kineto rounds starts and durations separately: a child may seem to outlast its parent by this much.
@@ -51,9 +58,6 @@ _SLACK_NS: Final = 1_000
 _BACKWARD: Final = "autograd::engine::evaluate_function: "
 _LIGHTNING_MODULE: Final = "[pl][module]"
 _PYTHON_MODULE: Final = "nn.Module: "
-# A first call this long, and this many times as long as the later ones, initialises something.
-_COLD_NS: Final = 1_000_000
-_COLD_FACTOR: Final = 10
 _NONE: Final = -1
 
 
@@ -200,12 +204,12 @@ class _Host:
         names = _Names(columns)
         self.modules = names.modules
         lanes = np.unique(np.append(columns.lanes[work.launched[work.launched >= 0]], self.training))
-        on_host = np.isin(columns.kinds, _HOST_KINDS) & ~columns.named(STEP_NAME.match)[columns.names]
+        on_host = np.isin(columns.kinds, HOST_KINDS) & ~columns.named(STEP_NAME.match)[columns.names]
         found = {int(lane): np.flatnonzero(on_host & (columns.lanes == lane)) for lane in lanes}
         for rows in found.values():
             self.part[rows] = names.parts(rows)
-        first_device_ns = int(columns.starts[work.device.rows[0]])
-        self.part[_cold(columns, self.part, ranges, first_device_ns)] = _PARTS.index("cold_start")
+        cold = cold_calls(columns, work.device, ranges)
+        self.part[cold[self.part[cold] >= 0]] = _PARTS.index("cold_start")
         self.threads = {lane: self._thread(rows, names) for lane, rows in found.items()}
 
     def _thread(self, rows: Column, names: _Names) -> _Thread:
@@ -304,44 +308,6 @@ def _part_of_call(name: str) -> DevicePart:
         "launch": "idle_launch",
     }
     return kinds[call_kind(name)]
-
-
-def _cold(
-    columns: TraceColumns, part: NDArray[np.int8], ranges: Sequence[tuple[int, int]], first_device_ns: int
-) -> Column:
-    """Return the rows of the first step's calls and operators that initialise something.
-
-    They take much longer than later ones of their name; or they get memory, and later steps hardly do.
-    """
-    begin, end = ranges[0]
-    called = np.isin(columns.kinds, (Kind.RUNTIME, Kind.OPERATOR)) & (part >= 0)
-    called &= part != _PARTS.index("idle_synchronization")
-    early = called & (columns.starts >= begin) & (columns.starts < end)
-    found = [_first_allocations(columns, early, part, ranges)]
-    durations = columns.ends - columns.starts
-    candidates = np.flatnonzero(early & (durations >= _COLD_NS))
-    for name in np.unique(columns.names[candidates]).tolist():
-        mine = np.flatnonzero(called & (columns.names == name))
-        later = mine[columns.starts[mine] >= end]
-        rows = candidates[columns.names[candidates] == name]
-        if len(mine) > 1:
-            usual = np.median(durations[later if len(later) else mine])
-            cold = rows[durations[rows] >= _COLD_FACTOR * usual]
-        else:
-            cold = rows[(columns.kinds[rows] == Kind.RUNTIME) & (columns.starts[rows] < first_device_ns)]
-        # A kernel's first launch loads it; an operator starts its library once.
-        of_call = columns.kinds[cold] == Kind.RUNTIME
-        found += [cold[of_call], cold[~of_call & (columns.starts[cold] == np.min(columns.starts[mine]))]]
-    return np.concatenate(found)
-
-
-def _first_allocations(
-    columns: TraceColumns, early: NDArray[np.bool_], part: NDArray[np.int8], ranges: Sequence[tuple[int, int]]
-) -> Column:
-    of_memory = part == _PARTS.index("idle_allocator")
-    first = np.flatnonzero(early & of_memory)
-    later = int(np.count_nonzero(of_memory & (columns.starts >= ranges[0][1]) & (columns.starts < ranges[-1][1])))
-    return first if len(ranges) > 1 and later * _COLD_FACTOR <= len(first) * (len(ranges) - 1) else first[:0]
 
 
 def _add_busy(lines: _Lines, host: _Host, work: _Work) -> None:

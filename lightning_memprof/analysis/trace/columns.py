@@ -18,6 +18,7 @@ from lightning_memprof.analysis.trace.intervals import Column, Intervals, union
 from lightning_memprof.analysis.trace.text import TraceText
 
 __all__ = [
+    "HOST_KINDS",
     "STEP_NAME",
     "Kind",
     "Lane",
@@ -67,6 +68,8 @@ class Kind:
     OTHER: Final = 8
 
 
+HOST_KINDS: Final = (Kind.RUNTIME, Kind.OPERATOR, Kind.ANNOTATION, Kind.PYTHON)
+"""Events of the program's threads."""
 _KINDS: Final = {
     "kernel": Kind.KERNEL,
     "gpu_memcpy": Kind.MEMORY_COPY,

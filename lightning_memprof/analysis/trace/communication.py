@@ -29,7 +29,7 @@ from lightning_memprof.analysis.trace.model import CollectiveTotals
 from lightning_memprof.artifacts.files import open_plain
 from lightning_memprof.errors import ArtifactError
 
-__all__ = ["Collective", "CollectiveCall", "collective_calls", "collectives", "trace_collectives"]
+__all__ = ["Collective", "CollectiveCall", "collective_calls", "collectives", "trace_arrivals", "trace_collectives"]
 
 _UNREADABLE: Final[tuple[type[Exception], ...]] = (OSError, EOFError, isal_zlib.error)  # type: ignore[assignment]
 
@@ -400,6 +400,14 @@ def trace_collectives(
             )
         )
     return tuple(sorted(result, key=lambda row: (-row.total_ns, row.name, row.group)))
+
+
+def trace_arrivals(columns: TraceColumns) -> tuple[Collective, ...]:
+    """Return the collectives of a trace as :func:`collectives` does, by start."""
+    events = _Found(base_ns=columns.origin_ns)
+    for event in columns.collectives:
+        events.place(event)
+    return tuple(events.collectives())
 
 
 def collective_calls(columns: TraceColumns, device: DeviceEvents) -> Iterator[CollectiveCall]:

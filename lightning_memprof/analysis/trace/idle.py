@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -44,8 +45,10 @@ __all__ = [
     "allocator_spans",
     "call_kind",
     "calls",
+    "cold_calls",
     "gap_ends",
     "idle_causes",
+    "steady_allocations",
     "synchronizations",
     "training_lane",
 ]
@@ -68,6 +71,10 @@ _OF_HOST_MEMORY: Final = re.compile("Host|Managed")
 _MOST_SPANS: Final = 10_000
 COLLECTS: Final = re.compile(r"Python GC|<built-in (?:function|method) collect>|gc\.collect", re.IGNORECASE)
 
+# A first call this long, and this many times as long as the later ones, initialises something.
+_COLD_NS: Final = 1_000_000
+_COLD_FACTOR: Final = 10
+
 _CAUSES: Final[tuple[Cause, ...]] = get_args(Cause)
 # Where several of them run at once, the first one is the cause.
 _FIRST_OF: Final[tuple[Cause, ...]] = (
@@ -79,9 +86,8 @@ _LATENCY_NS: Final = 20_000
 _SLACK_NS: Final = 5_000
 
 
-def calls(columns: TraceColumns, kind: int) -> tuple[RuntimeCall, ...]:
-    """Return the events of a kind by name, longest first."""
-    rows = columns.rows(kind)
+def calls(columns: TraceColumns, rows: Column) -> tuple[RuntimeCall, ...]:
+    """Return events by name, longest first."""
     found = totals_by(columns.names[rows], columns.ends[rows] - columns.starts[rows])
     result = []
     for key, count, total, longest in zip(found.keys, found.counts, found.sums, rows[found.longest], strict=True):
@@ -97,10 +103,63 @@ def calls(columns: TraceColumns, kind: int) -> tuple[RuntimeCall, ...]:
     return tuple(sorted(result, key=lambda call: (-call.total_ns, call.name)))
 
 
+def cold_calls(columns: TraceColumns, device: DeviceEvents, ranges: Sequence[tuple[int, int]]) -> Column:
+    """Return the rows of the calls and operators that initialise something.
+
+    They begin in the first step or before it, and take much longer than later ones of their name; or they get memory,
+    and later steps hardly do. A wait for the device is none.
+
+    Args:
+        columns: the trace.
+        device: its device events, of which there are some.
+        ranges: start and end of each step, by start.
+    """
+    end = ranges[0][1]
+    waits = columns.named(lambda name: name in READS_BACK or call_kind(name) == "synchronization")
+    called = np.isin(columns.kinds, (Kind.RUNTIME, Kind.OPERATOR)) & ~waits[columns.names]
+    durations = columns.ends - columns.starts
+    candidates = np.flatnonzero(called & (columns.starts < end) & (durations >= _COLD_NS))
+    found = [_first_allocations(columns, ranges)]
+    for name in np.unique(columns.names[candidates]).tolist():
+        mine = np.flatnonzero(called & (columns.names == name))
+        later = mine[columns.starts[mine] >= end]
+        rows = candidates[columns.names[candidates] == name]
+        if len(mine) > 1:
+            usual = np.median(durations[later if len(later) else mine])
+            cold = rows[durations[rows] >= _COLD_FACTOR * usual]
+        else:
+            cold = rows[(columns.kinds[rows] == Kind.RUNTIME) & (columns.starts[rows] < columns.starts[device.rows[0]])]
+        # A kernel's first launch loads it; an operator starts its library once.
+        of_call = columns.kinds[cold] == Kind.RUNTIME
+        found += [cold[of_call], cold[~of_call & (columns.starts[cold] == np.min(columns.starts[mine]))]]
+    return np.unique(np.concatenate(found))
+
+
+def _first_allocations(columns: TraceColumns, ranges: Sequence[tuple[int, int]]) -> Column:
+    rows = _device_allocations(columns)
+    first = rows[columns.starts[rows] < ranges[0][1]]
+    later = np.count_nonzero(columns.starts[rows] < ranges[-1][1]) - len(first)
+    return first if len(ranges) > 1 and later * _COLD_FACTOR <= len(first) * (len(ranges) - 1) else first[:0]
+
+
+def _device_allocations(columns: TraceColumns) -> Column:
+    rows = columns.rows(Kind.RUNTIME)
+    found: Column = rows[columns.named(_allocates_on_device)[columns.names[rows]]]
+    return found
+
+
+def steady_allocations(
+    columns: TraceColumns, device: DeviceEvents, ranges: Sequence[tuple[int, int]]
+) -> tuple[RuntimeCall, ...]:
+    """Return the calls that get or return device memory within the steps, without those of a cold start."""
+    rows = _device_allocations(columns)
+    rows = rows[(columns.starts[rows] >= ranges[0][0]) & (columns.starts[rows] < ranges[-1][1])]
+    return calls(columns, rows[~np.isin(rows, cold_calls(columns, device, ranges))])
+
+
 def allocator_spans(columns: TraceColumns) -> tuple[tuple[int, int], ...]:
     """Return start and end (Unix ns) of the calls that get or return device memory; the longest 10,000, by start."""
-    rows = columns.rows(Kind.RUNTIME)
-    rows = rows[columns.named(_allocates_on_device)[columns.names[rows]]]
+    rows = _device_allocations(columns)
     rows = rows[np.argsort(columns.starts[rows] - columns.ends[rows], kind="stable")[:_MOST_SPANS]]
     rows = rows[np.argsort(columns.starts[rows], kind="stable")]
     starts, ends = columns.origin_ns + columns.starts[rows], columns.origin_ns + columns.ends[rows]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from lightning_memprof.analysis.trace.communication import Collective
     from lightning_memprof.analysis.ledger.model import TimeLedger
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "IdleCause",
     "Kernel",
     "Operator",
+    "Program",
     "RuntimeCall",
     "StepTimes",
     "Synchronization",
@@ -201,6 +203,25 @@ class HostOperators:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Program:
+    """The program that was recorded, as far as the names in its trace tell.
+
+    Attributes:
+        is_lightning: whether Lightning's Trainer ran it.
+        is_compiled: whether parts were compiled by ``torch.compile``.
+        has_graphs: whether it launched CUDA graphs.
+        has_stacks: whether Python functions were recorded.
+        trains: whether it has a backward or an optimizer; True where it does not tell.
+    """
+
+    is_lightning: bool = True
+    is_compiled: bool = False
+    has_graphs: bool = False
+    has_stacks: bool = False
+    trains: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class TraceReport:
     """One trace.
 
@@ -227,6 +248,11 @@ class TraceReport:
         operators: of a trace without a device event, most self time first.
         recorded_with: enabled options: ``with_stack``, ``profile_memory``, ``record_shapes``.
         host_operators: of a trace with steps and without a device event, else None.
+        program: the recorded program.
+        host_events: number of events of the program's threads: operators, ranges, Python functions, runtime calls.
+        steady_allocations: calls that get or return device memory, within the steps (without steps the GPU window) and
+            without those of a cold start; longest first.
+        arrivals: start and end of each collective by start, without point-to-point operations; at most 20,000.
         device_ledger: the owners of the device's time in the steps, None without a device event.
     """
 
@@ -252,4 +278,8 @@ class TraceReport:
     recorded_with: tuple[str, ...] = ()
     operators: tuple[Operator, ...] = ()
     host_operators: HostOperators | None = None
+    program: Program = Program()
+    host_events: int = 0
+    steady_allocations: tuple[RuntimeCall, ...] = ()
+    arrivals: tuple[Collective, ...] = ()
     device_ledger: TimeLedger | None = None

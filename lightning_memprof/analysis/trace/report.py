@@ -14,6 +14,7 @@ import numpy as np
 
 from lightning_memprof.analysis.ledger.device import device_ledger
 from lightning_memprof.analysis.trace.columns import (
+    HOST_KINDS,
     Kind,
     Progress,
     Step,
@@ -23,12 +24,19 @@ from lightning_memprof.analysis.trace.columns import (
     read_columns,
     step_spans,
 )
-from lightning_memprof.analysis.trace.communication import collective_calls, trace_collectives
+from lightning_memprof.analysis.trace.communication import collective_calls, trace_arrivals, trace_collectives
 from lightning_memprof.analysis.trace.device import DeviceEvents, copies, device_events, kernels
 from lightning_memprof.analysis.trace.host import host_operators, operators
-from lightning_memprof.analysis.trace.idle import allocator_spans, calls, idle_causes, synchronizations
+from lightning_memprof.analysis.trace.idle import (
+    allocator_spans,
+    call_kind,
+    calls,
+    idle_causes,
+    steady_allocations,
+    synchronizations,
+)
 from lightning_memprof.analysis.trace.intervals import Intervals, clip, intersection, length, union
-from lightning_memprof.analysis.trace.model import GpuTimes, StepTimes, TraceReport, TraceStep
+from lightning_memprof.analysis.trace.model import GpuTimes, Program, StepTimes, TraceReport, TraceStep
 
 __all__ = ["of_rank", "trace_report"]
 
@@ -36,6 +44,12 @@ _RANK: Final = re.compile(r"['\"]rank['\"]\s*:\s*(\d{1,9})\b")
 _WORLD: Final = re.compile(r"['\"]world_size['\"]\s*:\s*(\d{1,9})\b")
 _DEVICE: Final = re.compile(r"['\"]id['\"]\s*:\s*(\d{1,9})\s*,\s*['\"]name['\"]\s*:\s*['\"]([^'\"]*)['\"]")
 _OPTIONS: Final = ("with_stack", "profile_memory", "record_shapes")
+# Names that tell a program: Lightning's ranges, what the compiler makes, backward and the optimizer.
+_LIGHTNING: Final = ("[pl]", "[Strategy]", "[LightningModule]", "[Callback]")
+_COMPILED: Final = ("Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph", "triton_")
+_TRAINS: Final = re.compile(r"backward|Optimizer\.|_bwd|wgrad|dgrad", re.IGNORECASE)
+# A rank arrives at a few hundred collectives in a step.
+_MOST_ARRIVALS: Final = 20_000
 _LARGEST_RANK: Final = 1 << 31
 _NO_RANK: Final = "no rank: torch writes it if a process group exists when the recording ends"
 
@@ -56,6 +70,7 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
     loading = loading_intervals(columns)
     window = (int(device.busy.starts[0]), int(device.busy.ends[-1])) if len(device.busy.starts) else None
     rank, world_size = _number(columns.metadata, "rank", _RANK), _number(columns.metadata, "world_size", _WORLD)
+    ranges = [(step.start, step.end) for step in steps] or ([window] if window else [])
     collectives = list(collective_calls(columns, device))
     some = len(columns.starts) > 0
     return TraceReport(
@@ -71,16 +86,20 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
         steps=_steps(columns, device, steps, loading),
         kernels=kernels(columns, device),
         idle=idle_causes(columns, device) if window and _has_runtime(columns) else (),
-        runtime_calls=calls(columns, Kind.RUNTIME),
+        runtime_calls=calls(columns, columns.rows(Kind.RUNTIME)),
         collectives=trace_collectives(columns, device, collectives),
         copies=copies(columns, device),
         missing=tuple(_missing(rank, columns, device, steps)),
         synchronizations=synchronizations(columns, device),
-        profiler_overhead=calls(columns, Kind.OVERHEAD),
+        profiler_overhead=calls(columns, columns.rows(Kind.OVERHEAD)),
         allocator_spans=allocator_spans(columns),
         recorded_with=tuple(option for option in _OPTIONS if columns.metadata.get(option)),
         operators=() if window else operators(columns),
         host_operators=None if window else host_operators(columns, steps),
+        program=_program(columns),
+        host_events=int(np.count_nonzero(np.isin(columns.kinds, HOST_KINDS))),
+        steady_allocations=steady_allocations(columns, device, ranges) if window else (),
+        arrivals=trace_arrivals(columns)[:_MOST_ARRIVALS],
         device_ledger=device_ledger(columns, device, steps, collectives),
     )
 
@@ -90,6 +109,19 @@ def of_rank(report: TraceReport, rank: int) -> TraceReport:
     if report.rank is not None:
         return report
     return replace(report, rank=rank, missing=tuple(text for text in report.missing if text != _NO_RANK))
+
+
+def _program(columns: TraceColumns) -> Program:
+    names, kinds = columns.name_of, columns.kinds
+    runtime = np.unique(columns.names[columns.rows(Kind.RUNTIME)]).tolist()
+    return Program(
+        is_lightning=any(name.startswith(_LIGHTNING) for name in names),
+        is_compiled=any(name.startswith(_COMPILED) for name in names),
+        has_graphs=any(call_kind(names[name]) == "graph" for name in runtime),
+        has_stacks=bool(np.any(kinds == Kind.PYTHON)),
+        # Kernels alone do not tell.
+        trains=not np.any(kinds == Kind.OPERATOR) or any(_TRAINS.search(name) for name in names),
+    )
 
 
 def _steps(columns: TraceColumns, device: DeviceEvents, steps: list[Step], loading: Intervals) -> tuple[TraceStep, ...]:
