@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING, Final
+import shlex
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from lightning_memprof.analysis.findings.model import Evidence, Severity
+from lightning_memprof.analysis.trace.model import plain_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -16,12 +18,16 @@ if TYPE_CHECKING:
 __all__ = [
     "NOTABLE_SHARE",
     "SEVERE_SHARE",
+    "Remedy",
     "computing",
     "idle_ns",
     "is_short",
     "listed",
     "longest_in",
     "on_rank",
+    "open_trace",
+    "remedies",
+    "remedy",
     "seen_in",
     "severity_of",
     "shorter_name",
@@ -44,6 +50,59 @@ SPECIAL: Final = re.compile(
 )
 # Names of nested templates are long; their beginning identifies them.
 LONGEST_READ: Final = 1_000
+
+
+Need = Literal[
+    "lightning",
+    "other program",
+    "training",
+    "inference",
+    "eager",
+    "compiled",
+    "no graphs",
+    "stacks",
+    "no stacks",
+    "ranks",
+    "one rank",
+]
+
+
+class Remedy(NamedTuple):
+    """A next step, and what must hold of a trace so that it applies."""
+
+    text: str
+    needs: frozenset[Need]
+
+
+def remedy(text: str, *needs: Need) -> Remedy:
+    """Return a next step that applies where all of ``needs`` hold."""
+    return Remedy(text, frozenset(needs))
+
+
+def remedies(trace: TraceReport, *choices: Remedy | str) -> tuple[str, ...]:
+    """Return the next steps that apply to the recorded program; where none does, opening the trace is left."""
+    program = trace.program
+    several = (trace.world_size or 1) > 1 or bool(trace.collectives)
+    stacks = program.has_stacks or "with_stack" in trace.recorded_with
+    holds: set[Need] = {
+        "lightning" if program.is_lightning else "other program",
+        "training" if program.trains else "inference",
+        "compiled" if program.is_compiled else "eager",
+        "stacks" if stacks else "no stacks",
+        "ranks" if several else "one rank",
+    }
+    holds |= set() if program.has_graphs else {"no graphs"}
+    fitting = [
+        choice if isinstance(choice, str) else choice.text
+        for choice in choices
+        if isinstance(choice, str) or choice.needs <= holds
+    ]
+    return tuple(dict.fromkeys(fitting)) or (open_trace(trace),)
+
+
+def open_trace(trace: TraceReport) -> str:
+    """Return how a person sees the trace itself."""
+    return f"Open the trace: lightning-memprof view {shlex.quote(os.fspath(trace.file))}."
 
 
 def seen_in(trace: TraceReport, start_ns: int | None = None, duration_ns: int = 0) -> tuple[Evidence, ...]:
@@ -116,7 +175,7 @@ def listed(counted: Iterable[tuple[str, int]]) -> str:
 
 def shorter_name(name: str) -> str:
     """Return a name that fits a sentence: a kernel's function, for a general kernel with its special argument."""
-    plain = name[:LONGEST_READ].removeprefix("void ").replace("(anonymous namespace)::", "").replace("at::native::", "")
+    plain = plain_kernel(name[:LONGEST_READ]).replace("at::native::", "")
     head, _, arguments = CALL.sub("", plain).strip().partition("<")
     if not arguments or "kernel" not in head.lower():
         known = head or name

@@ -46,9 +46,9 @@ _BLOCK: Final = 1 << 15
 # Until torch 1.9 the program's annotations were operators among others.
 _ANNOTATIONS: Final = (
     "ProfilerStep#", "enumerate(DataLoader", "Optimizer.", "[pl]", "[Strategy]", "[LightningModule]",
-    "[LightningDataModule]", "[Callback]", "nccl:", "gloo:", "mpi:", "ucc:",
+    "[LightningDataModule]", "[Callback]", "nccl:", "xccl:", "hccl:", "gloo:", "mpi:", "ucc:",
 )  # fmt: skip
-_OF_COLLECTIVES: Final = ("nccl", "rccl", "gloo:", "mpi:", "ucc:", "record_param_comms")
+_OF_COLLECTIVES: Final = ("nccl", "rccl", "xccl:", "hccl:", "gloo:", "mpi:", "ucc:", "record_param_comms")
 
 _events: Final = decoder(Event)
 _collective_events: Final = decoder(CollectiveEvent)
@@ -72,11 +72,13 @@ HOST_KINDS: Final = (Kind.RUNTIME, Kind.OPERATOR, Kind.ANNOTATION, Kind.PYTHON)
 """Events of the program's threads."""
 _KINDS: Final = {
     "kernel": Kind.KERNEL,
+    "mtia_ccp_events": Kind.KERNEL,
     "gpu_memcpy": Kind.MEMORY_COPY,
     "memcpy": Kind.MEMORY_COPY,
     "gpu_memset": Kind.MEMORY_SET,
     "memset": Kind.MEMORY_SET,
     "runtime": Kind.RUNTIME,
+    "hpu_op": Kind.RUNTIME,
     "cpu_op": Kind.OPERATOR,
     "operator": Kind.OPERATOR,
     "user_annotation": Kind.ANNOTATION,

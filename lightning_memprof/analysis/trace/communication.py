@@ -25,7 +25,7 @@ from isal import igzip, isal_zlib
 from lightning_memprof.analysis.trace.columns import Kind, Lane, NamedEvent, TraceColumns, launches
 from lightning_memprof.analysis.trace.device import DeviceEvents
 from lightning_memprof.analysis.trace.intervals import Column, Intervals, length_before, union
-from lightning_memprof.analysis.trace.model import CollectiveTotals
+from lightning_memprof.analysis.trace.model import CollectiveTotals, plain_kernel
 from lightning_memprof.artifacts.files import open_plain
 from lightning_memprof.errors import ArtifactError
 
@@ -43,9 +43,14 @@ _OPENINGS_TO_TRY: Final = 6
 
 _HOST_BACKENDS: Final = ("gloo:", "mpi:", "ucc:")
 _ON_HOST: Final = re.compile(r"(gloo|mpi|ucc):(\w+)\Z")
-_ON_DEVICE: Final = re.compile(r"nccl:(\w+)\Z")
-_KERNEL: Final = re.compile(r"nccl(?:Dev)?Kernel_([A-Za-z]+)")
-_ANY_KERNEL: Final = re.compile(r"[nr]ccl(?:Dev)?Kernel_?([A-Za-z]+)")
+_ON_DEVICE: Final = re.compile(r"(?:nccl|xccl|hccl):(\w+)\Z")
+_KERNEL: Final = re.compile(r"nccl(?:Symk?)?(?:Dev)?Kernel_([A-Za-z]+)")
+_ANY_KERNEL: Final = re.compile(r"[nr]ccl(?:Symk?)?(?:Dev)?Kernel_?([A-Za-z]+)")
+# Collectives in the names of other kernels, without underscores; vLLM calls its all-reduce a reduction across devices.
+_SPELLED: Final = {
+    "allreduce": "all_reduce", "crossdevicereduce": "all_reduce", "reducescatter": "reduce_scatter",
+    "allgather": "all_gather", "alltoall": "all_to_all",
+}  # fmt: skip
 _CAMEL: Final = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _UNKNOWN: Final = "unknown"
 _GENERIC: Final = "Generic"  # RCCL has one kernel for all collectives
@@ -469,7 +474,9 @@ def _plain_name(kernel: str) -> str:
     """Return the collective in a kernel's name: `ncclDevKernel_AllReduce_Sum_f32_RING` is an all_reduce."""
     match = _ANY_KERNEL.search(kernel)
     if match is None:
-        return kernel.partition("(")[0].partition("<")[0]
+        function = plain_kernel(kernel).partition("(")[0].partition("<")[0]
+        bare = function.lower().replace("_", "")
+        return next((name for spelled, name in _SPELLED.items() if spelled in bare), function)
     return _UNKNOWN if match[1] == _GENERIC else _CAMEL.sub("_", match[1]).lower()
 
 

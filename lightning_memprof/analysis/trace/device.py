@@ -20,7 +20,7 @@ from lightning_memprof.analysis.trace.columns import (
     step_spans,
 )
 from lightning_memprof.analysis.trace.intervals import Column, Intervals, difference, intersection, length_before, union
-from lightning_memprof.analysis.trace.model import Copies, Kernel, KernelKind
+from lightning_memprof.analysis.trace.model import Copies, Kernel, KernelKind, plain_kernel
 
 __all__ = [
     "STATES",
@@ -35,10 +35,12 @@ __all__ = [
     "totals_by",
 ]
 
-# The names of NCCL's and RCCL's kernels contain the library's; the other words are libraries, and torch's own kernels
-# that move data between devices. A kernel fused by a compiler is named after its operators: not a collective.
+# Libraries whose kernels contain their name (NCCL, RCCL, oneCCL and XCCL, HCCL, MSCCL++, NVSHMEM, DeepEP), and kernels
+# of torch's symmetric memory, vLLM, TensorRT-LLM and others that are named after the collective. A kernel fused by a
+# compiler is named after its operators, and a warp or block reduces within itself: no collectives.
 _COMMUNICATES: Final = re.compile(
-    r"nccl|rccl|mscclpp|nvshmem|deep_ep::|cross_device_reduce|(one|two)_shot_all_reduce|multimem_\w*all_\w+",
+    r"[nrxh]ccl|oneccl|\bccl_|\bhcom_|mscclpp|nvshmem|deep_ep::|cross_device_reduce|symm_mem|multimem_"
+    r"|(?<!warp)(?<!warp_)(?<!block)(?<!block_)(?:all_?reduce|all_?gather|reduce_?scatter|all_?to_?all)",
     re.IGNORECASE,
 )
 _FUSED: Final = "triton_"
@@ -125,7 +127,11 @@ def device_events(columns: TraceColumns) -> DeviceEvents:
 
 
 def _communicates(name: str) -> bool:
-    return not name.startswith(_FUSED) and _COMMUNICATES.search(name) is not None
+    if name.startswith(_FUSED):
+        return False
+    function, _, arguments = plain_kernel(name).partition("<")
+    # The arguments of a general kernel name what it computes; only a library's name tells there.
+    return _COMMUNICATES.search(function) is not None or "nccl" in arguments
 
 
 def totals_by(keys: NDArray[np.int32] | NDArray[np.int64], durations: Column) -> Totals:

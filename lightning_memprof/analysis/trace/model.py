@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.trace.communication import Collective
     from lightning_memprof.analysis.ledger.model import TimeLedger
+    from lightning_memprof.analysis.trace.communication import Collective
 
 __all__ = [
     "CollectiveTotals",
@@ -24,7 +25,13 @@ __all__ = [
     "Synchronization",
     "TraceReport",
     "TraceStep",
+    "plain_kernel",
 ]
+
+# How compilers write a namespace without a name.
+_ANONYMOUS: Final = re.compile(
+    r"(?:\(anonymous namespace\)|<unnamed>|`anonymous namespace'|\{anonymous\}|_GLOBAL__N_\w*)::"
+)
 
 KernelKind = Literal["compute", "communication", "memory_copy"]
 Cause = Literal["data_loading", "synchronization", "allocator", "garbage", "python", "operators", "launch", "queue"]
@@ -283,3 +290,8 @@ class TraceReport:
     steady_allocations: tuple[RuntimeCall, ...] = ()
     arrivals: tuple[Collective, ...] = ()
     device_ledger: TimeLedger | None = None
+
+
+def plain_kernel(name: str) -> str:
+    """Return a kernel's name without its return type and anonymous namespaces."""
+    return _ANONYMOUS.sub("", name.removeprefix("void "))

@@ -206,7 +206,7 @@ def _missing(rank: int | None, columns: TraceColumns, device: DeviceEvents, step
     if not len(columns.starts):
         missing.append("no events with a duration")
     if not len(device.rows):
-        missing.append("no device events: recorded on a CPU, or without the device's activities")
+        missing.append(_without_device(columns))
     if not steps:
         missing.append("no steps: call the profiler's `step()` once per step, and `ProfilerStep#N` appears")
     if rank is None:
@@ -214,6 +214,14 @@ def _missing(rank: int | None, columns: TraceColumns, device: DeviceEvents, step
     if len(device.rows) and not _has_runtime(columns):
         missing.append("no calls of the device's runtime: the causes of idle time are unknown")
     return missing
+
+
+def _without_device(columns: TraceColumns) -> str:
+    calls = columns.rows(Kind.RUNTIME)
+    if not len(calls):
+        return "no device events: recorded on a CPU, or without the device's activities"
+    name = columns.name(int(calls[0]))
+    return f"no device events, although the host calls a device's runtime ({name}): record the device's activities too"
 
 
 def _has_runtime(columns: TraceColumns) -> bool:

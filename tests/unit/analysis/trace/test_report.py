@@ -325,3 +325,75 @@ def test_analysing_a_trace_loads_neither_pandas_nor_torch():
 
 def test_without_calls_of_the_runtime_no_cause_of_idle_time_is_made_up(tmp_path):
     assert causes(tmp_path, event("cpu_op", "aten::mm", 20, 30), kernel(0, 10), kernel(65, 70)) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "collective"),
+    [
+        ("void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 8>(c10::BFloat16*)", "all_reduce"),
+        ("void <unnamed>::two_shot_all_reduce_kernel<float>(float*)", "all_reduce"),
+        ("void vllm::cross_device_reduce_2stage<__nv_bfloat16, 8>(vllm::RankData*)", "all_reduce"),
+        ("void tensorrt_llm::kernels::allreduce_fusion_kernel_oneshot_lamport<1>(int)", "all_reduce"),
+        ("ncclSymkDevKernel_AllGather_LL(ncclSymkDevWorkArgs*)", "all_gather"),
+        ("oneccl_allreduce_large_kernel", "all_reduce"),
+        ("hcom_allReduce__123_0_1", "all_reduce"),
+    ],
+)
+def test_collectives_of_any_library_are_known_by_their_kernels(name, collective, tmp_path):
+    found = report(tmp_path, kernel(0, 10, name=name))
+    assert found.kernels[0].kind == "communication"
+    assert [row.name for row in found.collectives] == [collective]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "triton_red_fused_all_reduce_mean_0",
+        "void (anonymous namespace)::softmax_warp_forward<float, 8>(float*)",
+        "void cub::DeviceReduceKernel<blockAllReduce>(int)",
+        "void warpAllReduceKernel<float>(float*)",
+        "void at::native::index_elementwise_kernel<128, 4>(long)",
+    ],
+)
+def test_kernels_that_reduce_on_one_device_compute(name, tmp_path):
+    assert report(tmp_path, kernel(0, 10, name=name)).kernels[0].kind == "compute"
+
+
+@pytest.mark.parametrize("category", ["mtia_runtime", "xpu_runtime", "privateuse1_runtime", "hpu_op"])
+def test_a_trace_that_calls_an_accelerator_was_not_recorded_on_a_cpu(category, tmp_path):
+    (missing,) = [
+        text for text in report(tmp_path, event(category, "launchKernel", 0, 5)).missing if "no device events" in text
+    ]
+    assert "CPU" not in missing
+    assert "launchKernel" in missing
+
+
+def test_work_on_an_mtia_is_device_work(tmp_path):
+    assert report(tmp_path, event("mtia_ccp_events", "gemm", 0, 10)).gpu_window is not None
+
+
+@pytest.mark.parametrize(
+    ("names", "facts"),
+    [
+        (["[pl][profile]predict_step", "aten::mm"], {"is_lightning"}),
+        (["Torch-Compiled Region: 0/0", "aten::mm"], {"is_compiled"}),
+        (["aten::mm", "autograd::engine::evaluate_function: MmBackward0"], {"trains"}),
+        (["aten::mm"], set()),
+    ],
+)
+def test_names_tell_the_program(names, facts, tmp_path):
+    program = report(tmp_path, *(event("cpu_op", name, 0, 5) for name in names)).program
+    assert {fact for fact in ("is_lightning", "is_compiled", "trains") if getattr(program, fact)} == facts
+
+
+def test_start_up_and_calls_outside_the_steps_are_no_steady_allocations(tmp_path):
+    found = report(
+        tmp_path,
+        call(0, 2_000_000, name="cudaFree"),
+        event("user_annotation", "ProfilerStep#1", 2_000_000, 2_001_000),
+        event("user_annotation", "ProfilerStep#2", 2_001_000, 2_002_000),
+        kernel(2_000_100, 2_000_200),
+        *(call(at, at + 10, name="cudaMalloc") for at in (2_000_300, 2_001_300)),
+        call(2_003_000, 2_003_500, name="cudaMalloc"),
+    )
+    assert [(each.name, each.count, each.total_ns) for each in found.steady_allocations] == [("cudaMalloc", 2, 20_000)]
