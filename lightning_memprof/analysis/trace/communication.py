@@ -44,8 +44,7 @@ _OPENINGS_TO_TRY: Final = 6
 _HOST_BACKENDS: Final = ("gloo:", "mpi:", "ucc:")
 _ON_HOST: Final = re.compile(r"(gloo|mpi|ucc):(\w+)\Z")
 _ON_DEVICE: Final = re.compile(r"(?:nccl|xccl|hccl):(\w+)\Z")
-_KERNEL: Final = re.compile(r"nccl(?:Symk?)?(?:Dev)?Kernel_([A-Za-z]+)")
-_ANY_KERNEL: Final = re.compile(r"[nr]ccl(?:Symk?)?(?:Dev)?Kernel_?([A-Za-z]+)")
+_KERNEL: Final = re.compile(r"[nr]ccl(?:Symk?)?(?:Dev)?Kernel_?([A-Za-z]+)")
 # Collectives in the names of other kernels, without underscores; vLLM calls its all-reduce a reduction across devices.
 _SPELLED: Final = {
     "allreduce": "all_reduce", "crossdevicereduce": "all_reduce", "reducescatter": "reduce_scatter",
@@ -54,10 +53,6 @@ _SPELLED: Final = {
 _CAMEL: Final = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _UNKNOWN: Final = "unknown"
 _GENERIC: Final = "Generic"  # RCCL has one kernel for all collectives
-_KERNEL_NAMES: Final = {
-    "AllReduce": "all_reduce", "AllGather": "all_gather", "ReduceScatter": "reduce_scatter", "Broadcast": "broadcast",
-    "Reduce": "reduce",
-}  # fmt: skip
 _CALL_NAMES: Final = {
     "allreduce": "all_reduce", "allgather": "all_gather", "_allgather_base": "all_gather",
     "_all_gather_base": "all_gather", "_reduce_scatter_base": "reduce_scatter", "alltoall": "all_to_all",
@@ -225,10 +220,9 @@ def _device_name(
     elif args.get("Collective name"):
         name = _common(str(args["Collective name"]))
     else:
-        token = _KERNEL.match(kernel.name)
-        name = _KERNEL_NAMES.get(token[1], "") if token else ""
+        name = _of_kernel(kernel.name) or ""
         # An all-to-all is made of sends; where the program sends nothing else, they are all-to-alls.
-        if token and token[1] == "SendRecv" and "all_to_all" in launched and not launched & _POINT_TO_POINT:
+        if name == "send_recv" and "all_to_all" in launched and not launched & _POINT_TO_POINT:
             name = "all_to_all"
     return None if not name or name in _POINT_TO_POINT else name
 
@@ -418,15 +412,13 @@ def trace_arrivals(columns: TraceColumns) -> tuple[Collective, ...]:
 def collective_calls(columns: TraceColumns, device: DeviceEvents) -> Iterator[CollectiveCall]:
     """Yield the collectives and point-to-point operations of a trace."""
     launchers = _Launchers(columns)
-    events = _Found()
-    for event in columns.collectives:
-        events.place(event)
     known: dict[tuple[int, int], Collective] = {}
-    for row in events.collectives():
+    for row in trace_arrivals(columns):
+        start, end = row.start_ns - columns.origin_ns, row.end_ns - columns.origin_ns
         if row.device == "host":
-            yield CollectiveCall(name=row.name, group=row.group, bytes=row.bytes, start=row.start_ns, end=row.end_ns)
+            yield CollectiveCall(name=row.name, group=row.group, bytes=row.bytes, start=start, end=end)
         else:
-            known[row.start_ns, row.end_ns] = row
+            known[start, end] = row
     rows = device.rows[device.communicates]
     for kernel, launch in zip(rows.tolist(), launches(columns, rows).tolist(), strict=True):
         start, end = int(columns.starts[kernel]), int(columns.ends[kernel])
@@ -472,12 +464,17 @@ class _Launchers:
 
 def _plain_name(kernel: str) -> str:
     """Return the collective in a kernel's name: `ncclDevKernel_AllReduce_Sum_f32_RING` is an all_reduce."""
-    match = _ANY_KERNEL.search(kernel)
-    if match is None:
-        function = plain_kernel(kernel).partition("(")[0].partition("<")[0]
-        bare = function.lower().replace("_", "")
-        return next((name for spelled, name in _SPELLED.items() if spelled in bare), function)
-    return _UNKNOWN if match[1] == _GENERIC else _CAMEL.sub("_", match[1]).lower()
+    if (name := _of_kernel(kernel)) is not None:
+        return name or _UNKNOWN
+    function = plain_kernel(kernel).partition("(")[0].partition("<")[0]
+    bare = function.lower().replace("_", "")
+    return next((name for spelled, name in _SPELLED.items() if spelled in bare), function)
+
+
+def _of_kernel(kernel: str) -> str | None:
+    """Return the collective in the name of a kernel of NCCL or RCCL, empty if it has none; None for other kernels."""
+    match = _KERNEL.search(kernel)
+    return None if match is None else "" if match[1] == _GENERIC else _CAMEL.sub("_", match[1]).lower()
 
 
 def _exposed(columns: TraceColumns, device: DeviceEvents, found: list[CollectiveCall]) -> Column:
