@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import IO, Any, Final, Literal
@@ -38,6 +39,7 @@ _CHUNK: Final = 1 << 18
 _LONGEST: Final = 1 << 16
 _WORDS: Final = (b'"gloo:', b'"mpi:', b'"ucc:', b'"nccl', b'"record_param_comms"', b'"baseTimeNanoseconds"')
 _LARGEST: Final = 1 << 53
+_start: Final = attrgetter("start_ns")
 _BASE: Final = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d{1,19})\b')
 _OPENINGS_TO_TRY: Final = 6
 
@@ -233,10 +235,6 @@ def _common(name: str) -> str:
 
 def _called(annotation: NamedEvent) -> str:
     return _common(annotation.name.partition(":")[2])
-
-
-def _start(event: NamedEvent) -> int:
-    return event.start_ns
 
 
 def _latest(events: list[NamedEvent], moment: int) -> NamedEvent | None:
