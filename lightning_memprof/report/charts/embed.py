@@ -38,7 +38,6 @@ class Chart:
         title: plain text, not escaped.
         summary: the caption below the chart. Plain text, not escaped.
         html: the element, its data as JSON in a script that does not run, and nothing that can break out of it.
-        script: what has to run behind it, "" for all of today's: ``chart_resources`` has it once for all.
 
     """
 
@@ -47,7 +46,6 @@ class Chart:
     title: str
     summary: str
     html: str
-    script: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

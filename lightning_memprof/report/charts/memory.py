@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from base64 import b64encode
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,7 +15,6 @@ from bokeh.models.annotations import Span
 
 from lightning_memprof.analysis.memory.block_lives import KINDS, BlockLives, live_by_kind
 from lightning_memprof.report.charts.embed import Chart, Extra, made
-from lightning_memprof.report.charts.placing import offsets
 from lightning_memprof.report.charts.style import (
     MARK,
     Renderer,
@@ -33,12 +33,14 @@ if TYPE_CHECKING:
     from bokeh.plotting import figure
     from numpy.typing import NDArray
 
-__all__ = ["MAX_BLOCKS", "memory_chart"]
+__all__ = ["MAX_BLOCKS", "memory_chart", "offsets"]
 
 _ABOVE: Final = 230
 _BELOW: Final = 320
 # As many are drawn in a second or two; of more the largest are kept.
 MAX_BLOCKS: Final = 100_000
+# Looking through every hole would be quadratic in the worst case; a block that fits in none of these is placed on top.
+_HOLES: Final = 64
 _STAYS: Final = frozenset({"before", "parameter", "optimizer_state", "gradient", "other"})
 _SECOND_MS: Final = 1000.0
 _TIP: Final = (
@@ -122,9 +124,8 @@ def _areas(plot: figure, times: Sequence[float], live: dict[str, list[int]], uni
     source = ColumnDataSource(data | {"sum": lower})
     drawn: dict[str, list[Renderer]] = {}
     for name in live:
-        drawn[name] = [
-            plot.varea("x", f"{name}_from", f"{name}_to", source=source, fill_color=colour(name), fill_alpha=0.85)
-        ]
+        area = plot.varea("x", f"{name}_from", f"{name}_to", source=source, fill_color=colour(name), fill_alpha=0.85)
+        drawn[name] = [area]
     line = plot.line("x", "sum", source=source, line_alpha=0)
     tips = [("at", f"@x{{0,0.000}} {unit}"), ("live", "@sum{0.[00]ib}")]
     hover(plot, [line], [*tips, *((category(name), f"@{name}{{0.[00]ib}}") for name in reversed(live))], "vline")
@@ -173,17 +174,15 @@ def _blocks(plot: figure, lives: BlockLives, unit: str, scale: float) -> dict[st
         if not chosen.any():
             continue
         widen = {key: b64encode(values[chosen].astype("<u4").tobytes()).decode() for key, values in packed.items()}
-        source = ColumnDataSource(
-            {key: values[chosen] for key, values in columns.items()}, tags=[{"widen": widen}]
-        )  # fmt: skip
+        source = ColumnDataSource({key: values[chosen] for key, values in columns.items()}, tags=[{"widen": widen}])
         view = CDSView(filter=BooleanFilter(tags=["size"]))
         quad = plot.quad(
             "left", "right", "top", "bottom", source=source, view=view, fill_color=colour(name), line_color=None,
             hover_fill_color=MARK, hover_line_color=None,
         )  # fmt: skip
-        tip = _TIP.replace("KIND", category(name)).replace("UNIT", unit)
         quad.glyph.tags = ["plain"]
-        _tip(plot, quad, tip)
+        tip = _TIP.replace("KIND", category(name)).replace("UNIT", unit)
+        plot.add_tools(HoverTool(renderers=[quad], tooltips=tip, attachment="horizontal", visible=False))
         drawn[name] = [quad]
     from_zero(plot)
     return drawn
@@ -204,5 +203,60 @@ def _bottoms(lives: BlockLives) -> NDArray[Any]:
     return bottom
 
 
-def _tip(plot: figure, quad: Renderer, tip: str) -> None:
-    plot.add_tools(HoverTool(renderers=[quad], tooltips=tip, attachment="horizontal", visible=False))
+def offsets(born: Sequence[int], died: Sequence[int], size: Sequence[int]) -> list[int]:
+    """Return the lower edge of each block, in bytes: the lowest place that is free from its birth to its death.
+
+    A block that dies as another is born leaves it its place. The upper edge of all is at least the peak of the sum,
+    and where blocks die in another order than they came it is more.
+    """
+    order = sorted(range(len(size)), key=lambda i: (born[i], -died[i]))
+    ends = sorted(range(len(size)), key=died.__getitem__)
+    placed = [0] * len(size)
+    holes = _Holes()
+    done = 0
+    for i in order:
+        # A block without a life holds no place; it would be freed before it is placed.
+        while done < len(ends) and died[ends[done]] <= born[i]:
+            gone = ends[done]
+            done += 1
+            if died[gone] > born[gone]:
+                holes.free(placed[gone], size[gone])
+        placed[i] = holes.take(size[i]) if died[i] > born[i] else holes.top
+    return placed
+
+
+class _Holes:
+    """Free places between the blocks, in order."""
+
+    def __init__(self) -> None:
+        self._start: list[int] = []
+        self._size: list[int] = []
+        self.top = 0
+
+    def take(self, size: int) -> int:
+        for place in range(min(len(self._start), _HOLES)):
+            if self._size[place] >= size:
+                start = self._start[place]
+                self._start[place] += size
+                self._size[place] -= size
+                if not self._size[place]:
+                    del self._start[place], self._size[place]
+                return start
+        start = self.top
+        self.top += size
+        return start
+
+    def free(self, start: int, size: int) -> None:
+        place = bisect_left(self._start, start)
+        if place < len(self._start) and self._start[place] == start + size:
+            size += self._size[place]
+            del self._start[place], self._size[place]
+        if place and self._start[place - 1] + self._size[place - 1] == start:
+            place -= 1
+            start, size = self._start[place], size + self._size[place]
+            del self._start[place], self._size[place]
+        if start + size == self.top:
+            self.top = start
+            return
+        self._start.insert(place, start)
+        self._size.insert(place, size)

@@ -20,8 +20,8 @@ from lightning_memprof.report.charts.style import (
     hover,
     legend,
     new_figure,
+    stacked,
     whole_numbers,
-    words,
 )
 from lightning_memprof.units import format_ns
 
@@ -71,22 +71,18 @@ def _times(ranks: tuple[RankTimes, ...]) -> figure:
     if (rest > 0.02 * step).any():
         shown = [phase for phase in shown if phase != "other"] + ["other"]
         columns["other"] = columns.get("other", 0) + rest
-    columns |= {"rank": rank, "step": step, "wait": _ms([total.wait_ns for total in ranks])}
-    data = ColumnDataSource(columns)
     plot = new_figure(_ABOVE, "rank", "mean step, ms")
-    bars = plot.vbar_stack(
-        shown, x="rank", width=0.85, source=data, color=[colour(phase) for phase in shown], line_color=None
-    )
-    tips = [("rank", "@rank"), ("step", "@step{0,0.00} ms")]
-    items: list[tuple[str, list[Renderer]]] = [(words(phase), [bar]) for phase, bar in zip(shown, bars, strict=True)]
-    if any(total.wait_ns is not None for total in ranks):
-        marks = plot.scatter("rank", "wait", source=data, marker="dash", size=14, line_color=MARK, line_width=3)
-        items.append(("waiting", [marks]))
+    tips = [("rank", "@x"), ("step", "@step{0,0.00} ms")]
+    wait = _ms([total.wait_ns for total in ranks])
+    waits = any(total.wait_ns is not None for total in ranks)
+    if waits:
         tips.append(("waiting", "@wait{0,0.00} ms"))
-    edges = {"left": rank - 0.5, "right": rank + 0.5, "top": np.full(len(ranks), step.max())}
-    covered = ColumnDataSource(columns | edges)
-    cover = plot.quad("left", "right", "top", 0, source=covered, fill_alpha=0, line_alpha=0)
-    hover(plot, [cover], [*tips, *((words(phase), f"@{phase}{{0,0.00}} ms") for phase in shown)], "vline")
+    same = np.ones(len(ranks))
+    columns |= {"x": rank, "width": 0.85 * same, "left": rank - 0.5, "right": rank + 0.5, "top": step.max() * same}
+    items = stacked(plot, shown, columns | {"step": step, "wait": wait}, tips, "{0,0.00} ms", line_color=None)
+    if waits:
+        marks = plot.scatter(rank, wait, marker="dash", size=14, line_color=MARK, line_width=3)
+        items.append(("waiting", [marks]))
     from_zero(plot)
     whole_numbers(plot)
     legend(plot, items)

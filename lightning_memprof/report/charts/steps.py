@@ -22,8 +22,8 @@ from lightning_memprof.report.charts.style import (
     label,
     legend,
     new_figure,
+    stacked,
     whole_numbers,
-    words,
 )
 from lightning_memprof.units import format_bytes, format_count, format_ns
 
@@ -75,20 +75,16 @@ def steps_chart(view: View, lead: Rank) -> Chart | None:
     groups = grouped(len(rows), _BARS)
     plot = new_figure(_HEIGHT, "step", "step time, ms")
     columns = _bars(times, groups)
-    data = ColumnDataSource(columns)
     shown = [phase for phase, known in zip(PHASES, times.known, strict=True) if known]
-    bars = plot.vbar_stack(
-        shown, x="x", width="width", source=data, color=[colour(phase) for phase in shown], line_color=None
-    )
-    most = _cut_tall(plot, times)
-    whole = plot.quad("left", "right", "height", 0, source=data, fill_alpha=0, line_alpha=0)
     tips = [("step", "@name"), ("duration", "@total{0,0.00} ms")]
     if len(groups) < len(rows):
-        plot.step("x", "slowest", source=data, mode="center", line_color=MARK, line_width=1)
         tips.append(("max", "@slowest{0,0.00} ms"))
-    hover(plot, [whole], [*tips, *((words(phase), f"@{phase}{{0,0.00}} ms") for phase in shown)], "vline")
+    items = stacked(plot, shown, columns, tips, "{0,0.00} ms", line_color=None)
+    if len(groups) < len(rows):
+        plot.step(columns["x"], columns["slowest"], mode="center", line_color=MARK, line_width=1)
+    most = _cut_tall(plot, times)
     _windows(plot, lead)
-    legend(plot, [(words(phase), [bar]) for phase, bar in zip(shown, bars, strict=True)])
+    legend(plot, items)
     median = format_ns(float(np.median(times.total)) * 1e6)
     summary = f"Rank {lead.rank}, {format_count(len(rows), 'step')} of {source}; median of all {median}."
     if len(groups) < len(rows):
@@ -124,7 +120,7 @@ def _bars(times: _Times, groups: Sequence[range]) -> dict[str, list[float] | lis
         "right": [last + 0.5 for last in lasts],
         "total": total.tolist(),
         "slowest": slowest,
-        "height": [max(slowest)] * len(groups),
+        "top": [max(slowest)] * len(groups),
         "name": [
             f"{first:.0f}" if first == last else f"{first:.0f} to {last:.0f}"
             for first, last in zip(firsts, lasts, strict=True)
@@ -198,9 +194,7 @@ def throughput_chart(view: View, lead: Rank) -> Chart | None:
         amount, unit = of.tokens, "tokens"
     groups = grouped(len(rows), _BARS)
     steps = [rows[group[0]][0] for group in groups]
-    rates = [
-        amount * len(group) / max(1e-9, sum(rows[i][1] for i in group) / 1e9) for group in groups
-    ]  # fmt: skip
+    rates = [amount * len(group) / max(1e-9, sum(rows[i][1] for i in group) / 1e9) for group in groups]
     plot = new_figure(_LOW, "step", f"{unit} per second")
     data = ColumnDataSource({"x": steps, "y": rates})
     line = plot.line("x", "y", source=data, line_color=colour("forward"), line_width=2)

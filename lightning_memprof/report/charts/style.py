@@ -9,6 +9,7 @@ from bokeh.models import (
     AdaptiveTicker,
     BasicTicker,
     BoxZoomTool,
+    ColumnDataSource,
     DataRange1d,
     HoverTool,
     NumeralTickFormatter,
@@ -38,8 +39,8 @@ __all__ = [
     "label",
     "legend",
     "new_figure",
+    "stacked",
     "whole_numbers",
-    "words",
 ]
 
 COLOURS: Final[Mapping[str, str]] = {
@@ -56,6 +57,19 @@ COLOURS: Final[Mapping[str, str]] = {
     "parameter": "#5c9f4a",
     "other": "#8b96a5",
     "before": "#b4bcc8",
+    "compute": "#4a8fe7",
+    "communication": "#9168d8",
+    "memory_copy": "#2f9e8f",
+    "idle": "#b4bcc8",
+    "idle_loading": "#e09f3e",
+    "data_loading": "#e09f3e",
+    "synchronization": "#d8576b",
+    "allocator": "#c77dba",
+    "garbage": "#a67c52",
+    "python": "#e8c547",
+    "operators": "#f0935b",
+    "launch": "#7f8ea3",
+    "queue": "#5f8dd3",
 }
 # For names that have no colour of their own, in the order of their appearance.
 _MORE: Final = ("#4a8fe7", "#e09f3e", "#2f9e8f", "#9168d8", "#d8576b", "#5c9f4a", "#c77dba", "#8b96a5")
@@ -64,11 +78,6 @@ MARK: Final = "#e5484d"
 Renderer: TypeAlias = "GlyphRenderer[Any]"
 Mode: TypeAlias = Literal["mouse", "hline", "vline"]
 _FONT: Final = "12px"
-
-
-def words(name: str) -> str:
-    """Return the name of a phase on a page."""
-    return called(name)
 
 
 def colour(name: str, position: int = 0) -> str:
@@ -153,6 +162,36 @@ def legend(plot: figure, items: Sequence[tuple[str, Sequence[Renderer]]]) -> Non
 def hover(plot: figure, renderers: Sequence[Renderer], tips: Sequence[tuple[str, str]], mode: Mode) -> None:
     """Show a row for each of ``tips`` (name, bokeh's ``@column{format}``) where the mouse is; names are ours."""
     plot.add_tools(HoverTool(renderers=list(renderers), tooltips=list(tips), mode=mode, attachment="horizontal"))
+
+
+def stacked(
+    plot: figure,
+    names: Sequence[str],
+    columns: Mapping[str, Any],
+    tips: Sequence[tuple[str, str]],
+    form: str,
+    **options: Any,
+) -> list[tuple[str, list[Renderer]]]:
+    """Draw the parts of each place as a stacked bar, which shows its values where the mouse is.
+
+    Args:
+        plot: where to.
+        names: the parts, from the bottom.
+        columns: ``x``, ``width``, ``left``, ``right`` and ``top`` of each bar, and the values of each part by its name.
+        tips: rows that are shown before those of the parts.
+        form: bokeh's format of the values.
+        options: of bokeh's ``vbar_stack``.
+
+    Returns:
+        The legend.
+
+    """
+    data = ColumnDataSource(dict(columns))
+    colours = [colour(name) for name in names]
+    bars = plot.vbar_stack(list(names), x="x", width="width", source=data, color=colours, **options)
+    cover = plot.quad("left", "right", "top", 0, source=data, fill_alpha=0, line_alpha=0)
+    hover(plot, [cover], [*tips, *((called(name), f"@{name}{form}") for name in names)], "vline")
+    return [(called(name), [bar]) for name, bar in zip(names, bars, strict=True)]
 
 
 def grouped(count: int, most: int) -> list[range]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -12,9 +13,9 @@ from bokeh.plotting import figure
 
 from lightning_memprof.analysis.trace.device import STATES, DeviceTimeline
 from lightning_memprof.report.charts.embed import Chart, made
-from lightning_memprof.report.charts.style import hover, legend, new_figure
+from lightning_memprof.report.charts.style import colour, hover, legend, new_figure, stacked
 from lightning_memprof.report.printers.values import clean
-from lightning_memprof.report.sections.labels import called
+from lightning_memprof.report.sections.labels import called, device_parts
 from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
@@ -27,33 +28,15 @@ _ROW: Final = 26
 _HEIGHT: Final = 260
 _STEPS: Final = 60
 _LONGEST_NAME: Final = 28
-_COLOURS: Final[Mapping[str, str]] = {
-    "compute": "#4a8fe7",
-    "communication": "#9168d8",
-    "memory copy": "#2f9e8f",
-    "memory_copy": "#2f9e8f",
-    "idle": "#b4bcc8",
-    "idle_loading": "#e09f3e",
-    "data loading": "#e09f3e",
-    "synchronization": "#d8576b",
-    "allocator": "#c77dba",
-    "garbage": "#a67c52",
-    "python": "#e8c547",
-    "operators": "#f0935b",
-    "launch": "#7f8ea3",
-    "queue": "#5f8dd3",
-}
-_BUSY: Final = ("compute", "communication", "memory copy")
 
 
-def shares_chart(traces: Sequence[TraceReport], section: str = "traces") -> Chart | None:
+def shares_chart(traces: Sequence[TraceReport]) -> Chart | None:
     """Return the shares of each trace's GPU window by activity; None where no trace has a device."""
     shown = [trace for trace in traces if trace.gpu_window is not None and trace.gpu_window.window_ns > 0][:_MOST]
     if not shown:
         return None
     parts = [_parts(trace) for trace in shown]
-    names = [*_BUSY, *dict.fromkeys(name for part in parts for name in part if name not in _BUSY)]
-    names = [name for name in names if any(part.get(name) for part in parts)]
+    names = [name for name in dict.fromkeys(chain(*parts)) if any(part.get(name) for part in parts)]
     rows = _names(shown)
     height = 110 + _ROW * len(shown)
     plot = new_figure(
@@ -69,35 +52,31 @@ def shares_chart(traces: Sequence[TraceReport], section: str = "traces") -> Char
             **{f"{name} ns": [format_ns(part.get(name, 0)) for part in parts] for name in names},
         }
     )
-    bars = plot.hbar_stack(
-        names, y="row", height=0.8, source=data, color=[_COLOURS.get(name, "#8b96a5") for name in names],
-        line_color=None,
-    )  # fmt: skip
+    colours = [colour(name) for name in names]
+    bars = plot.hbar_stack(names, y="row", height=0.8, source=data, color=colours, line_color=None)
     for name, bar in zip(names, bars, strict=True):
-        tips = [(_said(name), f"@{{{name}}}{{0.0}}%"), ("time", f"@{{{name} ns}}")]
+        tips = [(called(name), f"@{{{name}}}{{0.0}}%"), ("time", f"@{{{name} ns}}")]
         hover(plot, [bar], tips, "mouse")
     plot.x_range = Range1d(start=0, end=100)
     plot.ygrid.visible = False
-    legend(plot, [(_said(name), [bar]) for name, bar in zip(names, bars, strict=True)])
+    legend(plot, [(called(name), [bar]) for name, bar in zip(names, bars, strict=True)])
     first = shown[0].gpu_window
     busy = 0 if first is None else 100 * first.busy_ns / first.window_ns
     causes = ", ".join(f"{called(cause.cause)} {format_ns(cause.total_ns)}" for cause in shown[0].idle[:3])
     summary = f"The device of {rows[0]} is busy {busy:.1f}% of its window" + (f"; idle by {causes}." if causes else ".")
-    return made(("devices", section), "Device activity", summary, plot, height=height)
+    return made(("devices", "traces"), "Device activity", summary, plot, height=height)
 
 
 def _parts(trace: TraceReport) -> dict[str, int]:
-    """Share the window: what is computed hides what else runs meanwhile."""
-    times = trace.gpu_window
-    if times is None:
+    """Return the parts of a trace's window, with its idle time by cause."""
+    if trace.gpu_window is None:
         return {}
-    copied = max(0, times.busy_ns - times.compute_ns - times.communication_exposed_ns)
-    parts = dict(zip(_BUSY, (times.compute_ns, times.communication_exposed_ns, copied), strict=True))
+    parts = device_parts(trace.gpu_window)
+    idle_ns = parts.pop("idle")
     for cause in trace.idle:
-        name = cause.cause.replace("_", " ")
-        parts[name] = parts.get(name, 0) + cause.total_ns
-    rest = times.window_ns - sum(parts.values())
-    return parts | ({"idle": rest} if rest > 0 else {})
+        parts[cause.cause] = parts.get(cause.cause, 0) + cause.total_ns
+        idle_ns -= cause.total_ns
+    return parts | ({"idle": idle_ns} if idle_ns > 0 else {})
 
 
 def _names(traces: Sequence[TraceReport]) -> list[str]:
@@ -118,25 +97,16 @@ def timeline_chart(timeline: DeviceTimeline, place: tuple[str, str], where: str)
     width = timeline.stretch_ns / scale
     left = np.arange(count) * width
     names = [name for name in STATES if any(share > 0 for share in timeline.shares[name])]
-    data = ColumnDataSource(
-        {
-            "middle": left + width / 2,
-            "left": left,
-            "right": left + width,
-            **{name: [100 * share for share in timeline.shares[name]] for name in names},
-        }
-    )
+    same = np.ones(count)
+    columns = {"x": left + width / 2, "width": width * same, "left": left, "right": left + width, "top": 100 * same}
+    columns |= {name: 100 * np.array(timeline.shares[name]) for name in names}
     plot = new_figure(_HEIGHT, unit, "percent")
-    bars = plot.vbar_stack(
-        names, x="middle", width=width, source=data, color=[_COLOURS[name] for name in names], line_width=0.7
-    )
-    cover = plot.quad("left", "right", 100, 0, source=data, fill_alpha=0, line_alpha=0)
     tips = [("from", f"@left{{0,0.00}} {unit}"), ("to", f"@right{{0,0.00}} {unit}")]
-    hover(plot, [cover], [*tips, *((_said(name), f"@{name}{{0.0}}%") for name in names)], "vline")
+    items = stacked(plot, names, columns, tips, "{0.0}%", line_width=0.7)
     plot.x_range = Range1d(start=0, end=count * width)
     plot.y_range = Range1d(start=0, end=112)
     _steps(plot, timeline, width)
-    legend(plot, [(_said(name), [bar]) for name, bar in zip(names, bars, strict=True)])
+    legend(plot, items)
     busy = 100 * (1 - sum(sum(timeline.shares[name]) for name in ("idle", "idle_loading")) / count)
     summary = (
         f"{where}: {format_ns(count * timeline.stretch_ns)} in {count} intervals of {format_ns(timeline.stretch_ns)}, "
@@ -154,7 +124,3 @@ def _steps(plot: figure, timeline: DeviceTimeline, width: float) -> None:
             label = Label(x=(start + end) / 2 * width, y=102, text=str(number), text_font_size="11px", tags=["text"])
             label.text_align = "center"
             plot.add_layout(label)
-
-
-def _said(name: str) -> str:
-    return called(name.replace(" ", "_"))

@@ -89,8 +89,7 @@ class _Drawn:
     def __init__(self, chart: Chart, nonce: str) -> None:
         self.title = chart.title
         self.summary = chart.summary
-        script = f"<script>{chart.script}</script>" if chart.script else ""
-        self.html = _allowed(chart.html + script, nonce)
+        self.html = _allowed(chart.html, nonce)
 
 
 def _kind(column: Column) -> str:

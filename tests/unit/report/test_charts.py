@@ -28,8 +28,7 @@ from lightning_memprof.artifacts.naming import system_name
 from lightning_memprof.report.charts import Chart, chart_resources, charts, file_charts
 from lightning_memprof.report.charts.embed import inert
 from lightning_memprof.report.charts.holders import holders_chart
-from lightning_memprof.report.charts.memory import memory_chart
-from lightning_memprof.report.charts.placing import offsets
+from lightning_memprof.report.charts.memory import memory_chart, offsets
 from lightning_memprof.report.charts.system import system_chart
 from lightning_memprof.report.view import run_view
 from lightning_memprof.units import format_bytes
@@ -147,7 +146,7 @@ def test_the_memory_of_a_window_adds_up_to_its_peak(usual: tuple[Run, dict[str, 
 
 def test_a_run_of_several_ranks_has_them_beside_each_other(usual: tuple[Run, dict[str, Chart]]):
     chart = usual[1]["ranks"]
-    assert columns(chart, "step")[0]["rank"] == [0, 1]
+    assert columns(chart, "step")[0]["x"] == [0, 1]
     assert "2 ranks" in chart.summary
 
 
