@@ -23,13 +23,11 @@ from lightning_memprof.report.printers.values import words_text
 from lightning_memprof.report.sections.memory import peak_allocations
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from lightning_memprof.analysis.compare.limits import Outcome
     from lightning_memprof.analysis.compare.model import Comparison
     from lightning_memprof.analysis.ledger.model import TimeLedger
     from lightning_memprof.analysis.memory.functions import FunctionReport
-    from lightning_memprof.analysis.memory.report import CategoryPeak, MemoryReport, RankMemory
+    from lightning_memprof.analysis.memory.report import MemoryReport, RankMemory
     from lightning_memprof.analysis.snapshot.model import DeviceReport, SnapshotReport
     from lightning_memprof.analysis.steps.events import StepEvents
     from lightning_memprof.analysis.trace.model import TraceReport
@@ -47,47 +45,15 @@ MAX_LEDGER_LINES: Final = 30
 MAX_LISTED_STEPS: Final = 20
 MAX_ACTIONS: Final = 500
 RUN_FACTS: Final = (
-    "stage",
-    "host",
-    "device",
-    "accelerator",
-    "strategy",
-    "world_size",
-    "schedule",
-    "collectors",
-    "environment",
-)
+    "stage", "host", "device", "accelerator", "strategy", "world_size", "schedule", "collectors", "environment",
+)  # fmt: skip
 TRAINING_FACTS: Final = (
-    "model",
-    "parameters",
-    "parameter_bytes",
-    "precision",
-    "num_batches",
-    "max_steps",
-    "max_epochs",
-    "accumulate_grad_batches",
-    "optimizers",
-    "dataloaders",
-)
-RANK_MEMORY: Final = (
-    "rank",
-    "peak_bytes",
-    "total_bytes",
-    "source",
-    "moment",
-    "unattributed_bytes",
-    "functions",
-    "curve",
-    "reasons",
-)
+    "model", "parameters", "parameter_bytes", "precision", "num_batches", "max_steps", "max_epochs",
+    "accumulate_grad_batches", "optimizers", "dataloaders",
+)  # fmt: skip
 FUNCTION_CHANGES: Final = (
-    "rss_bytes",
-    "vms_bytes",
-    "allocated_bytes",
-    "reserved_bytes",
-    "forward_rss_bytes",
-    "saved_bytes",
-)
+    "rss_bytes", "vms_bytes", "allocated_bytes", "reserved_bytes", "forward_rss_bytes", "saved_bytes",
+)  # fmt: skip
 
 
 def to_json(view: View | FilesView) -> dict[str, Any]:
@@ -169,7 +135,8 @@ def _plain(value: Any) -> Any:
 
 
 def _fields(value: Any, *names: str) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in names}
+    """Return some fields or properties of an object, all null without one."""
+    return {name: None if value is None else getattr(value, name) for name in names}
 
 
 def _without(value: Any, *names: str) -> dict[str, Any]:
@@ -246,65 +213,62 @@ def _facts(view: View) -> dict[str, Any]:
 
 def _pulse(rank: RankView) -> dict[str, Any]:
     """Return the pulse in one shape whether the run has one or not: without it every figure is null."""
-    statistics = rank.statistics
-    if statistics is None:
-        durations = dict.fromkeys(("median", "p90", "max", "mean"))
-        empty = {"basis": None, "clock": None, "duration_ns": durations, "breakdown_ns": dict.fromkeys(PHASES)}
-        return {"steps": 0, "used_steps": 0, **empty}
+    found = rank.statistics
     return {
-        **_fields(statistics, "steps", "basis", "breakdown_ns", "clock"),
-        "used_steps": statistics.used,
-        "duration_ns": {name: getattr(statistics, f"{name}_ns") for name in ("median", "p90", "max", "mean")},
+        **_fields(found, "basis", "clock"),
+        "steps": found.steps if found else 0,
+        "used_steps": found.used if found else 0,
+        "duration_ns": {name: getattr(found, f"{name}_ns", None) for name in ("median", "p90", "max", "mean")},
+        "breakdown_ns": found.breakdown_ns if found else dict.fromkeys(PHASES),
     }
 
 
 def _memory(report: MemoryReport) -> dict[str, Any]:
     """Return the lead rank's memory, and under ``ranks`` every rank's peak, functions and step curve."""
-    ranks = [_rank_memory(rank) for rank in report.ranks]
-    return {**_rank_memory(report.lead), "ranks": [{name: rank[name] for name in RANK_MEMORY} for rank in ranks]}
+    return {
+        **_rank_memory(report.lead),
+        **_lead_memory(report.lead),
+        "ranks": [_rank_memory(rank) for rank in report.ranks],
+    }
 
 
 def _rank_memory(memory: RankMemory) -> dict[str, Any]:
-    window, device = peak_allocations(memory) or (None, None)
-    sites = device.sites if device is not None else ()
-    saved = memory.activations
-    rest = sites[MAX_SITES:]
+    peak, saved = memory.peak, memory.activations
     return {
         "rank": memory.rank,
-        **_peak(memory.peak),
-        "activations": None
-        if saved is None
-        else _fields(saved, "window", "step", "total_bytes", "dtypes", "attribution", "uncounted"),
-        "modules": saved.modules if saved else [],
+        **_fields(peak, "source", "moment", "total_bytes"),
+        "peak_bytes": peak.categories if peak else dict.fromkeys(CATEGORIES),
         "unattributed_bytes": saved.unattributed_bytes if saved else None,
+        "functions": {function.name: _function(function) for function in memory.functions},
+        "curve": memory.steps,
+        "reasons": memory.reasons,
+    }
+
+
+def _lead_memory(memory: RankMemory) -> dict[str, Any]:
+    window, device = peak_allocations(memory) or (None, None)
+    sites = device.sites if device is not None else ()
+    peak, saved = memory.peak, memory.activations
+    rest = sites[MAX_SITES:]
+    where = {"window": window, "device": device.device if device is not None else None}
+    details = ("window", "step", "total_bytes", "dtypes", "attribution", "uncounted")
+    return {
+        **_fields(peak, "window", "step", "device"),
+        "unknown": peak.unknown if peak else {},
+        "other_devices": [
+            {**_fields(other, "device", "total_bytes"), "peak_bytes": other.categories}
+            for other in (peak.others if peak else ())
+        ],
+        "activations": _fields(saved, *details) if saved else None,
+        "modules": saved.modules if saved else [],
         "allocations": [
             {"window": allocations.window, **_without(found, "sites")}
             for allocations in memory.allocations
             for found in allocations.devices
         ],
-        "sites": [
-            {**encode(site), "window": window, "device": device.device if device is not None else None}
-            for site in sites[:MAX_SITES]
-        ],
+        "sites": [{**encode(site), **where} for site in sites[:MAX_SITES]],
         "more_sites": {"count": len(rest), "bytes": sum(site.bytes for site in rest)},
-        "functions": {function.name: _function(function) for function in memory.functions},
-        "curve": memory.steps,
         "checkpointing": memory.checkpointing,
-        "reasons": memory.reasons,
-    }
-
-
-def _peak(peak: CategoryPeak | None) -> dict[str, Any]:
-    names = ("source", "moment", "window", "step", "device", "total_bytes")
-    if peak is None:
-        empty = {"peak_bytes": dict.fromkeys(CATEGORIES), "unknown": {}, "other_devices": []}
-        return {**dict.fromkeys(names), **empty}
-    return {
-        **_fields(peak, *names, "unknown"),
-        "peak_bytes": peak.categories,
-        "other_devices": [
-            {**_fields(other, "device", "total_bytes"), "peak_bytes": other.categories} for other in peak.others
-        ],
     }
 
 
@@ -359,18 +323,9 @@ def _callbacks(steps: Sequence[StepEvents]) -> Mapping[str, int]:
 
 def _trace(trace: TraceReport) -> dict[str, Any]:
     """Return a trace; of long lists the first 100 rows, which have the longest times."""
-    rows: Iterable[str] = (
-        "kernels",
-        "collectives",
-        "copies",
-        "synchronizations",
-        "runtime_calls",
-        "profiler_overhead",
-        "operators",
-    )
-    names = ("file", "rank", "world_size", "devices", "start_ns", "end_ns", "events", "gpu_window", "step_window")
+    rows = ("kernels", "collectives", "copies", "synchronizations", "runtime_calls", "profiler_overhead", "operators")
     return {
-        **_fields(trace, *names, "steps", "idle", "missing"),
+        **_without(trace, *rows, "allocator_spans", "recorded_with", "host_operators"),
         **{name: getattr(trace, name)[:MAX_ROWS] for name in rows},
         "device_ledger": _ledger(trace.device_ledger),
     }
