@@ -43,7 +43,6 @@ class NamedSummary:
     rank: int
     name: str
     times: int
-    is_region: bool
     rss_bytes: tuple[int, ...]
     changes_bytes: tuple[int, ...]
     unfinished: int
@@ -77,40 +76,27 @@ def summarize(moments: Sequence[NamedMoment]) -> list[NamedSummary]:
     """Return one summary for each rank and name, snapshots and regions apart, in order of first appearance."""
     groups: dict[tuple[int, str, bool], list[NamedMoment]] = {}
     for moment in moments:
-        groups.setdefault((moment.rank, moment.name, moment.point in (START, END)), []).append(moment)
-    return [_summary(rank, name, group, is_region=region) for (rank, name, region), group in groups.items()]
+        groups.setdefault((moment.rank, moment.name, moment.point in {START, END}), []).append(moment)
+    return [_summary(group) for group in groups.values()]
 
 
-def _summary(rank: int, name: str, moments: Sequence[NamedMoment], *, is_region: bool) -> NamedSummary:
-    if not is_region:
-        sizes = tuple(moment.rss_bytes for moment in moments if moment.rss_bytes is not None)
-        return NamedSummary(
-            rank=rank,
-            name=name,
-            times=len(moments),
-            is_region=is_region,
-            rss_bytes=sizes,
-            changes_bytes=(),
-            unfinished=0,
-        )
+def _summary(moments: Sequence[NamedMoment]) -> NamedSummary:
     # A region inside of one with its own name ends first.
     open_regions: list[NamedMoment] = []
     changes: list[int] = []
-    times = 0
     for moment in moments:
         if moment.point == START:
-            times += 1
             open_regions.append(moment)
-        elif open_regions:
+        elif moment.point == END and open_regions:
             before = open_regions.pop().rss_bytes
             if before is not None and moment.rss_bytes is not None:
                 changes.append(moment.rss_bytes - before)
+    sizes = [moment.rss_bytes for moment in moments if moment.point not in {START, END}]
     return NamedSummary(
-        rank=rank,
-        name=name,
-        times=times,
-        is_region=is_region,
-        rss_bytes=(),
+        rank=moments[0].rank,
+        name=moments[0].name,
+        times=sum(moment.point != END for moment in moments),
+        rss_bytes=tuple(size for size in sizes if size is not None),
         changes_bytes=tuple(changes),
         unfinished=len(open_regions),
     )

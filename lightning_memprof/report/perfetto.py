@@ -43,40 +43,7 @@ _TYPES: Final = {
     ".wasm": "application/wasm",
     ".woff2": "font/woff2",
 }
-# The UI puts the process with the most events first and knows no other order.
 _ORDER_PATH: Final = "order.js"
-_ORDER: Final = b"""'use strict';
-(() => {
-  let ordered = null;
-  async function places(trace, sql) {
-    const found = new Map();
-    const rows = await trace.engine.query(sql);
-    for (const row = rows.iter({}); row.valid(); row.next()) found.set(row.get('uri'), Number(row.get('place')));
-    return found;
-  }
-  function sort(parent, places) {
-    const placed = parent.children.filter(node => places.has(node.uri));
-    placed.sort((one, other) => places.get(one.uri) - places.get(other.uri));
-    for (const node of placed) parent.addChildLast(node);
-  }
-  async function order() {
-    const trace = window.app?.trace;
-    if (!trace?.engine || window.app.isLoadingTrace || ordered === trace) return;
-    ordered = trace;
-    const processes = await places(trace, `select '/process_' || upid as uri, pid as place from process where pid > 0`);
-    // What the merger wrote has the numbers 1 to n in the order that is meant; those of other traces mean nothing.
-    if (Math.max(...processes.values()) !== processes.size) return;
-    const threads = await places(trace, `select '/thread_' || utid as uri, tid as place from thread`);
-    const workspace = trace.currentWorkspace ?? trace.workspace;
-    sort(workspace, processes);
-    for (const node of workspace.children) if (processes.has(node.uri)) sort(node, threads);
-    window.memprofOrdered = trace.traceInfo?.traceTitle ?? true;
-    window.raf?.scheduleFullRedraw?.();
-  }
-  // A newer UI may look different inside: the order is then its own, and the trace opens all the same.
-  setInterval(() => order().catch(error => console.warn('memprof: tracks keep the order of the UI', error)), 300);
-})();
-"""
 _POLICY: Final = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' 'wasm-unsafe-eval'; "
     "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; "
@@ -183,7 +150,7 @@ class _Server(ThreadingHTTPServer):
         """Return type and content of generated responses, None for files sent unchanged."""
         name = path.lstrip("/") or "index.html"
         if name == _ORDER_PATH:
-            return _TYPES[".js"], _ORDER
+            return _TYPES[".js"], Path(__file__).with_name("track_order.js").read_bytes()
         if name == "index.html":
             page = (self.ui / name).read_bytes()
             return _TYPES[".html"], page.replace(b"</head>", b'<script src="/order.js" defer></script></head>', 1)

@@ -1,0 +1,32 @@
+// The UI puts the process with the most events first and knows no other order.
+'use strict';
+(() => {
+  let ordered = null;
+  async function places(trace, sql) {
+    const found = new Map();
+    const rows = await trace.engine.query(sql);
+    for (const row = rows.iter({}); row.valid(); row.next()) found.set(row.get('uri'), Number(row.get('place')));
+    return found;
+  }
+  function sort(parent, places) {
+    const placed = parent.children.filter(node => places.has(node.uri));
+    placed.sort((one, other) => places.get(one.uri) - places.get(other.uri));
+    for (const node of placed) parent.addChildLast(node);
+  }
+  async function order() {
+    const trace = window.app?.trace;
+    if (!trace?.engine || window.app.isLoadingTrace || ordered === trace) return;
+    ordered = trace;
+    const processes = await places(trace, `select '/process_' || upid as uri, pid as place from process where pid > 0`);
+    // What the merger wrote has the numbers 1 to n in the order that is meant; those of other traces mean nothing.
+    if (Math.max(...processes.values()) !== processes.size) return;
+    const threads = await places(trace, `select '/thread_' || utid as uri, tid as place from thread`);
+    const workspace = trace.currentWorkspace ?? trace.workspace;
+    sort(workspace, processes);
+    for (const node of workspace.children) if (processes.has(node.uri)) sort(node, threads);
+    window.memprofOrdered = trace.traceInfo?.traceTitle ?? true;
+    window.raf?.scheduleFullRedraw?.();
+  }
+  // A newer UI may look different inside: the order is then its own, and the trace opens all the same.
+  setInterval(() => order().catch(error => console.warn('memprof: tracks keep the order of the UI', error)), 300);
+})();
