@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
-__all__ = ["AT_ONCE_US", "GIB", "KIB", "MIB", "format_bytes", "format_count", "format_ns", "nanoseconds", "percent"]
+__all__ = [
+    "AT_ONCE_US",
+    "GIB",
+    "KIB",
+    "MIB",
+    "format_bytes",
+    "format_count",
+    "format_list",
+    "format_ns",
+    "nanoseconds",
+    "percent",
+]
 
 KIB: Final = 1024
 MIB: Final = 1024**2
@@ -39,6 +51,12 @@ def format_bytes(n: float) -> str:
 def format_count(number: int, noun: str) -> str:
     """Write a count with its noun, in the singular or the plural: ``"1 event"``, ``"12,345 events"``."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def format_list(items: Sequence[object], most: int) -> str:
+    """Write the first items of a list and count the others: ``"1, 2 and 3 more"``."""
+    more = f" and {len(items) - most:,} more" if len(items) > most else ""
+    return ", ".join(map(str, items[:most])) + more
 
 
 def format_ns(ns: float) -> str:

@@ -19,6 +19,7 @@ from lightning_memprof.artifacts.remote import is_url
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.report.files_view import FileReports, FilesView, files_view, read_files
 from lightning_memprof.report.view import View, run_view
+from lightning_memprof.units import format_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -92,7 +93,7 @@ def _led_by(run: Run, rank: int | None) -> Run:
         return run
     ranks = sorted(run.ranks, key=lambda candidate: candidate.rank != rank)
     if ranks[0].rank != rank:
-        there = _listed([rank.rank for rank in run.ranks])
+        there = format_list([rank.rank for rank in run.ranks], MAX_LISTED)
         raise ArtifactError(f"--rank {rank}: the run has no such rank; there are {there}")
     return replace(run, ranks=tuple(ranks))
 
@@ -102,7 +103,7 @@ def _of_window(run: Run, window: int | None) -> Run:
         return run
     there = sorted({candidate.index for rank in run.ranks for candidate in rank.windows})
     if window not in there:
-        what = f"there are {_listed(there)}" if there else "it recorded none"
+        what = f"there are {format_list(there, MAX_LISTED)}" if there else "it recorded none"
         raise ArtifactError(f"--window {window}: the run has no such window; {what}")
     ranks = (
         replace(rank, windows=tuple(candidate for candidate in rank.windows if candidate.index == window))
@@ -150,16 +151,10 @@ def _with_files(run: Run, max_bytes: int, progress: Callable[[Path, int, int], N
 
 def _not_analysed(left_out: Sequence[ArtifactFile], count: int, url: str | None) -> str:
     """Name the files that were too large, and the command that analyses one of them."""
-    named = ", ".join(artifact.path for artifact in left_out[:MAX_NAMED])
-    more = f" and {len(left_out) - MAX_NAMED} more" if len(left_out) > MAX_NAMED else ""
+    named = format_list([artifact.path for artifact in left_out], MAX_NAMED)
     where = left_out[0].path if url is not None else str(left_out[0].file.absolute())
     command = f"lightning-memprof report {shlex.quote(where)} -o trace.html"
     return (
-        f"{len(left_out)} of {count} traces and snapshots are large and were not analysed: {named}{more}; "
+        f"{len(left_out)} of {count} traces and snapshots are large and were not analysed: {named}; "
         f"to analyse one: {command}"
     )
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    more = f" and {len(numbers) - MAX_LISTED} more" if len(numbers) > MAX_LISTED else ""
-    return ", ".join(map(str, numbers[:MAX_LISTED])) + more

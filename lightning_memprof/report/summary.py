@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TextIO
 
 from lightning_memprof.errors import ReportError
-from lightning_memprof.units import MIB
+from lightning_memprof.units import MIB, format_list
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -82,10 +82,10 @@ def without_unfinished(run: Run) -> Run:
     from lightning_memprof.analysis.run.problems import Note
 
     finished = tuple(rank for rank in run.ranks if rank.status != "running or killed")
-    late = [str(rank.rank) for rank in run.ranks if rank not in finished]
+    late = [rank.rank for rank in run.ranks if rank not in finished]
     if not finished or not late:
         return run
-    shown = ", ".join(late[:MAX_NAMED]) + (", ..." if len(late) > MAX_NAMED else "")
+    shown = format_list(late, MAX_NAMED)
     named = f"rank {shown} was" if len(late) == 1 else f"ranks {shown} were"
     message = f"{named} still writing when this page was made and left out: lightning-memprof show has the whole run"
     return replace(run, ranks=finished, notes=(*run.notes, Note(finished[0].rank, "run", message)))

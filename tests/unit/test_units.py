@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_memprof.units import AT_ONCE_US, format_count, nanoseconds
+from lightning_memprof.units import AT_ONCE_US, format_count, format_list, nanoseconds
 
 
 @given(st.integers(-(2**43) * 1000, 2**43 * 1000))
@@ -17,6 +17,11 @@ def test_microseconds_with_three_decimals_keep_each_nanosecond(ns: int) -> None:
 @example(int(AT_ONCE_US) * 1000 - 1)
 def test_below_its_bound_a_time_may_be_multiplied_at_once(ns: int) -> None:
     assert round(ns / 1000 * 1000) == nanoseconds(ns / 1000) == ns
+
+
+def test_a_long_list_is_cut_and_counted() -> None:
+    assert format_list([1, 2], 2) == "1, 2"
+    assert format_list([1, 2, 3], 2) == "1, 2 and 1 more"
 
 
 def test_one_of_something_has_no_s() -> None:

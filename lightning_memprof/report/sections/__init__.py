@@ -43,6 +43,7 @@ from lightning_memprof.report.sections.snapshots import reserved_stack, snapshot
 from lightning_memprof.report.sections.steps import steps_section
 from lightning_memprof.report.sections.tables import Field, grid
 from lightning_memprof.report.sections.traces import busy_share, device_stack, traces_section
+from lightning_memprof.units import format_count, format_list
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -127,7 +128,7 @@ def _about(view: View) -> Words:
         text_of(view.training, "precision"),
         f"on {device}" + (f" with {strategy}" if strategy else ""),
         f"{len(view.ranks)} ranks" if len(view.ranks) > 1 else None,
-        f"{view.lead.steps} step{'s' * (view.lead.steps != 1)}",
+        format_count(view.lead.steps, "step"),
     ]
     known = [part for part in parts if part]
     joined: list[str | Cell] = [known[0]]
@@ -157,8 +158,7 @@ def _incomplete(view: View) -> str:
 
 def _ranks(state: str, ranks: list[int]) -> Iterator[str]:
     if ranks:
-        rest = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
-        yield f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:MAX_NAMED]))}{rest} {state}"
+        yield f"rank{'s' * (len(ranks) > 1)} {format_list(ranks, MAX_NAMED)} {state}"
 
 
 def files_document(view: FilesView) -> Document:
@@ -168,7 +168,7 @@ def files_document(view: FilesView) -> Document:
     sections = [section for section in found if section is not None]
     names = [path.name for path in view.sizes]
     counted = [
-        f"{number} {name}{'s' * (number > 1)}"
+        format_count(number, name)
         for number, name in ((len(view.traces), "trace"), (len(view.snapshots), "snapshot"))
         if number
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.memory.activations import patterns
@@ -11,12 +10,12 @@ from lightning_memprof.report.sections.memory import MAX_ROWS
 from lightning_memprof.report.sections.tables import Field, filled, grid
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from lightning_memprof.analysis.memory.report import Activations, ModuleBytes
     from lightning_memprof.report.view import View
 
-__all__ = ["ModuleSums", "module_sums", "modules_section"]
+__all__ = ["modules_section"]
 
 MAX_MODULES: Final = 1000
 ROOT: Final = "(the model)"
@@ -43,52 +42,39 @@ def modules_section(view: View) -> Section:
     return Section("modules", "Modules", lead, parts)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModuleSums:
-    """The sums of modules that are alike; None where one of them is not known."""
-
-    name: str
-    self_bytes: int
-    total_bytes: int
-    parameter_bytes: int | None
-    gradient_bytes: int | None
-    calls: int
-
-
-def module_sums(saved: Activations) -> list[ModuleSums]:
-    """Return the modules, repeated blocks as one, the largest total first."""
+def _alike(saved: Activations) -> list[tuple[str, list[ModuleBytes]]]:
+    """Return the modules by name, repeated blocks together, the largest total first."""
     shared = patterns((module.name for module in saved.modules), saved.parameters)
     groups: dict[str, list[ModuleBytes]] = {}
     for module in saved.modules:
-        groups.setdefault(shared[module.name], []).append(module)
-    sums = [
-        ModuleSums(
-            name=name or ROOT,
-            self_bytes=sum(module.own_activation_bytes for module in alike),
-            total_bytes=sum(module.inclusive_activation_bytes for module in alike),
-            parameter_bytes=_sum([module.parameter_bytes for module in alike]),
-            gradient_bytes=_sum([module.gradient_bytes for module in alike]),
-            calls=sum(module.calls for module in alike),
-        )
-        for name, alike in groups.items()
-    ]
-    return sorted(sums, key=lambda found: (-found.total_bytes, -found.self_bytes, found.name))
+        groups.setdefault(shared[module.name] or ROOT, []).append(module)
+    return sorted(groups.items(), key=lambda row: (-_total(row[1]), -_self(row[1]), row[0]))
 
 
-def _sum(sizes: Sequence[int | None]) -> int | None:
-    known = [known for known in sizes if known is not None]
-    return sum(known) if len(known) == len(sizes) else None
+def _self(alike: Sequence[ModuleBytes]) -> int:
+    return sum(module.own_activation_bytes for module in alike)
+
+
+def _total(alike: Sequence[ModuleBytes]) -> int:
+    return sum(module.inclusive_activation_bytes for module in alike)
+
+
+def _sum(sizes: Iterable[int | None]) -> int | None:
+    """Return a sum, None where a part is not known."""
+    found = list(sizes)
+    known = [part for part in found if part is not None]
+    return sum(known) if len(known) == len(found) else None
 
 
 def _module_patterns(saved: Activations) -> Table:
     columns, rows = grid(
-        module_sums(saved)[:MAX_ROWS],
-        Field("module", "code", lambda module: module.name),
-        Field("self", "bytes", lambda module: module.self_bytes),
-        Field("total", "bytes", lambda module: module.total_bytes, bar=True),
-        Field("parameters", "bytes", lambda module: module.parameter_bytes, priority=1),
-        Field("gradients", "bytes", lambda module: module.gradient_bytes, priority=2),
-        Field("count", "count", lambda module: module.calls or None, priority=3),
+        _alike(saved)[:MAX_ROWS],
+        Field("module", "code", lambda row: row[0]),
+        Field("self", "bytes", lambda row: _self(row[1])),
+        Field("total", "bytes", lambda row: _total(row[1]), bar=True),
+        Field("parameters", "bytes", lambda row: _sum(module.parameter_bytes for module in row[1]), priority=1),
+        Field("gradients", "bytes", lambda row: _sum(module.gradient_bytes for module in row[1]), priority=2),
+        Field("count", "count", lambda row: sum(module.calls for module in row[1]) or None, priority=3),
     )
     footer = [filled(columns, text("unattributed"), size(saved.unattributed_bytes))]
     return Table("modules-alike", "Saved activations by module, repeated blocks together", columns, rows, footer)

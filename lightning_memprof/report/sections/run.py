@@ -30,6 +30,7 @@ from lightning_memprof.report.document import (
 )
 from lightning_memprof.report.sections.labels import MORE, file_command, place
 from lightning_memprof.report.sections.tables import Field, grid, ranked, ratio
+from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.run.model import ArtifactFile
@@ -131,8 +132,9 @@ def _collected(view: View, collector: str) -> Words:
     failed = ", disabled after an error" * any(error.collector == collector for error in view.run.errors)
     if not files:
         return f"no file{failed}"
-    words = f"{len(files)} file{'s' * (len(files) != 1)}, {{}}{failed}"
-    return phrase(words, size(sum(file.size_bytes or 0 for file in files)))
+    return phrase(
+        f"{format_count(len(files), 'file')}, {{}}{failed}", size(sum(file.size_bytes or 0 for file in files))
+    )
 
 
 def file_ids(view: View) -> dict[str, str]:

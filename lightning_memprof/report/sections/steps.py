@@ -29,6 +29,7 @@ from lightning_memprof.report.document import (
 )
 from lightning_memprof.report.sections.labels import MORE, PEAKS, bars, called, span
 from lightning_memprof.report.sections.tables import Field, grid, ranked, rest
+from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -126,7 +127,7 @@ def _columns(view: View) -> tuple[list[StepColumn], list[str]]:
         columns.append(
             StepColumn(
                 title="whole run",
-                subtitle=f"mean of {pulse.used} step{'s' * (pulse.used != 1)}",
+                subtitle=f"mean of {format_count(pulse.used, 'step')}",
                 duration_ns=pulse.mean_ns,
                 breakdown_ns=pulse.breakdown_ns,
                 host=lead.host,
