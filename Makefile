@@ -11,6 +11,7 @@
 #   make torture    every fault at every moment of a training           (half an hour; ARGS=--quick)
 #   make power-cut  a crash between any two file operations             (minutes)
 #   make soak       20,000 steps, one window every 100                  (ten minutes)
+#   make verdicts   score the page on trainings with one known fault each  (ten minutes)
 #   make compatibility  versions, strategies and kinds of training      (half an hour)
 #   make test-gpu   the tests that need a GPU
 #   make fuzz       the file readers, ten minutes each                  (ARGS=--quick)
@@ -41,7 +42,7 @@ PARALLEL = --numprocesses $$($(BIN)/python -c 'import os; print(os.cpu_count() +
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo check test-fast test lint docs bench torture power-cut soak fuzz audit clean compatibility test-gpu
+.PHONY: help demo check test-fast test lint docs bench torture power-cut soak fuzz audit clean compatibility test-gpu verdicts
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -87,6 +88,9 @@ power-cut: $(VENV)/wheel.stamp $(VENV)/test.deps
 
 soak: $(VENV)/wheel.stamp $(VENV)/test.deps
 	$(BIN)/python tests/torture/soak.py $(ARGS)
+
+verdicts: $(VENV)/wheel.stamp $(VENV)/test.deps
+	$(BIN)/python tests/verdicts/run.py $(ARGS)
 
 compatibility: $(VENV)/wheel.stamp $(VENV)/test.deps
 	$(BIN)/python tests/compatibility/run.py $(ARGS)

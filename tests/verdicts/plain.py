@@ -1,0 +1,177 @@
+"""What the training scripts share: synthetic data, a classifier, a small language model and the command line.
+
+A script calls :func:`main` with its trainings; ``python faults/data.py slow_decode --healthy`` runs one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+WIDTH = 512
+BATCH = 256
+CLASSES = 10
+STEPS = 60
+
+
+def main(trainings: Mapping[str, Callable[[bool], None]]) -> None:
+    """Run the training that the command line names: with its fault, or healthy."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name", choices=trainings)
+    parser.add_argument("--healthy", action="store_true")
+    options = parser.parse_args()
+    lightning.seed_everything(0, verbose=False)
+    trainings[options.name](not options.healthy)
+
+
+def fit(
+    model: lightning.LightningModule,
+    training: DataLoader,
+    validation: DataLoader | None = None,
+    *,
+    steps: int = STEPS,
+    **options: Any,
+) -> None:
+    settings: dict[str, Any] = {
+        "accelerator": "cpu",
+        "max_epochs": -1,
+        "max_steps": steps,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    lightning.Trainer(**settings | options).fit(model, training, validation)
+
+
+class Vectors(Dataset[tuple[Tensor, int]]):
+    """Labeled vectors of ``WIDTH`` floats, in memory."""
+
+    def __init__(self, batches: int = STEPS, batch: int = BATCH) -> None:
+        self.features = torch.randn(batches * batch, WIDTH)
+        self.labels = torch.randint(CLASSES, (batches * batch,)).tolist()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.features[index], self.labels[index]
+
+
+class Residual(nn.Module):
+    """Two linear layers and a skip connection."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.expand = nn.Linear(width, 4 * width)
+        self.reduce = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.reduce(functional.gelu(self.expand(self.norm(x))))
+        return x + hidden
+
+
+class Classifier(lightning.LightningModule):
+    """A residual network over vectors of ``width`` floats."""
+
+    def __init__(self, width: int = WIDTH, depth: int = 3, classes: int = CLASSES) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Residual(width) for _ in range(depth)))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.blocks(x))
+        return logits
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        features, labels = batch
+        loss = functional.cross_entropy(self(features), labels)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Tokens(Dataset[Tensor]):
+    """Sequences of ``length`` token numbers."""
+
+    def __init__(self, samples: int, length: int, vocabulary: int = 1000) -> None:
+        self.tokens = torch.randint(1, vocabulary, (samples, length))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.tokens[index]
+
+
+class Attention(nn.Module):
+    """Causal self-attention with torch's fused kernel. Input and output: batch x length x width."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.project = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        shape = (batch, length, self.heads, width // self.heads)
+        query, key, value = (part.view(shape).transpose(1, 2) for part in self.project(x).chunk(3, dim=-1))
+        mixed = self.mix(query, key, value).transpose(1, 2).reshape(batch, length, width)
+        projected: Tensor = self.out(mixed)
+        return projected
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class Layer(nn.Module):
+    """A transformer layer."""
+
+    def __init__(self, attention: nn.Module, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attention = attention
+        self.feedforward = Residual(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.feedforward(x + self.attention(self.norm(x)))
+        return hidden
+
+
+class LanguageModel(lightning.LightningModule):
+    """Predicts the next token; token 0 is padding. A batch has the shape batch x length."""
+
+    def __init__(self, layers: int = 2, width: int = 128, heads: int = 4, vocabulary: int = 1000) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(Layer(self.attention(width, heads), width) for _ in range(layers))
+        self.head = nn.Linear(width, vocabulary)
+
+    def attention(self, width: int, heads: int) -> nn.Module:
+        return Attention(width, heads)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        logits = self(batch[:, :-1])
+        loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), ignore_index=0)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)

@@ -1,0 +1,204 @@
+"""Score the first line and the first next step on real trainings with one known fault each.
+
+    python tests/verdicts/run.py                     the faults that rules may be developed with
+    python tests/verdicts/run.py --set holdout       the faults that nobody may look at before a release
+    python tests/verdicts/run.py --only padding --repeat 3 --loaded
+
+Each training runs as ``lightning-memprof run SCRIPT`` with defaults: once with its fault, once healthy. Writes
+``build/verdicts.json``. The exit code is 1 if a training fails, the aims are missed or a healthy twin is accused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Final
+
+sys.path.append(str(Path(__file__).resolve().parent))
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from scoring import CAUSE_AIM, NEXT_AIM, SETS, Expected, accusations, expected_of, page_of, score, share, squeezed
+
+HERE: Final = Path(__file__).resolve().parent
+RESULTS: Final = HERE.parents[1] / "build" / "verdicts.json"
+COMMAND: Final = Path(sys.executable).parent / "lightning-memprof"
+LIMIT_S: Final = 600
+# Two threads that spin while they wait make a step ten times as long where another process has a core.
+ENVIRONMENT: Final = {"OMP_WAIT_POLICY": "passive", "COLUMNS": "200"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training: its fault, its folder, and whether it is the healthy twin."""
+
+    expected: Expected
+    folder: str
+    healthy: bool
+    repeat: int
+
+
+@dataclass(kw_only=True)
+class Result:
+    """What one training's page says. Points are -1 where they do not apply."""
+
+    name: str
+    domain: str
+    healthy: bool
+    repeat: int
+    seconds: float = 0.0
+    sentence: str = ""
+    next_step: str = ""
+    findings: list[str] = field(default_factory=list)
+    cause: int = -1
+    fix: int = -1
+    accused: list[str] = field(default_factory=list)
+    error: str = ""
+
+
+def main() -> int:
+    options = parse()
+    cases = [
+        Case(expected, folder, healthy, repeat)
+        for folder in (SETS if options.set == "all" else (options.set,))
+        for expected in expected_of(folder)
+        if not options.only or any(text in expected.name for text in options.only)
+        for repeat in range(options.repeat)
+        for healthy in (False, True)
+    ]
+    with busy_core() if options.loaded else contextlib.nullcontext():
+        results = run_all(cases, options.jobs)
+    console = Console()
+    console.print(table_of(results))
+    passed = report(results, console)
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    options.results.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+    console.print(f"Pages and points: {options.results}", soft_wrap=True)
+    return 0 if passed else 1
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--set", choices=(*SETS, "all"), default="faults", help="default: faults")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="trainings whose name contains a text")
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="run each training N times")
+    parser.add_argument("--loaded", action="store_true", help="keep one core busy with another process")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="trainings at the same time; default 1")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help=f"default: {RESULTS}")
+    return parser.parse_args()
+
+
+@contextlib.contextmanager
+def busy_core() -> Iterator[None]:
+    """Keep another process busy meanwhile."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def run_all(cases: Sequence[Case], jobs: int) -> list[Result]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with (
+        Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress,
+        ThreadPoolExecutor(jobs) as pool,
+    ):
+        task = progress.add_task("trainings", total=len(cases))
+        pending = {pool.submit(run_case, case): index for index, case in enumerate(cases)}
+        results: dict[int, Result] = {}
+        for future in as_completed(pending):
+            results[pending[future]] = result = future.result()
+            progress.update(task, advance=1, description=result.name)
+    return [results[index] for index in sorted(results)]
+
+
+def run_case(case: Case) -> Result:
+    """Run one training in an empty directory and read its page. A failure is the result's error."""
+    expected = case.expected
+    result = Result(name=expected.name, domain=expected.domain, healthy=case.healthy, repeat=case.repeat)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="verdicts-") as directory:
+        try:
+            read_page(case, Path(directory), result)
+        except (OSError, ValueError, LookupError, subprocess.SubprocessError) as error:
+            result.error = f"{type(error).__name__}: {error}"
+    result.seconds = round(time.monotonic() - began, 1)
+    return result
+
+
+def read_page(case: Case, directory: Path, result: Result) -> None:
+    script = HERE / case.folder / case.expected.script
+    command("run", str(script), case.expected.name, *(["--healthy"] if case.healthy else []), directory=directory)
+    runs = sorted(directory.rglob("memprofiler"))
+    if len(runs) != 1:
+        raise LookupError(f"{len(runs)} runs instead of 1")
+    page = page_of(json.loads(command("show", str(runs[0]), "--format", "json", directory=directory)))
+    shown = command("show", str(runs[0]), directory=directory)
+    if squeezed(page.sentence) not in squeezed(shown):
+        raise ValueError(f"the terminal page lacks the verdict {page.sentence!r}")
+    result.sentence, result.next_step, result.findings = page.sentence, page.next_step, list(page.findings)
+    if case.healthy:
+        result.accused = accusations(case.expected, page)
+    else:
+        points = score(case.expected, page)
+        result.cause, result.fix = points.cause, points.fix
+
+
+def command(*arguments: str, directory: Path) -> str:
+    """Run the command line in a directory and give its standard output; raise with its last lines if it fails."""
+    ended = subprocess.run(
+        [str(COMMAND), *arguments],
+        cwd=directory,
+        env=os.environ | ENVIRONMENT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    if ended.returncode:
+        raise ValueError(f"{arguments[0]} ended with {ended.returncode}: {ended.stderr[-600:]}")
+    return ended.stdout
+
+
+def table_of(results: Sequence[Result]) -> Table:
+    table = Table("training", "s", "cause", "next", "first line · next step", title="Verdicts", show_lines=True)
+    for result in results:
+        name = f"{result.name}{' (healthy)' if result.healthy else ''}"
+        text = result.error or f"{result.sentence}\n→ {result.next_step}"
+        if result.healthy and not result.error:
+            text = "\n".join(["ACCUSED: " + line for line in result.accused] or [f"not accused: {result.sentence}"])
+        points = ["" if value < 0 else str(value) for value in (result.cause, result.fix)]
+        table.add_row(name, f"{result.seconds:.0f}", *points, escape(text))
+    return table
+
+
+def report(results: Sequence[Result], console: Console) -> bool:
+    """Print the scores and return whether all aims are met."""
+    faults = [result for result in results if not result.healthy and not result.error]
+    cause, fix = share(result.cause for result in faults), share(result.fix for result in faults)
+    accused = sum(bool(result.accused) for result in results)
+    errors = sum(bool(result.error) for result in results)
+    console.print(
+        f"Cause {cause:.0%} (aim {CAUSE_AIM:.0%}), next step {fix:.0%} (aim {NEXT_AIM:.0%}), of {len(faults)} faults; "
+        f"healthy twins accused: {accused}; failed to run: {errors}",
+        highlight=False,
+    )
+    return cause >= CAUSE_AIM and fix >= NEXT_AIM and not accused and not errors
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

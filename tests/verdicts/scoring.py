@@ -1,0 +1,113 @@
+"""How a page is scored against the fault that a training has. Reads neither the training nor the rules."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+HERE: Final = Path(__file__).resolve().parent
+SETS: Final = ("faults", "holdout")
+CAUSE_AIM: Final = 0.90
+NEXT_AIM: Final = 0.85
+FULL: Final = 2
+PARTIAL: Final = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What a fair page says about a training with one fault. All patterns ignore case.
+
+    Attributes:
+        name: the training in its script.
+        script: the script's file name; its stem is the domain.
+        cause: patterns of which one must be in the first line: the cause, 2 points.
+        near: patterns that name only the cause's surroundings: 1 point.
+        fix: patterns of which one must be in the first next step: 2 points.
+        near_fix: patterns of a step that leads to the fix or removes part of the cost: 1 point.
+        accuse: patterns that no finding of the healthy twin may match; default: ``cause`` and ``near``.
+
+    """
+
+    name: str
+    script: str
+    cause: tuple[str, ...]
+    fix: tuple[str, ...]
+    near: tuple[str, ...] = ()
+    near_fix: tuple[str, ...] = ()
+    accuse: tuple[str, ...] = ()
+
+    @property
+    def domain(self) -> str:
+        return self.script.removesuffix(".py")
+
+
+@dataclass(frozen=True)
+class Page:
+    """The first line, the first next step, and the sentences of all findings that report a problem."""
+
+    sentence: str
+    next_step: str
+    findings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Score:
+    """0 to 2 points for the cause and for the next step."""
+
+    cause: int
+    fix: int
+
+
+def page_of(shown: Mapping[str, Any]) -> Page:
+    """Read the JSON object of ``lightning-memprof show RUN --format json``."""
+    verdict = shown["verdict"]
+    findings = tuple(row["sentence"] for row in shown["findings"] if row["severity"] != "none")
+    return Page(verdict["sentence"], verdict["next"] or "", findings)
+
+
+def score(expected: Expected, page: Page) -> Score:
+    return Score(
+        points(page.sentence, expected.cause, expected.near), points(page.next_step, expected.fix, expected.near_fix)
+    )
+
+
+def points(text: str, full: Iterable[str], partial: Iterable[str]) -> int:
+    if matches(text, full):
+        return FULL
+    return PARTIAL if matches(text, partial) else 0
+
+
+def accusations(expected: Expected, page: Page) -> list[str]:
+    """Give the findings of a healthy twin that claim the fault it does not have."""
+    patterns = expected.accuse or expected.cause + expected.near
+    return [sentence for sentence in page.findings if matches(sentence, patterns)]
+
+
+def matches(text: str, patterns: Iterable[str]) -> bool:
+    return any(re.search(pattern, text, re.IGNORECASE) for pattern in patterns)
+
+
+def share(scores: Iterable[int]) -> float:
+    """Give the share of the reachable points, 0 without any score."""
+    found = list(scores)
+    return sum(found) / (FULL * len(found)) if found else 0.0
+
+
+def squeezed(text: str) -> str:
+    """Give the text without white space: a page wraps its lines."""
+    return "".join(text.split())
+
+
+def expected_of(folder: str) -> Sequence[Expected]:
+    """Give the table of a folder, from its ``expected.py``."""
+    spec = importlib.util.spec_from_file_location(f"expected_{folder}", HERE / folder / "expected.py")
+    if spec is None or spec.loader is None:
+        raise ImportError(folder)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: Sequence[Expected] = module.EXPECTED
+    return found

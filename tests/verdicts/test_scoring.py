@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE))
+
+from scoring import (  # noqa: E402 - its folder comes first
+    SETS,
+    Expected,
+    Page,
+    Score,
+    accusations,
+    expected_of,
+    page_of,
+    score,
+    share,
+    squeezed,
+)
+
+PADDING = Expected(
+    name="padding",
+    script="data.py",
+    cause=(r"padd(ed|ing)",),
+    near=(r"input",),
+    fix=(r"bucket",),
+    near_fix=(r"collate",),
+)
+
+
+@pytest.mark.parametrize(
+    ("sentence", "next_step", "expected"),
+    [
+        ("Padding is 61% of each batch.", "Bucket samples by length.", Score(2, 2)),
+        ("Input-bound: 40% of each step.", "Use another collate_fn.", Score(1, 1)),
+        ("Compute-bound: 71% of each step.", "Open the timeline.", Score(0, 0)),
+        ("Padding is 61% of each batch.", "", Score(2, 0)),
+    ],
+)
+def test_a_page_gets_full_points_for_the_cause_and_half_for_its_surroundings(sentence, next_step, expected):
+    assert score(PADDING, Page(sentence, next_step, ())) == expected
+
+
+def test_a_twin_is_accused_by_any_finding_that_names_the_fault_and_by_no_other():
+    page = Page("Compute-bound: 71%.", "", ("Compute-bound: 71%.", "18% of each batch is padding."))
+    assert accusations(PADDING, page) == ["18% of each batch is padding."]
+
+
+def test_accusations_can_be_narrower_than_the_causes():
+    expected = Expected(name="a", script="b.py", cause=(r"hook",), fix=(r"hook",), accuse=(r"forward hook",))
+    page = Page("", "", ("The hook on_train_batch_end takes 20%.",))
+    assert accusations(expected, page) == []
+
+
+def test_a_page_is_read_from_the_json_of_show_without_findings_that_report_no_problem():
+    shown = {
+        "verdict": {"sentence": "a", "next": None},
+        "findings": [{"severity": "none", "sentence": "a"}, {"severity": "info", "sentence": "b"}],
+    }
+    assert page_of(shown) == Page("a", "", ("b",))
+
+
+def test_the_share_of_points_is_out_of_two_for_each_training():
+    assert share([2, 1, 0]) == 0.5
+    assert share([]) == 0
+
+
+def test_a_wrapped_page_has_its_verdict():
+    assert squeezed("the verdict") in squeezed("verdict   the\n      verdict")
+
+
+@pytest.mark.parametrize("folder", SETS)
+def test_each_training_is_in_its_script_and_has_patterns_that_compile(folder):
+    table = expected_of(folder)
+    assert len({expected.name for expected in table}) == len(table)
+    for expected in table:
+        source = (HERE / folder / expected.script).read_text(encoding="utf-8")
+        assert f"def {expected.name}(fault: bool)" in source
+        assert f'"{expected.name}": {expected.name},' in source
+        assert expected.cause
+        assert expected.fix
+        for pattern in expected.cause + expected.near + expected.fix + expected.near_fix + expected.accuse:
+            re.compile(pattern)
