@@ -138,7 +138,7 @@ class StepRecord(NamedTuple):
     phases_ns: tuple[int, ...]
     moments: list[tuple[int, Any, int]] | None
     usual: bool = True
-    actions: Sequence[tuple[int, int, int]] = ()
+    actions: tuple[Sequence[int], Sequence[int]] = ((), ())
 
 
 OnStep = Callable[[StepRecord], None]

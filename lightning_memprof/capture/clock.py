@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import gc
 from contextlib import contextmanager
-from itertools import compress
 from threading import get_ident
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
-from torch._C._dynamo.eval_frame import set_eval_frame
 
 from lightning_memprof.artifacts.series import GC_PAUSE, PHASES, UNTRACKED
 
@@ -31,15 +29,14 @@ class StepTimes(NamedTuple):
     Attributes:
         end_ns: reading of ``time.perf_counter_ns``.
         phases_ns: self time by phase; the sum is the step's duration.
-        actions: ``(slot, self time in nanoseconds, number of entries)`` of each action that ran; the self times sum to
-            the step's duration.
+        actions: self time in nanoseconds by slot, whose sum is the step's duration, and number of entries by slot.
         moments: the device timestamps, see :class:`lightning_memprof.capture.base.StepRecord`.
 
     """
 
     end_ns: int
     phases_ns: tuple[int, ...]
-    actions: list[tuple[int, int, int]]
+    actions: tuple[list[int], list[int]]
     moments: list[tuple[int, Any, int]] | None
 
 
@@ -64,8 +61,9 @@ class StepClock:
         self._timer = timer
         self._slots: dict[tuple[str, int], int] = {}
         self._phase_of: list[int] = []
-        self._spent: list[int] = []
-        self._entries: list[int] = []
+        # Between two steps both are one list that nobody reads.
+        self._idle: list[int] = []
+        self._spent = self._entries = self._idle
         self._stack: list[int] = []
         self._current = self.slot(UNTRACKED, _OTHER)
         self._last = 0
@@ -85,8 +83,8 @@ class StepClock:
             slot = self._slots[action, phase] = len(self.actions)
             self.actions.append((action, phase))
             self._phase_of.append(phase)
-            self._spent.append(0)
-            self._entries.append(0)
+            for counts in (self._idle, self._spent, self._entries):
+                counts.append(0)
         return slot
 
     def enter(self, slot: int) -> None:
@@ -116,9 +114,16 @@ class StepClock:
         if self._timer is not None:
             self._switch_device(self._timer)
 
+    def interrupt(self, action: str, ns: int) -> None:
+        """Count time that ended now for an action that interrupted the current one, in its phase."""
+        slot = self.slot(action, self._phase_of[self._current])
+        self._spent[slot] += ns
+        self._entries[slot] += 1
+        self._last += ns
+
     def start(self) -> None:
         """Begin a step now, outside all actions."""
-        # A GC pause in this method is an action too: it must find no half of the new step.
+        # A GC pause may interrupt this method: it must find no half of the new step.
         spent, entries = [0] * len(self.actions), [0] * len(self.actions)
         entries[0] = 1
         self._stack.clear()
@@ -144,23 +149,20 @@ class StepClock:
 
     def stop(self) -> StepTimes:
         """End the step now; return its times."""
-        unused = [0] * len(self.actions), [0] * len(self.actions)
         now = perf_counter_ns()
         spent, entries = self._spent, self._entries
         spent[self._current] += now - self._last
         self._last = now
-        self._spent, self._entries = unused
+        self._spent = self._entries = self._idle
         moments = None
         if self._timer is not None:
             self._moments.append((_OTHER, self._timer.record(), 0))
             moments, self._moments = self._moments, []
         phases = [0] * len(PHASES)
-        actions = []
-        for slot in compress(range(len(entries)), entries):
-            ns = spent[slot]
-            phases[self._phase_of[slot]] += ns
-            actions.append((slot, ns, entries[slot]))
-        return StepTimes(now, tuple(phases), actions, moments)
+        for phase, ns in zip(self._phase_of, spent, strict=False):
+            if ns:
+                phases[phase] += ns
+        return StepTimes(now, tuple(phases), (spent, entries), moments)
 
     def _switch_device(self, timer: DeviceTimer) -> None:
         """Record a timestamp if the innermost phase that has them is another one now."""
@@ -177,26 +179,19 @@ class StepClock:
 
 @contextmanager
 def gc_pauses(clock: StepClock) -> Iterator[None]:
-    """Time the pauses of Python's garbage collector in this thread as actions, in the phase that they interrupt."""
+    """Count the pauses of Python's garbage collector in this thread as an action, in the phase that they interrupt."""
     thread = get_ident()
-    is_paused = False
-    # A collection must not create a slot: it may run while the clock computes the times of a step.
-    for phase in range(len(PHASES)):
-        clock.slot(GC_PAUSE, phase)
+    began = 0
 
     def on_collection(phase: str, _: dict[str, int]) -> None:
-        nonlocal is_paused
+        nonlocal began
         if get_ident() != thread:
             return
-        # Inside a compiled call torch would compile the code here.
-        compiling = set_eval_frame(None)
         if phase == "start":
-            is_paused = True
-            clock.enter_within(GC_PAUSE)
-        elif is_paused:
-            is_paused = False
-            clock.leave()
-        set_eval_frame(compiling)
+            began = perf_counter_ns()
+        elif began:
+            clock.interrupt(GC_PAUSE, perf_counter_ns() - began)
+            began = 0
 
     gc.callbacks.append(on_collection)
     try:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+import threading
 import time
 from types import SimpleNamespace
 from unittest import mock
@@ -9,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fake_devices import FakeCuda, FakeTimer
-from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS
+from lightning_memprof.artifacts.series import GC_PAUSE, PHASES, PULSE_COLUMNS, UNTRACKED
 from lightning_memprof.capture.base import StepRecord, unix_offset_ns
-from lightning_memprof.capture.clock import AcceleratorTimer, StepClock, device_timer
+from lightning_memprof.capture.clock import AcceleratorTimer, StepClock, device_timer, gc_pauses
 from lightning_memprof.capture.collectors.pulse import device_columns
 
 FORWARD, BACKWARD, CALLBACKS, OTHER = (PHASES.index(name) for name in ("forward", "backward", "callbacks", "other"))
@@ -120,6 +122,110 @@ def test_a_phase_that_was_left_open_does_not_reach_into_the_next_step() -> None:
     record = record_of(clock)
     assert record.phases_ns[FORWARD] == 0
     assert record.phases_ns[OTHER] == record.duration_ns
+
+
+def actions_of(clock: StepClock, record: StepRecord) -> dict[tuple[str, str], tuple[int, int]]:
+    """Self time and entries of the actions that ran, by name and phase."""
+    spent, entries = record.actions
+    named = [(action, PHASES[phase]) for action, phase in clock.actions]
+    return {name: (ns, count) for name, ns, count in zip(named, spent, entries, strict=True) if count}
+
+
+def test_each_action_has_its_self_time_and_count_and_they_sum_to_the_step() -> None:
+    now = SimpleNamespace(ns=100)
+    with mock.patch("lightning_memprof.capture.clock.perf_counter_ns", side_effect=lambda: now.ns):
+        clock = StepClock(None)
+        forward, callback = clock.slot("forward", FORWARD), clock.slot("Slow.on_after_backward", CALLBACKS)
+        clock.start()
+        for ns, move in (
+            (1, lambda: clock.enter(forward)),
+            (20, lambda: clock.enter(callback)),
+            (300, clock.leave),
+            (20, lambda: clock.enter(callback)),
+            (300, clock.leave),
+            (20, clock.leave),
+        ):
+            now.ns += ns
+            move()
+        record = record_of(clock)
+    assert actions_of(clock, record) == {
+        (UNTRACKED, "other"): (1, 1),
+        ("forward", "forward"): (60, 1),
+        ("Slow.on_after_backward", "callbacks"): (600, 2),
+    }
+    assert sum(record.actions[0]) == record.duration_ns == 661
+
+
+def test_an_action_without_a_phase_of_its_own_counts_for_the_one_around_it() -> None:
+    clock = StepClock(None)
+    clock.start()
+    clock.enter_within("hook")
+    clock.leave()
+    enter(clock, FORWARD)
+    clock.enter_within("hook")
+    assert clock.phase == "forward"
+    clock.leave()
+    clock.leave()
+    assert {("hook", "other"), ("hook", "forward")} <= actions_of(clock, record_of(clock)).keys()
+
+
+def test_an_action_in_the_same_phase_costs_no_moment_on_the_device() -> None:
+    timer = FakeTimer()
+    clock = StepClock(timer)
+    clock.start()
+    enter(clock, FORWARD)
+    clock.enter_within("hook")
+    clock.leave()
+    clock.leave()
+    assert [phase for phase, _, _ in record_of(clock).moments or []] == [OTHER, FORWARD, OTHER, OTHER]
+
+
+def test_an_action_that_is_new_in_a_step_is_counted_in_it() -> None:
+    clock = StepClock(None)
+    clock.start()
+    clock.stop()
+    clock.slot("between two steps", FORWARD)
+    clock.start()
+    enter(clock, BACKWARD)
+    clock.leave()
+    record = record_of(clock)
+    assert ("backward", "backward") in actions_of(clock, record)
+    assert sum(record.actions[0]) == record.duration_ns
+
+
+def test_a_gc_pause_is_an_action_in_the_phase_that_it_interrupts() -> None:
+    clock = StepClock(None)
+    with gc_pauses(clock):
+        clock.start()
+        enter(clock, FORWARD)
+        gc.collect()
+        clock.leave()
+        record = record_of(clock)
+    taken = actions_of(clock, record)
+    pause_ns, count = taken[GC_PAUSE, "forward"]
+    assert count >= 1
+    assert pause_ns > 10 * taken["forward", "forward"][0]
+    assert sum(record.actions[0]) == sum(record.phases_ns) == record.duration_ns
+    assert record.phases_ns[FORWARD] >= pause_ns
+
+
+def test_a_gc_pause_between_two_steps_or_of_another_thread_is_in_no_step() -> None:
+    clock = StepClock(None)
+    before = list(gc.callbacks)
+    with gc_pauses(clock):
+        clock.start()
+        clock.stop()
+        gc.collect()
+        gc.disable()
+        clock.start()
+        collecting = threading.Thread(target=gc.collect)
+        collecting.start()
+        collecting.join()
+        record = record_of(clock)
+        gc.enable()
+    assert not any(action == GC_PAUSE for action, _ in actions_of(clock, record))
+    assert sum(record.actions[0]) == record.duration_ns
+    assert gc.callbacks == before
 
 
 def test_phases_of_callbacks_cost_no_moment_on_the_device() -> None:

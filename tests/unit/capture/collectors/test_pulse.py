@@ -8,9 +8,10 @@ import torch
 
 from fake_devices import FakeCuda, FakeTimer
 from lightning_memprof.artifacts.rows import read_rows
-from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS, read_pulse
+from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS, ActionTotalRow, StallRow, read_pulse
 from lightning_memprof.capture.base import StepRecord
-from lightning_memprof.capture.collectors.pulse import Pulse, PulseWriter
+from lightning_memprof.capture.clock import StepClock
+from lightning_memprof.capture.collectors.pulse import ActionTotals, Pulse, PulseWriter
 from lightning_memprof.schedule import Action, Schedule
 from sessions import context, drive, session
 
@@ -161,6 +162,96 @@ def test_the_finished_pulse_is_listed_with_its_columns(tmp_path: Path) -> None:
     assert (row["type"], row["path"]) == ("pulse", "memprofiler/pulse.rank00000.csv")
     assert tuple(row["columns"]) == PULSE_COLUMNS
     assert row["size_bytes"] == (tmp_path / row["path"]).stat().st_size
+
+
+ACTIONS = [("untracked", OTHER), ("hook", FORWARD), ("callback", PHASES.index("callbacks"))]
+
+
+def acted(step: int, *spent: int, window: int | None = None) -> StepRecord:
+    """A step in which each action ran once, or not at all where its time is 0."""
+    entries = [int(ns > 0) for ns in spent]
+    return StepRecord(
+        step, step, 0, window, step * 10**9, sum(spent), (0,) * len(PHASES), None, actions=(spent, entries)
+    )
+
+
+def totals_of(*records: StepRecord) -> list[ActionTotalRow | StallRow]:
+    totals = ActionTotals(ACTIONS)
+    for record in records:
+        totals.add(record)
+    return totals.rows()
+
+
+def test_totals_are_separate_for_steps_in_windows_and_leave_out_the_first_step() -> None:
+    rows = totals_of(acted(0, 900, 900, 900), acted(1, 1, 5, 0), acted(2, 1, 3, 10), acted(3, 2, 7, 0, window=0))
+    found = [(row.action, row.phase, row.in_window, row.steps, row.count, row.total_ns) for row in totals_only(rows)]
+    assert found == [
+        ("callback", "callbacks", False, 2, 1, 10),
+        ("hook", "forward", False, 2, 2, 8),
+        ("untracked", "other", False, 2, 2, 2),
+        ("hook", "forward", True, 1, 1, 7),
+        ("untracked", "other", True, 1, 1, 2),
+    ]
+
+
+def totals_only(rows: list[ActionTotalRow | StallRow]) -> list[ActionTotalRow]:
+    return [row for row in rows if isinstance(row, ActionTotalRow)]
+
+
+def test_the_most_that_an_action_took_in_a_step_is_kept_with_its_step() -> None:
+    rows = totals_of(acted(0, 1, 900), acted(1, 1, 5), acted(2, 1, 8), acted(3, 1, 8), acted(4, 1, 2))
+    assert [(row.action, row.max_ns, row.max_step) for row in totals_only(rows)] == [
+        ("hook", 8, 2),
+        ("untracked", 1, 1),
+    ]
+
+
+def test_a_stall_names_the_action_that_exceeded_its_mean_the_most() -> None:
+    usual = [acted(step, 1, 100, 10) for step in range(40)]
+    (stall,) = [row for row in totals_of(*usual, acted(40, 2, 150, 90)) if isinstance(row, StallRow)]
+    assert (stall.step, stall.duration_ns, stall.median_ns) == (40, 242, 111)
+    assert (stall.action, stall.phase, stall.action_ns) == ("callback", "callbacks", 90)
+
+
+def test_a_slow_step_in_a_window_and_one_of_less_than_twice_the_median_are_no_stalls() -> None:
+    usual = [acted(step, 1, 100) for step in range(40)]
+    rows = totals_of(*usual, acted(40, 1, 900, window=0), acted(41, 1, 190), acted(42, 1, 201))
+    assert [row.step for row in rows if isinstance(row, StallRow)] == []
+
+
+def test_the_median_follows_a_run_that_becomes_slower() -> None:
+    rows = totals_of(*(acted(step, 100 if step < 100 else 300) for step in range(400)))
+    stalls = [row.step for row in rows if isinstance(row, StallRow)]
+    assert stalls == list(range(100, 133))
+
+
+def test_of_many_stalls_the_longest_thousand_are_kept_in_their_order() -> None:
+    steps = [acted(step, 1000 + step if step % 3 == 2 else 100) for step in range(3600)]
+    stalls = [row.step for row in totals_of(*steps) if isinstance(row, StallRow)]
+    assert stalls == [step for step in range(3600) if step % 3 == 2][-1000:]
+
+
+def test_the_totals_are_on_disk_once_a_minute_and_listed_once(tmp_path: Path) -> None:
+    file = tmp_path / "memprofiler/actions.rank00000.jsonl"
+    with context(tmp_path) as run:
+        run.progress.clock = StepClock(None)
+        with Pulse().follow(run) as add:
+            assert add is not None
+            for step in range(62):
+                add(acted(step, 5))
+                assert file.exists() == (step == 61)
+            early, _ = read_rows(file)
+            add(acted(62, 5))
+        listed = [row["path"] for row in read_rows(run.sink.manifest.path)[0] if row["kind"] == "artifact"]
+    assert [(row["action"], row["steps"], row["total_ns"]) for row in early] == [("untracked", 61, 305)]
+    assert [row["total_ns"] for row in read_rows(file)[0]] == [310]
+    assert sorted(listed) == ["memprofiler/actions.rank00000.jsonl", "memprofiler/pulse.rank00000.csv"]
+
+
+def test_a_run_of_one_step_has_no_totals(tmp_path: Path) -> None:
+    with context(tmp_path) as run, session(run, never, [Pulse()]) as made:
+        drive(made, range(1))
+    assert not list(tmp_path.rglob("actions.*"))
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="this system does not list open files")
