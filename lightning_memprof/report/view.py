@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from lightning_memprof.analysis.ledger.model import TimeLedger
     from lightning_memprof.analysis.memory.model import WindowAllocations
     from lightning_memprof.analysis.ranks.report import RankReport
     from lightning_memprof.analysis.run.model import Rank, RecordedWindow, Run
@@ -131,6 +132,7 @@ class View:
     commands: tuple[Command, ...]
     run: Run
     across: RankReport | None = None
+    ledger: TimeLedger | None = None
     events: tuple[StepEvents, ...] = ()
     pauses: Pauses | None = None
     throughput: tuple[RankThroughput, ...] = ()
@@ -185,6 +187,7 @@ def run_view(
         commands=_commands(run),
         run=run,
         across=facts.ranks,
+        ledger=facts.ledgers.get(run.lead.rank),
         events=tuple(rank_events(run.lead)[0]),
         pauses=garbage,
         throughput=throughput,

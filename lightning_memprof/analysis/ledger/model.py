@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
+
+from lightning_memprof.analysis.memory.activations import patterns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["DevicePart", "HostPart", "Stall", "TimeLedger", "TimeLine", "TimePart"]
+__all__ = ["DevicePart", "HostPart", "Stall", "TimeLedger", "TimeLine", "TimePart", "grouped", "total"]
 
 # What the training thread does; `python` is host work outside operators, hooks and callbacks.
 HostPart = Literal[
@@ -120,3 +122,25 @@ class TimeLedger:
 def total(lines: Iterable[TimeLine]) -> float:
     """Return the time per step of lines."""
     return sum(line.ns for line in lines)
+
+
+def grouped(lines: Iterable[TimeLine]) -> list[TimeLine]:
+    """Return lines with those of repeated blocks joined (``blocks.0-5.norm``), longest first; the sum stays."""
+    found = list(lines)
+    paths = [line.module.split(".") for line in found if line.module]
+    shared = patterns({".".join(parts[:depth]) for parts in paths for depth in range(1, len(parts) + 1)}, {})
+    groups: dict[tuple[str, ...], list[TimeLine]] = {}
+    for line in found:
+        module = line.module and shared[line.module]
+        named = replace(line, module=module)
+        groups.setdefault((line.part, line.name, str(module), str(line.operator)), []).append(named)
+    sums = [
+        replace(
+            alike[0],
+            ns=total(alike),
+            count=sum(line.count for line in alike),
+            longest_ns=max((line.longest_ns for line in alike if line.longest_ns is not None), default=None),
+        )
+        for alike in groups.values()
+    ]
+    return sorted(sums, key=lambda line: -line.ns)

@@ -168,6 +168,7 @@ def _run(view: View) -> dict[str, Any]:
         "verdict": view.verdict,
         "findings": [_without(finding, "weight") for finding in view.findings],
         "pulse": _pulse(view.lead),
+        "ledger": _ledger(view.ledger),
         "ranks": [{**_without(rank, "statistics"), "pulse": _pulse(rank)} for rank in view.ranks],
         "windows": view.lead.windows,
         "artifacts": [{**encode(artifact), "file": _where(view, artifact.file)} for artifact in view.run.artifacts],

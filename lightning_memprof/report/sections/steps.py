@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from lightning_memprof.analysis.ledger.model import grouped
 from lightning_memprof.analysis.steps.events import PARTS, event_totals
 from lightning_memprof.analysis.steps.phases import OWN_WORK, action_name
 from lightning_memprof.analysis.steps.statistics import DeviceMemory, HostMemory, StepReport
@@ -21,6 +22,7 @@ from lightning_memprof.report.document import (
     Words,
     count,
     duration,
+    index,
     phrase,
     rate,
     share,
@@ -34,6 +36,7 @@ from lightning_memprof.units import format_count
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from lightning_memprof.analysis.ledger.model import TimeLedger
     from lightning_memprof.analysis.steps.throughput import RankThroughput, Rate
     from lightning_memprof.report.view import View, WindowView
 
@@ -43,7 +46,10 @@ __all__ = ["lead_throughput", "main_rate", "steps_section"]
 MAX_STEPS: Final = 5
 MAX_WINDOWS: Final = 8
 MAX_ACTIONS: Final = 60
-# A callback that takes less of a step than this needs no row.
+# Recorded steps that are this much slower need a note.
+SLOWER: Final = 1.2
+MAX_STALLS: Final = 3
+# An owner that takes less of a step than this needs no row.
 LEAST_SHARE: Final = 0.0005
 
 
@@ -72,7 +78,14 @@ def steps_section(view: View) -> Section:
             text(pulse.basis),
             text(pulse.clock),
         )
-    parts: list[Part] = [Chart("steps"), Chart("throughput"), *_by_phase(view), *_events(view), *_throughput(view)]
+    parts: list[Part] = [
+        Chart("steps"),
+        Chart("throughput"),
+        *_by_phase(view),
+        *_ledger(view),
+        *_events(view),
+        *_throughput(view),
+    ]
     return Section("steps", "Steps", lead, parts)
 
 
@@ -207,7 +220,6 @@ def _events(view: View) -> Iterator[Part]:
         bars(parts, round(mean), "ns"),
         notes=(f"{basis}; each instant counts for the innermost event, hooks of the profiler are callbacks",),
     )
-    yield from _callbacks(view, mean)
     totals = sorted(event_totals(steps), key=lambda event: (-event.self_ns, event.action))
     columns, rows = grid(
         totals[:MAX_ACTIONS],
@@ -227,21 +239,35 @@ def _events(view: View) -> Iterator[Part]:
     yield Table("events", "Events", columns, rows, notes=[*rest(totals, MAX_ACTIONS), *_pauses(view)])
 
 
-def _callbacks(view: View, mean: float) -> Iterator[Table]:
-    sums: dict[str, float] = {}
-    for step in view.events:
-        for name, ns in step.callbacks_ns.items():
-            sums[name] = sums.get(name, 0) + ns / len(view.events)
-    found = [(name, ns) for name, ns in sums.items() if ns >= LEAST_SHARE * mean]
-    yield from ranked(
-        "callbacks",
-        "Callbacks",
-        sorted(found, key=lambda row: (-row[1], row[0])),
-        Field("callback", "code", lambda row: action_name(f"[Callback]{row[0]}.").removesuffix(".")),
-        Field("self/step", "ns", lambda row: row[1], bar=True),
-        Field("share", "share", lambda row: row[1] / mean),
-        top=5,
-    )
+def _ledger(view: View) -> Iterator[Table]:
+    """Yield the owners of the mean step's time; blocks of the same kind have one row."""
+    ledger = view.ledger
+    if ledger is None:
+        return
+    found = [line for line in grouped(ledger.lines) if line.ns >= LEAST_SHARE * ledger.step_ns]
+    for table in ranked(
+        "ledger",
+        "Step time by owner",
+        found,
+        Field("part", "text", lambda line: called(line.part)),
+        Field("owner", "code", lambda line: line.module or line.name or ("" if line.module is None else "(the model)")),
+        Field("operator", "code", lambda line: line.operator or ""),
+        Field("time/step", "ns", lambda line: line.ns, bar=True),
+        Field("share", "share", lambda line: line.ns / ledger.step_ns),
+        Field("count/step", "count", lambda line: line.count or None, priority=1),
+        top=12,
+    ):
+        yield replace(table, notes=[*table.notes, *_ledger_notes(ledger)])
+
+
+def _ledger_notes(ledger: TimeLedger) -> Iterator[Words]:
+    mean = phrase("each instant has one owner; mean of {}: {}", text(ledger.basis), duration(ledger.step_ns))
+    yield mean
+    if ledger.window_factor is not None and ledger.window_factor > SLOWER:
+        yield f"recorded steps take {ledger.window_factor:.1f} times as long; their cost of recording is not included"
+    for stall in ledger.stalls[:MAX_STALLS]:
+        owner = f", mostly {called(stall.owner)}" if stall.owner else ""
+        yield phrase("stall: step {} took {}{}", index(stall.step), duration(stall.duration_ns), text(owner))
 
 
 def _pauses(view: View) -> Iterator[Words]:

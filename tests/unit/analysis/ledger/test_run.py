@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fake_runs import HEALTHY, FakeRun, make_run
+from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine, grouped, total
+from lightning_memprof.analysis.ledger.run import run_ledger
+from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.analysis.run.model import Rank
+
+
+def lead(tmp_path: Path, fake: FakeRun) -> Rank:
+    return load_run(make_run(tmp_path, fake)).lead
+
+
+def ledger(rank: Rank) -> TimeLedger:
+    found = run_ledger(rank)
+    assert found is not None
+    return found
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    spent=st.lists(
+        st.fixed_dictionaries({phase: st.integers(0, 50_000_000) for phase in HEALTHY}), min_size=1, max_size=30
+    ),
+    is_recorded=st.booleans(),
+)
+def test_the_lines_sum_to_the_mean_step_whatever_the_steps_are(
+    spent: list[dict[str, int]], is_recorded: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    windows = ((2, 3),) if is_recorded and len(spent) > 4 else ()
+    fake = FakeRun(steps=len(spent), phases=lambda _, step: spent[step], windows=windows)
+    rank = lead(tmp_path_factory.mktemp("run"), fake)
+    typical = rank.typical_steps
+    assert typical is not None
+    mean = sum(duration for _, duration, _ in typical.steps) / len(typical.steps)
+    found = ledger(rank)
+    assert total(found.lines) == pytest.approx(mean, rel=1e-9, abs=1)
+    assert all(line.ns > 0 for line in found.lines)
+    assert list(found.lines) == sorted(found.lines, key=lambda line: -line.ns)
+
+
+def test_a_run_without_a_timed_step_has_no_ledger(tmp_path: Path) -> None:
+    assert run_ledger(lead(tmp_path, FakeRun(steps=0, windows=()))) is None
+
+
+def test_a_single_long_backward_is_a_stall_and_not_the_backward_of_every_step(tmp_path: Path) -> None:
+    def once(_: int, step: int) -> Mapping[str, int]:
+        return {**HEALTHY, "backward": 710_000_000} if step == 20 else HEALTHY
+
+    found = ledger(lead(tmp_path, FakeRun(phases=once)))
+    (stall,) = found.stalls
+    assert (stall.step, stall.excess_ns, stall.owner) == (20, 700_000_000, "backward")
+    assert found.ns("stall") == pytest.approx(700_000_000 / found.steps)
+    assert found.ns("backward") == pytest.approx(HEALTHY["backward"])
+
+
+def test_long_backwards_in_every_fourth_step_are_the_backward_of_the_run(tmp_path: Path) -> None:
+    def often(_: int, step: int) -> Mapping[str, int]:
+        return {**HEALTHY, "backward": 710_000_000} if step % 4 == 0 else HEALTHY
+
+    found = ledger(lead(tmp_path, FakeRun(phases=often)))
+    assert found.stalls == ()
+    assert found.share("backward") > 0.9
+
+
+def test_a_long_fetch_is_data_wait_and_no_stall(tmp_path: Path) -> None:
+    def once(_: int, step: int) -> Mapping[str, int]:
+        return {**HEALTHY, "data_wait": 900_000_000} if step == 20 else HEALTHY
+
+    found = ledger(lead(tmp_path, FakeRun(phases=once)))
+    assert found.stalls == ()
+    assert found.ns("data_wait") > 900_000_000 / found.steps
+
+
+def test_callbacks_have_a_line_each_that_takes_no_more_than_the_phase(tmp_path: Path) -> None:
+    found = ledger(lead(tmp_path, FakeRun()))
+    assert "TQDMProgressBar.on_train_batch_end" in {line.name for line in found.of("callback")}
+    assert found.ns("callback") <= HEALTHY["callbacks"] * 1.1
+
+
+def test_repeated_blocks_are_one_line_and_the_sum_stays() -> None:
+    lines = [
+        TimeLine(part="forward", module=f"blocks.{block}.{name}", operator="aten::mm", ns=ns, count=1, longest_ns=block)
+        for block in range(3)
+        for name, ns in (("norm", 1.0), ("attention", 5.0))
+    ]
+    found = grouped([*lines, TimeLine(part="forward", module="head", operator="aten::mm", ns=2.0)])
+    assert [(line.module, line.ns, line.count) for line in found] == [
+        ("blocks.0-2.attention", 15.0, 3),
+        ("blocks.0-2.norm", 3.0, 3),
+        ("head", 2.0, 0.0),
+    ]
+    assert found[0].longest_ns == 2
+    assert total(found) == total(lines) + 2.0
