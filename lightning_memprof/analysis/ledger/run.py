@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.ledger.model import Stall, TimeLedger, TimeLine, total
-from lightning_memprof.analysis.steps.events import rank_events
+from lightning_memprof.analysis.steps.events import part_of, rank_events
 from lightning_memprof.analysis.steps.phases import action_name, classify, is_profiler
-from lightning_memprof.artifacts.series import PHASES
+from lightning_memprof.artifacts.series import GC_PAUSE, PHASES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +36,7 @@ _NAMED_PARTS: Final[Mapping[str, HostPart]] = {
     "checkpoint": "checkpoint",
     "logging": "logging",
 }
+_AROUND: Final = {"callbacks": "callbacks"}
 _PART_OF_PHASE: Final[Mapping[str, HostPart]] = {
     "data_wait": "data_wait",
     "forward": "forward",
@@ -66,7 +67,7 @@ def run_ledger(rank: Rank) -> TimeLedger | None:
     lines = [TimeLine(part="stall", ns=sum(stalled.values()), count=len(stalls) / len(steps))]
     for phase, ns in phases.items():
         part = _PART_OF_PHASE[phase]
-        mine = [] if part in _STEADY else named.get(phase, [])
+        mine = [line for line in named.get(phase, ()) if part not in _STEADY or line.part == "garbage"]
         lines += _divided(ns, mine, TimeLine(part=part, ns=0))
     return TimeLedger(
         step_ns=total(lines),
@@ -122,29 +123,39 @@ def _window_factor(rank: Rank, median: float) -> float | None:
 
 
 def _named(rank: Rank) -> dict[str, list[TimeLine]]:
-    """Return the lines of the pulse's phases ``data_wait``, ``callbacks`` and ``other`` by their actions.
+    """Return lines by the pulse's phase: of the whole run where it has action totals, and what is in each fetch."""
+    in_windows = bool(typical_in_windows(rank))
+    recorded = _recorded(rank, is_used=in_windows)
+    lines = recorded if in_windows else (_totals(rank) or recorded)
+    return {**lines, "data_wait": recorded.get("data_wait", [])}
 
-    The means are those of the recorded steps: an action that no window recorded is in no line.
-    """
+
+def _totals(rank: Rank) -> dict[str, list[TimeLine]]:
+    """Return the lines of the actions that the pulse counted in all steps outside windows."""
+    lines: dict[str, list[TimeLine]] = defaultdict(list)
+    for row in rank.actions:
+        if row.in_window or not row.steps or not row.total_ns or row.action is None or row.phase is None:
+            continue
+        owner = _owner(row.action, part_of(row.action, _AROUND.get(row.phase, "other"), rank.facts.stage))
+        if owner is not None:
+            ns, count = row.total_ns / row.steps, (row.count or 0) / row.steps
+            lines[row.phase].append(TimeLine(part=owner[0], name=owner[1], ns=ns, count=count, longest_ns=row.max_ns))
+    return lines
+
+
+def _recorded(rank: Rank, *, is_used: bool) -> dict[str, list[TimeLine]]:
+    """Return the lines of the hook timings of the recorded steps; without the profiler unless the ledger has them."""
     steps = rank_events(rank)[0]
     found: dict[tuple[str, HostPart, str], list[int]] = defaultdict(list)
-    in_windows = bool(typical_in_windows(rank))
     for step in steps:
         for phase, event in _with_phase(step, rank.facts.stage):
-            owner = _owner(event)
-            if owner is not None and (in_windows or owner[0] != "profiler"):
+            owner = _owner(event.action, event.part)
+            if owner is not None and (is_used or owner[0] != "profiler"):
                 found[(phase, owner[0], owner[1])].append(event.self_ns)
     lines: dict[str, list[TimeLine]] = defaultdict(list)
     for (phase, part, name), spent in found.items():
-        lines[phase].append(
-            TimeLine(
-                part=part,
-                name=name,
-                ns=sum(spent) / len(steps),
-                count=len(spent) / len(steps),
-                longest_ns=max(spent),
-            )
-        )
+        ns, count = sum(spent) / len(steps), len(spent) / len(steps)
+        lines[phase].append(TimeLine(part=part, name=name, ns=ns, count=count, longest_ns=max(spent)))
     return lines
 
 
@@ -158,11 +169,12 @@ def _with_phase(step: StepEvents, stage: str) -> Iterator[tuple[str, Event]]:
         yield phase, event
 
 
-def _owner(event: Event) -> tuple[HostPart, str] | None:
-    """Return the part and name of an event's self time, None where it is untracked or has a phase of its own."""
-    if is_profiler(event.action):
+def _owner(action: str, part: str) -> tuple[HostPart, str] | None:
+    """Return the part and the name of an action's self time, None where the phase has no more to say."""
+    if is_profiler(action):
         return "profiler", ""
-    if event.part in _NAMED_PARTS:
-        return _NAMED_PARTS[event.part], action_name(event.action)
-    is_hook = event.action.startswith(_MODULE)
-    return ("module_hook", action_name(event.action)) if is_hook else None
+    if action == GC_PAUSE:
+        return "garbage", ""
+    if part in _NAMED_PARTS:
+        return _NAMED_PARTS[part], action_name(action)
+    return ("module_hook", action_name(action)) if part == "other" and action.startswith(_MODULE) else None
