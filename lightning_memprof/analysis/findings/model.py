@@ -182,7 +182,13 @@ class Facts:
     @cached_property
     def ledgers(self) -> Mapping[int, TimeLedger]:
         """The time ledgers of the ranks that have a pulse, by rank."""
-        found = {rank.rank: run_ledger(rank) for rank in self.run.ranks if rank.rank in self.statistics}
+        recorded = {trace.rank: trace.host_ledger for trace in reversed(self.traces)}
+        alone = recorded.get(None) if len(self.run.ranks) == 1 else None
+        found = {
+            rank.rank: run_ledger(rank, recorded.get(rank.rank) or alone)
+            for rank in self.run.ranks
+            if rank.rank in self.statistics
+        }
         return {rank: ledger for rank, ledger in found.items() if ledger is not None}
 
     def heaviest(self, cost: Callable[[TimeLedger], float]) -> tuple[Rank, TimeLedger] | None:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from lightning_memprof.analysis.ledger.host import corrected
 from lightning_memprof.analysis.ledger.model import Stall, TimeLedger, TimeLine, total
 from lightning_memprof.analysis.steps.events import part_of, rank_events
 from lightning_memprof.analysis.steps.phases import action_name, classify, is_profiler
@@ -47,12 +48,17 @@ _PART_OF_PHASE: Final[Mapping[str, HostPart]] = {
 }
 
 
-def run_ledger(rank: Rank) -> TimeLedger | None:
+def run_ledger(rank: Rank, host: TimeLedger | None = None) -> TimeLedger | None:
     """Return the time ledger of a rank's mean step, None where its pulse has no timed step.
 
     The steps are those outside windows, without the first, as long as enough remain. Each phase of the pulse is divided
     among its owners: data wait and transfers by the hook timings of the windows, callbacks, hooks, validation and
-    checkpoints by the action totals of the whole run. What the owners take of a phase is never more than the phase.
+    checkpoints by the action totals of the whole run, forward, backward and optimizer by ``host``, less the cost of
+    recording. What the owners take of a phase is never more than the phase.
+
+    Args:
+        rank: the rank.
+        host: the host ledger of one of its traces.
     """
     typical = rank.typical_steps
     if typical is None:
@@ -64,11 +70,15 @@ def run_ledger(rank: Rank) -> TimeLedger | None:
         phase: sum(step[phase] or 0 for _, _, step in steps) / len(steps) - stalled.get(phase, 0.0) for phase in PHASES
     }
     named = _named(rank)
+    inside = host if host is not None and typical.clock == "host" else None
     lines = [TimeLine(part="stall", ns=sum(stalled.values()), count=len(stalls) / len(steps))]
     for phase, ns in phases.items():
         part = _PART_OF_PHASE[phase]
         mine = [line for line in named.get(phase, ()) if part not in _STEADY or line.part == "garbage"]
-        lines += _divided(ns, mine, TimeLine(part=part, ns=0))
+        whole = _divided(ns, mine, TimeLine(part=part, ns=0))
+        lines += whole[:-1]
+        detail = corrected(inside, {part: whole[-1].ns}) if inside is not None and part in _STEADY else ()
+        lines += detail or whole[-1:]
     return TimeLedger(
         step_ns=total(lines),
         median_ns=median,
@@ -101,11 +111,10 @@ def _stalls(steps: Sequence[tuple[int, int, Breakdown]], median: float) -> tuple
 
 
 def _divided(ns: float, lines: Sequence[TimeLine], rest: TimeLine) -> list[TimeLine]:
-    """Return lines that sum to ``ns``: scaled down where they have more, else with ``rest`` for what they leave."""
+    """Return lines that sum to ``ns``, scaled down where they have more, and at last ``rest`` with what they leave."""
     known = total(lines)
-    if known > ns:
-        return [replace(line, ns=line.ns * ns / known) for line in lines]
-    return [*lines, replace(rest, ns=ns - known)]
+    scale = ns / known if known > ns else 1.0
+    return [*(replace(line, ns=line.ns * scale) for line in lines), replace(rest, ns=max(ns - known, 0.0))]
 
 
 def typical_in_windows(rank: Rank) -> tuple[int, ...]:

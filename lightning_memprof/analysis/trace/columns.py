@@ -1,4 +1,4 @@
-"""A trace as columns: its complete events, 33 bytes each, read in one streaming pass; each name is held once."""
+"""A trace as columns: its complete events, 42 bytes each, read in one streaming pass; each name is held once."""
 
 from __future__ import annotations
 
@@ -123,6 +123,8 @@ class TraceColumns:
         names: ``(n,)`` int32, positions in ``name_of``; ``lanes`` likewise in ``lane_of`` (pid and tid).
         kinds: ``(n,)`` int8, values of ``Kind``.
         correlations: ``(n,)`` int64, the number that a launch shares with its device event; 0 for none.
+        sequences: ``(n,)`` int64, number of the autograd node that the operator makes or runs, -1 for none.
+        runs_node: ``(n,)`` bool, whether the operator runs the node, in backward, and does not make it.
         copied: bytes by row of each copy whose size is known.
         collectives: events of collectives with their arguments.
         events: number of events of any kind in the file.
@@ -136,6 +138,8 @@ class TraceColumns:
     lanes: NDArray[np.int32]
     kinds: NDArray[np.int8]
     correlations: Column
+    sequences: Column
+    runs_node: NDArray[np.bool_]
     name_of: tuple[str, ...]
     lane_of: tuple[Lane, ...]
     copied: dict[int, int]
@@ -183,6 +187,7 @@ class _Table:
 
     def __init__(self) -> None:
         self._starts, self._durations, self._correlations = array("d"), array("d"), array("q")  # times in us
+        self._sequences, self._runs_node = array("q"), array("b")
         self._name_numbers, self._lane_numbers = array("i"), array("i")
         self._kinds = array("b")
         self._names, self._lanes, self._kind_of = _Names(), _Numbers(), _Kinds()
@@ -208,6 +213,8 @@ class _Table:
         self._starts.frombytes(pack(f"{count}d", *[event.ts for event in found]))
         self._durations.frombytes(pack(f"{count}d", *[event.dur for event in found]))
         self._correlations.frombytes(pack(f"{count}q", *[event.args.correlation for event in found]))
+        self._sequences.frombytes(pack(f"{count}q", *[_sequence(event.args.sequence) for event in found]))
+        self._runs_node.frombytes(bytes([event.args.forward_thread != 0 for event in found]))
         self._lane_numbers.frombytes(pack(f"{count}i", *map(lanes.__getitem__, places)))
         self._name_numbers.frombytes(numbers)
         self._kinds.frombytes(kinds)
@@ -257,6 +264,8 @@ class _Table:
             lanes=np.frombuffer(self._lane_numbers, np.int32),
             kinds=kinds,
             correlations=np.frombuffer(self._correlations, np.int64),
+            sequences=np.frombuffer(self._sequences, np.int64),
+            runs_node=np.frombuffer(self._runs_node, np.int8).view(np.bool_),
             name_of=tuple(self._names),
             lane_of=tuple(self._lanes),
             copied=self._copied,
@@ -297,6 +306,11 @@ class _Kinds(dict[str, int]):
         fallback = Kind.RUNTIME if plain.endswith(("_runtime", "_driver")) else Kind.OTHER
         kind = self[category] = _KINDS.get(plain, fallback)
         return kind
+
+
+def _sequence(number: int) -> int:
+    """Return the number of an autograd node; ``AccumulateGrad`` has the largest number there is, and no forward."""
+    return number if -1 < number < LARGEST else -1
 
 
 def _in_nanoseconds(microseconds: array[float]) -> Column:

@@ -70,11 +70,16 @@ class TraceEvent(msgspec.Struct, gc=False, frozen=True):
 
 
 class Args(msgspec.Struct, gc=False, frozen=True):
-    """The arguments that every analysis of device work needs; 0 or empty where the event has none."""
+    """The arguments that every analysis of device work needs; 0 or empty where the event has none.
+
+    Autograd numbers its nodes from 0: a ``sequence`` of -1 is none. The thread of the forward is 0 in the forward.
+    """
 
     correlation: _Whole = 0
     bytes: _Whole = 0
     collective: str = msgspec.field(default="", name="Collective name")
+    sequence: int = msgspec.field(default=-1, name="Sequence number")
+    forward_thread: int = msgspec.field(default=0, name="Fwd thread id")
 
 
 class Event(TraceEvent, gc=False, frozen=True):

@@ -260,6 +260,7 @@ class TraceReport:
         steady_allocations: calls that get or return device memory, within the steps (without steps the GPU window) and
             without those of a cold start; longest first.
         arrivals: start and end of each collective by start, without point-to-point operations; at most 20,000.
+        host_ledger: the owners of the training thread's time in the steps, None without an operator.
         device_ledger: the owners of the device's time in the steps, None without a device event.
     """
 
@@ -289,6 +290,7 @@ class TraceReport:
     host_events: int = 0
     steady_allocations: tuple[RuntimeCall, ...] = ()
     arrivals: tuple[Collective, ...] = ()
+    host_ledger: TimeLedger | None = None
     device_ledger: TimeLedger | None = None
 
 

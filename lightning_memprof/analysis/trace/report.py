@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from lightning_memprof.analysis.ledger.device import device_ledger
+from lightning_memprof.analysis.ledger.host import host_ledger
 from lightning_memprof.analysis.trace.columns import (
     HOST_KINDS,
     Kind,
@@ -100,6 +101,7 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
         host_events=int(np.count_nonzero(np.isin(columns.kinds, HOST_KINDS))),
         steady_allocations=steady_allocations(columns, device, ranges) if window else (),
         arrivals=trace_arrivals(columns)[:_MOST_ARRIVALS],
+        host_ledger=host_ledger(columns, steps),
         device_ledger=device_ledger(columns, device, steps, collectives),
     )
 

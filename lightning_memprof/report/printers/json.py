@@ -328,6 +328,7 @@ def _trace(trace: TraceReport) -> dict[str, Any]:
     return {
         **_without(trace, *rows, "allocator_spans", "recorded_with", "host_operators"),
         **{name: getattr(trace, name)[:MAX_ROWS] for name in rows},
+        "host_ledger": _ledger(trace.host_ledger),
         "device_ledger": _ledger(trace.device_ledger),
     }
 

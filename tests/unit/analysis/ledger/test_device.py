@@ -259,6 +259,8 @@ def test_the_lines_sum_to_the_steps_whatever_the_trace_has(made):
         lanes=np.array([lane + 3 * (kind in on_device) for (kind, _), _, _, lane, _ in made], np.int32),
         kinds=np.array([kind for (kind, _), *_ in made], np.int8),
         correlations=np.array([link for *_, link in made], np.int64),
+        sequences=np.full(len(made), -1, np.int64),
+        runs_node=np.zeros(len(made), np.bool_),
         name_of=tuple(names),
         lane_of=tuple((lane // 3, lane) for lane in range(6)),
         copied={},

@@ -1,0 +1,302 @@
+"""The host ledger of a trace: what the training thread does in each ns of its steps, by part, module and operator.
+
+An instant belongs to the innermost event of the training thread. Where that thread waits for autograd's threads in
+backward, it belongs to what these run. Operators of backward belong to the module whose forward made their node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, get_args
+
+import numpy as np
+
+from lightning_memprof.analysis.ledger.model import HostPart, TimeLedger, TimeLine, total
+from lightning_memprof.analysis.steps.events import part_of
+from lightning_memprof.analysis.steps.phases import action_name, is_profiler
+from lightning_memprof.analysis.trace.columns import STEP_NAME, Kind
+from lightning_memprof.analysis.trace.intervals import (
+    Intervals,
+    difference,
+    exclusive_ends,
+    intersection,
+    length_before,
+    nearest,
+    nest,
+    union,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from lightning_memprof.analysis.trace.columns import Step, TraceColumns
+    from lightning_memprof.analysis.trace.intervals import Column
+
+__all__ = ["corrected", "host_ledger"]
+
+_PARTS: Final[tuple[HostPart, ...]] = get_args(HostPart)
+_HOST_KINDS: Final = (Kind.RUNTIME, Kind.OPERATOR, Kind.ANNOTATION, Kind.PYTHON)
+# Kineto rounds starts and durations separately: a child may seem to outlast its parent by this much.
+_SLACK_NS: Final = 1_000
+_NODE: Final = "autograd::engine::evaluate_function: "
+_ACTION: Final = "[pl][profile]"
+_LIGHTNING_MODULE: Final = "[pl][module]"
+_PYTHON_MODULE: Final = "nn.Module: "
+# Ranges of torch itself, in every program.
+_RANGES: Final[Mapping[str, HostPart]] = {
+    "Optimizer.step#": "optimizer",
+    "Optimizer.zero_grad#": "optimizer",
+    "enumerate(DataLoader)": "data_wait",
+    _NODE: "backward",
+}
+_OF_PART: Final[Mapping[str, HostPart]] = {"callbacks": "callback", "other": "untracked"}
+_NONE: Final = -1
+# The other parts say it all.
+_LABELLED: Final = tuple(
+    _PARTS.index(part)
+    for part in ("data_wait", "transfer", "callback", "module_hook", "logging", "validation", "checkpoint")
+)
+
+
+def host_ledger(columns: TraceColumns, steps: Sequence[Step]) -> TimeLedger | None:
+    """Return the owners of the training thread's time in the steps; None where the trace has no operator.
+
+    Args:
+        columns: the trace.
+        steps: by start; without any, the time from the first operator to the last one is the step.
+    """
+    operators = columns.rows(Kind.OPERATOR)
+    if not len(operators):
+        return None
+    lane = _training_lane(columns, operators)
+    mine = operators[columns.lanes[operators] == lane]
+    if steps:
+        spans = union(*(np.array([getattr(step, end) for step in steps], np.int64) for end in ("start", "end")))
+        basis = "1 recorded step" if len(steps) == 1 else f"{len(steps)} recorded steps"
+    else:
+        spans = union(np.min(columns.starts[mine], keepdims=True), np.max(columns.ends[mine], keepdims=True))
+        basis = "the time from the first operator to the last one: the trace has no steps"
+    whole = int(np.sum(spans.ends - spans.starts))
+    count = max(len(steps), 1)
+    if not whole:
+        return None
+    lines = _lines(_Threads(columns, lane), spans, count)
+    durations = [step.end - step.start for step in steps] or [whole]
+    return TimeLedger(
+        step_ns=whole / count, median_ns=float(np.median(durations)), steps=count, basis=basis, lines=lines
+    )
+
+
+def corrected(ledger: TimeLedger, parts_ns: Mapping[HostPart, float]) -> tuple[TimeLine, ...]:
+    """Return the lines of some parts as they are without the cost of recording.
+
+    A recorded event costs about the same whatever it is: with ``o = (recorded - true) / events`` of a part, a line of
+    ``n`` events and ``t`` ns has ``max(t - n * o, 0)`` ns, scaled so that the part sums to its true time.
+
+    Args:
+        ledger: of recorded steps.
+        parts_ns: the true time of each part per step, measured in steps that were not recorded.
+    """
+    found: list[TimeLine] = []
+    for part, true_ns in parts_ns.items():
+        lines = ledger.of(part)
+        recorded_ns, events = total(lines), sum(line.count for line in lines)
+        overhead_ns = max(recorded_ns - true_ns, 0.0) / events if events else 0.0
+        left = [max(line.ns - line.count * overhead_ns, 0.0) for line in lines]
+        scale = true_ns / sum(left) if sum(left) else 0.0
+        found += [replace(line, ns=ns * scale) for line, ns in zip(lines, left, strict=True) if ns * scale > 0]
+    return tuple(found)
+
+
+def _training_lane(columns: TraceColumns, operators: Column) -> int:
+    """Return the lane of the steps, else of most operators that make autograd nodes, else of most operators."""
+    steps = columns.rows(Kind.ANNOTATION)
+    steps = steps[columns.named(STEP_NAME.match)[columns.names[steps]]]
+    makers = operators[(columns.sequences[operators] >= 0) & ~columns.runs_node[operators]]
+    chosen = next(rows for rows in (steps, makers, operators) if len(rows))
+    return int(np.argmax(np.bincount(columns.lanes[chosen])))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Thread:
+    """Events of a thread that have an owner: rows of the trace, and by position the innermost named event around each.
+
+    Attributes:
+        rows: ``(m,)`` rows of the trace.
+        parents: ``(m,)`` position of the event around each, -1 for none.
+        ends: ``(m,)`` ends at which each moment has one innermost event.
+        part: ``(m,)`` place in ``_PARTS``, -1 where no event says it; ``label``, ``module`` and ``operator`` likewise
+            are numbers of names.
+    """
+
+    rows: Column
+    parents: Column
+    ends: Column
+    part: Column
+    label: Column
+    module: Column
+    operator: Column
+
+
+class _Threads:
+    """The training thread and those of autograd."""
+
+    def __init__(self, columns: TraceColumns, lane: int) -> None:
+        self.columns = columns
+        names = columns.name_of
+        prefix = _LIGHTNING_MODULE if any(name.startswith(_LIGHTNING_MODULE) for name in names) else _PYTHON_MODULE
+        self._modules = columns.named(lambda name: name.startswith(prefix))
+        self._parts = np.array([_part(name) for name in names] or [_NONE], np.int64)
+        on_host = np.isin(columns.kinds, _HOST_KINDS) & ~columns.named(STEP_NAME.match)[columns.names]
+        self.has_modules = bool(np.any(self._modules))
+        self.is_lightning = any(name.startswith(_ACTION) for name in names)
+        self.training = self._thread(np.flatnonzero(on_host & (columns.lanes == lane)), None)
+        nodes = on_host & columns.runs_node & (columns.lanes != lane)
+        self.autograd = [
+            self._thread(np.flatnonzero(on_host & (columns.lanes == other)), self.training)
+            for other in np.unique(columns.lanes[nodes]).tolist()
+        ]
+
+    def _thread(self, rows: Column, forward: _Thread | None) -> _Thread:
+        columns = self.columns
+        starts, names, kinds = columns.starts[rows], columns.names[rows], columns.kinds[rows]
+        nesting = nest(starts, columns.ends[rows], slack=_SLACK_NS)
+        parents = nesting.parents
+        is_operator = kinds == Kind.OPERATOR
+        parts = self._parts[names]
+        at = nearest(parents, parts >= 0)
+        module = self._module(rows, parents, forward)
+        operator = nearest(parents, is_operator)
+        # An operator inside a range that is no operator, as a module called by an operator, is not that operator's.
+        inner = nearest(parents, ~is_operator & (self._modules[names] | (parts != _NONE)))
+        operator[(operator >= 0) & (inner >= 0) & (starts[inner] > starts[operator])] = _NONE
+        return _Thread(
+            rows=rows,
+            parents=parents,
+            ends=exclusive_ends(nesting, starts),
+            part=np.where(at >= 0, parts[at], _NONE),
+            label=np.where(at >= 0, names[at], _NONE),
+            module=module,
+            operator=np.where(operator >= 0, names[operator], _NONE),
+        )
+
+    def _module(self, rows: Column, parents: Column, forward: _Thread | None) -> Column:
+        """Return the number of the name of the module that each event belongs to, -1 for none."""
+        columns = self.columns
+        at = nearest(parents, self._modules[columns.names[rows]])
+        module = np.where(at >= 0, columns.names[rows[at]], _NONE)
+        sequences = columns.sequences[rows]
+        makes = (sequences >= 0) & ~columns.runs_node[rows]
+        makers, modules = (rows[makes], module[makes]) if forward is None else _makers(columns, forward)
+        runs = (sequences >= 0) & columns.runs_node[rows]
+        if len(makers) and np.any(runs):
+            # Operators only look at the next number; the last one to see it is the one that takes it.
+            order = np.lexsort((columns.starts[makers], columns.sequences[makers]))
+            numbers = columns.sequences[makers][order]
+            last = np.append(numbers[1:] != numbers[:-1], True)
+            numbers, owners = numbers[last], modules[order][last]
+            found = np.minimum(np.searchsorted(numbers, sequences), len(numbers) - 1)
+            made = np.where(runs & (numbers[found] == sequences), owners[found], _NONE)
+            node = nearest(parents, runs)
+            module = np.where(node >= 0, made[node], module)
+        return module
+
+
+def _makers(columns: TraceColumns, forward: _Thread) -> tuple[Column, Column]:
+    """Return the rows of the operators that make nodes, and their modules."""
+    makes = (columns.sequences[forward.rows] >= 0) & ~columns.runs_node[forward.rows]
+    return forward.rows[makes], forward.module[makes]
+
+
+def _part(name: str) -> int:
+    """Return the place in ``_PARTS`` of the part that the name of an event says, negative where it says none."""
+    for prefix, part in _RANGES.items():
+        if name.startswith(prefix):
+            return _PARTS.index(part)
+    if not name.startswith(_ACTION):
+        return _NONE
+    action = name.removeprefix(_ACTION)
+    if is_profiler(action):
+        return _PARTS.index("profiler")
+    found = part_of(action, "", "fit")
+    if not found:
+        return _PARTS.index("module_hook") if action.startswith("[LightningModule]") else _NONE
+    return [*_PARTS].index(_OF_PART.get(found, found))  # type: ignore[arg-type]
+
+
+def _lines(threads: _Threads, spans: Intervals, steps: int) -> tuple[TimeLine, ...]:
+    """Return the owners of the time in ``spans``, longest first."""
+    columns, training = threads.columns, threads.training
+    waiting, left = _waiting(columns, training, spans), spans
+    tables = []
+    for thread in threads.autograd:
+        roots = thread.parents < 0
+        taken = intersection(waiting, union(columns.starts[thread.rows[roots]], thread.ends[roots]))
+        tables.append(_table(columns, thread, _own(columns, thread, taken), spans, _PARTS.index("backward")))
+        waiting, left = difference(waiting, taken), difference(left, taken)
+    default = _PARTS.index("untracked" if threads.is_lightning else "forward")
+    tables.append(_table(columns, training, _own(columns, training, left), spans, default))
+    rest = int(np.sum(spans.ends - spans.starts)) - sum(int(np.sum(table[4])) for table in tables)
+    tables.append(np.array([[default], [_NONE], [_NONE], [_NONE], [rest], [0], [0]], np.int64))
+    return _summed(threads, np.concatenate(tables, axis=1), steps)
+
+
+def _own(columns: TraceColumns, thread: _Thread, when: Intervals) -> Column:
+    """Return the time of each event of a thread, as the innermost one, within a set."""
+    inside: Column = length_before(when, thread.ends) - length_before(when, columns.starts[thread.rows])
+    own = inside.copy()
+    children = np.flatnonzero(thread.parents >= 0)
+    np.subtract.at(own, thread.parents[children], inside[children])
+    return own
+
+
+def _waiting(columns: TraceColumns, thread: _Thread, spans: Intervals) -> Intervals:
+    """Return the time in which a thread is in backward and runs nothing itself."""
+    starts, kinds = columns.starts[thread.rows], columns.kinds[thread.rows]
+    in_backward = thread.part == _PARTS.index("backward")
+    works = np.isin(kinds, (Kind.OPERATOR, Kind.RUNTIME)) | (~in_backward & (nearest(thread.parents, in_backward) >= 0))
+    waits = in_backward & ~works
+    waiting = difference(union(starts[waits], thread.ends[waits]), union(starts[works], thread.ends[works]))
+    return intersection(waiting, spans)
+
+
+def _table(columns: TraceColumns, thread: _Thread, own: Column, spans: Intervals, default: int) -> NDArray[np.int64]:
+    """Return ``(7, m)``: numbers of part, label, module and operator, ns, count and the longest call."""
+    starts = columns.starts[thread.rows]
+    at = np.searchsorted(spans.starts, starts, side="right") - 1
+    counted = (at >= 0) & (starts < spans.ends[at])
+    part = np.where(thread.part >= 0, thread.part, default)
+    label = np.where(np.isin(part, _LABELLED), thread.label, _NONE)
+    longest = columns.ends[thread.rows] - starts
+    return np.stack([part, label, thread.module, thread.operator, own, counted, longest]).astype(np.int64)
+
+
+def _summed(threads: _Threads, table: NDArray[np.int64], steps: int) -> tuple[TimeLine, ...]:
+    table = table[:, np.lexsort(table[3::-1])]
+    begins = np.flatnonzero(np.append(True, np.any(table[:4, 1:] != table[:4, :-1], axis=0)))
+    sums = np.add.reduceat(table[4:6], begins, axis=1).tolist()
+    longest = np.maximum.reduceat(table[6], begins).tolist()
+    keys = table[:4, begins].T.tolist()
+    names = threads.columns.name_of
+    lines = [
+        TimeLine(
+            part=_PARTS[part],
+            name="" if label < 0 else _label(names[label]),
+            module=names[module].rpartition(": ")[2] if module >= 0 else "" if threads.has_modules else None,
+            operator="" if operator < 0 else names[operator].removeprefix(_NODE),
+            ns=ns / steps,
+            count=count / steps,
+            longest_ns=most,
+        )
+        for (part, label, module, operator), ns, count, most in zip(keys, *sums, longest, strict=True)
+        if ns or count
+    ]
+    return tuple(
+        sorted(lines, key=lambda line: (-line.ns, line.part, line.name, line.module or "", line.operator or ""))
+    )
+
+
+def _label(name: str) -> str:
+    return action_name(name.removeprefix(_ACTION))
