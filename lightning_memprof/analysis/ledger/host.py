@@ -169,7 +169,7 @@ class _Threads:
         at = nearest(parents, parts >= 0)
         module = self._module(rows, parents, forward)
         operator = nearest(parents, is_operator)
-        # An operator inside a range that is no operator, as a module called by an operator, is not that operator's.
+        # An operator inside a range that is not an operator, as a module called by an operator, is not that operator's.
         inner = nearest(parents, ~is_operator & (self._modules[names] | (parts != _NONE)))
         operator[(operator >= 0) & (inner >= 0) & (starts[inner] > starts[operator])] = _NONE
         return _Thread(
