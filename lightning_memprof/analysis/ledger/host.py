@@ -14,7 +14,7 @@ import numpy as np
 from lightning_memprof.analysis.ledger.model import HostPart, TimeLedger, TimeLine, total
 from lightning_memprof.analysis.steps.events import part_of
 from lightning_memprof.analysis.steps.phases import action_name, is_profiler
-from lightning_memprof.analysis.trace.columns import STEP_NAME, Kind
+from lightning_memprof.analysis.trace.columns import HOST_KINDS, STEP_NAME, Kind
 from lightning_memprof.analysis.trace.intervals import (
     Intervals,
     difference,
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["corrected", "host_ledger"]
 
 _PARTS: Final[tuple[HostPart, ...]] = get_args(HostPart)
-_HOST_KINDS: Final = (Kind.RUNTIME, Kind.OPERATOR, Kind.ANNOTATION, Kind.PYTHON)
 # Kineto rounds starts and durations separately: a child may seem to outlast its parent by this much.
 _SLACK_NS: Final = 1_000
 _NODE: Final = "autograd::engine::evaluate_function: "
@@ -149,7 +148,7 @@ class _Threads:
         prefix = _LIGHTNING_MODULE if any(name.startswith(_LIGHTNING_MODULE) for name in names) else _PYTHON_MODULE
         self._modules = columns.named(lambda name: name.startswith(prefix))
         self._parts = np.array([_part(name) for name in names] or [_NONE], np.int64)
-        on_host = np.isin(columns.kinds, _HOST_KINDS) & ~columns.named(STEP_NAME.match)[columns.names]
+        on_host = np.isin(columns.kinds, HOST_KINDS) & ~columns.named(STEP_NAME.match)[columns.names]
         self.has_modules = bool(np.any(self._modules))
         self.is_lightning = any(name.startswith(_ACTION) for name in names)
         self.training = self._thread(np.flatnonzero(on_host & (columns.lanes == lane)), None)
