@@ -1,4 +1,4 @@
-"""The one way in which this package wraps a method of somebody else's object while a window is open.
+"""The one way in which this package wraps a method of somebody else's object while a window is open, or a run.
 
 A wrapper goes into the class, where calls of other instances pass through it: the object is pickled and copied as
 before. It goes onto the instance only where the instance already has the attribute, as a compiled model has, or an
