@@ -137,51 +137,29 @@ class Adapter(Callback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Pass the batch on, where validation is the stage and not a part of fit."""
-        if trainer.state.fn == "validate":
+        """Pass the batch to the collectors that listen, unless validation is part of fit."""
+        if trainer.state.fn != "fit":
             self._guarded(trainer, lambda attachment: attachment.tensors.on_batch(batch))
 
-    def on_test_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Pass the batch to the collectors that listen."""
-        self._guarded(trainer, lambda attachment: attachment.tensors.on_batch(batch))
-
-    def on_predict_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Pass the batch to the collectors that listen."""
-        self._guarded(trainer, lambda attachment: attachment.tensors.on_batch(batch))
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start recording, where validation is the stage and not a part of fit."""
-        if trainer.state.fn == "validate":
+        """Start recording, unless validation is part of fit."""
+        if trainer.state.fn != "fit":
             self._start(trainer)
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start recording."""
-        self._start(trainer)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start recording."""
-        self._start(trainer)
+    on_test_start = on_predict_start = on_validation_start
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the last step."""
-        self._stop(trainer)
+        self._guarded(trainer, Attachment.stop)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the last step, where validation is the stage and not a part of fit."""
-        if trainer.state.fn == "validate":
-            self._stop(trainer)
+        """End the last step, unless validation is part of fit."""
+        if trainer.state.fn != "fit":
+            self._guarded(trainer, Attachment.stop)
 
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the last step."""
-        self._stop(trainer)
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the last step."""
-        self._stop(trainer)
+    on_test_end = on_predict_end = on_validation_end
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save the recorded data; Lightning calls neither ``on_train_end`` nor ``teardown`` after an exception."""
@@ -215,9 +193,6 @@ class Adapter(Callback):
         self._guarded(trainer, start)
         if refused:
             raise refused[0]
-
-    def _stop(self, trainer: Trainer) -> None:
-        self._guarded(trainer, Attachment.stop)
 
     def _guarded(self, trainer: Trainer, call: Callable[[Attachment], None]) -> None:
         attachment = self._attachments.get(id(trainer))

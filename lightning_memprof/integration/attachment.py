@@ -17,12 +17,12 @@ from lightning_memprof.capture.faults import describe
 from lightning_memprof.capture.session import Session
 from lightning_memprof.capture.triggers.watch import TriggerWatch
 from lightning_memprof.integration.background import RankSummaries, write_operator_table
-from lightning_memprof.integration.context import TensorFeed, available_collectors, build_context
+from lightning_memprof.integration.context import available_collectors, build_context
 from lightning_memprof.integration.curves import Curves, curves_of
 from lightning_memprof.integration.driver import StepDriver, position_source, stage_actions
 from lightning_memprof.integration.facts import training_facts, unreachable
+from lightning_memprof.integration.feeds import ActionTap, TensorFeed
 from lightning_memprof.integration.place import release_place
-from lightning_memprof.integration.tap import ActionTap
 from lightning_memprof.schedule import Schedule
 from lightning_memprof.units import MIB
 
@@ -70,9 +70,9 @@ class Attachment:
         self._ended = False
         self._batches_before = 0
         self._tabled = 0
-        self._tap: ActionTap | None = None
-        context = build_context(trainer, stage, settings, place, lambda: self._tap)
-        self.run: RunContext = replace(context, training=self.tensors, pulse_written=self._pulse_written)
+        self._tap = ActionTap(trainer.profiler, self.break_off)  # type: ignore[attr-defined]
+        context = build_context(trainer, stage, settings, place, self._tap, self.tensors)
+        self.run: RunContext = replace(context, pulse_written=self._pulse_written)
         self._curves = curves_of(trainer, stage, settings, self.run.sink, self.run.faults)
         try:
             available = available_collectors(self.run, trainer, settings)
@@ -108,20 +108,16 @@ class Attachment:
                 log.warning("%s", message)
         position = position_source(trainer, self._stage, self._settings.schedule)
         driver = StepDriver(self.session, stage_actions(trainer, self._stage, self._ours), position)
-        starts, stops = driver.handlers()
-        profiler = trainer.profiler  # type: ignore[attr-defined]
-        self._tap = ActionTap(profiler, starts, stops, self.break_off)
         self._batches_before = self._batches_seen()
         self.session.open()
         self.triggers.start()
-        self._tap.install()
+        self._tap.install(*driver.handlers())
 
     def stop(self, reason: str | None = None) -> None:
         """Stop recording: the loop of the stage has ended."""
-        tap, self._tap = self._tap, None
-        if tap is None:
+        if not self._tap.is_installed:
             return
-        tap.remove()
+        self._tap.remove()
         self.triggers.stop()
         self.session.close(reason=reason)
         recorded, seen = self.session.facts()["steps"], self._batches_seen() - self._batches_before

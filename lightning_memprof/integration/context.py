@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -21,16 +20,15 @@ from lightning_memprof.integration.facts import run_facts
 from lightning_memprof.integration.settings import choice_note, group_timeout_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterable, Iterator
 
     from lightning.pytorch import Trainer
 
     from lightning_memprof.capture.base import Collector
+    from lightning_memprof.integration.feeds import ActionTap, TensorFeed
     from lightning_memprof.integration.settings import Settings
-    from lightning_memprof.integration.tap import ActionTap
 
-__all__ = ["LateFeed", "TensorFeed", "available_collectors", "build_context", "peak_flops", "unprofiled_parts"]
+__all__ = ["available_collectors", "build_context", "peak_flops", "unprofiled_parts"]
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +49,7 @@ _LOGGING: Final = (
 
 
 def build_context(
-    trainer: Trainer, stage: str, settings: Settings, place: RunPlace, tap: Callable[[], ActionTap | None]
+    trainer: Trainer, stage: str, settings: Settings, place: RunPlace, tap: ActionTap, tensors: TensorFeed
 ) -> RunContext:
     """Return the context of a run, with an open sink and manifest.
 
@@ -60,7 +58,8 @@ def build_context(
         stage: ``fit``, ``validate``, ``test`` or ``predict``.
         settings: the settings of this rank.
         place: where the files of the run go.
-        tap: returns the tap on the Trainer's profiler; None while the stage does not run.
+        tap: the tap on the Trainer's profiler, installed while the stage runs.
+        tensors: the batches and losses of the Trainer's hooks.
 
     """
     device = trainer.strategy.root_device
@@ -73,8 +72,8 @@ def build_context(
         strategy=type(trainer.strategy).__name__,
         device=device,
         model=trainer.lightning_module,
-        actions=LateFeed(tap),
-        training=TensorFeed(trainer),
+        actions=tap,
+        training=tensors,
         sink=sink,
         faults=Faults(sink.manifest, settings.output.on_error),
         timer=device_timer(device),
@@ -131,61 +130,6 @@ def _profiler_conflict(profiler: Any) -> str | None:
     if "PyTorchProfiler" in names and "ExtendedPyTorchProfiler" not in names:
         return "Lightning's PyTorchProfiler owns torch.profiler in this run"
     return None
-
-
-class LateFeed:
-    """The action feed of a run: collectors get it before the stage runs, and listen while it does."""
-
-    def __init__(self, tap: Callable[[], ActionTap | None]) -> None:
-        self._tap = tap
-
-    def listen(self, start: Callable[[str], None], stop: Callable[[str], None]) -> AbstractContextManager[None]:
-        """Call ``start`` and ``stop`` with the name of every action while the context is open."""
-        tap = self._tap()
-        if tap is None:
-            msg = "there are actions only while the stage runs"
-            raise RuntimeError(msg)
-        return tap.listen(start, stop)
-
-
-class TensorFeed:
-    """Passes the arguments of an adapter's hooks on; a :class:`~lightning_memprof.capture.base.TrainingFeed`."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._batch: list[Callable[[Any], None]] = []
-        self._loss: list[Callable[[torch.Tensor], None]] = []
-
-    @contextmanager
-    def listen(
-        self, *, batch: Callable[[Any], None] | None = None, loss: Callable[[torch.Tensor], None] | None = None
-    ) -> Iterator[None]:
-        """Call ``batch`` with each batch, and ``loss`` with the root of each backward, while the context is open."""
-        if batch is not None:
-            self._batch.append(batch)
-        if loss is not None:
-            self._loss.append(loss)
-        try:
-            yield
-        finally:
-            if batch is not None:
-                self._batch.remove(batch)
-            if loss is not None:
-                self._loss.remove(loss)
-
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """Return the Trainer's optimizers."""
-        return tuple(self._trainer.optimizers)
-
-    def on_batch(self, batch: Any) -> None:
-        """Pass a batch to the listeners."""
-        for listener in tuple(self._batch):
-            listener(batch)
-
-    def on_loss(self, loss: torch.Tensor) -> None:
-        """Pass a loss to the listeners."""
-        for listener in tuple(self._loss):
-            listener(loss)
 
 
 def unprofiled_parts(trainer: Trainer, stage: str) -> list[TimedPart]:

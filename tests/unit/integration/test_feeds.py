@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, SimpleProfiler
 
-from lightning_memprof.integration.tap import ActionTap
+from lightning_memprof.integration.feeds import ActionTap
 
 
 class Told(Profiler):
@@ -40,8 +40,8 @@ def listener(log: list[str], name: str) -> Any:
 def test_a_tap_that_was_removed_leaves_the_profiler_as_it_was(make: Any) -> None:
     profiler = make()
     before = dict(vars(profiler))
-    tap = ActionTap(profiler, {}, {}, ignore)
-    tap.install()
+    tap = ActionTap(profiler, ignore)
+    tap.install({}, {})
     assert {"start", "stop"} <= set(vars(profiler))
     tap.remove()
     tap.remove()
@@ -53,8 +53,8 @@ def test_what_the_profiler_itself_had_bound_is_bound_again() -> None:
     profiler = Told([])
     own: Any = lambda action_name: log.append(f"bound {action_name}")  # noqa: E731 an attribute as users set it
     profiler.start = own  # type: ignore[method-assign]
-    tap = ActionTap(profiler, {}, {}, ignore)
-    tap.install()
+    tap = ActionTap(profiler, ignore)
+    tap.install({}, {})
     with profiler.profile("a"):
         pass
     tap.remove()
@@ -67,17 +67,15 @@ def test_what_the_profiler_itself_had_bound_is_bound_again() -> None:
 def test_removing_a_tap_that_was_never_installed_changes_nothing() -> None:
     profiler = SimpleProfiler()
     before = dict(vars(profiler))
-    ActionTap(profiler, {}, {}, ignore).remove()
+    ActionTap(profiler, ignore).remove()
     assert vars(profiler) == before
 
 
 def test_the_profilers_own_time_holds_none_of_ours() -> None:
     log: list[str] = []
     profiler = Told(log)
-    tap = ActionTap(
-        profiler, {"a": lambda: log.append("handler start")}, {"a": lambda: log.append("handler stop")}, ignore
-    )
-    tap.install()
+    tap = ActionTap(profiler, ignore)
+    tap.install({"a": lambda: log.append("handler start")}, {"a": lambda: log.append("handler stop")})
     with tap.listen(*listener(log, "first")), tap.listen(*listener(log, "second")), profiler.profile("a"):
         log.append("body")
     tap.remove()
@@ -97,8 +95,8 @@ def test_the_profilers_own_time_holds_none_of_ours() -> None:
 def test_handlers_hear_of_their_action_only_and_listeners_of_all() -> None:
     log: list[str] = []
     profiler = PassThroughProfiler()
-    tap = ActionTap(profiler, {"a": lambda: log.append("a starts")}, {}, ignore)
-    tap.install()
+    tap = ActionTap(profiler, ignore)
+    tap.install({"a": lambda: log.append("a starts")}, {})
     with profiler.profile("a"), profiler.profile("b"):
         pass
     with tap.listen(*listener(log, "l")), profiler.profile("b"):
@@ -120,8 +118,8 @@ def test_what_ours_raise_goes_to_the_fault_handler_and_never_to_the_caller(where
     profiler = Told([])
     edge, kind = where.split()
     handler = {"a": fail} if kind == "handler" else {}
-    tap = ActionTap(profiler, handler if edge == "start" else {}, handler if edge == "stop" else {}, faults.append)
-    tap.install()
+    tap = ActionTap(profiler, faults.append)
+    tap.install(handler if edge == "start" else {}, handler if edge == "stop" else {})
     nothing = lambda _: None  # noqa: E731 one that does not fail
     listening = (fail if edge == "start" else nothing, fail if edge == "stop" else nothing)
     with tap.listen(*(listening if kind == "listener" else (nothing, nothing))), profiler.profile("a"):
@@ -132,8 +130,8 @@ def test_what_ours_raise_goes_to_the_fault_handler_and_never_to_the_caller(where
 
 
 def test_what_the_profiler_itself_raises_is_the_users() -> None:
-    tap = ActionTap(profiler := SimpleProfiler(), {}, {}, ignore)
-    tap.install()
+    tap = ActionTap(profiler := SimpleProfiler(), ignore)
+    tap.install({}, {})
     with pytest.raises(ValueError, match="never started"):
         profiler.stop("never started")
     tap.remove()
@@ -141,7 +139,7 @@ def test_what_the_profiler_itself_raises_is_the_users() -> None:
 
 def test_a_listener_may_leave_while_it_is_told() -> None:
     profiler = PassThroughProfiler()
-    tap = ActionTap(profiler, {}, {}, ignore)
+    tap = ActionTap(profiler, ignore)
     log: list[str] = []
     leaving: list[Any] = []
 
@@ -149,7 +147,7 @@ def test_a_listener_may_leave_while_it_is_told() -> None:
         log.append("leaves")
         leaving.pop().__exit__(None, None, None)
 
-    tap.install()
+    tap.install({}, {})
     leaving.append(tap.listen(leave, lambda _: None))
     leaving[0].__enter__()
     with tap.listen(*listener(log, "other")), profiler.profile("a"), profiler.profile("b"):
@@ -160,8 +158,8 @@ def test_a_listener_may_leave_while_it_is_told() -> None:
 
 def test_idle_profilers_are_not_called() -> None:
     profiler = Idle([])
-    tap = ActionTap(profiler, {}, {}, ignore)
-    tap.install()
+    tap = ActionTap(profiler, ignore)
+    tap.install({}, {})
     with profiler.profile("a"):
         pass
     tap.remove()
