@@ -20,6 +20,6 @@ from lightning_memprof.capture.collectors.saved_tensors import SavedTensors as S
 from lightning_memprof.capture.collectors.system import SystemStats as SystemStats
 from lightning_memprof.capture.collectors.throughput import Throughput as Throughput
 from lightning_memprof.capture.sources.call_memory import UserHooks as UserHooks
-from lightning_memprof.capture.tracker.fsdp import FSDPMemory as FSDPMemory
-from lightning_memprof.capture.tracker.modules import ModuleMemory as ModuleMemory
+from lightning_memprof.capture.tracker.collectors import FSDPMemory as FSDPMemory
+from lightning_memprof.capture.tracker.collectors import ModuleMemory as ModuleMemory
 from lightning_memprof.schedule import Window as Window

@@ -159,6 +159,11 @@ class Sink:
             self._append(artifact, artifact.path)
         self._listed(artifact)
 
+    def write_text(self, artifact: Artifact, text: str) -> None:
+        """Write a whole file as UTF-8; see :meth:`file`."""
+        with self.file(artifact) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+
     def list_artifact(self, artifact: Artifact, *, columns: list[str] | None = None) -> None:
         """Write the manifest line of a file that is whole."""
         self._append(artifact, artifact.path, columns)
@@ -185,8 +190,8 @@ class Sink:
         """Write whole rows as the collector's series of this window, and pass their columns to ``on_series``."""
         columns = [columns_of(row) if isinstance(row, SeriesRow) else row for row in rows]
         path = self.place.directory / series_path(window.index, self.rank, collector)
-        with self.file(Artifact(path=path, type="series", collector=collector, window=window.index)) as temporary:
-            temporary.write_text(encode_rows(columns), encoding="utf-8")
+        artifact = Artifact(path=path, type="series", collector=collector, window=window.index)
+        self.write_text(artifact, encode_rows(columns))
         if self.on_series is not None:
             self.on_series(window.index, collector, columns)
 

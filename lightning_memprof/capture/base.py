@@ -230,6 +230,19 @@ class RunContext:
 
         return guarded
 
+    def on_fault(self, collector: str, window: Window | None = None) -> Callable[[Exception], None]:
+        """Return a function that reports a failure of a hook; the first one only."""
+
+        def fail(error: Exception) -> None:
+            raise error
+
+        return self.guarded(fail, collector=collector, window=window)
+
+    def note_unavailable(self, collector: str, reason: str, window: Window | None = None) -> None:
+        """Write why a collector has no data, of one window or of the run."""
+        within = {} if window is None else {"window": window.index}
+        self.sink.manifest.append("unavailable", collector=collector, **within, reason=reason)
+
     def in_background(self, job: Callable[[], None], *, collector: str, window: Window) -> None:
         """Run slow work after the window, without blocking the training; a failure is the collector's."""
 

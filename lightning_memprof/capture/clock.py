@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from bisect import bisect_left, insort
+from collections import deque
 from contextlib import contextmanager
 from threading import get_ident
 from time import perf_counter_ns
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
     from lightning_memprof.capture.base import DeviceTimer
 
-__all__ = ["AcceleratorTimer", "StepClock", "StepTimes", "device_timer", "gc_pauses"]
+__all__ = ["AcceleratorTimer", "RecentMedian", "StepClock", "StepTimes", "device_timer", "gc_pauses"]
 
 _OTHER: Final = PHASES.index("other")
 _HOST_ONLY: Final = (PHASES.index("callbacks"), _OTHER)
@@ -237,3 +239,30 @@ def device_timer(device: torch.device) -> DeviceTimer | None:
     if device.type in ("cpu", "meta"):
         return None
     return AcceleratorTimer(device)
+
+
+class RecentMedian:
+    """The median of the last values; about 2 µs per value.
+
+    Args:
+        most: number of values.
+        least: fewer values have no median.
+
+    """
+
+    def __init__(self, most: int, least: int) -> None:
+        self._most = most
+        self._least = least
+        # In order of time and of size.
+        self._recent: deque[int] = deque()
+        self._ordered: list[int] = []
+
+    def add(self, value: int) -> int | None:
+        """Add a value; return the median of those before it."""
+        recent, ordered = self._recent, self._ordered
+        median = ordered[len(ordered) // 2] if len(ordered) >= self._least else None
+        if len(recent) == self._most:
+            del ordered[bisect_left(ordered, recent.popleft())]
+        recent.append(value)
+        insort(ordered, value)
+        return median

@@ -17,7 +17,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Guard", "Link", "original_of", "place_of", "wrapped"]
+__all__ = ["Guard", "Link", "original_of", "place_of", "take_out", "wrapped"]
 
 _LINK: Final = "_memprof_link"
 
@@ -90,6 +90,25 @@ def original_of(method: Any) -> Any:
     while (link := _link_of(method)) is not None:
         method = link.below
     return method
+
+
+def take_out(pop: Callable[[], Any], push: Callable[[Any], object], is_own: Callable[[Any], bool]) -> None:
+    """Remove an entry from any place in one of torch's stacks: the program's own entries need not nest with ours.
+
+    Args:
+        pop: removes the top entry and returns it; None if the stack is empty.
+        push: puts an entry on top.
+        is_own: whether an entry is ours.
+
+    """
+    above: list[Any] = []
+    while (top := pop()) is not None and not is_own(top):
+        above.append(top)
+    # An entry that started before ours and ended before it has removed ours, and remains as the last one.
+    if top is None and above:
+        above.pop(0)
+    for entry in reversed(above):
+        push(entry)
 
 
 class Guard:

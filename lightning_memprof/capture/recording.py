@@ -122,9 +122,7 @@ class Recording:
                 self._open[collector.name] = (context, self._watchdog.call(context.__enter__))
                 self._watchdog.raise_swallowed()
             except SkipWindow as reason:
-                self._run.sink.manifest.append(
-                    "unavailable", collector=collector.name, window=self.window.index, reason=str(reason)
-                )
+                self._run.note_unavailable(collector.name, str(reason), self.window)
             except Exception as error:  # noqa: BLE001 a collector of anybody's must not stop the training
                 self._leave(collector.name, "enter", error)
                 self._faults.report(collector.name, "enter", self.window.index, error)

@@ -25,7 +25,7 @@ from lightning_memprof.capture.collectors.pulse import Pulse
 from lightning_memprof.capture.sources.call_memory import UserHooks
 from lightning_memprof.capture.sources.methods import memprofilable
 from lightning_memprof.capture.sources.saved_hooks import checked_unpack
-from lightning_memprof.capture.tracker.fsdp import FSDPMemory
+from lightning_memprof.capture.tracker.collectors import FSDPMemory
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.callback import MemProfilerCallback
 from lightning_memprof.integration.settings import OutputOptions

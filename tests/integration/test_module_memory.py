@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.artifacts.series import read_series
-from lightning_memprof.capture.tracker.modules import ModuleMemory
+from lightning_memprof.capture.tracker.collectors import ModuleMemory
 from models import Compiled, GradientPenalty, InPlaceCnn, Lstm, Mlp, SharedEmbeddings, fit
 from training import Perceptron, loader, only_run, rows_of, trainer
 

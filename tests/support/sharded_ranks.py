@@ -60,8 +60,7 @@ def main(directory: Path, options: dict[str, str]) -> None:
     callbacks: list[pl.Callback] = []
     if "bare" not in options:
         from lightning_memprof import Collector, MemProfilerCallback, OutputOptions, Schedule
-        from lightning_memprof.capture.tracker.fsdp import FSDPMemory
-        from lightning_memprof.capture.tracker.modules import ModuleMemory
+        from lightning_memprof.capture.tracker.collectors import FSDPMemory, ModuleMemory
 
         collector = FSDPMemory(
             depth=3, tabulate="tabulate" in options, units="B", root_module=options.get("root", "model")

@@ -174,11 +174,8 @@ class FunctionMemory(Collector):
         return [name for name in self._names(run) if not self._report(run, unsupported_method(run.model, name), window)]
 
     def _memory(self, run: RunContext, guard: Callable[..., Any], window: Window | None) -> CallMemory:
-        def on_fault(error: Exception) -> None:
-            run.faults.report(self.name, "hook", None if window is None else window.index, error)
-
         options = HookOptions(self.memory_hooks, self.saved_tensors_hooks, self.user_hooks)
-        return CallMemory(run, options, guard, on_fault)
+        return CallMemory(run, options, guard, run.on_fault(self.name, window))
 
     def _has_snapshots(self, function: str) -> bool:
         wanted = self.allocator_snapshots
@@ -191,7 +188,7 @@ class FunctionMemory(Collector):
     def _report(self, run: RunContext, reason: str | None, window: Window | None) -> bool:
         """Write a reason to the manifest, in the first window only; return whether there is one."""
         if reason is not None and (window is None or window.index == 0):
-            run.sink.manifest.append("unavailable", collector=self.name, reason=reason)
+            run.note_unavailable(self.name, reason)
         return reason is not None
 
 
@@ -290,6 +287,5 @@ class _CountedCalls:
             return
         sink, name = self._run.sink, self._settings.name
         path = sink.place.directory / functions_name(sink.rank)
-        with sink.file(Artifact(path=path, type="series", collector=name)) as temporary:
-            temporary.write_text(encode_rows(rows), encoding="utf-8")
+        sink.write_text(Artifact(path=path, type="series", collector=name), encode_rows(rows))
         write_memory_stats(sink, name, self._rows.stats, self._settings._forms())  # noqa: SLF001 part of the collector

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from lightning_memprof.capture.base import Collector, OnMark, SkipWindow
+from lightning_memprof.capture.base import Collector, OnMark
 from lightning_memprof.capture.sources.memory import ResidentSize
-from lightning_memprof.capture.sources.module_calls import COMPILED, is_compiled, module_calls
+from lightning_memprof.capture.sources.module_calls import module_calls, skip_compiled
 from lightning_memprof.schedule import Point
 
 if TYPE_CHECKING:
@@ -41,9 +41,8 @@ class ModuleRss(Collector):
             SkipWindow: a part of the model is compiled.
 
         """
-        if is_compiled(run.model):
-            raise SkipWindow(COMPILED)
-        failed = run.guarded(_raise, collector=self.name, window=window)
+        skip_compiled(run.model)
+        failed = run.on_fault(self.name, window)
         with closing(ResidentSize()) as resident, run.sink.series(window, self.name) as write:
             modules: dict[str, list[int]] = {}
 
@@ -88,7 +87,3 @@ def _hooks(
                 modules[path] = [grown, 1]
 
     return before, after
-
-
-def _raise(error: Exception) -> None:
-    raise error

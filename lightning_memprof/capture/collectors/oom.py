@@ -369,8 +369,8 @@ class OomWatch:
         run.sink.manifest.append("oom", **row)
         path = run.sink.place.directory / oom_name(run.rank)
         document = {"rank": run.rank, "seen": self._count, "events": self._events}
-        with run.sink.file(Artifact(path=path, type="blob", collector=OOMAutopsy.name)) as temporary:
-            temporary.write_text(json.dumps(document, default=str), encoding="utf-8")
+        artifact = Artifact(path=path, type="blob", collector=OOMAutopsy.name)
+        run.sink.write_text(artifact, json.dumps(document, default=str))
 
     def _failed(self, error: BaseException) -> None:
         with suppress(Exception):

@@ -138,7 +138,7 @@ class OperatorTrace(Collector):
         was_running = trace.finish()
         if was_running:
             reason = "the program started its own torch profiler; the trace ends there"
-            run.sink.manifest.append("unavailable", collector=self.name, window=window.index, reason=reason)
+            run.note_unavailable(self.name, reason, window)
             log.info("window %d: %s", window.index, reason)
         return was_running
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
 from collections import deque
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import compress, pairwise
@@ -23,7 +22,7 @@ from lightning_memprof.artifacts.series import (
 )
 from lightning_memprof.artifacts.sink import Artifact
 from lightning_memprof.capture.base import Collector, OnMark, OnRows, OnStep
-from lightning_memprof.capture.clock import StepClock, gc_pauses
+from lightning_memprof.capture.clock import RecentMedian, StepClock, gc_pauses
 from lightning_memprof.capture.collectors.hook_timings import timed_parts
 from lightning_memprof.capture.sources.memory import ResidentSize, peak_allocated_bytes
 
@@ -169,9 +168,7 @@ class ActionTotals:
         self._waiting: list[StepRecord] = []
         self._outside = _Totals()
         self._inside = _Totals()
-        # Durations of the last steps outside windows, in order of time and sorted.
-        self._recent: deque[int] = deque()
-        self._sorted: list[int] = []
+        self._durations = RecentMedian(_RECENT, _LEAST_RECENT)
         # A heap by duration: the shortest stall is dropped first.
         self._stalls: list[tuple[int, int, StallRow]] = []
 
@@ -214,13 +211,9 @@ class ActionTotals:
                 self._inside.add(record)
 
     def _watch(self, record: StepRecord) -> None:
-        duration, recent, ordered = record.duration_ns, self._recent, self._sorted
-        if len(ordered) >= _LEAST_RECENT and duration > _STALL_FACTOR * (median := ordered[len(ordered) // 2]):
+        median = self._durations.add(record.duration_ns)
+        if median is not None and record.duration_ns > _STALL_FACTOR * median:
             self._add_stall(record, median)
-        if len(recent) == _RECENT:
-            del ordered[bisect_left(ordered, recent.popleft())]
-        recent.append(duration)
-        insort(ordered, duration)
 
     def _add_stall(self, record: StepRecord, median_ns: int) -> None:
         spent, _ = record.actions

@@ -69,7 +69,7 @@ class SavedTensors(Collector):
         def guarded(call: Callable[..., None]) -> Callable[..., None]:
             return run.guarded(call, collector=self.name, window=window)
 
-        log = _ForwardLog(run.timer, guarded(_raise))
+        log = _ForwardLog(run.timer, run.on_fault(self.name, window))
         with run.sink.series(window, self.name) as write:
             recorder = _Recorder(run, log, write)
             try:
@@ -295,7 +295,3 @@ class _Recorder:
             while index and sequences[index] == sequence:
                 index -= 1
         return index
-
-
-def _raise(error: Exception) -> None:
-    raise error

@@ -252,7 +252,7 @@ class SystemStats(Collector):
         """Report once why the GPU has no figures; with ``always``, sample the whole run, one line per sample."""
         gpu = gpu_of(run.device)
         if gpu is not None and (reason := gpu_fault(gpu)) is not None:
-            run.sink.manifest.append("unavailable", collector=self.name, reason=reason)
+            run.note_unavailable(self.name, reason)
         if not self._always:
             yield None
             return

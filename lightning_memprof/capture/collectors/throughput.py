@@ -120,16 +120,12 @@ class Throughput(Collector):
             if operations is not None:
                 flops = operations.close()
                 if operations.reason is not None:
-                    _not_counted(run, window, operations.reason)
+                    run.note_unavailable(self.name, operations.reason, window)
+                    log.info("%s", operations.reason)
             with run.sink.series(window, self.name) as write:
                 for mark, row in batches.rows():
                     row.flops, row.peak_flops = flops, run.peak_flops
                     write(mark, row)
-
-
-def _not_counted(run: RunContext, window: Window, reason: str) -> None:
-    run.sink.manifest.append("unavailable", collector=Throughput.name, window=window.index, reason=reason)
-    log.info("%s", reason)
 
 
 class _Batches:

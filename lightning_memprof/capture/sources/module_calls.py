@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from lightning_memprof.capture.base import SkipWindow
 from lightning_memprof.capture.observe import wrapped
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from lightning_memprof.capture.observe import Link
 
-__all__ = ["COMPILED", "ForwardWatch", "Forwards", "is_compiled", "module_calls", "module_hooks"]
+__all__ = ["COMPILED", "ForwardWatch", "Forwards", "is_compiled", "module_calls", "module_hooks", "skip_compiled"]
 
 COMPILED: Final = "a part of the model is compiled: torch would recompile it when hooks come or go"
 
@@ -34,6 +35,17 @@ def is_compiled(model: nn.Module) -> bool:
         isinstance(module, optimized) or getattr(module, "_compiled_call_impl", None) is not None
         for module in model.modules()
     )
+
+
+def skip_compiled(model: nn.Module) -> None:
+    """Check that hooks of the model's modules are possible.
+
+    Raises:
+        SkipWindow: a part of the model is compiled.
+
+    """
+    if is_compiled(model):
+        raise SkipWindow(COMPILED)
 
 
 @contextmanager
@@ -172,74 +184,13 @@ class Forwards:
         }  # fmt: skip
 
 
-def _nothing(*_: object) -> None:
-    return None
-
-
-def _copied() -> Callable[..., None]:
-    return _nothing
-
-
-class _Hook:
-    """A hook of a module; in a copy or a pickle of the module it does nothing."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-
-    def __call__(self, *_: object) -> None:
-        self._call()
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _copied, ()
-
-
-class _OpenForward:
-    """A running forward; ``ended`` is called when it ends, also if it raises.
-
-    The hooks are on that module only: torch's global hooks would send every module inside it through the slow path.
-    """
-
-    def __init__(self, module: nn.Module, waiting: list[Forwards], ended: Callable[[_OpenForward], None]) -> None:
-        self.waiting = waiting
-        self._ended = ended
-        self._again = 0
-        if isinstance(module, torch.jit.ScriptModule):
-
-            def leave(other: nn.Module, _args: Any, _output: Any) -> None:
-                if other is module:
-                    self._leave()
-
-            self._handles = [register_module_forward_hook(leave, always_call=True)]
-        else:
-            enter, out = _Hook(self._enter), _Hook(self._leave)
-            self._handles = [
-                module.register_forward_pre_hook(enter),
-                module.register_forward_hook(out, always_call=True),
-            ]
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _enter(self) -> None:
-        # The module calls itself: the end of that forward is not this one's.
-        self._again += 1
-
-    def _leave(self) -> None:
-        if self._again:
-            self._again -= 1
-        else:
-            self._ended(self)
-
-
 class ForwardWatch:
     """Reads memory at the start and end of the outermost forwards of a model's modules, in the creating thread.
 
-    A hook exists only while the next forward is awaited, not inside an awaited one: the modules inside it cost nothing.
+    The modules inside an outermost forward are not read; each costs two function calls.
 
     Args:
-        model: the model.
+        model: the model; no part of it is compiled.
         rss: returns the RSS in bytes.
         packed: returns the bytes saved for backward so far.
         guard: wraps a function so that it cannot raise into the user's code.
@@ -253,70 +204,41 @@ class ForwardWatch:
         packed: Callable[[], int],
         guard: Callable[[Callable[..., None]], Any],
     ) -> None:
-        self._members = {id(module) for module in model.modules()}
         self._rss = rss
         self._packed = packed
-        self._thread = get_ident()
         self._open: list[Forwards] = []
-        self._inside: list[_OpenForward] = []
-        self._armed: Any = None
-        self._begin_guarded = guard(self._begin)
-        self._end_guarded = guard(self._end)
+        # For each running forward, those for which it is an outermost one.
+        self._inside: list[list[Forwards]] = []
+        self._calls = ExitStack()
+        self._calls.enter_context(module_calls(model, guard(self._begin), guard(self._end)))
 
     def open(self) -> Forwards:
         """Watch the forwards that start from now on."""
         forwards = Forwards(self._packed())
         self._open.append(forwards)
-        self._arm()
         return forwards
 
     def close(self, forwards: Forwards) -> None:
         """Stop watching; a running forward ends here."""
-        if forwards not in self._open:
-            return
-        self._open.remove(forwards)
-        forwards.end(self._rss(), self._packed())
-        for entry in tuple(self._inside):
-            if not any(waiting in self._open for waiting in entry.waiting):
-                self._drop(entry)
-        self._arm()
+        if forwards in self._open:
+            self._open.remove(forwards)
+            forwards.end(self._rss(), self._packed())
 
     def release(self) -> None:
-        """Remove every hook."""
+        """Watch nothing from now on."""
         self._open.clear()
-        for entry in tuple(self._inside):
-            self._drop(entry)
-        self._arm()
+        self._calls.close()
 
-    def _arm(self) -> None:
-        waits = any(not forwards.is_inside for forwards in self._open)
-        if waits and self._armed is None:
-            self._armed = register_module_forward_pre_hook(self._before)
-        elif not waits and self._armed is not None:
-            self._armed.remove()
-            self._armed = None
-
-    def _before(self, module: nn.Module, _args: Any) -> None:
-        # First: a compiler that traces this knows the answer and reaches no other code of ours.
-        if not torch.compiler.is_compiling() and id(module) in self._members and get_ident() == self._thread:
-            self._begin_guarded(module)
-
-    def _begin(self, module: nn.Module) -> None:
+    def _begin(self, *_: object) -> None:
         waiting = [forwards for forwards in self._open if not forwards.is_inside]
-        self._inside.append(_OpenForward(module, waiting, self._end_guarded))
-        rss, packed = self._rss(), self._packed()
-        for forwards in waiting:
-            forwards.begin(rss, packed)
-        self._arm()
+        self._inside.append(waiting)
+        if waiting:
+            rss, packed = self._rss(), self._packed()
+            for forwards in waiting:
+                forwards.begin(rss, packed)
 
-    def _end(self, entry: _OpenForward) -> None:
-        rss, packed = self._rss(), self._packed()
-        for forwards in entry.waiting:
-            forwards.end(rss, packed)
-        self._drop(entry)
-        self._arm()
-
-    def _drop(self, entry: _OpenForward) -> None:
-        entry.remove()
-        if entry in self._inside:
-            self._inside.remove(entry)
+    def _end(self, *_: object) -> None:
+        if self._inside and (waiting := self._inside.pop()):
+            rss, packed = self._rss(), self._packed()
+            for forwards in waiting:
+                forwards.end(rss, packed)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from lightning_memprof.capture.observe import take_out
 from lightning_memprof.capture.sources.tensors import local_bytes, local_storage
 
 if TYPE_CHECKING:
@@ -99,14 +100,14 @@ class SavedBytes:
             if tensor is not None and (storage := local_storage(tensor)) is not None
         }
         pack, unpack = self._pack, self._unpack()
-        _stack._push_saved_tensors_default_hooks(pack, unpack)  # noqa: SLF001 see _leave
+        _push((pack, unpack))
         self._hooks = pack
 
     def stop(self) -> None:
         """Stop counting; :attr:`total` remains."""
         pack, self._hooks = self._hooks, None
         if pack is not None:
-            _leave(pack)
+            take_out(_pop, _push, lambda hooks: hooks[0] is pack)
         for weak in self._seen.values():
             torch.UntypedStorage._free_weak_ref(weak)  # type: ignore[no-untyped-call] # noqa: SLF001 its only way
         self._seen, self._own = {}, set()
@@ -149,19 +150,12 @@ class SavedBytes:
         self.total += storage.nbytes()
 
 
-def _leave(pack: Callable[..., Any]) -> None:
-    """Remove hooks from any place in torch's stack: the program's own need not nest with ours.
-
-    torch's context manager removes the hooks on top.
-    """
-    above: list[tuple[Any, Any]] = []
-    while (top := _stack._top_saved_tensors_default_hooks(True)) is not None:  # noqa: SLF001, FBT003 torch has no public one
+def _pop() -> tuple[Any, Any] | None:
+    top: tuple[Any, Any] | None = _stack._top_saved_tensors_default_hooks(True)  # noqa: SLF001, FBT003 torch has no public one
+    if top is not None:
         _stack._pop_saved_tensors_default_hooks()  # noqa: SLF001 torch has no public one
-        if top[0] is pack:
-            break
-        above.append(top)
-    # Hooks that started before ours and ended before them have removed ours, and remain as the last entry.
-    if top is None and above:
-        above.pop(0)
-    for hooks in reversed(above):
-        _stack._push_saved_tensors_default_hooks(*hooks)  # noqa: SLF001 torch has no public one
+    return top
+
+
+def _push(hooks: tuple[Any, Any]) -> None:
+    _stack._push_saved_tensors_default_hooks(*hooks)  # noqa: SLF001 torch's context manager removes those on top

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -130,7 +131,7 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
         inner: Iterable[Any] = ()
         if isinstance(value, Mapping):
             inner = value.values()
-        elif isinstance(value, (list, tuple, set, frozenset)):
+        elif isinstance(value, (list, tuple, set, frozenset, deque)):
             inner = value
         elif is_dataclass(value) and not isinstance(value, type):
             inner = (getattr(value, field.name) for field in fields(value))

@@ -12,7 +12,6 @@ Differences from torch's tracker:
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -30,8 +29,8 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from lightning_memprof.capture.base import SkipWindow
-from lightning_memprof.capture.observe import Guard, Link, wrapped
-from lightning_memprof.capture.sources.tensors import dense_parts
+from lightning_memprof.capture.observe import Guard, Link, take_out, wrapped
+from lightning_memprof.capture.sources.tensors import dense_parts, tensors_in
 from lightning_memprof.capture.tracker.path_tracker import PathTracker
 from lightning_memprof.capture.tracker.report import Figures, ModuleFigures, TrackerReport
 
@@ -108,7 +107,7 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
             self._add_model(model)
             for optimizer in optimizers:
                 self._track_optimizer_states(self.kinds.optimizer_state, optimizer)
-            for tensor in _tensors(batch):
+            for tensor in tensors_in(batch):
                 self._update_and_maybe_create_winfos(tensor, self.kinds.input)
             del batch  # tracking must not extend its lifetime
             self._hook(model, undo)
@@ -118,7 +117,7 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
             self._mod_tracker.__enter__()
             undo.callback(self._mod_tracker.__exit__)
             _push_mode(self)
-            undo.callback(_leave_mode, self)
+            undo.callback(take_out, _pop, _push_mode, lambda mode: mode is self)
             yield
 
     @classmethod
@@ -340,25 +339,8 @@ class ModuleTracker(CategoryTracker):  # type: ignore[no-untyped-call]
         return 0, 0
 
 
-def _leave_mode(mode: TorchDispatchMode) -> None:
-    """Remove a mode from any place in the stack: the program's own modes need not nest with ours."""
-    above: list[Any] = []
-    while (count := len(_get_current_dispatch_mode_stack())) and (top := _pop_mode()) is not mode:
-        above.append(top)
-    # A mode that started before ours and ended before it has removed ours, and remains as the last entry.
-    if not count and above:
-        above.pop(0)
-    for entry in reversed(above):
-        _push_mode(entry)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            for field in fields(leaf):
-                yield from _tensors(getattr(leaf, field.name))
+def _pop() -> TorchDispatchMode | None:
+    return _pop_mode() if _get_current_dispatch_mode_stack() else None
 
 
 def _padding(model: nn.Module) -> dict[torch.device, int]:

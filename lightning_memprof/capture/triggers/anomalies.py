@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_left, insort
 from collections import deque
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 import psutil
 import torch
 
+from lightning_memprof.capture.clock import RecentMedian
 from lightning_memprof.capture.sources.memory import NO_ACCELERATOR, memory_stats, peak_allocated_bytes
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.units import MIB, format_bytes, format_ns
@@ -81,8 +81,7 @@ class SlowStep(Anomaly):
 
     def watch(self, run: RunContext) -> Watch:  # noqa: ARG002 the record has the time
         """Compare durations; about 2 µs per step."""
-        last: deque[int] = deque()
-        ordered: list[int] = []
+        durations = RecentMedian(_HISTORY, _ENOUGH)
         epoch: int | None = None
 
         def watch(record: StepRecord) -> str | None:
@@ -91,11 +90,7 @@ class SlowStep(Anomaly):
             first, epoch = record.epoch != epoch, record.epoch
             if first or not record.usual:
                 return None
-            median = ordered[len(ordered) // 2] if len(ordered) >= _ENOUGH else None
-            if len(last) == _HISTORY:
-                del ordered[bisect_left(ordered, last.popleft())]
-            last.append(record.duration_ns)
-            insort(ordered, record.duration_ns)
+            median = durations.add(record.duration_ns)
             if median is None or record.duration_ns < self.factor * median:
                 return None
             times = record.duration_ns / max(median, 1)

@@ -1,27 +1,44 @@
-"""Triggers of windows outside the schedule: a file, a signal, a call, or an anomaly."""
+"""Triggers of windows outside the schedule: a file in the run directory, a signal, a call, or an anomaly."""
 
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import threading
+import uuid
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.artifacts.trigger import MOST_STEPS
+from lightning_memprof.artifacts.naming import TRIGGER_PLAN, TRIGGER_REQUEST
+from lightning_memprof.artifacts.trigger import (
+    MOST_STEPS,
+    Plan,
+    Request,
+    read_plan,
+    read_request,
+    write_plan,
+    write_request,
+)
 from lightning_memprof.capture.planner import WindowRequest
 from lightning_memprof.capture.triggers.anomalies import Anomaly
-from lightning_memprof.capture.triggers.requests import FileRequests
-from lightning_memprof.capture.triggers.signals import Usr2
-from lightning_memprof.errors import ConfigError
+from lightning_memprof.capture.watchdog import caught_elsewhere
+from lightning_memprof.errors import ArtifactError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from types import FrameType
 
     from lightning_memprof.capture.base import RunContext, StepRecord
     from lightning_memprof.capture.triggers.anomalies import Watch
 
-__all__ = ["TriggerWatch", "Triggers", "check_steps"]
+__all__ = ["TriggerWatch", "Triggers", "Usr2", "check_steps"]
 
 log = logging.getLogger(__name__)
+
+# Ranks of one job are within a step or two of each other; the rest is for file systems that show a file late.
+_LEAD_STEPS: Final = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +111,7 @@ class TriggerWatch:
     def __init__(self, triggers: Triggers, run: RunContext) -> None:
         self._triggers = triggers
         self._run = run
-        self._files = FileRequests(run, triggers.warmup, triggers.active) if triggers.file else None
+        self._files = _FileRequests(run, triggers.warmup, triggers.active) if triggers.file else None
         self._usr2: Usr2 | None = None
         self._requests: list[WindowRequest] = []
         self._watched: list[_Watched] = []
@@ -164,3 +181,147 @@ class TriggerWatch:
     def _request(self, cause: str, active: int | None = None) -> None:
         steps = self._triggers.active if active is None else active
         self._requests.append(WindowRequest(cause=cause, warmup=self._triggers.warmup, active=steps))
+
+
+class _FileRequests:
+    """The requests in a run directory.
+
+    Rank 0 checks for a request once a step and writes a plan: the step at which every rank records, 20 steps after its
+    own. The other ranks check for the plan once a step. There is no collective, and no rank waits.
+
+    Args:
+        run: of this rank.
+        warmup: warmup steps of a request that does not specify them.
+        active: recorded steps of a request that does not specify them.
+
+    """
+
+    def __init__(self, run: RunContext, warmup: int, active: int) -> None:
+        self._run = run
+        self._warmup = warmup
+        self._active = active
+        self._directory = run.sink.place.directory
+        self._leads = run.rank == 0
+        self._path = os.fspath(self._directory / (TRIGGER_REQUEST if self._leads else TRIGGER_PLAN))
+        self._seen: tuple[int, int] | None = None
+        self._plan: Plan | None = None
+
+    def write(self, cause: str, active: int | None) -> bool:
+        """Request a window on all ranks; return whether the request was written."""
+        try:
+            write_request(self._directory, Request(id=uuid.uuid4().hex, cause=cause, active=active))
+        except OSError as error:
+            log.warning("the other ranks cannot be reached (%s): only rank %d records", error, self._run.rank)
+            return False
+        return True
+
+    def read(self, step: int) -> WindowRequest | None:
+        """Return a new request for a window at or after ``step``; costs one ``os.stat``."""
+        try:
+            status = os.stat(self._path)  # noqa: PTH116 a Path object would cost time in every step
+        except OSError:
+            return None
+        seen = (status.st_mtime_ns, status.st_ino)
+        if seen == self._seen:
+            return None
+        self._seen = seen
+        try:
+            return self._answer(step) if self._leads else self._follow(step)
+        except (ArtifactError, OSError) as error:
+            self._warn(f"a requested window is not recorded: {error}")
+            return None
+
+    def _answer(self, step: int) -> WindowRequest | None:
+        """Rank 0: choose the step at which the requested window opens, and write the plan for all ranks."""
+        request = read_request(self._directory)
+        if request is None:
+            return None
+        plan, answer = self._plan, None
+        if plan is not None and step <= plan.recorded[1]:
+            # Several ranks may request at once; they get one window.
+            plan = Plan(
+                id=request.id, cause=plan.cause, step=plan.step, warmup=plan.warmup, active=plan.active, seen_at=step
+            )
+        else:
+            lead = _LEAD_STEPS if self._run.world_size > 1 else 0
+            warmup = self._warmup if request.warmup is None else request.warmup
+            active = self._active if request.active is None else request.active
+            plan = Plan(
+                id=request.id, cause=request.cause, step=step + lead, warmup=warmup, active=active, seen_at=step
+            )
+            answer = WindowRequest(cause=plan.cause, warmup=plan.warmup, active=plan.active, step=plan.step)
+        self._plan = plan
+        try:
+            write_plan(self._directory, plan)
+        except OSError as error:
+            # This rank records anyway.
+            self._warn(f"the plan of a requested window cannot be written ({error}): only rank 0 records")
+        finally:
+            # If it cannot be removed it is recognized by its time.
+            with suppress(OSError):
+                os.unlink(self._path)  # noqa: PTH108 as os.stat above
+        return answer
+
+    def _follow(self, step: int) -> WindowRequest | None:
+        """Other ranks: record at rank 0's step, or from now on if that has passed."""
+        plan = read_plan(self._directory)
+        if plan is None:
+            return None
+        known, self._plan = self._plan, plan
+        if known is not None and known.step == plan.step:
+            return None
+        cause = plan.cause
+        if plan.step < step:
+            cause = f"{cause}, planned for step {plan.step}, which this rank had passed when it read the plan"
+            log.warning(
+                "rank %d is at step %d: the window planned for step %d opens late", self._run.rank, step, plan.step
+            )
+        return WindowRequest(cause=cause, warmup=plan.warmup, active=plan.active, step=plan.step)
+
+    def _warn(self, message: str) -> None:
+        log.warning("%s", message)
+        with suppress(OSError):
+            self._run.sink.manifest.append("note", collector="triggers", message=message)
+
+
+class Usr2:
+    """Notes that SIGUSR2 arrived, and calls the previous handler.
+
+    Attributes:
+        received: whether it arrived; reset it to False after handling it.
+
+    """
+
+    def __init__(self) -> None:
+        self.received = False
+        self._before: Any = None
+        self._installed = False
+        # One object, so that it can be compared.
+        self._own = self._handle
+
+    def install(self) -> str | None:
+        """Install the handler; return why that is not possible, or None."""
+        if not hasattr(signal, "SIGUSR2"):
+            return "this system has no SIGUSR2"
+        if threading.current_thread() is not threading.main_thread():
+            return "the training does not run in the main thread"
+        before = signal.getsignal(signal.SIGUSR2)
+        if before is None or (not callable(before) and caught_elsewhere(signal.SIGUSR2)):
+            return "a handler outside Python is installed"
+        self._before = before
+        signal.signal(signal.SIGUSR2, self._own)
+        self._installed = True
+        return None
+
+    def remove(self) -> None:
+        """Restore the previous handler; if another was installed since, it stays and this one passes the signal on."""
+        if not self._installed or signal.getsignal(signal.SIGUSR2) is not self._own:
+            return
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGUSR2, self._before)
+            self._installed = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
+        if callable(self._before):
+            self._before(number, frame)

@@ -16,7 +16,7 @@ from torch import nn
 from lightning_memprof.capture.base import Collector
 from lightning_memprof.capture.collectors.functions import CallRange, FunctionMemory
 from lightning_memprof.capture.sources.saved_hooks import checked_unpack
-from lightning_memprof.capture.tracker.fsdp import FSDPMemory
+from lightning_memprof.capture.tracker.collectors import FSDPMemory
 from lightning_memprof.compat.fts import (
     BuiltIn,
     MemProfiler,

@@ -234,26 +234,25 @@ def test_without_a_forward_all_is_0(watching: Watching) -> None:
     assert set(forwards.npp().values()) == {0}
 
 
-def test_there_are_no_hooks_but_for_the_next_forward_and_on_the_one_that_goes_on(watching: Watching) -> None:
-    found: list[tuple[int, int]] = []
+def test_modules_have_no_hooks_and_torchs_method_is_back_after_the_release(watching: Watching) -> None:
+    found: list[int] = []
 
     class Watched(Parts):
         def forward(self, value: torch.Tensor) -> torch.Tensor:
-            found.append((len(torch_module._global_forward_pre_hooks), hooks_of(self)))
-            value = self.net(value)
-            found.append((len(torch_module._global_forward_hooks), hooks_of(self.net)))
-            return value
+            found.append(hooks_of(self) + len(torch_module._global_forward_pre_hooks))
+            return super().forward(value)
 
     model = Watched()
+    before = nn.Module._call_impl
     watch = watching(model)
-    model(VALUE)
     forwards = watch.open()
     model(VALUE)
-    assert len(torch_module._global_forward_pre_hooks) == 1
     watch.close(forwards)
+    watch.release()
     model(VALUE)
-    assert found == [(0, 0), (0, 0), (0, 2), (0, 0), (0, 0), (0, 0)]
-    assert hooks_of(model) == 0
+    assert found == [0, 0]
+    assert nn.Module._call_impl is before
+    assert forwards.rss()["rss_diff"] == 1
 
 
 def test_inside_of_a_forward_the_outermost_are_those_that_begin_there(watching: Watching) -> None:

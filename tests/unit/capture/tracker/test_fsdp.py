@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memprof.capture.tracker.fsdp import FSDPMemory
+from lightning_memprof.capture.tracker.collectors import FSDPMemory
 from lightning_memprof.errors import ConfigError
 from sessions import context
 

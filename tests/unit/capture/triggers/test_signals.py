@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_memprof.capture.triggers.signals import Usr2
+from lightning_memprof.capture.triggers.watch import Usr2
 
 
 @pytest.fixture(autouse=True)
