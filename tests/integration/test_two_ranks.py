@@ -38,7 +38,12 @@ def test_both_ranks_write_into_one_directory_without_a_collective_after_setup(tm
         assert (run.parent / f"fit-fts_extended_pytorch_profiler-{rank}.txt").is_file()
     assert "verdict" in printed[0].read_text()
     assert "verdict" not in printed[1].read_text()
-    assert [rank.rank for rank in load_run(run).ranks] == [0, 1]
+    ranks = load_run(run).ranks
+    assert [rank.rank for rank in ranks] == [0, 1]
+    for read in ranks:
+        waits = [row for row in read.actions if row.action == "[Strategy]DDPStrategy.broadcast_sigterm"]
+        # In front of each batch: of 8 steps the first is not counted, and no batch follows the last.
+        assert sum(row.count or 0 for row in waits) == 6
 
 
 def test_a_rank_that_is_killed_in_a_window_leaves_the_others_data_readable(tmp_path: Path) -> None:

@@ -97,6 +97,33 @@ def test_every_phase_of_a_batch_gets_its_time(made: Session, fake: FakeCollector
     assert sum(spent.values()) == record.duration_ns
 
 
+def test_a_hook_at_a_point_of_a_step_is_an_action_of_the_phase_around_it(made: Session, fake: FakeCollector) -> None:
+    hooks = ("before_backward", "after_backward", "before_optimizer_step", "batch_end")
+    trainer = Trainer(made, replace(FIT, within=hooks))
+    trainer.batch()
+    made.close()
+    (record,) = fake.steps
+    ran = {
+        action: PHASES[phase]
+        for (action, phase), count in zip(made.clock.actions, record.actions[1], strict=True)
+        if count
+    }
+    assert {hook: ran[hook] for hook in hooks} == dict.fromkeys(hooks[:3], "optimizer") | {"batch_end": "other"}
+    assert ran["backward"] == "backward"
+    assert sum(record.actions[0]) == record.duration_ns
+    assert [mark.point for mark in fake.marks if mark.point in POINTS] == list(POINTS)
+
+
+def test_a_transfer_after_the_batch_belongs_to_the_validation_around_it(made: Session, fake: FakeCollector) -> None:
+    trainer = Trainer(made, replace(FIT, transfers=("to_device",), within=("run_validation",)))
+    trainer.do("fetch", "to_device")
+    trainer.batch(("run_validation", "to_device", "to_device"))  # type: ignore[arg-type]
+    made.close()
+    (record,) = fake.steps
+    slot = [action for action, _ in made.clock.actions].index("to_device")
+    assert record.actions[1][slot] == 1
+
+
 def test_what_comes_after_the_batch_belongs_to_it_and_the_fetch_to_the_next(made: Session, fake: FakeCollector) -> None:
     trainer = Trainer(made)
     trainer.batch("callback", "save_checkpoint")
