@@ -165,10 +165,6 @@ class WindowPlanner:
         self._action, self._last_step = action, position.schedule_step
         return Turn(action, closes, cut_by, opens, request)
 
-    def end(self, reason: str) -> str | None:
-        """Return why the open window is cut when the run ends; None if the current step is its last."""
-        return None if self._action is Action.RECORD_AND_SAVE else reason
-
     def _scheduled(self, step: int) -> Action:
         action = self._schedule(step)
         if not isinstance(self._schedule, Schedule) or step == 0:

@@ -6,9 +6,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from lightning_memprof.artifacts.manifest import OverheadFacts
 from lightning_memprof.artifacts.series import PHASES, PROFILER
 from lightning_memprof.capture.base import StepRecord
 from lightning_memprof.capture.clock import StepClock
@@ -26,15 +28,6 @@ __all__ = ["Session"]
 log = logging.getLogger(__name__)
 
 WindowClosed = Callable[[int, Sequence[int], str | None], None]
-
-
-@dataclass
-class _Overhead:
-    """Nanoseconds of training time that this package took, by cause."""
-
-    pulse_ns: int = 0
-    windows_ns: int = 0
-    collectors_ns: dict[str, int] = field(default_factory=dict)
 
 
 class Session:
@@ -71,7 +64,9 @@ class Session:
         self._planner = WindowPlanner(schedule)
         self._followers = Followers(run)
         self._recording: Recording | None = None
-        self._overhead = _Overhead()
+        # Nanoseconds of training time that this package took.
+        self._pulse_ns = self._windows_ns = 0
+        self._collectors_ns: dict[str, int] = {}
         self._steps = 0
         self._is_usual = True
         self._progress = run.progress
@@ -109,7 +104,7 @@ class Session:
         if self._requests is not None:
             for request in self._requests.before_step(position.step):
                 self._planner.request(request)
-        self._overhead.pulse_ns += time.perf_counter_ns() - began
+        self._pulse_ns += time.perf_counter_ns() - began
         began = time.perf_counter_ns()
         turn = self._planner.turn(position)
         if turn.closes:
@@ -117,7 +112,7 @@ class Session:
         if turn.opens is not None:
             self._open_window(turn.opens, turn, position)
         if was_open or self._recording is not None:
-            self._overhead.windows_ns += time.perf_counter_ns() - began
+            self._windows_ns += time.perf_counter_ns() - began
         self._progress.position, self._progress.point = position, Point.STEP_START
         if self._recording is not None:
             if turn.action is not Action.WARMUP:
@@ -150,7 +145,7 @@ class Session:
             Mark(step=position.step, global_step=position.global_step, point=point, recorded=recorded, time_ns=time_ns)
         )
         self.clock.leave()
-        self._overhead.windows_ns += time.perf_counter_ns() - began
+        self._windows_ns += time.perf_counter_ns() - began
 
     def close(self, *, reason: str | None = None) -> None:
         """End the current step, the open window and the followers; list the pending requests in the manifest.
@@ -168,14 +163,10 @@ class Session:
 
     def facts(self) -> dict[str, Any]:
         """Return the number of steps and the profiler overhead, for the manifest's last row."""
-        return {
-            "steps": self._steps,
-            "overhead": {
-                "pulse_ns": self._overhead.pulse_ns,
-                "windows_ns": self._overhead.windows_ns,
-                "collectors_ns": self._overhead.collectors_ns,
-            },
-        }
+        overhead = OverheadFacts(
+            pulse_ns=self._pulse_ns, windows_ns=self._windows_ns, collectors_ns=self._collectors_ns
+        )
+        return {"steps": self._steps, "overhead": msgspec.structs.asdict(overhead)}
 
     def _end_step(self) -> None:
         position = self._progress.position
@@ -202,7 +193,7 @@ class Session:
             self._followers.step(record)
             if self._requests is not None:
                 self._requests.after_step(record)
-        self._overhead.pulse_ns += time.perf_counter_ns() - now
+        self._pulse_ns += time.perf_counter_ns() - now
         try:
             self.mark(Point.STEP_END, at_ns=now)
         finally:
@@ -223,7 +214,7 @@ class Session:
         manifest.append(
             "window", window=window.index, event="open", warmup_steps=window.warmup, active_steps=window.active
         )
-        self._recording = Recording(self._run, window, self._overhead.collectors_ns)
+        self._recording = Recording(self._run, window, self._collectors_ns)
         self._progress.window = window.index
         self._recording.open(self._collectors)
 
@@ -231,7 +222,7 @@ class Session:
         if self._recording is not None:
             began = time.perf_counter_ns()
             self._close_window(reason, truncated=self._planner.action is not Action.RECORD_AND_SAVE)
-            self._overhead.windows_ns += time.perf_counter_ns() - began
+            self._windows_ns += time.perf_counter_ns() - began
 
     def _close_window(self, reason: str | None, *, truncated: bool) -> None:
         recording, self._recording = self._recording, None

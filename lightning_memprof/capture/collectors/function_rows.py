@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
     from lightning_memprof.artifacts.sink import Sink
     from lightning_memprof.capture.base import RunContext
-    from lightning_memprof.capture.sources.call_memory import CallMemory, MeasuredCall
+    from lightning_memprof.capture.sources.call_memory import CallMemory
     from lightning_memprof.capture.sources.methods import MethodCall
+    from lightning_memprof.capture.sources.module_calls import Forwards
     from lightning_memprof.schedule import Window
 
 __all__ = ["CallNumber", "Counting", "FunctionRows", "stats_key", "write_memory_stats"]
@@ -68,7 +69,7 @@ class _Call:
     thread: int
     thread_name: str | None
     is_named: bool = False
-    measured: MeasuredCall | None = None
+    measured: Forwards | None = None
 
 
 class FunctionRows:
@@ -219,7 +220,6 @@ class _Plain(pickle.Unpickler):
     """Reads plain values only: others may be able to write into the run directory."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Raise an error."""
         raise pickle.UnpicklingError(
             f"the memory stats file refers to {module}.{name}, which is not allowed; remove the file"
         )

@@ -230,7 +230,6 @@ class _CountedCalls:
         self._is_written = False
 
     def open(self) -> None:
-        """Start counting."""
         settings, model = self._settings, self._run.model
         if settings.allocator_snapshots:
             self._shared.enter_context(memory_history())
@@ -241,13 +240,11 @@ class _CountedCalls:
         self._waits_for = {*settings.retain_hooks_for} & {*self._observed} or {*self._observed}
 
     def on_step(self, record: StepRecord) -> None:
-        """Handle the end of a step."""
         self._step = record.step + 1
         if self._is_done:
             self._write()
 
     def close(self) -> None:
-        """Stop and write the rows."""
         with ExitStack() as stack:
             stack.callback(self._write)
             stack.callback(self._memory.close)

@@ -212,7 +212,6 @@ class _Recorder:
         self._backwards = 0
 
     def batch(self, batch: Any) -> None:
-        """Record the size of a batch."""
         with _plainly():
             self._input_bytes = batch_bytes(batch)
 

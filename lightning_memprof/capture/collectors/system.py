@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import psutil
@@ -41,45 +40,27 @@ _IDLE: Final = frozenset({"idle", "iowait"})
 _COUNTED_TWICE: Final = frozenset({"guest", "guest_nice"})
 
 
-@dataclass(frozen=True)
-class _Counts:
-    """All counters that only grow, at one moment. None is not available on this machine."""
-
-    process_s: float
-    page_faults: int
-    context_switches: int
-    busy_s: float
-    machine_s: float
-    disk_read_bytes: int | None
-    disk_write_bytes: int | None
-    network_sent_bytes: int | None
-    network_received_bytes: int | None
-
-
-def _counts() -> _Counts:
-    process = _process_counts()
-    machine = psutil.cpu_times()._asdict()
-    total_s = sum(seconds for name, seconds in machine.items() if name not in _COUNTED_TWICE)
-    # psutil handles counters that wrap under a lock, which a fork of the training may copy while it is held.
-    # Both are None on a machine without a disk or a network, which psutil's types do not say.
-    disk: Any = psutil.disk_io_counters(nowrap=False)
-    network: Any = psutil.net_io_counters(nowrap=False)
-    return _Counts(
-        *process,
-        busy_s=total_s - sum(machine.get(name, 0.0) for name in _IDLE),
-        machine_s=total_s,
-        disk_read_bytes=None if disk is None else disk.read_bytes,
-        disk_write_bytes=None if disk is None else disk.write_bytes,
-        network_sent_bytes=None if network is None else network.bytes_sent,
-        network_received_bytes=None if network is None else network.bytes_recv,
-    )
-
-
-def _process_counts() -> tuple[float, int, int]:
+def _counts() -> dict[str, float | None]:
+    """Return all counters that only grow, at this moment; None is not available on this machine."""
     import resource
 
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime, used.ru_minflt + used.ru_majflt, used.ru_nvcsw + used.ru_nivcsw
+    process = resource.getrusage(resource.RUSAGE_SELF)
+    machine = psutil.cpu_times()._asdict()
+    machine_s = sum(seconds for name, seconds in machine.items() if name not in _COUNTED_TWICE)
+    # psutil handles counters that wrap under a lock, which a fork of the training may copy while it is held.
+    # Both are None on a machine without a disk or a network.
+    disk, network = psutil.disk_io_counters(nowrap=False), psutil.net_io_counters(nowrap=False)
+    return {
+        "process_s": process.ru_utime + process.ru_stime,
+        "busy_s": machine_s - sum(machine.get(name, 0.0) for name in _IDLE),
+        "machine_s": machine_s,
+        "disk_read_bytes": getattr(disk, "read_bytes", None),
+        "disk_write_bytes": getattr(disk, "write_bytes", None),
+        "network_sent_bytes": getattr(network, "bytes_sent", None),
+        "network_received_bytes": getattr(network, "bytes_recv", None),
+        "page_faults": process.ru_minflt + process.ru_majflt,
+        "context_switches": process.ru_nvcsw + process.ru_nivcsw,
+    }
 
 
 class _Reader:
@@ -93,7 +74,6 @@ class _Reader:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the last reading."""
         return (time.perf_counter_ns() - self._read_ns) / 1e9
 
     def read(self) -> Row:
@@ -102,27 +82,19 @@ class _Reader:
         before, self._before = self._before, counts
         elapsed_s = max(now_ns - self._read_ns, 1) / 1e9
         self._read_ns = now_ns
-        grown = {
-            field.name: _grown(getattr(before, field.name), getattr(counts, field.name)) for field in fields(_Counts)
-        }
-        rates = {name: None if value is None else round(value / elapsed_s, 1) for name, value in grown.items()}
-        busy_s, machine_s = grown["busy_s"] or 0.0, grown["machine_s"] or 0.0
+        grown = {name: _grown(before[name], count) for name, count in counts.items()}
+        process_s, busy_s, machine_s = (grown.pop(name) or 0.0 for name in ("process_s", "busy_s", "machine_s"))
         memory = psutil.virtual_memory()
         return {
             "time_ns": now_ns + self._offset_ns,
-            "process_cpu_percent": round(100 * (grown["process_s"] or 0.0) / elapsed_s, 1),
+            "process_cpu_percent": round(100 * process_s / elapsed_s, 1),
             "machine_cpu_percent": round(min(100.0, 100 * busy_s / machine_s), 1) if machine_s else None,
             "load_1m": round(os.getloadavg()[0], 2),
             "memory_used_bytes": memory.used,
             "memory_available_bytes": memory.available,
             "swap_used_bytes": psutil.swap_memory().used,
             "memory_limit_bytes": self._limit_bytes,
-            "disk_read_bytes_per_s": rates["disk_read_bytes"],
-            "disk_write_bytes_per_s": rates["disk_write_bytes"],
-            "network_sent_bytes_per_s": rates["network_sent_bytes"],
-            "network_received_bytes_per_s": rates["network_received_bytes"],
-            "page_faults_per_s": rates["page_faults"],
-            "context_switches_per_s": rates["context_switches"],
+            **{f"{name}_per_s": None if by is None else round(by / elapsed_s, 1) for name, by in grown.items()},
         }
 
 
@@ -154,7 +126,6 @@ class _Sampler:
         self._thread = threading.Thread(target=self._run, name="memprof-system", daemon=True)
 
     def start(self) -> None:
-        """Start sampling; the first sample comes after one interval."""
         self._thread.start()
 
     def stop(self) -> None:

@@ -138,14 +138,12 @@ class _Batches:
         self._steps: list[tuple[Mark, int, tuple[Any, Any]]] = []
 
     def count(self, batch: Any) -> None:
-        """Count one batch."""
         samples, tokens = self._counters
         self._counts = (samples(batch), None)
         if tokens is not None:
             self._counts = (self._counts[0], tokens(batch))
 
     def on_mark(self, mark: Mark) -> None:
-        """Begin and end a step."""
         if mark.point is Point.STEP_START:
             self._start_ns = mark.time_ns
             self._counts = (None, None)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lightning_memprof.capture.base import RunContext
     from lightning_memprof.capture.sources.methods import MethodCall
 
-__all__ = ["CallMemory", "HookOptions", "MeasuredCall", "UserHooks", "memory_info", "user_hooks"]
+__all__ = ["CallMemory", "HookOptions", "UserHooks", "memory_info", "user_hooks"]
 
 _RSS: Final = ("rss_pre_forward", "rss_post_forward", "rss_diff")
 _NPP: Final = ("npp_pre_forward", "npp_post_forward", "npp_diff")
@@ -43,14 +43,6 @@ class HookOptions:
     memory: bool
     saved_tensors: bool
     user: UserHooks | None
-
-
-@dataclass(eq=False)
-class MeasuredCall:
-    """A running call, in the thread of the hooks."""
-
-    forwards: Forwards
-    saves: bool
 
 
 class CallMemory:
@@ -80,7 +72,7 @@ class CallMemory:
         self._watch: ForwardWatch | None = None
         self._saved: SavedBytes | None = None
         self._user: UserState | None = None
-        self._saver: MeasuredCall | None = None
+        self._saver: Forwards | None = None
         self.is_open = False
 
     def open(self) -> str | None:
@@ -112,37 +104,35 @@ class CallMemory:
         self._watch = self._user = None
         self._resources.close()
 
-    def start(self, call: MethodCall) -> MeasuredCall | None:
+    def start(self, call: MethodCall) -> Forwards | None:
         """Start measuring a call; return None if it is not measured.
 
         Not measured are calls in other threads, and generators and coroutines, whose body other code interrupts.
         """
         if self._watch is None or call.suspends or get_ident() != self._thread:
             return None
-        saves = self._saved is not None and self._saver is None
-        if saves and self._saved is not None:
-            self._saved.start()
-        measured = MeasuredCall(self._watch.open(), saves)
-        if saves:
-            self._saver = measured
-        return measured
+        if self._saved is None or self._saver is not None:
+            return self._watch.open()
+        self._saved.start()
+        self._saver = self._watch.open()
+        return self._saver
 
-    def end(self, measured: MeasuredCall | None) -> None:
+    def end(self, measured: Forwards | None) -> None:
         """End it; its values remain."""
         if measured is None:
             return
         if self._watch is not None:
-            self._watch.close(measured.forwards)
+            self._watch.close(measured)
         if self._saver is measured:
             self._stop_saving()
 
-    def values(self, measured: MeasuredCall | None) -> dict[str, Any]:
+    def values(self, measured: Forwards | None) -> dict[str, Any]:
         """Return the values of a call by name, None if they are unknown."""
         values: dict[str, Any] = {}
         if self._options.memory:
-            values |= dict.fromkeys(_RSS) if measured is None else measured.forwards.rss()
+            values |= dict.fromkeys(_RSS) if measured is None else measured.rss()
         if self._options.saved_tensors:
-            values |= dict.fromkeys(_NPP) if measured is None else measured.forwards.npp()
+            values |= dict.fromkeys(_NPP) if measured is None else measured.npp()
         if self._user is not None:
             values |= self._user.read()
         return values

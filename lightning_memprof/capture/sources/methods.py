@@ -113,7 +113,6 @@ class _Reporter:
         self._is_generator = inspect.isgeneratorfunction(body)
 
     def call(self, listeners: Sequence[MethodListener], method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call ``method`` and return its result."""
         if self._is_coroutine:
             return _relay_coroutine(method(*args, **kwargs), _Reported(listeners, self._name, suspends=True))
         if self._is_generator:
