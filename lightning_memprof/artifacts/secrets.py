@@ -1,7 +1,7 @@
-"""Remove secrets from free text before it goes into a file that others may get.
+"""Masks secrets in free text before it is written to files that may be shared.
 
-What is written of the process, the Trainer and the machine is an allow-list; an exception's words are anybody's.
-Text that may or may not be a secret is removed.
+Facts about the process, the Trainer and the machine are an allow-list, but the message of an exception can contain
+anything. Text that may be a secret is masked.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 __all__ = ["FREE_TEXTS", "has_password", "masked", "masking", "without_password"]
 
 FREE_TEXTS: Final = frozenset({"exception", "message", "reason", "traceback"})
-"""Fields of the manifest that hold what somebody else's code says."""
+"""Fields of the manifest that hold messages of other code."""
 
 _SECRET: Final = re.compile(
     r"TOKEN|SECRET|PASSW|PASSPHRASE|PASS(?![A-Z])|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTHORIZATION"
     r"|(?<![A-Z])(?:PWD|PAT|AUTH)(?![A-Z])"
 )
-# Variables of the shell, which would match.
+# The shell's current directory would match.
 _DIRECTORY: Final = "PWD"
-# Shorter values are words that a text may have by chance: "true", "1".
+# Shorter values, as "true" or "1", occur in texts by chance.
 _SHORTEST: Final = 8
 _WORD: Final = re.compile(r"\S+")
 _COLON: Final = re.compile(r":|%3a", re.IGNORECASE)
-# Bounded: a text of a megabyte without a blank must not take seconds.
+# Bounded: a megabyte of text without a space must not take seconds.
 _PARAMETER: Final = re.compile(
     r"(?<=[?&;#])"
     r"(?=[\w.%~+-]{0,80}?(?:pass|pwd|token|secret|key|credential|auth|signature|(?<![a-z])sig(?![a-z])))"
@@ -38,7 +38,7 @@ _PARAMETER: Final = re.compile(
     re.IGNORECASE,
 )
 _CLOSING: Final = "'\")>],.;:}"
-# HDFS and others name a port, and a directory may be called as a mail address.
+# A port before a path, as of HDFS, is not a password: a directory may be named like an e-mail address.
 _PORT: Final = re.compile(r"[^/:@]*:\d{1,5}/[^:]*")
 _CHAINED: Final = re.compile(r"::[\w+.-]*://")
 _PLAIN: Final = re.compile(r"[^\s%]+")
@@ -49,18 +49,18 @@ def masked(text: str, environment: Mapping[str, str] | None = None) -> str:
     """Return a text without the values of environment variables that hold secrets, and without passwords in URLs.
 
     Args:
-        text: anybody's.
-        environment: variables by name; None are this process's.
+        text: any text.
+        environment: variables by name; None for those of this process.
 
     """
     return masking(environment)(text)
 
 
 def masking(environment: Mapping[str, str] | None = None) -> Callable[[str], str]:
-    """Return what :func:`masked` does, for several texts: the variables are searched once, about 100 µs.
+    """Return :func:`masked` for several texts: the variables are searched once, which takes about 100 µs.
 
     Args:
-        environment: variables by name; None are this process's.
+        environment: variables by name; None for those of this process.
 
     """
     forms = _forms(os.environ if environment is None else environment)
@@ -76,7 +76,7 @@ def masking(environment: Mapping[str, str] | None = None) -> Callable[[str], str
 
 
 def has_password(url: str) -> bool:
-    """Say whether a URL tells a password, a key or a token: before an ``@``, or as a parameter of that name."""
+    """Return whether a URL has a password, a key or a token: before an ``@``, or as a parameter of that name."""
     for text in (url, unquote(url)):
         rest = _CHAINED.sub("/", text.partition("://")[2])
         user, is_named, _ = rest.rpartition("@")
@@ -86,36 +86,36 @@ def has_password(url: str) -> bool:
 
 
 def without_password(url: str) -> str:
-    """Return a URL that :func:`has_password` without it; only the protocol of one that is not plain."""
+    """Return a URL with its password masked; of a URL with escapes only the protocol."""
     return masked(url) if _PLAIN.fullmatch(url) else f"{url.partition('://')[0]}://{_MASK}"
 
 
 def _forms(environment: Mapping[str, str]) -> list[str]:
-    """Return every way in which a text may say the secrets of the environment."""
+    """Return every form in which a text may contain the secrets of the environment, the longest first."""
     found: set[str] = set()
     # Another thread may change the variables meanwhile.
     for name in list(environment):
         value = environment.get(name, "").strip()
         if len(value) < _SHORTEST or name == _DIRECTORY or not _SECRET.search(name.upper()):
             continue
-        # The place of a file with a secret is none; but a key may begin as a path does.
+        # The path of a file with a secret is not a secret; but a key may start like a path.
         if not (value.startswith("/") and os.path.exists(value)):  # noqa: PTH110 a Path raises where a name is too long
             found.update(_ways(value))
-    # One may begin with another.
+    # A form may begin with another.
     return sorted(found, key=len, reverse=True)
 
 
 def _ways(value: str) -> set[str]:
-    # The lines of a key can also appear one by one, each after an indent.
+    # The lines of a key can appear separately, indented.
     plain = {value, *(line for part in value.splitlines() if len(line := part.strip()) >= _SHORTEST)}
     once = {way for text in plain for way in _written(text)}
-    # An exception inside another one's text is escaped again.
+    # The text of an exception inside another is escaped again.
     return plain | once | {way for text in once for way in _written(text)}
 
 
 def _written(value: str) -> Iterator[str]:
     raw = os.fsencode(value) if value.isascii() else value.encode(errors="surrogateescape")
-    # Python chooses the quotes by what else is in the text.
+    # Python chooses the quotes by the other characters of the text.
     for text in (repr(value), ascii(value), repr(raw)[1:]):
         yield text[1:-1]
     for text in (repr(value + "'\""), ascii(value + "'\""), repr(raw + b"'\"")[1:]):
@@ -133,7 +133,7 @@ def _without_value(match: re.Match[str]) -> str:
 
 
 def _without_password(match: re.Match[str]) -> str:
-    """Mask what stands before the last ``@`` behind a ``://``, whatever is in it: passwords are not always quoted."""
+    """Mask the text between ``://`` and the last ``@``: passwords are not always quoted."""
     scheme, _, rest = match[0].partition("://")
     user, is_named, place = rest.rpartition("@")
     colon = _COLON.search(user)

@@ -1,4 +1,4 @@
-"""Where a rank's artifacts go: whole files by ``os.replace``, and a manifest line for each."""
+"""The files of a rank: each appears complete, by ``os.replace``, and has a line in the manifest."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
     from lightning_memprof.schedule import Mark, Window
 
-__all__ = ["Artifact", "ArtifactType", "OnSeries", "RunPlace", "SeriesWriter", "Sink", "claim_run_place"]
+__all__ = ["ArtifactSpec", "ArtifactType", "OnSeries", "RunPlace", "SeriesWriter", "Sink", "claim_run_place"]
 
 ArtifactType = Literal["series", "trace", "table", "snapshot", "blob", "pulse"]
 
 _DIGEST_CHUNK: Final = 1 << 16
-# Windows whose files are still being written; with one more the disk would fill faster than it is written.
+# Windows whose files are still being written: with more, they fill the disk faster than the writer works.
 _MOST_WAITING: Final = 2
 
 
@@ -43,7 +43,7 @@ _MOST_WAITING: Final = 2
 class RunPlace:
     """A run's directory below its root; ``number`` counts the runs of one root from 1.
 
-    ``url`` is what the root is a working copy of; None where the root itself is where the files go.
+    ``url`` is the URL whose working copy the root is; None if the files stay in the root.
     """
 
     root: Path
@@ -57,14 +57,14 @@ class RunPlace:
 
     @property
     def location(self) -> str:
-        """What to give to ``lightning-memprof show``: the run directory, or its URL."""
+        """The argument for ``lightning-memprof show``: the run directory, or its URL."""
         if self.url is None:
             return str(self.directory)
         return f"{self.url}/{numbered(RUN_DIRECTORY, self.number)}"
 
 
 def claim_run_place(root: Path) -> RunPlace:
-    """Create the run directory that no earlier run below ``root`` has.
+    """Create the next free run directory below ``root``.
 
     Raises:
         OSError: ``root`` cannot be written.
@@ -83,8 +83,8 @@ def claim_run_place(root: Path) -> RunPlace:
 
 
 @dataclass(frozen=True)
-class Artifact:
-    """What the manifest says of a file besides its size and digest."""
+class ArtifactSpec:
+    """A file and its entry in the manifest, without size and digest."""
 
     path: Path
     type: ArtifactType
@@ -93,7 +93,7 @@ class Artifact:
 
 
 OnSeries = Callable[[int, str, "Sequence[Mapping[str, Any]]"], None]
-"""Called with the window, the collector and the rows of a series that was written; must not raise."""
+"""Called with window, collector and rows of each written series; must not raise."""
 
 
 class SeriesWriter(Protocol):
@@ -106,11 +106,11 @@ class SeriesWriter(Protocol):
 class Sink:
     """Write one rank's artifacts.
 
-    Files are written under a temporary name and renamed when they are whole. Slow work that the training need not
-    wait for is handed to one background thread.
+    Files are written under a temporary name and renamed when they are complete. Slow work runs in one background
+    thread; the training does not wait for it.
 
     Args:
-        place: where the run's files lie; its directory is created where it is missing.
+        place: where the files of the run go; its directory is created if it is missing.
         rank: global rank of this process.
 
     """
@@ -119,8 +119,8 @@ class Sink:
         self.place = place
         self.rank = rank
         self.on_series: OnSeries | None = None
-        # A file that is written again, window after window, has one entry.
-        self._artifacts: dict[Path, Artifact] = {}
+        # A file that every window writes again has one entry.
+        self._artifacts: dict[Path, ArtifactSpec] = {}
         place.directory.mkdir(parents=True, exist_ok=True)
         self.manifest = ManifestWriter(place.directory / manifest_name(rank))
         self.uploads: Uploads | None = None
@@ -128,21 +128,21 @@ class Sink:
             live = tuple(place.directory / name(rank) for name in (manifest_name, pulse_name, actions_name))
             self.uploads = Uploads(place.root, place.url, live)
         self._background: ThreadPoolExecutor | None = None
-        # By window, the number of its jobs that are not done.
+        # By window, the number of its pending jobs.
         self._waiting: Counter[int] = Counter()
         self._waiting_lock = threading.Lock()
 
     @property
-    def artifacts(self) -> list[Artifact]:
-        """What is listed and not removed, each file as it was listed last."""
+    def artifacts(self) -> list[ArtifactSpec]:
+        """The listed files that were not removed, each with its last entry."""
         return list(self._artifacts.values())
 
     @contextmanager
-    def file(self, artifact: Artifact) -> Iterator[Path]:
-        """Give a temporary path to write to; afterwards the file gets its name and its manifest line.
+    def file(self, artifact: ArtifactSpec) -> Iterator[Path]:
+        """Yield a temporary path to write to; afterwards the file gets its name and its manifest line.
 
-        A file that replaces an earlier one is listed before it does: at any moment one of its manifest lines is right.
-        Where the body raises, the temporary file is removed and nothing is listed.
+        A file that replaces an earlier one is listed before: at any time one of its manifest lines is right. If the
+        body raises, the temporary file is removed and nothing is listed.
         """
         artifact.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = own_temporary(artifact.path)
@@ -159,19 +159,19 @@ class Sink:
             self._append(artifact, artifact.path)
         self._listed(artifact)
 
-    def write_text(self, artifact: Artifact, text: str) -> None:
+    def write_text(self, artifact: ArtifactSpec, text: str) -> None:
         """Write a whole file as UTF-8; see :meth:`file`."""
         with self.file(artifact) as temporary:
             temporary.write_text(text, encoding="utf-8")
 
-    def list_artifact(self, artifact: Artifact, *, columns: list[str] | None = None) -> None:
-        """Write the manifest line of a file that is whole."""
+    def list_artifact(self, artifact: ArtifactSpec, *, columns: list[str] | None = None) -> None:
+        """Write the manifest line of a complete file."""
         self._append(artifact, artifact.path, columns)
         self._listed(artifact)
 
     @contextmanager
     def series(self, window: Window, collector: str) -> Iterator[SeriesWriter]:
-        """Collect rows and write them as the collector's series of this window when the body ends, however it ends."""
+        """Collect rows and write them as the collector's series of this window when the body ends or raises."""
         rows: list[SeriesRow | dict[str, Any]] = []
 
         def write(mark: Mark, row: SeriesRow | None = None, /, **values: Any) -> None:
@@ -190,7 +190,7 @@ class Sink:
         """Write whole rows as the collector's series of this window, and pass their columns to ``on_series``."""
         columns = [columns_of(row) if isinstance(row, SeriesRow) else row for row in rows]
         path = self.place.directory / series_path(window.index, self.rank, collector)
-        artifact = Artifact(path=path, type="series", collector=collector, window=window.index)
+        artifact = ArtifactSpec(path=path, type="series", collector=collector, window=window.index)
         self.write_text(artifact, encode_rows(columns))
         if self.on_series is not None:
             self.on_series(window.index, collector, columns)
@@ -198,11 +198,11 @@ class Sink:
     def in_background(self, job: Callable[[], None], *, window: int | None = None) -> None:
         """Run ``job`` after all jobs before it, without the training waiting; :meth:`drain` waits for it.
 
-        What the job raises is lost: it has to deal with its own failures.
+        An exception of the job is lost: it handles its own failures.
 
         Args:
             job: the work.
-            window: the window that it finishes; see :meth:`behind`.
+            window: the window whose files it writes; see :meth:`behind`.
 
         """
         if self._background is None:
@@ -213,9 +213,9 @@ class Sink:
         self._background.submit(self._work, job, window)
 
     def behind(self) -> str | None:
-        """Return why the next window should not be recorded whole: too many before it are still being written.
+        """Return why the next window should be a small one: too many before it are still being written.
 
-        Each of them has its uncompressed trace on the disk. Nothing that was handed over is refused, and nobody waits.
+        Each of them has an uncompressed trace on disk. Accepted work is still done, and nobody waits.
         """
         with self._waiting_lock:
             waiting = sorted(window for window, jobs in self._waiting.items() if jobs)
@@ -224,10 +224,9 @@ class Sink:
         return f"the writer is behind: windows {', '.join(map(str, waiting))} are still being written"
 
     def remove_window(self, window: int, reason: str) -> None:
-        """Remove every listed file of one window, and say so in the manifest first.
+        """Remove every listed file of one window, after a row in the manifest.
 
-        A file that another window has listed since, because it holds several, stays. What cannot be removed stays too,
-        listed as removed.
+        A file of several windows stays if a later one has listed it; one that cannot be removed is listed as removed.
         """
         gone = [artifact.path for artifact in self.artifacts if artifact.window == window]
         paths = [self._manifest_path(path) for path in gone]
@@ -260,7 +259,7 @@ class Sink:
         finally:
             self.manifest.close()
 
-    def _append(self, artifact: Artifact, content: Path, columns: list[str] | None = None) -> None:
+    def _append(self, artifact: ArtifactSpec, content: Path, columns: list[str] | None = None) -> None:
         self.manifest.append(
             "artifact",
             collector=artifact.collector,
@@ -272,7 +271,7 @@ class Sink:
             columns=columns,
         )
 
-    def _listed(self, artifact: Artifact) -> None:
+    def _listed(self, artifact: ArtifactSpec) -> None:
         self._artifacts[artifact.path] = artifact
 
     def _work(self, job: Callable[[], None], window: int | None) -> None:
@@ -295,8 +294,7 @@ class Sink:
 
 def _digest(path: Path) -> str:
     digest = hashlib.sha256()
-    # A read takes as much from the heap as it may return. A large one lands somewhere else every time, and what it
-    # writes there is resident from then on.
+    # A read allocates as much as it may return. A large buffer gets new pages every time, which stay resident.
     chunk = memoryview(bytearray(_DIGEST_CHUNK))
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(chunk):

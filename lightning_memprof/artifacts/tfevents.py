@@ -1,7 +1,7 @@
 """TensorBoard event files: scalar curves and a custom-scalars layout.
 
-Records are written by tensorboard's ``RecordWriter``. Its ``EventFileWriter`` needs a thread, imports TensorFlow where
-that is installed, and picks the file name itself.
+tensorboard's ``RecordWriter`` writes the records. Its ``EventFileWriter`` needs a thread, imports TensorFlow if that is
+installed, and chooses the file name.
 """
 
 from __future__ import annotations

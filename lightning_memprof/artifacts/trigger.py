@@ -1,4 +1,4 @@
-"""Ask the ranks of a running job for a window: one file asks, one says what rank 0 made of it."""
+"""Requests for a window of a running job, in two files: the request, and the plan of rank 0."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ __all__ = [
 ]
 
 MOST_STEPS: Final = 10_000
-"""Of warmup or recording in one window that is asked for: more is a slip of the hand."""
+"""Limit of warmup or recorded steps of a requested window; more is a typing error."""
 _MOST_BYTES: Final = 1 << 16
 _ROOT: Final = 0
 
 
 @dataclass(frozen=True)
 class Request:
-    """A window that somebody wants of all ranks.
+    """A request for a window on all ranks.
 
     Attributes:
-        id: tells this request from others.
-        cause: who asks, in words.
-        active: steps to record; None is what the run's ``Triggers`` say.
-        warmup: steps before that; None is what the run's ``Triggers`` say.
+        id: unique identifier.
+        cause: where the request comes from, for the report.
+        active: steps to record; None for the value of the run's ``Triggers``.
+        warmup: warmup steps before them; None for the value of the run's ``Triggers``.
 
     """
 
@@ -54,13 +54,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Plan:
-    """What rank 0 decided for all ranks.
+    """The decision of rank 0 for all ranks.
 
     Attributes:
         id: of the request.
-        cause: who asked, in words.
+        cause: where the request came from.
         step: the first step of the window; ``warmup`` steps from there, then ``active`` steps.
-        warmup: steps whose records are thrown away.
+        warmup: steps whose records are discarded.
         active: steps to record.
         seen_at: rank 0's step when it saw the request.
 
@@ -81,11 +81,11 @@ class Plan:
 
 
 def check_private(directory: Path) -> None:
-    """Refuse a run directory in which every user of the machine may put a file in the place of another.
+    """Refuse a run directory in which every user of the machine can replace files.
 
     Raises:
-        ArtifactError: it is one.
-        OSError: it cannot be looked at.
+        ArtifactError: every user can write to it.
+        OSError: its mode cannot be read.
 
     """
     mode = directory.stat().st_mode
@@ -98,7 +98,7 @@ def check_private(directory: Path) -> None:
 
 
 def write_request(directory: Path, request: Request) -> None:
-    """Put a request into a run directory, in place of one that nobody has seen yet.
+    """Write a request into a run directory; it replaces a pending one.
 
     Raises:
         OSError: the directory cannot be written.
@@ -108,10 +108,10 @@ def write_request(directory: Path, request: Request) -> None:
 
 
 def read_request(directory: Path) -> Request | None:
-    """Return the request that waits in a run directory, or None.
+    """Return the pending request of a run directory, or None.
 
     Raises:
-        ArtifactError: it is not a request, or belongs to another user than root and the one who trains.
+        ArtifactError: it is not a request, or its owner is neither root nor the user who trains.
 
     """
     path = directory / TRIGGER_REQUEST
@@ -128,7 +128,7 @@ def read_request(directory: Path) -> Request | None:
 
 
 def write_plan(directory: Path, plan: Plan) -> None:
-    """Put rank 0's decision into a run directory, where all ranks look for it.
+    """Write the decision of rank 0 into a run directory, where all ranks look for it.
 
     Raises:
         OSError: the directory cannot be written.
@@ -138,10 +138,10 @@ def write_plan(directory: Path, plan: Plan) -> None:
 
 
 def read_plan(directory: Path) -> Plan | None:
-    """Return rank 0's last decision, or None where there was none.
+    """Return the last decision of rank 0, or None.
 
     Raises:
-        ArtifactError: it is not a plan, or belongs to another user than root and the one who trains.
+        ArtifactError: it is not a plan, or its owner is neither root nor the user who trains.
 
     """
     path = directory / TRIGGER_PLAN
@@ -167,7 +167,7 @@ def _count(value: Any, least: int) -> bool:
 
 
 def _write(path: Path, row: dict[str, Any]) -> None:
-    # Of a name of its own: several ranks may ask at once. One that can be foreseen could be a link of somebody else's.
+    # A random name: several ranks may ask at once, and another user could put a link under a predictable one.
     temporary = path.with_name(temporary_name(f"{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}"))
     try:
         with temporary.open("x", encoding="utf-8") as file:
@@ -195,7 +195,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _content(path: Path) -> bytes:
-    # Opening somebody's pipe, or reading without an end, would stop the training. A link is none of ours.
+    # Opening a pipe, or reading without end, would stop the training. We write no links.
     status = path.lstat()
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -204,14 +204,14 @@ def _content(path: Path) -> bytes:
     check_private(path.parent)
     opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(opened, "rb", buffering=0) as file:
-        # Of what was opened: the file that was looked at may have been replaced since.
+        # The opened file: the one that was checked may have been replaced since.
         status = os.fstat(opened)
         if not stat.S_ISREG(status.st_mode):
             raise _damaged(path)
         trains = path.parent.stat().st_uid
         if status.st_uid not in {os.geteuid(), trains, _ROOT}:
             msg = (
-                f"{path}: is of user {status.st_uid}; only user {trains}, who trains, and root may ask: remove the file"
+                f"{path}: belongs to user {status.st_uid}; only user {trains}, who trains, and root may ask: remove it"
             )
             raise ArtifactError(msg)
         return file.read(_MOST_BYTES) or b""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.artifacts.naming import regions_name
-from lightning_memprof.artifacts.sink import Artifact
+from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.faults import describe
 from lightning_memprof.capture.session import Session
 from lightning_memprof.capture.triggers.watch import TriggerWatch
@@ -152,7 +152,7 @@ class Attachment:
                 self._write_table()
             named = self.place.directory / regions_name(self.run.rank)
             if named.exists():
-                sink.list_artifact(Artifact(path=named, type="series", collector="snapshots"))
+                sink.list_artifact(ArtifactSpec(path=named, type="series", collector="snapshots"))
         finally:
             status = "finished" if exception is None else "exception"
             sink.manifest.append("end", status=status, exception=reason, **self.session.facts())

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from lightning_memprof.analysis.ranks.summary import RankSummary, StepTime, WindowFiles, encode_summary, summarise
 from lightning_memprof.artifacts.naming import TraceName, summary_path, table_name
 from lightning_memprof.artifacts.own_program import own_program
-from lightning_memprof.artifacts.sink import Artifact
+from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector
 from lightning_memprof.errors import ReportError
 from lightning_memprof.report.written import PAGE_NAME
@@ -90,7 +90,7 @@ def _write_summary(run: RunContext, window: Window, times: Sequence[StepTime]) -
     )
     path = run.sink.place.directory / summary_path(window.index, run.rank)
     with run.sink.file(
-        Artifact(path=path, type="blob", collector=RankSummaries.name, window=window.index)
+        ArtifactSpec(path=path, type="blob", collector=RankSummaries.name, window=window.index)
     ) as temporary:
         temporary.write_bytes(encode_summary(summarise(origin, times, files)) + b"\n")
 
@@ -122,7 +122,7 @@ def write_operator_table(run: RunContext, options: TableOptions) -> Path | None:
     except subprocess.CalledProcessError as error:
         msg = f"the operator table could not be made: {error.stderr.strip()}; `lightning-memprof show` makes it"
         raise ReportError(msg) from error
-    run.sink.list_artifact(Artifact(path=table, type="table", collector="operator_trace"))
+    run.sink.list_artifact(ArtifactSpec(path=table, type="table", collector="operator_trace"))
     return table
 
 

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.artifacts.naming import curves_path
-from lightning_memprof.artifacts.sink import Artifact
+from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.sources.memory import peak_reserved_bytes
 from lightning_memprof.integration.loggers import remove_rows, save_rows
 from lightning_memprof.units import MIB
@@ -315,7 +315,7 @@ class _Drawing:
             self._draw_steps(self._file)
         finally:
             self._file.close()
-            self._sink.list_artifact(Artifact(path=self._path, type="blob", collector=Curves.name))
+            self._sink.list_artifact(ArtifactSpec(path=self._path, type="blob", collector=Curves.name))
 
     def _opened(self) -> EventFile:
         from lightning_memprof.artifacts.tfevents import EventFile

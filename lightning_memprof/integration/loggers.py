@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.analysis.run.load import load_run
-from lightning_memprof.artifacts.sink import Artifact
+from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.report.printers.json import to_json
 from lightning_memprof.report.printers.terminal import print_document
 from lightning_memprof.report.sections import run_document
@@ -60,7 +60,7 @@ def _write_report(sink: Sink) -> tuple[Path, Path]:
     document = json.dumps(to_json(view), indent=2, allow_nan=False) + "\n"
     machine, text = (sink.place.directory / name for name in REPORT_NAMES)
     for path, content in ((machine, document), (text, page.getvalue())):
-        with sink.file(Artifact(path=path, type="blob", collector="report")) as temporary:
+        with sink.file(ArtifactSpec(path=path, type="blob", collector="report")) as temporary:
             temporary.write_text(content, encoding="utf-8")
     return machine, text
 

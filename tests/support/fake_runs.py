@@ -13,7 +13,7 @@ from fake_memory import START_NS, FakeMemory, allocation_events, write_memory
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION
 from lightning_memprof.artifacts.naming import TraceName, pulse_name
 from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS, encode_pulse
-from lightning_memprof.artifacts.sink import Artifact, RunPlace, Sink, claim_run_place
+from lightning_memprof.artifacts.sink import ArtifactSpec, RunPlace, Sink, claim_run_place
 from lightning_memprof.schedule import Mark, Point, Window
 from lightning_memprof.units import MIB
 
@@ -200,7 +200,7 @@ def _write_pulse(sink: Sink, fake: FakeRun) -> None:
         start += duration
     path = sink.place.directory / pulse_name(sink.rank)
     path.write_text(",".join(PULSE_COLUMNS) + "\n" + encode_pulse(rows), encoding="ascii")
-    sink.list_artifact(Artifact(path, "pulse", "pulse"), columns=list(PULSE_COLUMNS))
+    sink.list_artifact(ArtifactSpec(path, "pulse", "pulse"), columns=list(PULSE_COLUMNS))
 
 
 def _write_window(sink: Sink, window: Window, fake: FakeRun) -> None:
@@ -228,7 +228,7 @@ def _write_window(sink: Sink, window: Window, fake: FakeRun) -> None:
         name = TraceName(
             fake.stage, "fts_extended_pytorch_profiler", sink.rank, STRATEGY, "training_step", START_NS + window.index
         )
-        with sink.file(Artifact(sink.place.root / str(name), "trace", "operator_trace", window.index)) as temporary:
+        with sink.file(ArtifactSpec(sink.place.root / str(name), "trace", "operator_trace", window.index)) as temporary:
             temporary.write_bytes(gzip.compress(json.dumps(_trace(recorded, fake.memory)).encode(), mtime=0))
     truncated = recorded != window.active
     sink.manifest.append(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 import torch
 
 from lightning_memprof.artifacts.naming import SnapshotName
-from lightning_memprof.artifacts.sink import Artifact
+from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector, OnMark
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Point
@@ -98,7 +98,7 @@ def write_snapshot(run: RunContext, name: SnapshotName, window: int | None) -> N
     path = run.sink.place.directory / str(name)
     with (
         run.sink.file(
-            Artifact(path=path, type="snapshot", collector=AllocatorHistory.name, window=window)
+            ArtifactSpec(path=path, type="snapshot", collector=AllocatorHistory.name, window=window)
         ) as temporary,
         temporary.open("wb") as file,
     ):

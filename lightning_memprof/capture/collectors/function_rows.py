@@ -14,7 +14,7 @@ import yaml
 
 from lightning_memprof.artifacts.naming import Edge, SnapshotName, StatsFormat, memory_stats_name
 from lightning_memprof.artifacts.series import FunctionRow, columns_of
-from lightning_memprof.artifacts.sink import Artifact
+from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.collectors.allocator_history import write_snapshot
 from lightning_memprof.capture.sources.memory import memory_stats
 
@@ -203,7 +203,7 @@ def write_memory_stats(
         path = sink.place.directory / memory_stats_name(sink.rank, form)
         new: Stats = {key: dict(values) for key, values in stats.items()}
         add = _add_yaml if form == "yaml" else _add_pickle
-        with sink.file(Artifact(path=path, type="blob", collector=collector)) as temporary:
+        with sink.file(ArtifactSpec(path=path, type="blob", collector=collector)) as temporary:
             add(path, temporary, new)
 
 

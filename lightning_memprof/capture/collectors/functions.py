@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning_memprof.artifacts.naming import functions_name
 from lightning_memprof.artifacts.series import encode_rows
-from lightning_memprof.artifacts.sink import Artifact
+from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector, OnMark, OnStep
 from lightning_memprof.capture.collectors.allocator_history import memory_history
 from lightning_memprof.capture.collectors.function_rows import CallNumber, Counting, FunctionRows, write_memory_stats
@@ -284,5 +284,5 @@ class _CountedCalls:
             return
         sink, name = self._run.sink, self._settings.name
         path = sink.place.directory / functions_name(sink.rank)
-        sink.write_text(Artifact(path=path, type="series", collector=name), encode_rows(rows))
+        sink.write_text(ArtifactSpec(path=path, type="series", collector=name), encode_rows(rows))
         write_memory_stats(sink, name, self._rows.stats, self._settings._forms())  # noqa: SLF001 part of the collector

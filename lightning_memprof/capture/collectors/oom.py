@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
 import torch
 
 from lightning_memprof.artifacts.naming import oom_name, oom_snapshot_name
-from lightning_memprof.artifacts.sink import Artifact
+from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector, OnException, OnMark
 from lightning_memprof.capture.collectors.allocator_history import memory_history
 from lightning_memprof.capture.faults import describe
@@ -349,7 +349,7 @@ class OomWatch:
         snapshot: Any = torch.cuda.memory._snapshot(device)  # noqa: SLF001 torch documents it under this name
         event["history"] = any(snapshot.get("device_traces") or ())
         place = self._run.sink.place
-        artifact = Artifact(
+        artifact = ArtifactSpec(
             path=place.directory / oom_snapshot_name(self._run.rank), type="snapshot", collector=OOMAutopsy.name
         )
         with self._run.sink.file(artifact) as temporary, temporary.open("wb") as file:
@@ -369,7 +369,7 @@ class OomWatch:
         run.sink.manifest.append("oom", **row)
         path = run.sink.place.directory / oom_name(run.rank)
         document = {"rank": run.rank, "seen": self._count, "events": self._events}
-        artifact = Artifact(path=path, type="blob", collector=OOMAutopsy.name)
+        artifact = ArtifactSpec(path=path, type="blob", collector=OOMAutopsy.name)
         run.sink.write_text(artifact, json.dumps(document, default=str))
 
     def _failed(self, error: BaseException) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_memprof.artifacts.naming import TraceName, numbered, series_path, temporary_name
-from lightning_memprof.artifacts.sink import Artifact
+from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector, OnMark, OnStep, SkipWindow
 from lightning_memprof.capture.budget import Export, charge_trace, plan_trace
 from lightning_memprof.capture.sources.kineto import (
@@ -185,7 +185,7 @@ class OperatorTrace(Collector):
             if self.stacks_metric is not None:
                 stacks = directory / str(name).replace(".pt.trace.json.gz", ".stacks")
                 with run.sink.file(
-                    Artifact(path=stacks, type="blob", collector=self.name, window=window.index)
+                    ArtifactSpec(path=stacks, type="blob", collector=self.name, window=window.index)
                 ) as temporary:
                     profiler.export_stacks(str(temporary), self.stacks_metric)
             # Freeing millions of events takes seconds too.
@@ -215,7 +215,7 @@ class OperatorTrace(Collector):
         """Compress a trace, or keep torch's JSON if the disk has no room for that; return its path."""
         try:
             with run.sink.file(
-                Artifact(path=saved.trace, type="trace", collector=self.name, window=window.index)
+                ArtifactSpec(path=saved.trace, type="trace", collector=self.name, window=window.index)
             ) as temporary:
                 saved.compress(temporary)
         except Exception as error:  # noqa: BLE001 reported below, or raised again
@@ -224,7 +224,7 @@ class OperatorTrace(Collector):
                 saved.raw.replace(plain)
             except OSError:
                 raise error from None
-            run.sink.list_artifact(Artifact(path=plain, type="trace", collector=self.name, window=window.index))
+            run.sink.list_artifact(ArtifactSpec(path=plain, type="trace", collector=self.name, window=window.index))
             run.faults.report(self.name, "write", window.index, error)
             return plain
         return saved.trace

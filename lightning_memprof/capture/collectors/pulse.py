@@ -20,7 +20,7 @@ from lightning_memprof.artifacts.series import (
     encode_pulse,
     encode_rows,
 )
-from lightning_memprof.artifacts.sink import Artifact
+from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector, OnMark, OnRows, OnStep
 from lightning_memprof.capture.clock import RecentMedian, StepClock, gc_pauses
 from lightning_memprof.capture.collectors.hook_timings import timed_parts
@@ -313,7 +313,7 @@ class Pulse(Collector):
     def follow(self, run: RunContext) -> Iterator[OnStep | None]:
         """Write one row per step, and the totals."""
         path = run.sink.place.directory / pulse_name(run.rank)
-        pulse = Artifact(path=path, type="pulse", collector=self.name)
+        pulse = ArtifactSpec(path=path, type="pulse", collector=self.name)
         with _followed_actions(run) as actions, ExitStack() as end:
             writer = PulseWriter(path, run.device, run.timer, run.pulse_written)
             end.callback(run.sink.list_artifact, pulse, columns=list(PULSE_COLUMNS))
@@ -338,4 +338,4 @@ def _followed_actions(run: RunContext) -> Iterator[_ActionsWriter]:
             yield writer
     finally:
         if writer.write():
-            run.sink.list_artifact(Artifact(path=path, type="series", collector="actions"))
+            run.sink.list_artifact(ArtifactSpec(path=path, type="series", collector="actions"))

@@ -14,7 +14,7 @@ import torch
 
 from lightning_memprof.artifacts.naming import system_name
 from lightning_memprof.artifacts.series import encode_rows
-from lightning_memprof.artifacts.sink import Artifact
+from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector, OnMark, OnStep
 from lightning_memprof.capture.sources.memory import cgroup_memory
 from lightning_memprof.errors import ConfigError
@@ -240,7 +240,7 @@ class SystemStats(Collector):
                 yield None
             finally:
                 sampler.stop()
-        run.sink.list_artifact(Artifact(path=path, type="series", collector=self.name))
+        run.sink.list_artifact(ArtifactSpec(path=path, type="series", collector=self.name))
 
 
 class Gpu:

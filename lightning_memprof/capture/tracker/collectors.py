@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import yaml
 
 from lightning_memprof.artifacts.naming import fsdp_log_name, fsdp_stats_name, module_log_name
-from lightning_memprof.artifacts.sink import Artifact
+from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector, OnMark, SkipWindow, no_training_step
 from lightning_memprof.capture.sources.module_calls import skip_compiled
 from lightning_memprof.capture.tracker.report import Layout
@@ -88,7 +88,7 @@ class ModuleMemory(Collector):
         def save(mark: Mark, report: TrackerReport) -> None:
             path = run.sink.place.directory / module_log_name(run.rank, run.function, mark.step + 1)
             run.sink.write_text(
-                Artifact(path=path, type="blob", collector=self.name, window=window.index), report.text(layout)
+                ArtifactSpec(path=path, type="blob", collector=self.name, window=window.index), report.text(layout)
             )
 
         with _track(run, window, _Wanted(collector=self.name, number=self.step, begin=begin, save=save)) as on_mark:
@@ -170,7 +170,9 @@ class FSDPMemory(Collector):
                 (run.sink.place.directory / fsdp_log_name(run.rank, function, mark.step + 1), report.text(layout)),
                 (stats, yaml.safe_dump(known, sort_keys=False)),
             ):
-                run.sink.write_text(Artifact(path=file, type="blob", collector=self.name, window=window.index), text)
+                run.sink.write_text(
+                    ArtifactSpec(path=file, type="blob", collector=self.name, window=window.index), text
+                )
 
         with _track(run, window, _Wanted(collector=self.name, number=0, begin=begin, save=save)) as on_mark:
             yield on_mark

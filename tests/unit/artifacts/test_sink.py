@@ -13,7 +13,7 @@ import pytest
 
 from lightning_memprof.artifacts.rows import decode_rows, read_rows
 from lightning_memprof.artifacts.series import AllocatorRow, HostRow, read_series
-from lightning_memprof.artifacts.sink import Artifact, RunPlace, Sink, claim_run_place
+from lightning_memprof.artifacts.sink import ArtifactSpec, RunPlace, Sink, claim_run_place
 from lightning_memprof.schedule import Mark, Point, Window
 
 WINDOW = Window(0, (1,), (2, 3))
@@ -21,7 +21,7 @@ MARK = Mark(2, 1, Point.AFTER_FORWARD, recorded=True, time_ns=5)
 
 
 def break_off(sink: Sink, path: Path, error: BaseException) -> None:
-    with sink.file(Artifact(path, "blob", "fake")) as temporary:
+    with sink.file(ArtifactSpec(path, "blob", "fake")) as temporary:
         temporary.write_bytes(b"half")
         raise error
 
@@ -44,7 +44,7 @@ def files(sink: Sink) -> set[str]:
 
 def test_a_whole_file_gets_its_name_and_a_manifest_line(sink: Sink) -> None:
     path = sink.place.directory / "deep/er/x.bin"
-    with sink.file(Artifact(path, "blob", "fake", 0)) as temporary:
+    with sink.file(ArtifactSpec(path, "blob", "fake", 0)) as temporary:
         temporary.write_bytes(b"abc")
         assert not path.exists()
     assert path.read_bytes() == b"abc"
@@ -52,7 +52,7 @@ def test_a_whole_file_gets_its_name_and_a_manifest_line(sink: Sink) -> None:
     assert row["path"] == "memprofiler/deep/er/x.bin"
     assert (row["type"], row["collector"], row["window"], row["columns"]) == ("blob", "fake", 0, None)
     assert (row["size_bytes"], row["sha256"]) == (3, hashlib.sha256(b"abc").hexdigest())
-    assert sink.artifacts == [Artifact(path, "blob", "fake", 0)]
+    assert sink.artifacts == [ArtifactSpec(path, "blob", "fake", 0)]
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), SystemExit(1)])
@@ -79,7 +79,7 @@ def test_a_file_that_is_written_again_is_listed_before_it_takes_its_place(
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    artifact = Artifact(sink.place.directory / "stats.yaml", "blob", "x")
+    artifact = ArtifactSpec(sink.place.directory / "stats.yaml", "blob", "x")
     with sink.file(artifact) as temporary:
         temporary.write_text("old")
     monkeypatch.setattr(Path, "replace", killed)
@@ -90,7 +90,7 @@ def test_a_file_that_is_written_again_is_listed_before_it_takes_its_place(
 
 
 def test_a_body_that_writes_nothing_is_an_error_and_no_row(sink: Sink) -> None:
-    with pytest.raises(FileNotFoundError), sink.file(Artifact(sink.place.directory / "x", "blob", "fake")):
+    with pytest.raises(FileNotFoundError), sink.file(ArtifactSpec(sink.place.directory / "x", "blob", "fake")):
         pass
     assert artifact_rows(sink) == []
 
@@ -98,21 +98,21 @@ def test_a_body_that_writes_nothing_is_an_error_and_no_row(sink: Sink) -> None:
 def test_a_name_that_is_taken_by_a_directory_leaves_nothing_unfinished(sink: Sink) -> None:
     path = sink.place.directory / "x"
     path.mkdir()
-    with pytest.raises(OSError), sink.file(Artifact(path, "blob", "fake")) as temporary:
+    with pytest.raises(OSError), sink.file(ArtifactSpec(path, "blob", "fake")) as temporary:
         temporary.write_bytes(b"abc")
     assert files(sink) == {"memprofiler/manifest.rank00003.jsonl"}
 
 
 def test_a_file_outside_of_the_root_is_listed_by_its_absolute_path(sink: Sink, tmp_path: Path) -> None:
     path = tmp_path / "elsewhere" / "x.bin"
-    with sink.file(Artifact(path, "blob", "fake")) as temporary:
+    with sink.file(ArtifactSpec(path, "blob", "fake")) as temporary:
         temporary.write_bytes(b"")
     assert [row["path"] for row in artifact_rows(sink)] == [path.as_posix()]
 
 
 def test_a_path_that_climbs_out_of_the_root_is_listed_without_dots(sink: Sink, tmp_path: Path) -> None:
     path = sink.place.root / ".." / "elsewhere" / "x.bin"
-    with sink.file(Artifact(path, "blob", "fake")) as temporary:
+    with sink.file(ArtifactSpec(path, "blob", "fake")) as temporary:
         temporary.write_bytes(b"")
     assert [row["path"] for row in artifact_rows(sink)] == [(tmp_path / "elsewhere/x.bin").as_posix()]
 
@@ -120,7 +120,7 @@ def test_a_path_that_climbs_out_of_the_root_is_listed_without_dots(sink: Sink, t
 def test_paths_are_relative_to_a_root_that_is_itself_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     sink = Sink(claim_run_place(Path("log")), 0)
-    with sink.file(Artifact(sink.place.directory / "x", "blob", "fake")) as temporary:
+    with sink.file(ArtifactSpec(sink.place.directory / "x", "blob", "fake")) as temporary:
         temporary.write_bytes(b"")
     sink.close()
     assert [row["path"] for row in artifact_rows(sink)] == ["memprofiler/x"]
@@ -274,7 +274,7 @@ def test_the_writer_is_behind_when_two_windows_wait_for_it_whatever_the_number_o
 
 def listed(sink: Sink, name: str, window: int | None) -> Path:
     path = sink.place.directory / name
-    with sink.file(Artifact(path, "blob", "fake", window)) as temporary:
+    with sink.file(ArtifactSpec(path, "blob", "fake", window)) as temporary:
         temporary.write_bytes(b"x")
     return path
 
@@ -315,9 +315,9 @@ def test_a_file_that_a_later_window_has_written_too_stays(sink: Sink) -> None:
 def test_a_file_that_is_written_again_in_each_window_has_one_entry_and_belongs_to_the_last(sink: Sink) -> None:
     path = sink.place.directory / "all_windows"
     for window in range(50):
-        with sink.file(Artifact(path, "blob", "fake", window)) as temporary:
+        with sink.file(ArtifactSpec(path, "blob", "fake", window)) as temporary:
             temporary.write_text(str(window))
-    assert sink.artifacts == [Artifact(path, "blob", "fake", 49)]
+    assert sink.artifacts == [ArtifactSpec(path, "blob", "fake", 49)]
     sink.remove_window(48, "why")
     assert path.exists()
     sink.remove_window(49, "why")

@@ -51,7 +51,9 @@ def test_a_file_of_another_user_is_refused_with_who_may_ask(tmp_path: Path, read
     write_plan(tmp_path, Plan("a", "somebody", 1, 0, 1, 0))
     for path in tmp_path.iterdir():
         os.chown(path, 12345, -1)
-    with pytest.raises(ArtifactError, match=r"is of user 12345; only user 0, who trains, and root may ask: remove"):
+    with pytest.raises(
+        ArtifactError, match=r"belongs to user 12345; only user 0, who trains, and root may ask: remove"
+    ):
         read(tmp_path)
 
 
