@@ -14,8 +14,8 @@ from lightning_memprof.analysis.findings.compute import (
     optimizer_bound,
     thread_oversubscription,
 )
-from lightning_memprof.analysis.findings.data import input_bound, input_bound_trace
-from lightning_memprof.analysis.findings.device import blocking_transfers, gpu_idle, synchronization
+from lightning_memprof.analysis.findings.data import blocking_transfers, input_bound, input_bound_trace
+from lightning_memprof.analysis.findings.device import allocator_thrash, gpu_idle, synchronization
 from lightning_memprof.analysis.findings.growth import device_memory_growth, memory_growth
 from lightning_memprof.analysis.findings.host import (
     between_steps,
@@ -27,7 +27,6 @@ from lightning_memprof.analysis.findings.kernels import many_small_kernels, many
 from lightning_memprof.analysis.findings.memory import (
     activation_peak,
     allocator_retries,
-    allocator_thrash,
     optimizer_state,
     out_of_memory,
 )

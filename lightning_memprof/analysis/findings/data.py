@@ -1,4 +1,4 @@
-"""Waiting for data: in the steps of a run, and in an operator trace."""
+"""Waiting for data: in the steps of a run, and in an operator trace; copies that block."""
 
 from __future__ import annotations
 
@@ -8,24 +8,28 @@ from typing import TYPE_CHECKING, Final
 from lightning_memprof.analysis.findings.measures import rhythm, severity
 from lightning_memprof.analysis.findings.model import MIN_STEPS, SHORT_STEP_NS, Facts, Finding, Severity
 from lightning_memprof.analysis.findings.traces import (
+    MIN_TRACE_STEPS,
     NOTABLE_SHARE,
     SEVERE_SHARE,
-    idle_ns,
+    exposed_loading,
     longest_in,
     on_rank,
+    remedies,
+    remedy,
     seen_in,
     severity_of,
+    times,
 )
-from lightning_memprof.units import format_ns, percent
+from lightning_memprof.units import format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lightning_memprof.analysis.run.model import Rank
-    from lightning_memprof.analysis.trace.model import TraceReport
+    from lightning_memprof.analysis.trace.model import Copies, TraceReport
     from lightning_memprof.artifacts.manifest import DataLoaderFacts
 
-__all__ = ["input_bound", "input_bound_trace"]
+__all__ = ["blocking_transfers", "input_bound", "input_bound_trace"]
 
 # The Trainer fetches a batch that is ready in less: no setting of the loader saves it.
 MIN_COST_NS: Final = 2_000_000
@@ -40,10 +44,6 @@ DEFAULT_PREFETCH: Final = 2
 KEEP_WORKERS: Final = "Workers restart every epoch: use DataLoader(persistent_workers=True)."
 LESS_PER_SAMPLE: Final = "Do less per sample in __getitem__: decode and tokenize once, before training."
 
-# In a trace with a single step, a loader that starts its workers looks like one that is always slow.
-MIN_TRACE_STEPS: Final = 2
-# In a trace of a device a batch that is ready is fetched in less, however short the step.
-MIN_DEVICE_COST_NS: Final = 1_000_000
 # One step with this share of the loading is a start of workers or of an epoch, not the usual step.
 ONE_STEP: Final = 0.75
 WORKERS: Final = (
@@ -170,40 +170,32 @@ def _more_workers(workers: int, cores: int | None) -> str:
 
 def input_bound_trace(trace: TraceReport) -> list[Finding]:
     """Find a device that is idle while batches load; without a device, loading that takes much of the steps."""
-    window = trace.step_window
-    steps = max(len(trace.steps), 1)
-    span_ns = window.window_ns if window else sum(step.duration_ns for step in trace.steps)
-    loading_ns = window.data_loading_ns if window else sum(step.data_loading_ns for step in trace.steps)
-    if not span_ns or not loading_ns:
+    loading = exposed_loading(trace)
+    if loading is None:
         return []
-    exposed_ns = _exposed(trace, loading_ns)
-    exposed = exposed_ns / span_ns
-    if exposed <= NOTABLE_SHARE or exposed_ns / steps < (MIN_DEVICE_COST_NS if window else MIN_COST_NS):
-        return []
-    if window is None and (span_ns / steps < SHORT_STEP_NS or steps < MIN_TRACE_STEPS):
-        return []
-    most = max((step.data_loading_ns for step in trace.steps), default=0)
-    in_one = steps >= MIN_TRACE_STEPS and most >= ONE_STEP * loading_ns
-    where = f", {most / loading_ns:.1%} of it in one of {steps} steps" if in_one else ""
+    steps, has_device = loading.steps, trace.gpu_window is not None
+    in_one = steps >= MIN_TRACE_STEPS and loading.most_ns >= ONE_STEP * loading.total_ns
+    where = f", {loading.most_ns / loading.total_ns:.1%} of it in one of {steps} steps" if in_one else ""
     longest = next((cause for cause in trace.idle if cause.cause == "data_loading"), None)
-    idle = f"; the GPU is idle for {format_ns(exposed_ns)} meanwhile" if window else ""
+    idle = f"; the GPU is idle for {format_ns(loading.exposed_ns)} meanwhile" if has_device else ""
+    part, span = loading.total_ns / loading.span_ns, "the steps" if trace.steps else "the recorded time"
     return [
         Finding(
             rule="input_bound_trace",
-            severity=min(severity_of(exposed), _most_severe(in_one=in_one, steps=steps)),
-            sentence=f"Input-bound: loading batches takes {loading_ns / span_ns:.1%} of the steps{on_rank(trace)}.",
-            why=f"The DataLoader takes {format_ns(loading_ns)} of {format_ns(span_ns)}{where}{idle}.",
-            next_steps=(WORKERS, PIN, LESS_PER_SAMPLE) if window else (WORKERS, LESS_PER_SAMPLE),
+            severity=min(severity_of(loading.share), _most_severe(in_one=in_one, steps=steps)),
+            sentence=f"Input-bound: loading batches takes {part:.1%} of {span}{on_rank(trace)}.",
+            why=f"The DataLoader takes {format_ns(loading.total_ns)} of {format_ns(loading.span_ns)}{where}{idle}.",
+            next_steps=(WORKERS, PIN, LESS_PER_SAMPLE) if has_device else (WORKERS, LESS_PER_SAMPLE),
             evidence=longest_in(trace, longest.longest_start_ns, longest.longest_ns) if longest else seen_in(trace),
             numbers={
-                "data_loading_share": loading_ns / span_ns,
-                "data_loading_ns": loading_ns,
-                "exposed_ns": exposed_ns,
-                "window_ns": span_ns,
+                "data_loading_share": part,
+                "data_loading_ns": loading.total_ns,
+                "exposed_ns": loading.exposed_ns,
+                "window_ns": loading.span_ns,
                 "steps": len(trace.steps),
                 "in_one_step": in_one,
             },
-            weight=exposed,
+            weight=loading.share,
         )
     ]
 
@@ -215,21 +207,67 @@ def _most_severe(*, in_one: bool, steps: int) -> Severity:
     return Severity.CRITICAL if steps >= MIN_TRACE_STEPS else Severity.WARNING
 
 
-def _exposed(trace: TraceReport, loading_ns: int) -> int:
-    """Return the loading time that no device work overlaps, in nanoseconds.
+# Below 1%, pinned memory, which takes time to allocate and cannot be swapped, does not pay off.
+NOTABLE_COPIES: Final = 0.01
+COPY_NEXT: Final = {
+    "HtoD": (
+        remedy(
+            "Pin the batches: DataLoader(pin_memory=True); Lightning then copies them without blocking.", "lightning"
+        ),
+        remedy("Pin the batches: DataLoader(pin_memory=True), batch.to(device, non_blocking=True).", "other program"),
+        "Pin the program's own tensors: tensor.pin_memory().to(device, non_blocking=True).",
+    ),
+    "DtoH": (
+        remedy(
+            "Move results to the host less often: .cpu() every N steps, self.log(name, tensor) instead of a list.",
+            "lightning",
+        ),
+        remedy("Move results to the host less often: .cpu() every N steps.", "other program"),
+        "Copy into pinned memory: torch.empty(shape, pin_memory=True).copy_(x, non_blocking=True).",
+    ),
+}
+DIRECTIONS: Final = {"HtoD": "to the GPU", "DtoH": "from the GPU"}
 
-    Before the first recorded device event the device may be busy with an unrecorded step: that loading is counted as
-    exposed in the same proportion as the rest.
-    """
-    window = trace.step_window
-    if window is None:
-        return loading_ns
-    inside_ns = min(idle_ns(trace, "data_loading"), loading_ns)
-    known_ns = window.data_loading_exposed_ns
-    # Time that is neither busy nor loading can be no longer than the rest.
-    exposed_ns = min(loading_ns, max(inside_ns, loading_ns - window.busy_ns) if known_ns is None else known_ns)
-    if len(trace.steps) < MIN_TRACE_STEPS:
-        return exposed_ns
-    outside_ns = max(exposed_ns - inside_ns, 0)
-    others_ns = loading_ns - outside_ns
-    return inside_ns + outside_ns * inside_ns // others_ns if others_ns else exposed_ns
+
+def blocking_transfers(trace: TraceReport) -> list[Finding]:
+    """Find copies from or to pageable memory that no computation overlaps, by direction."""
+    window = trace.gpu_window
+    if window is None or not window.window_ns:
+        return []
+    found = [
+        _transfer(trace, copies, window.window_ns)
+        for kind in DIRECTIONS
+        for copies in trace.copies
+        if copies.kind == kind and copies.is_pageable
+    ]
+    return [finding for finding in found if finding is not None]
+
+
+def _transfer(trace: TraceReport, copies: Copies, window_ns: int) -> Finding | None:
+    # A copy from pageable memory blocks the host until it ends: without the overlap its total time counts.
+    share = (copies.total_ns if copies.exposed_ns is None else copies.exposed_ns) / window_ns
+    if share <= NOTABLE_COPIES:
+        return None
+    size = f"{format_bytes(copies.bytes)} in " if copies.bytes is not None else ""
+    rate = f", {format_bytes(copies.bytes * 1e9 / copies.total_ns)}/s" if copies.bytes and copies.total_ns else ""
+    return Finding(
+        rule="blocking_transfers",
+        severity=severity_of(share),
+        sentence=f"Blocking copies {DIRECTIONS[copies.kind]} take {share:.1%} of the time{on_rank(trace)}.",
+        why=(
+            f"{times(copies.count).capitalize()}, {size}{format_ns(copies.total_ns)}{rate}: pageable memory is copied "
+            "twice, and the call blocks until the copy ends."
+        ),
+        next_steps=remedies(trace, *COPY_NEXT[copies.kind]),
+        evidence=longest_in(trace, copies.longest_start_ns, copies.total_ns // max(copies.count, 1)),
+        numbers={
+            "kind": copies.kind,
+            "share": share,
+            "exposed_ns": copies.exposed_ns,
+            "total_ns": copies.total_ns,
+            "count": copies.count,
+            "bytes": copies.bytes,
+            "window_ns": window_ns,
+        },
+        weight=share,
+    )

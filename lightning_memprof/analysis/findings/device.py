@@ -1,32 +1,43 @@
-"""A device that waits, in an operator trace: for launches, for the host after a synchronization, for copies."""
+"""A device that waits, in an operator trace: for launches, after a synchronization, for the allocator."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.model import Finding, Severity
 from lightning_memprof.analysis.findings.traces import (
     NOTABLE_SHARE,
+    SEVERE_SHARE,
+    Remedy,
     computing,
+    exposed_loading,
     idle_ns,
     is_short,
     longest_in,
     on_rank,
+    remedies,
+    remedy,
     seen_in,
     severity_of,
     shorter_name,
     times,
     total_ns,
 )
-from lightning_memprof.units import format_bytes, format_ns, percent
+from lightning_memprof.units import format_ns, percent
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.trace.model import Cause, Copies, IdleCause, Synchronization, TraceReport
+    from lightning_memprof.analysis.trace.model import (
+        Cause,
+        CollectiveTotals,
+        IdleCause,
+        RuntimeCall,
+        Synchronization,
+        TraceReport,
+    )
 
-__all__ = ["blocking_transfers", "gpu_idle", "synchronization"]
+__all__ = ["allocator_thrash", "gpu_idle", "synchronization"]
 
-# Other rules report these.
-REPORTED_ELSEWHERE: Final[tuple[Cause, ...]] = ("data_loading", "allocator")
 LAUNCHING: Final[tuple[Cause, ...]] = ("python", "operators", "launch")
 # A launch takes as long as a kernel below this, so that a device can wait for each launch.
 SHORT_KERNEL_NS: Final = 20_000
@@ -34,7 +45,7 @@ SHORT_KERNEL_NS: Final = 20_000
 MAIN_PART: Final = 0.5
 DOING: Final[dict[Cause, str]] = {
     "data_loading": "the host loads batches",
-    "synchronization": "the host waits for the GPU",
+    "synchronization": "the host is in a blocking call",
     "allocator": "the allocator calls the driver",
     "garbage": "the host is in GC pauses",
     "python": "the host runs Python outside operators",
@@ -42,24 +53,54 @@ DOING: Final[dict[Cause, str]] = {
     "launch": "the host launches kernels",
     "queue": "the next kernel is queued and does not start",
 }
-NEXT: Final[dict[Cause, str]] = {
+COMPILE: Final = (
+    remedy('Launch fewer and longer kernels: torch.compile(model, mode="reduce-overhead").', "eager", "no graphs"),
+    remedy('Launch each compiled part at once: torch.compile(model, mode="reduce-overhead").', "compiled", "no graphs"),
+)
+NEXT: Final[dict[Cause, tuple[Remedy, ...]]] = {
     "synchronization": (
-        "Read no device values in a step (.item(), .cpu(), print, if tensor): "
-        "self.log(name, tensor) with Trainer(log_every_n_steps=50)."
+        remedy(
+            "Read no device values in a step (.item(), .cpu(), print, if tensor): "
+            "self.log(name, tensor) with Trainer(log_every_n_steps=50).",
+            "lightning",
+        ),
+        remedy("Read no device values in a step: no .item(), .cpu(), print or if of a tensor.", "other program"),
     ),
-    "garbage": "Collect garbage between steps: gc.freeze() after setup, gc.disable(), gc.collect() every 100 steps.",
+    "garbage": (
+        remedy("Collect garbage between steps: gc.freeze() after setup, gc.disable(), gc.collect() every 100 steps."),
+    ),
     "python": (
-        "Record the Python stacks with ExtendedPyTorchProfiler(with_stack=True), then move that code out of the step."
+        remedy(
+            "Record the Python stacks with ExtendedPyTorchProfiler(with_stack=True), then move that code out of the "
+            "step.",
+            "lightning",
+            "no stacks",
+        ),
+        remedy(
+            "Record the Python stacks with torch.profiler.profile(with_stack=True), then move that code out of the "
+            "step.",
+            "other program",
+            "no stacks",
+        ),
+    ),
+    "queue": (
+        remedy(
+            "Merge the traces of all ranks and see which stream, copy or late rank the queued kernels wait for: "
+            "lightning-memprof merge.",
+            "ranks",
+        ),
     ),
 }
-QUEUE_NEXT: Final = (
-    "Merge the traces of all ranks and see which stream, copy or late rank the queued kernels wait for: "
-    "lightning-memprof merge."
-)
+COPY: Final = "Copy from pinned memory without blocking: tensor.pin_memory().to(device, non_blocking=True)."
 LAUNCH_NEXT: Final = (
-    'Launch fewer and longer kernels: torch.compile(model), or torch.compile(model, mode="reduce-overhead").',
-    "Give each step more work: a larger batch instead of gradient accumulation.",
-    "Update all parameters in one kernel: torch.optim.AdamW(..., fused=True).",
+    *COMPILE,
+    remedy("Give each step more work: a larger batch instead of gradient accumulation.", "training"),
+    remedy("Give each call more work: a larger batch.", "inference"),
+    remedy("Update all parameters in one kernel: torch.optim.AdamW(..., fused=True).", "training"),
+)
+LATER: Final = (
+    remedy("Record later steps: Schedule(wait=10, warmup=2, active=3).", "lightning"),
+    remedy("Record later steps: torch.profiler.schedule(wait=10, warmup=2, active=3).", "other program"),
 )
 # The causes come from launch calls, which torch records with the activity of the device.
 UNKNOWN_NEXT: Final = ("Record the host too: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA].",)
@@ -70,30 +111,35 @@ def gpu_idle(trace: TraceReport) -> list[Finding]:
     window = trace.gpu_window
     if window is None or not window.window_ns:
         return []
-    rest_ns = window.idle_ns - idle_ns(trace, *REPORTED_ELSEWHERE)
+    # Idle time that no other rule reports is this one's.
+    elsewhere = _reported_elsewhere(trace)
+    rest_ns = window.idle_ns - idle_ns(trace, *elsewhere)
     share = rest_ns / window.window_ns
     if share <= NOTABLE_SHARE:
         return []
-    causes = [cause for cause in trace.idle if cause.cause not in REPORTED_ELSEWHERE and cause.total_ns > 0]
+    causes = [cause for cause in trace.idle if cause.cause not in elsewhere and cause.total_ns > 0]
     causes.sort(key=lambda cause: cause.total_ns, reverse=True)
     main = causes[0] if causes else None
     kernels = sum(kernel.count for kernel in computing(trace))
     mean_ns = round(total_ns(computing(trace)) / kernels) if kernels else 0
-    is_launching = idle_ns(trace, *LAUNCHING) >= MAIN_PART * rest_ns
+    cold = _cold_start(trace, rest_ns)
+    in_one_gap = main is not None and main.longest_ns >= MAIN_PART * rest_ns
+    is_launching = idle_ns(trace, *LAUNCHING) >= MAIN_PART * rest_ns and not in_one_gap and cold is None
     launch_bound = is_launching and bool(kernels) and mean_ns <= SHORT_KERNEL_NS
     return [
         Finding(
             rule="gpu_idle",
-            severity=Severity.INFO if is_short(trace) else severity_of(share),
-            sentence=_sentence(trace, share, main, launch_bound=launch_bound),
+            severity=Severity.INFO if is_short(trace) or cold else severity_of(share),
+            sentence=_sentence(trace, share, "launches" if launch_bound else cold or _activity(main, rest_ns)),
             why=_why(trace, causes, f"; {kernels:,} kernels take {format_ns(mean_ns)} on average" if kernels else ""),
-            next_steps=_next_steps(main, launch_bound=launch_bound),
+            next_steps=remedies(trace, *LATER) if cold else _next_steps(trace, main, launch_bound=launch_bound),
             evidence=longest_in(trace, main.longest_start_ns, main.longest_ns) if main else seen_in(trace),
             numbers={
                 "idle_share": window.idle_ns / window.window_ns,
                 "idle_ns": window.idle_ns,
                 "window_ns": window.window_ns,
                 "launch_bound": launch_bound,
+                "cold_start": cold is not None,
                 "causes_ns": {cause.cause: cause.total_ns for cause in trace.idle},
                 "main_cause": main.cause if main else None,
                 "kernels": kernels,
@@ -104,12 +150,38 @@ def gpu_idle(trace: TraceReport) -> list[Finding]:
     ]
 
 
-def _sentence(trace: TraceReport, share: float, main: IdleCause | None, *, launch_bound: bool) -> str:
-    apart = ", not counting data loading" if idle_ns(trace, "data_loading") else ""
+def _reported_elsewhere(trace: TraceReport) -> tuple[Cause, ...]:
+    loading: tuple[Cause, ...] = ("data_loading",) if exposed_loading(trace) is not None else ()
+    return (*loading, "allocator") if _allocator_share(trace) > NOTABLE_CALLS else loading
+
+
+def _cold_start(trace: TraceReport, rest_ns: int) -> str | None:
+    """Return what the device waited for while code was loaded for the first time, if that explains the idle time."""
+    ledger = trace.device_ledger
+    lines = ledger.of("cold_start") if ledger is not None else ()
+    if ledger is None or not lines or ledger.ns("cold_start") * ledger.steps < MAIN_PART * rest_ns:
+        return None
+    name = lines[0].name or lines[0].operator or "a call"
+    return f"mostly in a cold start: {shorter_name(name)} took {format_ns(lines[0].longest_ns or 0)}"
+
+
+def _activity(main: IdleCause | None, rest_ns: int) -> str | None:
+    if main is None:
+        return None
+    if main.longest_ns >= MAIN_PART * rest_ns:
+        where = f" ({shorter_name(main.example)})" if main.example else ""
+        return f"mostly in one gap of {format_ns(main.longest_ns)}: {DOING[main.cause]}{where}"
+    return f"mostly while {DOING[main.cause]}"
+
+
+def _sentence(trace: TraceReport, share: float, activity: str | None) -> str:
+    loading = idle_ns(trace, "data_loading") if exposed_loading(trace) is not None else 0
+    window_ns = trace.gpu_window.window_ns if trace.gpu_window else 1
+    apart = f", and {percent(loading / window_ns)} for data" if loading else ""
     idle = f"he GPU is idle {percent(share)} of the time{on_rank(trace)}{apart}"
-    if launch_bound:
+    if activity == "launches":
         return f"Launch-bound: t{idle}, while the host prepares kernels."
-    return f"T{idle}, mostly while {DOING[main.cause]}." if main is not None else f"T{idle}."
+    return f"T{idle}, {activity}." if activity else f"T{idle}."
 
 
 def _why(trace: TraceReport, causes: list[IdleCause], kernels: str) -> str:
@@ -125,27 +197,31 @@ def _why(trace: TraceReport, causes: list[IdleCause], kernels: str) -> str:
     return f"The GPU is idle for {span}{''.join(named)}{kernels}.{stacks}{short}"
 
 
-def _next_steps(main: IdleCause | None, *, launch_bound: bool) -> tuple[str, ...]:
+def _next_steps(trace: TraceReport, main: IdleCause | None, *, launch_bound: bool) -> tuple[str, ...]:
     if launch_bound:
-        return LAUNCH_NEXT
+        return remedies(trace, *LAUNCH_NEXT)
     if main is None:
         return UNKNOWN_NEXT
-    if main.cause == "queue":
-        return (QUEUE_NEXT,)
-    return (NEXT[main.cause], LAUNCH_NEXT[0]) if main.cause in NEXT else LAUNCH_NEXT
+    if main.cause == "synchronization" and "Memcpy" in main.example:
+        return (COPY,)
+    lines = trace.device_ledger.of("idle_python") if trace.device_ledger is not None else ()
+    place = next((line.name for line in lines if "): " in line.name), None)
+    if main.cause == "python" and place:
+        return (f"Move this code out of the step: {place}.",)
+    choices = NEXT.get(main.cause, LAUNCH_NEXT)
+    return remedies(trace, *choices, *(COMPILE if main.cause == "python" else ()))
 
 
 # One value read per step for a progress bar costs about this much, and many programs want it.
 NOTABLE_GAP: Final = 0.02
 # A single call may be the program's end, or the profiler's.
 MIN_CALLS: Final = 2
+KEEP: Final = "Keep values on the device: loss.detach() instead of loss.item(), torch.where instead of if"
 READS: Final = (
-    "Keep values on the device: loss.detach() instead of loss.item(), torch.where instead of if, "
-    "self.log(name, tensor) with Trainer(log_every_n_steps=50)."
+    remedy(f"{KEEP}, self.log(name, tensor) with Trainer(log_every_n_steps=50).", "lightning"),
+    remedy(f"{KEEP}; read them every 50 steps.", "other program"),
 )
 ADVICE: Final = {
-    "aten::item": READS,
-    "aten::_local_scalar_dense": READS,
     "aten::is_nonzero": "Do not branch on a tensor's value in a step: torch.where instead of if.",
     "aten::nonzero": "Avoid value-dependent sizes, which stop the host: torch.where instead of a boolean index.",
     "aten::masked_select": "Avoid value-dependent sizes, which stop the host: torch.where instead of masked_select.",
@@ -183,7 +259,7 @@ def synchronization(trace: TraceReport) -> list[Finding]:
                 f"After these calls the GPU's queue is empty for {format_ns(gap_ns)} of {format_ns(window.window_ns)}: "
                 f"{_named(calls)}."
             ),
-            next_steps=(*dict.fromkeys(ADVICE[call.name] for call in calls if call.name in ADVICE), FIND),
+            next_steps=remedies(trace, *(step for call in calls for step in _advice(call.name)), FIND),
             evidence=longest_in(trace, calls[0].longest_start_ns, calls[0].longest_gap_ns),
             numbers={
                 "gap_share": share,
@@ -197,66 +273,173 @@ def synchronization(trace: TraceReport) -> list[Finding]:
     ]
 
 
+def _advice(name: str) -> tuple[Remedy | str, ...]:
+    if name in {"aten::item", "aten::_local_scalar_dense"}:
+        return READS
+    return (ADVICE[name],) if name in ADVICE else (COPY,) if "Memcpy" in name else ()
+
+
 def _named(calls: list[Synchronization]) -> str:
     return ", ".join(
         f"{format_ns(call.gap_ns)} after {shorter_name(call.name)} ({times(call.count)})" for call in calls[:2]
     )
 
 
-# Below 1%, pinned memory, which takes time to allocate and cannot be swapped, does not pay off.
-NOTABLE_COPIES: Final = 0.01
-COPY_NEXT: Final = {
-    "HtoD": (
-        "Pin the batches: DataLoader(pin_memory=True); Lightning then copies them without blocking.",
-        "Pin the program's own tensors: tensor.pin_memory().to(device, non_blocking=True).",
+# The caching allocator calls the driver in the first steps only, unless it lacks memory.
+NOTABLE_CALLS: Final = 0.02
+MIN_PASSES: Final = 2
+# Returned memory was needed elsewhere: the allocator retried, or the program emptied its cache.
+RETURNING: Final = frozenset({"cudaFree", "cudaFreeAsync", "hipFree", "cuMemUnmap", "cuMemRelease", "hipMemUnmap"})
+REQUESTING: Final = frozenset(
+    {"cudaMalloc", "cudaMallocAsync", "hipMalloc", "cuMemCreate", "cuMemMap", "hipMemCreate", "hipMemMap"}
+)
+# The same collective takes the same time: if it takes this many times as long during a return, it waits for that.
+SLOW_FACTOR: Final = 10
+THRASH_NEXT: Final = (
+    "Let segments grow instead of being returned: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
+    remedy(
+        "Free memory: a smaller batch with Trainer(accumulate_grad_batches=2), or activation checkpointing.",
+        "lightning",
+        "training",
     ),
-    "DtoH": (
-        "Move results to the host less often: .cpu() every N steps, self.log(name, tensor) instead of a list.",
-        "Copy into pinned memory: torch.empty(shape, pin_memory=True).copy_(x, non_blocking=True).",
+    remedy(
+        "Free memory: a smaller batch with gradient accumulation, or activation checkpointing.",
+        "other program",
+        "training",
     ),
-}
-DIRECTIONS: Final = {"HtoD": "to the GPU", "DtoH": "from the GPU"}
+    remedy("Free memory: a smaller batch.", "inference"),
+    "Do not call torch.cuda.empty_cache() in steps, and pad batches to a few lengths.",
+)
+# Without the cache each tensor is a call: with it, a step that empties the cache requests a few segments.
+MANY_REQUESTS: Final = 50
+REQUESTS_PER_KERNEL: Final = 0.1
+UNCACHED_NEXT: Final = (
+    "Use the caching allocator: unset PYTORCH_NO_CUDA_MEMORY_CACHING (on ROCm also PYTORCH_NO_HIP_MEMORY_CACHING).",
+)
+SHOWN: Final = 3
 
 
-def blocking_transfers(trace: TraceReport) -> list[Finding]:
-    """Find copies from or to pageable memory that no computation overlaps, by direction."""
-    window = trace.gpu_window
-    if window is None or not window.window_ns:
+def allocator_thrash(trace: TraceReport) -> list[Finding]:
+    """Find steps in which the allocator calls the driver, and the collectives that wait meanwhile."""
+    calls, window_ns = _allocator_calls(trace), _steps_ns(trace)
+    freed = sum(call.count for call in calls if _bare(call.name) in RETURNING)
+    slow = _slow_collectives(trace)
+    share = _allocator_share(trace)
+    if share <= NOTABLE_CALLS:
         return []
-    found = [
-        _transfer(trace, copies, window.window_ns)
-        for kind in DIRECTIONS
-        for copies in trace.copies
-        if copies.kind == kind and copies.is_pageable
+    calls_ns = sum(call.total_ns for call in calls)
+    uncached = _uncached(trace, calls, freed)
+    longest = slow[0] if slow else max(calls, key=lambda call: call.total_ns)
+    return [
+        Finding(
+            rule="allocator_thrash",
+            severity=_severity_of_calls(share, freed, slow),
+            sentence=uncached or _sentence_on_calls(trace, calls_ns / window_ns, freed, slow),
+            why=_why_calls(calls, slow, window_ns),
+            next_steps=UNCACHED_NEXT if uncached else remedies(trace, *THRASH_NEXT),
+            evidence=longest_in(trace, longest.longest_start_ns, longest.max_ns),
+            numbers={
+                "share": share,
+                "allocator_ns": calls_ns,
+                "window_ns": window_ns,
+                "calls": {call.name: call.count for call in calls},
+                "freed": freed,
+                "is_cached": uncached is None,
+                "slow_collectives": [
+                    {"name": collective.name, "median_ns": collective.median_ns, "max_ns": collective.max_ns}
+                    for collective in slow
+                ],
+                "waited_ns": _waited_ns(slow),
+            },
+            weight=share,
+        )
     ]
-    return [finding for finding in found if finding is not None]
 
 
-def _transfer(trace: TraceReport, copies: Copies, window_ns: int) -> Finding | None:
-    # A copy from pageable memory blocks the host until it ends: without the overlap its total time counts.
-    share = (copies.total_ns if copies.exposed_ns is None else copies.exposed_ns) / window_ns
-    if share <= NOTABLE_COPIES:
+def _steps_ns(trace: TraceReport) -> int:
+    # A host that is ahead ends its steps before the device.
+    return max((window.window_ns for window in (trace.step_window, trace.gpu_window) if window), default=0)
+
+
+def _allocator_calls(trace: TraceReport) -> list[RuntimeCall]:
+    """Return the calls of a steady state; a single pass that only requests memory may be the first one."""
+    calls = [call for call in trace.steady_allocations if _bare(call.name) in RETURNING | REQUESTING]
+    is_first = len(trace.steps) < MIN_PASSES and not any(_bare(call.name) in RETURNING for call in calls)
+    return [] if is_first else calls
+
+
+def _allocator_share(trace: TraceReport) -> float:
+    """Return the share of the steps in calls to the driver, and in collectives that wait for them."""
+    calls_ns, window_ns = sum(call.total_ns for call in _allocator_calls(trace)), _steps_ns(trace)
+    if not calls_ns or not window_ns:
+        return 0.0
+    return min((calls_ns + _waited_ns(_slow_collectives(trace))) / window_ns, 1.0)
+
+
+def _waited_ns(slow: list[CollectiveTotals]) -> int:
+    return sum(collective.max_ns - collective.median_ns for collective in slow)
+
+
+def _uncached(trace: TraceReport, calls: list[RuntimeCall], freed: int) -> str | None:
+    """Return the sentence for a program without the caching allocator, in which each tensor is a call to the driver."""
+    requests = [call for call in calls if _bare(call.name) in REQUESTING]
+    count, steps = sum(call.count for call in requests), max(len(trace.steps), 1)
+    kernels = sum(kernel.count for kernel in computing(trace))
+    if count < MANY_REQUESTS * steps or 2 * freed < count or count < REQUESTS_PER_KERNEL * kernels:
         return None
-    size = f"{format_bytes(copies.bytes)} in " if copies.bytes is not None else ""
-    rate = f", {format_bytes(copies.bytes * 1e9 / copies.total_ns)}/s" if copies.bytes and copies.total_ns else ""
-    return Finding(
-        rule="blocking_transfers",
-        severity=severity_of(share),
-        sentence=f"Blocking copies {DIRECTIONS[copies.kind]} take {share:.1%} of the time{on_rank(trace)}.",
-        why=(
-            f"{times(copies.count).capitalize()}, {size}{format_ns(copies.total_ns)}{rate}: pageable memory is copied "
-            "twice, and the call blocks until the copy ends."
-        ),
-        next_steps=COPY_NEXT[copies.kind],
-        evidence=longest_in(trace, copies.longest_start_ns, copies.total_ns // max(copies.count, 1)),
-        numbers={
-            "kind": copies.kind,
-            "share": share,
-            "exposed_ns": copies.exposed_ns,
-            "total_ns": copies.total_ns,
-            "count": copies.count,
-            "bytes": copies.bytes,
-            "window_ns": window_ns,
-        },
-        weight=share,
-    )
+    share = sum(call.total_ns for call in calls) / _steps_ns(trace)
+    often = f"{count / steps:,.0f} {requests[0].name} calls per step"
+    return f"The caching allocator is off: {often} and their returns take {percent(share)}{on_rank(trace)}."
+
+
+def _bare(name: str) -> str:
+    """Return a call without CUDA's version suffix: ``cudaMallocAsync_ptsz``, ``cudaFree_v2``."""
+    return name.partition("_")[0]
+
+
+def _severity_of_calls(share: float, freed: int, slow: list[CollectiveTotals]) -> Severity:
+    if not freed and not slow:
+        # First steps do this too, and many traces contain only a few of those.
+        return Severity.WARNING if share > SEVERE_SHARE else Severity.INFO
+    if share > SEVERE_SHARE:
+        return Severity.CRITICAL
+    return Severity.WARNING if share > NOTABLE_SHARE or slow else Severity.INFO
+
+
+def _slow_collectives(trace: TraceReport) -> list[CollectiveTotals]:
+    """Return the collectives whose longest took many times the median during a call to the driver."""
+    found = [
+        collective
+        for collective in trace.collectives
+        if collective.count > 1
+        and (start := collective.longest_start_ns) is not None
+        and collective.max_ns >= SLOW_FACTOR * max(collective.median_ns, 1)
+        and _touches(trace.allocator_spans, start, start + collective.max_ns)
+    ]
+    return sorted(found, key=lambda collective: collective.max_ns, reverse=True)
+
+
+def _touches(spans: tuple[tuple[int, int], ...], start_ns: int, end_ns: int) -> bool:
+    # Calls of one process hold a lock: they end in the order in which they begin.
+    place = bisect_left(spans, start_ns, key=lambda span: span[1])
+    return place < len(spans) and spans[place][0] <= end_ns
+
+
+def _sentence_on_calls(trace: TraceReport, share: float, freed: int, slow: list[CollectiveTotals]) -> str:
+    if slow:
+        longest, median = format_ns(slow[0].max_ns), format_ns(slow[0].median_ns)
+        return (
+            f"Low memory{on_rank(trace)}: {shorter_name(slow[0].name)} took {longest} (median {median}) during an "
+            "allocator call."
+        )
+    doing = "requests and returns" if freed else "requests"
+    return f"The allocator {doing} driver memory for {percent(share)} of the time{on_rank(trace)}."
+
+
+def _why_calls(calls: list[RuntimeCall], slow: list[CollectiveTotals], window_ns: int) -> str:
+    shown = sorted(calls, key=lambda call: call.total_ns, reverse=True)[:SHOWN]
+    named = ", ".join(f"{call.name} {times(call.count)} ({format_ns(call.total_ns)})" for call in shown)
+    parts = [f"In {format_ns(window_ns)}: {named}"]
+    parts += [f"collectives that waited meanwhile, on all ranks: {len(slow)}"] if slow else []
+    parts += ["returning memory waits for all kernels"] if any(_bare(call.name) in RETURNING for call in calls) else []
+    return "; ".join(parts) + "."

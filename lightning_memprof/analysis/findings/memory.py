@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Severity
 from lightning_memprof.analysis.findings.traces import (
-    NOTABLE_SHARE,
-    SEVERE_SHARE,
-    longest_in,
-    on_rank,
-    shorter_name,
     times,
 )
 from lightning_memprof.analysis.oom.autopsy import autopsies
@@ -24,9 +18,8 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.memory.activations import CheckpointedGroup
     from lightning_memprof.analysis.memory.report import Activations, CategoryPeak, RankMemory
     from lightning_memprof.analysis.run.model import Rank, RecordedWindow
-    from lightning_memprof.analysis.trace.model import CollectiveTotals, RuntimeCall, TraceReport
 
-__all__ = ["activation_peak", "allocator_retries", "allocator_thrash", "optimizer_state", "out_of_memory"]
+__all__ = ["activation_peak", "allocator_retries", "optimizer_state", "out_of_memory"]
 
 # A smaller category fits everywhere.
 MIN_BYTES: Final = 64 * MIB
@@ -303,111 +296,3 @@ def _retries(rank: Rank, window: RecordedWindow) -> _Retries | None:
         total=counts[-1],
         reserved_bytes=max(reserved, default=None),
     )
-
-
-# The caching allocator calls the driver in the first steps only, unless it lacks memory.
-NOTABLE_CALLS: Final = 0.02
-# Returned memory was needed elsewhere: the allocator retried, or the program emptied its cache.
-RETURNING: Final = frozenset({"cudaFree", "cudaFreeAsync", "hipFree", "cuMemUnmap", "cuMemRelease", "hipMemUnmap"})
-REQUESTING: Final = frozenset(
-    {"cudaMalloc", "cudaMallocAsync", "hipMalloc", "cuMemCreate", "cuMemMap", "hipMemCreate", "hipMemMap"}
-)
-# The same collective takes the same time: if it takes this many times as long during a return, it waits for that.
-SLOW_FACTOR: Final = 10
-THRASH_NEXT: Final = (
-    "Let segments grow instead of being returned: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
-    LESS_MEMORY,
-    "Do not call torch.cuda.empty_cache() in steps, and pad batches to a few lengths.",
-)
-
-
-def allocator_thrash(trace: TraceReport) -> list[Finding]:
-    """Find steps in which the allocator calls the driver, and the collectives that wait meanwhile."""
-    window = trace.gpu_window
-    calls = [call for call in trace.runtime_calls if _bare(call.name) in RETURNING | REQUESTING]
-    if window is None or not window.window_ns or not calls:
-        return []
-    calls_ns = sum(call.total_ns for call in calls)
-    freed = sum(call.count for call in calls if _bare(call.name) in RETURNING)
-    slow = _slow_collectives(trace)
-    waited_ns = sum(collective.max_ns - collective.median_ns for collective in slow)
-    share = min((calls_ns + waited_ns) / window.window_ns, 1.0)
-    if share <= NOTABLE_CALLS:
-        return []
-    longest = slow[0] if slow else max(calls, key=lambda call: call.total_ns)
-    return [
-        Finding(
-            rule="allocator_thrash",
-            severity=_severity_of_calls(share, freed, slow),
-            sentence=_sentence_on_calls(trace, calls_ns / window.window_ns, freed, slow),
-            why=_why_calls(calls, slow, window.window_ns),
-            next_steps=THRASH_NEXT,
-            evidence=longest_in(trace, longest.longest_start_ns, longest.max_ns),
-            numbers={
-                "share": share,
-                "allocator_ns": calls_ns,
-                "window_ns": window.window_ns,
-                "calls": {call.name: call.count for call in calls},
-                "freed": freed,
-                "slow_collectives": [
-                    {"name": collective.name, "median_ns": collective.median_ns, "max_ns": collective.max_ns}
-                    for collective in slow
-                ],
-                "waited_ns": waited_ns,
-            },
-            weight=share,
-        )
-    ]
-
-
-def _bare(name: str) -> str:
-    """Return a call without CUDA's version suffix: ``cudaMallocAsync_ptsz``, ``cudaFree_v2``."""
-    return name.partition("_")[0]
-
-
-def _severity_of_calls(share: float, freed: int, slow: list[CollectiveTotals]) -> Severity:
-    if not freed and not slow:
-        # First steps do this too, and many traces contain only a few of those.
-        return Severity.WARNING if share > SEVERE_SHARE else Severity.INFO
-    if share > SEVERE_SHARE:
-        return Severity.CRITICAL
-    return Severity.WARNING if share > NOTABLE_SHARE or slow else Severity.INFO
-
-
-def _slow_collectives(trace: TraceReport) -> list[CollectiveTotals]:
-    """Return the collectives whose longest took many times the median during a call to the driver."""
-    found = [
-        collective
-        for collective in trace.collectives
-        if collective.count > 1
-        and (start := collective.longest_start_ns) is not None
-        and collective.max_ns >= SLOW_FACTOR * max(collective.median_ns, 1)
-        and _touches(trace.allocator_spans, start, start + collective.max_ns)
-    ]
-    return sorted(found, key=lambda collective: collective.max_ns, reverse=True)
-
-
-def _touches(spans: tuple[tuple[int, int], ...], start_ns: int, end_ns: int) -> bool:
-    # Calls of one process hold a lock: they end in the order in which they begin.
-    place = bisect_left(spans, start_ns, key=lambda span: span[1])
-    return place < len(spans) and spans[place][0] <= end_ns
-
-
-def _sentence_on_calls(trace: TraceReport, share: float, freed: int, slow: list[CollectiveTotals]) -> str:
-    if slow:
-        longest, median = format_ns(slow[0].max_ns), format_ns(slow[0].median_ns)
-        return (
-            f"Low memory{on_rank(trace)}: {shorter_name(slow[0].name)} took {longest} (median {median}) during an "
-            "allocator call."
-        )
-    doing = "requests and returns" if freed else "requests"
-    return f"The allocator {doing} driver memory for {percent(share)} of the time{on_rank(trace)}."
-
-
-def _why_calls(calls: list[RuntimeCall], slow: list[CollectiveTotals], window_ns: int) -> str:
-    shown = sorted(calls, key=lambda call: call.total_ns, reverse=True)[:SHOWN]
-    named = ", ".join(f"{call.name} {times(call.count)} ({format_ns(call.total_ns)})" for call in shown)
-    parts = [f"In {format_ns(window_ns)}: {named}"]
-    parts += [f"collectives that waited meanwhile, on all ranks: {len(slow)}"] if slow else []
-    parts += ["returning memory waits for all kernels"] if any(_bare(call.name) in RETURNING for call in calls) else []
-    return "; ".join(parts) + "."

@@ -7,7 +7,7 @@ import re
 import shlex
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from lightning_memprof.analysis.findings.model import Evidence, Severity
+from lightning_memprof.analysis.findings.model import SHORT_STEP_NS, Evidence, Severity
 from lightning_memprof.analysis.trace.model import plain_kernel
 
 if TYPE_CHECKING:
@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.trace.model import Cause, Kernel, TraceReport
 
 __all__ = [
+    "MIN_TRACE_STEPS",
     "NOTABLE_SHARE",
     "SEVERE_SHARE",
     "Remedy",
     "computing",
+    "exposed_loading",
     "idle_ns",
     "is_short",
     "listed",
@@ -39,6 +41,11 @@ __all__ = [
 NOTABLE_SHARE: Final = 0.10
 # From 30% on, it decides how long the run takes: without it the program is at least 1.4 times as fast.
 SEVERE_SHARE: Final = 0.30
+# The Trainer fetches a batch that is ready in less; beside a device a ready one is fetched in less than the second.
+MIN_COST_NS: Final = 2_000_000
+MIN_DEVICE_COST_NS: Final = 1_000_000
+# In a trace with a single step, a loader that starts its workers looks like one that is always slow.
+MIN_TRACE_STEPS: Final = 2
 # A shorter recording is a sample: the first launch alone takes milliseconds.
 SHORT_WINDOW_NS: Final = 1_000_000
 FEW_KERNELS: Final = 20
@@ -131,6 +138,83 @@ def longest_in(trace: TraceReport, start_ns: int | None, duration_ns: int) -> tu
 def idle_ns(trace: TraceReport, *causes: Cause) -> int:
     """Return the idle time of the devices that has one of these causes."""
     return sum(cause.total_ns for cause in trace.idle if cause.cause in causes)
+
+
+class Loading(NamedTuple):
+    """Loading of batches, in ns.
+
+    ``exposed_ns`` is the part of ``total_ns`` that no device work overlaps, ``most_ns`` the part in one step, and
+    ``steps`` the number of steps in ``span_ns``; without steps it is the number of loads.
+    """
+
+    total_ns: int
+    exposed_ns: int
+    most_ns: int
+    span_ns: int
+    steps: int
+
+    @property
+    def share(self) -> float:
+        """The exposed part, as a share of the span."""
+        return self.exposed_ns / self.span_ns
+
+
+def exposed_loading(trace: TraceReport) -> Loading | None:
+    """Return the loading of a trace if so much of it is exposed that the program is input-bound, else None."""
+    found = _loading_in_steps(trace) if trace.steps else _loading_without_steps(trace)
+    has_device = trace.gpu_window is not None
+    if found is None or not found.span_ns or not found.total_ns or found.share <= NOTABLE_SHARE:
+        return None
+    if found.exposed_ns / found.steps < (MIN_DEVICE_COST_NS if has_device else MIN_COST_NS):
+        return None
+    is_short = found.span_ns / found.steps < SHORT_STEP_NS or found.steps < MIN_TRACE_STEPS
+    return None if is_short and not has_device else found
+
+
+def _loading_in_steps(trace: TraceReport) -> Loading:
+    window = trace.step_window
+    total_ns = window.data_loading_ns if window else sum(step.data_loading_ns for step in trace.steps)
+    return Loading(
+        total_ns=total_ns,
+        exposed_ns=_exposed_ns(trace, total_ns),
+        most_ns=max(step.data_loading_ns for step in trace.steps),
+        span_ns=window.window_ns if window else sum(step.duration_ns for step in trace.steps),
+        steps=len(trace.steps),
+    )
+
+
+def _loading_without_steps(trace: TraceReport) -> Loading | None:
+    window, loads = trace.gpu_window, trace.loads
+    if not loads.count:
+        return None
+    exposed_ns = loads.total_ns if window is None else idle_ns(trace, "data_loading")
+    return Loading(
+        total_ns=loads.total_ns if window is None else min(loads.total_ns, window.window_ns),
+        exposed_ns=exposed_ns,
+        most_ns=loads.max_ns,
+        span_ns=trace.end_ns - trace.start_ns if window is None else window.window_ns,
+        steps=loads.count,
+    )
+
+
+def _exposed_ns(trace: TraceReport, loading_ns: int) -> int:
+    """Return the loading time that no device work overlaps, in nanoseconds.
+
+    Before the first recorded device event the device may be busy with an unrecorded step: that loading is counted as
+    exposed in the same proportion as the rest.
+    """
+    window = trace.step_window
+    if window is None:
+        return loading_ns
+    inside_ns = min(idle_ns(trace, "data_loading"), loading_ns)
+    known_ns = window.data_loading_exposed_ns
+    # Time that is neither busy nor loading can be no longer than the rest.
+    exposed_ns = min(loading_ns, max(inside_ns, loading_ns - window.busy_ns) if known_ns is None else known_ns)
+    if len(trace.steps) < MIN_TRACE_STEPS:
+        return exposed_ns
+    outside_ns = max(exposed_ns - inside_ns, 0)
+    others_ns = loading_ns - outside_ns
+    return inside_ns + outside_ns * inside_ns // others_ns if others_ns else exposed_ns
 
 
 def computing(trace: TraceReport) -> list[Kernel]:

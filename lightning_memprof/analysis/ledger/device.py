@@ -377,7 +377,12 @@ def _add_idle(lines: _Lines, host: _Host, work: _Work) -> None:
     launch = ends.calls[known]
     spent, queued = (ends.ready - ends.called)[known], (idle.ends - ends.ready)[known]
     lines.add(
-        host.part[launch], host.label[launch], host.module[launch], host.operator[launch], ns=spent, longest=spent
+        host.part[launch],
+        host.label[launch],
+        host.module[launch],
+        host.operator[launch],
+        ns=spent,
+        longest=columns.ends[launch] - columns.starts[launch],
     )
     queue = _PARTS.index("idle_queue")
     lines.add(queue, _NONE, host.module[launch], host.operator[launch], ns=queued, longest=queued)
@@ -388,7 +393,11 @@ def _add_idle(lines: _Lines, host: _Host, work: _Work) -> None:
         left = Intervals(*(column[left.ends > left.starts] for column in left))
         for thread in dict.fromkeys((lane, host.training)):
             rows, own, left = host.shares(thread, left)
-            lines.add(host.part[rows], host.label[rows], host.module[rows], host.operator[rows], ns=own, longest=own)
+            is_call = columns.kinds[rows] == Kind.RUNTIME
+            longest = np.where(is_call & (own > 0), columns.ends[rows] - columns.starts[rows], own)
+            lines.add(
+                host.part[rows], host.label[rows], host.module[rows], host.operator[rows], ns=own, longest=longest
+            )
         rest = left.ends - left.starts
         part = _PARTS.index("idle_python" if host.training >= 0 else "idle_unknown")
         lines.add(part, _NONE, _NONE, _NONE, ns=rest, longest=rest)

@@ -18,6 +18,7 @@ __all__ = [
     "HostOperators",
     "IdleCause",
     "Kernel",
+    "Loads",
     "Operator",
     "Program",
     "RuntimeCall",
@@ -210,6 +211,15 @@ class HostOperators:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Loads:
+    """The stretches of a trace in which a batch was loaded, in ns."""
+
+    count: int = 0
+    total_ns: int = 0
+    max_ns: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Program:
     """The program that was recorded, as far as the names in its trace tell.
 
@@ -256,6 +266,7 @@ class TraceReport:
         recorded_with: enabled options: ``with_stack``, ``profile_memory``, ``record_shapes``.
         host_operators: of a trace with steps and without a device event, else None.
         program: the recorded program.
+        loads: loading of batches, in the whole trace.
         host_events: number of events of the program's threads: operators, ranges, Python functions, runtime calls.
         steady_allocations: calls that get or return device memory, within the steps (without steps the GPU window) and
             without those of a cold start; longest first.
@@ -287,6 +298,7 @@ class TraceReport:
     operators: tuple[Operator, ...] = ()
     host_operators: HostOperators | None = None
     program: Program = Program()
+    loads: Loads = Loads()
     host_events: int = 0
     steady_allocations: tuple[RuntimeCall, ...] = ()
     arrivals: tuple[Collective, ...] = ()

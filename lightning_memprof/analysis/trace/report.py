@@ -37,7 +37,7 @@ from lightning_memprof.analysis.trace.idle import (
     synchronizations,
 )
 from lightning_memprof.analysis.trace.intervals import Intervals, clip, intersection, length, union
-from lightning_memprof.analysis.trace.model import GpuTimes, Program, StepTimes, TraceReport, TraceStep
+from lightning_memprof.analysis.trace.model import GpuTimes, Loads, Program, StepTimes, TraceReport, TraceStep
 
 __all__ = ["of_rank", "trace_report"]
 
@@ -98,6 +98,7 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
         operators=() if window else operators(columns),
         host_operators=None if window else host_operators(columns, steps),
         program=_program(columns),
+        loads=_loads(loading),
         host_events=int(np.count_nonzero(np.isin(columns.kinds, HOST_KINDS))),
         steady_allocations=steady_allocations(columns, device, ranges) if window else (),
         arrivals=trace_arrivals(columns)[:_MOST_ARRIVALS],
@@ -111,6 +112,11 @@ def of_rank(report: TraceReport, rank: int) -> TraceReport:
     if report.rank is not None:
         return report
     return replace(report, rank=rank, missing=tuple(text for text in report.missing if text != _NO_RANK))
+
+
+def _loads(loading: Intervals) -> Loads:
+    durations = loading.ends - loading.starts
+    return Loads(count=len(durations), total_ns=int(durations.sum()), max_ns=int(durations.max(initial=0)))
 
 
 def _program(columns: TraceColumns) -> Program:

@@ -164,3 +164,76 @@ def test_memory_that_comes_and_goes_in_each_step_is_thrash(tmp_path: Path, names
     finding = found(training(tmp_path / "churn.pt.trace.json", churn))["allocator_thrash"]
     assert finding.severity is Severity.WARNING
     assert finding.numbers["calls"] == dict.fromkeys(names, STEPS)
+
+
+def test_the_start_of_the_driver_and_a_first_pass_are_no_thrash(tmp_path: Path) -> None:
+    made = Recording()
+    made.call("cudaFree", 900_000)
+    with made.inside("ProfilerStep#1"):
+        for _ in range(KERNELS):
+            made.call("cudaMalloc", 300)
+            made.work(20, "aten::linear")
+            made.launch(KERNEL_US)
+    assert "allocator_thrash" not in found(made.write(tmp_path / "cold.pt.trace.json"))
+
+
+def test_a_tensor_that_is_a_call_to_the_driver_shows_that_the_caching_allocator_is_off(tmp_path: Path) -> None:
+    def uncached(made: Recording, _kernel: int) -> None:
+        for _ in range(3):
+            made.call("hipMalloc", 40)
+            made.call("hipFree", 60)
+
+    finding = found(training(tmp_path / "uncached.pt.trace.json", uncached))["allocator_thrash"]
+    assert finding.sentence.startswith("The caching allocator is off: 75 hipMalloc calls per step")
+    assert "PYTORCH_NO_CUDA_MEMORY_CACHING" in finding.next_steps[0]
+
+
+def test_loading_is_found_without_steps(tmp_path: Path) -> None:
+    made = Recording()
+    for _ in range(4):
+        with made.inside("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"):
+            made.python(15_000)
+        for _ in range(KERNELS):
+            made.work(20, "aten::linear")
+            made.launch(200)
+        made.synchronize()
+    findings = found(made.write(tmp_path / "bare.pt.trace.json"))
+    assert findings["input_bound_trace"].severity is Severity.CRITICAL
+    assert "of the recorded time" in findings["input_bound_trace"].sentence
+    assert "gpu_idle" not in findings
+
+
+def test_idle_time_in_a_cold_start_is_not_the_programs(tmp_path: Path) -> None:
+    made = Recording()
+    for step in range(STEPS):
+        with made.inside(f"ProfilerStep#{step}"):
+            for kernel in range(KERNELS):
+                made.work(20, "aten::linear")
+                made.launch(KERNEL_US)
+                if step == 0 and kernel == 3:
+                    made.call("cuModuleLoadDataEx", 90_000)
+                elif kernel == 3:
+                    made.call("cuModuleLoadDataEx", 5)
+    finding = found(made.write(tmp_path / "cold.pt.trace.json"))["gpu_idle"]
+    assert finding.severity is Severity.INFO
+    assert "mostly in a cold start: cuModuleLoadDataEx took 90.0 ms" in finding.sentence
+    assert "torch.profiler.schedule" in finding.next_steps[0]
+
+
+def test_one_call_that_blocks_for_most_of_the_idle_time_is_named(tmp_path: Path) -> None:
+    def block(made: Recording) -> None:
+        made.call("hipMemcpyWithStream", 463_000 if 1_500 < made.now < 100_000 else 20)
+
+    finding = found(training(tmp_path / "blocked.pt.trace.json", before=block, kernel_us=4))["gpu_idle"]
+    assert finding.numbers["launch_bound"] is False
+    assert "in one gap of 463 ms: the host is in a blocking call (hipMemcpyWithStream)" in finding.sentence
+    assert "non_blocking=True" in finding.next_steps[0]
+
+
+def test_python_with_recorded_stacks_names_its_line(tmp_path: Path) -> None:
+    def think(made: Recording, _kernel: int) -> None:
+        with made.inside("train.py(23): augment", "python_function"):
+            made.python(900)
+
+    finding = found(training(tmp_path / "stacks.pt.trace.json", think))["gpu_idle"]
+    assert finding.next_steps == ("Move this code out of the step: train.py(23): augment.",)

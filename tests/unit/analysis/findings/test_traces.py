@@ -236,7 +236,7 @@ def test_memory_that_is_given_back_and_taken_again_is_thrash() -> None:
         call("cudaMalloc", 40, 20 * MS),
         call("cudaLaunchKernel", 9, 9),
     )
-    finding = found(trace(runtime_calls=calls, causes=(idle("allocator", 75 * MS),)))["allocator_thrash"]
+    finding = found(trace(steady_allocations=calls, causes=(idle("allocator", 75 * MS),)))["allocator_thrash"]
     assert finding.severity is Severity.WARNING
     assert finding.sentence == "The allocator requests and returns driver memory for 16% of the time."
     assert "cudaFree 40 times (60.0 ms), cudaMalloc 40 times (20.0 ms)" in finding.why
@@ -245,15 +245,15 @@ def test_memory_that_is_given_back_and_taken_again_is_thrash() -> None:
 
 
 def test_growing_segments_are_only_info() -> None:
-    finding = found(trace(runtime_calls=(call("cuMemCreate", 40, 30 * MS), call("hipMalloc", 40, 20 * MS))))
+    finding = found(trace(steady_allocations=(call("cuMemCreate", 40, 30 * MS), call("hipMalloc", 40, 20 * MS))))
     assert finding["allocator_thrash"].severity is Severity.INFO
-    assert not found(trace(runtime_calls=(call("cudaMalloc", 2, MS),)))
+    assert not found(trace(steady_allocations=(call("cudaMalloc", 2, MS),)))
 
 
 def test_a_collective_that_waits_for_the_allocator_takes_hundreds_of_times_as_long() -> None:
     slow = collective(median_ns=MS // 2, max_ns=150 * MS, longest_start_ns=START + 10 * MS)
     report = trace(
-        runtime_calls=(call("cudaFree", 2, 2 * MS),),
+        steady_allocations=(call("cudaFree", 2, 2 * MS),),
         collectives=(collective(), slow),
         allocator_spans=((START, START + MS), (START + 100 * MS, START + 101 * MS)),
     )
@@ -269,7 +269,7 @@ def test_a_collective_that_waits_for_the_allocator_takes_hundreds_of_times_as_lo
 @pytest.mark.parametrize("spans", [(), ((START, START + MS),), ((START + 161 * MS, START + 162 * MS),)])
 def test_a_slow_collective_at_another_time_is_not_the_allocators(spans: tuple[tuple[int, int], ...]) -> None:
     slow = collective(median_ns=MS // 2, max_ns=150 * MS, longest_start_ns=START + 10 * MS)
-    report = trace(runtime_calls=(call("cudaFree", 2, 2 * MS),), collectives=(slow,), allocator_spans=spans)
+    report = trace(steady_allocations=(call("cudaFree", 2, 2 * MS),), collectives=(slow,), allocator_spans=spans)
     assert "allocator_thrash" not in found(report)
 
 
