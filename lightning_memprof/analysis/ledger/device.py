@@ -35,6 +35,7 @@ from lightning_memprof.analysis.trace.intervals import (
     nest,
     union,
 )
+from lightning_memprof.analysis.trace.modules import Modules
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.trace.communication import CollectiveCall
     from lightning_memprof.analysis.trace.device import DeviceEvents
     from lightning_memprof.analysis.trace.intervals import Column
+    from lightning_memprof.analysis.trace.modules import Makers
 
     _Numbers: TypeAlias = NDArray[np.signedinteger[Any]] | int
 
@@ -56,9 +58,9 @@ _ENCLOSING: Final[tuple[DevicePart, ...]] = ("cold_start", "idle_synchronization
 # Kineto rounds starts and durations separately: a child may seem to outlast its parent by this much.
 _SLACK_NS: Final = 1_000
 _BACKWARD: Final = "autograd::engine::evaluate_function: "
-_LIGHTNING_MODULE: Final = "[pl][module]"
-_PYTHON_MODULE: Final = "nn.Module: "
 _NONE: Final = -1
+# The recording does not have the launch.
+_UNKNOWN: Final = -2
 
 
 def device_ledger(
@@ -114,7 +116,7 @@ class _Work:
 class _Lines:
     """Owners while they are gathered: columns of numbers, and the texts behind them."""
 
-    def __init__(self, columns: TraceColumns, modules: tuple[str, ...]) -> None:
+    def __init__(self, columns: TraceColumns, modules: Modules) -> None:
         self._texts = list(columns.name_of)
         self._numbers: dict[str, int] = {}
         self._parts: list[NDArray[np.int64]] = []
@@ -151,7 +153,7 @@ class _Lines:
             TimeLine(
                 part=_PARTS[part],
                 name="" if label < 0 else self._texts[label],
-                module=self._module(module),
+                module=None if module == _UNKNOWN else self._modules.path(module),
                 operator=None if operator < 0 else self._texts[operator].removeprefix(_BACKWARD),
                 ns=ns / steps,
                 count=count / steps,
@@ -163,11 +165,6 @@ class _Lines:
             if ns
         ]
         return tuple(sorted(found, key=lambda line: (-line.ns, line.part, line.name, line.operator or "")))
-
-    def _module(self, number: int) -> str | None:
-        if number >= 0:
-            return self._modules[number]
-        return "" if self._modules else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +188,7 @@ class _Host:
     Attributes:
         part: ``(n,)`` place in ``_PARTS`` of the time in which the event is the innermost one.
         label: ``(n,)`` number of the name that says more than the part; ``module`` and ``operator`` likewise.
-        modules: paths by number.
+        modules: the trace's.
         training: lane of the training thread, -1 where the trace has none.
     """
 
@@ -201,8 +198,8 @@ class _Host:
         self.training = training_lane(columns)
         self.part = np.full(count, _NONE, np.int8)
         self.label, self.module, self.operator = (np.full(count, _NONE, np.int32) for _ in range(3))
-        names = _Names(columns)
-        self.modules = names.modules
+        self.modules = Modules(columns)
+        names = _Names(columns, self.modules.named)
         lanes = np.unique(np.append(columns.lanes[work.launched[work.launched >= 0]], self.training))
         on_host = np.isin(columns.kinds, HOST_KINDS) & ~columns.named(STEP_NAME.match)[columns.names]
         found = {int(lane): np.flatnonzero(on_host & (columns.lanes == lane)) for lane in lanes}
@@ -210,7 +207,12 @@ class _Host:
             self.part[rows] = names.parts(rows)
         cold = cold_calls(columns, work.device, ranges)
         self.part[cold[self.part[cold] >= 0]] = _PARTS.index("cold_start")
-        self.threads = {lane: self._thread(rows, names) for lane, rows in found.items()}
+        # The training thread first: the others run the nodes that it makes.
+        self._forward: Makers | None = None
+        self.threads: dict[int, _Thread] = {}
+        for lane, rows in sorted(found.items(), key=lambda item: item[0] != self.training):
+            self.threads[lane] = self._thread(rows, names)
+            self._forward = self._forward or self.modules.makers(rows, self.module[rows].astype(np.int64))
 
     def _thread(self, rows: Column, names: _Names) -> _Thread:
         columns = self._columns
@@ -222,9 +224,9 @@ class _Host:
             target[rows[at >= 0]] = values[at[at >= 0]]
 
         around(kinds == Kind.OPERATOR, known, self.operator)
-        around(names.module[known] >= 0, names.module[known], self.module)
+        self.module[rows] = self.modules.around(rows, parents, self._forward)
         is_python = (kinds == Kind.PYTHON) | (kinds == Kind.ANNOTATION)
-        self.label[rows] = np.where((kinds == Kind.OPERATOR) | (names.module[known] >= 0), _NONE, known)
+        self.label[rows] = np.where((kinds == Kind.OPERATOR) | self.modules.named[known], _NONE, known)
         places = np.full(len(self.label), _NONE, np.int32)
         around(is_python & names.places[known], known, places)
         self.label[rows] = np.where(is_python & (places[rows] >= 0), places[rows], self.label[rows])
@@ -254,24 +256,12 @@ class _Names:
     """What the names of a trace say, by number of the name.
 
     Attributes:
-        module: number of the path in ``modules``, -1 for names of no module.
         places: whether the name is a place in the program: a line of the user's code, or a range.
     """
 
-    def __init__(self, columns: TraceColumns) -> None:
+    def __init__(self, columns: TraceColumns, modules: NDArray[np.bool_]) -> None:
         self._columns = columns
-        names = columns.name_of or ("",)
-        prefix = _LIGHTNING_MODULE if any(name.startswith(_LIGHTNING_MODULE) for name in names) else _PYTHON_MODULE
-        paths: dict[str, int] = {}
-        self.module = np.array(
-            [
-                paths.setdefault(name.rpartition(": ")[2], len(paths)) if name.startswith(prefix) else _NONE
-                for name in names
-            ],
-            np.int32,
-        )
-        self.modules = tuple(paths)
-        self.places = np.array([_is_place(name) for name in names]) & (self.module < 0)
+        self.places = columns.named(_is_place) & ~modules
         self._collects = columns.named(COLLECTS.search)
 
     def parts(self, rows: Column) -> NDArray[np.int8]:
@@ -296,7 +286,7 @@ class _Names:
 
 def _is_place(name: str) -> bool:
     frame = parse_frame(name)
-    return not is_library(frame.filename) if frame else not name.startswith(("<", _PYTHON_MODULE))
+    return not is_library(frame.filename) if frame else not name.startswith(("<", "nn.Module: "))
 
 
 def _part_of_call(name: str) -> DevicePart:
@@ -329,13 +319,13 @@ def _add_busy(lines: _Lines, host: _Host, work: _Work) -> None:
         free = difference(free, busy)
     known = work.launched >= 0
     operator = np.where(known, host.operator[work.launched], _NONE)
-    module = np.where(known, host.module[work.launched], _NONE)
+    module = np.where(known & ~device.communicates, host.module[work.launched], _UNKNOWN)
     parts: tuple[DevicePart, ...] = ("compute", "collective", "copy")
     numbers = [_PARTS.index(part) for part in parts]
     lines.add(
         np.where(computes, numbers[0], np.where(device.communicates, numbers[1], numbers[2])),
         _labels(lines, work, computes),
-        np.where(device.communicates, _NONE, module),
+        module,
         np.where(device.communicates, _NONE, np.where(computes & (operator < 0), columns.names[rows], operator)),
         ns=own,
         longest=ends - starts,

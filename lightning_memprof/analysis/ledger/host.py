@@ -25,6 +25,7 @@ from lightning_memprof.analysis.trace.intervals import (
     nest,
     union,
 )
+from lightning_memprof.analysis.trace.modules import Modules
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,8 +42,6 @@ _PARTS: Final[tuple[HostPart, ...]] = get_args(HostPart)
 _SLACK_NS: Final = 1_000
 _NODE: Final = "autograd::engine::evaluate_function: "
 _ACTION: Final = "[pl][profile]"
-_LIGHTNING_MODULE: Final = "[pl][module]"
-_PYTHON_MODULE: Final = "nn.Module: "
 # Ranges of torch itself, in every program.
 _RANGES: Final[Mapping[str, HostPart]] = {
     "Optimizer.step#": "optimizer",
@@ -145,11 +144,9 @@ class _Threads:
     def __init__(self, columns: TraceColumns, lane: int) -> None:
         self.columns = columns
         names = columns.name_of
-        prefix = _LIGHTNING_MODULE if any(name.startswith(_LIGHTNING_MODULE) for name in names) else _PYTHON_MODULE
-        self._modules = columns.named(lambda name: name.startswith(prefix))
+        self.modules = Modules(columns)
         self._parts = np.array([_part(name) for name in names] or [_NONE], np.int64)
         on_host = np.isin(columns.kinds, HOST_KINDS) & ~columns.named(STEP_NAME.match)[columns.names]
-        self.has_modules = bool(np.any(self._modules))
         self.is_lightning = any(name.startswith(_ACTION) for name in names)
         self.training = self._thread(np.flatnonzero(on_host & (columns.lanes == lane)), None)
         nodes = on_host & columns.runs_node & (columns.lanes != lane)
@@ -166,10 +163,11 @@ class _Threads:
         is_operator = kinds == Kind.OPERATOR
         parts = self._parts[names]
         at = nearest(parents, parts >= 0)
-        module = self._module(rows, parents, forward)
+        makers = None if forward is None else self.modules.makers(forward.rows, forward.module)
+        module = self.modules.around(rows, parents, makers)
         operator = nearest(parents, is_operator)
         # An operator inside a range that is not an operator, as a module called by an operator, is not that operator's.
-        inner = nearest(parents, ~is_operator & (self._modules[names] | (parts != _NONE)))
+        inner = nearest(parents, ~is_operator & (self.modules.named[names] | (parts != _NONE)))
         operator[(operator >= 0) & (inner >= 0) & (starts[inner] > starts[operator])] = _NONE
         return _Thread(
             rows=rows,
@@ -180,33 +178,6 @@ class _Threads:
             module=module,
             operator=np.where(operator >= 0, names[operator], _NONE),
         )
-
-    def _module(self, rows: Column, parents: Column, forward: _Thread | None) -> Column:
-        """Return the number of the name of the module that each event belongs to, -1 for none."""
-        columns = self.columns
-        at = nearest(parents, self._modules[columns.names[rows]])
-        module = np.where(at >= 0, columns.names[rows[at]], _NONE)
-        sequences = columns.sequences[rows]
-        makes = (sequences >= 0) & ~columns.runs_node[rows]
-        makers, modules = (rows[makes], module[makes]) if forward is None else _makers(columns, forward)
-        runs = (sequences >= 0) & columns.runs_node[rows]
-        if len(makers) and np.any(runs):
-            # Operators only look at the next number; the last one to see it is the one that takes it.
-            order = np.lexsort((columns.starts[makers], columns.sequences[makers]))
-            numbers = columns.sequences[makers][order]
-            last = np.append(numbers[1:] != numbers[:-1], True)
-            numbers, owners = numbers[last], modules[order][last]
-            found = np.minimum(np.searchsorted(numbers, sequences), len(numbers) - 1)
-            made = np.where(runs & (numbers[found] == sequences), owners[found], _NONE)
-            node = nearest(parents, runs)
-            module = np.where(node >= 0, made[node], module)
-        return module
-
-
-def _makers(columns: TraceColumns, forward: _Thread) -> tuple[Column, Column]:
-    """Return the rows of the operators that make nodes, and their modules."""
-    makes = (columns.sequences[forward.rows] >= 0) & ~columns.runs_node[forward.rows]
-    return forward.rows[makes], forward.module[makes]
 
 
 def _part(name: str) -> int:
@@ -283,7 +254,7 @@ def _summed(threads: _Threads, table: NDArray[np.int64], steps: int) -> tuple[Ti
         TimeLine(
             part=_PARTS[part],
             name="" if label < 0 else _label(names[label]),
-            module=names[module].rpartition(": ")[2] if module >= 0 else "" if threads.has_modules else None,
+            module=threads.modules.path(module),
             operator="" if operator < 0 else names[operator].removeprefix(_NODE),
             ns=ns / steps,
             count=count / steps,

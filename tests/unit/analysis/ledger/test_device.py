@@ -130,6 +130,25 @@ def test_before_autograds_thread_begins_the_training_thread_owns_the_time(tmp_pa
     }
 
 
+def test_a_kernel_of_backward_belongs_to_the_module_whose_forward_made_its_node(tmp_path):
+    backward = "autograd::engine::evaluate_function: MmBackward0"
+    found = ledger(
+        tmp_path,
+        step(0, 200),
+        event("user_annotation", "[pl][module]torch.nn.Linear: net.0", 0, 50),
+        event("cpu_op", "aten::linear", 10, 40, **{"Sequence number": 7}),
+        launch(1, 20, 25),
+        event("cpu_op", backward, 80, 120, AUTOGRAD, **{"Sequence number": 7, "Fwd thread id": 1}),
+        operator("aten::mm", 85, 115, AUTOGRAD),
+        launch(2, 90, 95, AUTOGRAD),
+        kernel(1, 30, 60),
+        kernel(2, 100, 200),
+        kernel(0, 60, 70),
+    )
+    compute = {(line.module, line.operator): line.ns / 1000 for line in found.of("compute")}
+    assert compute == {("net.0", "aten::linear"): 30, ("net.0", "aten::mm"): 100, (None, "gemm"): 10}
+
+
 @pytest.mark.parametrize(
     ("name", "part"),
     [

@@ -1,0 +1,73 @@
+"""The module that each event of a thread belongs to: the one around it, in backward the one of its node's forward."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_memprof.analysis.trace.columns import TraceColumns
+from lightning_memprof.analysis.trace.intervals import Column, nearest
+
+__all__ = ["Makers", "Modules"]
+
+_LIGHTNING: Final = "[pl][module]"
+_PYTHON: Final = "nn.Module: "
+
+
+class Makers(NamedTuple):
+    """Rows of the operators of forward that make autograd's nodes, and numbers of the names of their modules."""
+
+    rows: Column
+    modules: Column
+
+
+class Modules:
+    """The ranges of modules in a trace: Lightning's, which have paths, else those that torch recorded with stacks.
+
+    Attributes:
+        named: by number of a name, whether it is a module's.
+    """
+
+    def __init__(self, columns: TraceColumns) -> None:
+        self._columns = columns
+        prefix = _LIGHTNING if any(name.startswith(_LIGHTNING) for name in columns.name_of) else _PYTHON
+        self.named: NDArray[np.bool_] = columns.named(lambda name: name.startswith(prefix))
+
+    def path(self, number: int) -> str | None:
+        """Return the path of a module: empty outside modules, None where the trace has none."""
+        if number >= 0:
+            return self._columns.name_of[number].rpartition(": ")[2]
+        return "" if np.any(self.named) else None
+
+    def around(self, rows: Column, parents: Column, forward: Makers | None = None) -> Column:
+        """Return the number of the name of each event's module, -1 for none.
+
+        Args:
+            rows: ``(m,)`` rows of one thread.
+            parents: ``(m,)`` positions of the events around them, -1 for none.
+            forward: of the thread that ran forward; None if it is this one.
+        """
+        names = self._columns.names[rows]
+        at = nearest(parents, self.named[names])
+        module: Column = np.where(at >= 0, names[at], -1).astype(np.int64)
+        makers = self.makers(rows, module) if forward is None else forward
+        sequences = self._columns.sequences[rows]
+        runs = (sequences >= 0) & self._columns.runs_node[rows]
+        if not len(makers.rows) or not np.any(runs):
+            return module
+        # Operators only look at the next number; the last one to see it is the one that takes it.
+        order = np.lexsort((self._columns.starts[makers.rows], self._columns.sequences[makers.rows]))
+        numbers = self._columns.sequences[makers.rows][order]
+        last = np.append(numbers[1:] != numbers[:-1], True)
+        numbers, owners = numbers[last], makers.modules[order][last]
+        found = np.minimum(np.searchsorted(numbers, sequences), len(numbers) - 1)
+        made = np.where(runs & (numbers[found] == sequences), owners[found], -1)
+        node = nearest(parents, runs)
+        return np.where(node >= 0, made[node], module)
+
+    def makers(self, rows: Column, modules: Column) -> Makers:
+        """Return the operators of a thread that make nodes; ``modules`` are those of :meth:`around`."""
+        makes = (self._columns.sequences[rows] >= 0) & ~self._columns.runs_node[rows]
+        return Makers(rows[makes], modules[makes])
