@@ -43,7 +43,6 @@ ONE_IMPORTER = {
     "capture/sources/saved_graph.py": "walk over autograd's graph, an algorithm of its own",
     "capture/tracker/path_tracker.py": "subclass of torch's private ModTracker",
     "capture/tracker/sharded_tracker.py": "imports torch's FSDP classes, which are loaded when they are used",
-    "demo/model.py": "the demo's model, an example to read",
     "demo/train.py": "imports torch; the command line does not",
     "integration/context.py": "building a run context is apart from living",
     "integration/curves.py": "curves through loggers, a feature of its own",

@@ -17,8 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, Schedule
-from lightning_memprof.demo.model import GPTConfig
-from lightning_memprof.demo.train import LitGPT
+from lightning_memprof.demo.train import GPTConfig, LitGPT
 from training import trainer
 
 LEAST_SECONDS = 0.05

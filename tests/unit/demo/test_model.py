@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_memprof.demo.model import GPT, GPTConfig
+from lightning_memprof.demo.train import GPT, GPTConfig
 
 SMALL = GPTConfig(vocabulary=16, context=12, width=8, heads=2, layers=2)
 
