@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from bisect import bisect_left, insort
 from collections import deque
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from lightning_memprof.artifacts.series import GC_PAUSE, PHASES, UNTRACKED
+from lightning_memprof.capture.observe import gc_callback
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -195,12 +195,8 @@ def gc_pauses(clock: StepClock) -> Iterator[None]:
             clock.interrupt(GC_PAUSE, perf_counter_ns() - began)
             began = 0
 
-    gc.callbacks.append(on_collection)
-    try:
+    with gc_callback(on_collection):
         yield
-    finally:
-        if on_collection in gc.callbacks:
-            gc.callbacks.remove(on_collection)
 
 
 class AcceleratorTimer:

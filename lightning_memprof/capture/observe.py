@@ -7,6 +7,7 @@ optimizer with a learning-rate scheduler.
 
 from __future__ import annotations
 
+import gc
 import inspect
 from contextlib import contextmanager
 from types import FunctionType
@@ -17,7 +18,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Guard", "Link", "original_of", "place_of", "take_out", "wrapped"]
+__all__ = ["Guard", "Link", "gc_callback", "original_of", "place_of", "take_out", "wrapped"]
 
 _LINK: Final = "_memprof_link"
 
@@ -90,6 +91,20 @@ def original_of(method: Any) -> Any:
     while (link := _link_of(method)) is not None:
         method = link.below
     return method
+
+
+@contextmanager
+def gc_callback(call: Callable[[str, dict[str, int]], None]) -> Iterator[None]:
+    """Call a function at the start and the stop of each garbage collection while the context is open.
+
+    Each collection is in the thread that caused it. The function must not raise: Python would print it.
+    """
+    gc.callbacks.append(call)
+    try:
+        yield
+    finally:
+        if call in gc.callbacks:
+            gc.callbacks.remove(call)
 
 
 def take_out(pop: Callable[[], Any], push: Callable[[Any], object], is_own: Callable[[Any], bool]) -> None:

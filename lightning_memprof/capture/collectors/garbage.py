@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_memprof.artifacts.series import DeadTensorRow, GarbageRow
 from lightning_memprof.capture.base import Collector, OnMark
+from lightning_memprof.capture.observe import gc_callback
 from lightning_memprof.capture.sources.tensors import PLAIN_TENSORS, local_bytes, storages
 from lightning_memprof.schedule import Point
 
@@ -52,13 +53,10 @@ class GarbageCollection(Collector):
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
         """Register a callback of the garbage collector."""
         pauses = _Pauses(watches_tensors=self._cycles, offset_ns=run.unix_offset_ns)
-        on_collection = pauses.on_collection
-        gc.callbacks.append(on_collection)
         try:
-            yield pauses.mark
+            with gc_callback(pauses.on_collection):
+                yield pauses.mark
         finally:
-            if on_collection in gc.callbacks:
-                gc.callbacks.remove(on_collection)
             if pauses.rows:
                 run.sink.write_rows(window, self.name, pauses.rows)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
+from itertools import chain
 from types import CellType, CodeType, FrameType, FunctionType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -203,20 +204,20 @@ def live_tensors(
         ``other_bytes``: other tensors that Python's garbage collector tracks. None includes saved activations.
 
     """
-    known = {storage._cdata: label for label, storage in _labelled(model, optimizers)}  # noqa: SLF001 reads no data
     held = dict.fromkeys(
         ("parameter_bytes", "buffer_bytes", "gradient_bytes", "optimizer_state_bytes", "other_bytes"), 0
     )
     seen: set[int] = set()
     found: list[dict[str, Any]] = []
-    for tensor in _all_tensors(model, optimizers):
+    # The model's own first: a view of a parameter is then shown with the parameter's name and shape.
+    unnamed = ((("other", None), tensor) for tensor in _tracked_tensors())
+    for (category, name), tensor in chain(_named_tensors(model, optimizers), unnamed):
         storage = local_storage(tensor)
         if storage is None or storage._cdata in seen:  # noqa: SLF001 an address that needs no data
             continue
         if device not in (storage.device, torch.device(storage.device.type)):
             continue
         seen.add(storage._cdata)  # noqa: SLF001
-        category, name = known.get(storage._cdata, ("other", None))  # noqa: SLF001
         size = storage.nbytes()
         held[f"{category}_bytes"] += size
         found.append(
@@ -245,38 +246,27 @@ def _tracebacks(error: BaseException) -> Iterator[TracebackType]:
         entry = entry.tb_next
 
 
-def _labelled(
+def _named_tensors(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
-) -> Iterator[tuple[tuple[str, str | None], torch.UntypedStorage]]:
-    """Yield category, name and storage of each tensor of the model and its optimizers."""
+) -> Iterator[tuple[tuple[str, str | None], torch.Tensor]]:
+    """Yield category, name and tensor of each tensor of the model and its optimizers."""
     names: dict[int, str] = {}
-    tensors: list[tuple[str, str | None, Any]] = []
+    entries: list[tuple[str, str | None, Any]] = []
     for name, parameter in model.named_parameters():
         names[id(parameter)] = name
-        tensors.append(("gradient", f"{name}.grad", parameter.grad))
-        tensors.append(("parameter", name, parameter))
-    tensors += [("buffer", name, buffer) for name, buffer in model.named_buffers()]
+        entries += [("parameter", name, parameter), ("gradient", f"{name}.grad", parameter.grad)]
     for optimizer in optimizers:
-        for owner, state in optimizer.state.items():
+        for owner, state in list(optimizer.state.items()):
             if isinstance(state, dict):
                 name = names.get(id(owner), "?")
-                tensors += [("optimizer_state", f"{name}.{key}", value) for key, value in state.items()]
-    for category, label, tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and (storage := local_storage(tensor)) is not None:
-            yield (category, label), storage
+                entries += [("optimizer_state", f"{name}.{key}", value) for key, value in state.items()]
+    entries += [("buffer", name, buffer) for name, buffer in model.named_buffers()]
+    for category, label, tensor in entries:
+        if isinstance(tensor, torch.Tensor):
+            yield (category, label), tensor
 
 
-def _all_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
-    # The model's own first: a view of a parameter is then shown with the parameter's shape.
-    for parameter in model.parameters():
-        yield parameter
-        gradient: torch.Tensor | None = parameter.grad
-        if gradient is not None:
-            yield gradient
-    for optimizer in optimizers:
-        for state in list(optimizer.state.values()):
-            if isinstance(state, dict):
-                yield from (value for value in list(state.values()) if isinstance(value, torch.Tensor))
+def _tracked_tensors() -> Iterator[torch.Tensor]:
     for value in gc.get_objects():
         # isinstance of a proxy may run the program's code; its type does not.
         if issubclass(type(value), torch.Tensor):
