@@ -110,7 +110,7 @@ def test_batches_that_were_not_pinned_are_copied_from_pageable_memory() -> None:
 
 def test_tensor_cores_are_missed_where_they_are_and_are_not_used() -> None:
     assert found("hta_ns_resolution")["tensor_cores_unused"].numbers["tensor_ns"] == 0
-    assert "16-mixed" in found("kineto_resnet50_nw0")["tensor_cores_unused"].next_steps[0]
+    assert "torch.float16" in found("kineto_resnet50_nw0")["tensor_cores_unused"].next_steps[0]
     for name in ("tl_h100_bert", "sidnb13_h100_transformer", "tl_mi300_resnet_ddp_rank0of8", "hta_amd_mi250"):
         assert "tensor_cores_unused" not in found(name)
 

@@ -11,6 +11,8 @@ from lightning_memprof.analysis.findings.traces import (
     NOTABLE_SHARE,
     longest_in,
     on_rank,
+    remedies,
+    remedy,
     severity_of,
     shorter_name,
     times,
@@ -37,12 +39,41 @@ UNKNOWN_COLLECTIVE: Final = "an unnamed collective"
 BF16_HOOK: Final = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook"
 OVERLAP: Final = {
     "all_reduce": (
-        "Overlap gradients with backward: DDPStrategy(bucket_cap_mb=50, static_graph=True).",
-        f"Send less: Trainer(accumulate_grad_batches=2), or DDPStrategy(ddp_comm_hook={BF16_HOOK}).",
+        remedy(
+            "Overlap gradients with backward: DDPStrategy(bucket_cap_mb=50, static_graph=True).",
+            "lightning",
+            "training",
+        ),
+        remedy(
+            f"Send less: Trainer(accumulate_grad_batches=2), or DDPStrategy(ddp_comm_hook={BF16_HOOK}).",
+            "lightning",
+            "training",
+        ),
+        remedy(
+            "Overlap gradients with backward: DistributedDataParallel(model, bucket_cap_mb=50, static_graph=True).",
+            "other program",
+            "training",
+        ),
+        remedy(
+            f"Send less: accumulate gradients under model.no_sync(), or model.register_comm_hook(None, {BF16_HOOK}).",
+            "other program",
+            "training",
+        ),
+        remedy("Send less per token: split layers over fewer devices, or use larger batches.", "inference"),
     ),
     "gather_scatter": (
-        "Prefetch parameters: FSDPStrategy(forward_prefetch=True), or fully_shard's set_modules_to_forward_prefetch.",
-        'Shard within a node only: FSDPStrategy(sharding_strategy="HYBRID_SHARD"), or "SHARD_GRAD_OP" if it fits.',
+        remedy(
+            "Prefetch parameters: FSDPStrategy(forward_prefetch=True), or fully_shard's "
+            "set_modules_to_forward_prefetch.",
+            "lightning",
+        ),
+        remedy("Prefetch parameters: set_modules_to_forward_prefetch of fully_shard's modules.", "other program"),
+        remedy(
+            'Shard within a node only: FSDPStrategy(sharding_strategy="HYBRID_SHARD"), or "SHARD_GRAD_OP" if it fits.',
+            "lightning",
+            "training",
+        ),
+        remedy("Shard within a node only: fully_shard(module, mesh=...) with a 2-D mesh.", "other program", "training"),
     ),
     "all_to_all": (
         "Start the all-to-all early and wait late (async_op=True), with work of another layer or batch in between.",
@@ -148,7 +179,7 @@ def _next_steps(
     )
     if small >= MANY_SMALL * max(len(trace.steps), 1):
         steps.append(f"Combine {small:,} collectives of less than {format_bytes(SMALL_BYTES)}.")
-    return (*steps, *OVERLAP[_kind(collectives[0]) if collectives else "other"])
+    return remedies(trace, *steps, *OVERLAP[_kind(collectives[0]) if collectives else "other"])
 
 
 # As for data: from 30% on the wait decides how long the run takes.

@@ -6,7 +6,16 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.model import Finding, Severity
-from lightning_memprof.analysis.findings.traces import computing, listed, on_rank, seen_in, shorter_name, total_ns
+from lightning_memprof.analysis.findings.traces import (
+    computing,
+    listed,
+    on_rank,
+    remedies,
+    remedy,
+    seen_in,
+    shorter_name,
+    total_ns,
+)
 from lightning_memprof.units import format_ns, percent
 
 if TYPE_CHECKING:
@@ -15,7 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["many_small_kernels", "many_small_operators", "tensor_cores_unused"]
 
 SHOWN: Final = 3
-FOREACH: Final = "Update all parameters at once: torch.optim.AdamW(..., fused=True), or foreach=True."
+FOREACH: Final = remedy(
+    "Update all parameters at once: torch.optim.AdamW(..., fused=True), or foreach=True.", "training"
+)
 
 # A launch takes 3 to 10 µs on the host: with kernels this short, the device waits as soon as the host is late.
 SHORT_NS: Final = 10_000
@@ -26,7 +37,12 @@ MANY_KERNELS: Final = 300
 # The for-loop of an optimizer, of gradient clipping or of weight averaging: a few kernels per parameter.
 SIMPLE: Final = ("elementwise_kernel", "reduce_kernel", "fill")
 FUSED: Final = "multi_tensor_apply"
-FUSE: Final = 'Fuse them: torch.compile(model), or torch.compile(model, mode="reduce-overhead") with CUDA graphs.'
+FUSE: Final = (
+    remedy(
+        'Fuse them: torch.compile(model), or torch.compile(model, mode="reduce-overhead") with CUDA graphs.', "eager"
+    ),
+    remedy('Launch them as CUDA graphs: torch.compile(model, mode="reduce-overhead").', "compiled", "no graphs"),
+)
 # Convolutions that need channels-last input and get channels-first: a copy before and after each.
 MOVING: Final = ("batched_transpose", "nchwToNhwc", "nhwcToNchw")
 LAYOUT: Final = "Use the layout of the convolutions: model.to(memory_format=torch.channels_last)."
@@ -79,7 +95,7 @@ def _next_for_kernels(trace: TraceReport, simple: int, count: int) -> tuple[str,
     layout = (LAYOUT,) if moved * 10 >= count else ()
     fused = any(FUSED in kernel.name or "fused" in kernel.name.lower() for kernel in trace.kernels)
     optimizer = (FOREACH,) if simple * 2 >= count and not fused else ()
-    return (*layout, FUSE, *optimizer, LARGER_KERNELS)
+    return remedies(trace, *layout, *FUSE, *optimizer, LARGER_KERNELS)
 
 
 # A small model's healthy step calls 100 to 300 operators; a thousand at 3 µs or more each justify a change of code.
@@ -89,9 +105,12 @@ NOTABLE_CALLING: Final = 0.50
 # Cost of torch's profiler per operator on the host: 1.5 µs, measured on a CPU with 10,000 per step.
 EVENT_NS: Final = 1_500
 OPTIMIZER: Final = "Optimizer.step#"
-COMPILE: Final = "Let the compiler combine them: torch.compile(model)."
+COMPILE: Final = remedy("Let the compiler combine them: torch.compile(model).", "eager")
 VECTORIZE: Final = "Replace loops by one operator: torch.stack the tensors, or torch.vmap the function."
-LARGER_OPERATORS: Final = "Give each operator more work: a larger DataLoader(batch_size=...) instead of accumulation."
+LARGER_OPERATORS: Final = (
+    remedy("Give each operator more work: a larger DataLoader(batch_size=...) instead of accumulation.", "training"),
+    remedy("Give each operator more work: a larger DataLoader(batch_size=...).", "inference"),
+)
 
 
 def many_small_operators(trace: TraceReport) -> list[Finding]:
@@ -115,9 +134,11 @@ def many_small_operators(trace: TraceReport) -> list[Finding]:
                 f"{on_rank(trace)}."
             ),
             why=_why_operators(found, recording_ns),
-            next_steps=(FOREACH, COMPILE, LARGER_OPERATORS)
-            if is_optimizer
-            else (COMPILE, VECTORIZE, FOREACH, LARGER_OPERATORS),
+            next_steps=remedies(
+                trace,
+                *((FOREACH, COMPILE) if is_optimizer else (COMPILE, VECTORIZE, FOREACH)),
+                *LARGER_OPERATORS,
+            ),
             evidence=seen_in(trace),
             numbers={
                 "share": share,
@@ -193,7 +214,7 @@ def tensor_cores_unused(trace: TraceReport) -> list[Finding]:
                 f"{format_ns(ordinary_ns)} of {format_ns(compute_ns)} in kernels, mostly "
                 f"{shorter_name(ordinary[0].name)}; {format_ns(tensor_ns) if tensor_ns else 'none'} with tensor cores."
             ),
-            next_steps=_next_for_products(early=early),
+            next_steps=_next_for_products(trace, early=early),
             evidence=seen_in(trace),
             numbers={
                 "share": share,
@@ -225,11 +246,18 @@ def _named_devices(trace: TraceReport) -> list[str]:
     return [device for device in trace.devices if not device.startswith("device ")]
 
 
-def _next_for_products(*, early: bool) -> tuple[str, ...]:
-    if early:
-        return ('Train in mixed precision: Trainer(precision="16-mixed").', MULTIPLES)
-    return (
-        'Train in mixed precision: Trainer(precision="bf16-mixed").',
-        'Or keep 32 bits and multiply in TF32: torch.set_float32_matmul_precision("high").',
+def _next_for_products(trace: TraceReport, *, early: bool) -> tuple[str, ...]:
+    precision = "16" if early else "bf16"
+    dtype = "float16" if early else "bfloat16"
+    scaler = " with torch.amp.GradScaler()" if early else ""
+    return remedies(
+        trace,
+        remedy(f'Train in mixed precision: Trainer(precision="{precision}-mixed").', "lightning", "training"),
+        remedy(f'Compute in half precision: Trainer(precision="{precision}-true").', "lightning", "inference"),
+        remedy(
+            f'Train in mixed precision: torch.autocast("cuda", torch.{dtype}){scaler}.', "other program", "training"
+        ),
+        remedy(f"Compute in half precision: model.to(torch.{dtype}).", "other program", "inference"),
+        *(() if early else ('Or keep 32 bits and multiply in TF32: torch.set_float32_matmul_precision("high").',)),
         MULTIPLES,
     )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.measures import own_ns
 from lightning_memprof.analysis.findings.model import Facts, Finding, Severity
-from lightning_memprof.analysis.findings.traces import NOTABLE_SHARE, idle_ns, on_rank, seen_in, times
+from lightning_memprof.analysis.findings.traces import NOTABLE_SHARE, idle_ns, on_rank, remedies, remedy, seen_in, times
 from lightning_memprof.analysis.ledger.run import typical_in_windows
 from lightning_memprof.artifacts.manifest import OverheadFacts
 from lightning_memprof.units import format_count, format_ns, percent
@@ -121,16 +121,15 @@ HOST_MATTERS: Final = 0.10
 OTHERS: Final = frozenset(
     {"Driver Compiler", "Lazy Function Loading", "Runtime Triggered Module Loading", "Command Buffer Full"}
 )
-OPTIONS: Final = {
-    "with_stack": "ExtendedPyTorchProfiler(with_stack=False)",
-    "profile_memory": "profile_memory=False",
-    "record_shapes": "record_shapes=False",
-}
-COMPARE: Final = "Compare with the steps outside windows, which the pulse has, before acting on idle times."
+OPTIONS: Final = ("with_stack", "profile_memory", "record_shapes")
+COMPARE: Final = (
+    remedy("Compare with the steps outside windows, which the pulse has, before acting on idle times.", "lightning"),
+    remedy("Compare with the step time without the profiler before acting on idle times.", "other program"),
+)
 
 
 def recording_overhead(trace: TraceReport) -> list[Finding]:
-    """Find a trace in which the profiler's own work, known or estimated from the number of events, takes much time."""
+    """Find a trace in which the profiler's own work, known or estimated from the host's events, takes much time."""
     window = trace.gpu_window
     if window is None or not window.window_ns:
         return []
@@ -138,7 +137,7 @@ def recording_overhead(trace: TraceReport) -> list[Finding]:
     known_ns = sum(cost.total_ns for cost in costs)
     span_ns = max(trace.end_ns - trace.start_ns, window.window_ns)
     host_ns = idle_ns(trace, "python", "operators", "launch")
-    estimated_ns = min(trace.events * EVENT_NS, span_ns) if host_ns > HOST_MATTERS * window.window_ns else 0
+    estimated_ns = min(trace.host_events * EVENT_NS, span_ns) if host_ns > HOST_MATTERS * window.window_ns else 0
     share = min(max(known_ns, estimated_ns) / span_ns, 1.0)
     if share <= NOTABLE_SHARE:
         return []
@@ -149,10 +148,10 @@ def recording_overhead(trace: TraceReport) -> list[Finding]:
         why = f"{format_ns(known_ns)} of {format_ns(span_ns)}: {shown}."
     else:
         options = f", recorded with {', '.join(trace.recorded_with)}" if trace.recorded_with else ""
-        why = (
-            f"{trace.events:,} events in {format_ns(span_ns)}{options}, about {format_ns(EVENT_NS)} of host time each."
-        )
-    less = [OPTIONS[name] for name in OPTIONS if name in trace.recorded_with]
+        each = f"about {format_ns(EVENT_NS)} of host time each"
+        why = f"{trace.host_events:,} host events in {format_ns(span_ns)}{options}, {each}."
+    less = ", ".join(f"{name}=False" for name in OPTIONS if name in trace.recorded_with)
+    profiler = "ExtendedPyTorchProfiler" if trace.program.is_lightning else "torch.profiler.profile"
     return [
         Finding(
             rule="recording_overhead",
@@ -163,13 +162,14 @@ def recording_overhead(trace: TraceReport) -> list[Finding]:
                 f"{on_rank(trace)}; without it the GPU is less idle."
             ),
             why=why,
-            next_steps=(*((f"Record less per step: {', '.join(less)}.",) if less else ()), COMPARE),
+            next_steps=remedies(trace, *((f"Record less per step: {profiler}({less}).",) if less else ()), *COMPARE),
             evidence=seen_in(trace),
             numbers={
                 "share": share,
                 "profiler_ns": known_ns,
                 "estimated_ns": estimated_ns,
                 "events": trace.events,
+                "host_events": trace.host_events,
                 "span_ns": span_ns,
                 "recorded_with": list(trace.recorded_with),
             },

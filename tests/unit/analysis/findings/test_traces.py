@@ -2,12 +2,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from lightning_memprof.analysis.findings import TRACE_RULES, Finding, Severity, examine_files
-from lightning_memprof.analysis.trace.model import Copies, HostOperators, RuntimeCall, Synchronization, TraceReport
+from lightning_memprof.analysis.findings.traces import shorter_name
+from lightning_memprof.analysis.trace.model import (
+    Cause,
+    Copies,
+    HostOperators,
+    Program,
+    RuntimeCall,
+    Synchronization,
+    TraceReport,
+)
 from trace_reports import MS, START, STEP_NS, collective, gpu_times, idle, kernel, trace
 
 
@@ -397,14 +406,14 @@ def test_what_the_driver_does_is_not_the_profilers_work() -> None:
 
 def test_events_as_dense_as_their_cost_say_so_where_the_host_matters() -> None:
     causes = (idle("python", 300 * MS),)
-    finding = found(trace(causes=causes, events=300_000, recorded_with=("with_stack", "record_shapes")))[
+    finding = found(trace(causes=causes, host_events=300_000, recorded_with=("with_stack", "record_shapes")))[
         "recording_overhead"
     ]
     assert finding.severity is Severity.INFO
     assert "takes about 60% of the recorded time" in finding.sentence
     assert "with_stack=False" in finding.next_steps[0]
     assert "record_shapes=False" in finding.next_steps[0]
-    assert not found(trace(events=300_000))
+    assert not found(trace(host_events=300_000))
 
 
 def test_a_device_that_idles_for_unknown_reasons_is_not_called_launch_bound() -> None:
@@ -413,3 +422,76 @@ def test_a_device_that_idles_for_unknown_reasons_is_not_called_launch_bound() ->
     assert finding.numbers["main_cause"] is None
     assert "while the host" not in finding.sentence
     assert "ProfilerActivity.CPU" in finding.next_steps[0]
+
+
+def test_device_and_metadata_events_cost_the_host_nothing() -> None:
+    report = trace(causes=(idle("python", 300 * MS),), events=3_000_000, host_events=1_000)
+    assert "recording_overhead" not in found(report)
+
+
+LIGHTNING_ONLY = (
+    "Trainer(",
+    "DDPStrategy",
+    "FSDPStrategy",
+    "self.log",
+    "ExtendedPyTorchProfiler",
+    "Schedule(",
+    "pulse",
+)
+TRAINING_ONLY = ("fused=True", "mixed precision", "accumul", "gradient", "checkpointing")
+
+
+@pytest.mark.parametrize(
+    ("program", "banned"),
+    [
+        (Program(is_lightning=False), LIGHTNING_ONLY),
+        (Program(is_lightning=False, trains=False), (*LIGHTNING_ONLY, *TRAINING_ONLY)),
+        (Program(trains=False), TRAINING_ONLY),
+        (Program(is_compiled=True), ("torch.compile(model).", "torch.compile(model), or")),
+        (Program(is_compiled=True, has_graphs=True), ("torch.compile",)),
+        (Program(has_stacks=True), ("with_stack=True",)),
+    ],
+)
+def test_next_steps_fit_the_recorded_program(program: Program, banned: tuple[str, ...]) -> None:
+    window_ns = 5 * STEP_NS
+    exposed = gpu_times(window_ns, 5 * MS, exposed_ns=200 * MS)
+    reports = [
+        *(trace(causes=(idle(cause, 300 * MS),)) for cause in get_args(Cause)),
+        trace(causes=(idle("launch", 300 * MS),), kernels=(kernel("elementwise_kernel", 5_000, 4_000),)),
+        trace(kernels=(kernel("volta_sgemm_64x64_nt", 100, 4 * MS),), devices=("NVIDIA A100",)),
+        trace(kernels=(kernel("volta_sgemm_64x64_nt", 100, 4 * MS),), devices=("Tesla V100",)),
+        trace(causes=(idle("synchronization", 200 * MS),), synchronizations=(waits("aten::item", 50, 100 * MS),)),
+        trace(copies=(copies(), copies(kind="DtoH"))),
+        trace(steady_allocations=(call("cudaFree", 40, 60 * MS), call("cudaMalloc", 40, 20 * MS))),
+        *(
+            trace(gpu_window=exposed, collectives=(collective(name=name),))
+            for name in ("all_reduce", "all_gather", "all_to_all", "broadcast")
+        ),
+        trace(causes=(idle("python", 300 * MS),), host_events=300_000, recorded_with=("record_shapes",)),
+    ]
+    findings = [finding for report in reports for finding in found(replace(report, program=program)).values()]
+    assert {finding.rule for finding in findings} >= {
+        "gpu_idle", "many_small_kernels", "tensor_cores_unused", "synchronization", "blocking_transfers",
+        "allocator_thrash", "communication_exposed", "recording_overhead",
+    }  # fmt: skip
+    for finding in findings:
+        assert finding.next_steps
+        for step in finding.next_steps:
+            assert not [word for word in banned if word in step], (finding.rule, step)
+
+
+def test_kernels_that_wait_in_a_queue_of_one_process_wait_for_no_other_rank() -> None:
+    (step,) = found(trace(causes=(idle("queue", 300 * MS),)))["gpu_idle"].next_steps
+    assert step == "Open the trace: lightning-memprof view runs/rank0.pt.trace.json.gz."
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("void (anonymous namespace)::softmax_warp_forward<float, 8>(float*)", "softmax_warp_forward"),
+        ("void <unnamed>::scan(int)", "scan"),
+        ("void at::native::(anonymous namespace)::foo_kernel<int>(int)", "foo_kernel"),
+    ],
+)
+def test_a_kernel_in_an_anonymous_namespace_has_its_name(name: str, shown: str) -> None:
+    assert shorter_name(name) == shown
