@@ -83,7 +83,7 @@ def memory_section(view: View) -> Section:
     else:
         on = f" on {memory.peak.device}" if memory.peak.device else ""
         lead = phrase(f"Tensors peak at {{}}{on} in step {memory.peak.step}.", size(memory.peak.total_bytes))
-    parts: list[Part] = [Chart("memory"), *_peaks(view), *_categories(view), *_over_time(memory)]
+    parts: list[Part] = [Chart("memory-run"), Chart("memory"), *_peaks(view), *_categories(view), *_over_time(memory)]
     parts += [*_checkpointing(memory, view), *_functions(memory.functions), *_named(view)]
     return Section("memory", "Memory", lead, parts)
 
