@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.ledger.model import grouped
@@ -229,7 +229,7 @@ def _ledger(view: View) -> Iterator[Table]:
     if ledger is None:
         return
     found = [line for line in grouped(ledger.lines) if line.ns >= LEAST_SHARE * ledger.step_ns]
-    for table in ranked(
+    yield from ranked(
         "ledger",
         "Step time by owner",
         found,
@@ -240,8 +240,8 @@ def _ledger(view: View) -> Iterator[Table]:
         Field("share", "share", lambda line: line.ns / ledger.step_ns),
         Field("count/step", "count", lambda line: line.count or None, priority=1),
         top=12,
-    ):
-        yield replace(table, notes=[*table.notes, *_ledger_notes(ledger)])
+        notes=list(_ledger_notes(ledger)),
+    )
 
 
 def _ledger_notes(ledger: TimeLedger) -> Iterator[Words]:
