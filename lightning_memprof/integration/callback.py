@@ -100,7 +100,8 @@ class MemProfilerCallback(Adapter):
         """Return the settings; the profiler adds its collectors."""
         others = [other for other in trainer.callbacks if isinstance(other, MemProfilerCallback)]  # type: ignore[attr-defined]
         if len([other for other in others if not other.steps_aside(trainer)]) > 1:
-            raise ConfigError("the Trainer has more than one MemProfilerCallback; give it one, with all collectors")
+            msg = "the Trainer has more than one MemProfilerCallback; give it one, with all collectors"
+            raise ConfigError(msg)
         profiler = trainer.profiler  # type: ignore[attr-defined]
         extended = profiler if isinstance(profiler, ExtendedPyTorchProfiler) else None
         settings = Settings(

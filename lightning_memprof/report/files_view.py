@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings import Finding, Verdict, conclude, examine_files
-from lightning_memprof.analysis.findings.nothing import nothing_in_files
+from lightning_memprof.analysis.findings.bound import nothing_in_files
 from lightning_memprof.analysis.run.locate import shown_path
 from lightning_memprof.analysis.run.problems import Problem
 from lightning_memprof.analysis.snapshot.report import snapshot_report

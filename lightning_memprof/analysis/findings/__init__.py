@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.communication import (
-    communication_exposed,
-    memory_imbalance,
-    straggler,
-    straggler_trace,
-)
+from lightning_memprof.analysis.findings.bound import nothing_found, nothing_in_files, python_loop
+from lightning_memprof.analysis.findings.communication import communication_exposed, memory_imbalance, straggler
 from lightning_memprof.analysis.findings.compute import (
     anomaly_detection,
     dense_embedding,
@@ -22,12 +18,7 @@ from lightning_memprof.analysis.findings.compute import (
 from lightning_memprof.analysis.findings.data import blocking_transfers, input_bound, input_bound_trace
 from lightning_memprof.analysis.findings.device import allocator_thrash, gpu_idle, synchronization
 from lightning_memprof.analysis.findings.growth import device_memory_growth, memory_growth
-from lightning_memprof.analysis.findings.host import (
-    between_steps,
-    callback_bound,
-    checkpoint_bound,
-    logging_bound,
-)
+from lightning_memprof.analysis.findings.host import actions_bound, between_steps, garbage, slow_steps
 from lightning_memprof.analysis.findings.kernels import many_small_kernels, many_small_operators, tensor_cores_unused
 from lightning_memprof.analysis.findings.memory import (
     activation_peak,
@@ -36,9 +27,7 @@ from lightning_memprof.analysis.findings.memory import (
     out_of_memory,
 )
 from lightning_memprof.analysis.findings.model import NOTHING_FOUND, Evidence, Facts, Finding, Rule, Severity, Verdict
-from lightning_memprof.analysis.findings.nothing import nothing_found, nothing_in_files
 from lightning_memprof.analysis.findings.profiler import profiler_overhead, recording_overhead
-from lightning_memprof.analysis.findings.slow_steps import garbage, slow_steps
 from lightning_memprof.analysis.findings.snapshot import (
     allocator_churn,
     failed_request,
@@ -79,12 +68,11 @@ RULES: Final[tuple[Rule, ...]] = (
     input_bound,
     anomaly_detection,
     double_precision,
+    python_loop,
     thread_oversubscription,
     dense_embedding,
     optimizer_bound,
-    callback_bound,
-    checkpoint_bound,
-    logging_bound,
+    actions_bound,
     between_steps,
     slow_steps,
     garbage,
@@ -105,7 +93,6 @@ TRACE_RULES: Final[tuple[Callable[[TraceReport], list[Finding]], ...]] = (
     many_small_operators,
     recording_overhead,
 )
-RULES_OF_ALL_TRACES: Final[tuple[Callable[[Sequence[TraceReport]], list[Finding]], ...]] = (straggler_trace,)
 SNAPSHOT_RULES: Final[tuple[Callable[[SnapshotReport, DeviceReport], Finding | None], ...]] = (
     failed_request,
     allocator_churn,
@@ -115,11 +102,7 @@ SNAPSHOT_RULES: Final[tuple[Callable[[SnapshotReport, DeviceReport], Finding | N
     peak_holder,
 )
 # A run's rule sees more steps than its trace or snapshot: the same fault is reported once.
-SAME_FAULT: Final[Mapping[str, str]] = {
-    "input_bound_trace": "input_bound",
-    "straggler_trace": "straggler",
-    "failed_request": "out_of_memory",
-}
+SAME_FAULT: Final[Mapping[str, str]] = {"input_bound_trace": "input_bound", "failed_request": "out_of_memory"}
 # A person opens a few of thousands of traces.
 MAX_EVIDENCE: Final = 16
 
@@ -146,9 +129,7 @@ def examine_files(traces: Iterable[TraceReport], snapshots: Iterable[SnapshotRep
         for device in snapshot.devices
         if (finding := rule(snapshot, device)) is not None
     ]
-    read = tuple(traces)
-    of_all = [finding for rule in RULES_OF_ALL_TRACES for finding in rule(read)]
-    return _by_severity([*of_all, *_of_traces(read), *of_snapshots])
+    return _by_severity([*_of_traces(traces), *of_snapshots])
 
 
 def _of_traces(traces: Iterable[TraceReport]) -> list[Finding]:

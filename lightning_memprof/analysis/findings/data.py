@@ -5,12 +5,11 @@ from __future__ import annotations
 import statistics as stats
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.measures import rhythm, severity
-from lightning_memprof.analysis.findings.model import MIN_STEPS, SHORT_STEP_NS, Facts, Finding, Severity
+from lightning_memprof.analysis.findings.measures import rhythm
+from lightning_memprof.analysis.findings.model import MIN_STEPS, SHORT_STEP_NS, Facts, Finding, Recovery, Severity
 from lightning_memprof.analysis.findings.traces import (
     MIN_TRACE_STEPS,
     NOTABLE_SHARE,
-    SEVERE_SHARE,
     exposed_loading,
     longest_in,
     on_rank,
@@ -20,11 +19,12 @@ from lightning_memprof.analysis.findings.traces import (
     severity_of,
     times,
 )
-from lightning_memprof.units import format_bytes, format_ns, percent
+from lightning_memprof.units import format_bytes, format_count, format_ns, percent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from lightning_memprof.analysis.ledger.model import TimeLedger
     from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.analysis.trace.model import Copies, TraceReport
     from lightning_memprof.artifacts.manifest import DataLoaderFacts
@@ -37,6 +37,8 @@ MIN_COST_NS: Final = 2_000_000
 MIN_TURNS: Final = 4
 # If the first fetch of each epoch holds this share of the wait, workers restart every epoch.
 EPOCH_STARTS_SHARE: Final = 0.5
+METHODS: Final = (".fetch", ".collate", ".sampler")
+MOST_OF_WAIT: Final = 0.5
 MORE_WORKERS: Final = 4
 # From this many workers per core on, more of them do not help.
 MANY_WORKERS_PER_CORE: Final = 4
@@ -53,11 +55,16 @@ PIN: Final = "Overlap copies with the step: DataLoader(pin_memory=True)."
 
 
 def input_bound(facts: Facts) -> list[Finding]:
-    """Find steps that wait for their batch, and the DataLoader settings to change."""
+    """Find steps that wait for their batch, and the DataLoader settings to change.
+
+    Recovers at most the wait, at least half of what more workers save: with ``w`` workers, and cores for them, a batch
+    that takes one process ``l`` ns is ready every ``l / w`` ns.
+    """
     worst = facts.worst("data_wait")
     if worst is None:
         return []
     rank, statistics = worst
+    ledger = facts.ledgers[rank.rank]
     share, wait_ns = statistics.share("data_wait"), statistics.breakdown_ns["data_wait"] or 0
     if share <= NOTABLE_SHARE or statistics.used < MIN_STEPS:
         return []
@@ -66,16 +73,17 @@ def input_bound(facts: Facts) -> list[Finding]:
     loaders = rank.training.dataloaders if rank.training else []
     in_few_steps = _in_few_steps(rank, share, loaders)
     at_epoch_starts = _share_at_epoch_starts(rank)
+    few, worth = rhythm(rank, "data_wait"), _recovery(rank, ledger, loaders, at_epoch_starts)
     why = [f"The wait takes {format_ns(wait_ns)} of a {format_ns(statistics.mean_ns)} step"]
     why += ["mostly in a few steps"] if in_few_steps else []
     why += [f"{percent(at_epoch_starts)} of it at the start of epochs"] if at_epoch_starts >= EPOCH_STARTS_SHARE else []
     return [
         Finding(
             rule="input_bound",
-            severity=severity(share, SEVERE_SHARE, rhythm(rank, "data_wait")),
+            severity=Severity.INFO if few is not None and few.is_hiccup else worth.severity,
             sentence=(
                 f"Input-bound: the {'training ' if facts.is_fit else ''}loop waits for data {percent(share)} of each "
-                f"step{facts.on_rank(rank)}."
+                f"step{facts.on_rank(rank)}{_cause(ledger, loaders, at_epoch_starts)}."
             ),
             why=", ".join(why) + (f"; {_settings(loaders[0])}" if loaders else "") + ".",
             next_steps=_next_steps(rank, loaders, at_epoch_starts, in_few_steps=in_few_steps),
@@ -89,9 +97,24 @@ def input_bound(facts: Facts) -> list[Finding]:
                 "in_few_steps": in_few_steps,
                 "dataloaders": [loader.fields for loader in loaders],
             },
-            weight=share,
+            weight=worth.share,
+            recovers=worth,
         )
     ]
+
+
+def _recovery(rank: Rank, ledger: TimeLedger, loaders: Sequence[DataLoaderFacts], at_epoch_starts: float) -> Recovery:
+    wait = ledger.ns("data_wait")
+    if at_epoch_starts >= EPOCH_STARTS_SHARE:
+        return Recovery(unit="ns", least=wait * at_epoch_starts / 2, most=wait * at_epoch_starts, whole=ledger.step_ns)
+    workers = (loaders[0].num_workers or 0) if loaders else 0
+    cores = rank.facts.cpu_count or MORE_WORKERS
+    others = ledger.step_ns - wait
+    # One batch every `loading` ns from one worker; the loop takes one every `others` ns at best.
+    loading = wait if not workers else ledger.step_ns * workers
+    wanted = min(MORE_WORKERS, cores) if not workers else min(2 * workers, max(cores, workers))
+    least = max(ledger.step_ns - max(others, loading / wanted), 0.0)
+    return Recovery(unit="ns", least=min(least, wait) / 2, most=wait, whole=ledger.step_ns)
 
 
 def _in_few_steps(rank: Rank, share: float, loaders: Sequence[DataLoaderFacts]) -> bool:
@@ -120,6 +143,27 @@ def _share_at_epoch_starts(rank: Rank) -> float:
         if row["epoch"] != before["epoch"]
     )
     return starts / total if total else 0.0
+
+
+def _cause(ledger: TimeLedger, loaders: Sequence[DataLoaderFacts], at_epoch_starts: float) -> str:
+    """Return what the wait is for, to end the sentence: workers, or the part of loading in the training process."""
+    workers = (loaders[0].num_workers or 0) if loaders else None
+    if workers and at_epoch_starts >= EPOCH_STARTS_SHARE:
+        return ": its workers restart every epoch" if loaders[0].persistent_workers is False else " as epochs start"
+    if workers:
+        return f": {format_count(workers, 'worker')} cannot keep up"
+    part = _slowest_part(ledger)
+    return "" if workers is None else f", mostly in {part} (num_workers=0)" if part else " (num_workers=0)"
+
+
+def _slowest_part(ledger: TimeLedger) -> str | None:
+    """Return the part of loading in the training process with most of the wait: ``Images.__getitem__``."""
+    parts = [line for line in ledger.of("data_wait") if line.name.endswith(METHODS)]
+    slowest = max(parts, key=lambda line: line.ns, default=None)
+    if slowest is None or slowest.ns < MOST_OF_WAIT * ledger.ns("data_wait"):
+        return None
+    owner, _, part = slowest.name.rpartition(".")
+    return {"fetch": f"{owner}.__getitem__", "collate": "collate_fn", "sampler": "the sampler"}[part]
 
 
 def _settings(loader: DataLoaderFacts) -> str:

@@ -1,386 +1,348 @@
-"""Host time in the steps of a run: callbacks, logging, checkpoints, untracked time, the optimizer's loop."""
+"""Host time in the steps of a run: callbacks, hooks, logging, validation, checkpoints, GC pauses, stalls."""
 
 from __future__ import annotations
 
-import statistics as stats
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.measures import (
-    between_phases,
-    is_validation,
-    own_marks,
-    own_ns,
-    program_between_ns,
-    rhythm,
-    severity,
-    slowest_callback,
-)
-from lightning_memprof.analysis.findings.model import MIN_STEPS, SHORT_STEP_NS, Facts, Finding
-from lightning_memprof.analysis.steps.phases import action_name
-from lightning_memprof.units import format_ns, percent
+from lightning_memprof.analysis.findings.measures import few_steps
+from lightning_memprof.analysis.findings.model import MIN_STEPS, SHORT_STEP_NS, Facts, Finding, Recovery, Severity
+from lightning_memprof.analysis.ledger.model import total
+from lightning_memprof.analysis.steps.pauses import pauses
+from lightning_memprof.units import format_bytes, format_count, format_ns, percent
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.findings.measures import Rhythm
+    from collections.abc import Sequence
+
+    from lightning_memprof.analysis.ledger.model import HostPart, TimeLedger, TimeLine
     from lightning_memprof.analysis.run.model import Rank
-    from lightning_memprof.analysis.steps.statistics import PulseStatistics
+    from lightning_memprof.analysis.steps.pauses import Pauses
 
-__all__ = [
-    "NOTABLE_BETWEEN",
-    "NOTABLE_CALLBACKS",
-    "between_steps",
-    "callback_bound",
-    "checkpoint_bound",
-    "logging_bound",
-]
+__all__ = ["actions_bound", "between_steps", "garbage", "slow_steps"]
 
-# A hook, or an action, with this share of the time explains it.
-MAIN_PART: Final = 0.5
-SAVE_LESS: Final = "Save less often: ModelCheckpoint(every_n_train_steps=1000), or once per epoch."
-VALIDATE_LESS: Final = "Trainer(val_check_interval=1000) or Trainer(check_val_every_n_epoch=5)"
+# Below this share of a step there is nothing to gain; an action needs some time, too: the Trainer's own hooks and its
+# progress bar take a millisecond per step, which is much of a short one.
+LEAST_SHARE: Final = 0.02
+MIN_NS: Final = 1_000_000
+MIN_SHORT_NS: Final = 2_000_000
+# An action that ran less often in the whole run is a start or an end of it.
+MIN_CALLS: Final = 2.5
+# Of many slow callbacks the first ones show what to do.
+MAX_ACTIONS: Final = 3
 
-# Below 5%, even callbacks that cost nothing would make the run less than 1.06 times as fast.
-NOTABLE_CALLBACKS: Final = 0.05
-SEVERE_CALLBACKS: Final = 0.30
-# A progress bar and a logger take less per step: no finding in short steps, nor below 10% of any step.
-MIN_CALLBACKS_NS: Final = 2_000_000
-SURE_CALLBACKS: Final = 0.10
-# checkpoint_bound reports their time.
-CHECKPOINTS: Final = "ModelCheckpoint."
+SAVE_LESS: Final = (
+    "Save less often: ModelCheckpoint(every_n_train_steps=1000) or (train_time_interval=timedelta(minutes=30)).",
+    "Save less: ModelCheckpoint(save_weights_only=True, save_top_k=1, save_last=False).",
+    "Save in the background: Trainer(plugins=[AsyncCheckpointIO()]) from lightning.pytorch.plugins.io.",
+)
 ADVICE: Final = {
-    "ModelCheckpoint": SAVE_LESS,
     "RichProgressBar": "Draw less often: RichProgressBar(refresh_rate=20).",
     "TQDMProgressBar": "Draw less often: TQDMProgressBar(refresh_rate=20).",
 }
 
 
-def callback_bound(facts: Facts) -> list[Finding]:
-    """Find callbacks that take much of the step, and the slowest hook."""
-    worst = facts.worst_by(_callbacks_share)
-    if worst is None:
-        return []
-    rank, statistics = worst
-    share, cost_ns = _callbacks_share(statistics), statistics.callbacks_ns
-    if share <= NOTABLE_CALLBACKS or statistics.used < MIN_STEPS:
-        return []
-    if (statistics.mean_ns < SHORT_STEP_NS or share <= SURE_CALLBACKS) and cost_ns < MIN_CALLBACKS_NS:
-        return []
-    few = rhythm(rank, "callbacks")
-    slowest = slowest_callback(rank)
-    # A window that recorded none of the few slow steps does not explain them.
-    main = slowest if slowest is not None and slowest[1] >= MAIN_PART * cost_ns else None
-    if main is not None and main[0].startswith(CHECKPOINTS) and checkpoint_bound(facts):
-        return []
-    mostly = f", mostly {main[0]}" if main is not None else ""
-    return [
-        Finding(
-            rule="callback_bound",
-            severity=severity(share, SEVERE_CALLBACKS, few),
-            sentence=f"Callbacks take {percent(share)} of each step{facts.on_rank(rank)}{mostly}.",
-            why=_why_callbacks(statistics, main, few),
-            next_steps=_next_for_callbacks(main, few, is_fit=facts.is_fit),
-            evidence=(facts.pulse(rank, few.steps if few else ()), *facts.recorded(rank, "hooks")),
-            numbers={
-                "rank": rank.rank,
-                "callbacks_share": share,
-                "callbacks_ns": cost_ns,
-                "duration_ns": statistics.mean_ns,
-                "slowest_hook": main[0] if main else None,
-                "slowest_hook_ns": main[1] if main else None,
-                "steps": list(few.steps) if few else None,
-            },
-            weight=share,
-        )
+@dataclass(frozen=True, kw_only=True)
+class _Remedy:
+    """The finding of a part of the ledger.
+
+    Attributes:
+        rule: of the finding.
+        parts: of the ledger.
+        sentence: with the fields ``name``, ``share`` and ``on_rank``.
+        next_steps: with the field ``name``.
+        saves: least and most share of the part's time that the first of them recovers.
+        by_name: whether each action is a finding of its own.
+    """
+
+    rule: str
+    parts: tuple[HostPart, ...]
+    sentence: str
+    next_steps: tuple[str, ...]
+    saves: tuple[float, float]
+    by_name: bool = False
+
+
+REMEDIES: Final = (
+    _Remedy(
+        rule="callback_bound",
+        parts=("callback",),
+        sentence="The callback {name} takes {share} of each step{on_rank}.",
+        next_steps=("Do the work of {name} every N batches, in on_train_epoch_end, or in a thread.",),
+        saves=(0.5, 1.0),
+        by_name=True,
+    ),
+    _Remedy(
+        rule="hook_bound",
+        parts=("module_hook",),
+        sentence="The hook {name} of the module takes {share} of each step{on_rank}.",
+        next_steps=("Do the work of {name} every N batches, in on_train_epoch_end, or in a thread.",),
+        saves=(0.5, 1.0),
+        by_name=True,
+    ),
+    _Remedy(
+        rule="validation_bound",
+        parts=("validation",),
+        sentence="Validation takes {share} of the time{on_rank}.",
+        next_steps=(
+            "Validate less often: Trainer(val_check_interval=1000) or Trainer(check_val_every_n_epoch=5).",
+            "Validate on less data: Trainer(limit_val_batches=50).",
+        ),
+        saves=(0.5, 0.9),
+    ),
+    _Remedy(
+        rule="checkpoint_bound",
+        parts=("checkpoint",),
+        sentence="Saving checkpoints takes {share} of step time{on_rank}.",
+        next_steps=SAVE_LESS,
+        saves=(0.5, 1.0),
+    ),
+    _Remedy(
+        rule="logging_bound",
+        parts=("logging",),
+        sentence="Logging takes {share} of each step{on_rank}, mostly {name}.",
+        next_steps=(
+            "Log less often: Trainer(log_every_n_steps=50), self.log(name, value, on_step=False, on_epoch=True).",
+            "Let {name} append to its file, or write in a thread, and log no images, histograms or gradients.",
+        ),
+        saves=(0.5, 1.0),
+    ),
+)
+
+
+def actions_bound(facts: Facts) -> list[Finding]:
+    """Find callbacks, hooks, validation, checkpoints and logging that take much of the steps.
+
+    Recovers half to all of the action's time: it runs less often, or in the background. Lost: as many of its runs.
+    """
+    found = [
+        finding
+        for remedy in REMEDIES
+        if (worst := facts.heaviest(lambda ledger, parts=remedy.parts: ledger.ns(*parts))) is not None  # type: ignore[misc]
+        for finding in _of_actions(facts, *worst, remedy)
     ]
+    return sorted(found, key=lambda finding: -finding.weight)
 
 
-def _callbacks_share(statistics: PulseStatistics) -> float:
-    return statistics.callbacks_ns / statistics.mean_ns if statistics.mean_ns else 0.0
+def _of_actions(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy) -> list[Finding]:
+    lines = ledger.of(*remedy.parts)
+    names = list(dict.fromkeys(line.name for line in lines))
+    groups = [[line for line in lines if line.name == name] for name in names] if remedy.by_name else [[*lines]]
+    return [_of_action(facts, rank, ledger, remedy, group) for group in groups[:MAX_ACTIONS] if _matters(ledger, group)]
 
 
-def _why_callbacks(statistics: PulseStatistics, main: tuple[str, int] | None, few: Rhythm | None) -> str:
-    clock = " by the host's clock (the device's counts them as other)"
-    parts = [
-        f"Callbacks take {format_ns(statistics.callbacks_ns)} of a {format_ns(statistics.mean_ns)} step"
-        + (clock if statistics.breakdown_ns["callbacks"] is None else "")
-    ]
-    if few is not None:
-        parts.append(f"{few.subject[0].lower()}{few.subject[1:]} {few.verb} {format_ns(few.mean_ns)} in callbacks")
-    if main is not None:
-        parts.append(f"{main[0]} takes {format_ns(main[1])} of a recorded step")
-    elif few is not None:
-        parts.append("no window recorded such a step, so the callback is unknown")
-    return "; ".join(parts) + "."
+def _matters(ledger: TimeLedger, lines: Sequence[TimeLine]) -> bool:
+    ns = total(lines)
+    least = MIN_SHORT_NS if ledger.step_ns < SHORT_STEP_NS else MIN_NS
+    return ledger.steps >= MIN_STEPS and ns >= max(least, LEAST_SHARE * ledger.step_ns)
 
 
-def _next_for_callbacks(main: tuple[str, int] | None, few: Rhythm | None, *, is_fit: bool) -> tuple[str, ...]:
-    """Return the next steps; an evaluation neither trains nor saves."""
-    if not is_fit:
-        work = f"Run {main[0]}" if main is not None else "Run the callbacks"
-        return (f"{work} every N batches, at the end of the loop, or in a thread.",)
-    if main is not None:
-        special = ADVICE.get(main[0].partition(".")[0])
-        general = f"Do the work of {main[0]} every N batches, in on_train_epoch_end, or in a thread."
-        return (special, general) if special else (general,)
-    if few is not None:
-        return (f"If it is a checkpoint: {SAVE_LESS[0].lower()}{SAVE_LESS[1:]}", _record_before(few))
-    return (
-        "Do the work of callbacks every N batches, in on_train_epoch_end, or in a thread.",
-        "Find the hook: record steps with MemProfilerCallback(schedule=Schedule(active=5)).",
+def _of_action(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy, lines: Sequence[TimeLine]) -> Finding:
+    ns, count = total(lines), max(line.count for line in lines)
+    name = lines[0].name or "of unknown name"
+    worth = Recovery(unit="ns", least=ns * remedy.saves[0], most=ns * remedy.saves[1], whole=ledger.step_ns)
+    once = 0 < count * ledger.steps < MIN_CALLS
+    special = ADVICE.get(name.partition(".")[0])
+    steps = tuple(step.format(name=name) for step in remedy.next_steps)
+    return Finding(
+        rule=remedy.rule,
+        severity=Severity.INFO if once else worth.severity,
+        sentence=remedy.sentence.format(name=name, share=percent(ns / ledger.step_ns), on_rank=facts.on_rank(rank)),
+        why=_why(ledger, lines, ns, count),
+        next_steps=(special, *steps) if special else steps,
+        evidence=(facts.pulse(rank), *facts.recorded(rank, "hooks")),
+        numbers={
+            "rank": rank.rank,
+            "action": lines[0].name or None,
+            "ns": round(ns),
+            "share": ns / ledger.step_ns,
+            "count_per_step": count,
+            "longest_ns": max((line.longest_ns or 0 for line in lines), default=None),
+            "duration_ns": round(ledger.step_ns),
+        },
+        weight=worth.share,
+        recovers=worth,
     )
 
 
-def _record_before(few: Rhythm) -> str:
-    wait = max(few.steps[0] - 2, 0)
-    return f"Record such a step: MemProfilerCallback(schedule=Schedule(wait={wait}, active=3))."
-
-
-# In a recording in which this share of the steps have a part, each step of the run has it.
-IN_EACH: Final = 0.8
-MIN_RECORDED: Final = 2
-# A step outside windows had the part if callbacks and untracked time took this share of its cost longer.
-LIKE_IT: Final = 0.8
-# A shorter part cannot be recognized in a step that no window recorded.
-MIN_RECOGNIZED_NS: Final = 20_000_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """A part of ``StepEvents.parts_ns``, the thresholds from which it is a finding, and the finding's texts.
-
-    ``sentence`` has the fields ``{share}`` and ``{on_rank}``, ``why`` has ``{each}``, ``{step}`` and ``{often}``.
-    """
-
-    name: str
-    notable_share: float
-    severe_share: float
-    min_cost_ns: int
-    sentence: str
-    why: str
-    next_steps: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartCost:
-    """``each_ns`` is the part's time in a recorded step that has it, ``share`` its share of all steps, 0 to 1.
-
-    ``like_it`` are the steps outside windows that took as much longer; empty if the part is in each step.
-    """
-
-    each_ns: int
-    share: float
-    recorded: tuple[int, ...]
-    like_it: tuple[int, ...]
-    is_in_each: bool
-
-
-LOGGING: Final = Part(
-    name="logging",
-    # As for callbacks: below this share there is little to gain.
-    notable_share=0.05,
-    severe_share=0.30,
-    # The Trainer and a file logger take less per step for a few metrics.
-    min_cost_ns=5_000_000,
-    sentence="Logging takes {share} of each step{on_rank}.",
-    why="Logging takes {each} of step {step}, {often}.",
-    next_steps=(
-        "Log less often: Trainer(log_every_n_steps=50), self.log(name, value, on_step=False, on_epoch=True).",
-        "Log less per step: no images, histograms or gradients; self.log(name, value, sync_dist=False).",
-    ),
-)
-CHECKPOINT: Final = Part(
-    name="checkpoint",
-    # Below this share fewer checkpoints gain little, and a failed run loses more.
-    notable_share=0.05,
-    severe_share=0.30,
-    # A checkpoint of a small model in each short step of a test does not matter.
-    min_cost_ns=2_000_000,
-    sentence="Saving checkpoints takes {share} of step time{on_rank}.",
-    why="A checkpoint takes {each} (step {step}), {often}.",
-    next_steps=(
-        "Save less often: ModelCheckpoint(every_n_train_steps=1000) or (train_time_interval=timedelta(minutes=30)).",
-        "Save less: ModelCheckpoint(save_weights_only=True, save_top_k=1, save_last=False).",
-        "Save in the background: Trainer(plugins=[AsyncCheckpointIO()]) from lightning.pytorch.plugins.io.",
-    ),
-)
-
-
-def logging_bound(facts: Facts) -> list[Finding]:
-    """Find logging that takes much of the recorded steps; profiler overhead is not counted."""
-    return _part_bound(facts, LOGGING) if facts.is_fit else []
-
-
-def checkpoint_bound(facts: Facts) -> list[Finding]:
-    """Find checkpoints that take much of the time, and the time of each."""
-    return _part_bound(facts, CHECKPOINT)
-
-
-def _part_cost(facts: Facts, rank: Rank, part: str) -> PartCost | None:
-    """Return the cost of a part, None if no window recorded it or it cannot be counted."""
-    events = facts.events(rank)
-    having = [event for event in events if event.parts_ns[part] > 0]
-    if not having:
-        return None
-    each_ns = sum(event.parts_ns[part] for event in having) // len(having)
-    recorded = tuple(event.step for event in having)
-    if len(events) >= MIN_RECORDED and len(having) >= IN_EACH * len(events):
-        own = own_marks(rank)
-        total = sum(event.duration_ns - own.get(event.step, 0) for event in events)
-        share = sum(event.parts_ns[part] for event in having) / max(total, 1)
-        return PartCost(each_ns=each_ns, share=share, recorded=recorded, like_it=(), is_in_each=True)
-    rows = [row for row in rank.pulse[1:] if row["window"] is None and row["duration_ns"]]
-    if each_ns < MIN_RECOGNIZED_NS or not rows or rank.typical_steps is None:
-        return None
-    around = [(row["callbacks_ns"] or 0) + (row["other_ns"] or 0) for row in rows]
-    least = stats.median(around) + LIKE_IT * each_ns
-    like_it = tuple(row["step"] or 0 for row, ns in zip(rows, around, strict=True) if ns >= least)
-    share = each_ns * len(like_it) / max(sum(row["duration_ns"] or 0 for row in rows), 1)
-    return PartCost(each_ns=each_ns, share=share, recorded=recorded, like_it=like_it, is_in_each=False)
-
-
-def _part_bound(facts: Facts, part: Part) -> list[Finding]:
-    """Return the cost of a part on the rank that spends the largest share of its time in it."""
-    costs = [
-        (rank, cost)
-        for rank in facts.run.ranks
-        if len(rank.pulse) >= MIN_STEPS and (cost := _part_cost(facts, rank, part.name)) is not None
-    ]
-    if not costs:
-        return []
-    rank, cost = max(costs, key=lambda cost: cost[1].share)
-    if cost.share <= part.notable_share or cost.each_ns < part.min_cost_ns:
-        return []
-    often = "in every recorded step" if cost.is_in_each else f"and {len(cost.like_it)} more steps took as much longer"
-    return [
-        Finding(
-            rule=f"{part.name}_bound",
-            severity=severity(cost.share, part.severe_share),
-            sentence=part.sentence.format(share=percent(cost.share), on_rank=facts.on_rank(rank)),
-            why=part.why.format(each=format_ns(cost.each_ns), step=cost.recorded[0], often=often),
-            next_steps=part.next_steps,
-            evidence=(
-                *facts.recorded(rank, "hooks", cost.recorded),
-                *((facts.pulse(rank, cost.like_it),) if cost.like_it else ()),
-            ),
-            numbers={
-                "rank": rank.rank,
-                f"{part.name}_share": cost.share,
-                f"{part.name}_ns": cost.each_ns,
-                "steps": list(cost.recorded),
-                "like_it": list(cost.like_it),
-            },
-            weight=cost.share,
-        )
-    ]
+def _why(ledger: TimeLedger, lines: Sequence[TimeLine], ns: float, count: float) -> str:
+    parts = [f"{format_ns(ns)} of a {format_ns(ledger.step_ns)} step"]
+    if 0 < count < 1:
+        often = "once" if count * ledger.steps < 1.5 else f"every {1 / count:,.0f} steps"
+        parts.append(f"{often}, {format_ns(ns / count)} each time")
+    elif count:
+        parts.append(f"{count:,.3g} per step" if count >= 1.05 else "in each step")
+    longest = max((line.longest_ns or 0 for line in lines), default=0)
+    parts += [f"at most {format_ns(longest)} in a step"] if longest else []
+    return "; ".join(parts) + "."
 
 
 # Lightning's loop and a logger stay below this in steps that are not short.
 NOTABLE_BETWEEN: Final = 0.15
-SEVERE_BETWEEN: Final = 0.40
 # The Trainer's own work between phases takes 1 to 4 ms per step and cannot be avoided.
 MIN_BETWEEN_NS: Final = 5_000_000
-# In a single step, the Trainer's own work never takes this long.
-MIN_STANDING_OUT_NS: Final = 50_000_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Action:
-    """The main action between phases in the recorded steps: ``name`` is None for a validation."""
-
-    name: str | None
-    mean_ns: int
-
-    @property
-    def shown(self) -> str:
-        return self.name or "validation"
 
 
 def between_steps(facts: Facts) -> list[Finding]:
-    """Find untracked time: in which steps, and its main action if a window recorded it."""
-    worst = facts.worst_by(lambda statistics: statistics.between_ns / statistics.mean_ns if statistics.mean_ns else 0.0)
+    """Find time outside all phases and actions: code of the program around the batches.
+
+    Recovers at most this time, less what the Trainer itself takes (5 ms); how much is not known.
+    """
+    worst = facts.heaviest(lambda ledger: ledger.ns("untracked"))
     if worst is None:
         return []
-    rank, statistics = worst
-    between_ns, overhead_ns = program_between_ns(rank, statistics), own_ns(rank, statistics)
-    share = between_ns / statistics.mean_ns if statistics.mean_ns else 0.0
-    if share <= NOTABLE_BETWEEN or statistics.used < MIN_STEPS:
+    rank, ledger = worst
+    ns = ledger.ns("untracked")
+    if ns <= max(NOTABLE_BETWEEN * ledger.step_ns, MIN_BETWEEN_NS) or ledger.steps < MIN_STEPS:
         return []
-    few = rhythm(rank, "other")
-    if between_ns < MIN_BETWEEN_NS and (few is None or few.mean_ns < MIN_STANDING_OUT_NS):
-        return []
-    cause = _main_action(rank, between_ns, few)
-    other_ns = (statistics.breakdown_ns["other"] or 0) - overhead_ns
-    mostly = f", mostly {cause.shown}" if cause is not None else ""
+    worth = Recovery(unit="ns", least=0, most=ns - MIN_BETWEEN_NS, whole=ledger.step_ns)
     return [
         Finding(
             rule="between_steps",
-            severity=severity(share, SEVERE_BETWEEN, few),
+            severity=worth.severity,
             sentence=(
-                f"{percent(other_ns / statistics.mean_ns)} of step time is outside the tracked phases"
-                f"{facts.on_rank(rank)}{mostly}."
+                f"{percent(ns / ledger.step_ns)} of step time is outside the tracked phases{facts.on_rank(rank)}."
             ),
-            why=_why_between(other_ns, statistics.mean_ns, few, cause),
-            next_steps=_next_between(few, cause, is_fit=facts.is_fit),
-            evidence=(facts.pulse(rank, few.steps if few else ()), *facts.recorded(rank, "hooks")),
-            numbers={
-                "rank": rank.rank,
-                "other_share": other_ns / statistics.mean_ns,
-                "other_ns": other_ns,
-                "own_ns": overhead_ns,
-                "duration_ns": statistics.mean_ns,
-                "steps": list(few.steps) if few else None,
-                "period": few.period if few else None,
-                "validation": None if cause is None else cause.name is None,
-                "action": cause.name if cause else None,
-            },
-            weight=share,
+            why=(
+                f"{format_ns(ns)} of a {format_ns(ledger.step_ns)} step are untracked: no hook, callback or logger of "
+                "the Trainer runs then, but code of the program or of Lightning's loop."
+            ),
+            next_steps=(
+                "Look at the code around the batches: a loop of your own, metrics, self.log with many values.",
+                "Log fewer values per step: self.log(name, value, on_step=False).",
+            ),
+            evidence=(facts.pulse(rank), *facts.recorded(rank, "hooks")),
+            numbers={"rank": rank.rank, "untracked_ns": round(ns), "duration_ns": round(ledger.step_ns)},
+            weight=worth.share,
+            recovers=worth,
         )
     ]
 
 
-def _main_action(rank: Rank, between_ns: int, few: Rhythm | None) -> _Action | None:
-    """Return the action that takes most of the untracked time in the recorded steps, None if there is none."""
-    recorded = between_phases(rank)
-    least = MAIN_PART * (few.mean_ns if few is not None else between_ns)
-    if few is not None:
-        recorded = {step: actions for step, actions in recorded.items() if sum(actions.values()) >= least}
-    totals: Counter[str | None] = Counter()
-    for actions in recorded.values():
-        for action, ns in actions.items():
-            totals[None if is_validation(action) else action_name(action)] += ns
-    if not totals:
-        return None
-    name, total = totals.most_common(1)[0]
-    mean_ns = round(total / len(recorded))
-    return _Action(name=name, mean_ns=mean_ns) if mean_ns >= least else None
+# A busy machine delays a step by less.
+MIN_STALL_NS: Final = 50_000_000
+NOTABLE_STALLS: Final = 0.10
+# Batches of different lengths make a spread without a gap: the fastest slow step must take this many times the 90th
+# percentile of the others.
+APART: Final = 1.5
+USUAL_PART: Final = 0.9
+# Three delayed steps are equidistant by chance in one run of twenty, four hardly ever.
+MIN_RHYTHM: Final = 4
+CATCH: Final = "MemProfilerCallback(triggers=Triggers(anomalies=[SlowStep()]))"
 
 
-def _why_between(other_ns: int, mean_ns: int, few: Rhythm | None, cause: _Action | None) -> str:
-    seen = "" if cause is None else f"{cause.shown} takes {format_ns(cause.mean_ns)} of a recorded step."
-    if few is None:
-        untracked = f"{format_ns(other_ns)} of a {format_ns(mean_ns)} step"
-        return f"{untracked} are untracked; {seen or 'no hook covers them: logging, or code of the program.'}"
-    unknown = "a validation, a checkpoint or code of the program; no window recorded such a step."
-    return f"{few.subject} {few.verb} {format_ns(few.mean_ns)} outside the tracked phases: {seen or unknown}"
+def slow_steps(facts: Facts) -> list[Finding]:
+    """Find the few steps that take a multiple of the others for the same work.
 
-
-def _next_between(few: Rhythm | None, cause: _Action | None, *, is_fit: bool) -> tuple[str, ...]:
-    """Return the next steps; an evaluation has no validation, and no logging interval."""
-    if cause is not None and cause.name is not None:
-        return (f"Do the work of {cause.name} less often, or in a thread.",)
-    if not is_fit:
-        return (
-            "Look at the code around the batches: their start and end hooks, self.log(name, value, on_step=True).",
-            "Use larger batches: there are fewer of them.",
+    Recovers at most their excess. Another program on the machine makes such steps too, but none with a period.
+    """
+    worst = facts.heaviest(lambda ledger: ledger.ns("stall"))
+    if worst is None or not worst[1].stalls or worst[1].steps < MIN_STEPS:
+        return []
+    rank, ledger = worst
+    ns, longest = ledger.ns("stall"), ledger.stalls[0]
+    typical = rank.typical_steps
+    slow = {stall.step for stall in ledger.stalls}
+    durations = [(step, spent) for step, spent, _ in typical.steps] if typical else []
+    few = few_steps(rank, [(step, spent if step in slow else 0) for step, spent in durations], stands_out=0)
+    usual = sorted(spent for step, spent in durations if step not in slow)
+    if ns <= NOTABLE_STALLS * ledger.step_ns or longest.excess_ns < MIN_STALL_NS or few is None or not usual:
+        return []
+    if min(stall.duration_ns for stall in ledger.stalls) < APART * usual[round(USUAL_PART * (len(usual) - 1))]:
+        return []
+    worth = Recovery(unit="ns", least=0, most=ns, whole=ledger.step_ns)
+    is_regular = few.repeats and len(few.steps) >= MIN_RHYTHM
+    mostly = f", mostly in {longest.owner}" if longest.owner else ""
+    factor = few.mean_ns / max(ledger.median_ns, 1)
+    record = f"MemProfilerCallback(schedule=Schedule(steps=({few.steps[0]},), active=1))"
+    return [
+        Finding(
+            rule="slow_steps",
+            severity=worth.severity if is_regular else Severity.INFO,
+            sentence=(
+                f"{few.subject} {few.verb} {factor:.1f} times as long as the median{facts.on_rank(rank)}{mostly}."
+            ),
+            why=(
+                f"{len(few.steps)} of {few.seen} steps take {format_ns(few.mean_ns)}, the median step "
+                f"{format_ns(ledger.median_ns)}: their excess is {percent(ns / ledger.step_ns)} of step time."
+                + ("" if is_regular else " Without a period, a busy machine may be the cause.")
+            ),
+            next_steps=(
+                "Compare the batches of these steps with the others: longer samples, shapes that recompile.",
+                f"Record such a step: {record}." if is_regular else f"Let the next slow step open a window: {CATCH}.",
+            ),
+            evidence=(facts.pulse(rank, few.steps), *facts.recorded(rank, "hooks", few.steps)),
+            numbers={
+                "rank": rank.rank,
+                "steps": list(few.steps),
+                "period": few.period,
+                "stall_ns": round(ns),
+                "slow_ns": few.mean_ns,
+                "median_ns": round(ledger.median_ns),
+                "cause": longest.owner,
+            },
+            weight=worth.share,
+            recovers=worth,
         )
-    if few is not None and cause is not None:
-        return (f"Validate less often: {VALIDATE_LESS}, or on less data: Trainer(limit_val_batches=50).",)
-    if few is not None:
-        return (f"If it is validation, validate less often: {VALIDATE_LESS}.", _record_before(few))
-    if cause is not None:
-        return (f"Validate less often: {VALIDATE_LESS}.",)
-    return (
-        "Log less often: Trainer(log_every_n_steps=50), self.log(name, value, on_step=False).",
-        "Look at the code around the steps: on_train_batch_start, on_train_batch_end, a loop of your own.",
-    )
+    ]
+
+
+# In this share of the steps the program calls gc.collect(): Python starts a full collection in one step of many.
+EXPLICIT_SHARE: Final = 0.8
+OLDEST: Final = 2
+EXPLICIT: Final = "Find the gc.collect() call in the program or a callback: it runs a full collection every step."
+FREEZE: Final = "Exempt permanent objects from collections: gc.collect(); gc.freeze() in on_train_start."
+CHOOSE: Final = "Choose when to collect: gc.disable() in on_train_start, gc.collect() every 100 batches."
+CYCLES: Final = "Break the cycles that hold tensors: store no tensor on an object that refers to itself or its owner."
+# Collections of young generations remain.
+COLLECTED: Final = (0.7, 1.0)
+
+
+def garbage(facts: Facts) -> list[Finding]:
+    """Find GC pauses that take much of the steps.
+
+    Recovers 70% to all of them. Lost: memory of reference cycles is freed later.
+    """
+    worst = facts.heaviest(lambda ledger: ledger.ns("garbage"))
+    if worst is None or not _matters(worst[1], worst[1].of("garbage")):
+        return []
+    rank, ledger = worst
+    ns, count = ledger.ns("garbage"), sum(line.count for line in ledger.of("garbage"))
+    found = pauses(rank)[0]
+    worth = Recovery(unit="ns", least=ns * COLLECTED[0], most=ns * COLLECTED[1], whole=ledger.step_ns)
+    return [
+        Finding(
+            rule="garbage",
+            severity=worth.severity,
+            sentence=f"GC pauses take {percent(ns / ledger.step_ns)} of each step{facts.on_rank(rank)}.",
+            why=_why_pauses(ledger, ns, count, found),
+            next_steps=_next_for_pauses(rank, found),
+            evidence=(facts.pulse(rank), *facts.recorded(rank, "garbage")),
+            numbers={
+                "rank": rank.rank,
+                "garbage_ns": round(ns),
+                "garbage_share": ns / ledger.step_ns,
+                "count_per_step": count,
+                "generations": {str(number): list(of) for number, of in found.generations.items()} if found else {},
+                "tensor_bytes": found.tensor_bytes if found else None,
+            },
+            weight=worth.share,
+            recovers=worth,
+        )
+    ]
+
+
+def _why_pauses(ledger: TimeLedger, ns: float, count: float, found: Pauses | None) -> str:
+    parts = [f"{format_ns(ns)} of a {format_ns(ledger.step_ns)} step; {count:,.3g} collections per step"]
+    if found is not None and OLDEST in found.generations:
+        full, full_ns = found.generations[OLDEST]
+        parts.append(f"recorded: {format_count(full, 'full collection')}, {format_ns(full_ns)}")
+    if found is not None and found.tensor_bytes:
+        parts.append(f"reference cycles held {format_bytes(found.tensor_bytes)} of tensors")
+    return "; ".join(parts) + "."
+
+
+def _next_for_pauses(rank: Rank, found: Pauses | None) -> tuple[str, ...]:
+    full, _ = found.generations.get(OLDEST, (0, 0)) if found else (0, 0)
+    recorded = sum(len(window.steps) for window in rank.windows)
+    explicit = (EXPLICIT,) if recorded and full >= EXPLICIT_SHARE * recorded else ()
+    return (*explicit, FREEZE, CHOOSE, *((CYCLES,) if found and found.tensor_bytes else ()))

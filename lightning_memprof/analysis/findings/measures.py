@@ -10,28 +10,22 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.model import Severity
 from lightning_memprof.analysis.ledger.run import typical_in_windows
-from lightning_memprof.analysis.steps.phases import CALLBACK, OWN_WORK, action_name, classify, is_profiler
-from lightning_memprof.analysis.steps.statistics import recorded_actions
-from lightning_memprof.artifacts.series import GarbageRow, HookRow
+from lightning_memprof.analysis.steps.phases import OWN_WORK
+from lightning_memprof.artifacts.series import HookRow
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Sequence
 
     from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.analysis.steps.statistics import PulseStatistics
 
 __all__ = [
     "Rhythm",
-    "between_phases",
     "few_steps",
-    "is_validation",
     "own_marks",
     "own_ns",
-    "pauses_by_step",
-    "program_between_ns",
     "rhythm",
     "severity",
-    "slowest_callback",
 ]
 
 # A step stands out if a phase takes this many times its median.
@@ -83,6 +77,11 @@ class Rhythm:
         if self.period is not None or ((self.ends_epochs or self.starts_epochs) and len(self.steps) > 1):
             return False
         return self.mean_ns < (LONG_HICCUP_NS if len(self.steps) < MIN_PERIODIC else HICCUP_NS)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the steps have a period, or a place in each epoch."""
+        return self.period is not None or (len(self.steps) > 1 and (self.ends_epochs or self.starts_epochs))
 
     @property
     def subject(self) -> str:
@@ -189,73 +188,12 @@ def _ordinal(number: int) -> str:
     return f"{number}{'th' if 10 <= number % 100 <= 20 else ENDINGS.get(number % 10, 'th')}"
 
 
-def slowest_callback(rank: Rank) -> tuple[str, int] | None:
-    """Return the callback hook that takes the most time of a recorded step, and its mean in nanoseconds."""
-    steps = recorded_actions(rank)
-    totals: dict[str, int] = defaultdict(int)
-    for rows in steps.values():
-        for row in rows:
-            action = row.action or ""
-            if (
-                action.startswith(CALLBACK)
-                and classify(action, rank.facts.stage) == "callbacks"
-                and not is_profiler(action)
-            ):
-                totals[action] += max(row.duration_ns or 0, 0)
-    if not totals:
-        return None
-    action = max(totals, key=lambda name: totals[name])
-    return action_name(action), round(totals[action] / len(steps))
-
-
-def between_phases(rank: Rank) -> dict[int, dict[str, int]]:
-    """Return for each recorded step the nanoseconds of every action outside the tracked phases.
-
-    A nested action counts to the outermost one.
-    """
-    return {step: _outermost(rows, rank.facts.stage) for step, rows in recorded_actions(rank).items()}
-
-
-def is_validation(action: str) -> bool:
-    """Return whether an action is part of a validation inside fit."""
-    hook = action.rpartition(".")[2]
-    return hook in VALIDATION or hook.startswith("on_validation")
-
-
-def _outermost(rows: Iterable[HookRow], stage: str) -> dict[str, int]:
-    totals: dict[str, int] = defaultdict(int)
-    covered = 0
-    for begin, negative_duration, action in sorted(_timed(rows)):
-        if begin < covered or action in CONTAINERS or action.startswith(OWN_WORK):
-            continue
-        covered = begin - negative_duration
-        if classify(action, stage) in (None, "other"):
-            totals[action] -= negative_duration
-    return dict(totals)
-
-
-def _timed(rows: Iterable[HookRow]) -> Iterator[tuple[int, int, str]]:
-    for row in rows:
-        if row.start_ns is not None and row.duration_ns is not None and row.action is not None and row.depth != -1:
-            yield row.start_ns, -max(row.duration_ns, 0), row.action
-
-
 def own_marks(rank: Rank) -> dict[int, int]:
     """Return the nanoseconds of all collectors at the marks of each step in a window, warmup included."""
     spent: dict[int, int] = defaultdict(int)
     for window in rank.windows:
         for row in window.read(HookRow).rows:
             if row.step is not None and row.duration_ns is not None and (row.action or "").startswith(OWN_WORK):
-                spent[row.step] += max(row.duration_ns, 0)
-    return dict(spent)
-
-
-def pauses_by_step(rank: Rank) -> dict[int, int]:
-    """Return the nanoseconds of GC pauses in each recorded step that has any."""
-    spent: dict[int, int] = defaultdict(int)
-    for window in rank.windows:
-        for row in window.read(GarbageRow).recorded:
-            if row.step is not None and row.duration_ns is not None:
                 spent[row.step] += max(row.duration_ns, 0)
     return dict(spent)
 
@@ -274,8 +212,3 @@ def own_ns(rank: Rank, statistics: PulseStatistics) -> int:
         windows_ns = (rank.overhead.windows_ns if rank.overhead else None) or 0
         marks = dict.fromkeys(steps, windows_ns // max(in_windows, 1))
     return sum(marks.get(step, 0) for step in steps) // statistics.used
-
-
-def program_between_ns(rank: Rank, statistics: PulseStatistics) -> int:
-    """Return the untracked time of the mean step without callbacks and profiler overhead, in nanoseconds."""
-    return max(statistics.between_ns - own_ns(rank, statistics), 0)

@@ -104,7 +104,8 @@ def corrected(ledger: TimeLedger, parts_ns: Mapping[HostPart, float]) -> tuple[T
         overhead_ns = max(recorded_ns - true_ns, 0.0) / events if events else 0.0
         left = [max(line.ns - line.count * overhead_ns, 0.0) for line in lines]
         scale = true_ns / sum(left) if sum(left) else 0.0
-        found += [replace(line, ns=ns * scale) for line, ns in zip(lines, left, strict=True) if ns * scale > 0]
+        if scale or not true_ns:
+            found += [replace(line, ns=ns * scale) for line, ns in zip(lines, left, strict=True)]
     return tuple(found)
 
 
@@ -125,6 +126,7 @@ class _Thread:
         rows: ``(m,)`` rows of the trace.
         parents: ``(m,)`` position of the event around each, -1 for none.
         ends: ``(m,)`` ends at which each moment has one innermost event.
+        called: ``(m,)`` whether it is an operator that no operator called.
         part: ``(m,)`` place in ``_PARTS``, -1 where no event says it; ``label``, ``module`` and ``operator`` likewise
             are numbers of names.
     """
@@ -132,6 +134,7 @@ class _Thread:
     rows: Column
     parents: Column
     ends: Column
+    called: NDArray[np.bool_]
     part: Column
     label: Column
     module: Column
@@ -166,6 +169,7 @@ class _Threads:
         makers = None if forward is None else self.modules.makers(forward.rows, forward.module)
         module = self.modules.around(rows, parents, makers)
         operator = nearest(parents, is_operator)
+        called = is_operator & ((parents < 0) | (operator[parents] < 0))
         # An operator inside a range that is not an operator, as a module called by an operator, is not that operator's.
         inner = nearest(parents, ~is_operator & (self.modules.named[names] | (parts != _NONE)))
         operator[(operator >= 0) & (inner >= 0) & (starts[inner] > starts[operator])] = _NONE
@@ -173,6 +177,7 @@ class _Threads:
             rows=rows,
             parents=parents,
             ends=exclusive_ends(nesting, starts),
+            called=called,
             part=np.where(at >= 0, parts[at], _NONE),
             label=np.where(at >= 0, names[at], _NONE),
             module=module,
@@ -209,7 +214,7 @@ def _lines(threads: _Threads, spans: Intervals, steps: int) -> tuple[TimeLine, .
     default = _PARTS.index("untracked" if threads.is_lightning else "forward")
     tables.append(_table(columns, training, _own(columns, training, left), spans, default))
     rest = int(np.sum(spans.ends - spans.starts)) - sum(int(np.sum(table[4])) for table in tables)
-    tables.append(np.array([[default], [_NONE], [_NONE], [_NONE], [rest], [0], [0]], np.int64))
+    tables.append(np.array([[default], [_NONE], [_NONE], [_NONE], [rest], [0], [0], [0]], np.int64))
     return _summed(threads, np.concatenate(tables, axis=1), steps)
 
 
@@ -233,21 +238,23 @@ def _waiting(columns: TraceColumns, thread: _Thread, spans: Intervals) -> Interv
 
 
 def _table(columns: TraceColumns, thread: _Thread, own: Column, spans: Intervals, default: int) -> NDArray[np.int64]:
-    """Return ``(7, m)``: numbers of part, label, module and operator, ns, count and the longest call."""
+    """Return ``(8, m)``: numbers of part, label, module and operator, ns, count, calls and the longest call."""
     starts = columns.starts[thread.rows]
     at = np.searchsorted(spans.starts, starts, side="right") - 1
     counted = (at >= 0) & (starts < spans.ends[at])
     part = np.where(thread.part >= 0, thread.part, default)
     label = np.where(np.isin(part, _LABELLED), thread.label, _NONE)
     longest = columns.ends[thread.rows] - starts
-    return np.stack([part, label, thread.module, thread.operator, own, counted, longest]).astype(np.int64)
+    return np.stack(
+        [part, label, thread.module, thread.operator, own, counted, counted & thread.called, longest]
+    ).astype(np.int64)
 
 
 def _summed(threads: _Threads, table: NDArray[np.int64], steps: int) -> tuple[TimeLine, ...]:
     table = table[:, np.lexsort(table[3::-1])]
     begins = np.flatnonzero(np.append(True, np.any(table[:4, 1:] != table[:4, :-1], axis=0)))
-    sums = np.add.reduceat(table[4:6], begins, axis=1).tolist()
-    longest = np.maximum.reduceat(table[6], begins).tolist()
+    sums = np.add.reduceat(table[4:7], begins, axis=1).tolist()
+    longest = np.maximum.reduceat(table[7], begins).tolist()
     keys = table[:4, begins].T.tolist()
     names = threads.columns.name_of
     lines = [
@@ -258,9 +265,10 @@ def _summed(threads: _Threads, table: NDArray[np.int64], steps: int) -> tuple[Ti
             operator="" if operator < 0 else names[operator].removeprefix(_NODE),
             ns=ns / steps,
             count=count / steps,
+            called=called / steps,
             longest_ns=most,
         )
-        for (part, label, module, operator), ns, count, most in zip(keys, *sums, longest, strict=True)
+        for (part, label, module, operator), ns, count, called, most in zip(keys, *sums, longest, strict=True)
         if ns or count
     ]
     return tuple(

@@ -61,7 +61,8 @@ class TimeLine:
             the recording does not tell.
         operator: the innermost operator (``aten::mul``) or kernel, None where the recording does not tell.
         ns: time per step; overlapping work counts once, for its first owner.
-        count: calls per step.
+        count: events per step.
+        called: calls per step by the program itself, of an operator; the others are by operators.
         longest_ns: the longest call, None where unknown.
     """
 
@@ -71,6 +72,7 @@ class TimeLine:
     operator: str | None = None
     ns: float
     count: float = 0.0
+    called: float = 0.0
     longest_ns: int | None = None
 
 
@@ -139,6 +141,7 @@ def grouped(lines: Iterable[TimeLine]) -> list[TimeLine]:
             alike[0],
             ns=total(alike),
             count=sum(line.count for line in alike),
+            called=sum(line.called for line in alike),
             longest_ns=max((line.longest_ns for line in alike if line.longest_ns is not None), default=None),
         )
         for alike in groups.values()

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["run_ledger", "typical_in_windows"]
 
-# A step of this many times the median is a stall, unless every tenth step is one: then it is a habit of the program.
-STALL: Final = 3
-RARE: Final = 0.1
+# A step of this many times the median is a stall, unless a third of the steps are: then it is the usual step.
+STALL: Final = 2
+RARE: Final = 1 / 3
 # The phases whose work is the same in every step. A long fetch or callback has an owner of its own.
 _STEADY: Final[tuple[HostPart, ...]] = ("forward", "backward", "optimizer")
 _MODULE: Final = "[LightningModule]"
@@ -65,7 +65,9 @@ def run_ledger(rank: Rank, host: TimeLedger | None = None) -> TimeLedger | None:
         return None
     steps = typical.steps
     median = statistics.median(duration for _, duration, _ in steps)
-    stalls, stalled = _stalls(steps, median)
+    # A step that only accumulates gradients has no optimizer; the others are not stalls for having one.
+    accumulates = ((rank.training.accumulate_grad_batches if rank.training else None) or 1) > 1
+    stalls, stalled = _stalls(steps, median, _STEADY[:2] if accumulates else _STEADY)
     phases = {
         phase: sum(step[phase] or 0 for _, _, step in steps) / len(steps) - stalled.get(phase, 0.0) for phase in PHASES
     }
@@ -84,22 +86,24 @@ def run_ledger(rank: Rank, host: TimeLedger | None = None) -> TimeLedger | None:
         median_ns=median,
         steps=len(steps),
         basis=f"{typical.basis}, {typical.clock} clock",
-        lines=tuple(sorted((line for line in lines if line.ns > 0), key=lambda line: -line.ns)),
+        lines=tuple(sorted((line for line in lines if line.ns > 0 or line.called), key=lambda line: -line.ns)),
         stalls=stalls,
         window_factor=_window_factor(rank, median),
     )
 
 
-def _stalls(steps: Sequence[tuple[int, int, Breakdown]], median: float) -> tuple[tuple[Stall, ...], dict[str, float]]:
+def _stalls(
+    steps: Sequence[tuple[int, int, Breakdown]], median: float, parts: Sequence[HostPart]
+) -> tuple[tuple[Stall, ...], dict[str, float]]:
     """Return the stalls, longest first, and the excess of each phase over its median, per step of the run."""
     slow = [(step, duration, phases) for step, duration, phases in steps if duration > STALL * median]
     if not slow or len(slow) > RARE * len(steps):
         return (), {}
-    usual = {part: statistics.median(phases[part] or 0 for _, _, phases in steps) for part in _STEADY}
+    usual = {part: statistics.median(phases[part] or 0 for _, _, phases in steps) for part in parts}
     found = []
     excess: dict[str, float] = defaultdict(float)
     for step, duration, phases in slow:
-        more = {part: max((phases[part] or 0) - usual[part], 0) for part in _STEADY}
+        more = {part: max((phases[part] or 0) - usual[part], 0) for part in parts}
         ns = sum(more.values())
         if ns <= duration / 2:
             continue  # a fetch, a callback or an action between phases has the rest: their lines own it

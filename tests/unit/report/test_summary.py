@@ -13,7 +13,7 @@ from lightning_memprof.report.summary import print_summary
 def test_the_summary_is_the_page_on_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     print_summary(make_run(tmp_path))
     out, err = capsys.readouterr()
-    assert out.startswith("verdict   No bottleneck found")
+    assert out.startswith("verdict   Compute-bound")
     assert err == ""
 
 

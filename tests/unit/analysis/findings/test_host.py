@@ -13,7 +13,6 @@ from lightning_memprof.analysis.findings import Facts, Finding, Severity, examin
 from lightning_memprof.analysis.findings.growth import left_by_windows, steady_growth
 from lightning_memprof.analysis.findings.measures import rhythm
 from lightning_memprof.analysis.run.load import load_run
-from lightning_memprof.analysis.run.locate import shown_path
 from lightning_memprof.units import GIB, MIB, format_ns, percent
 
 
@@ -45,14 +44,6 @@ def set_epochs(directory: Path, steps: int) -> None:
     pulse.write_text("\n".join([header, *map(",".join, rows)]) + "\n")
 
 
-def test_a_healthy_run_has_no_findings_and_a_command_to_look_further(tmp_path: Path) -> None:
-    run = load_run(make_run(tmp_path))
-    said = verdict(run)
-    assert said.rule == "nothing_found"
-    assert said.sentence == "No bottleneck found: the backward pass takes 55% of each step."
-    assert f"lightning-memprof view {shown_path(run.directory)}" in said.next
-
-
 def test_without_a_trace_the_next_step_is_to_record_one(tmp_path: Path) -> None:
     said = verdict(load_run(make_run(tmp_path, FakeRun(trace=False))))
     assert 'profiler="fts_extended"' in said.next
@@ -75,17 +66,6 @@ def test_one_step_is_said_in_the_singular(tmp_path: Path) -> None:
     said = verdict(load_run(make_run(tmp_path, FakeRun(steps=1, windows=()))))
     assert said.why.startswith("1 step recorded")
     assert said.severity is Severity.INFO
-
-
-def test_three_steps_are_judged_with_a_word_of_caution(tmp_path: Path) -> None:
-    said = verdict(load_run(make_run(tmp_path, FakeRun(steps=4, windows=()))))
-    assert (said.rule, said.severity) == ("nothing_found", Severity.NONE)
-    assert said.why.endswith("Only 4 steps were recorded.")
-
-
-def test_an_early_end_is_said(tmp_path: Path) -> None:
-    said = verdict(load_run(make_run(tmp_path, FakeRun(endings={0: "RuntimeError: boom"}))))
-    assert said.why.startswith("The run ended early with RuntimeError: boom. ")
 
 
 def test_waiting_for_data_is_found_with_the_present_settings(tmp_path: Path) -> None:
@@ -127,13 +107,6 @@ def test_next_steps_leave_out_what_is_already_set(
 def test_without_a_training_row_the_advice_is_general(tmp_path: Path) -> None:
     fake = FakeRun(phases=phases(data_wait=20_000_000), training={"dataloaders": None})
     assert "DataLoader(num_workers=4" in found(tmp_path, fake)["input_bound"].next_steps[0]
-
-
-def test_the_rank_that_waits_most_is_named(tmp_path: Path) -> None:
-    fake = FakeRun(world_size=3, phases=lambda rank, _: {**HEALTHY, "data_wait": rank * 5_000_000})
-    finding = found(tmp_path, fake)["input_bound"]
-    assert finding.numbers["rank"] == 2
-    assert finding.sentence.endswith("on rank 2.")
 
 
 def test_waiting_at_the_start_of_epochs_asks_for_persistent_workers_first(tmp_path: Path) -> None:
@@ -209,116 +182,6 @@ def with_callback(directory: Path, key: str, share: float = 1.0) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(
-    "key", ["SlowCallback", "main.<locals>.SlowCallback", "SlowCallback{'monitor': 'val.loss', 'mode': 'a}.b'}"]
-)
-def test_a_slow_callback_is_found_and_its_class_is_named(tmp_path: Path, key: str) -> None:
-    directory = with_callback(make_run(tmp_path, FakeRun(phases=phases(callbacks=65_000_000))), key)
-    finding = examine(Facts.of(load_run(directory)))[0]
-    assert (finding.rule, finding.severity) == ("callback_bound", Severity.CRITICAL)
-    assert finding.sentence == "Callbacks take 78% of each step, mostly SlowCallback.on_train_batch_end."
-    assert "SlowCallback.on_train_batch_end takes 65.0 ms of a recorded step" in finding.why
-    assert "every N batches" in finding.next_steps[0]
-
-
-def test_our_own_callback_is_not_named(tmp_path: Path) -> None:
-    directory = with_callback(make_run(tmp_path, FakeRun(phases=phases(callbacks=65_000_000))), "MemProfilerCallback")
-    finding = examine(Facts.of(load_run(directory)))[0]
-    assert finding.sentence == "Callbacks take 78% of each step."
-    assert "MemProfilerCallback." not in finding.why
-
-
-def test_a_checkpoint_every_few_steps_is_not_blamed_on_what_the_window_saw(tmp_path: Path) -> None:
-    fake = FakeRun(
-        steps=60, phases=lambda _, step: {**HEALTHY, "callbacks": 300_000_000 if step % 10 == 9 else 100_000}
-    )
-    finding = found(tmp_path, fake)["callback_bound"]
-    assert "every 10th step takes 300 ms in callbacks" in finding.why
-    assert "TQDMProgressBar" not in finding.sentence + finding.why
-    assert "ModelCheckpoint(every_n_train_steps=1000)" in finding.next_steps[0]
-    assert "Schedule(wait=7, active=3)" in finding.next_steps[1]
-
-
-def test_on_an_accelerator_callbacks_are_what_other_can_hold(tmp_path: Path) -> None:
-    busy = phases(callbacks=65_000_000)  # the device works meanwhile: its own clock has nothing to spare
-    assert "callback_bound" not in found(tmp_path / "busy", FakeRun(phases=busy, device_bytes=lambda _: MIB))
-    idle = phases(callbacks=65_000_000, other=65_000_000)
-    finding = found(tmp_path / "idle", FakeRun(phases=idle, device_bytes=lambda _: MIB))["callback_bound"]
-    assert "by the host's clock" in finding.why
-
-
-@pytest.mark.parametrize("callbacks", [100_000, 1_500_000])
-def test_cheap_callbacks_are_no_finding(tmp_path: Path, callbacks: int) -> None:
-    assert list(found(tmp_path, FakeRun(phases=phases(callbacks=callbacks)))) == ["nothing_found"]
-
-
-def test_what_takes_long_every_tenth_step_is_said_with_its_rhythm(tmp_path: Path) -> None:
-    fake = FakeRun(steps=80, phases=lambda _, step: {**HEALTHY, "other": 1_100_000_000 if step % 10 == 9 else 500_000})
-    finding = found(tmp_path, fake)["between_steps"]
-    assert finding.severity is Severity.CRITICAL
-    assert finding.why.startswith(
-        "Every 10th step takes 1.10 s outside the tracked phases: a validation, a checkpoint or code"
-    )
-    assert "Trainer(val_check_interval=1000)" in finding.next_steps[0]
-    assert finding.numbers["validation"] is None
-
-
-def test_a_validation_that_a_window_recorded_is_known(tmp_path: Path) -> None:
-    def every_tenth(_: int, step: int) -> Mapping[str, int]:
-        return {**HEALTHY, "other": 1_100_000_000 if step % 10 == 9 else 500_000}
-
-    directory = make_run(tmp_path, FakeRun(steps=80, windows=((19, 20),), phases=every_tenth))
-    series = directory / "window000" / "rank00000.hooks.jsonl"
-    rows = [json.loads(line) for line in series.read_text().splitlines()]
-    end = max(row["start_ns"] + row["duration_ns"] for row in rows if row["step"] == 19 and row["depth"] == 0)
-    row = {"step": 19, "global_step": 19, "recorded": True, "duration_ns": 500_000_000, "depth": 0}
-    rows += [
-        {**row, "action": "[_EvaluationLoop].val_next", "start_ns": end},
-        {**row, "action": "[Strategy]SingleDeviceStrategy.validation_step", "start_ns": end + 500_000_000},
-    ]
-    series.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    finding = examine(Facts.of(load_run(directory)))[0]
-    assert finding.why == (
-        "Every 10th step takes 1.10 s outside the tracked phases: validation takes 1.00 s of a recorded step."
-    )
-    assert finding.sentence.endswith("of step time is outside the tracked phases, mostly validation.")
-    assert finding.numbers["validation"] is True
-
-
-def test_a_validation_at_the_end_of_epochs_is_told_by_its_place(tmp_path: Path) -> None:
-    fake = FakeRun(
-        steps=40,
-        windows=(),
-        phases=lambda _, step: {**HEALTHY, "other": 400_000_000 if step % 13 == 12 else 500_000},
-    )
-    directory = make_run(tmp_path, fake)
-    set_epochs(directory, 13)
-    finding = examine(Facts.of(load_run(directory)))[0]
-    assert finding.why.startswith("The last step of each epoch takes 400 ms outside the tracked phases")
-
-
-def test_time_between_the_phases_of_every_step_names_the_hook_that_takes_it(tmp_path: Path) -> None:
-    directory = make_run(tmp_path, FakeRun(phases=phases(other=30_000_000)))
-    finding = examine(Facts.of(load_run(directory)))[0]
-    assert "are untracked; no hook covers them: logging, or code of the program" in finding.why
-    assert "log_every_n_steps" in finding.next_steps[0]
-    series = directory / "window000" / "rank00000.hooks.jsonl"
-    rows = [json.loads(line) for line in series.read_text().splitlines()]
-    rows += [
-        {
-            **row,
-            "action": "[LightningModule]LitGPT.on_train_batch_end",
-            "start_ns": row["start_ns"] + row["duration_ns"],
-            "duration_ns": 25_000_000,
-        }
-        for row in rows
-        if row["action"].startswith("[Callback]")
-    ]
-    series.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    finding = examine(Facts.of(load_run(directory)))[0]
-    assert "LitGPT.on_train_batch_end takes 25.0 ms of a recorded step" in finding.why
-
-
 @pytest.mark.parametrize("other", [500_000, 3_000_000])
 def test_what_the_trainer_does_between_phases_is_no_finding(tmp_path: Path, other: int) -> None:
     assert list(found(tmp_path, FakeRun(phases=phases(other=other)))) == ["nothing_found"]
@@ -368,13 +231,6 @@ def test_sentence_and_table_agree_where_median_and_mean_differ(tmp_path: Path) -
     assert statistics.share("optimizer") > statistics.median_shares["optimizer"] + 0.02
     assert said.sentence == (f"Optimizer-bound: AdamW takes {percent(statistics.share('optimizer'))} of each step.")
     assert format_ns(statistics.mean_ns) in said.why
-
-
-def test_the_healthy_verdict_speaks_of_the_mean_step(tmp_path: Path) -> None:
-    run = load_run(make_run(tmp_path, FakeRun(phases=lambda _, step: {**HEALTHY, "backward": 10**5 * step**2})))
-    statistics = Facts.of(run).statistics[0]
-    assert statistics.mean_ns != statistics.median_ns
-    assert f"The mean step takes {format_ns(statistics.mean_ns)};" in verdict(run).why
 
 
 def test_a_looping_optimizer_is_found_and_fused_is_named(tmp_path: Path) -> None:

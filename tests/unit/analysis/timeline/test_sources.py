@@ -39,7 +39,7 @@ def test_every_rank_is_a_group_in_order_and_findings_stand_above(tmp_path):
     assert [label.split(" · ")[0] for label in labels] == ["rank 0", "rank 1", "rank 2"]
     assert sum(source.trace is not None for source in sources) == 3
     (finding,) = events(sources[:1])
-    assert finding.name.startswith("No bottleneck found")
+    assert finding.name.startswith("Compute-bound")
     assert (finding.ph, finding.duration_ns > 0) == ("X", True)
     assert finding.args
     assert "lightning-memprof view" in finding.args["next"]

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fake_runs import HEALTHY, FakeRun, make_run
+from lightning_memprof.analysis.findings import Facts, Finding, Severity, examine, verdict
+from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.analysis.run.locate import shown_path
+
+STEPS = 29
+
+
+def phases(**changes: int) -> Callable[[int, int], Mapping[str, int]]:
+    return lambda _rank, _step: {**HEALTHY, **changes}
+
+
+def action(name: str, ns: int, phase: str = "other", count: int = STEPS) -> dict[str, Any]:
+    """A row of the action totals: an action that takes ``ns`` in the mean step."""
+    return {
+        "kind": "total", "action": name, "phase": phase, "in_window": False, "steps": STEPS, "count": count,
+        "total_ns": ns * STEPS, "max_ns": ns, "max_step": 3,
+    }  # fmt: skip
+
+
+def found(tmp_path: Path, fake: FakeRun, *rows: dict[str, Any]) -> dict[str, Finding]:
+    directory = make_run(tmp_path, fake)
+    if rows:
+        (directory / "actions.rank00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {finding.rule: finding for finding in examine(Facts.of(load_run(directory)))}
+
+
+def test_a_healthy_run_says_what_it_is_bound_by_and_how_to_look_further(tmp_path: Path) -> None:
+    run = load_run(make_run(tmp_path))
+    said = verdict(run)
+    assert said.rule == "nothing_found"
+    assert said.sentence.startswith("Compute-bound: forward and backward take 88% of each step (16.")
+    assert f"lightning-memprof view {shown_path(run.directory)}" in said.next
+
+
+def test_three_steps_are_judged_with_a_word_of_caution(tmp_path: Path) -> None:
+    said = verdict(load_run(make_run(tmp_path, FakeRun(steps=4, windows=()))))
+    assert (said.rule, said.severity) == ("nothing_found", Severity.NONE)
+    assert said.why.endswith("Only 4 steps were recorded.")
+
+
+def test_an_early_end_is_said(tmp_path: Path) -> None:
+    said = verdict(load_run(make_run(tmp_path, FakeRun(endings={0: "RuntimeError: boom"}))))
+    assert said.why.startswith("The run ended early with RuntimeError: boom. ")
+
+
+@pytest.mark.parametrize(
+    "key", ["SlowCallback", "main.<locals>.SlowCallback", "SlowCallback{'monitor': 'val.loss', 'mode': 'a}.b'}"]
+)
+def test_a_slow_callback_is_found_by_the_name_of_its_class_and_hook(tmp_path: Path, key: str) -> None:
+    row = action(f"[Callback]{key}.on_train_batch_end", 65_000_000, "callbacks")
+    finding = found(tmp_path, FakeRun(phases=phases(callbacks=65_000_000)), row)["callback_bound"]
+    assert finding.severity is Severity.CRITICAL
+    assert finding.sentence == "The callback SlowCallback.on_train_batch_end takes 78% of each step."
+    assert "every N batches" in finding.next_steps[0]
+    assert finding.recovers is not None
+    assert finding.recovers.most == pytest.approx(65_000_000)
+
+
+def test_without_action_totals_the_windows_name_the_callback(tmp_path: Path) -> None:
+    finding = found(tmp_path, FakeRun(phases=phases(callbacks=65_000_000)))["callback_bound"]
+    assert finding.sentence == "The callback TQDMProgressBar.on_train_batch_end takes 78% of each step."
+
+
+def test_our_own_callback_is_profiler_overhead(tmp_path: Path) -> None:
+    row = action("[Callback]MemProfilerCallback.on_train_batch_end", 65_000_000, "callbacks")
+    assert "callback_bound" not in found(tmp_path, FakeRun(phases=phases(callbacks=65_000_000)), row)
+
+
+@pytest.mark.parametrize(("callbacks", "step"), [(100_000, {}), (1_500_000, {"forward": 0, "backward": 0})])
+def test_cheap_callbacks_are_no_finding(tmp_path: Path, callbacks: int, step: dict[str, int]) -> None:
+    row = action("[Callback]TQDMProgressBar.on_train_batch_end", callbacks, "callbacks")
+    assert "callback_bound" not in found(tmp_path, FakeRun(phases=phases(callbacks=callbacks, **step)), row)
+
+
+def test_a_slow_hook_of_the_module_is_named(tmp_path: Path) -> None:
+    row = action("[LightningModule]LitGPT.on_train_batch_end", 25_000_000)
+    findings = found(tmp_path, FakeRun(phases=phases(other=26_000_000)), row)
+    assert "LitGPT.on_train_batch_end of the module takes 57%" in findings["hook_bound"].sentence
+    assert "between_steps" not in findings
+
+
+@pytest.mark.parametrize(
+    ("name", "phase", "rule", "fix"),
+    [
+        ("run_validation", "other", "validation_bound", "val_check_interval"),
+        ("save_checkpoint", "callbacks", "checkpoint_bound", "every_n_train_steps"),
+        ("[Logger]JsonLogger.log_metrics", "other", "logging_bound", "log_every_n_steps"),
+    ],
+)
+def test_what_runs_every_tenth_step_counts_with_its_share_of_all_steps(
+    tmp_path: Path, name: str, phase: str, rule: str, fix: str
+) -> None:
+    row = action(name, 10_000_000, phase, count=3)
+    finding = found(tmp_path, FakeRun(phases=phases(**{phase: 10_500_000})), row)[rule]
+    assert finding.severity is Severity.WARNING
+    assert finding.numbers["share"] == pytest.approx(10 / 28, rel=0.05)
+    assert "every 10 steps, 96.7 ms each time" in finding.why
+    assert fix in finding.next_steps[0]
+
+
+def test_a_single_checkpoint_of_a_run_is_information(tmp_path: Path) -> None:
+    row = action("save_checkpoint", 10_000_000, "callbacks", count=1)
+    finding = found(tmp_path, FakeRun(phases=phases(callbacks=10_500_000)), row)["checkpoint_bound"]
+    assert finding.severity is Severity.INFO
+
+
+def test_time_outside_all_actions_is_found_and_recovers_at_most_that_time(tmp_path: Path) -> None:
+    finding = found(tmp_path, FakeRun(phases=phases(other=30_000_000)))["between_steps"]
+    assert "63% of step time is outside the tracked phases" in finding.sentence
+    assert finding.recovers is not None
+    assert finding.recovers.most < 30_000_000
+
+
+def test_gc_pauses_of_any_phase_are_one_finding(tmp_path: Path) -> None:
+    rows = [action("gc_pause", 3_000_000, phase) for phase in ("forward", "backward")]
+    finding = found(tmp_path, FakeRun(), *rows)["garbage"]
+    assert finding.numbers["garbage_ns"] == pytest.approx(6_000_000)
+    assert finding.numbers["count_per_step"] == pytest.approx(2)
+    assert "gc.freeze()" in finding.next_steps[0]
+
+
+def test_the_rank_that_waits_most_is_named(tmp_path: Path) -> None:
+    fake = FakeRun(world_size=3, phases=lambda rank, _: {**HEALTHY, "data_wait": rank * 5_000_000})
+    finding = found(tmp_path, fake)["input_bound"]
+    assert finding.numbers["rank"] == 2
+    assert " on rank 2" in finding.sentence
+
+
+def test_a_finding_that_recovers_more_comes_first(tmp_path: Path) -> None:
+    rows = [
+        action("[Callback]Slow.on_train_batch_end", 8_000_000, "callbacks"),
+        action("[LightningModule]Net.on_train_batch_end", 20_000_000),
+    ]
+    findings = found(tmp_path, FakeRun(phases=phases(callbacks=8_000_000, other=20_000_000)), *rows)
+    assert list(findings)[:2] == ["hook_bound", "callback_bound"]
