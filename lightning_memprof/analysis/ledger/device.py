@@ -372,7 +372,7 @@ def _add_idle(lines: _Lines, host: _Host, work: _Work) -> None:
         host.module[launch],
         host.operator[launch],
         ns=spent,
-        longest=columns.ends[launch] - columns.starts[launch],
+        longest=np.maximum(spent, columns.ends[launch] - columns.starts[launch]),
     )
     queue = _PARTS.index("idle_queue")
     lines.add(queue, _NONE, host.module[launch], host.operator[launch], ns=queued, longest=queued)

@@ -296,5 +296,6 @@ def test_the_lines_sum_to_the_steps_whatever_the_trace_has(made):
     whole = found.step_ns * found.steps
     assert sum(round(line.ns * found.steps) for line in found.lines) == round(whole)
     assert all(line.ns > 0 for line in found.lines)
+    assert all(line.ns <= line.count * (line.longest_ns or 0) + 1e-6 for line in found.lines)
     if steps:
         assert whole == pytest.approx(max(step.end for step in steps) - steps[0].start)

@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kineto import Made, event_fields, write_trace
 from lightning_memprof.analysis.trace.model import HostOperators
+from lightning_memprof.analysis.trace.operators import TableOptions, operator_table
 from lightning_memprof.analysis.trace.report import trace_report
+from lightning_memprof.analysis.trace.threads import read_lanes
 
 
 def range_of(name: str, start: int, end: int) -> Made:
@@ -93,3 +97,20 @@ def test_without_steps_without_operators_or_with_a_device_it_says_nothing(tmp_pa
     assert found(tmp_path, step(3, 0, 100), Made("aten::add", 200, 205)) is None
     assert found(tmp_path, step(3, 0, 100), Made("aten::add", 5, 5)) is None
     assert found(tmp_path, *one_step(3, 1_000), Made("add", 1_050, 1_060, cat="kernel", thread=20)) is None
+
+
+@pytest.mark.parametrize("zero", [0, 5, 50, 95, 100])
+@pytest.mark.parametrize("child", [(0, 90), (5, 95), (10, 100)])
+def test_a_child_without_length_takes_no_self_time_in_report_export_table_and_ledger(zero, child, tmp_path):
+    made = [Made("parent", 0, 100), Made("zero", zero, zero), Made("child", child[0], child[1])]
+    path = write_trace(tmp_path / "zero.pt.trace.json", [event_fields(event) for event in made])
+    report = trace_report(path)
+    wanted = {"parent": 10_000, "child": 90_000}
+    assert {row.name: row.self_ns for row in report.operators if row.self_ns} == wanted
+    assert {stack[-1]: ns for stack, ns in read_lanes(path).self_times().items()} == wanted
+    assert report.host_ledger is not None
+    assert {line.operator: line.ns for line in report.host_ledger.lines if line.ns} == wanted
+    table = {
+        row.split()[0]: row.split()[2] for row in operator_table([path], TableOptions()).splitlines() if "us" in row
+    }
+    assert (table["parent"], table["child"]) == ("10.000us", "90.000us")
