@@ -6,7 +6,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from lightning_memprof.artifacts.series import SavedTensorsRow
@@ -28,6 +28,7 @@ __all__ = [
     "patterns",
     "read_saved_steps",
     "repeated_blocks",
+    "within_forward",
 ]
 
 SAVED_TENSORS: Final = "saved_tensors"
@@ -249,6 +250,25 @@ def checkpointing(
             )
         )
     return tuple(sorted(groups, key=lambda group: (-group.saved_bytes, group.name)))
+
+
+def within_forward(groups: Iterable[CheckpointedGroup], forward_ns: int | None) -> tuple[CheckpointedGroup, ...]:
+    """Return the groups with recompute times of at most a step's forward: hooks lengthen forwards in recorded steps.
+
+    Args:
+        groups: the estimates.
+        forward_ns: mean forward of steps that were not recorded; None if unknown.
+    """
+    return tuple(_within(group, forward_ns) for group in groups)
+
+
+def _within(group: CheckpointedGroup, forward_ns: int | None) -> CheckpointedGroup:
+    ns = group.recompute_ns
+    if ns is None or forward_ns is None or ns <= forward_ns:
+        return group
+    part = forward_ns / ns
+    blocks = tuple(replace(block, recompute_ns=round((block.recompute_ns or 0) * part)) for block in group.blocks)
+    return replace(group, blocks=blocks, recompute_ns=forward_ns)
 
 
 def repeated_blocks(names: Iterable[str], parameters: Mapping[str, int]) -> dict[str, tuple[str, ...]]:

@@ -16,6 +16,7 @@ from lightning_memprof.analysis.memory.activations import (
     StepEnd,
     checkpointing,
     read_saved_steps,
+    within_forward,
 )
 from lightning_memprof.analysis.memory.functions import FUNCTIONS, FunctionReport, function_memory
 from lightning_memprof.analysis.run.problems import Note, Problem
@@ -228,6 +229,13 @@ def _last_windows(rank: Rank, max_bytes: int) -> Rank:
     return rank
 
 
+def _forward_ns(rank: Rank) -> int | None:
+    """Return the mean forward of the typical steps, None if it was not measured."""
+    steps = rank.typical_steps.steps if rank.typical_steps is not None else ()
+    known = [ns for _, _, breakdown in steps if (ns := breakdown["forward"]) is not None]
+    return round(sum(known) / len(known)) if known else None
+
+
 def _rank_memory(run: Run, rank: Rank, allocations: tuple[WindowAllocations, ...]) -> tuple[RankMemory, list[Problem]]:
     saved = read_saved_steps(rank)
     tracked, damage = _tracked_peak(rank)
@@ -253,7 +261,7 @@ def _rank_memory(run: Run, rank: Rank, allocations: tuple[WindowAllocations, ...
         peak=peak,
         activations=activations,
         steps=_steps(saved),
-        checkpointing=trade,
+        checkpointing=within_forward(trade, _forward_ns(rank)),
         functions=functions,
         allocations=allocations,
         reasons=reasons,

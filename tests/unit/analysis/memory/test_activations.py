@@ -14,6 +14,7 @@ from lightning_memprof.analysis.memory.activations import (
     patterns,
     read_saved_steps,
     repeated_blocks,
+    within_forward,
 )
 from lightning_memprof.analysis.memory.report import memory_report
 from lightning_memprof.analysis.run.load import load_run
@@ -51,6 +52,18 @@ def test_time_is_the_median_over_steps_of_the_sum_of_a_steps_forwards() -> None:
     (group,) = checkpointing(steps[0], [*steps, steps[1]], {})
     # Step 1 has two backwards: 40. The median of 10, 40 and 90 is 40.
     assert [block.recompute_ns for block in group.blocks] == [40, 40]
+
+
+@pytest.mark.parametrize(
+    ("forward_ns", "recomputed"), [(20, [10, 10]), (39, [20, 20]), (40, [20, 20]), (None, [20, 20])]
+)
+def test_recomputation_takes_no_longer_than_the_forward_of_unrecorded_steps(
+    forward_ns: int | None, recomputed: list[int]
+) -> None:
+    recorded = backward({"x.0.a": (9, 1, 1), "x.1.a": (9, 1, 1), "x.0": (9, 20, 1), "x.1": (9, 20, 1)})
+    (group,) = within_forward(checkpointing(recorded, [recorded], {}), forward_ns)
+    assert [block.recompute_ns for block in group.blocks] == recomputed
+    assert group.recompute_ns == min(40, forward_ns or 40)
 
 
 def test_a_time_that_is_unknown_makes_the_sum_unknown_and_not_less() -> None:
