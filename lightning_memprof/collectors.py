@@ -1,6 +1,7 @@
 """The collectors, their options, and the type of a window for collectors of your own.
 
-``lightning_memprof.Collector`` is the base class.
+``lightning_memprof.Collector`` is the base class; ``MemProfilerCallback(collectors=["default", MyCollector()])`` adds a
+collector to the default set.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ ONE_IMPORTER = {
     "capture/tracker/path_tracker.py": "subclass of torch's private ModTracker",
     "capture/tracker/sharded_tracker.py": "imports torch's FSDP classes, which are loaded when they are used",
     "demo/train.py": "imports torch; the command line does not",
-    "integration/context.py": "building a run context is apart from living",
+    "integration/context.py": "reads the Trainer; the attachment is the life of a run",
     "integration/curves.py": "curves through loggers, a feature of its own",
     "report/export/memory_viz.py": "one format per module",
     "report/export/stacks.py": "one format per module",

@@ -1,4 +1,4 @@
-"""Files that are safe to open and to replace: plain ones only, and never through a link of somebody else's."""
+"""Opening and replacing files safely: regular files only, and never through a link that another user left."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def url_path(url: str) -> str | None:
 
 
 def check_url(url: str) -> None:
-    """Refuse a URL that nothing here can write to; does not ask the network.
+    """Refuse a URL without a file system that can write it; does not use the network.
 
     Raises:
         ConfigError: fsspec does not know the protocol, its package is not installed, or the URL contains a password.
@@ -163,7 +163,7 @@ def claim_remote(remote: Remote) -> int:
 
 
 def claim_url(url: str, patience_s: float = _CLAIM_SECONDS) -> int:
-    """Claim a run directory at a URL, as :func:`claim_remote` does, in a process that can be given up.
+    """Claim a run directory at a URL, as :func:`claim_remote` does, in a process that can be abandoned.
 
     Only ``memory://`` is claimed here: no other process sees it.
 

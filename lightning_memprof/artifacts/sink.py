@@ -160,7 +160,7 @@ class Sink:
         self._listed(artifact)
 
     def write_text(self, artifact: ArtifactSpec, text: str) -> None:
-        """Write a whole file as UTF-8; see :meth:`file`."""
+        """Write a file as UTF-8; see :meth:`file`."""
         with self.file(artifact) as temporary:
             temporary.write_text(text, encoding="utf-8")
 
@@ -187,7 +187,7 @@ class Sink:
                 self.write_rows(window, collector, rows)
 
     def write_rows(self, window: Window, collector: str, rows: Sequence[SeriesRow | Mapping[str, Any]]) -> None:
-        """Write whole rows as the collector's series of this window, and pass their columns to ``on_series``."""
+        """Write rows as the collector's series of this window, and pass their columns to ``on_series``."""
         columns = [columns_of(row) if isinstance(row, SeriesRow) else row for row in rows]
         path = self.place.directory / series_path(window.index, self.rank, collector)
         artifact = ArtifactSpec(path=path, type="series", collector=collector, window=window.index)

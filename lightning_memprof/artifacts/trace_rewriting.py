@@ -129,7 +129,7 @@ def original_categories(text: bytes) -> bytes:
 
 
 def _pieces(source: IO[bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Yield whole events, and whether they are the last; the header before the first event is a piece or begins one."""
+    """Yield complete events, and whether they are the last; the header is a piece of its own or begins one."""
     rest = b""
     while data := source.read(_CHUNK):
         rest += data

@@ -40,8 +40,8 @@ REPORT_VARIABLE: Final = "LIGHTNING_MEMPROF_REPORT"
 # Enough steps for a typical step time; each costs a third of a microsecond.
 _LAST_STEPS: Final = 512
 _TABLE_SECONDS: Final = 300
-# The process has none of our pipes, which a caller would wait for, and no terminal, whose Ctrl-C is not for it. The
-# shell ends at once: the process has no parent here, may outlive the training, and leaves no zombie.
+# Without our pipes, whose end a caller waits for, and without the terminal, whose Ctrl-C is not for this process. The
+# shell exits at once: the process is not our child, may outlive the training, and leaves no zombie.
 _DETACHED: Final = '"$@" </dev/null >/dev/null 2>&1 &'
 _START_SECONDS: Final = 5
 

@@ -178,7 +178,7 @@ def peak_flops(trainer: Trainer) -> float | None:
         return None
     try:
         with warnings.catch_warnings():
-            # It warns about an unknown device; the report says so.
+            # It warns about an unknown device, which the report shows.
             warnings.simplefilter("ignore")
             peak = get_available_flops(trainer.strategy.root_device, dtype)
     except Exception:  # noqa: BLE001 a missing precision raises various errors, and the run continues without the figure

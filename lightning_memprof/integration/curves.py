@@ -229,7 +229,7 @@ class _Axis:
 
 
 class _Maxima:
-    """The maxima since they were last taken."""
+    """Maxima since the last :meth:`take`."""
 
     def __init__(self, group: str) -> None:
         self._group = group

@@ -147,7 +147,7 @@ class TensorFeed:
 
 
 def _is_idle(profiler: Any, name: str) -> bool:
-    """Return whether the profiler's own method is declared to do nothing; asked before it is wrapped."""
+    """Return whether the profiler's own method is declared to do nothing; call it before wrapping."""
     declared = name not in vars(profiler) and getattr(type(profiler), "idle_actions", False)
     return declared or (
         type(profiler).__name__ == "PassThroughProfiler" and type(profiler).__module__.endswith(".base")

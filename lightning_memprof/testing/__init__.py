@@ -1,4 +1,4 @@
-"""A collector for tests: it records the calls that it gets, and fails where a test wants it to."""
+"""A collector for tests, which records its calls and fails on request."""
 
 from __future__ import annotations
 
