@@ -61,20 +61,19 @@ def check_url(url: str) -> None:
     from fsspec import get_filesystem_class
 
     if has_password(url):
-        msg = (
+        raise ConfigError(
             f"{without_password(url)}: has a password, a key or a token, which would appear in the run's files and in "
             "the list of processes; give it by the environment or by fsspec's configuration"
         )
-        raise ConfigError(msg)
     protocol = protocol_of(url).partition("::")[0]
     try:
         get_filesystem_class(protocol)
     except (ImportError, ValueError) as error:
-        msg = f"{url}: {error}; install fsspec's package for {protocol}://, or use a local directory"
-        raise ConfigError(msg) from error
+        raise ConfigError(
+            f"{url}: {error}; install fsspec's package for {protocol}://, or use a local directory"
+        ) from error
     if not url.partition("://")[2].strip("/"):
-        msg = f"{url}: has no path; add one, as in {protocol}://bucket/runs"
-        raise ConfigError(msg)
+        raise ConfigError(f"{url}: has no path; add one, as in {protocol}://bucket/runs")
 
 
 class Remote:
@@ -153,8 +152,9 @@ def claim_remote(remote: Remote) -> int:
         except Exception as error:
             if wait_s is None:
                 reason = f"{type(error).__name__}: {error}"
-                msg = f"{remote.url}: cannot be written ({reason}); check the URL and its credentials"
-                raise ArtifactError(msg) from error
+                raise ArtifactError(
+                    f"{remote.url}: cannot be written ({reason}); check the URL and its credentials"
+                ) from error
             log.debug("failed, trying again in %s s: %s", wait_s, error)
             time.sleep(wait_s)
         else:
@@ -188,11 +188,13 @@ def claim_url(url: str, patience_s: float = _CLAIM_SECONDS) -> int:
         )  # fmt: skip
         answer: dict[str, Any] = json.loads(done.stdout)
     except subprocess.TimeoutExpired as error:
-        msg = f"{url}: cannot be written (no answer in {patience_s:g} s); check the URL and its network"
-        raise ArtifactError(msg) from error
+        raise ArtifactError(
+            f"{url}: cannot be written (no answer in {patience_s:g} s); check the URL and its network"
+        ) from error
     except (OSError, ValueError) as error:
-        msg = f"{url}: cannot be written (its process died); check the URL and its credentials"
-        raise ArtifactError(msg) from error
+        raise ArtifactError(
+            f"{url}: cannot be written (its process died); check the URL and its credentials"
+        ) from error
     if "error" in answer:
         raise ArtifactError(answer["error"])
     return int(answer["number"])

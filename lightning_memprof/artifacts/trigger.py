@@ -90,11 +90,10 @@ def check_private(directory: Path) -> None:
     """
     mode = directory.stat().st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        msg = (
+        raise ArtifactError(
             f"{directory}: every user may write into it (mode {stat.S_IMODE(mode):04o}), so no file there is taken for "
             f"a request; chmod o-w {directory}, or send SIGUSR2 to the ranks"
         )
-        raise ArtifactError(msg)
 
 
 def write_request(directory: Path, request: Request) -> None:
@@ -185,8 +184,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        msg = f"{path}: cannot be read ({error.strerror})"
-        raise ArtifactError(msg) from error
+        raise ArtifactError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise _damaged(path) from error
     if not isinstance(row, dict):
@@ -210,10 +208,9 @@ def _content(path: Path) -> bytes:
             raise _damaged(path)
         trains = path.parent.stat().st_uid
         if status.st_uid not in {os.geteuid(), trains, _ROOT}:
-            msg = (
+            raise ArtifactError(
                 f"{path}: belongs to user {status.st_uid}; only user {trains}, who trains, and root may ask: remove it"
             )
-            raise ArtifactError(msg)
         return file.read(_MOST_BYTES) or b""
 
 

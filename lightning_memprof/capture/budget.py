@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
@@ -12,11 +11,8 @@ from lightning_memprof.units import format_bytes
 
 if TYPE_CHECKING:
     from lightning_memprof.capture.base import RunContext
-    from lightning_memprof.schedule import Window
 
-__all__ = ["Budget", "Export", "Ledger", "TraceLevel", "charge_trace", "plan_trace", "remove_old_windows"]
-
-log = logging.getLogger(__name__)
+__all__ = ["Budget", "Export", "Ledger", "TraceLevel", "remove_old_windows"]
 
 # Viewers that load a whole trace fail between 200 MB and 600 MB of JSON.
 _LARGE_BYTES: Final = 400_000_000
@@ -241,32 +237,6 @@ def _size_warning(export: Export) -> str | None:
     )
 
 
-def plan_trace(run: RunContext, window: Window) -> TraceLevel:
-    """Return the contents of this window's trace, and note in the manifest if they are less than before."""
-    ledger = run.ledger
-    before = ledger.level
-    if (reason := ledger.tighten()) is not None:
-        level = ledger.level
-        named = "no_stack" if before.stack != level.stack else "no_shapes" if before.shapes != level.shapes else None
-        run.sink.manifest.append(
-            "budget",
-            window=window.index,
-            level=named or "active_steps",
-            active_steps=level.active_steps,
-            reason=reason,
-        )
-        log.info("window %d: the trace has %s, because %s", window.index, _less(named, level), reason)
-    return ledger.level
-
-
-def charge_trace(run: RunContext, export: Export) -> None:
-    """Add the cost of a trace, and warn if it is dangerous."""
-    run.sink.manifest.append("export", window=export.window, seconds=round(export.seconds, 6), bytes=export.bytes)
-    for message in run.ledger.charge(export):
-        run.sink.manifest.append("note", collector="operator_trace", message=message)
-        log.warning("rank %d: %s", run.rank, message)
-
-
 def remove_old_windows(run: RunContext, newest: int) -> None:
     """Remove the files of all windows but the last ``keep_windows`` up to ``newest``; never raises."""
     keep = run.ledger.budget.keep_windows
@@ -279,9 +249,3 @@ def remove_old_windows(run: RunContext, newest: int) -> None:
             run.ledger.removed(window)
     except Exception as error:  # noqa: BLE001 nobody hears what a background thread raises
         run.faults.report("keep_windows", "write", newest, error)
-
-
-def _less(named: str | None, level: TraceLevel) -> str:
-    if named is not None:
-        return "no Python stacks" if named == "no_stack" else "no input shapes"
-    return f"{level.active_steps} active step{'' if level.active_steps == 1 else 's'}"

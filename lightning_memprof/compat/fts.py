@@ -104,8 +104,9 @@ class MemProfilerFuncs:
         for option in self.__dataclass_fields__:
             value = getattr(self, option)
             if isinstance(value, str) or not all(isinstance(name, str) and name.isidentifier() for name in value):
-                msg = f"collect_funcs.{option}={value!r}: must be a set of method names, as in {{'training_step'}}"
-                raise ConfigError(msg)
+                raise ConfigError(
+                    f"collect_funcs.{option}={value!r}: must be a set of method names, as in {{'training_step'}}"
+                )
             object.__setattr__(self, option, set(value))
 
 
@@ -125,14 +126,12 @@ class MemProfilerSchedule:
     def __post_init__(self) -> None:
         """Refuse a range that records nothing."""
         if isinstance(self.warmup_iters, bool) or self.warmup_iters < 0:
-            msg = f"schedule.warmup_iters={self.warmup_iters!r}: must be an integer of at least 0"
-            raise ConfigError(msg)
+            raise ConfigError(f"schedule.warmup_iters={self.warmup_iters!r}: must be an integer of at least 0")
         if self.last <= self.warmup_iters:
-            msg = (
+            raise ConfigError(
                 f"schedule.max_iter={self.max_iter!r}: the last recorded call must be after "
                 f"warmup_iters={self.warmup_iters}; omit it to record one call"
             )
-            raise ConfigError(msg)
 
     @property
     def last(self) -> int:
@@ -296,8 +295,7 @@ def _fsdp_memory(cfg: MemProfilerCfg) -> FSDPMemory | None:
             root_module=cfg.fsdp_mem_tracker_root_module,
         )
     except ConfigError as error:
-        msg = f"memprofiler_cfg, fsdp_mem_track_module_depth or fsdp_mem_tracker_units: {error}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"memprofiler_cfg, fsdp_mem_track_module_depth or fsdp_mem_tracker_units: {error}") from error
 
 
 class BuiltIn(Enum):
@@ -325,8 +323,7 @@ def resolve(hook: str | Callable[..., Any]) -> Callable[..., Any] | BuiltIn:
         return BuiltIn(last)
     found = _imported(hook) if isinstance(hook, str) else hook
     if not callable(found):
-        msg = f"memprofiler_cfg names {hook!r}: it is {type(found).__name__}, but must be a function"
-        raise ConfigError(msg)
+        raise ConfigError(f"memprofiler_cfg names {hook!r}: it is {type(found).__name__}, but must be a function")
     return found
 
 
@@ -335,11 +332,10 @@ def _imported(name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except Exception as error:
-        msg = (
+        raise ConfigError(
             f"memprofiler_cfg names {name!r}, which cannot be imported ({type(error).__name__}: {error}); "
             "use the dotted name of a function, as in 'package.module.function'"
-        )
-        raise ConfigError(msg) from error
+        ) from error
 
 
 def reset_attributes(model: nn.Module, names: Sequence[str]) -> None:
@@ -364,8 +360,7 @@ def saved_tensors_pair(
 
     """
     if isinstance(funcs, str) or len(funcs) != 2:
-        msg = f"saved_tensors_funcs={funcs!r}: must be a pack and an unpack function"
-        raise ConfigError(msg)
+        raise ConfigError(f"saved_tensors_funcs={funcs!r}: must be a pack and an unpack function")
     pack, unpack = (resolve(function) for function in funcs)
     if isinstance(pack, BuiltIn) and isinstance(unpack, BuiltIn):
         return None
@@ -390,8 +385,7 @@ class MemProfiler(MemProfilerCallback):
 
     def __init__(self, memprofiler_cfg: MemProfilerCfg) -> None:
         if not isinstance(memprofiler_cfg, MemProfilerCfg):
-            msg = f"memprofiler_cfg={memprofiler_cfg!r}: must be a MemProfilerCfg"
-            raise ConfigError(msg)
+            raise ConfigError(f"memprofiler_cfg={memprofiler_cfg!r}: must be a MemProfilerCfg")
         self.memprofiler_cfg = memprofiler_cfg
         if memprofiler_cfg.enabled:
             super().__init__(

@@ -120,8 +120,9 @@ def write_operator_table(run: RunContext, options: TableOptions) -> Path | None:
             timeout=_TABLE_SECONDS,
         )
     except subprocess.CalledProcessError as error:
-        msg = f"the operator table could not be made: {error.stderr.strip()}; `lightning-memprof show` makes it"
-        raise ReportError(msg) from error
+        raise ReportError(
+            f"the operator table could not be made: {error.stderr.strip()}; `lightning-memprof show` makes it"
+        ) from error
     run.sink.list_artifact(ArtifactSpec(path=table, type="table", collector="operator_trace"))
     return table
 

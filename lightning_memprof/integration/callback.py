@@ -100,8 +100,7 @@ class MemProfilerCallback(Adapter):
         """Return the settings; the profiler adds its collectors."""
         others = [other for other in trainer.callbacks if isinstance(other, MemProfilerCallback)]  # type: ignore[attr-defined]
         if len([other for other in others if not other.steps_aside(trainer)]) > 1:
-            msg = "the Trainer has more than one MemProfilerCallback; give it one, with all collectors"
-            raise ConfigError(msg)
+            raise ConfigError("the Trainer has more than one MemProfilerCallback; give it one, with all collectors")
         profiler = trainer.profiler  # type: ignore[attr-defined]
         extended = profiler if isinstance(profiler, ExtendedPyTorchProfiler) else None
         settings = Settings(

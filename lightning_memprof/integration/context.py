@@ -106,8 +106,7 @@ def available_collectors(run: RunContext, trainer: Trainer, settings: Settings) 
     # A collector for the fit must not stop the test after it.
     wrong = [(collector, why) for collector, asked, why in missing if asked and why != no_training_step(run)]
     if refused := [f"{type(collector).__name__} ({why})" for collector, why in wrong]:
-        msg = f"not available in this run: {', '.join(refused)}; remove it from `collectors`"
-        raise ConfigError(msg)
+        raise ConfigError(f"not available in this run: {', '.join(refused)}; remove it from `collectors`")
     for collector, _, reason in missing:
         manifest.append("unavailable", collector=collector.name, reason=reason)
         if trainer.is_global_zero:

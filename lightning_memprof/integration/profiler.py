@@ -112,8 +112,7 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
         )
         # YAML passes every default: a value that equals its default counts as unset.
         if schedule_cfg is not None and schedule != _DEFAULT_SCHEDULE:
-            msg = "schedule and schedule_cfg are two names of the same option; use one"
-            raise ConfigError(msg)
+            raise ConfigError("schedule and schedule_cfg are two names of the same option; use one")
         self._chosen_schedule = parse_schedule(schedule if schedule_cfg is None else schedule_cfg)
         self._ranks = check_ranks(ranks)
         self._trace = self._operator_trace(profiler_kwargs)

@@ -93,14 +93,13 @@ class OutputOptions:
     def __post_init__(self) -> None:
         """Check the values."""
         if self.on_error not in ("warn", "raise"):
-            msg = f"OutputOptions(on_error={self.on_error!r}): must be 'warn' or 'raise'"
-            raise ConfigError(msg)
+            raise ConfigError(f"OutputOptions(on_error={self.on_error!r}): must be 'warn' or 'raise'")
         if self.dirpath is not None and not isinstance(self.dirpath, str | os.PathLike):
-            msg = f"OutputOptions(dirpath={self.dirpath!r}): must be a path or a URL"
-            raise ConfigError(msg)
+            raise ConfigError(f"OutputOptions(dirpath={self.dirpath!r}): must be a path or a URL")
         if isinstance(self.dirpath, Path) and _MANGLED.match(str(self.dirpath)):
-            msg = f"OutputOptions(dirpath={self.dirpath!r}): a Path drops one '/' of a URL; give the URL as a string"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"OutputOptions(dirpath={self.dirpath!r}): a Path drops one '/' of a URL; give the URL as a string"
+            )
         if isinstance(self.dirpath, str) and is_url(self.dirpath):
             check_url(self.dirpath)
 
@@ -162,23 +161,21 @@ def check_collectors(asked: Any) -> Sequence[Choice] | None:
     if asked is None:
         return None
     if not isinstance(asked, (list, tuple)):
-        msg = f"collectors={asked!r}: must be a list, as in collectors=[...], or None"
-        raise ConfigError(msg)
+        raise ConfigError(f"collectors={asked!r}: must be a list, as in collectors=[...], or None")
     names: list[str] = []
     for entry in asked:
         if not isinstance(entry, Collector) and entry != DEFAULT:
-            msg = (
+            raise ConfigError(
                 f"collectors contains {entry!r}: must be {DEFAULT!r} or a Collector, as in [{DEFAULT!r}, MyCollector()]"
             )
-            raise ConfigError(msg)
         name = getattr(entry, "name", None) if isinstance(entry, Collector) else DEFAULT
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            msg = f"{type(entry).__name__}.name = {name!r}: must be 1 to 64 of letters, digits, '_' and '-'"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"{type(entry).__name__}.name = {name!r}: must be 1 to 64 of letters, digits, '_' and '-'"
+            )
         names.append(name)
     if twice := {name for name in names if names.count(name) > 1}:
-        msg = f"collectors contains {', '.join(sorted(twice))} more than once; keep one"
-        raise ConfigError(msg)
+        raise ConfigError(f"collectors contains {', '.join(sorted(twice))} more than once; keep one")
     return list(asked)
 
 
@@ -227,14 +224,13 @@ def parse_schedule(value: Any) -> StageSchedules | Callable[[int], Action]:
         try:
             first = value(0)
         except Exception as error:
-            msg = f"schedule={value!r}: fails for step 0 ({type(error).__name__}: {error})"
-            raise ConfigError(msg) from error
+            raise ConfigError(f"schedule={value!r}: fails for step 0 ({type(error).__name__}: {error})") from error
         if not isinstance(first, (Action, torch.profiler.ProfilerAction)):
-            msg = f"schedule={value!r}: returns {first!r}, a torch.profiler.ProfilerAction is expected"
-            raise ConfigError(msg)
+            raise ConfigError(f"schedule={value!r}: returns {first!r}, a torch.profiler.ProfilerAction is expected")
         return _UserFunction(value)
-    msg = f"schedule={value!r}: must be a Schedule, a mapping of its fields, StageSchedules, or a function of the step"
-    raise ConfigError(msg)
+    raise ConfigError(
+        f"schedule={value!r}: must be a Schedule, a mapping of its fields, StageSchedules, or a function of the step"
+    )
 
 
 def schedule_of(parsed: StageSchedules | Callable[[int], Action], stage: str) -> Callable[[int], Action]:
@@ -265,8 +261,9 @@ def _from_mapping(value: Mapping[str, Any]) -> StageSchedules | Schedule:
         return Schedule(**value)
     except TypeError as error:
         fields, stages = ", ".join(Schedule.__dataclass_fields__), ", ".join(StageSchedules.__dataclass_fields__)
-        msg = f"schedule={value!r}: {error}; its fields are {fields}, or each stage has its own under {stages}"
-        raise ConfigError(msg) from error
+        raise ConfigError(
+            f"schedule={value!r}: {error}; its fields are {fields}, or each stage has its own under {stages}"
+        ) from error
 
 
 def check_ranks(ranks: Any) -> Any:
@@ -286,16 +283,14 @@ def check_ranks(ranks: Any) -> Any:
         good = True
         for rank in ranks:
             if type(rank) is not int or rank < 0:
-                msg = f"ranks={ranks!r}: {rank!r} is not a global rank; use integers from 0, or 'all'"
-                raise ConfigError(msg)
+                raise ConfigError(f"ranks={ranks!r}: {rank!r} is not a global rank; use integers from 0, or 'all'")
     else:
         good = ranks in (None, "all", "none") or _is_count(ranks)
     if not good:
-        msg = (
+        raise ConfigError(
             f"ranks={ranks!r}: must be 'all', 'none', a list of global ranks, a count of at least 1, "
             "{'every': N} with N of at least 1, or None"
         )
-        raise ConfigError(msg)
     return ranks
 
 

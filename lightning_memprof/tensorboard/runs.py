@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from lightning_memprof.artifacts.manifest import EndRow
-    from lightning_memprof.report.document import Part
+    from lightning_memprof.report.document import Document, Part
 
 __all__ = ["FoundRun", "LiveRuns", "RunList", "revision"]
 
@@ -201,7 +201,7 @@ class LiveRuns:
             if not follower.ranks:
                 return {"parts": []}
             watched = Watched(name=found.label, follower=follower, findings=(), now_ns=time.time_ns())
-            return {"parts": [_part(part) for section in live_document(watched).sections for part in section.parts]}
+            return {"parts": list(_parts(live_document(watched)))}
 
 
 class _Walk:
@@ -312,6 +312,13 @@ def _windows(manifest: Manifest) -> list[dict[str, Any]]:
         planned = found.get(index, {}).get("steps") if not steps else None
         found[index] = {"index": index, "steps": planned or list(steps), "closed": closed}
     return [found[index] for index in sorted(found)]
+
+
+def _parts(document: Document) -> Iterator[dict[str, Any]]:
+    for section in document.sections:
+        if section.lead:
+            yield {"part": "lines", "rows": [["", words_text(section.lead), ""]]}
+        yield from map(_part, section.parts)
 
 
 def _part(part: Part) -> dict[str, Any]:

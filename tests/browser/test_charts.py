@@ -91,7 +91,7 @@ def one_block(stack: str) -> BlockLives:
 
 
 def shown_memory(lives: BlockLives, where: str = "window 0 of rank 0") -> Chart:
-    chart = memory_chart(lives, ("memory", "memory"), where)
+    chart = memory_chart(lives, "memory", where)
     assert chart is not None
     return chart
 
@@ -133,7 +133,7 @@ def test_a_hundred_thousand_blocks_are_drawn_within_two_seconds(open_charts: Ope
 
 
 def test_names_of_the_program_are_text_and_nothing_else(open_charts: Open):
-    held = holders_chart([((HOSTILE, HOSTILE), 1024, 1)], ("holders", "memory"), HOSTILE)
+    held = holders_chart([((HOSTILE, HOSTILE), 1024, 1)], "holders", HOSTILE)
     assert held is not None
     page = open_charts(shown_memory(one_block(HOSTILE), HOSTILE), held)
     assert HOSTILE in tip(page, "memory", 0.75)
@@ -162,7 +162,7 @@ def test_a_label_of_the_flame_graph_stays_in_its_rectangle(open_charts: Open, wi
     names = ("addmm", "gelu", "WWWWWWWWWWWWWWWWWWWW", "iiiiiiiiiiiiiiiiiiii", "scaled_dot_product_attention")
     held = holders_chart(
         ((("model", f"{place} {name}"), 700 * (1 + place % 7), 1) for place, name in enumerate(names * 2)),
-        ("holders", "memory"),
+        "holders",
         "window 0",
     )
     assert held is not None

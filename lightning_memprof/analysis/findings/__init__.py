@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.bound import nothing_found, nothing_in_files, python_loop
-from lightning_memprof.analysis.findings.communication import communication_exposed, memory_imbalance, straggler
+from lightning_memprof.analysis.findings.communication import (
+    communication_exposed,
+    memory_imbalance,
+    straggler,
+    straggler_trace,
+)
 from lightning_memprof.analysis.findings.compute import (
     anomaly_detection,
     dense_embedding,
@@ -93,6 +98,7 @@ TRACE_RULES: Final[tuple[Callable[[TraceReport], list[Finding]], ...]] = (
     many_small_operators,
     recording_overhead,
 )
+RULES_OF_ALL_TRACES: Final[tuple[Callable[[Sequence[TraceReport]], list[Finding]], ...]] = (straggler_trace,)
 SNAPSHOT_RULES: Final[tuple[Callable[[SnapshotReport, DeviceReport], Finding | None], ...]] = (
     failed_request,
     allocator_churn,
@@ -102,7 +108,11 @@ SNAPSHOT_RULES: Final[tuple[Callable[[SnapshotReport, DeviceReport], Finding | N
     peak_holder,
 )
 # A run's rule sees more steps than its trace or snapshot: the same fault is reported once.
-SAME_FAULT: Final[Mapping[str, str]] = {"input_bound_trace": "input_bound", "failed_request": "out_of_memory"}
+SAME_FAULT: Final[Mapping[str, str]] = {
+    "input_bound_trace": "input_bound",
+    "straggler_trace": "straggler",
+    "failed_request": "out_of_memory",
+}
 # A person opens a few of thousands of traces.
 MAX_EVIDENCE: Final = 16
 
@@ -129,7 +139,9 @@ def examine_files(traces: Iterable[TraceReport], snapshots: Iterable[SnapshotRep
         for device in snapshot.devices
         if (finding := rule(snapshot, device)) is not None
     ]
-    return _by_severity([*_of_traces(traces), *of_snapshots])
+    read = tuple(traces)
+    of_all = [finding for rule in RULES_OF_ALL_TRACES for finding in rule(read)]
+    return _by_severity([*of_all, *_of_traces(read), *of_snapshots])
 
 
 def _of_traces(traces: Iterable[TraceReport]) -> list[Finding]:

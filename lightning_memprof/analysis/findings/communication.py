@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import statistics
+from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.model import Facts, Finding, Severity
 from lightning_memprof.analysis.findings.traces import (
     NOTABLE_SHARE,
+    idle_ns,
     longest_in,
     on_rank,
     remedies,
     remedy,
+    seen_in,
     severity_of,
     shorter_name,
     times,
 )
+from lightning_memprof.analysis.ranks.arrivals import RankTrack, window_waits
 from lightning_memprof.units import MIB, format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from lightning_memprof.analysis.findings.model import Evidence
     from lightning_memprof.analysis.ranks.report import Straggler
     from lightning_memprof.analysis.trace.model import CollectiveTotals, TraceReport
 
-__all__ = ["communication_exposed", "memory_imbalance", "straggler"]
+__all__ = ["communication_exposed", "memory_imbalance", "straggler", "straggler_trace"]
 
 # Below this size the start-up of a collective takes as long as its data on any link.
 SMALL_BYTES: Final = MIB
@@ -264,6 +269,108 @@ def _why(found: Straggler, share: float) -> str:
         f"({percent(share)}): {percent(found.caused_share)} of all such waiting"
         + (f"; it runs on {found.host}." if found.host else ".")
     )
+
+
+# One rank is the straggler of several traces if it causes this part of all waiting; else ranks take turns.
+MAIN_SHARE: Final = 0.5
+LEAST_WAIT_SHARE: Final = 0.05
+MIN_WAIT_NS: Final = 1_000_000
+FEW_COLLECTIVES: Final = 4
+EXPLAINS: Final = 0.3
+# Differences of the late rank that explain its lateness, by the time in which they show.
+LATE_BY: Final = {
+    "kernels": "Rank {rank} computes for {own}, the others for {others}: compare its batches, clock rate and heat.",
+    "data": "Rank {rank} waits for data for {own}, the others for {others}: check its samples, disk and workers.",
+    "host": "The GPU of rank {rank} waits for its host for {own}, the others for {others}: compare what it runs there.",
+}
+
+
+def straggler_trace(traces: Sequence[TraceReport]) -> list[Finding]:
+    """Find the rank that arrives last at the collectives of several ranks' traces."""
+    groups: dict[tuple[int, ...], dict[int, TraceReport]] = defaultdict(dict)
+    for trace in traces:
+        if trace.rank is not None and trace.arrivals:
+            groups[tuple(step.number for step in trace.steps)].setdefault(trace.rank, trace)
+    found = [finding for ranks in groups.values() if (finding := _late_rank(ranks)) is not None]
+    return [max(found, key=lambda finding: (finding.severity, finding.weight))] if found else []
+
+
+def _late_rank(ranks: Mapping[int, TraceReport]) -> Finding | None:
+    steps = max(len(trace.steps) for trace in ranks.values())
+    waits = window_waits([_track(rank, trace) for rank, trace in sorted(ranks.items())], steps or 1)
+    span_ns = max(trace.end_ns - trace.start_ns for trace in ranks.values())
+    if not waits.waited_ns or len(waits.meetings) < FEW_COLLECTIVES:
+        return None
+    rank, caused_ns = waits.caused_ns.most_common(1)[0]
+    share = caused_ns / span_ns
+    least_ns = max(MIN_WAIT_NS, LEAST_WAIT_SHARE * span_ns, waits.clock_error_ns * len(waits.meetings))
+    if caused_ns < MAIN_SHARE * waits.waited_ns or caused_ns < least_ns:
+        return None
+    last = sum(meeting.last_rank == rank for meeting in waits.meetings)
+    own_ns = waits.own_wait_ns[rank]
+    others_ns = round(statistics.median(ns for other, ns in waits.own_wait_ns.items() if other != rank))
+    files = " ".join(shlex.quote(str(trace.file)) for trace in list(ranks.values())[:SHOWN])
+    return Finding(
+        rule="straggler_trace",
+        # Where most ranks were not recorded, one of them may be later still.
+        severity=Severity.INFO
+        if 2 * len(ranks) < max(each.world_size or 0 for each in ranks.values())
+        else severity_of(share),
+        sentence=(
+            f"Rank {rank} is the straggler: last at {last} of {len(waits.meetings)} collectives, the others wait "
+            f"{format_ns(others_ns)}."
+        ),
+        why=(
+            f"In collectives rank {rank} waits {format_ns(own_ns)} and the median of the other ranks "
+            f"{format_ns(others_ns)} of {format_ns(span_ns)}; it causes {percent(caused_ns / waits.waited_ns)} of the "
+            "waiting."
+        ),
+        next_steps=(
+            *_lateness(rank, ranks, caused_ns),
+            f"See all ranks on one timeline: lightning-memprof merge {files}{' ...' if len(ranks) > SHOWN else ''}.",
+        ),
+        evidence=tuple(evidence for each in (rank, *ranks) for evidence in seen_in(ranks[each]))[: len(ranks)],
+        numbers={
+            "rank": rank,
+            "ranks": len(ranks),
+            "collectives": len(waits.meetings),
+            "last_count": last,
+            "caused_ns": caused_ns,
+            "own_wait_ns": own_ns,
+            "others_wait_ns": others_ns,
+            "span_ns": span_ns,
+        },
+        # Its collectives are found too, as if all ranks had to change them: fixing the straggler comes first.
+        weight=1.0 + share,
+    )
+
+
+def _track(rank: int, trace: TraceReport) -> RankTrack:
+    """Return a trace's collectives; each is a host of its own, for traces need not share a clock."""
+    return RankTrack(
+        rank=rank,
+        host=str(rank),
+        keys=tuple((found.kind, found.sequence) for found in trace.arrivals),
+        base_ns=trace.start_ns,
+        start_ns=[found.start_ns - trace.start_ns for found in trace.arrivals],
+        duration_ns=[found.duration_ns for found in trace.arrivals],
+    )
+
+
+def _lateness(rank: int, ranks: Mapping[int, TraceReport], caused_ns: int) -> tuple[str, ...]:
+    """Return what the late rank does longer than the others, if that explains the waiting."""
+
+    def spent(trace: TraceReport) -> dict[str, int]:
+        computed = trace.gpu_window.compute_ns if trace.gpu_window else 0
+        host = idle_ns(trace, "python", "operators", "launch", "synchronization", "allocator", "garbage")
+        return {"kernels": computed, "data": idle_ns(trace, "data_loading"), "host": host}
+
+    own, others = spent(ranks[rank]), [spent(trace) for other, trace in ranks.items() if other != rank]
+    usual = {name: round(statistics.median(each[name] for each in others)) for name in own}
+    name = max(own, key=lambda name: own[name] - usual[name])
+    if own[name] - usual[name] < EXPLAINS * caused_ns:
+        return ()
+    return (LATE_BY[name].format(rank=rank, own=format_ns(own[name]), others=format_ns(usual[name])),)
 
 
 # Ranks of one kind differ by the lengths of their batches and by rank 0's extra work: by less than this on a device.

@@ -16,7 +16,7 @@ import threading
 import time
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import torch
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from lightning_memprof.capture.base import Progress, RunContext
     from lightning_memprof.schedule import Window
 
-__all__ = ["OOMAutopsy", "OomWatch", "Where", "memory_error", "where"]
+__all__ = ["OOMAutopsy", "OomWatch", "memory_error", "where"]
 
 log = logging.getLogger(__name__)
 
@@ -69,30 +69,18 @@ _DEVICE_FREE: Final = re.compile(r"of which ([0-9.]+) (bytes|KiB|MiB|GiB) is fre
 _UNITS: Final = {"bytes": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
 
 
-class Where(NamedTuple):
-    """Place in a run; None is unknown or not started."""
-
-    step: int | None = None
-    global_step: int | None = None
-    epoch: int | None = None
-    phase: str | None = None
-    point: Point | None = None
-    window: int | None = None
-
-
-def where(progress: Progress) -> Where:
-    """Return the current place of a run."""
-    position = progress.position
-    if position is None:
-        return Where(window=progress.window)
-    return Where(
-        step=position.step,
-        global_step=position.global_step,
-        epoch=position.epoch,
-        phase=None if progress.clock is None else progress.clock.phase,
-        point=progress.point,
-        window=progress.window,
-    )
+def where(progress: Progress) -> dict[str, Any]:
+    """Return the current place of a run: step, global_step, epoch, phase, point and window; None is not started."""
+    step, global_step, epoch, _ = progress.position or (None,) * 4
+    has_step = step is not None
+    return {
+        "step": step,
+        "global_step": global_step,
+        "epoch": epoch,
+        "phase": progress.clock.phase if has_step and progress.clock is not None else None,
+        "point": progress.point.value if has_step and progress.point is not None else None,
+        "window": progress.window,
+    }
 
 
 def memory_error(error: BaseException) -> tuple[BaseException, Literal["device", "host"]] | None:
@@ -303,13 +291,9 @@ class OomWatch:
             "rank": self._run.rank,
             "thread": threading.current_thread().name,
             "stage": self._run.stage,
-            "step": place.step,
-            "global_step": place.global_step,
-            "epoch": place.epoch,
-            "phase": phase or place.phase,
+            **place,
+            "phase": phase or place["phase"],
             "function": function,
-            "point": None if place.point is None else place.point.value,
-            "window": place.window,
             "stack": [[frame.filename, frame.line, frame.name] for frame in frames[:_MAX_STACK]],
             "module": None,
             "module_class": None,

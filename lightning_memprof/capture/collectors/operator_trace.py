@@ -16,8 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_memprof.artifacts.naming import TraceName, numbered, series_path, temporary_name
 from lightning_memprof.artifacts.sink import ArtifactSpec
+from lightning_memprof.artifacts.trace_rewriting import write_trace
 from lightning_memprof.capture.base import Collector, OnMark, OnStep, SkipWindow
-from lightning_memprof.capture.budget import Export, charge_trace, plan_trace
+from lightning_memprof.capture.budget import Export
 from lightning_memprof.capture.sources.kineto import (
     TraceFile,
     WindowTrace,
@@ -114,7 +115,7 @@ class OperatorTrace(Collector):
             msg = "another training of this process is recording"
             raise SkipWindow(msg)
         try:
-            level = plan_trace(run, window)
+            level = _plan(run, window)
             within = self._within(level)
             trace = WindowTrace(
                 within._profiler(),  # noqa: SLF001 of this class
@@ -191,7 +192,7 @@ class OperatorTrace(Collector):
             # Freeing millions of events takes seconds too.
             self._release(profiler)
             if size is not None:
-                charge_trace(run, self._cost(window, trace, size))
+                _charge(run, self._cost(window, trace, size))
             if self.on_trace_ready is not None:
                 # Kineto saves a trace once; the user's export is a copy of ours.
                 profiler.export_chrome_trace = saved.export  # type: ignore[method-assign]
@@ -217,7 +218,7 @@ class OperatorTrace(Collector):
             with run.sink.file(
                 ArtifactSpec(path=saved.trace, type="trace", collector=self.name, window=window.index)
             ) as temporary:
-                saved.compress(temporary)
+                write_trace(saved.raw, temporary)
         except Exception as error:  # noqa: BLE001 reported below, or raised again
             plain = saved.trace.with_suffix("")
             try:
@@ -255,6 +256,38 @@ def _activities(names: Sequence[str | ProfilerActivity] | None) -> list[Profiler
             raise ConfigError(msg)
         found.append(member)
     return found
+
+
+def _plan(run: RunContext, window: Window) -> TraceLevel:
+    """Return the contents of this window's trace, and note in the manifest if they are less than before."""
+    ledger = run.ledger
+    before = ledger.level
+    if (reason := ledger.tighten()) is not None:
+        level = ledger.level
+        named = "no_stack" if before.stack != level.stack else "no_shapes" if before.shapes != level.shapes else None
+        run.sink.manifest.append(
+            "budget",
+            window=window.index,
+            level=named or "active_steps",
+            active_steps=level.active_steps,
+            reason=reason,
+        )
+        log.info("window %d: the trace has %s, because %s", window.index, _less(named, level), reason)
+    return ledger.level
+
+
+def _charge(run: RunContext, export: Export) -> None:
+    """Add the cost of a trace, and warn if it is dangerous."""
+    run.sink.manifest.append("export", window=export.window, seconds=round(export.seconds, 6), bytes=export.bytes)
+    for message in run.ledger.charge(export):
+        run.sink.manifest.append("note", collector=OperatorTrace.name, message=message)
+        log.warning("rank %d: %s", run.rank, message)
+
+
+def _less(named: str | None, level: TraceLevel) -> str:
+    if named is not None:
+        return "no Python stacks" if named == "no_stack" else "no input shapes"
+    return f"{level.active_steps} active step{'' if level.active_steps == 1 else 's'}"
 
 
 class NvtxRanges(Collector):

@@ -104,7 +104,7 @@ def _grown(before: float | None, now: float | None) -> float | None:
 
 
 class _Sampler:
-    """A thread that samples until it is stopped, and once more when it stops.
+    """A thread that samples while the context is open, and once more when it ends.
 
     Args:
         interval_s: from sample to sample.
@@ -125,10 +125,10 @@ class _Sampler:
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="memprof-system", daemon=True)
 
-    def start(self) -> None:
+    def __enter__(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Take the last sample and end the thread.
 
         Raises:
@@ -159,7 +159,7 @@ class _Sampler:
                     samples += 1
                 if not samples or reader.age_s >= _LAST_SAMPLE_S:
                     self._sample(reader, gpu)
-        except Exception as error:  # noqa: BLE001 `stop` raises it
+        except Exception as error:  # noqa: BLE001 `__exit__` raises it
             self._error = error
 
     def _sample(self, reader: _Reader, gpu: Gpu | None) -> None:
@@ -205,18 +205,15 @@ class SystemStats(Collector):
             nonlocal place
             place = {"step": mark.step, "global_step": mark.global_step, "recorded": mark.recorded}
 
-        sampler = _Sampler(
-            self._interval_s, gpu_of(run.device), run.unix_offset_ns, lambda sample: rows.append({**place, **sample})
-        )
-        sampler.start()
+        def put(sample: Row) -> None:
+            rows.append({**place, **sample})
+
         try:
-            yield on_mark
+            with _Sampler(self._interval_s, gpu_of(run.device), run.unix_offset_ns, put):
+                yield on_mark
         finally:
-            try:
-                sampler.stop()
-            finally:
-                if rows:
-                    run.sink.write_rows(window, self.name, list(rows))
+            if rows:
+                run.sink.write_rows(window, self.name, list(rows))
 
     @contextmanager
     def follow(self, run: RunContext) -> Iterator[OnStep | None]:
@@ -234,12 +231,8 @@ class SystemStats(Collector):
                 # One call, so that a reader sees whole lines.
                 file.write(encode_rows([{"step": None, "global_step": None, "recorded": True, **sample}]))
 
-            sampler = _Sampler(self._interval_s, gpu, run.unix_offset_ns, put)
-            sampler.start()
-            try:
+            with _Sampler(self._interval_s, gpu, run.unix_offset_ns, put):
                 yield None
-            finally:
-                sampler.stop()
         run.sink.list_artifact(ArtifactSpec(path=path, type="series", collector=self.name))
 
 

@@ -17,7 +17,7 @@ from isal import igzip
 from torch._C._profiler import _RecordFunctionFast
 from torch.autograd.profiler import profile as autograd_profile
 
-from lightning_memprof.artifacts.trace_rewriting import FAST_LEVEL, write_trace
+from lightning_memprof.artifacts.trace_rewriting import FAST_LEVEL
 from lightning_memprof.capture.observe import wrapped
 from lightning_memprof.capture.sources.module_calls import module_calls
 from lightning_memprof.schedule import Point
@@ -243,15 +243,13 @@ class TraceFile:
             raise OSError(errno.ENOSPC, msg, str(self.raw))
         return size
 
-    def compress(self, target: Path) -> None:
-        """Write the final trace: as gzip, with the categories that TensorBoard's profiler tab reads."""
-        write_trace(self.raw, target)
-
     def export(self, path: str, use_python_export: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 torch's
         """Replace ``torch.profiler.profile.export_chrome_trace``."""
         if self.raw.exists():
             if str(path).endswith(".gz"):
-                self._copy_compressed(Path(path))
+                # isal releases the GIL.
+                with self.raw.open("rb") as raw, igzip.open(path, "wb", compresslevel=FAST_LEVEL) as gz:  # type: ignore[no-untyped-call]
+                    shutil.copyfileobj(raw, gz, 1 << 20)
             else:
                 shutil.copyfile(self.raw, path)
         elif str(path).endswith(".gz"):
@@ -259,8 +257,3 @@ class TraceFile:
         else:
             with gzip.open(self.trace, "rb") as source, Path(path).open("wb") as target:
                 shutil.copyfileobj(source, target)
-
-    def _copy_compressed(self, target: Path) -> None:
-        """Write Kineto's JSON as gzip; isal releases the GIL."""
-        with self.raw.open("rb") as source, igzip.open(target, "wb", compresslevel=FAST_LEVEL) as gz:  # type: ignore[no-untyped-call]
-            shutil.copyfileobj(source, gz, 1 << 20)

@@ -27,6 +27,8 @@ from lightning_memprof.report.charts.steps import run_memory_chart, steps_chart,
 from lightning_memprof.report.charts.system import system_chart
 from lightning_memprof.report.charts.traces import shares_chart, timeline_chart
 from lightning_memprof.report.sections.memory import peak_allocations
+from lightning_memprof.report.sections.snapshots import snapshot_peak
+from lightning_memprof.report.sections.traces import busy_share
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,9 +65,10 @@ def charts(view: View) -> dict[str, Chart]:
 
 
 def file_charts(traces: Sequence[TraceReport], snapshots: Sequence[SnapshotReport] = ()) -> dict[str, Chart]:
-    """Return the charts of traces and snapshots by their ids, for a page of files alone."""
-    shares = shares_chart(traces)
-    made = [shares, *islice(_timelines(traces), _FILES), *islice(_of_snapshots(snapshots), 2 * _FILES)]
+    """Return the charts of traces and snapshots by their ids, which count them in the order of the page."""
+    ordered = sorted(traces, key=busy_share)
+    made = [shares_chart(ordered), *_timelines(ordered[:_FILES])]
+    made += islice(_of_snapshots(sorted(snapshots, key=snapshot_peak, reverse=True)), 2 * _FILES)
     return {chart.id: chart for chart in made if chart is not None}
 
 
@@ -93,11 +96,11 @@ def _window_memory(view: View, run: Run) -> Iterator[Chart | None]:
             held = _held(view, window)
             if held and lives.device == run.lead.facts.device:
                 lives = with_held(lives, held)  # noqa: PLW2901 the same blocks, above the earlier bytes
-            yield memory_chart(lives, ("memory", "memory"), where)
+            yield memory_chart(lives, "memory", where)
             break
     if highest:
         sites = ((site_path(site), site.bytes, site.blocks) for site in highest[1].sites)
-        yield holders_chart(sites, ("holders", "memory"), where)
+        yield holders_chart(sites, "holders", where)
 
 
 def _held(view: View, window: int | None) -> Mapping[str, int]:
@@ -123,35 +126,25 @@ def _lives(path: Path | None) -> tuple[BlockLives, ...]:
 
 
 def _timelines(traces: Sequence[TraceReport]) -> Iterator[Chart]:
-    number = 0
-    for trace in traces:
-        if trace.gpu_window is None:
-            continue
+    for number, trace in enumerate(traces):
         try:
-            found = device_timeline(trace.file) if trace.file.stat().st_size <= _MAX_BYTES else None
+            is_short = trace.gpu_window is not None and trace.file.stat().st_size <= _MAX_BYTES
+            found = device_timeline(trace.file) if is_short else None
         except (ArtifactError, OSError):
             continue
         if found is not None:
-            number += 1
             where = f"rank {trace.rank}" if trace.rank is not None else trace.file.name
-            yield timeline_chart(found, (_numbered("timeline", number), "traces"), where)
+            yield timeline_chart(found, f"timeline-{number}", where)
 
 
 def _of_snapshots(snapshots: Sequence[SnapshotReport]) -> Iterator[Chart]:
-    number = 0
-    for snapshot in snapshots:
+    for number, snapshot in enumerate(snapshots):
         for device in snapshot.devices:
-            number += 1
             where = f"{snapshot.file.name}, cuda:{device.device}"
-            lives = lives_of_replay(device.replay)
             held = ((holder_path(holder), holder.bytes, holder.blocks) for holder in device.holders_at_peak)
             for chart in (
-                memory_chart(lives, (_numbered("allocations", number), "snapshots"), where),
-                holders_chart(held, (_numbered("holders-at-peak", number), "snapshots"), where),
+                memory_chart(lives_of_replay(device.replay), f"allocations-{number}-{device.device}", where),
+                holders_chart(held, f"sites-{number}-{device.device}", where),
             ):
                 if chart is not None:
                     yield chart
-
-
-def _numbered(name: str, number: int) -> str:
-    return name if number == 1 else f"{name}-{number}"

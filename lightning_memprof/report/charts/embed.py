@@ -31,10 +31,7 @@ class Chart:
     """One chart, safe to be put into a page as it is (``Markup(chart.html)``).
 
     Attributes:
-        id: what it shows: ``steps``, ``memory``, ``holders``, ``ranks``, ``system``, ``throughput``, ``timeline``, with
-            a number behind it where there are several (``allocations-2``); also the id of its element, with ``chart-``
-            before it.
-        section: the section of the page: ``steps``, ``memory``, ``ranks``, ``system``, ``traces``, ``snapshots``.
+        id: that of its place in the document; also the id of its element, with ``chart-`` before it.
         title: plain text, not escaped.
         summary: the caption below the chart. Plain text, not escaped.
         html: the element, its data as JSON in a script that does not run, and nothing that can break out of it.
@@ -42,7 +39,6 @@ class Chart:
     """
 
     id: str
-    section: str
     title: str
     summary: str
     html: str
@@ -56,13 +52,11 @@ class Extra:
     largest_bytes: int = 0
 
 
-def made(
-    place: tuple[str, str], title: str, summary: str, model: Model, *, height: int, extra: Extra | None = None
-) -> Chart:
+def made(chart_id: str, title: str, summary: str, model: Model, *, height: int, extra: Extra | None = None) -> Chart:
     """Return a chart.
 
     Args:
-        place: its id and its section.
+        chart_id: its id.
         title: what it shows.
         summary: the same in a sentence.
         model: bokeh's figure or layout.
@@ -70,18 +64,18 @@ def made(
         extra: see there.
 
     """
-    name, section = place
     extra = extra or Extra()
     data = {"item": json_item(model), "strings": [_short(text) for text in extra.strings]}
+    label = html.escape(clean(title))
     written = (
-        f'<figure class="chart" id="chart-{html.escape(name)}" role="group" aria-label="{html.escape(clean(title))}">'
-        f"{_size_filter(name, extra.largest_bytes)}"
+        f'<figure class="chart" id="chart-{html.escape(chart_id)}" role="group" aria-label="{label}">'
+        f"{_size_filter(chart_id, extra.largest_bytes)}"
         f'<div class="chart-place" style="min-height:{height}px"></div>'
         f"<figcaption>{html.escape(clean(summary))}</figcaption>"
         f'<script type="application/json">{inert(json.dumps(data, separators=(",", ":")))}</script>'
         "</figure>"
     )
-    return Chart(id=name, section=section, title=title, summary=summary, html=written)
+    return Chart(id=chart_id, title=title, summary=summary, html=written)
 
 
 def inert(document: str) -> str:

@@ -75,9 +75,7 @@ def holder_path(holder: Holder) -> tuple[str, ...]:
     return ("native code", holder.site) if holder.site else ("no stack",)
 
 
-def holders_chart(
-    holders: Iterable[tuple[Sequence[str], int, int]], place: tuple[str, str], where: str
-) -> Chart | None:
+def holders_chart(holders: Iterable[tuple[Sequence[str], int, int]], chart_id: str, where: str) -> Chart | None:
     """Return the flame graph of ``(path from the outside in, bytes, blocks)``; None where there is nothing."""
     root = _Node("all")
     for path, size, blocks in holders:
@@ -133,7 +131,7 @@ def holders_chart(
         f"{format_bytes(root.bytes)} in {format_count(root.blocks, 'block')} at the peak of {where}; the largest "
         f"part is {clean(first.name)} ({format_bytes(first.bytes)}). Width is bytes; parts below 0.1% are omitted."
     )
-    return made(place, f"Allocation sites at the peak, {where}", summary, plot, height=height)
+    return made(chart_id, f"Allocation sites at the peak, {where}", summary, plot, height=height)
 
 
 def _lay(

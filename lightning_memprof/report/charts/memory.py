@@ -51,12 +51,12 @@ _TIP: Final = (
 )
 
 
-def memory_chart(lives: BlockLives, place: tuple[str, str], where: str) -> Chart | None:
+def memory_chart(lives: BlockLives, chart_id: str, where: str) -> Chart | None:
     """Return a window's memory over time.
 
     Args:
         lives: its blocks.
-        place: the chart's id and section.
+        chart_id: its id.
         where: its origin, for the title: ``window 0 of rank 0``.
 
     """
@@ -87,7 +87,7 @@ def memory_chart(lives: BlockLives, place: tuple[str, str], where: str) -> Chart
     )
     extra = Extra(strings=lives.stacks, largest_bytes=max(shown.size))
     model = column(above, below, sizing_mode="stretch_width")
-    return made(place, f"Memory over time, {where}", summary, model, height=_ABOVE + _BELOW, extra=extra)
+    return made(chart_id, f"Memory over time, {where}", summary, model, height=_ABOVE + _BELOW, extra=extra)
 
 
 def _from_before(lives: BlockLives) -> str:

@@ -55,11 +55,9 @@ def ranks_chart(report: RankReport | None) -> Chart | None:
         summary += " Red: time that a rank waits for others in collectives."
     below = _memory(ranks, above)
     if below is None:
-        return made(("ranks", "ranks"), "Ranks", summary, above, height=_ABOVE)
+        return made("ranks", "Ranks", summary, above, height=_ABOVE)
     model = column(above, below, sizing_mode="stretch_width")
-    return made(
-        ("ranks", "ranks"), "Ranks", f"{summary} Below: peak memory of each rank.", model, height=_ABOVE + _BELOW
-    )
+    return made("ranks", "Ranks", f"{summary} Below: peak memory of each rank.", model, height=_ABOVE + _BELOW)
 
 
 def _times(ranks: tuple[RankTimes, ...]) -> figure:

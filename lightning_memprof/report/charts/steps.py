@@ -91,7 +91,7 @@ def steps_chart(view: View, lead: Rank) -> Chart | None:
         summary += f" A bar is the mean of {len(groups[0])} consecutive steps, the red line their max."
     if lead.windows:
         summary += " Shaded: windows, which include the cost of recording."
-    return made(("steps", "steps"), "Time of each step", summary + most, plot, height=_HEIGHT)
+    return made("steps", "Time of each step", summary + most, plot, height=_HEIGHT)
 
 
 def _timed(pulse: Sequence[PulseRow], prefix: str) -> list[tuple[int, int, list[int | None]]]:
@@ -180,7 +180,7 @@ def run_memory_chart(lead: Rank) -> Chart | None:
     _windows(plot, lead)
     legend(plot, drawn)
     summary = f"Rank {lead.rank}, maximum (marked): {', '.join(peaks)}."
-    return made(("memory-run", "memory"), "Memory over the run", summary, plot, height=_LOW)
+    return made("memory-run", "Memory over the run", summary, plot, height=_LOW)
 
 
 def throughput_chart(view: View, lead: Rank) -> Chart | None:
@@ -203,4 +203,4 @@ def throughput_chart(view: View, lead: Rank) -> Chart | None:
     _windows(plot, lead)
     mean = amount * len(rows) / (sum(duration for _, duration, _ in rows) / 1e9)
     summary = f"Rank {lead.rank}: {mean:,.1f} {unit} per second over all {len(rows)} steps, windows included."
-    return made(("throughput", "steps"), "Throughput", summary, plot, height=_LOW)
+    return made("throughput", "Throughput", summary, plot, height=_LOW)

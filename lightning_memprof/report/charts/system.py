@@ -96,7 +96,7 @@ def system_chart(run: Run) -> Chart | None:
         "A gap means that nothing was sampled."
     )
     model = column(*plots, sizing_mode="stretch_width")
-    return made(("system", "system"), "System counters", summary, model, height=_HEIGHT * len(plots))
+    return made("system", "System counters", summary, model, height=_HEIGHT * len(plots))
 
 
 def _in_stretches(run: Run) -> list[_Sample]:

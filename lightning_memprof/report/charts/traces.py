@@ -64,7 +64,7 @@ def shares_chart(traces: Sequence[TraceReport]) -> Chart | None:
     busy = 0 if first is None else 100 * first.busy_ns / first.window_ns
     causes = ", ".join(f"{called(cause.cause)} {format_ns(cause.total_ns)}" for cause in shown[0].idle[:3])
     summary = f"The device of {rows[0]} is busy {busy:.1f}% of its window" + (f"; idle by {causes}." if causes else ".")
-    return made(("devices", "traces"), "Device activity", summary, plot, height=height)
+    return made("devices", "Device activity", summary, plot, height=height)
 
 
 def _parts(trace: TraceReport) -> dict[str, int]:
@@ -90,7 +90,7 @@ def _names(traces: Sequence[TraceReport]) -> list[str]:
     return names
 
 
-def timeline_chart(timeline: DeviceTimeline, place: tuple[str, str], where: str) -> Chart:
+def timeline_chart(timeline: DeviceTimeline, chart_id: str, where: str) -> Chart:
     """Return what a trace's devices did over time, in stretches that each are shared among what ran in it."""
     count = len(timeline.shares["idle"])
     unit, scale = ("s", 1e9) if count * timeline.stretch_ns > 1e10 else ("ms", 1e6)
@@ -112,7 +112,7 @@ def timeline_chart(timeline: DeviceTimeline, place: tuple[str, str], where: str)
         f"{where}: {format_ns(count * timeline.stretch_ns)} in {count} intervals of {format_ns(timeline.stretch_ns)}, "
         f"{busy:.1f}% busy. Steps are those of the host."
     )
-    return made(place, f"Device activity over time, {where}", summary, plot, height=_HEIGHT)
+    return made(chart_id, f"Device activity over time, {where}", summary, plot, height=_HEIGHT)
 
 
 def _steps(plot: figure, timeline: DeviceTimeline, width: float) -> None:

@@ -13,7 +13,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from lightning_memprof.report.charts import chart_resources, charts, file_charts
-from lightning_memprof.report.document import Chart as ChartPlace
 from lightning_memprof.report.files_view import FilesView
 from lightning_memprof.report.printers.values import cell_text, clean, words_text
 from lightning_memprof.report.sections import document_of
@@ -55,7 +54,7 @@ def to_html(view: View | FilesView) -> str:
 
 
 def render_document(document: Document, drawn: Mapping[str, Chart]) -> str:
-    """Return a document with its charts; a chart without a place is put at the beginning of its section."""
+    """Return a document with its charts, each at its place."""
     nonce = secrets.token_urlsafe(16)
     environment = Environment(
         loader=PackageLoader("lightning_memprof.report.printers", "templates"),
@@ -66,17 +65,12 @@ def render_document(document: Document, drawn: Mapping[str, Chart]) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"text": words_text, "percent": percent, "kind": _kind, "written": _written}
-    placed = {part.id for section in document.sections for part in section.parts if isinstance(part, ChartPlace)}
     return environment.get_template("page.html.j2").render(
         page=document,
         made=dt.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %z"),
         policy=POLICY.format(nonce=nonce),
         nonce=nonce,
         charts={name: _Drawn(chart, nonce) for name, chart in drawn.items()},
-        loose={
-            section.id: [name for name, chart in drawn.items() if name not in placed and chart.section == section.id]
-            for section in document.sections
-        },
         resources=_allowed(chart_resources(), nonce) if drawn else Markup(),
         style=_source("page.css"),
         script=_source("page.js"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.report.document import (
@@ -83,7 +82,7 @@ def memory_section(view: View) -> Section:
     else:
         on = f" on {memory.peak.device}" if memory.peak.device else ""
         lead = phrase(f"Tensors peak at {{}}{on} in step {memory.peak.step}.", size(memory.peak.total_bytes))
-    parts: list[Part] = [Chart("memory"), *_peaks(view), *_categories(view), *_over_time(memory)]
+    parts: list[Part] = [Chart("memory-run"), Chart("memory"), *_peaks(view), *_categories(view), *_over_time(memory)]
     parts += [*_checkpointing(memory, view), *_functions(memory.functions), *_named(view)]
     return Section("memory", "Memory", lead, parts)
 
@@ -225,7 +224,7 @@ def _slower(view: View) -> Iterator[Words]:
 
 def _functions(functions: Sequence[FunctionReport]) -> Iterator[Table]:
     known = [(name, key) for name, key in FUNCTION_COLUMNS if any(function.changes(key) for function in functions)]
-    for table in ranked(
+    yield from ranked(
         "functions",
         "Mean change of memory per call",
         functions,
@@ -233,8 +232,8 @@ def _functions(functions: Sequence[FunctionReport]) -> Iterator[Table]:
         Field("count", "count", lambda function: len(function.calls)),
         *(_change_of(name, key, place) for place, (name, key) in enumerate(known)),
         top=8,
-    ):
-        yield replace(table, notes=[*table.notes, "RSS grows on first touch only; reused memory shows 0"])
+        notes=["RSS grows on first touch only; reused memory shows 0"],
+    )
 
 
 def _change_of(heading: str, key: str, priority: int) -> Field[FunctionReport]:

@@ -83,11 +83,12 @@ def _snapshot(number: int, snapshot: SnapshotReport, *, several: bool) -> Iterat
             ("largest free block", size(failed.largest_free_bytes)),
         ]
     yield Facts(f"Snapshot {number + 1}" if several else "Snapshot", rows, snapshot.missing, is_wide=True)
-    yield Chart("allocations" if number == 0 else f"allocations-{number + 1}")
     for device in snapshot.devices:
         on = f", device {device.device}" if len(snapshot.devices) > 1 else ""
+        yield Chart(f"allocations-{number}-{device.device}")
         yield reserved_stack(device, f"{on}{name}")
         yield from _over_time(number, device, f"{on}{name}")
+        yield Chart(f"sites-{number}-{device.device}")
         yield from _sites(number, device, f"{on}{name}")
         yield from _pools(number, device, f"{on}{name}")
 

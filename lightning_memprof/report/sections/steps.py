@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.ledger.model import grouped
@@ -46,6 +46,7 @@ __all__ = ["lead_throughput", "main_rate", "steps_section"]
 MAX_STEPS: Final = 5
 MAX_WINDOWS: Final = 8
 MAX_ACTIONS: Final = 60
+MAXIMA: Final = frozenset({PEAKS["rss"].label, PEAKS["device"].label})
 # Recorded steps that are this much slower need a note.
 SLOWER: Final = 1.2
 MAX_STALLS: Final = 3
@@ -55,14 +56,13 @@ LEAST_SHARE: Final = 0.0005
 
 @dataclass(frozen=True, kw_only=True)
 class StepColumn:
-    """A column of the table by phase: times that sum to ``duration_ns``, and memory; None is not available."""
+    """A column of the table by phase: times that sum to ``duration_ns``, bytes by row; None is not available."""
 
     title: str
     subtitle: str
     duration_ns: int | None
     breakdown_ns: Mapping[str, int | None] | None
-    host: HostMemory
-    device: DeviceMemory | None
+    memory: Mapping[str, int | None]
 
 
 def steps_section(view: View) -> Section:
@@ -94,19 +94,11 @@ def _by_phase(view: View) -> Iterator[Table]:
     if not columns:
         return
     rows = [[text(called(phase)), *(_phase(column, phase) for column in columns)] for phase in PHASES]
-    hosts = [column.host for column in columns]
+    names = dict.fromkeys(name for column in columns for name in column.memory)
     footer: list[Row] = [
         [text("step"), *(duration(column.duration_ns) for column in columns)],
-        [text("RSS"), *(size(host.rss_bytes) for host in hosts)],
-        [text(PEAKS["rss"].label), *(size(host.peak_rss_bytes or host.max_rss_bytes) for host in hosts)],
+        *([text(name), *(size(column.memory.get(name)) for column in columns)] for name in names),
     ]
-    if any(column.device is not None for column in columns):
-        for title, name in (
-            ("device allocated", "allocated_bytes"),
-            ("device reserved", "reserved_bytes"),
-            (PEAKS["device"].label, "peak_allocated_bytes"),
-        ):
-            footer.append([text(title), *(size(getattr(column.device, name, None)) for column in columns)])
     pulse = view.lead.statistics
     notes = [
         "RSS, allocated and reserved bytes are those at the end of the steps",
@@ -143,8 +135,7 @@ def _columns(view: View) -> tuple[list[StepColumn], list[str]]:
                 subtitle=f"mean of {format_count(pulse.used, 'step')}",
                 duration_ns=pulse.mean_ns,
                 breakdown_ns=pulse.breakdown_ns,
-                host=lead.host,
-                device=lead.device,
+                memory=_memory(lead.host, lead.device),
             )
         )
     windows = [window for window in lead.windows if window.steps]
@@ -160,8 +151,7 @@ def _of_step(window: WindowView, step: StepReport) -> StepColumn:
         subtitle=f"window {window.index}{', truncated' if window.truncated else ''}",
         duration_ns=step.duration_ns,
         breakdown_ns=step.breakdown_ns,
-        host=step.host,
-        device=step.device,
+        memory=_memory(step.host, step.device),
     )
 
 
@@ -169,40 +159,34 @@ def _of_window(window: WindowView) -> StepColumn:
     """Return the mean times of a window's steps; memory is the last step's, of maxima the largest."""
     timed = [step.breakdown_ns for step in window.steps if step.breakdown_ns is not None]
     breakdown = {phase: _mean(times[phase] for times in timed) for phase in PHASES} if timed else None
-    hosts = [step.host for step in window.steps]
-    devices = [step.device for step in window.steps if step.device is not None]
-    device = None
-    if devices:
-        device = DeviceMemory(
-            device=devices[-1].device,
-            allocated_bytes=devices[-1].allocated_bytes,
-            reserved_bytes=devices[-1].reserved_bytes,
-            max_allocated_bytes=_most(memory.max_allocated_bytes for memory in devices),
-            peak_allocated_bytes=_most(memory.peak_allocated_bytes for memory in devices),
-        )
+    memory: dict[str, int | None] = {}
+    for step in window.steps:
+        for name, found in _memory(step.host, step.device).items():
+            before = memory.get(name) if name in MAXIMA else None
+            memory[name] = found if before is None or (found is not None and found > before) else before
     return StepColumn(
         title=f"window {window.index}",
         subtitle=span(tuple(step.step for step in window.steps)) + (", truncated" if window.truncated else ""),
         duration_ns=sum(ns or 0 for ns in breakdown.values()) if breakdown else None,
         breakdown_ns=breakdown,
-        host=HostMemory(
-            rss_bytes=hosts[-1].rss_bytes,
-            max_rss_bytes=_most(host.max_rss_bytes for host in hosts),
-            peak_rss_bytes=_most(host.peak_rss_bytes for host in hosts),
-            uss_bytes=hosts[-1].uss_bytes,
-            vms_bytes=hosts[-1].vms_bytes,
-        ),
-        device=device,
+        memory=memory,
     )
+
+
+def _memory(host: HostMemory, device: DeviceMemory | None) -> dict[str, int | None]:
+    found = {"RSS": host.rss_bytes, PEAKS["rss"].label: host.peak_rss_bytes or host.max_rss_bytes}
+    if device is None:
+        return found
+    return found | {
+        "device allocated": device.allocated_bytes,
+        "device reserved": device.reserved_bytes,
+        PEAKS["device"].label: device.peak_allocated_bytes,
+    }
 
 
 def _mean(values: Iterable[int | None]) -> int | None:
     known = [value for value in values if value is not None]
     return round(sum(known) / len(known)) if known else None
-
-
-def _most(values: Iterable[int | None]) -> int | None:
-    return max((value for value in values if value is not None), default=None)
 
 
 def _events(view: View) -> Iterator[Part]:
@@ -245,7 +229,7 @@ def _ledger(view: View) -> Iterator[Table]:
     if ledger is None:
         return
     found = [line for line in grouped(ledger.lines) if line.ns >= LEAST_SHARE * ledger.step_ns]
-    for table in ranked(
+    yield from ranked(
         "ledger",
         "Step time by owner",
         found,
@@ -256,8 +240,8 @@ def _ledger(view: View) -> Iterator[Table]:
         Field("share", "share", lambda line: line.ns / ledger.step_ns),
         Field("count/step", "count", lambda line: line.count or None, priority=1),
         top=12,
-    ):
-        yield replace(table, notes=[*table.notes, *_ledger_notes(ledger)])
+        notes=list(_ledger_notes(ledger)),
+    )
 
 
 def _ledger_notes(ledger: TimeLedger) -> Iterator[Words]:

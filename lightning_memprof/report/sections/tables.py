@@ -55,11 +55,18 @@ def _cells(rows: Sequence[T], field: Field[T]) -> list[Cell]:
     return [replace(cell, whole=most) for cell in cells]
 
 
-def ranked(table_id: str, title: str, rows: Sequence[T], *fields: Field[T], top: int | None = 10) -> Iterator[Table]:
+def ranked(
+    table_id: str,
+    title: str,
+    rows: Sequence[T],
+    *fields: Field[T],
+    top: int | None = 10,
+    notes: Sequence[Words] = (),
+) -> Iterator[Table]:
     """Yield a table of the first rows and a note that counts the others; nothing without rows."""
     if rows:
         columns, cells = grid(rows[:MAX_ROWS], *fields)
-        yield Table(table_id, title, columns, cells, notes=rest(rows, MAX_ROWS), top=top)
+        yield Table(table_id, title, columns, cells, notes=[*rest(rows, MAX_ROWS), *notes], top=top)
 
 
 def rest(rows: Sequence[object], shown: int, noun: str = "more") -> list[str]:

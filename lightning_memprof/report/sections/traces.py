@@ -40,7 +40,7 @@ def traces_section(traces: Sequence[TraceReport]) -> Section | None:
     if not traces:
         return None
     ordered = sorted(traces, key=busy_share)
-    parts: list[Part] = [_overview(ordered)] if len(traces) > 1 else []
+    parts: list[Part] = [Chart("devices"), *([_overview(ordered)] if len(traces) > 1 else [])]
     for number, trace in enumerate(ordered[:MAX_SHOWN]):
         parts += _trace(number, trace, several=len(traces) > 1)
     lead = f"{len(traces)} operator traces." if len(traces) > 1 else "The operator trace."
@@ -99,7 +99,7 @@ def _trace(number: int, trace: TraceReport, *, several: bool) -> Iterator[Part]:
         part = share(_waits(steps))
         rows.append((called("data_loading"), phrase("{} of the steps ({})", duration(steps.data_loading_ns), part)))
     yield Facts(f"Trace {number + 1}" if several else "Trace", rows, trace.missing, is_wide=True)
-    yield Chart("timeline" if number == 0 else f"timeline-{number + 1}")
+    yield Chart(f"timeline-{number}")
     for times, title in ((trace.gpu_window, "Device time, first to last event"), (steps, "Device time in steps")):
         if times is not None:
             yield device_stack(times, f"{title}{name}")

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from lightning_memprof.analysis.memory.allocations import run_allocations
 from lightning_memprof.analysis.memory.block_lives import BlockLives
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.run.model import Run
+from lightning_memprof.analysis.run.targets import find_targets
 from lightning_memprof.analysis.trace.device import device_timeline
 from lightning_memprof.analysis.trace.report import trace_report
 from lightning_memprof.artifacts.naming import system_name
@@ -30,7 +31,12 @@ from lightning_memprof.report.charts.embed import inert
 from lightning_memprof.report.charts.holders import holders_chart
 from lightning_memprof.report.charts.memory import memory_chart, offsets
 from lightning_memprof.report.charts.system import system_chart
-from lightning_memprof.report.view import run_view
+from lightning_memprof.report.document import Cell, Facts
+from lightning_memprof.report.document import Chart as Place
+from lightning_memprof.report.files_view import FilesView, files_view
+from lightning_memprof.report.printers.values import cell_text
+from lightning_memprof.report.sections import document_of
+from lightning_memprof.report.view import View, run_view
 from lightning_memprof.units import format_bytes
 
 STEERING = "a\x1b[31mb\u202ec\x07d\ud800é€😀\\u202e"
@@ -163,7 +169,7 @@ def blocks(count: int, stack: str = "train.py(1): main") -> BlockLives:
 
 def test_of_too_many_blocks_the_largest_are_drawn_and_the_summary_says_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lightning_memprof.report.charts.memory.MAX_BLOCKS", 10)
-    chart = memory_chart(blocks(30), ("memory", "memory"), "window 0")
+    chart = memory_chart(blocks(30), "memory", "window 0")
     assert chart is not None
     (drawn,) = columns(chart, "left")
     assert sorted(drawn["size"]) == [512.0 + i for i in range(20, 30)]
@@ -172,8 +178,8 @@ def test_of_too_many_blocks_the_largest_are_drawn_and_the_summary_says_so(monkey
 
 def test_no_name_of_the_program_can_end_the_script_it_stands_in():
     lives = blocks(3, HOSTILE)
-    held = holders_chart([((HOSTILE, HOSTILE), 10, 1)], ("holders", "memory"), HOSTILE)
-    drawn = memory_chart(replace(lives, device=HOSTILE), ("memory", "memory"), HOSTILE)
+    held = holders_chart([((HOSTILE, HOSTILE), 10, 1)], "holders", HOSTILE)
+    drawn = memory_chart(replace(lives, device=HOSTILE), "memory", HOSTILE)
     assert held is not None
     assert drawn is not None
     for chart in (held, drawn):
@@ -183,7 +189,7 @@ def test_no_name_of_the_program_can_end_the_script_it_stands_in():
 
 
 def test_a_name_cannot_turn_the_direction_of_what_stands_below_a_chart():
-    drawn = memory_chart(blocks(3, "a"), ("memory", "memory"), "\u202egnp.x")
+    drawn = memory_chart(blocks(3, "a"), "memory", "\u202egnp.x")
     assert drawn is not None
     assert "\u202e" not in drawn.html
     assert drawn.html.count(r"\u202egnp.x") == 2
@@ -219,15 +225,37 @@ def test_a_trace_is_shared_among_what_its_device_did(tmp_path: Path):
         "idle": pytest.approx([0, 0.3, 1, 0]),
     }
     found = file_charts([trace_report(path)])
-    assert list(found) == ["devices", "timeline"]
+    assert list(found) == ["devices", "timeline-0"]
     (shares,) = columns(found["devices"], "row")
     names = [name for name in shares if name not in {"row", "left"} and not name.endswith(" ns")]
     assert sum(shares[name][0] for name in names) == pytest.approx(100)
     assert shares["compute"] == pytest.approx([50])
 
 
+def placed(view: View | FilesView) -> list[str]:
+    parts = (part for section in document_of(view).sections for part in section.parts)
+    return [part.id for part in parts if isinstance(part, Place)]
+
+
+@pytest.mark.slow
+def test_every_chart_has_a_place_on_the_page(usual: tuple[Run, dict[str, Chart]]):
+    assert {*usual[1]} <= {*placed(run_view(usual[0], run_allocations(usual[0])))}
+
+
+def test_the_chart_of_a_trace_stands_with_its_figures(tmp_path: Path):
+    busy = write_trace(tmp_path / "busy.json", [gpu("gemm", 0, 400)], baseTimeNanoseconds=0)
+    idle = write_trace(tmp_path / "idle.json", [gpu("gemm", 0, 10), gpu("gemm", 390, 10)], baseTimeNanoseconds=0)
+    view = files_view(find_targets([busy, idle]))
+    drawn = file_charts(view.traces)
+    assert {*drawn} <= {*placed(view)}
+    facts = [part for section in document_of(view).sections for part in section.parts if isinstance(part, Facts)]
+    for number, name in enumerate(("idle.json", "busy.json")):
+        assert cell_text(cast("Cell", facts[number].rows[0][1])).endswith(name)
+        assert name in drawn[f"timeline-{number}"].summary
+
+
 def test_the_memory_chart_says_that_bytes_from_before_the_window_are_unknown():
-    drawn = memory_chart(replace(blocks(3), knows_before=False), ("memory", "memory"), "window 0")
+    drawn = memory_chart(replace(blocks(3), knows_before=False), "memory", "window 0")
     assert drawn is not None
     assert "bytes allocated before the first event, mostly parameters, are unknown and not drawn" in drawn.summary
     assert "from before" not in json.dumps(document(drawn))
@@ -276,7 +304,7 @@ def test_a_trace_of_a_host_has_no_charts(tmp_path: Path):
 
 
 def test_texts_of_the_program_in_a_chart_cannot_steer_what_shows_them() -> None:
-    chart = holders_chart([((STEERING, "x" * 10_000), 10, 1)], ("holders", "memory"), "the test")
+    chart = holders_chart([((STEERING, "x" * 10_000), 10, 1)], "holders", "the test")
     assert chart is not None
     (data,) = columns(chart, "name")
     assert data["name"][0] == "a\\x1b[31mb\\u202ec\\x07d\\ud800é€😀\\u202e"

@@ -122,6 +122,8 @@ def test_a_live_run_shows_its_progress(tmp_path):
     live = ask("live", run=found["id"]).json
     assert live["run"]["id"] == found["id"]
     assert [words.split(" ")[0] for words in steps(live["parts"])] == ["20"]
+    leads = [words for part in live["parts"] if part["part"] == "lines" for _, words, _ in part["rows"]]
+    assert any("median" in words for words in leads)
     (stack,) = [part for part in live["parts"] if part["part"] == "stack"]
     assert sum(bar["share"] for bar in stack["bars"]) == pytest.approx(1)
     (table,) = [part for part in live["parts"] if part["part"] == "table"]

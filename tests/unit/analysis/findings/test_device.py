@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from device_traces import BASE_NS, Recording
-from lightning_memprof.analysis.findings import TRACE_RULES, Finding, Severity
+from lightning_memprof.analysis.findings import TRACE_RULES, Finding, Severity, examine_files
 from lightning_memprof.analysis.trace.report import trace_report
 
 STEPS = 4
@@ -237,3 +237,40 @@ def test_python_with_recorded_stacks_names_its_line(tmp_path: Path) -> None:
 
     finding = found(training(tmp_path / "stacks.pt.trace.json", think))["gpu_idle"]
     assert finding.next_steps == ("Move this code out of the step: train.py(23): augment.",)
+
+
+def ranks(directory: Path, late: int | None, offset_us: int = 0) -> list[Path]:
+    """Traces of 8 ranks with 8 all-reduces; before 5 of them rank ``late`` computes for 1.5 ms longer."""
+    paths = []
+    for rank in range(8):
+        made = Recording()
+        made.now += rank * offset_us
+        with made.inside("ProfilerStep#3"):
+            for index in range(8):
+                arrives = index * 4_000 + 2_000 + rank * offset_us + 10 * (rank == index)
+                ends = index * 4_000 + 2_100 + rank * offset_us
+                if late is not None and index < 5:
+                    arrives, ends = arrives + 1_500 * (rank == late), ends + 1_500
+                made.launch(arrives - 500 - index * 4_000 - rank * offset_us, at=index * 4_000 + 500 + rank * offset_us)
+                made.launch(ends - arrives, NCCL, 21, arrives)
+            made.now += 33_000
+        info = {"backend": "nccl", "rank": rank, "world_size": 8}
+        paths.append(made.write(directory / f"rank{rank}.pt.trace.json", distributedInfo=info))
+    return paths
+
+
+@pytest.mark.parametrize("offset_us", [0, 700_000])
+def test_the_rank_that_arrives_last_in_bare_traces_is_the_straggler(tmp_path: Path, offset_us: int) -> None:
+    reports = [trace_report(path) for path in ranks(tmp_path, late=3, offset_us=offset_us)]
+    finding = examine_files(reports, [])[0]
+    assert finding.rule == "straggler_trace"
+    assert finding.sentence.startswith("Rank 3 is the straggler: last at 5 of 8 collectives, the others wait 7.5")
+    assert finding.numbers["own_wait_ns"] < 100_000
+    assert finding.next_steps[0].startswith("Rank 3 computes for")
+    assert finding.next_steps[1].startswith("See all ranks on one timeline: lightning-memprof merge")
+
+
+def test_ranks_that_take_turns_have_no_straggler(tmp_path: Path) -> None:
+    reports = [trace_report(path) for path in ranks(tmp_path, late=None)]
+    assert "straggler_trace" not in {finding.rule for finding in examine_files(reports, [])}
+    assert "straggler_trace" not in {finding.rule for finding in examine_files(reports[:1], [])}
