@@ -81,9 +81,18 @@ PROSE: Final = (
     "*.numbers.cause",
 )
 # Conclusions: the rules decide them, and tests/verdicts and the tests of the rules compare them. Here only figures are.
-CONCLUSIONS: Final = ("findings", "verdict", "findings.csv")
+CONCLUSIONS: Final = ("findings", "verdict", "findings.csv", "differences.needed", "differences.is_above_noise")
 # Fields that later versions added.
-ADDED: Final = ("*.ledger", "*.host_ledger", "*.device_ledger", "*.cost", "*.training.*", "*.environment.*")
+ADDED: Final = (
+    "*.ledger",
+    "*.host_ledger",
+    "*.device_ledger",
+    "*.cost",
+    "*.training.*",
+    "*.environment.*",
+    "differences.rank_test",
+    "differences.has_too_few_steps",
+)
 # How many commands are proposed is no figure.
 ANY_LENGTH: Final = ("commands",)
 NUMBER: Final = re.compile(r"\d+(?:[.,]\d+)*(?:e[+-]?\d+)?(?: ?%)?")

@@ -16,6 +16,7 @@ from lightning_memprof.analysis.compare.model import (
     Side,
     Unit,
 )
+from lightning_memprof.analysis.compare.significance import drift, rank_test
 from lightning_memprof.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,8 +42,9 @@ _LEAST_SHARE_OF_PEAK: Final = 0.005
 def compare(a: Side, b: Side) -> Comparison:
     """Compare two sides.
 
-    A change is above noise if it exceeds the spread of either side's steps, three standard errors of the difference of
-    their medians, and the resolution of the measurement.
+    A change of steps is above noise if a rank test confirms it and it exceeds the resolution and the drift within a
+    side; another change if it exceeds the spread of either side's samples, three standard errors of the difference of
+    their medians, and the resolution.
 
     Raises:
         ConfigError: the two are of different kinds, such as a run and a trace.
@@ -95,28 +97,23 @@ def _difference(name: str, a: Measure | None, b: Measure | None, scale: Mapping[
         problem = f"not measured in {'A' if a is None else 'B'}"
     elif a.source != b.source:
         problem = f"different sources: A {a.source}, B {b.source}"
-    needed: float | None = 0.0
-    if a is not None and b is not None:
-        needed = _needed_of_rate(a, b) if unit == "per_s" else _needed_of_value(a, b, unit, scale)
-    return Difference(name=name, unit=unit, a=a, b=b, needed=needed, problem=problem)
+    needed, tested = 0.0, None
+    if a is not None and b is not None and a.steps and b.steps:
+        least = _least_ns(scale) if unit == "ns" else _LEAST_SHARE_OF_STEP * min(a.value, b.value)
+        needed, tested = max(least, drift(a.steps), drift(b.steps)), rank_test(a.steps, b.steps)
+    elif a is not None and b is not None:
+        needed = _needed_of_value(a, b, unit, scale)
+    return Difference(name=name, unit=unit, a=a, b=b, needed=needed, rank_test=tested, problem=problem)
+
+
+def _least_ns(scale: Mapping[str, float]) -> float:
+    return max(_LEAST_NS, _LEAST_SHARE_OF_STEP * scale["ns"])
 
 
 def _needed_of_value(a: Measure, b: Measure, unit: Unit, scale: Mapping[str, float]) -> float:
     error = math.sqrt(sum((_MEDIAN_ERROR * measure.noise) ** 2 / max(measure.samples, 1) for measure in (a, b)))
     needed = max(a.noise, b.noise, _ERRORS * error if min(a.samples, b.samples) > 1 else 0.0)
-    return max(needed, _LEAST_NS, _LEAST_SHARE_OF_STEP * scale["ns"]) if unit == "ns" else needed
-
-
-def _needed_of_rate(a: Measure, b: Measure) -> float | None:
-    """Return the smallest change of a rate above noise, computed on the time per event.
-
-    None if the noise exceeds the time per event: no increase is above noise then.
-    """
-    if not a.value or not b.value:
-        return max(a.noise, b.noise)
-    noise = max(measure.noise / measure.value / measure.value for measure in (a, b))
-    bound = 1 / a.value + math.copysign(noise, a.value - b.value)
-    return abs(a.value - 1 / bound) if bound > 0 else None
+    return max(needed, _least_ns(scale)) if unit == "ns" else needed
 
 
 def _changes(group: str, a: Side, b: Side, scale: Mapping[str, float]) -> list[NamedChange]:
@@ -146,7 +143,7 @@ def _changes_by_name(group: str, a: Side, b: Side, scale: Mapping[str, float]) -
 def _needed(group: str, value: float, scale: Mapping[str, float]) -> float:
     unit = GROUPS[group][0]
     if unit == "ns":
-        return max(_LEAST_NS, _NAMED_TIME_SHARE * value, _LEAST_SHARE_OF_STEP * scale["ns"])
+        return max(_least_ns(scale), _NAMED_TIME_SHARE * value)
     if group == "stacks":
         return max(_NAMED_BYTES_SHARE * value, _LEAST_SHARE_OF_PEAK * scale["bytes"])
     return _NAMED_BYTES_SHARE * value if unit == "bytes" else 0.0

@@ -85,7 +85,8 @@ def parse_limit(given: str) -> Limit:
 def check(comparison: Comparison, limit: Limit) -> Outcome:
     """Return whether B exceeds a limit.
 
-    A change beyond the limit but within noise does not break it. A quantity that cannot be compared does.
+    A change beyond the limit but within noise does not break it. A quantity that cannot be compared does, and a change
+    beyond the limit of too few steps.
     """
     found = comparison.difference(limit.name)
     change = found.change if found is not None else None
@@ -96,6 +97,9 @@ def check(comparison: Comparison, limit: Limit) -> Outcome:
     if limit.is_relative:
         value = found.relative if found.relative is not None else math.copysign(math.inf, change) if change else 0.0
     beyond = value > limit.amount if limit.is_upper else value < limit.amount
+    if beyond and found.has_too_few_steps:
+        steps = f"{found.a.samples} in A, {found.b.samples} in B"
+        return Outcome(limit, is_broken=True, sentence=f"{limit.name} cannot be checked: not enough steps ({steps})")
     if beyond and not found.is_above_noise:
         return Outcome(limit, is_broken=False, sentence=f"{limit.name} exceeds the limit, but within noise")
     moved = "increases" if change > 0 else "decreases" if change < 0 else "is unchanged"

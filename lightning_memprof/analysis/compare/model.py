@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from lightning_memprof.analysis.compare.significance import RankTest
+
 __all__ = [
     "GROUPS",
     "QUANTITIES",
@@ -73,7 +75,8 @@ class Measure:
     """One quantity of one side.
 
     ``noise`` is its spread over the ``samples`` (usually steps) as a standard deviation; for a single sample, the usual
-    difference between two runs of the same program. Only measures with the same ``source`` are compared.
+    difference between two runs of the same program. Only measures with the same ``source`` are compared. ``steps``
+    are the samples in time order if each is one step, otherwise None.
     """
 
     name: str
@@ -82,6 +85,7 @@ class Measure:
     noise: float
     samples: int
     source: str
+    steps: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,15 +110,16 @@ class Side:
 class Difference:
     """One quantity of both sides; None where a side lacks it.
 
-    ``needed`` is the smallest change above noise, None if no change in this direction is above noise. ``problem`` is
-    the reason why the two cannot be compared.
+    ``needed`` is the smallest change above noise. If both sides have steps it is the resolution, or the drift within a
+    side, and ``rank_test`` has to confirm the change. ``problem`` is the reason why the two cannot be compared.
     """
 
     name: str
     unit: Unit
     a: Measure | None
     b: Measure | None
-    needed: float | None
+    needed: float
+    rank_test: RankTest | None = None
     problem: str | None = None
 
     @property
@@ -134,7 +139,14 @@ class Difference:
     def is_above_noise(self) -> bool:
         """Whether the change is above noise."""
         change = self.change
-        return change is not None and self.needed is not None and abs(change) > self.needed
+        if change is None or abs(change) <= self.needed:
+            return False
+        return self.rank_test is None or self.rank_test.confirms(change)
+
+    @property
+    def has_too_few_steps(self) -> bool:
+        """Whether the change exceeds ``needed``, but the steps are too few for any confidence."""
+        return self.rank_test is not None and self.rank_test.confidence is None and abs(self.change or 0) > self.needed
 
 
 @dataclass(frozen=True, kw_only=True)

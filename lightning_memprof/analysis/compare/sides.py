@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.compare.model import QUANTITIES, Measure, Side
+from lightning_memprof.analysis.compare.significance import drift
 from lightning_memprof.analysis.findings import Facts, Severity, examine, examine_files
 from lightning_memprof.analysis.memory.allocations import run_allocations, window_allocations
 from lightning_memprof.analysis.memory.report import memory_report
@@ -52,8 +53,6 @@ _RESIDENT: Final = 0.02
 _MAD_TO_SD: Final = 1.4826
 # With fewer samples the median deviation is often 0 by chance; the range is used.
 _FEW_SAMPLES: Final = 5
-# A shared machine is slower at times: two runs differ as much as the halves of one run.
-_MANY_SAMPLES: Final = 10
 _BUILTIN: Final = "<built-in "
 _STEPS: Final = "ProfilerStep*"
 # Summing operators reads about 10 MB/s of compressed trace: only the last traces, up to this size together, are read.
@@ -126,7 +125,8 @@ def run_side(run: Run, label: str) -> Side:
         # By the median step: a single hiccup moves the mean.
         speed = rate.samples / step.value * 1e9
         noise = speed * step.noise / step.value
-        found.add(replace(step, name="samples_per_s", unit="per_s", value=speed, noise=noise))
+        steps = tuple(rate.samples / ns * 1e9 for ns in step.steps or () if ns)
+        found.add(replace(step, name="samples_per_s", unit="per_s", value=speed, noise=noise, steps=steps))
     _add_sizes(found, run)
     allocations = [allocation for allocation in run_allocations(run.in_full) if allocation.rank == lead.rank]
     found.notes += [allocation.problem for allocation in allocations if allocation.problem]
@@ -169,13 +169,13 @@ def _add_times(found: _Gathered, rank: Rank) -> None:
         reports = [window_step for window in rank.windows for window_step in window_steps(rank, window)[0]]
         rows = [(step.duration_ns, step.breakdown_ns or {}) for step in reports if step.duration_ns is not None]
         source = "recorded steps, with the profiler overhead"
-    step = typical("step_ns", [duration for duration, _ in rows], source)
+    step = typical("step_ns", [duration for duration, _ in rows], source, of_steps=True)
     found.add(step)
     # A slow phase of the machine slows every phase of a step.
     share = step.noise / step.value if step is not None and step.value else 0.0
     for phase in PHASES:
         known = [ns for _, breakdown in rows if (ns := breakdown.get(phase)) is not None]
-        found.add(typical(f"{phase}_ns", known, source, share))
+        found.add(typical(f"{phase}_ns", known, source, share, of_steps=True))
 
 
 def _add_sizes(found: _Gathered, run: Run) -> None:
@@ -219,9 +219,9 @@ def traces_side(paths: Sequence[Path], label: str) -> Side:
     reports = [trace_report(path) for path in paths]
     found = _Gathered()
     steps = [float(step.duration_ns) for trace in reports for step in trace.steps]
-    found.add(typical("step_ns", steps, "the steps of the trace"))
+    found.add(typical("step_ns", steps, "the steps of the trace", of_steps=True))
     loading = [float(step.data_loading_ns) for trace in reports for step in trace.steps]
-    found.add(typical("data_loading_ns", loading, "the steps of the trace"))
+    found.add(typical("data_loading_ns", loading, "the steps of the trace", of_steps=True))
     found.add(
         typical("duration_ns", [float(trace.end_ns - trace.start_ns) for trace in reports], "first to last event")
     )
@@ -286,13 +286,19 @@ def snapshots_side(paths: Sequence[Path], label: str) -> Side:
     return found.side(label, "snapshots")
 
 
-def typical(name: str, samples: Sequence[float], source: str, least_share: float = 0.0) -> Measure | None:
-    """Return the median of samples and their spread; None without samples."""
+def typical(
+    name: str, samples: Sequence[float], source: str, least_share: float = 0.0, *, of_steps: bool = False
+) -> Measure | None:
+    """Return the median of samples and their spread; None without samples.
+
+    ``of_steps`` says that each sample is one step.
+    """
     if not samples:
         return None
     value = statistics.median(samples)
     noise = max(_spread(samples), least_share * abs(value), _ONE_TIME * abs(value) if len(samples) == 1 else 0.0)
-    return _measure(name, samples, source, value, noise)
+    measure = _measure(name, samples, source, value, noise)
+    return replace(measure, steps=tuple(samples)) if of_steps else measure
 
 
 def peak(name: str, samples: Sequence[float], source: str, least_share: float = _EXACT) -> Measure | None:
@@ -313,11 +319,7 @@ def _spread(samples: Sequence[float]) -> float:
     if len(samples) < _FEW_SAMPLES:
         return max(samples) - min(samples)
     middle = statistics.median(samples)
-    drift = 0.0
-    half = len(samples) // 2
-    if half >= _MANY_SAMPLES:
-        drift = abs(statistics.median(samples[:half]) - statistics.median(samples[half:]))
-    return max(drift, _MAD_TO_SD * statistics.median(abs(sample - middle) for sample in samples))
+    return max(drift(samples), _MAD_TO_SD * statistics.median(abs(sample - middle) for sample in samples))
 
 
 def operator_times(traces: Sequence[Path]) -> tuple[Times, Times]:

@@ -72,8 +72,10 @@ def comparison_to_json(comparison: Comparison, verdict: Words, outcomes: Sequenc
             "b": _fields(comparison.b, "label", "kind", "notes"),
             "differences": [
                 {
-                    **encode(difference),
-                    **_fields(difference, "change", "relative", "is_above_noise"),
+                    **_without(difference, "a", "b"),
+                    "a": difference.a and _without(difference.a, "steps"),
+                    "b": difference.b and _without(difference.b, "steps"),
+                    **_fields(difference, "change", "relative", "is_above_noise", "has_too_few_steps"),
                 }
                 for difference in comparison.differences
             ],

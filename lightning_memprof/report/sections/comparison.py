@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.compare.model import GROUPS
+from lightning_memprof.analysis.compare.significance import CONFIDENCE
 from lightning_memprof.report.document import (
     Cell,
     Document,
@@ -31,7 +33,10 @@ if TYPE_CHECKING:
 __all__ = ["comparison_document", "conclusion"]
 
 SAME: Final = "no difference above noise"
-WHY: Final = "A change counts if it exceeds the spread over steps, or the usual difference of two runs of one program."
+WHY: Final = (
+    f"A change of steps counts at {CONFIDENCE:.0%} confidence (rank test), another if it exceeds the usual difference "
+    "of two runs of one program."
+)
 NEXT: Final = "Look first at the quantities that changed, then at the names that appeared."
 KINDS: Final[Mapping[str, tuple[str, Style]]] = {
     "appeared": ("only in B", "warn"),
@@ -45,6 +50,7 @@ MAX_NOTES: Final = 6
 # A sentence about two sides names these first.
 FIRST: Final = ("step_ns", "gpu_window_ns", "peak_allocated_bytes", "peak_requested_bytes", "peak_rss_bytes")
 MAX_IN_SENTENCE: Final = 3
+_MOST_CONFIDENCE: Final = 0.999
 
 
 def comparison_document(comparison: Comparison, outcomes: Sequence[Outcome] = ()) -> Document:
@@ -116,6 +122,7 @@ def _quantities(comparison: Comparison) -> Table:
         Field("B", "number", lambda found: _value(found.b)),
         Field("B spread", "share", lambda found: _spread(found.b), priority=1),
         Field("change", "number", _changed),
+        Field("confidence", "text", _confidence),
         Field("source", "text", lambda found: text(_source(found), "dim"), priority=2),
     )
     return Table("quantity-table", "", columns, rows, top=None)
@@ -127,6 +134,17 @@ def _changed(difference: Difference) -> Cell:
     if not difference.is_above_noise:
         return Cell("~" if difference.change is not None else None, sort=0, style="dim")
     return _change(difference, "bad" if _is_worse(difference) else "good")
+
+
+def _confidence(difference: Difference) -> Cell:
+    if difference.has_too_few_steps:
+        return text("not enough steps", "dim")
+    if difference.rank_test is None or difference.rank_test.confidence is None or not difference.is_above_noise:
+        return text(None)
+    confidence = difference.rank_test.confidence
+    return text(
+        f">{_MOST_CONFIDENCE:.1%}" if confidence > _MOST_CONFIDENCE else f"{math.floor(confidence * 1e3) / 10:g}%"
+    )
 
 
 def _source(difference: Difference) -> str | None:

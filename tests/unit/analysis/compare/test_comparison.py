@@ -11,6 +11,7 @@ import pytest
 from fake_memory import FakeMemory
 from fake_runs import FakeRun, make_run
 from kineto import Made, event_fields, write_trace
+from lightning_memprof.analysis.compare import significance
 from lightning_memprof.analysis.compare.comparison import compare
 from lightning_memprof.analysis.compare.limits import check, parse_limit
 from lightning_memprof.analysis.compare.model import QUANTITIES, Comparison, Measure, Side
@@ -25,6 +26,7 @@ from lightning_memprof.analysis.compare.sides import (
     traces_side,
     typical,
 )
+from lightning_memprof.analysis.compare.significance import rank_test
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.snapshot.replay import Holder
 from lightning_memprof.errors import ConfigError
@@ -38,7 +40,7 @@ def steps(milliseconds: float, spread: float = 0.02, count: int = 40, seed: int 
 
 
 def side(label: str = "a", samples: Sequence[float] = (), size: Measure | None = None) -> Side:
-    step = typical("step_ns", samples, "the pulse")
+    step = typical("step_ns", samples, "the pulse", of_steps=True)
     return Side(
         label=label, kind="run", measures={measure.name: measure for measure in (step, size) if measure is not None}
     )
@@ -110,36 +112,89 @@ def test_a_single_time_is_taken_to_vary_by_a_tenth() -> None:
     assert found.noise == pytest.approx(2e6)
 
 
-@pytest.mark.parametrize(("a", "b", "is_above"), [(763.0, 281.0, True), (281.0, 763.0, True), (763.0, 700.0, False)])
-def test_a_rate_changes_by_more_than_noise_where_its_times_do(a: float, b: float, is_above: bool) -> None:
-    sides = [
-        Side(
-            label="a",
-            kind="run",
-            measures={
-                "samples_per_s": Measure(
-                    name="samples_per_s", unit="per_s", value=rate, noise=part * rate, samples=100, source="the pulse"
-                )
-            },
-        )
-        for rate, part in ((a, 0.67 if a > b else 0.2), (b, 0.2 if a > b else 0.67))
-    ]
-    found = compare(*sides).difference("samples_per_s")
-    assert found is not None
-    assert found.is_above_noise is is_above
+def test_every_step_slower_is_a_change_however_much_the_steps_vary() -> None:
+    # The medians differ by 49%, each side's steps by as much.
+    a, b = [7e6, 8e6, 9.4e6, 10.6e6, 12e6, 13e6], [13.4e6, 14e6, 14.5e6, 15.3e6, 17e6, 20e6]
+    (found,) = compare(side("a", a), side("b", b)).differences
+    assert found.relative == pytest.approx(0.49)
+    assert found.is_above_noise
+    assert found.rank_test is not None
+    assert found.rank_test.confidence == pytest.approx(1 - 2 / 924)
+    assert check(compare(side("a", a), side("b", b)), parse_limit("step_ns>10%")).is_broken
 
 
-def test_a_rate_whose_noise_exceeds_the_time_per_event_has_no_increase_above_noise_and_stays_json() -> None:
-    slow, fast = (
-        Measure(name="samples_per_s", unit="per_s", value=value, noise=2 * value, samples=100, source="the pulse")
-        for value in (100.0, 1e6)
-    )
-    comparison = compare(
-        *(Side(label=name, kind="run", measures={"samples_per_s": rate}) for name, rate in (("a", slow), ("b", fast)))
-    )
+@pytest.mark.parametrize(("count", "is_known"), [(3, False), (4, True)])
+def test_three_steps_of_each_side_are_not_enough_and_four_are(count: int, is_known: bool) -> None:
+    comparison = compare(side("a", [10e6] * count), side("b", [15e6] * count))
     (found,) = comparison.differences
-    assert found.needed is None
-    assert not found.is_above_noise
+    assert (found.is_above_noise, found.has_too_few_steps) == (is_known, not is_known)
+    outcome = check(comparison, parse_limit("step_ns>10%"))
+    assert outcome.is_broken
+    assert outcome.sentence == (
+        "step_ns increases" if is_known else "step_ns cannot be checked: not enough steps (3 in A, 3 in B)"
+    )
+
+
+def test_a_thousand_steps_do_not_turn_a_part_of_their_spread_into_a_change() -> None:
+    comparison = compare(side("a", steps(20, 0.1, 1000)), side("b", steps(20.6, 0.1, 1000, seed=2)))
+    (found,) = comparison.differences
+    assert found.rank_test is not None
+    assert found.rank_test.confidence == pytest.approx(1, abs=1e-6)
+    assert comparison.is_same
+
+
+def test_a_change_smaller_than_the_drift_of_a_side_is_noise() -> None:
+    comparison = compare(side("a", [*steps(20, 0.001), *steps(24, 0.001)]), side("b", steps(24.5, 0.001)))
+    assert comparison.is_same
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "confidence", "share"),
+    [
+        ([1, 2, 3, 4], [5, 6, 7, 8], 1 - 2 / 70, 1.0),
+        ([5, 6, 7, 8], [1, 2, 3, 4], 1 - 2 / 70, 0.0),
+        # From the tables of Mann and Whitney: U = 2 of 5 and 5.
+        ([1, 2, 3, 4, 7], [5, 6, 8, 9, 10], 1 - 8 / 252, 23 / 25),
+        ([1, 1, 1, 1], [1, 1, 1, 1], 0.0, 0.5),
+        ([1, 2], [3, 4], None, 1.0),
+        (list(range(20)), list(range(20)), 0.0, 0.5),
+    ],
+)
+def test_the_rank_test_is_exact_for_few_steps(
+    a: list[float], b: list[float], confidence: float | None, share: float
+) -> None:
+    found = rank_test(a, b)
+    assert found.confidence == (None if confidence is None else pytest.approx(confidence))
+    assert found.higher_share == pytest.approx(share)
+
+
+def test_the_normal_approximation_agrees_with_the_exact_test_where_both_apply(monkeypatch) -> None:
+    chance = random.Random(3)
+    for _ in range(20):
+        a, b = ([round(chance.gauss(mean, 2)) for _ in range(10)] for mean in (10, 11))
+        exact = rank_test(a, b)
+        monkeypatch.setattr(significance, "_MOST_EXACT_PAIRS", 0)
+        assert rank_test(a, b).confidence == pytest.approx(exact.confidence, abs=0.02)
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize(("a", "b", "is_above"), [(763.0, 281.0, True), (281.0, 763.0, True), (763.0, 700.0, False)])
+def test_a_rate_changes_by_more_than_noise_where_its_steps_do(a: float, b: float, is_above: bool) -> None:
+    rates = [
+        Measure(
+            name="samples_per_s",
+            unit="per_s",
+            value=value,
+            noise=0.2 * value,
+            samples=40,
+            source="the pulse",
+            steps=tuple(value * 20e6 / ns for ns in steps(20, 0.2, seed=seed)),
+        )
+        for seed, value in ((1, a), (2, b))
+    ]
+    comparison = compare(*(Side(label="a", kind="run", measures={"samples_per_s": rate}) for rate in rates))
+    (found,) = comparison.differences
+    assert found.is_above_noise is is_above
     assert json.dumps(asdict(comparison), allow_nan=False)
 
 

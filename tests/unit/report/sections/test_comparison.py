@@ -77,6 +77,23 @@ def test_the_table_has_both_sides_their_spread_and_the_change(comparison: Compar
     assert rows["reserved_bytes"][2:] == ["-", "-", "n/a"]
 
 
+@pytest.mark.parametrize(("count", "confidence"), [(3, "not enough steps"), (4, "97.1%"), (6, "99.7%"), (40, ">99.9%")])
+def test_a_row_has_the_confidence_of_its_change_or_says_that_the_steps_are_not_enough(
+    count: int, confidence: str
+) -> None:
+    a, b = (
+        Side(
+            label="x",
+            kind="run",
+            measures={"step_ns": replace(measure("step_ns", ns, samples=count), steps=(ns,) * count)},
+        )
+        for ns in (20e6, 30e6)
+    )
+    document = comparison_document(compare(a, b))
+    (row,) = table_of(document, "quantity-table")
+    assert (row["change"], row["confidence"]) == ("~" if count == 3 else "+50%", confidence)
+
+
 def test_names_that_appeared_disappeared_and_changed_are_there(comparison: Comparison) -> None:
     document = comparison_document(comparison)
     rows = {row["name"][:4]: [row["change"], row["A"], row["B"]] for row in table_of(document, "modules-table")}
