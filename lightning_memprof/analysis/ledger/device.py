@@ -13,7 +13,7 @@ import numpy as np
 
 from lightning_memprof.analysis.ledger.model import DevicePart, TimeLedger, TimeLine
 from lightning_memprof.analysis.stacks import is_library, parse_frame
-from lightning_memprof.analysis.trace.columns import HOST_KINDS, STEP_NAME, Kind, is_loading, launches
+from lightning_memprof.analysis.trace.columns import Kind, is_loading, launches
 from lightning_memprof.analysis.trace.device import copy_kind
 from lightning_memprof.analysis.trace.idle import (
     COLLECTS,
@@ -27,15 +27,13 @@ from lightning_memprof.analysis.trace.idle import (
 from lightning_memprof.analysis.trace.intervals import (
     Intervals,
     difference,
-    exclusive_ends,
     intersection,
     length,
     length_before,
     nearest,
-    nest,
     union,
 )
-from lightning_memprof.analysis.trace.modules import Modules
+from lightning_memprof.analysis.trace.modules import HostThreads, Modules
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +44,7 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.trace.communication import CollectiveCall
     from lightning_memprof.analysis.trace.device import DeviceEvents
     from lightning_memprof.analysis.trace.intervals import Column
-    from lightning_memprof.analysis.trace.modules import Makers
+    from lightning_memprof.analysis.trace.modules import Makers, Tree
 
     _Numbers: TypeAlias = NDArray[np.signedinteger[Any]] | int
 
@@ -55,8 +53,6 @@ __all__ = ["device_ledger"]
 _PARTS: Final[tuple[DevicePart, ...]] = get_args(DevicePart)
 # Time inside an event of these parts is theirs, whatever runs in it; of several the last one.
 _ENCLOSING: Final[tuple[DevicePart, ...]] = ("cold_start", "idle_synchronization", "idle_data", "idle_garbage")
-# Kineto rounds starts and durations separately: a child may seem to outlast its parent by this much.
-_SLACK_NS: Final = 1_000
 _BACKWARD: Final = "autograd::engine::evaluate_function: "
 _NONE: Final = -1
 # The recording does not have the launch.
@@ -64,7 +60,11 @@ _UNKNOWN: Final = -2
 
 
 def device_ledger(
-    columns: TraceColumns, device: DeviceEvents, steps: Sequence[Step], collectives: Sequence[CollectiveCall] = ()
+    columns: TraceColumns,
+    device: DeviceEvents,
+    steps: Sequence[Step],
+    collectives: Sequence[CollectiveCall] = (),
+    threads: HostThreads | None = None,
 ) -> TimeLedger | None:
     """Return the owners of the device's time in the steps; None where nothing ran on a device.
 
@@ -73,6 +73,7 @@ def device_ledger(
         device: its device events.
         steps: by start; without any, the time from the first device event to the last one is the step.
         collectives: those of the trace, for their names.
+        threads: of the trace, where they are known already.
     """
     if not len(device.busy.starts):
         return None
@@ -88,7 +89,7 @@ def device_ledger(
     spans = Intervals(np.array([start], np.int64), np.array([end], np.int64))
     launched = launches(columns, device.rows)
     work = _Work(columns=columns, device=device, spans=spans, launched=launched, collectives=collectives)
-    host = _Host(work, ranges)
+    host = _Host(work, ranges, threads or HostThreads(columns))
     lines = _Lines(columns, host.modules)
     _add_busy(lines, host, work)
     _add_idle(lines, host, work)
@@ -167,21 +168,6 @@ class _Lines:
         return tuple(sorted(found, key=lambda line: (-line.ns, line.part, line.name, line.operator or "")))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Thread:
-    """The host's events of one thread as trees, by row of the trace.
-
-    Attributes:
-        rows: ``(m,)`` their rows.
-        parents: ``(m,)`` positions of the events around them, -1 for none.
-        ends: ``(m,)`` ends at which each moment has one innermost event.
-    """
-
-    rows: Column
-    parents: Column
-    ends: Column
-
-
 class _Host:
     """What the threads that launch work do, by row of the trace; -1 for events of others.
 
@@ -192,7 +178,7 @@ class _Host:
         training: lane of the training thread, -1 where the trace has none.
     """
 
-    def __init__(self, work: _Work, ranges: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, work: _Work, ranges: Sequence[tuple[int, int]], threads: HostThreads) -> None:
         self._columns = columns = work.columns
         count = len(columns.starts)
         self.training = training_lane(columns)
@@ -201,23 +187,21 @@ class _Host:
         self.modules = Modules(columns)
         names = _Names(columns, self.modules.named)
         lanes = np.unique(np.append(columns.lanes[work.launched[work.launched >= 0]], self.training))
-        on_host = np.isin(columns.kinds, HOST_KINDS) & ~columns.named(STEP_NAME.match)[columns.names]
-        found = {int(lane): np.flatnonzero(on_host & (columns.lanes == lane)) for lane in lanes}
-        for rows in found.values():
-            self.part[rows] = names.parts(rows)
+        found = {int(lane): threads.tree(int(lane)) for lane in lanes}
+        for tree in found.values():
+            self.part[tree.rows] = names.parts(tree.rows)
         cold = cold_calls(columns, work.device, ranges)
         self.part[cold[self.part[cold] >= 0]] = _PARTS.index("cold_start")
         # The training thread first: the others run the nodes that it makes.
         self._forward: Makers | None = None
-        self.threads: dict[int, _Thread] = {}
-        for lane, rows in sorted(found.items(), key=lambda item: item[0] != self.training):
-            self.threads[lane] = self._thread(rows, names)
-            self._forward = self._forward or self.modules.makers(rows, self.module[rows].astype(np.int64))
+        self.trees = found
+        for _, tree in sorted(found.items(), key=lambda item: item[0] != self.training):
+            self._describe(tree, names)
+            self._forward = self._forward or self.modules.makers(tree.rows, self.module[tree.rows].astype(np.int64))
 
-    def _thread(self, rows: Column, names: _Names) -> _Thread:
-        columns = self._columns
-        nesting = nest(columns.starts[rows], columns.ends[rows], slack=_SLACK_NS)
-        parents, kinds, known = nesting.parents, columns.kinds[rows], columns.names[rows]
+    def _describe(self, tree: Tree, names: _Names) -> None:
+        columns, (rows, parents, _) = self._columns, tree
+        kinds, known = columns.kinds[rows], columns.names[rows]
 
         def around(marked: NDArray[np.bool_], values: NDArray[np.int32], target: NDArray[np.int32]) -> None:
             at = nearest(parents, marked)
@@ -236,11 +220,10 @@ class _Host:
             inside = rows[at >= 0]
             self.part[inside] = part
             self.label[inside] = known[at[at >= 0]]
-        return _Thread(rows=rows, parents=parents, ends=exclusive_ends(nesting, columns.starts[rows]))
 
     def shares(self, lane: int, when: Intervals) -> tuple[Column, Column, Intervals]:
         """Return a thread's rows, the time of each as innermost event within a set, and the rest of the set."""
-        thread = self.threads.get(lane)
+        thread = self.trees.get(lane)
         if thread is None or not len(thread.rows):
             return np.empty(0, np.int64), np.empty(0, np.int64), when
         starts = self._columns.starts[thread.rows]
@@ -352,7 +335,10 @@ def _labels(lines: _Lines, work: _Work, computes: NDArray[np.bool_]) -> Column:
 
 
 def _add_idle(lines: _Lines, host: _Host, work: _Work) -> None:
-    """Add the idle time: before the launch of the next work by what its thread did, then the launch, then the queue."""
+    """Add the idle time: before the launch of the next work by what its thread did, then the launch, then the queue.
+
+    Calls of the host count where they have idle time.
+    """
     columns = work.columns
     idle = difference(work.spans, work.device.busy)
     loads = columns.rows(Kind.OVERHEAD)
@@ -383,8 +369,8 @@ def _add_idle(lines: _Lines, host: _Host, work: _Work) -> None:
         left = Intervals(*(column[left.ends > left.starts] for column in left))
         for thread in dict.fromkeys((lane, host.training)):
             rows, own, left = host.shares(thread, left)
-            is_call = columns.kinds[rows] == Kind.RUNTIME
-            longest = np.where(is_call & (own > 0), columns.ends[rows] - columns.starts[rows], own)
+            rows, own = rows[own > 0], own[own > 0]  # most events run while the device is busy
+            longest = np.where(columns.kinds[rows] == Kind.RUNTIME, columns.ends[rows] - columns.starts[rows], own)
             lines.add(
                 host.part[rows], host.label[rows], host.module[rows], host.operator[rows], ns=own, longest=longest
             )

@@ -14,18 +14,16 @@ import numpy as np
 from lightning_memprof.analysis.ledger.model import HostPart, TimeLedger, TimeLine, total
 from lightning_memprof.analysis.steps.events import part_of
 from lightning_memprof.analysis.steps.phases import action_name, is_profiler
-from lightning_memprof.analysis.trace.columns import HOST_KINDS, STEP_NAME, Kind
+from lightning_memprof.analysis.trace.columns import STEP_NAME, Kind
 from lightning_memprof.analysis.trace.intervals import (
     Intervals,
     difference,
-    exclusive_ends,
     intersection,
     length_before,
     nearest,
-    nest,
     union,
 )
-from lightning_memprof.analysis.trace.modules import Modules
+from lightning_memprof.analysis.trace.modules import HostThreads, Modules
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,12 +32,11 @@ if TYPE_CHECKING:
 
     from lightning_memprof.analysis.trace.columns import Step, TraceColumns
     from lightning_memprof.analysis.trace.intervals import Column
+    from lightning_memprof.analysis.trace.modules import Tree
 
 __all__ = ["corrected", "host_ledger"]
 
 _PARTS: Final[tuple[HostPart, ...]] = get_args(HostPart)
-# Kineto rounds starts and durations separately: a child may seem to outlast its parent by this much.
-_SLACK_NS: Final = 1_000
 _NODE: Final = "autograd::engine::evaluate_function: "
 _ACTION: Final = "[pl][profile]"
 # Ranges of torch itself, in every program.
@@ -58,12 +55,13 @@ _LABELLED: Final = tuple(
 )
 
 
-def host_ledger(columns: TraceColumns, steps: Sequence[Step]) -> TimeLedger | None:
+def host_ledger(columns: TraceColumns, steps: Sequence[Step], threads: HostThreads | None = None) -> TimeLedger | None:
     """Return the owners of the training thread's time in the steps; None where the trace has no operator.
 
     Args:
         columns: the trace.
         steps: by start; without any, the time from the first operator to the last one is the step.
+        threads: of the trace, where they are known already.
     """
     operators = columns.rows(Kind.OPERATOR)
     if not len(operators):
@@ -80,7 +78,7 @@ def host_ledger(columns: TraceColumns, steps: Sequence[Step]) -> TimeLedger | No
     count = max(len(steps), 1)
     if not whole:
         return None
-    lines = _lines(_Threads(columns, lane), spans, count)
+    lines = _lines(_Threads(columns, lane, threads or HostThreads(columns)), spans, count)
     durations = [step.end - step.start for step in steps] or [whole]
     return TimeLedger(
         step_ns=whole / count, median_ns=float(np.median(durations)), steps=count, basis=basis, lines=lines
@@ -144,25 +142,21 @@ class _Thread:
 class _Threads:
     """The training thread and those of autograd."""
 
-    def __init__(self, columns: TraceColumns, lane: int) -> None:
+    def __init__(self, columns: TraceColumns, lane: int, threads: HostThreads) -> None:
         self.columns = columns
         names = columns.name_of
         self.modules = Modules(columns)
         self._parts = np.array([_part(name) for name in names] or [_NONE], np.int64)
-        on_host = np.isin(columns.kinds, HOST_KINDS) & ~columns.named(STEP_NAME.match)[columns.names]
         self.is_lightning = any(name.startswith(_ACTION) for name in names)
-        self.training = self._thread(np.flatnonzero(on_host & (columns.lanes == lane)), None)
-        nodes = on_host & columns.runs_node & (columns.lanes != lane)
+        self.training = self._thread(threads.tree(lane), None)
+        nodes = threads.on_host & columns.runs_node & (columns.lanes != lane)
         self.autograd = [
-            self._thread(np.flatnonzero(on_host & (columns.lanes == other)), self.training)
-            for other in np.unique(columns.lanes[nodes]).tolist()
+            self._thread(threads.tree(other), self.training) for other in np.unique(columns.lanes[nodes]).tolist()
         ]
 
-    def _thread(self, rows: Column, forward: _Thread | None) -> _Thread:
-        columns = self.columns
+    def _thread(self, tree: Tree, forward: _Thread | None) -> _Thread:
+        columns, (rows, parents, ends) = self.columns, tree
         starts, names, kinds = columns.starts[rows], columns.names[rows], columns.kinds[rows]
-        nesting = nest(starts, columns.ends[rows], slack=_SLACK_NS)
-        parents = nesting.parents
         is_operator = kinds == Kind.OPERATOR
         parts = self._parts[names]
         at = nearest(parents, parts >= 0)
@@ -176,7 +170,7 @@ class _Threads:
         return _Thread(
             rows=rows,
             parents=parents,
-            ends=exclusive_ends(nesting, starts),
+            ends=ends,
             called=called,
             part=np.where(at >= 0, parts[at], _NONE),
             label=np.where(at >= 0, names[at], _NONE),

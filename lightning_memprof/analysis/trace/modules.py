@@ -1,4 +1,4 @@
-"""The module that each event of a thread belongs to: the one around it, in backward the one of its node's forward."""
+"""Threads of the host as trees, and the module of each event: the one around it, in backward that of its forward."""
 
 from __future__ import annotations
 
@@ -7,13 +7,50 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_memprof.analysis.trace.columns import TraceColumns
-from lightning_memprof.analysis.trace.intervals import Column, nearest
+from lightning_memprof.analysis.trace.columns import HOST_KINDS, STEP_NAME, TraceColumns
+from lightning_memprof.analysis.trace.intervals import Column, exclusive_ends, nearest, nest
 
-__all__ = ["Makers", "Modules"]
+__all__ = ["HostThreads", "Makers", "Modules", "Tree"]
 
 _LIGHTNING: Final = "[pl][module]"
 _PYTHON: Final = "nn.Module: "
+
+
+# Kineto rounds starts and durations separately: a child may seem to outlast its parent by this much.
+_SLACK_NS: Final = 1_000
+
+
+class Tree(NamedTuple):
+    """The events of one thread, without the steps.
+
+    Attributes:
+        rows: ``(m,)`` rows of the trace.
+        parents: ``(m,)`` position of the event around each, -1 for none.
+        ends: ``(m,)`` ends at which each moment has one innermost event.
+    """
+
+    rows: Column
+    parents: Column
+    ends: Column
+
+
+class HostThreads:
+    """The threads of the host as trees, each made once: nesting takes most of the time of a ledger."""
+
+    def __init__(self, columns: TraceColumns) -> None:
+        self._columns = columns
+        self.on_host: NDArray[np.bool_] = np.isin(columns.kinds, HOST_KINDS)
+        self.on_host &= ~columns.named(STEP_NAME.match)[columns.names]
+        self._trees: dict[int, Tree] = {}
+
+    def tree(self, lane: int) -> Tree:
+        """Return the tree of a lane, empty where nothing of the host is in it."""
+        if lane not in self._trees:
+            rows = np.flatnonzero(self.on_host & (self._columns.lanes == lane))
+            starts = self._columns.starts[rows]
+            nesting = nest(starts, self._columns.ends[rows], slack=_SLACK_NS)
+            self._trees[lane] = Tree(rows, nesting.parents, exclusive_ends(nesting, starts))
+        return self._trees[lane]
 
 
 class Makers(NamedTuple):

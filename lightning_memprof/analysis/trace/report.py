@@ -38,6 +38,7 @@ from lightning_memprof.analysis.trace.idle import (
 )
 from lightning_memprof.analysis.trace.intervals import Intervals, clip, intersection, length, union
 from lightning_memprof.analysis.trace.model import GpuTimes, Loads, Program, StepTimes, TraceReport, TraceStep
+from lightning_memprof.analysis.trace.modules import HostThreads
 
 __all__ = ["of_rank", "trace_report"]
 
@@ -72,6 +73,7 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
     window = (int(device.busy.starts[0]), int(device.busy.ends[-1])) if len(device.busy.starts) else None
     rank, world_size = _number(columns.metadata, "rank", _RANK), _number(columns.metadata, "world_size", _WORLD)
     ranges = [(step.start, step.end) for step in steps] or ([window] if window else [])
+    threads = HostThreads(columns)
     collectives = list(collective_calls(columns, device))
     some = len(columns.starts) > 0
     return TraceReport(
@@ -102,8 +104,8 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
         host_events=int(np.count_nonzero(np.isin(columns.kinds, HOST_KINDS))),
         steady_allocations=steady_allocations(columns, device, ranges) if window else (),
         arrivals=trace_arrivals(columns)[:_MOST_ARRIVALS],
-        host_ledger=host_ledger(columns, steps),
-        device_ledger=device_ledger(columns, device, steps, collectives),
+        host_ledger=host_ledger(columns, steps, threads),
+        device_ledger=device_ledger(columns, device, steps, collectives, threads),
     )
 
 
