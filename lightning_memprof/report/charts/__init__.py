@@ -1,11 +1,10 @@
 """Charts of a run, a trace or a snapshot for the page: divs, their data, and the library that draws them, all inline.
 
-Nothing is drawn by hand and nothing is fetched: bokeh's JavaScript comes out of its wheel. The page needs
-``chart_resources()`` once, in its head, and the ``html`` of each chart where it shall stand. The charts that are seen
-draw themselves first, then the others, and ``data-charts="drawn"`` of the root element says that all are there. No
-script uses ``eval``: ``script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:`` is enough.
-They follow ``data-theme`` ("light" or "dark") of the root element, else ``prefers-color-scheme``; on paper they are
-light.
+Nothing is fetched: bokeh's JavaScript comes from its wheel. The page needs ``chart_resources()`` once, in its head,
+and the ``html`` of each chart at its place. Visible charts are drawn first, then the others;
+``data-charts="drawn"`` of the root element marks the end. No script uses ``eval``:
+``script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:`` is enough. Charts follow ``data-theme``
+("light" or "dark") of the root element, else ``prefers-color-scheme``; on paper they are light.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def file_charts(traces: Sequence[TraceReport], snapshots: Sequence[SnapshotRepor
 
 
 def _window_memory(view: View, run: Run) -> Iterator[Chart | None]:
-    """Yield the lead rank's highest window over time, and who held its peak."""
+    """Yield the lead rank's window with the highest peak over time, and the allocation sites of the peak."""
     memory = view.memory.lead
     highest = peak_allocations(memory)
     files = {allocation.window: allocation.trace for allocation in memory.allocations if allocation.devices}
@@ -104,7 +103,7 @@ def _window_memory(view: View, run: Run) -> Iterator[Chart | None]:
 
 
 def _held(view: View, window: int | None) -> Mapping[str, int]:
-    """Return the bytes by category that the lead rank held in a window, none where nobody counted them."""
+    """Return the bytes by category that the lead rank held in a window, empty where they were not counted."""
     memory = view.memory.lead
     if window is not None and (held := memory.held.get(window)):
         return held

@@ -1,5 +1,5 @@
 "use strict";
-// Draws the page's charts: those that are seen first, then the others one by one, so that a printed page has them all.
+// Draws the page's charts: visible ones first, then the others one by one, so that a printed page has all of them.
 (() => {
   const LOOKS = {
     light: { text: "#424a53", line: "#8c959f", grid: "#d8dee4" },
@@ -33,7 +33,7 @@
     }
   };
 
-  // A legend does not break by itself: on a narrow page its names would be cut off at the left. A letter is 6.6 pixels
+  // A legend does not wrap: on a narrow page its names would be cut off at the left. A letter is 6.6 pixels
   // wide, each name has a mark and a gap of 38, and 120 are left of and right of the figure.
   const legendColumns = (names, width) => {
     const longest = Math.max(...names.map((name) => name.length));
@@ -50,7 +50,7 @@
     }
   };
 
-  // Bokeh's document before it is made of it: painting it afterwards would draw everything twice.
+  // Colors are set before bokeh builds the document: setting them later would draw everything twice.
   const prepare = (node, width) => {
     if (node === null || typeof node !== "object") return;
     for (const child of Object.values(node)) prepare(child, width);
@@ -62,8 +62,8 @@
     }
   };
 
-  // Columns that are small in the page and long in memory: halves of an address, places in a list of texts. Only tips
-  // read them: nothing is drawn again for them.
+  // Columns that are compact in the page and large in memory: halves of an address, indexes into a list of texts. Only
+  // tooltips read them, so nothing is redrawn.
   const widen = (doc, strings) => {
     for (const source of doc._all_models.values()) {
       const plan = source.tags?.find((tag) => tag.widen !== undefined);
@@ -75,7 +75,7 @@
     }
   };
 
-  // 32-bit numbers, little-endian as every browser of today is.
+  // 32-bit numbers, little-endian as in every current browser.
   const numbers = (written) => {
     const letters = atob(written);
     const bytes = new Uint8Array(letters.length);
@@ -83,7 +83,7 @@
     return Array.from(new Uint32Array(bytes.buffer));
   };
 
-  // Words end where their rectangle does, with room to its edges; what would be shorter than three letters is left out.
+  // Labels are cut to their rectangle, with padding; labels below three letters are omitted.
   const SHORTEST = 3;
   const pen = document.createElement("canvas").getContext("2d");
   const shortened = (words, room) => {
@@ -144,8 +144,8 @@
     apply();
   };
 
-  // A path for each of 100,000 rectangles takes a second: those that are nothing but filled are filled at once. Where a
-  // later bokeh names this otherwise it draws as it always does.
+  // A path for each of 100,000 rectangles takes a second: plain filled ones are filled in one pass. If a later bokeh
+  // renames this method, its own drawing is used.
   const quicken = () => {
     const view = Bokeh.Models?.get?.("Quad")?.prototype?.default_view?.prototype;
     if (typeof view?._paint !== "function") return;
@@ -160,7 +160,7 @@
 
   const frame = () => new Promise((done) => {
     requestAnimationFrame(() => setTimeout(done, 0));
-    setTimeout(done, 500);  // a page that is not seen has no frames
+    setTimeout(done, 500);  // a hidden page has no animation frames
   });
 
   const draw = async (element) => {
@@ -188,7 +188,7 @@
     }
   };
 
-  // One at a time: two at once would both be seen late.
+  // One at a time: two at once would both appear late.
   let last = Promise.resolve();
   const inTurn = (element) => {
     last = last.then(() => draw(element));

@@ -19,22 +19,22 @@ from lightning_memprof.units import GIB, KIB, MIB, format_bytes
 
 __all__ = ["Chart", "chart_resources", "made"]
 
-# Longer texts are not stacks; --format json has them whole.
+# Longer texts are not stacks; --format json has all of them.
 _MAX_TEXT: Final = 4000
-# Each escape of a JSON string from its left, so that a backslash that is escaped itself begins none.
+# Escapes of a JSON string, matched from the left: an escaped backslash does not start an escape.
 _ESCAPE: Final = re.compile(r"\\(?:ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}|u[0-9a-f]{4}|.)")
 _LIMITS: Final = (KIB, 16 * KIB, 256 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB, GIB, 4 * GIB)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """One chart, safe to be put into a page as it is (``Markup(chart.html)``).
+    """A chart whose ``html`` is safe to embed (``Markup(chart.html)``).
 
     Attributes:
         id: that of its place in the document; also the id of its element, with ``chart-`` before it.
         title: plain text, not escaped.
         summary: the caption below the chart. Plain text, not escaped.
-        html: the element, its data as JSON in a script that does not run, and nothing that can break out of it.
+        html: the element, with its data as JSON in a script that does not run and that the data cannot end.
 
     """
 
@@ -46,7 +46,7 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True)
 class Extra:
-    """What a chart of many blocks needs beside its figure: texts that columns refer to, and sizes to filter by."""
+    """Additions to a chart of many blocks: texts that columns refer to by index, and the sizes of the filter."""
 
     strings: Sequence[str] = ()
     largest_bytes: int = 0
@@ -60,8 +60,8 @@ def made(chart_id: str, title: str, summary: str, model: Model, *, height: int, 
         title: what it shows.
         summary: the same in a sentence.
         model: bokeh's figure or layout.
-        height: pixels that are kept free for it until it is drawn.
-        extra: see there.
+        height: height in pixels, reserved until it is drawn.
+        extra: texts and sizes of a chart of blocks.
 
     """
     extra = extra or Extra()
@@ -112,7 +112,7 @@ def _size_filter(name: str, largest_bytes: int) -> str:
 
 @cache
 def chart_resources() -> str:
-    """Return what all charts of a page need, as HTML for its head: style, bokeh's JavaScript, and what starts them.
+    """Return the style and the scripts that all charts of a page need, as HTML for its head.
 
     About 1.3 MB, of which nearly all is bokeh's.
     """
@@ -120,6 +120,6 @@ def chart_resources() -> str:
     own = files(__package__)
     style = (own / "charts.css").read_text(encoding="utf-8")
     starts = (own / "charts.js").read_text(encoding="utf-8")
-    # A script element ends at this, wherever it stands; inside a string a backslash changes nothing.
+    # "</script" ends a script element even inside a string, where the backslash changes nothing.
     scripts = (script.replace("</script", "<\\/script") for script in (library, starts))
     return f"<style>{style}</style>" + "".join(f"<script>{script}</script>" for script in scripts)

@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 __all__ = ["holder_path", "holders_chart", "site_path"]
 
-# Dark letters are read on them, whatever is behind.
+# Light fills: dark letters are readable on them, on light and dark pages.
 _FILLS: Final = ("#f3c98b", "#f2b08f", "#eba6a6", "#e4b7da", "#c5bbf2", "#a9c9f5", "#a3d9d0", "#bcd9a3")
 _LETTERS: Final = "#1b1f24"
 _ROW: Final = 22
 _DEEPEST: Final = 30
 # Narrower than a pixel.
 _LEAST_SHARE: Final = 0.001
-# A name like 0 says nothing without those above it.
+# A name like 0 is meaningless without its parents.
 _SHOWN: Final = 4
 _SIZE: Final = "11px"
 _FAMILY: Final = "helvetica"
 _PADDING: Final = 4
-# The page's script writes as much of the words as there is room for: only it knows how wide a letter is.
+# The page's script cuts the labels: only the browser knows the width of a letter.
 _FIT: Final = MappingProxyType({"fit": (f"{_SIZE} {_FAMILY}", _PADDING)})
 _TIP: Final = (
     '<div style="max-width:46em"><b>@size{0.[00]ib}</b> (@share{0.0%}) in @blocks{0,0} blocks'
@@ -52,16 +52,13 @@ class _Node:
 
 
 def site_path(site: Site) -> tuple[str, ...]:
-    """Return a site's place from the outside in: its module's path part by part, the operator, the line."""
+    """Return the path of an allocation site: the parts of its module, the operator, the line."""
     modules = tuple(site.module.split(".")) if site.module else (site.phase or "outside of modules",)
     return (*modules, site.operator or "?", *((site.line,) if site.line else ()))
 
 
 def holder_path(holder: Holder) -> tuple[str, ...]:
-    """Return a holder's stack from the outside in, without frames of libraries where the user's own are there.
-
-    Of a stack of C++ frames alone it is what they ran for.
-    """
+    """Return a stack, outermost frame first: the user's frames, else Python's, else the allocation site."""
     own = [
         frame
         for frame in holder.stack
@@ -76,7 +73,7 @@ def holder_path(holder: Holder) -> tuple[str, ...]:
 
 
 def holders_chart(holders: Iterable[tuple[Sequence[str], int, int]], chart_id: str, where: str) -> Chart | None:
-    """Return the flame graph of ``(path from the outside in, bytes, blocks)``; None where there is nothing."""
+    """Return the flame graph of ``(path from the outside in, bytes, blocks)``; None without bytes."""
     root = _Node("all")
     for path, size, blocks in holders:
         if size <= 0:
@@ -148,7 +145,7 @@ def _lay(
 
 
 def _fill(name: str) -> str:
-    # A file's name may be no UTF-8; Python then holds it with halves of characters that no encoding has.
+    # A file name that is not UTF-8 has surrogates in Python, which cannot be encoded.
     return _FILLS[zlib.crc32(name.encode(errors="backslashreplace")) % len(_FILLS)]
 
 

@@ -37,9 +37,9 @@ __all__ = ["MAX_BLOCKS", "memory_chart", "offsets"]
 
 _ABOVE: Final = 230
 _BELOW: Final = 320
-# As many are drawn in a second or two; of more the largest are kept.
+# Drawing this many takes a second or two; of more blocks the largest are drawn.
 MAX_BLOCKS: Final = 100_000
-# Looking through every hole would be quadratic in the worst case; a block that fits in none of these is placed on top.
+# Searching every hole is quadratic in the worst case; a block that fits in none of these is placed on top.
 _HOLES: Final = 64
 _STAYS: Final = frozenset({"before", "parameter", "optimizer_state", "gradient", "other"})
 _SECOND_MS: Final = 1000.0
@@ -161,7 +161,7 @@ def _blocks(plot: figure, lives: BlockLives, unit: str, scale: float) -> dict[st
         "top": (bottom + size).astype("f4"),
         "size": size.astype("u4" if size.max() < 1 << 32 else "f8"),
     }
-    # The page's script makes the columns address and stack of these: as texts they would be ten times as long.
+    # The page's script derives the columns address and stack from these: as text they would be ten times as long.
     packed: dict[str, NDArray[Any]] = {
         "low": address & np.uint64(0xFFFFFFFF),
         "high": address >> np.uint64(32),
@@ -206,8 +206,8 @@ def _bottoms(lives: BlockLives) -> NDArray[Any]:
 def offsets(born: Sequence[int], died: Sequence[int], size: Sequence[int]) -> list[int]:
     """Return the lower edge of each block, in bytes: the lowest place that is free from its birth to its death.
 
-    A block that dies as another is born leaves it its place. The upper edge of all is at least the peak of the sum,
-    and where blocks die in another order than they came it is more.
+    A block that is born when another one dies may take its place. The upper edge is at least the peak of the sum, and
+    more where blocks are freed in another order than they were allocated.
     """
     order = sorted(range(len(size)), key=lambda i: (born[i], -died[i]))
     ends = sorted(range(len(size)), key=died.__getitem__)
@@ -215,7 +215,7 @@ def offsets(born: Sequence[int], died: Sequence[int], size: Sequence[int]) -> li
     holes = _Holes()
     done = 0
     for i in order:
-        # A block without a life holds no place; it would be freed before it is placed.
+        # A block with no lifetime takes no place.
         while done < len(ends) and died[ends[done]] <= born[i]:
             gone = ends[done]
             done += 1

@@ -41,8 +41,8 @@ _LOW: Final = 220
 # A bar needs two pixels; of more steps neighbours are drawn together.
 _BARS: Final = 500
 _WINDOWS: Final = 40
-# A first step that compiles would press all others flat: beyond this many times the slowest of nineteen in twenty the
-# chart is cut, and says so.
+# Steps above this multiple of the 95th percentile, as a first step that compiles, are cut off with a note: they would
+# flatten the others.
 _TALL: Final = 3.0
 
 
@@ -101,7 +101,7 @@ def _timed(pulse: Sequence[PulseRow], prefix: str) -> list[tuple[int, int, list[
         if step is None or duration is None:
             continue
         phases = [row[f"{prefix}{phase}_ns"] for phase in PHASES]
-        # What the phases leave of the duration is the last one, other.
+        # The last phase, other, is the rest of the duration.
         phases[-1] = duration - sum(ns or 0 for ns in phases[:-1])
         rows.append((step, duration, phases))
     return rows

@@ -71,10 +71,10 @@ COLOURS: Final[Mapping[str, str]] = {
     "launch": "#7f8ea3",
     "queue": "#5f8dd3",
 }
-# For names that have no colour of their own, in the order of their appearance.
+# For names without a color, in the order of their appearance.
 _MORE: Final = ("#4a8fe7", "#e09f3e", "#2f9e8f", "#9168d8", "#d8576b", "#5c9f4a", "#c77dba", "#8b96a5")
 MARK: Final = "#e5484d"
-# The class takes no parameter where it runs.
+# At run time the class is not generic.
 Renderer: TypeAlias = "GlyphRenderer[Any]"
 Mode: TypeAlias = Literal["mouse", "hline", "vline"]
 _FONT: Final = "12px"
@@ -93,7 +93,7 @@ def new_figure(height: int, x_label: str, y_label: str = "", **options: Any) -> 
         tools="",
         x_axis_label=x_label,
         y_axis_label=y_label or None,
-        # The wheel belongs to the page: it zooms a chart only after its button was pressed.
+        # The wheel scrolls the page; it zooms a chart only after its button was pressed.
         toolbar_location="right",
         background_fill_color=None,
         border_fill_color=None,
@@ -116,12 +116,12 @@ def new_figure(height: int, x_label: str, y_label: str = "", **options: Any) -> 
 
 
 def bytes_axis(plot: figure) -> None:
-    """Let the vertical axis and its grid count in KiB, MiB and GiB."""
+    """Label the vertical axis and its grid in KiB, MiB and GiB."""
     plot.ygrid.ticker = bytes_ticks(plot.yaxis)
 
 
 def bytes_ticks(axis: Any) -> Ticker:
-    """Let an axis count in KiB, MiB and GiB, with its ticks at multiples of those."""
+    """Label an axis in KiB, MiB and GiB, with ticks at multiples of these."""
     ticker = AdaptiveTicker(base=1024, mantissas=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512], desired_num_ticks=5)
     axis.ticker = ticker
     axis.formatter = NumeralTickFormatter(format="0.[0]ib")
@@ -129,7 +129,7 @@ def bytes_ticks(axis: Any) -> Ticker:
 
 
 def from_zero(plot: figure, top: float | None = None) -> None:
-    """Let the vertical axis start at 0, and end at ``top`` where that is given."""
+    """Start the vertical axis at 0, and end it at ``top`` if given."""
     plot.y_range = DataRange1d(start=0) if top is None else Range1d(start=0, end=top)
 
 
@@ -141,14 +141,14 @@ def label(plot: figure, place: tuple[float, float], text: str, *, right: bool) -
 
 
 def whole_numbers(plot: figure) -> None:
-    """Let the horizontal axis of steps or ranks have no ticks between them."""
+    """Restrict the ticks of the horizontal axis to whole numbers."""
     ticker = BasicTicker(min_interval=1)
     plot.xaxis.ticker = ticker
     plot.xgrid.ticker = ticker
 
 
 def legend(plot: figure, items: Sequence[tuple[str, Sequence[Renderer]]]) -> None:
-    """Put a legend above a figure; a click on a name hides what it names."""
+    """Put a legend above a figure; a click on a name hides its series."""
     if not items:
         return
     shown = [LegendItem(label=name, renderers=list(renderers)) for name, renderers in items]
@@ -160,7 +160,10 @@ def legend(plot: figure, items: Sequence[tuple[str, Sequence[Renderer]]]) -> Non
 
 
 def hover(plot: figure, renderers: Sequence[Renderer], tips: Sequence[tuple[str, str]], mode: Mode) -> None:
-    """Show a row for each of ``tips`` (name, bokeh's ``@column{format}``) where the mouse is; names are ours."""
+    """Show a row for each of ``tips`` (name, bokeh's ``@column{format}``) under the mouse.
+
+    The names must not come from the run: bokeh does not escape them.
+    """
     plot.add_tools(HoverTool(renderers=list(renderers), tooltips=list(tips), mode=mode, attachment="horizontal"))
 
 
@@ -172,10 +175,10 @@ def stacked(
     form: str,
     **options: Any,
 ) -> list[tuple[str, list[Renderer]]]:
-    """Draw the parts of each place as a stacked bar, which shows its values where the mouse is.
+    """Draw stacked bars that show their values under the mouse.
 
     Args:
-        plot: where to.
+        plot: the figure.
         names: the parts, from the bottom.
         columns: ``x``, ``width``, ``left``, ``right`` and ``top`` of each bar, and the values of each part by its name.
         tips: rows that are shown before those of the parts.

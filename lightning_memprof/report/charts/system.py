@@ -39,7 +39,7 @@ _POINTS: Final = 1000
 _LINES: Final = 8
 # Half a day of a sample each half second.
 _MOST_SAMPLES: Final = 80_000
-# By the end of a figure's name, the longer ends before those that they end in: what its axis says, and the order.
+# Label of the axis by suffix of the counter's name, in the order of the plots; longer suffixes first.
 _UNITS: Final = (
     ("_percent", "percent"),
     ("_bytes", "bytes"),
@@ -59,7 +59,7 @@ class _Point(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """The sample at a place of a stretch; ``number`` counts stretches that nothing was sampled between."""
+    """A sample of a stretch; ``number`` counts stretches with a gap between them."""
 
     time_ns: int
     number: int
@@ -81,7 +81,7 @@ def system_chart(run: Run) -> Chart | None:
                 series[_unit(name)][_short(name)].append(_Point(at, value, sample.number))
     plots: list[figure] = []
     for unit in (*(words for _, words in _UNITS), ""):
-        # What stays 0 all the time, as swap does, says nothing.
+        # Counters that stay 0, often swap, are omitted.
         drawn = {name: points for name, points in series[unit].items() if any(point.value for point in points)}
         if drawn:
             plots.append(_plot(unit, drawn, plots[0] if plots else None))
@@ -136,7 +136,7 @@ def _plot(unit: str, drawn: Mapping[str, list[_Point]], first: figure | None) ->
 
 
 def _broken(points: list[_Point]) -> tuple[list[float], list[float]]:
-    """Return what a line goes through: no number where it ends, because the next point is of another stretch."""
+    """Return the points of a line, with a NaN between stretches so that the line has a gap."""
     x: list[float] = []
     y: list[float] = []
     before = points[0].stretch

@@ -85,13 +85,13 @@ def _names(traces: Sequence[TraceReport]) -> list[str]:
         name = f"rank {trace.rank}" if trace.rank is not None else clean(trace.file.name)
         if len(name) > _LONGEST_NAME:
             name = f"{name[: _LONGEST_NAME - 1]}…"
-        # Two rows of one name would be drawn into each other.
+        # Rows with the same name would overlap.
         names.append(name if name not in names else f"{name} ({len(names) + 1})")
     return names
 
 
 def timeline_chart(timeline: DeviceTimeline, chart_id: str, where: str) -> Chart:
-    """Return what a trace's devices did over time, in stretches that each are shared among what ran in it."""
+    """Return the activity of a trace's devices over time, as shares of short intervals."""
     count = len(timeline.shares["idle"])
     unit, scale = ("s", 1e9) if count * timeline.stretch_ns > 1e10 else ("ms", 1e6)
     width = timeline.stretch_ns / scale

@@ -1,1 +1,1 @@
-"""What was recorded, in the forms of other tools: tables, flame graphs, snapshots."""
+"""Recordings in the formats of other tools: tables, flame graphs, snapshots."""

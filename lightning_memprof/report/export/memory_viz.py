@@ -1,4 +1,4 @@
-"""Snapshots that https://pytorch.org/memory_viz opens: a plain pickle of protocol 4 with all keys that it looks at.
+"""Snapshots that https://pytorch.org/memory_viz opens: a plain pickle of protocol 4 with all keys that the page reads.
 
 The page reads some thirty opcodes of protocols 2 to 4, wants a ring for each device, and looks for ``frames`` in every
 event and block. Format: `torch/utils/viz/MemoryViz.js` of torch 2.13.

@@ -77,7 +77,7 @@ class Speedscope:
 
     @property
     def profiles(self) -> int:
-        """How many profiles there are."""
+        """The number of profiles."""
         return len(self._profiles)
 
     def write(self, out: IO[str]) -> None:
@@ -111,7 +111,7 @@ def write_folded(stacks: Mapping[Stack, int], out: IO[str]) -> None:
 
 
 def _plain(name: str) -> str:
-    """Return a name without what separates frames and lines."""
+    """Return a name without the separators of frames and lines."""
     return " ".join(name.replace(";", ":").split()) or _UNKNOWN
 
 

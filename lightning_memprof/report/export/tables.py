@@ -28,9 +28,9 @@ __all__ = ["Table", "run_tables", "snapshot_tables", "trace_tables"]
 
 Row = Mapping[str, Any]
 
-# Columns of Python's own that say where a row was first seen, for the order of the operator table.
+# Internal fields: where a row was first seen orders the operator table.
 _NOT_SHOWN: Final = frozenset({"first"})
-# What a trace of a device has, by field of its report.
+# Fields of a trace report that hold rows of device activity.
 _DEVICE_PARTS: Final = ("kernels", "idle", "runtime_calls", "collectives", "copies", "synchronizations")
 
 
@@ -44,7 +44,7 @@ class Table:
 
     @classmethod
     def of(cls, name: str, rows: Iterable[Row]) -> Table:
-        """Make a table of rows that may lack columns; what is nested in them becomes JSON."""
+        """Return a table of rows that may lack columns; nested values become JSON."""
         kept = list(rows)
         columns = tuple(dict.fromkeys(column for row in kept for column in row))
         return cls(name, columns, [tuple(_value(row.get(column)) for column in columns) for row in kept])
@@ -108,7 +108,7 @@ def run_tables(run: Run) -> Iterator[Table]:
 
 
 def _traced(run: Run, problems: list[Row]) -> Iterator[Table]:
-    """Yield what the operator traces of a run say; one that cannot be read is a problem and hides no other."""
+    """Yield the tables of a run's operator traces; an unreadable trace is a problem and hides no other."""
     from lightning_memprof.analysis.trace.report import trace_report
 
     parts: dict[str, list[Row]] = {part: [] for part in _DEVICE_PARTS}
@@ -208,7 +208,7 @@ def _operators(trace: Path, **before: Any) -> list[Row]:
 
 
 def _series(run: Run) -> Iterator[Table]:
-    """Yield what the collectors wrote, a table for each, as they wrote it."""
+    """Yield the series of the collectors unchanged, one table each."""
     names = dict.fromkeys(name for rank in run.ranks for window in rank.windows for name in window.series)
     for name in names:
         rows = (

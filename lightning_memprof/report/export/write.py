@@ -47,7 +47,7 @@ def whole_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
 
 
 def write_csv(tables: Iterable[Table], directory: Path) -> list[tuple[Path, int]]:
-    """Write each table as CSV with a header (RFC 4180, but for the line's end); what is None is an empty field.
+    """Write each table as CSV with a header (RFC 4180, with LF line ends); None is an empty field.
 
     Returns:
         The files, and their rows.
@@ -81,7 +81,7 @@ def require_parquet() -> None:
 
 
 def write_parquet(tables: Iterable[Table], directory: Path) -> list[tuple[Path, int]]:
-    """Write each table as Parquet; a column has one type, and what is None is null.
+    """Write each table as Parquet; a column has one type, and None is null.
 
     Returns:
         The files, and their rows.

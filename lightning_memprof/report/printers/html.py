@@ -34,7 +34,7 @@ POLICY: Final = (
 )
 # A script's text cannot hold its own end, so this finds each whole script, and nothing inside one.
 SCRIPT: Final = re.compile(r"<script\b([^>]*)>(.*?)</script>", re.DOTALL | re.IGNORECASE)
-# Longer texts are not names; --format json has them whole.
+# Longer texts are not names; --format json has all of them.
 MAX_TEXT: Final = 4000
 
 
@@ -78,7 +78,7 @@ def render_document(document: Document, drawn: Mapping[str, Chart]) -> str:
 
 
 class _Drawn:
-    """A chart whose HTML is put into the page as it is."""
+    """A chart whose HTML goes into the page unescaped."""
 
     def __init__(self, chart: Chart, nonce: str) -> None:
         self.title = chart.title
@@ -99,7 +99,7 @@ def _written(cell: Cell, column: Column) -> str:
 
 
 def _allowed(html: str, nonce: str) -> Markup:
-    """Let the scripts of our own HTML run."""
+    """Return HTML of this package whose scripts carry the nonce."""
     numbered = SCRIPT.sub(lambda found: f'<script nonce="{nonce}"{found[1]}>{found[2]}</script>', html)
     return Markup(numbered)  # noqa: S704 report.charts escapes the run's text  # nosec B704
 
@@ -110,7 +110,7 @@ def _source(name: str) -> Markup:
 
 
 def _visible(value: Any) -> Any:
-    """Make control characters visible, and letters that no encoding has: a program's name must not steer the reader."""
+    """Make control characters visible, and letters that no encoding has: recorded text must not control the page."""
     if not isinstance(value, str) or isinstance(value, Markup):
         return value
     return "\n".join(clean(line, MAX_TEXT) for line in value[:MAX_TEXT].split("\n"))

@@ -122,7 +122,7 @@ def encode(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return an object's fields, or its text; all else as it is."""
+    """Return an object's fields, or its text; other values unchanged."""
     if dataclasses.is_dataclass(value):
         if isinstance(value, Phrase):
             return words_text(value)

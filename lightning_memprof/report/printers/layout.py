@@ -45,7 +45,7 @@ def pad(text: str, width: int, alignment: str = "left") -> str:
 
 
 def cut(text: str, width: int, *, front: bool = False) -> str:
-    """Cut a text that is too wide; a path at the front, whose end says more."""
+    """Cut a text that is too wide; a path at the front, since its end is more specific."""
     if text_width(text) <= width:
         return text
     if width < 2:
@@ -107,7 +107,7 @@ def hang(label: str, text: str, width: int, indent: int, styles: tuple[str, str]
 
 
 def bar(share: float, width: int, *, ascii_only: bool) -> str:
-    """Draw a share of ``width`` characters, to an eighth of one; what is not nothing is never drawn as nothing."""
+    """Draw a share of ``width`` characters, to an eighth of one; a positive share is never empty."""
     share = max(0.0, min(1.0, share))
     if ascii_only:
         return "#" * max(round(share * width), share > 0)

@@ -124,7 +124,7 @@ def _written(cell: Cell, column: Column) -> str:
 
 
 def _safe(words: Words | Cell) -> str:
-    """Return text from the program so that it is shown as it is."""
+    """Return recorded text, escaped so that Markdown shows it literally."""
     return _SPECIAL.sub(r"\\\1", _BREAKS.sub(" ", clean(words_text(words))))
 
 

@@ -45,7 +45,7 @@ def print_sections(document: Document, file: TextIO | None = None) -> None:
 def new_console(file: TextIO | None) -> Console:
     """Return a console that writes to a file, standard output where it is None."""
     console = Console(file=file or sys.stdout)
-    # Otherwise rich asks the environment for it hundreds of times a page, a fifth of the time that the page takes.
+    # Otherwise rich reads it from the environment hundreds of times, a fifth of the time of a page.
     console.size = console.size
     return console
 

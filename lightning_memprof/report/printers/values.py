@@ -53,7 +53,7 @@ def amount(value: float, unit: str = "") -> str:
 
 
 def clean(value: str, longest: int = MAX_TEXT) -> str:
-    """Make control characters visible, since text from outside must not steer a terminal, and cut what is endless."""
+    """Make control characters visible, since recorded text must not control a terminal, and cut long text."""
     short = value if len(value) <= longest else value[: longest - 1] + "…"
     if short.isprintable():
         return short

@@ -156,7 +156,7 @@ def _sites(number: int, device: DeviceReport, name: str) -> Iterator[Table]:
 
 
 def _frame(frame: str) -> str:
-    """Return a frame with the last two parts of its path: they say more than the place of an installation."""
+    """Return a frame with the last two parts of its path: they are more specific than the place of an installation."""
     parts = frame.split("/")
     return frame if len(parts) < 3 else "/".join(parts[-2:])
 

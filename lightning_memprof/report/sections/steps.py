@@ -276,7 +276,7 @@ def lead_throughput(view: View) -> RankThroughput | None:
 
 
 def main_rate(found: RankThroughput) -> tuple[str, Rate]:
-    """Return the rate that says most: tokens, else samples, else batches."""
+    """Return the rate of tokens, else of samples, else of batches."""
     for name, known in (("tokens", found.tokens_per_s), ("samples", found.samples_per_s)):
         if known is not None:
             return name, known

@@ -3,7 +3,7 @@
   const root = document.documentElement;
   const themes = ["auto", "light", "dark"];
   const kept = () => { try { return localStorage.getItem("memprof-theme") || "auto"; } catch { return "auto"; } };
-  const keep = (theme) => { try { localStorage.setItem("memprof-theme", theme); } catch { /* a browser that keeps nothing */ } };
+  const keep = (theme) => { try { localStorage.setItem("memprof-theme", theme); } catch { /* storage is disabled */ } };
   const apply = (theme) => {
     if (theme === "light" || theme === "dark") root.dataset.theme = theme; else delete root.dataset.theme;
   };
@@ -28,7 +28,7 @@
     head.ariaSort = order;
     const sign = order === "ascending" ? 1 : -1;
     const rows = [...table.tBodies[0].rows].map((row) => [valueOf(row, head.cellIndex, isNumber), row]);
-    // What is not known stands last, in either order.
+    // Unknown values are last in either order.
     rows.sort(([one], [other]) => one === null || other === null ? (one === null) - (other === null) : sign * compare(one, other));
     table.tBodies[0].append(...rows.map(([, row]) => row));
   };
@@ -67,7 +67,7 @@
   document.addEventListener("DOMContentLoaded", () => {
     const button = document.getElementById("theme");
     let theme = kept();
-    const say = () => { button.textContent = `colours: ${theme}`; };
+    const say = () => { button.textContent = `colors: ${theme}`; };
     button.hidden = false;
     say();
     button.addEventListener("click", () => {
