@@ -92,9 +92,12 @@ ADDED: Final = (
     "*.environment.*",
     "differences.rank_test",
     "differences.has_too_few_steps",
+    "snapshots.imbalance",
+    "snapshots.oom.site",
+    "snapshots.devices.functions_at_peak",
 )
-# How many commands are proposed is no figure.
-ANY_LENGTH: Final = ("commands",)
+# How many commands are proposed is no figure, nor how many gaps of a snapshot are named.
+ANY_LENGTH: Final = ("commands", "snapshots.missing")
 NUMBER: Final = re.compile(r"\d+(?:[.,]\d+)*(?:e[+-]?\d+)?(?: ?%)?")
 
 

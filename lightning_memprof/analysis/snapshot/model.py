@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from lightning_memprof.analysis.snapshot.replay import Fragmentation, Holder, Live, Replay
+from lightning_memprof.units import MIB
 
-__all__ = ["AgedHolder", "DeviceReport", "FailedRequest", "HeldLine", "LargeBlock", "MemoryPool", "SnapshotReport"]
+__all__ = [
+    "AgedHolder",
+    "DeviceReport",
+    "FailedRequest",
+    "HeldLine",
+    "Imbalance",
+    "LargeBlock",
+    "MemoryPool",
+    "SnapshotReport",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailedRequest:
     """The last failed allocation (``oom`` event) of the recorded history.
 
-    ``live`` is the state at that event. ``unused_bytes`` were reserved but not allocated, ``largest_free_bytes`` is the
-    largest contiguous part of them.
+    ``site`` is the user's line that asked, empty where it is unknown. ``live`` is the state at that event.
+    ``unused_bytes`` were reserved but not allocated, ``largest_free_bytes`` is the largest contiguous part of them.
     """
 
     device: int
@@ -27,14 +38,15 @@ class FailedRequest:
     live: Live
     largest_free_bytes: int = 0
     unused_bytes: int = 0
+    site: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldLine:
-    """Live bytes of one allocation site, the user's innermost line; ``stacks`` counts its different stacks.
+    """Live bytes of one allocation site; ``stacks`` counts its different stacks.
 
-    ``called`` are the innermost functions called from this line, such as ``linear``, by bytes. ``site`` is empty where
-    it is unknown.
+    ``site`` is the user's innermost line, ``file.py(12): function``, or all lines of a function, ``file.py: function``;
+    empty where it is unknown. ``called`` are the innermost functions called from it, such as ``linear``, by bytes.
     """
 
     site: str
@@ -101,6 +113,7 @@ class DeviceReport:
         segments_returned: count and bytes of segments returned to the driver.
         replay: the replayed history, for any other moment.
         lines_at_peak: requested bytes by allocation site, largest first; they sum to the peak.
+        functions_at_peak: the same by function.
         largest_at_peak: the largest blocks, at most 20.
         oldest: live bytes at the end by stack, oldest first.
         pools: by pool and stream, largest first.
@@ -128,6 +141,7 @@ class DeviceReport:
     segments_returned: tuple[int, int]
     replay: Replay
     lines_at_peak: tuple[HeldLine, ...] = ()
+    functions_at_peak: tuple[HeldLine, ...] = ()
     largest_at_peak: tuple[LargeBlock, ...] = ()
     oldest: tuple[AgedHolder, ...] = ()
     pools: tuple[MemoryPool, ...] = ()
@@ -137,6 +151,19 @@ class DeviceReport:
     start_bytes: int = 0
     start_us: int | None = None
     end_us: int | None = None
+
+
+# A device with a fifth more than the others limits the batch of all.
+_LEAST_IMBALANCE: Final = 1.2
+_LEAST_IMBALANCE_BYTES: Final = 64 * MIB
+
+
+class Imbalance(NamedTuple):
+    """The device with the highest peak of requested bytes, and the median peak of the other devices."""
+
+    device: int
+    peak_bytes: int
+    others_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,3 +180,15 @@ class SnapshotReport:
     missing: tuple[str, ...]
     form: Literal["dict", "list"] = "dict"
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def imbalance(self) -> Imbalance | None:
+        """The device whose peak exceeds the others' by a fifth and 64 MiB or more, or None."""
+        ordered = sorted(self.devices, key=lambda device: device.peak_requested_bytes)
+        if len(ordered) < 2:
+            return None
+        most = ordered.pop()
+        others = int(statistics.median(device.peak_requested_bytes for device in ordered))
+        needed = max(_LEAST_IMBALANCE * others, others + _LEAST_IMBALANCE_BYTES)
+        found = Imbalance(most.device, most.peak_requested_bytes, others)
+        return found if found.peak_bytes >= needed else None

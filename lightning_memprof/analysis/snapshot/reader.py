@@ -175,6 +175,8 @@ def load_snapshot(path: Path, limits: Limits | None = None) -> Any:
             data = stream.read(limits.bytes + 1)
     except _UNREADABLE as error:
         raise ArtifactError(f"{path}: cannot be read ({error}); copy it again") from error
+    if not data:
+        raise ArtifactError(f"{path}: the file is empty: the dump was interrupted, or the disk was full")
     return read_pickle(data, str(path), limits)
 
 
@@ -243,6 +245,12 @@ class _Parser:
             block = self._block(self._mapping(raw, "a block"), at)
             blocks.append(block)
             at = block.address + block.size
+        requested = sum(block.requested_size for block in blocks if block.state == ALLOCATED)
+        if requested > size:
+            raise ArtifactError(
+                f"{self._source}: a segment of {size} bytes has live blocks of {requested} requested bytes; "
+                "the file is damaged: copy it again"
+            )
         pool = fields.get("segment_pool_id", (0, 0))
         if not (isinstance(pool, (tuple, list)) and [type(part) for part in pool] == [int, int]):
             raise self._odd("segment_pool_id", pool, "two numbers")

@@ -32,6 +32,7 @@ __all__ = [
     "free_ranges",
     "holders_of",
     "replay",
+    "site_of",
 ]
 
 _ROUND: Final = 512
@@ -301,7 +302,7 @@ def holders_of(device: DeviceSnapshot, lives: Sequence[BlockLife]) -> tuple[Hold
         held[shown[life.stack]] += life.requested_size
         blocks[shown[life.stack]] += 1
     return tuple(
-        Holder(stack=tuple(map(str, stack)), site=_site(stack), bytes=count, blocks=blocks[stack])
+        Holder(stack=tuple(map(str, stack)), site=site_of(stack), bytes=count, blocks=blocks[stack])
         for stack, count in held.most_common()
     )
 
@@ -310,7 +311,8 @@ def _python(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
     return tuple(frame for frame in stack if frame.is_python) or stack
 
 
-def _site(stack: tuple[Frame, ...]) -> str:
+def site_of(stack: tuple[Frame, ...]) -> str:
+    """Return the allocation site of a stack, see ``Holder``; empty where it is unknown."""
     frame = user_frame(stack) or next((frame for frame in stack if frame.is_python), None)
     return str(frame) if frame else native_site(stack) or ""
 

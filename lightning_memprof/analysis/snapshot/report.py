@@ -16,12 +16,20 @@ from lightning_memprof.analysis.snapshot.model import (
     SnapshotReport,
 )
 from lightning_memprof.analysis.snapshot.reader import ALLOCATED, INACTIVE, read_snapshot
-from lightning_memprof.analysis.snapshot.replay import BlockLife, Holder, Replay, free_ranges, holders_of, replay
+from lightning_memprof.analysis.snapshot.replay import (
+    BlockLife,
+    Holder,
+    Replay,
+    free_ranges,
+    holders_of,
+    replay,
+    site_of,
+)
 from lightning_memprof.analysis.stacks import parse_frame
-from lightning_memprof.units import format_bytes
+from lightning_memprof.units import format_bytes, percent
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from lightning_memprof.analysis.snapshot.reader import DeviceSnapshot, Snapshot
@@ -81,6 +89,7 @@ def _device(ring: Replay) -> DeviceReport:
         segments_returned=ring.segments_returned,
         replay=ring,
         lines_at_peak=held_lines(ring.holders_at_peak),
+        functions_at_peak=_held_by(ring.holders_at_peak, _function),
         largest_at_peak=_largest(ring),
         oldest=_oldest(ring),
         pools=_pools(found),
@@ -95,15 +104,25 @@ def _device(ring: Replay) -> DeviceReport:
 
 def held_lines(holders: Sequence[Holder]) -> tuple[HeldLine, ...]:
     """Sum holders by allocation site, largest first."""
+    return _held_by(holders, str)
+
+
+def _function(site: str) -> str:
+    """Return a site without its line."""
+    frame = parse_frame(site)
+    return f"{frame.filename}: {frame.name}" if frame is not None and frame.is_python else site
+
+
+def _held_by(holders: Sequence[Holder], place: Callable[[str], str]) -> tuple[HeldLine, ...]:
     held: defaultdict[str, list[Holder]] = defaultdict(list)
     for holder in holders:
-        held[holder.site].append(holder)
+        held[place(holder.site)].append(holder)
     lines = []
     for site, alike in held.items():
         called: Counter[str] = Counter()
         for holder in alike:
             inner = parse_frame(holder.stack[0]) if holder.stack else None
-            if inner is not None and inner.is_python and str(inner) != site:
+            if inner is not None and inner.is_python and place(str(inner)) != site:
                 called[inner.name] += holder.bytes
         lines.append(
             HeldLine(
@@ -193,6 +212,7 @@ def _failed(rings: Sequence[Replay]) -> FailedRequest | None:
         live=ring.live_at(at),
         largest_free_bytes=max((piece.size for piece in free), default=0),
         unused_bytes=sum(piece.size for piece in free),
+        site=site_of(ring.snapshot.stacks[event.stack]),
     )
 
 
@@ -215,6 +235,12 @@ def _missing(snapshot: Snapshot, devices: Sequence[DeviceReport]) -> list[str]:
             found.append(
                 f"The recorded history of {name} starts with {format_bytes(device.start_bytes)} already live; earlier "
                 "events are not in it (max_entries)."
+            )
+        unknown = sum(holder.bytes for holder in device.holders_at_peak if not holder.stack)
+        if device.has_stacks and unknown > device.peak_requested_bytes / 2:
+            found.append(
+                f"{percent(unknown / device.peak_requested_bytes)} of the peak of {name} has no stack: record the "
+                "history with stacks from the start of the program."
             )
         if not device.has_stacks:
             found.append(f"No block of {name} has a stack: record the history with stacks before the first allocation.")

@@ -76,8 +76,8 @@ def read_pickle(data: bytes, source: str, limits: Limits | None = None) -> Any:
         limits: what it may take.
 
     Raises:
-        ArtifactError: it names a global or has another opcode that data do not need; it is damaged, cut off or above
-            a limit.
+        ArtifactError: it names a global or has another opcode that data do not need; it is damaged, cut off, above a
+            limit, or followed by other data.
 
     """
     limits = limits or Limits()
@@ -85,11 +85,17 @@ def read_pickle(data: bytes, source: str, limits: Limits | None = None) -> Any:
         raise ArtifactError(f"{source}: is longer than {limits.bytes} bytes; record fewer events (max_entries)")
     reader = _Reader(data, source, limits)
     try:
-        return reader.read()
+        found = reader.read()
     except _DAMAGE as error:
         raise ArtifactError(
             f"{source}: is damaged or cut off at byte {min(reader.at, len(data))} of {len(data)}; copy it again"
         ) from error
+    if reader.at < len(data):
+        raise ArtifactError(
+            f"{source}: has {len(data) - reader.at} bytes after the end of the pickle at byte {reader.at}; another "
+            "dump was appended or partly overwritten: dump it again"
+        )
+    return found
 
 
 class _Reader:
@@ -141,6 +147,7 @@ class _Reader:
                 stack.append([])
                 self._count()
             elif code == _STOP:
+                self.at = at
                 return stack.pop()
             else:
                 self.at = at

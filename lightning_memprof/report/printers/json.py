@@ -352,6 +352,7 @@ def _ledger(ledger: TimeLedger | None) -> dict[str, Any] | None:
 def _snapshot(snapshot: SnapshotReport) -> dict[str, Any]:
     return {
         **_fields(snapshot, "file", "form", "oom", "missing"),
+        "imbalance": snapshot.imbalance,
         "devices": [_device(device) for device in snapshot.devices],
     }
 
@@ -359,7 +360,7 @@ def _snapshot(snapshot: SnapshotReport) -> dict[str, Any]:
 def _device(device: DeviceReport) -> dict[str, Any]:
     """Return a device; of its stacks the 100 largest, and the sum of the others."""
     others = device.holders_at_peak[MAX_ROWS:]
-    listed = ("holders_at_peak", "lines_at_peak", "oldest", "pools")
+    listed = ("holders_at_peak", "lines_at_peak", "functions_at_peak", "oldest", "pools")
     return {
         **_without(device, *listed, "replay", "has_times", "has_stacks"),
         **{name: getattr(device, name)[:MAX_ROWS] for name in listed},

@@ -77,11 +77,15 @@ def _snapshot(number: int, snapshot: SnapshotReport, *, several: bool) -> Iterat
     if (failed := snapshot.oom) is not None:
         rows += [
             ("failed allocation", phrase(f"{{}} on device {failed.device}", size(failed.requested_bytes))),
+            *([("requested by", Cell(_short(failed.site), "code"))] if failed.site else []),
             ("free on the device", size(failed.device_free_bytes)),
             ("allocated", size(failed.live.allocated_bytes)),
             ("reserved", size(failed.live.reserved_bytes)),
             ("largest free block", size(failed.largest_free_bytes)),
         ]
+    if (uneven := snapshot.imbalance) is not None:
+        words = f"cuda:{uneven.device} peaks at {{}}, the median of the other devices is {{}}"
+        rows.append(("imbalance", phrase(words, size(uneven.peak_bytes), size(uneven.others_bytes))))
     yield Facts(f"Snapshot {number + 1}" if several else "Snapshot", rows, snapshot.missing, is_wide=True)
     for device in snapshot.devices:
         on = f", device {device.device}" if len(snapshot.devices) > 1 else ""
@@ -133,16 +137,21 @@ def _over_time(number: int, device: DeviceReport, name: str) -> Iterator[Chart]:
 
 def _sites(number: int, device: DeviceReport, name: str) -> Iterator[Table]:
     if whole := device.peak_requested_bytes:
-        yield from ranked(
-            f"lines-{number}-{device.device}",
-            f"Allocation sites at the {PEAKS['requested'].label}{name}",
-            device.lines_at_peak,
-            Field("line", "code", lambda line: _short(line.site) if line.site else BEFORE_RECORDING),
-            Field("bytes", "bytes", lambda line: line.bytes, bar=True),
-            Field("share", "share", lambda line: line.bytes / whole),
-            Field("blocks", "count", lambda line: line.blocks),
-            top=8,
-        )
+        title = f"Allocation sites at the {PEAKS['requested'].label}"
+        for place, words, sites in (
+            ("line", title, device.lines_at_peak),
+            ("function", f"{title} by function", device.functions_at_peak),
+        ):
+            yield from ranked(
+                f"{place}s-{number}-{device.device}",
+                f"{words}{name}",
+                sites,
+                Field(place, "code", lambda site: _short(site.site) if site.site else BEFORE_RECORDING),
+                Field("bytes", "bytes", lambda site: site.bytes, bar=True),
+                Field("share", "share", lambda site: site.bytes / whole),
+                Field("blocks", "count", lambda site: site.blocks),
+                top=8,
+            )
     for table in ranked(
         f"holders-{number}-{device.device}",
         f"Allocation sites by stack{name}",

@@ -197,6 +197,31 @@ def test_a_snapshot_that_is_cut_off_says_so(tmp_path, cut):
         read_snapshot(path)
 
 
+def test_data_after_the_pickle_are_named_with_their_place(tmp_path):
+    path = write(tmp_path, SNAPSHOT)
+    length = path.stat().st_size
+    path.write_bytes(path.read_bytes() * 2)
+    with pytest.raises(
+        ArtifactError, match=f"has {length} bytes after the end of the pickle at byte {length}"
+    ) as error:
+        read_snapshot(path)
+    assert "\n" not in str(error.value)
+
+
+def test_an_empty_file_is_named_as_empty(tmp_path):
+    path = tmp_path / "a.pickle"
+    path.touch()
+    with pytest.raises(ArtifactError, match=r"a\.pickle: the file is empty"):
+        read_snapshot(path)
+
+
+def test_more_requested_than_reserved_bytes_are_damage():
+    block = {"address": 0, "size": 512, "requested_size": 513, "state": "active_allocated"}
+    data = {"segments": [{**SEGMENT, "address": 0, "total_size": 512, "blocks": [block]}]}
+    with pytest.raises(ArtifactError, match="it: a segment of 512 bytes has live blocks of 513 requested bytes"):
+        parse_snapshot(data, "it")
+
+
 def test_a_tuple_of_a_tuple_and_so_on_is_read_or_refused_and_never_a_key():
     deep = b"\x80\x04)" + b"\x85" * 50_000
     read_pickle(deep + b".", "it")

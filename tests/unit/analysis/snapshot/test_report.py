@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from lightning_memprof.analysis.snapshot.model import HeldLine, LargeBlock, SnapshotReport
+from lightning_memprof.analysis.snapshot.model import HeldLine, Imbalance, LargeBlock, SnapshotReport
 from lightning_memprof.analysis.snapshot.reader import parse_snapshot
 from lightning_memprof.analysis.snapshot.replay import FreeRange, free_ranges, replay
 from lightning_memprof.analysis.snapshot.report import snapshot_report
 from lightning_memprof.errors import ArtifactError
+from lightning_memprof.units import MIB
 from snapshots import (
     LINEAR,
     MODEL,
@@ -43,6 +44,38 @@ def test_holders_are_folded_to_the_users_line_with_what_it_called(tmp_path):
     )
     assert sum(line.bytes for line in device.lines_at_peak) == device.peak_requested_bytes == 1609
     assert device.largest_at_peak[0] == LargeBlock(address=0, bytes=1000, site=MODEL_LINE, born_us=START_US)
+
+
+def test_holders_are_summed_by_function_over_its_lines(tmp_path):
+    later = {**MODEL, "line": 9}
+    ring = [event("alloc", 0, 1000, LINEAR, MODEL), event("alloc", 1024, 600, later), event("alloc", 4096, 9, TRAIN)]
+    blocks = [block(0, 1000), block(1000, 24, state="inactive"), block(1024, 600), block(4096, 9)]
+    (device,) = reported(tmp_path, snapshot([segment(*blocks)], ring)).devices
+    assert device.functions_at_peak == (
+        HeldLine(site="/home/a/model.py: forward", called=("forward",), bytes=1600, blocks=2, stacks=2),
+        HeldLine(site="/home/a/train.py: <module>", called=(), bytes=9, blocks=1, stacks=1),
+    )
+
+
+@pytest.mark.parametrize(
+    ("peaks", "found"),
+    [
+        ((1000, 400, 600), Imbalance(0, 1000 * MIB, 500 * MIB)),
+        ((400, 1000), Imbalance(1, 1000 * MIB, 400 * MIB)),
+        ((1000, 900), None),
+        ((50, 1), None),
+        ((1000,), None),
+    ],
+)
+def test_a_device_with_a_higher_peak_than_the_others_is_named(tmp_path, peaks, found):
+    segments = [segment(block(0, peak * MIB), device=device) for device, peak in enumerate(peaks)]
+    assert reported(tmp_path, snapshot(segments, [])).imbalance == found
+
+
+def test_a_failed_request_has_the_line_that_asked(tmp_path):
+    report = reported(tmp_path, snapshot([segment(block(0, 1024))], [event("alloc", 0, 1024), failed(4096, 100)]))
+    assert report.oom is not None
+    assert report.oom.site == TRAIN_LINE
 
 
 def test_the_oldest_holder_is_from_before_the_ring_and_then_by_age(tmp_path):
@@ -118,6 +151,13 @@ def test_pools_and_streams_are_told_apart(tmp_path):
         (
             snapshot([segment(block(0, 512, TRAIN), block(512, 512))], [event("alloc", 0, 512)]),
             ["The recorded history of cuda:0 starts with 512 B already live"],
+        ),
+        (
+            snapshot([segment(block(0, 512, TRAIN), block(512, 1536))], [event("alloc", 0, 512)]),
+            [
+                "The recorded history of cuda:0 starts with 1.50 KiB already live",
+                "75% of the peak of cuda:0 has no stack: record the history with stacks from the start",
+            ],
         ),
     ],
 )
