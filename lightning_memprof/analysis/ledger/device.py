@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, get_args
 import numpy as np
 
 from lightning_memprof.analysis.ledger.model import DevicePart, TimeLedger, TimeLine
+from lightning_memprof.analysis.ledger.table import Table, joined, summed
 from lightning_memprof.analysis.stacks import is_library, parse_frame
 from lightning_memprof.analysis.trace.columns import Kind, is_loading, launches
 from lightning_memprof.analysis.trace.device import copy_kind
@@ -120,7 +121,7 @@ class _Lines:
     def __init__(self, columns: TraceColumns, modules: Modules) -> None:
         self._texts = list(columns.name_of)
         self._numbers: dict[str, int] = {}
-        self._parts: list[NDArray[np.int64]] = []
+        self._tables: list[Table] = []
         self._modules = modules
 
     def text(self, text: str) -> int:
@@ -138,18 +139,13 @@ class _Lines:
             ns: ``(m,)``; owners without time are left out.
             longest: ``(m,)`` duration of the calls.
         """
-        ones = np.ones_like(np.asarray(ns))
-        self._parts.append(np.stack(np.broadcast_arrays(*key, ns, ones, longest)).reshape(7, -1).astype(np.int64))
+        rows = np.broadcast_arrays(*key, ns, np.int8(1), longest)
+        self._tables.append(summed(*(column.reshape(-1) for column in rows)))
 
     def lines(self, steps: int) -> tuple[TimeLine, ...]:
         """Return the owners, the longest first."""
-        table = np.concatenate([np.empty((7, 0), np.int64), *self._parts], axis=1)
-        table = table[:, np.lexsort(table[3::-1])]
-        begins = np.flatnonzero(np.append(True, np.any(table[:4, 1:] != table[:4, :-1], axis=0))[: table.shape[1]])
-        if not len(begins):
-            return ()
-        sums = np.add.reduceat(table[4:6], begins, axis=1).tolist()
-        longest = np.maximum.reduceat(table[6], begins).tolist()
+        table = joined(self._tables)
+        keys, sums, longest = table[:4].T.tolist(), table[4:6].tolist(), table[6].tolist()
         found = [
             TimeLine(
                 part=_PARTS[part],
@@ -160,9 +156,7 @@ class _Lines:
                 count=count / steps,
                 longest_ns=most,
             )
-            for (part, label, module, operator), ns, count, most in zip(
-                table[:4, begins].T.tolist(), *sums, longest, strict=True
-            )
+            for (part, label, module, operator), ns, count, most in zip(keys, *sums, longest, strict=True)
             if ns
         ]
         return tuple(sorted(found, key=lambda line: (-line.ns, line.part, line.name, line.operator or "")))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, get_args
 import numpy as np
 
 from lightning_memprof.analysis.ledger.model import HostPart, TimeLedger, TimeLine, total
+from lightning_memprof.analysis.ledger.table import Table, joined, summed
 from lightning_memprof.analysis.steps.events import part_of
 from lightning_memprof.analysis.steps.phases import action_name, is_profiler
 from lightning_memprof.analysis.trace.columns import STEP_NAME, Kind
@@ -172,10 +173,10 @@ class _Threads:
             parents=parents,
             ends=ends,
             called=called,
-            part=np.where(at >= 0, parts[at], _NONE),
-            label=np.where(at >= 0, names[at], _NONE),
-            module=module,
-            operator=np.where(operator >= 0, names[operator], _NONE),
+            part=np.where(at >= 0, parts[at], _NONE).astype(np.int32),
+            label=np.where(at >= 0, names[at], _NONE).astype(np.int32),
+            module=module.astype(np.int32),
+            operator=np.where(operator >= 0, names[operator], _NONE).astype(np.int32),
         )
 
 
@@ -209,7 +210,7 @@ def _lines(threads: _Threads, spans: Intervals, steps: int) -> tuple[TimeLine, .
     tables.append(_table(columns, training, _own(columns, training, left), spans, default))
     rest = int(np.sum(spans.ends - spans.starts)) - sum(int(np.sum(table[4])) for table in tables)
     tables.append(np.array([[default], [_NONE], [_NONE], [_NONE], [rest], [0], [0], [0]], np.int64))
-    return _summed(threads, np.concatenate(tables, axis=1), steps)
+    return _summed(threads, joined(tables), steps)
 
 
 def _own(columns: TraceColumns, thread: _Thread, when: Intervals) -> Column:
@@ -231,25 +232,19 @@ def _waiting(columns: TraceColumns, thread: _Thread, spans: Intervals) -> Interv
     return intersection(waiting, spans)
 
 
-def _table(columns: TraceColumns, thread: _Thread, own: Column, spans: Intervals, default: int) -> NDArray[np.int64]:
-    """Return ``(8, m)``: numbers of part, label, module and operator, ns, count, calls and the longest call."""
+def _table(columns: TraceColumns, thread: _Thread, own: Column, spans: Intervals, default: int) -> Table:
+    """Return the owners in a thread: ns, count, calls and the longest call."""
     starts = columns.starts[thread.rows]
     at = np.searchsorted(spans.starts, starts, side="right") - 1
     counted = (at >= 0) & (starts < spans.ends[at])
-    part = np.where(thread.part >= 0, thread.part, default)
-    label = np.where(np.isin(part, _LABELLED), thread.label, _NONE)
+    part = np.where(thread.part >= 0, thread.part, np.int32(default))
+    label = np.where(np.isin(part, _LABELLED), thread.label, np.int32(_NONE))
     longest = columns.ends[thread.rows] - starts
-    return np.stack(
-        [part, label, thread.module, thread.operator, own, counted, counted & thread.called, longest]
-    ).astype(np.int64)
+    return summed(part, label, thread.module, thread.operator, own, counted, counted & thread.called, longest)
 
 
-def _summed(threads: _Threads, table: NDArray[np.int64], steps: int) -> tuple[TimeLine, ...]:
-    table = table[:, np.lexsort(table[3::-1])]
-    begins = np.flatnonzero(np.append(True, np.any(table[:4, 1:] != table[:4, :-1], axis=0)))
-    sums = np.add.reduceat(table[4:7], begins, axis=1).tolist()
-    longest = np.maximum.reduceat(table[7], begins).tolist()
-    keys = table[:4, begins].T.tolist()
+def _summed(threads: _Threads, table: Table, steps: int) -> tuple[TimeLine, ...]:
+    keys, sums, longest = table[:4].T.tolist(), table[4:7].tolist(), table[7].tolist()
     names = threads.columns.name_of
     lines = [
         TimeLine(
