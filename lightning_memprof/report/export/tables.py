@@ -19,7 +19,7 @@ from lightning_memprof.artifacts.rows import decode_rows
 from lightning_memprof.errors import ArtifactError
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.memory.model import DeviceAllocations, WindowAllocations
+    from lightning_memprof.analysis.memory.model import DeviceAllocations
     from lightning_memprof.analysis.run.model import ArtifactFile, Run
     from lightning_memprof.analysis.snapshot.model import SnapshotReport
     from lightning_memprof.analysis.trace.model import TraceReport
@@ -99,8 +99,11 @@ def run_tables(run: Run) -> Iterator[Table]:
     yield from _filled(
         Table.of("modules", modules),
         Table.of("categories", categories),
-        Table.of("holders", _sites(allocations)),
-        Table.of("memory", _curves(allocations)),
+        *_of_devices(
+            ({"rank": window.rank, "window": window.window}, device)
+            for window in allocations
+            for device in window.devices
+        ),
     )
     yield from _traced(run, problems)
     yield from _series(run)
@@ -180,27 +183,19 @@ def _findings(findings: Iterable[Finding]) -> Iterator[Row]:
         }
 
 
-def _sites(allocations: Iterable[WindowAllocations]) -> Iterator[Row]:
-    for window in allocations:
-        for device in window.devices:
-            yield from _device_sites(device, rank=window.rank, window=window.window)
+def _of_devices(devices: Iterable[tuple[Row, DeviceAllocations]]) -> Iterator[Table]:
+    """Yield the tables of allocations over time; each device comes with the columns before its own."""
+    found = list(devices)
+    yield Table.of(
+        "holders", (_fields(site, **before, device=device.device) for before, device in found for site in device.sites)
+    )
+    yield Table.of("memory", (row for before, device in found for row in _curve(device, before)))
 
 
-def _device_sites(device: DeviceAllocations, **before: Any) -> Iterator[Row]:
-    for site in device.sites:
-        yield _fields(site, **before, device=device.device)
-
-
-def _curves(allocations: Iterable[WindowAllocations]) -> Iterator[Row]:
-    for window in allocations:
-        for device in window.devices:
-            yield from _curve(device, rank=window.rank, window=window.window)
-
-
-def _curve(device: DeviceAllocations, **before: Any) -> Iterator[Row]:
+def _curve(device: DeviceAllocations, before: Row) -> Iterator[Row]:
     for time_ns, live in device.curve:
         total = None if device.start_bytes is None else device.start_bytes + live
-        yield before | {"device": device.device, "time_ns": time_ns, "live_bytes": live, "allocated_bytes": total}
+        yield {**before, "device": device.device, "time_ns": time_ns, "live_bytes": live, "allocated_bytes": total}
 
 
 def _operators(trace: Path, **before: Any) -> list[Row]:
@@ -232,10 +227,10 @@ def trace_tables(reports: Sequence[TraceReport]) -> Iterator[Table]:
         ),
         Table.of("operators", (row for trace in reports for row in _operators(trace.file, file=str(trace.file)))),
     )
-    memory = [(trace.file, device) for trace in reports for device in window_allocations(trace.file)]
     yield from _filled(
-        Table.of("holders", (row for file, device in memory for row in _device_sites(device, file=str(file)))),
-        Table.of("memory", (row for file, device in memory for row in _curve(device, file=str(file)))),
+        *_of_devices(
+            ({"file": str(trace.file)}, device) for trace in reports for device in window_allocations(trace.file)
+        ),
         Table.of("findings", _findings(examine_files(reports, ()))),
     )
 
