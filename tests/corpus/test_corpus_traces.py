@@ -177,3 +177,14 @@ def test_the_device_ledger_owns_every_ns_of_the_steps(path):
     }
     for name, of in parts.items():
         assert ledger.ns(*of) * ledger.steps == pytest.approx(figures[name] * 1000, abs=whole_ns * 1e-3)
+
+
+def test_the_host_ledger_owns_every_ns_of_the_steps(path: Path) -> None:
+    ledger = report(path).host_ledger
+    if ledger is None:
+        return
+    assert all(line.ns >= 0 for line in ledger.lines)
+    assert sum(line.ns for line in ledger.lines) == pytest.approx(ledger.step_ns, rel=1e-3)
+    if steps := report(path).steps:
+        # Steps may overlap where ranges of several programs are in one file: their union counts.
+        assert ledger.step_ns * ledger.steps <= sum(step.duration_ns for step in steps)

@@ -46,9 +46,15 @@ _RANGES: Final[Mapping[str, HostPart]] = {
     "Optimizer.zero_grad#": "optimizer",
     "enumerate(DataLoader)": "data_wait",
     _NODE: "backward",
+    "<built-in method run_backward": "backward",
 }
 _OF_PART: Final[Mapping[str, HostPart]] = {"callbacks": "callback", "other": "untracked"}
 _NONE: Final = -1
+# A validation inside a fit is one part, as in the hook timings, less these.
+_VALIDATION: Final = _PARTS.index("validation")
+_BESIDE_VALIDATION: Final = tuple(
+    _PARTS.index(part) for part in ("callback", "logging", "checkpoint", "profiler", "garbage")
+)
 # The other parts say it all.
 _LABELLED: Final = tuple(
     _PARTS.index(part)
@@ -56,13 +62,16 @@ _LABELLED: Final = tuple(
 )
 
 
-def host_ledger(columns: TraceColumns, steps: Sequence[Step], threads: HostThreads | None = None) -> TimeLedger | None:
+def host_ledger(
+    columns: TraceColumns, steps: Sequence[Step], threads: HostThreads | None = None, stage: str = "fit"
+) -> TimeLedger | None:
     """Return the owners of the training thread's time in the steps; None where the trace has no operator.
 
     Args:
         columns: the trace.
         steps: by start; without any, the time from the first operator to the last one is the step.
         threads: of the trace, where they are known already.
+        stage: of the Trainer, which tells the part of Lightning's actions.
     """
     operators = columns.rows(Kind.OPERATOR)
     if not len(operators):
@@ -79,7 +88,7 @@ def host_ledger(columns: TraceColumns, steps: Sequence[Step], threads: HostThrea
     count = max(len(steps), 1)
     if not whole:
         return None
-    lines = _lines(_Threads(columns, lane, threads or HostThreads(columns)), spans, count)
+    lines = _lines(_Threads(columns, lane, threads or HostThreads(columns), stage), spans, count)
     durations = [step.end - step.start for step in steps] or [whole]
     return TimeLedger(
         step_ns=whole / count, median_ns=float(np.median(durations)), steps=count, basis=basis, lines=lines
@@ -143,11 +152,12 @@ class _Thread:
 class _Threads:
     """The training thread and those of autograd."""
 
-    def __init__(self, columns: TraceColumns, lane: int, threads: HostThreads) -> None:
+    def __init__(self, columns: TraceColumns, lane: int, threads: HostThreads, stage: str) -> None:
         self.columns = columns
         names = columns.name_of
         self.modules = Modules(columns)
-        self._parts = np.array([_part(name) for name in names] or [_NONE], np.int64)
+        self._parts = np.array([_part(name, stage) for name in names] or [_NONE], np.int64)
+        self._operators = _operators(names)
         self.is_lightning = any(name.startswith(_ACTION) for name in names)
         self.training = self._thread(threads.tree(lane), None)
         nodes = threads.on_host & columns.runs_node & (columns.lanes != lane)
@@ -161,26 +171,34 @@ class _Threads:
         is_operator = kinds == Kind.OPERATOR
         parts = self._parts[names]
         at = nearest(parents, parts >= 0)
+        part = np.where(at >= 0, parts[at], _NONE)
+        part[(nearest(parents, part == _VALIDATION) >= 0) & ~np.isin(part, _BESIDE_VALIDATION)] = _VALIDATION
         makers = None if forward is None else self.modules.makers(forward.rows, forward.module)
         module = self.modules.around(rows, parents, makers)
         operator = nearest(parents, is_operator)
-        called = is_operator & ((parents < 0) | (operator[parents] < 0))
         # An operator inside a range that is not an operator, as a module called by an operator, is not that operator's.
         inner = nearest(parents, ~is_operator & (self.modules.named[names] | (parts != _NONE)))
         operator[(operator >= 0) & (inner >= 0) & (starts[inner] > starts[operator])] = _NONE
+        called = is_operator & ((parents < 0) | (operator[parents] < 0))
         return _Thread(
             rows=rows,
             parents=parents,
             ends=ends,
             called=called,
-            part=np.where(at >= 0, parts[at], _NONE).astype(np.int32),
+            part=part.astype(np.int32),
             label=np.where(at >= 0, names[at], _NONE).astype(np.int32),
             module=module.astype(np.int32),
-            operator=np.where(operator >= 0, names[operator], _NONE).astype(np.int32),
+            operator=np.where(operator >= 0, self._operators[names[operator]], _NONE).astype(np.int32),
         )
 
 
-def _part(name: str) -> int:
+def _operators(names: Sequence[str]) -> Column:
+    """Return for each name of an operator its number; autograd's call of a backward function has that function's."""
+    numbers = {name: number for number, name in enumerate(names)}
+    return np.array([numbers.get(name.removeprefix(_NODE), number) for name, number in numbers.items()] or [_NONE])
+
+
+def _part(name: str, stage: str) -> int:
     """Return the place in ``_PARTS`` of the part that the name of an event says, negative where it says none."""
     for prefix, part in _RANGES.items():
         if name.startswith(prefix):
@@ -190,7 +208,7 @@ def _part(name: str) -> int:
     action = name.removeprefix(_ACTION)
     if is_profiler(action):
         return _PARTS.index("profiler")
-    found = part_of(action, "", "fit")
+    found = part_of(action, "", stage)
     if not found:
         return _PARTS.index("module_hook") if action.startswith("[LightningModule]") else _NONE
     return [*_PARTS].index(_OF_PART.get(found, found))  # type: ignore[arg-type]

@@ -43,6 +43,8 @@ _LOADING: Final = re.compile(r"enumerate\(DataLoader\)|\[pl\]\[profile\].*datalo
 # A piece and its events stay in the processor's cache: a MiB at a time takes up to twice as long.
 _CHUNK: Final = 1 << 18
 _BLOCK: Final = 1 << 15
+# `AccumulateGrad` has the largest number of 64 bits, and no forward.
+_UNSIGNED: Final = (1 << 64) - 1
 # Until torch 1.9 the program's annotations were operators among others.
 _ANNOTATIONS: Final = (
     "ProfilerStep#", "enumerate(DataLoader", "Optimizer.", "[pl]", "[Strategy]", "[LightningModule]",
@@ -213,7 +215,7 @@ class _Table:
         self._starts.frombytes(pack(f"{count}d", *[event.ts for event in found]))
         self._durations.frombytes(pack(f"{count}d", *[event.dur for event in found]))
         self._correlations.frombytes(pack(f"{count}q", *[event.args.correlation for event in found]))
-        self._sequences.frombytes(pack(f"{count}q", *[_sequence(event.args.sequence) for event in found]))
+        self._sequences.frombytes(pack(f"{count}Q", *[event.args.sequence & _UNSIGNED for event in found]))
         self._runs_node.frombytes(bytes([event.args.forward_thread != 0 for event in found]))
         self._lane_numbers.frombytes(pack(f"{count}i", *map(lanes.__getitem__, places)))
         self._name_numbers.frombytes(numbers)
@@ -252,6 +254,8 @@ class _Table:
         ends = _in_nanoseconds(self._durations)
         np.maximum(ends, 0, out=ends)
         ends += starts  # in place: another column is eight bytes an event
+        sequences = np.frombuffer(self._sequences, np.int64)
+        sequences[(sequences < 0) | (sequences >= LARGEST)] = -1
         names = np.frombuffer(self._name_numbers, np.int32)
         kinds = np.frombuffer(self._kinds, np.int8)
         annotates = np.array([name.startswith(_ANNOTATIONS) for name in self._names] or [False])
@@ -264,7 +268,7 @@ class _Table:
             lanes=np.frombuffer(self._lane_numbers, np.int32),
             kinds=kinds,
             correlations=np.frombuffer(self._correlations, np.int64),
-            sequences=np.frombuffer(self._sequences, np.int64),
+            sequences=sequences,
             runs_node=np.frombuffer(self._runs_node, np.int8).view(np.bool_),
             name_of=tuple(self._names),
             lane_of=tuple(self._lanes),
@@ -306,11 +310,6 @@ class _Kinds(dict[str, int]):
         fallback = Kind.RUNTIME if plain.endswith(("_runtime", "_driver")) else Kind.OTHER
         kind = self[category] = _KINDS.get(plain, fallback)
         return kind
-
-
-def _sequence(number: int) -> int:
-    """Return the number of an autograd node; ``AccumulateGrad`` has the largest number there is, and no forward."""
-    return number if -1 < number < LARGEST else -1
 
 
 def _in_nanoseconds(microseconds: array[float]) -> Column:

@@ -92,17 +92,33 @@ class Modules:
         makers = self.makers(rows, module) if forward is None else forward
         sequences = self._columns.sequences[rows]
         runs = (sequences >= 0) & self._columns.runs_node[rows]
-        if not len(makers.rows) or not np.any(runs):
+        if not np.any(runs):
             return module
+        around = np.where(parents >= 0, nearest(parents, runs)[parents], -1)
+        # A node's function repeats its number.
+        runs &= (around < 0) | (sequences != sequences[around])
+        made = self._made(rows, runs, makers)
+        # A node that runs inside another one belongs to a recomputed forward, of this thread.
+        inner = runs & (around >= 0)
+        if forward is not None and np.any(inner):
+            made = np.where(inner, self._made(rows, inner, self.makers(rows, module)), made)
+        node = nearest(parents, runs)
+        starts = self._columns.starts[rows]
+        recomputes = (at >= 0) & (starts[at] >= starts[node])
+        return np.where((node < 0) | recomputes, module, made[node])
+
+    def _made(self, rows: Column, runs: NDArray[np.bool_], makers: Makers) -> Column:
+        """Return the module of the operator that made the node of each event that runs one, -1 for none."""
+        sequences = self._columns.sequences[rows]
+        if not len(makers.rows):
+            return np.full(len(rows), -1, np.int64)
         # Operators only look at the next number; the last one to see it is the one that takes it.
         order = np.lexsort((self._columns.starts[makers.rows], self._columns.sequences[makers.rows]))
         numbers = self._columns.sequences[makers.rows][order]
         last = np.append(numbers[1:] != numbers[:-1], True)
         numbers, owners = numbers[last], makers.modules[order][last]
         found = np.minimum(np.searchsorted(numbers, sequences), len(numbers) - 1)
-        made = np.where(runs & (numbers[found] == sequences), owners[found], -1)
-        node = nearest(parents, runs)
-        return np.where(node >= 0, made[node], module)
+        return np.where(runs & (numbers[found] == sequences), owners[found], -1)
 
     def makers(self, rows: Column, modules: Column) -> Makers:
         """Return the operators of a thread that make nodes; ``modules`` are those of :meth:`around`."""

@@ -39,6 +39,7 @@ from lightning_memprof.analysis.trace.idle import (
 from lightning_memprof.analysis.trace.intervals import Intervals, clip, intersection, length, union
 from lightning_memprof.analysis.trace.model import GpuTimes, Loads, Program, StepTimes, TraceReport, TraceStep
 from lightning_memprof.analysis.trace.modules import HostThreads
+from lightning_memprof.artifacts.naming import TraceName
 
 __all__ = ["of_rank", "trace_report"]
 
@@ -66,7 +67,7 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
     Raises:
         ArtifactError: the file is missing, damaged or truncated, or no trace.
     """
-    columns = read_columns(path, progress)
+    columns, name = read_columns(path, progress), TraceName.parse(path.name)
     device = device_events(columns)
     steps = step_spans(columns)
     loading = loading_intervals(columns)
@@ -104,7 +105,7 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
         host_events=int(np.count_nonzero(np.isin(columns.kinds, HOST_KINDS))),
         steady_allocations=steady_allocations(columns, device, ranges) if window else (),
         arrivals=trace_arrivals(columns)[:_MOST_ARRIVALS],
-        host_ledger=host_ledger(columns, steps, threads),
+        host_ledger=host_ledger(columns, steps, threads, name.stage if name else "fit"),
         device_ledger=device_ledger(columns, device, steps, collectives, threads),
     )
 

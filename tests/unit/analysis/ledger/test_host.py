@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from kineto import write_trace
 from lightning_memprof.analysis.ledger.host import corrected
 from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.analysis.trace.report import trace_report
+from lightning_memprof.artifacts.naming import TraceName
 
 HOST, AUTOGRAD = 1, 2
 NODE = "autograd::engine::evaluate_function: "
@@ -167,6 +170,111 @@ def test_callbacks_fetches_and_the_optimizer_have_their_parts_and_names(tmp_path
         ("untracked", ""): 5,
     }
     assert found.ns("optimizer") == 56_000
+
+
+def test_with_stacks_the_call_of_autograds_engine_is_backward_in_any_program(tmp_path: Path) -> None:
+    found = ledger(
+        tmp_path,
+        step(0, 100),
+        event("python_function", "<built-in method run_backward of torch._C._EngineBase object at 0x7f>", 40, 100),
+        operator(f"{NODE}AddmmBackward0", 50, 90, AUTOGRAD, runs=3),
+    )
+    assert owners(found) == {
+        ("forward", None, ""): 40,
+        ("backward", None, ""): 20,
+        ("backward", None, "AddmmBackward0"): 40,
+    }
+
+
+def test_autograds_call_of_a_backward_function_and_the_function_are_one_operator(tmp_path: Path) -> None:
+    found = ledger(
+        tmp_path,
+        step(0, 100),
+        operator(f"{NODE}AddmmBackward0", 0, 100, runs=3),
+        operator("AddmmBackward0", 20, 100, runs=3),
+    )
+    assert [(line.operator, line.ns) for line in found.lines if line.operator] == [("AddmmBackward0", 100_000)]
+
+
+def test_a_recomputed_forward_and_its_backward_belong_to_the_modules_that_are_recomputed(tmp_path: Path) -> None:
+    found = ledger(
+        tmp_path,
+        step(0, 100),
+        action(FORWARD, 0, 40),
+        module("block", 0, 20),
+        operator("CheckpointFunction", 0, 20, makes=1),
+        module("head", 20, 40),
+        operator("aten::addmm", 20, 40, makes=2),
+        action(BACKWARD, 40, 100),
+        operator(f"{NODE}CheckpointFunctionBackward", 40, 100, AUTOGRAD, runs=1),
+        operator("CheckpointFunctionBackward", 40, 100, AUTOGRAD, runs=1),
+        event("cpu_op", "[pl][module]torch.nn.Linear: block.inner", 50, 70, AUTOGRAD),
+        operator("aten::mul", 55, 70, AUTOGRAD, makes=2),
+        operator(f"{NODE}MulBackward0", 80, 95, AUTOGRAD, runs=2),
+    )
+    backward = {key[1:]: us for key, us in owners(found).items() if key[0] == "backward"}
+    assert backward == {
+        ("block", "CheckpointFunctionBackward"): 25,
+        ("block.inner", ""): 5,
+        ("block.inner", "aten::mul"): 15,
+        ("block.inner", "MulBackward0"): 15,
+    }
+
+
+def test_a_validation_in_a_fit_is_one_part_but_for_callbacks_logging_and_checkpoints(tmp_path: Path) -> None:
+    found = ledger(
+        tmp_path,
+        step(0, 100),
+        action("[pl][profile]run_validation", 0, 90),
+        action("[pl][profile][Strategy]SingleDeviceStrategy.batch_to_device", 10, 20),
+        action("[pl][profile][Callback]Slow.on_validation_end", 30, 45),
+        operator("aten::mm", 50, 60),
+    )
+    assert {part: found.ns(part) / 1000 for part in ("validation", "callback", "untracked")} == {
+        "validation": 75,
+        "callback": 15,
+        "untracked": 10,
+    }
+
+
+def test_the_stage_in_the_name_of_a_trace_tells_which_step_is_the_forward(tmp_path: Path) -> None:
+    events = [step(0, 100), action("[pl][profile][Strategy]S.predict_step", 0, 80), operator("aten::mm", 10, 50)]
+    name = TraceName("predict", "trace", 0, "S", "predict_step", 1)
+    found = trace_report(write_trace(tmp_path / str(name).removesuffix(".gz"), events)).host_ledger
+    assert found is not None
+    assert found.ns("forward") == 80_000
+
+
+@pytest.mark.skipif(not find_spec("lightning"), reason="trains a model")
+def test_a_loop_of_multiplications_is_the_longest_module_in_forward_and_in_backward(tmp_path: Path) -> None:
+    import torch
+
+    from lightning_memprof import ExtendedPyTorchProfiler
+    from training import Perceptron, loader, trainer
+
+    class Loop(torch.nn.Module):
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            for _ in range(200):
+                values = values * 0.99
+            return values
+
+    class Net(Perceptron):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net.append(Loop())
+
+    trainer(tmp_path, profiler=ExtendedPyTorchProfiler()).fit(Net(), loader(10))
+    (trace,) = tmp_path.rglob("fit-*.pt.trace.json.gz")
+    found = trace_report(trace).host_ledger
+    assert found is not None
+    assert total(found.lines) == pytest.approx(found.step_ns)
+    for part, called in (("forward", "aten::mul"), ("backward", "MulBackward0")):
+        spent: Counter[str | None] = Counter()
+        for line in found.of(part):  # type: ignore[arg-type]
+            if line.module:
+                spent[line.module] += round(line.ns)
+        assert spent.most_common(1)[0][0] == "net.4"
+        assert called in {line.operator for line in found.of(part) if line.module == "net.4"}  # type: ignore[arg-type]
 
 
 EVENTS = st.lists(
