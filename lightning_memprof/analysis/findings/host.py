@@ -22,7 +22,7 @@ __all__ = ["actions_bound", "between_steps", "garbage", "slow_steps"]
 
 # Below this share of a step there is nothing to gain; an action needs some time, too: the Trainer's own hooks and its
 # progress bar take a millisecond per step, which is much of a short one.
-LEAST_SHARE: Final = 0.02
+LEAST_SHARE: Final = 0.05
 MIN_NS: Final = 1_000_000
 MIN_SHORT_NS: Final = 2_000_000
 # An action that ran less often in the whole run is a start or an end of it.
