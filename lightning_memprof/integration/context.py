@@ -146,6 +146,7 @@ def unprofiled_parts(trainer: Trainer, stage: str) -> list[TimedPart]:
         *_of("CheckpointIO", strategy.checkpoint_io, ("save_checkpoint", "remove_checkpoint")),
         *(part for logger in trainer.loggers for part in _of("Logger", logger, ("log_metrics",), always=True)),
         *(part for logger in trainer.loggers for part in _of("Logger", logger, ("save",))),
+        *(part for metric in _metrics(trainer) for part in _of("Metric", metric, ("update", "compute"), always=True)),
         *(TimedPart(trainer._logger_connector, method, "logging") for method in _LOGGING),
     ]
     if stage == "fit":
@@ -158,6 +159,17 @@ def unprofiled_parts(trainer: Trainer, stage: str) -> list[TimedPart]:
             action = f"[Strategy]{type(strategy).__name__}.broadcast_sigterm"
             parts.append(TimedPart(loop, "_broadcast_sigterm_tensor", action, always=True))
     return [part for part in parts if callable(getattr(part.owner, part.method, None))]
+
+
+def _metrics(trainer: Trainer) -> list[torch.nn.Module]:
+    """Return the module's metrics by torchmetrics, which this package does not import."""
+    return [
+        module
+        for module in trainer.lightning_module.modules()
+        if any(
+            f"{base.__module__}.{base.__qualname__}" == "torchmetrics.metric.Metric" for base in type(module).__mro__
+        )
+    ]
 
 
 def _of(kind: str, owner: object, methods: Iterable[str], *, always: bool = False) -> Iterator[TimedPart]:

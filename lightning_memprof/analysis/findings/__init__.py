@@ -20,7 +20,7 @@ from lightning_memprof.analysis.findings.compute import (
     optimizer_bound,
     thread_oversubscription,
 )
-from lightning_memprof.analysis.findings.data import blocking_transfers, input_bound, input_bound_trace
+from lightning_memprof.analysis.findings.data import blocking_transfers, input_bound, input_bound_trace, workers_restart
 from lightning_memprof.analysis.findings.device import allocator_thrash, gpu_idle, synchronization
 from lightning_memprof.analysis.findings.growth import device_memory_growth, memory_growth
 from lightning_memprof.analysis.findings.host import actions_bound, between_steps, garbage, slow_steps
@@ -32,7 +32,7 @@ from lightning_memprof.analysis.findings.memory import (
     out_of_memory,
 )
 from lightning_memprof.analysis.findings.model import NOTHING_FOUND, Evidence, Facts, Finding, Rule, Severity, Verdict
-from lightning_memprof.analysis.findings.profiler import profiler_overhead, recording_overhead
+from lightning_memprof.analysis.findings.profiler import other_profiler, profiler_overhead, recording_overhead
 from lightning_memprof.analysis.findings.snapshot import (
     allocator_churn,
     failed_request,
@@ -66,11 +66,13 @@ __all__ = [
 
 RULES: Final[tuple[Rule, ...]] = (
     out_of_memory,
+    other_profiler,
     memory_growth,
     device_memory_growth,
     allocator_retries,
     straggler,
     input_bound,
+    workers_restart,
     anomaly_detection,
     double_precision,
     python_loop,

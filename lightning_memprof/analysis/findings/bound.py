@@ -61,7 +61,7 @@ class Heaviest:
 
 
 def heaviest_module(ledger: TimeLedger) -> Heaviest | None:
-    """Return the innermost module with at least half of the time of the one around it, from the model on.
+    """Return the innermost module with at least half of the time of forward and backward.
 
     None where the ledger does not divide forward and backward among operators.
     """
@@ -77,7 +77,7 @@ def heaviest_module(ledger: TimeLedger) -> Heaviest | None:
             if len(parts) > len(path):
                 below[parts[len(path)]].append(line)
         name = max(below, key=lambda child: total(below[child]), default=None)
-        if name is None or total(below[name]) < EXPLAINS * total(inside):
+        if name is None or total(below[name]) < EXPLAINS * total(lines):
             break
         path, inside = (*path, name), below[name]
     families = Counter[str]()

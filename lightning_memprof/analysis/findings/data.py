@@ -6,7 +6,15 @@ import statistics as stats
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.measures import rhythm
-from lightning_memprof.analysis.findings.model import MIN_STEPS, SHORT_STEP_NS, Facts, Finding, Recovery, Severity
+from lightning_memprof.analysis.findings.model import (
+    MIN_STEPS,
+    NOTABLE,
+    SHORT_STEP_NS,
+    Facts,
+    Finding,
+    Recovery,
+    Severity,
+)
 from lightning_memprof.analysis.findings.traces import (
     MIN_TRACE_STEPS,
     NOTABLE_SHARE,
@@ -19,6 +27,7 @@ from lightning_memprof.analysis.findings.traces import (
     severity_of,
     times,
 )
+from lightning_memprof.analysis.ledger.run import RESTART
 from lightning_memprof.units import format_bytes, format_count, format_ns, percent
 
 if TYPE_CHECKING:
@@ -29,7 +38,7 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.trace.model import Copies, TraceReport
     from lightning_memprof.artifacts.manifest import DataLoaderFacts
 
-__all__ = ["blocking_transfers", "input_bound", "input_bound_trace"]
+__all__ = ["blocking_transfers", "input_bound", "input_bound_trace", "workers_restart"]
 
 # The Trainer fetches a batch that is ready in less: no setting of the loader saves it.
 MIN_COST_NS: Final = 2_000_000
@@ -43,7 +52,7 @@ MORE_WORKERS: Final = 4
 # From this many workers per core on, more of them do not help.
 MANY_WORKERS_PER_CORE: Final = 4
 DEFAULT_PREFETCH: Final = 2
-KEEP_WORKERS: Final = "Workers restart every epoch: use DataLoader(persistent_workers=True)."
+KEEP_WORKERS: Final = "Keep the workers from epoch to epoch: DataLoader(persistent_workers=True)."
 LESS_PER_SAMPLE: Final = "Do less per sample in __getitem__: decode and tokenize once, before training."
 
 # One step with this share of the loading is a start of workers or of an epoch, not the usual step.
@@ -101,6 +110,47 @@ def input_bound(facts: Facts) -> list[Finding]:
             recovers=worth,
         )
     ]
+
+
+def workers_restart(facts: Facts) -> list[Finding]:
+    """Find workers of a DataLoader that end and start again in every epoch.
+
+    Recovers half to all of the time between epochs. Lost: the memory of the workers while they wait.
+    """
+    worst = facts.heaviest(_restarting)
+    if worst is None or worst[1].steps < MIN_STEPS:
+        return []
+    rank, ledger = worst
+    ns = _restarting(ledger)
+    if ns < NOTABLE * ledger.step_ns:
+        return []
+    (line,) = (line for line in ledger.of("data_wait") if line.name == RESTART)
+    worth = Recovery(unit="ns", least=ns / 2, most=ns, whole=ledger.step_ns)
+    loader = rank.training.dataloaders[0] if rank.training else None
+    return [
+        Finding(
+            rule="workers_restart",
+            severity=worth.severity,
+            sentence=(
+                f"DataLoader workers restart in every epoch: {percent(ns / ledger.step_ns)} of the "
+                f"time{facts.on_rank(rank)} (persistent_workers=False)."
+            ),
+            why=(
+                f"{format_ns(ns / line.count)} between two epochs, one in {1 / line.count:,.0f} steps"
+                + (f"; {_settings(loader)}" if loader else "")
+                + "."
+            ),
+            next_steps=(KEEP_WORKERS, "Make epochs longer: several passes over the data set in one epoch."),
+            evidence=(facts.pulse(rank),),
+            numbers={"rank": rank.rank, "restart_ns": ns, "epochs_per_step": line.count},
+            weight=worth.share,
+            recovers=worth,
+        )
+    ]
+
+
+def _restarting(ledger: TimeLedger) -> float:
+    return sum(line.ns for line in ledger.of("data_wait") if line.name == RESTART)
 
 
 def _recovery(rank: Rank, ledger: TimeLedger, loaders: Sequence[DataLoaderFacts], at_epoch_starts: float) -> Recovery:

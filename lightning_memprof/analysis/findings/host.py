@@ -80,6 +80,16 @@ REMEDIES: Final = (
         by_name=True,
     ),
     _Remedy(
+        rule="metric_bound",
+        parts=("metric",),
+        sentence="Metrics take {share} of each step{on_rank}, mostly {name}.",
+        next_steps=(
+            "Compute metrics once per epoch: call update() in the steps and {owner}.compute() in on_train_epoch_end.",
+            "Choose a metric that keeps sums instead of all predictions, such as thresholds=100 for curves.",
+        ),
+        saves=(0.5, 1.0),
+    ),
+    _Remedy(
         rule="validation_bound",
         parts=("validation",),
         sentence="Validation takes {share} of the time{on_rank}.",
@@ -142,7 +152,7 @@ def _of_action(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy, li
     worth = Recovery(unit="ns", least=ns * remedy.saves[0], most=ns * remedy.saves[1], whole=ledger.step_ns)
     once = 0 < count * ledger.steps < MIN_CALLS
     special = ADVICE.get(name.partition(".")[0])
-    steps = tuple(step.format(name=name) for step in remedy.next_steps)
+    steps = tuple(step.format(name=name, owner=name.rpartition(".")[0]) for step in remedy.next_steps)
     return Finding(
         rule=remedy.rule,
         severity=Severity.INFO if once else worth.severity,

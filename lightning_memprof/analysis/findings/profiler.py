@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.measures import own_ns
-from lightning_memprof.analysis.findings.model import Facts, Finding, Severity
+from lightning_memprof.analysis.findings.model import Facts, Finding, Recovery, Severity
 from lightning_memprof.analysis.findings.traces import NOTABLE_SHARE, idle_ns, on_rank, remedies, remedy, seen_in, times
 from lightning_memprof.analysis.ledger.run import typical_in_windows
 from lightning_memprof.artifacts.manifest import OverheadFacts
@@ -16,8 +17,10 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.steps.statistics import PulseStatistics
     from lightning_memprof.analysis.trace.model import TraceReport
 
-__all__ = ["profiler_overhead", "recording_overhead"]
+__all__ = ["other_profiler", "profiler_overhead", "recording_overhead"]
 
+# Why the operator trace is not available: the words of capture and integration.
+OTHER_PROFILER: Final = re.compile(r"its own torch profiler|owns torch\.profiler")
 # At this share of the figures, a phase would be a finding.
 SEVERE_SHARE: Final = 0.20
 # Fewer steps support no conclusions: a longer run has steps outside windows.
@@ -30,6 +33,38 @@ FEWER: Final = "Train some steps outside windows: MemProfilerCallback(schedule=S
 LESS: Final = "Record less per step: MemProfilerCallback(collectors=[...])"
 SHORTER: Final = "Open fewer or shorter windows: MemProfilerCallback(schedule=Schedule(repeat=1, active=2))."
 NO_PULSE: Final = "Leave the pulse out of MemProfilerCallback(collectors=[...]), or use larger batches."
+
+
+# Its events take host time for every operator, and are garbage to collect when it ends.
+OTHER: Final = (0.2, 0.5)
+
+
+def other_profiler(facts: Facts) -> list[Finding]:
+    """Find another torch profiler that runs in the training.
+
+    Recovers 20% to 50% of forward and backward, and the GC pauses in them.
+    """
+    seen = next((row for row in facts.run.unavailable if OTHER_PROFILER.search(row.reason)), None)
+    if seen is None or (ledger := facts.ledgers.get(seen.rank)) is None:
+        return []
+    passes, pauses = ledger.ns("forward", "backward"), ledger.ns("garbage")
+    worth = Recovery(unit="ns", least=pauses + passes * OTHER[0], most=pauses + passes * OTHER[1], whole=ledger.step_ns)
+    return [
+        Finding(
+            rule="other_profiler",
+            severity=worth.severity,
+            sentence=f"Another profiler is on: torch.profiler records the training{facts.on_rank(seen.rank)}.",
+            why=(
+                f"{seen.reason[:1].upper()}{seen.reason[1:]}. It costs time for each operator; forward and backward "
+                f"take {format_ns(passes)}, GC pauses {format_ns(pauses)} of a {format_ns(ledger.step_ns)} step."
+            ),
+            next_steps=('Remove the other profiler: torch.profiler.profile(...) or Trainer(profiler="pytorch").',),
+            evidence=tuple(facts.pulse(rank) for rank in facts.run.ranks if rank.rank == seen.rank),
+            numbers={"rank": seen.rank, "passes_ns": passes, "garbage_ns": pauses},
+            weight=worth.share,
+            recovers=worth,
+        )
+    ]
 
 
 def profiler_overhead(facts: Facts) -> list[Finding]:

@@ -22,6 +22,7 @@ HostPart = Literal[
     "callback",
     "module_hook",
     "logging",
+    "metric",
     "validation",
     "checkpoint",
     "garbage",

@@ -21,14 +21,20 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.steps.events import Event, StepEvents
     from lightning_memprof.analysis.steps.typical import Breakdown
 
-__all__ = ["run_ledger", "typical_in_windows"]
+__all__ = ["RESTART", "run_ledger", "typical_in_windows"]
 
 # A step of this many times the median is a stall, unless a third of the steps are: then it is the usual step.
 STALL: Final = 2
 RARE: Final = 1 / 3
+# The name of the data wait between epochs, and the epochs that show it.
+RESTART: Final = "workers restart"
+EPOCHS: Final = 3
 # The phases whose work is the same in every step. A long fetch or callback has an owner of its own.
 _STEADY: Final[tuple[HostPart, ...]] = ("forward", "backward", "optimizer")
+_METRIC: Final = "[Metric]"
 _MODULE: Final = "[LightningModule]"
+# Actions inside forward, backward and optimizer that are lines of their own.
+_WITHIN: Final = ("garbage", "metric")
 _NAMED_PARTS: Final[Mapping[str, HostPart]] = {
     "data_wait": "data_wait",
     "transfer": "transfer",
@@ -76,7 +82,9 @@ def run_ledger(rank: Rank, host: TimeLedger | None = None) -> TimeLedger | None:
     lines = [TimeLine(part="stall", ns=sum(stalled.values()), count=len(stalls) / len(steps))]
     for phase, ns in phases.items():
         part = _PART_OF_PHASE[phase]
-        mine = [line for line in named.get(phase, ()) if part not in _STEADY or line.part == "garbage"]
+        mine = [line for line in named.get(phase, ()) if part not in _STEADY or line.part in _WITHIN]
+        if phase == "other":
+            mine = [*mine, *_restarts(rank, ns - total(mine))]
         whole = _divided(ns, mine, TimeLine(part=part, ns=0))
         lines += whole[:-1]
         detail = corrected(inside, {part: whole[-1].ns}) if inside is not None and part in _STEADY else ()
@@ -112,6 +120,23 @@ def _stalls(
         owner = max(more, key=lambda part: more[part])
         found.append(Stall(step=step, duration_ns=duration, excess_ns=round(ns), owner=owner))
     return tuple(sorted(found, key=lambda stall: -stall.excess_ns)), dict(excess)
+
+
+def _restarts(rank: Rank, untracked: float) -> list[TimeLine]:
+    """Return the time, per step, in which workers that do not persist end and start again between epochs.
+
+    It is the untracked time of the last step of each epoch beyond the median one, at most all untracked time.
+    """
+    loaders = rank.training.dataloaders if rank.training else []
+    rows = [row for row in rank.pulse[1:] if row["window"] is None]
+    last = {row["epoch"]: row for row in rows[:-1]}
+    if not any(loader.num_workers and loader.persistent_workers is False for loader in loaders) or len(last) < EPOCHS:
+        return []
+    usual = statistics.median(row["other_ns"] or 0 for row in rows)
+    excess = [max((row["other_ns"] or 0) - usual, 0) for row in last.values()]
+    ns = min(sum(excess) / len(rows), max(untracked, 0.0))
+    count = len(last) / len(rows)
+    return [TimeLine(part="data_wait", name=RESTART, ns=ns, count=count, longest_ns=round(max(excess)))]
 
 
 def _divided(ns: float, lines: Sequence[TimeLine], rest: TimeLine) -> list[TimeLine]:
@@ -188,6 +213,8 @@ def _owner(action: str, part: str) -> tuple[HostPart, str] | None:
         return "profiler", ""
     if action == GC_PAUSE:
         return "garbage", ""
+    if action.startswith(_METRIC):
+        return "metric", action_name(action)
     if part in _NAMED_PARTS:
         return _NAMED_PARTS[part], action_name(action)
     return ("module_hook", action_name(action)) if part == "other" and action.startswith(_MODULE) else None
