@@ -143,3 +143,54 @@ def test_a_finding_that_recovers_more_comes_first(tmp_path: Path) -> None:
     ]
     findings = found(tmp_path, FakeRun(phases=phases(callbacks=8_000_000, other=20_000_000)), *rows)
     assert list(findings)[:2] == ["hook_bound", "callback_bound"]
+
+
+def test_metrics_are_found_by_name_within_the_forward(tmp_path: Path) -> None:
+    row = action("[Metric]MulticlassAUROC.compute", 6_000_000, "forward")
+    finding = found(tmp_path, FakeRun(phases=phases(forward=12_000_000)), row)["metric_bound"]
+    assert "mostly MulticlassAUROC.compute" in finding.sentence
+    assert "MulticlassAUROC.compute() in on_train_epoch_end" in finding.next_steps[0]
+
+
+def epochs_of(directory: Path, steps: int) -> None:
+    """Make each epoch of the pulse this many steps long."""
+    pulse = directory / "pulse.rank00000.csv"
+    header, *lines = pulse.read_text().splitlines()
+    rows = [line.split(",") for line in lines]
+    for row in rows:
+        row[2] = str(int(row[0]) // steps)
+    pulse.write_text("\n".join([header, *map(",".join, rows)]) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_found"),
+    [
+        ({"num_workers": 2, "persistent_workers": False}, True),
+        ({"num_workers": 2, "persistent_workers": True}, False),
+        ({"num_workers": 0, "persistent_workers": False}, False),
+    ],
+)
+def test_workers_that_restart_in_each_epoch_are_found_by_the_time_between_epochs(
+    tmp_path: Path, settings: dict[str, Any], is_found: bool
+) -> None:
+    def between(_: int, step: int) -> Mapping[str, int]:
+        return {**HEALTHY, "other": 90_000_000 if step % 5 == 4 else 500_000}
+
+    fake = FakeRun(steps=60, phases=between, training={"dataloaders": [settings]})
+    directory = make_run(tmp_path, fake)
+    epochs_of(directory, 5)
+    findings = {finding.rule: finding for finding in examine(Facts.of(load_run(directory)))}
+    assert ("workers_restart" in findings) == is_found
+    if is_found:
+        assert "persistent_workers=True" in findings["workers_restart"].next_steps[0]
+        assert "one in 5 steps" in findings["workers_restart"].why
+
+
+def test_another_profiler_in_the_training_is_found(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, FakeRun())
+    row = {"kind": "unavailable", "collector": "operator_trace", "window": 0}
+    reason = "the program started its own torch profiler; the trace ends there"
+    with (directory / "manifest.rank00000.jsonl").open("a") as manifest:
+        manifest.write(json.dumps({**row, "reason": reason}) + "\n")
+    findings = {finding.rule: finding for finding in examine(Facts.of(load_run(directory)))}
+    assert "Remove the other profiler" in findings["other_profiler"].next_steps[0]
