@@ -163,13 +163,10 @@ def unprofiled_parts(trainer: Trainer, stage: str) -> list[TimedPart]:
 
 def _metrics(trainer: Trainer) -> list[torch.nn.Module]:
     """Return the module's metrics by torchmetrics, which this package does not import."""
-    return [
-        module
-        for module in trainer.lightning_module.modules()
-        if any(
-            f"{base.__module__}.{base.__qualname__}" == "torchmetrics.metric.Metric" for base in type(module).__mro__
-        )
-    ]
+    model = trainer.lightning_module
+    modules = () if model is None else model.modules()
+    kind = ("torchmetrics.metric", "Metric")
+    return [module for module in modules if any((b.__module__, b.__name__) == kind for b in type(module).__mro__)]
 
 
 def _of(kind: str, owner: object, methods: Iterable[str], *, always: bool = False) -> Iterator[TimedPart]:
