@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.analysis.oom.advice import HOST_REST, OTHER_TENSORS, SETUP, UNHELD, Situation, next_steps
@@ -23,7 +22,7 @@ from lightning_memprof.analysis.stacks import Frame, parse_frame, user_frame
 from lightning_memprof.errors import ArtifactError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from lightning_memprof.analysis.oom.events import OomEvent
     from lightning_memprof.analysis.run.model import Run
@@ -197,41 +196,33 @@ def _no_stacks(facts: Mapping[str, Any], *, is_host: bool) -> str:
 
 def _by_stack(snapshot: SnapshotMemory | None) -> list[Holder]:
     """Return live bytes by allocation site in the user's program, largest first."""
-    sizes = _Sizes()
+    found = []
     for holder in snapshot.holders if snapshot is not None and snapshot.has_stacks else ():
         inner = parse_frame(holder.stack[0]) if holder.stack else None
         called = inner is not None and inner.is_python and str(inner) != holder.site
         detail = f"in {inner.name}" if inner is not None and called else None
-        sizes.add((holder.site or NO_STACK, detail), holder.bytes, holder.blocks)
-    return sizes.largest()
+        found.append(Holder(name=holder.site or NO_STACK, detail=detail, bytes=holder.bytes, blocks=holder.blocks))
+    return _summed(found)
 
 
 def _by_module(snapshot: SnapshotMemory | None, stacks: ModuleStacks) -> list[Holder]:
     """Return live bytes by the module whose forward allocated them, largest first."""
-    sizes = _Sizes()
+    found = []
     for holder in snapshot.holders if snapshot is not None and snapshot.has_stacks else ():
         frames = [frame for line in holder.stack if (frame := parse_frame(line)) is not None]
         name = stacks.name_of(frames) or OUTSIDE if frames else NO_STACK
-        sizes.add((name, None), holder.bytes, holder.blocks)
-    return sizes.largest()
+        found.append(Holder(name=name, bytes=holder.bytes, blocks=holder.blocks))
+    return _summed(found)
 
 
-class _Sizes:
-    """Sums of bytes and blocks by name and detail."""
-
-    def __init__(self) -> None:
-        self._sizes: dict[tuple[str, str | None], tuple[int, int]] = defaultdict(lambda: (0, 0))
-
-    def add(self, key: tuple[str, str | None], size: int, blocks: int) -> None:
-        known = self._sizes[key]
-        self._sizes[key] = known[0] + size, known[1] + blocks
-
-    def largest(self) -> list[Holder]:
-        holders = [
-            Holder(name=name, detail=detail, bytes=size, blocks=blocks)
-            for (name, detail), (size, blocks) in self._sizes.items()
-        ]
-        return sorted(holders, key=lambda holder: (-holder.bytes, holder.name))
+def _summed(holders: Iterable[Holder]) -> list[Holder]:
+    """Sum holders of the same name and detail, largest first."""
+    sums: dict[tuple[str, str | None], Holder] = {}
+    for holder in holders:
+        known = sums.get((holder.name, holder.detail))
+        size, blocks = (known.bytes, known.blocks) if known is not None else (0, 0)
+        sums[holder.name, holder.detail] = replace(holder, bytes=size + holder.bytes, blocks=blocks + holder.blocks)
+    return sorted(sums.values(), key=lambda holder: (-holder.bytes, holder.name))
 
 
 def _held(facts: Mapping[str, Any], memory: Memory, *, is_host: bool) -> tuple[Holder, ...]:
@@ -247,13 +238,14 @@ def _held(facts: Mapping[str, Any], memory: Memory, *, is_host: bool) -> tuple[H
 
 def _tensors(facts: Mapping[str, Any]) -> tuple[Holder, ...]:
     rows = facts.get("tensors")
-    alike = _Sizes()
+    found = []
     for row in rows if isinstance(rows, list) else ():
         if isinstance(row, dict):
             shape = f"{text(row, 'dtype')} {row.get('shape')}"
             name = text(row, "name")
-            alike.add((name or shape, shape if name else None), whole(row, "bytes") or 0, 1)
-    return tuple(alike.largest()[:TOP])
+            size = whole(row, "bytes") or 0
+            found.append(Holder(name=name or shape, detail=shape if name else None, bytes=size, blocks=1))
+    return tuple(_summed(found)[:TOP])
 
 
 def _frames(facts: Mapping[str, Any]) -> list[Frame]:
