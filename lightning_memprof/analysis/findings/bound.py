@@ -18,6 +18,7 @@ from lightning_memprof.analysis.findings.model import (
     Recovery,
     Severity,
 )
+from lightning_memprof.analysis.findings.traces import shorter_name
 from lightning_memprof.analysis.ledger.model import grouped, total
 from lightning_memprof.analysis.run.locate import shown_path, shown_place
 from lightning_memprof.units import format_bytes, format_count, format_ns, percent
@@ -397,12 +398,34 @@ def _of_device(trace: TraceReport) -> Finding:
     return Finding(
         rule=NOTHING_FOUND,
         severity=Severity.NONE,
-        sentence=f"No bottleneck found: the device is busy {percent(_busy(trace))} of the time.",
+        sentence=_device_bound(trace)
+        or f"No bottleneck found: the device is busy {percent(_busy(trace))} of the time.",
         why=f"Device time in {format_ns(window.window_ns)}{of_steps}: {named or 'none'}.",
         next_steps=(_look(trace),),
         numbers={"busy_share": _busy(trace), "window_ns": window.window_ns},
         evidence=(Evidence(artifact=str(trace.file), rank=trace.rank),),
     )
+
+
+def _device_bound(trace: TraceReport) -> str | None:
+    """Return the operator that takes most of the device's time, or how long the device idles; None if unknown."""
+    ledger = trace.device_ledger
+    if ledger is None or not ledger.step_ns:
+        return None
+    span = "each step" if trace.steps else "the recorded time"
+    whole = format_ns(ledger.step_ns)
+    busy_ns = ledger.ns("compute", "collective", "copy")
+    if busy_ns < ledger.step_ns / 2:
+        idle_ns = ledger.step_ns - busy_ns
+        return f"The device is idle {percent(idle_ns / ledger.step_ns)} of {span} ({format_ns(idle_ns)} of {whole})."
+    by_operator: Counter[str] = Counter()
+    for line in ledger.of("compute"):
+        by_operator[line.operator or "unknown"] += round(line.ns)
+    if not by_operator:
+        return None
+    ((name, ns),) = by_operator.most_common(1)
+    share = percent(ns / ledger.step_ns)
+    return f"Compute-bound: {shorter_name(name)} takes {share} of {span} ({format_ns(ns)} of {whole})."
 
 
 def _of_memory(snapshot: SnapshotReport) -> Finding:

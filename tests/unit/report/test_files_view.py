@@ -160,12 +160,18 @@ def test_holders_beyond_the_listed_ones_are_one_sum(tmp_path: Path, monkeypatch:
     assert (report["devices"][0]["other_holders"], report["devices"][0]["other_holders_bytes"]) == (1, 2 << 20)
 
 
-def test_a_healthy_trace_says_how_busy_the_device_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_healthy_trace_says_what_the_device_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_memprof.analysis.findings.TRACE_RULES", ())
     view = viewed(trace(tmp_path / "a.json"))
     assert view.verdict.rule == "nothing_found"
-    assert view.verdict.sentence == "No bottleneck found: the device is busy 93% of the time."
+    assert view.verdict.sentence == "Compute-bound: gemm takes 90% of each step (898 µs of 1.00 ms)."
     assert "lightning-memprof view" in view.verdict.next
+
+
+def test_a_short_trace_of_an_idle_device_is_not_called_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_memprof.analysis.findings.TRACE_RULES", ())
+    view = viewed(trace(tmp_path / "a.json", busy_us=10))
+    assert view.verdict.sentence == "The device is idle 99% of each step (990 µs of 1.00 ms)."
 
 
 def test_what_the_rules_find_makes_the_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
