@@ -23,6 +23,7 @@ from lightning_memprof.analysis.trace.idle import (
     call_kind,
     cold_calls,
     gap_ends,
+    is_own_work,
     training_lane,
 )
 from lightning_memprof.analysis.trace.intervals import (
@@ -208,6 +209,7 @@ class _Host:
         places = np.full(len(self.label), _NONE, np.int32)
         around(is_python & names.places[known], known, places)
         self.label[rows] = np.where(is_python & (places[rows] >= 0), places[rows], self.label[rows])
+        self.label[rows[is_python & names.own[known] & (places[rows] < 0)]] = _NONE
         own = self.part[rows]
         for part in map(_PARTS.index, _ENCLOSING):
             at = nearest(parents, own == part)
@@ -234,10 +236,12 @@ class _Names:
 
     Attributes:
         places: whether the name is a place in the program: a line of the user's code, or a range.
+        own: whether it is work of this package.
     """
 
     def __init__(self, columns: TraceColumns, modules: NDArray[np.bool_]) -> None:
         self._columns = columns
+        self.own = columns.named(is_own_work)
         self.places = columns.named(_is_place) & ~modules
         self._collects = columns.named(COLLECTS.search)
 
@@ -263,7 +267,9 @@ class _Names:
 
 def _is_place(name: str) -> bool:
     frame = parse_frame(name)
-    return not is_library(frame.filename) if frame else not name.startswith(("<", "nn.Module: "))
+    if frame is not None:
+        return not is_library(frame.filename)
+    return not name.startswith(("<", "nn.Module: ")) and not is_own_work(name)
 
 
 def _part_of_call(name: str) -> DevicePart:

@@ -16,6 +16,7 @@ from typing import Final, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_memprof.analysis.steps.phases import is_profiler
 from lightning_memprof.analysis.trace.columns import (
     STEP_NAME,
     Kind,
@@ -48,6 +49,7 @@ __all__ = [
     "cold_calls",
     "gap_ends",
     "idle_causes",
+    "is_own_work",
     "steady_allocations",
     "synchronizations",
     "training_lane",
@@ -292,6 +294,11 @@ def gap_ends(columns: TraceColumns, device: DeviceEvents, gaps: Intervals) -> Ga
     return GapEnds(events, launched, called, ready)
 
 
+def is_own_work(name: str) -> bool:
+    """Return whether a range is work of this package, which explains no program's idle time."""
+    return is_profiler(name.removeprefix("[pl][profile]"))
+
+
 def training_lane(columns: TraceColumns) -> int:
     """Return the lane of the steps, else of most calls of the runtime; -1 without either."""
     steps = columns.rows(Kind.ANNOTATION)
@@ -307,7 +314,7 @@ class _Threads:
         self._columns = columns
         self._codes = _codes(columns)
         self.training = training_lane(columns)
-        self._plain = ~columns.named(STEP_NAME.match)
+        self._plain = ~columns.named(lambda name: STEP_NAME.match(name) or is_own_work(name))
 
     def causes(self, lane: int) -> list[tuple[Cause, Intervals, Column]]:
         """Return the causes that a thread shows, with their times and rows, in the order of `_FIRST_OF`."""
@@ -321,7 +328,7 @@ class _Threads:
         return found
 
     def ranges(self, lane: int) -> Column:
-        """Return the rows of the thread's annotations, except steps."""
+        """Return the rows of the thread's annotations, except steps and this package's work."""
         columns = self._columns
         rows = np.flatnonzero((columns.lanes == lane) & (columns.kinds == Kind.ANNOTATION))
         plain: Column = rows[self._plain[columns.names[rows]]]

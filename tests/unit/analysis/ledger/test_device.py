@@ -184,6 +184,22 @@ def test_a_line_of_the_users_code_owns_the_python_that_it_calls(tmp_path):
     assert python == {("train.py(12): training_step", ""): 18, ("train.py(12): training_step", "Net_0"): 70}
 
 
+def test_no_time_is_laid_on_this_packages_own_callback(tmp_path):
+    callback = "[pl][profile][Callback]MemProfilerCallback.on_train_batch_end"
+    path = write_trace(
+        tmp_path / "own.json",
+        [
+            kernel(0, 0, 10), step(0, 100), event("user_annotation", callback, 10, 80), launch(1, 88, 90),
+            kernel(1, 90, 100),
+        ],
+    )  # fmt: skip
+    found = trace_report(path)
+    assert found.device_ledger is not None
+    assert owners(found.device_ledger)["idle_python", "", None, None] == 78
+    assert "MemProfilerCallback" not in {cause.example for cause in found.idle}
+    assert [cause.example for cause in found.idle if cause.cause == "python"] == [""]
+
+
 def test_code_that_the_driver_loads_owns_its_time(tmp_path):
     found = ledger(
         tmp_path,
