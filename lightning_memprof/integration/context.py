@@ -163,8 +163,7 @@ def unprofiled_parts(trainer: Trainer, stage: str) -> list[TimedPart]:
 
 def _metrics(trainer: Trainer) -> list[torch.nn.Module]:
     """Return the module's metrics by torchmetrics, which this package does not import."""
-    model = trainer.lightning_module
-    modules = () if model is None else model.modules()
+    modules: Iterable[torch.nn.Module] = getattr(trainer.lightning_module, "modules", tuple)()
     kind = ("torchmetrics.metric", "Metric")
     return [module for module in modules if any((b.__module__, b.__name__) == kind for b in type(module).__mro__)]
 

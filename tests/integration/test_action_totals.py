@@ -15,6 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 
+from torchmetrics.classification import MulticlassAccuracy
+
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.series import PHASES
@@ -74,6 +76,33 @@ def assert_sums(rank: Rank) -> None:
             mine = sum(row.total_ns or 0 for row in actions if row.phase == phase)
             assert mine == sum(row[f"{phase}_ns"] or 0 for row in steps), phase
         assert sum(row.total_ns or 0 for row in actions) == sum(row["duration_ns"] or 0 for row in steps)
+
+
+class Measured(Perceptron):
+    """Updates and computes a metric in each step, and copies itself in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(num_classes=2)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.accuracy.update(torch.tensor([[0.9, 0.1]]), torch.tensor([batch_idx % 2]))
+        time.sleep(0.002)
+        self.log("accuracy", self.accuracy.compute())
+        if batch_idx == 1:
+            twin = copy.deepcopy(self.accuracy)
+            twin.update(torch.tensor([[0.9, 0.1]]), torch.tensor([0]))
+            pickle.loads(pickle.dumps(self.accuracy))  # noqa: S301 made here
+
+
+def test_metrics_are_actions_of_every_step_and_can_be_copied(tmp_path: Path) -> None:
+    model = Measured()
+    trainer(tmp_path, recorder(), max_steps=8).fit(model, loader(8))
+    rank = lead(only_run(tmp_path))
+    assert counts(rank)["compute"] == counts(rank)["update"] == 6
+    assert_sums(rank)
+    assert "wrapper" not in repr(model.accuracy.compute)
+    assert model.accuracy.compute() == 0.5
 
 
 class Slow(pl.Callback):

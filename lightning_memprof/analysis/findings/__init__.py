@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.bound import nothing_found, nothing_in_files, python_loop
+from lightning_memprof.analysis.findings.bound import nothing_found, nothing_in_files, python_loop, python_time
 from lightning_memprof.analysis.findings.communication import (
     communication_exposed,
     memory_imbalance,
@@ -76,6 +76,7 @@ RULES: Final[tuple[Rule, ...]] = (
     anomaly_detection,
     double_precision,
     python_loop,
+    python_time,
     thread_oversubscription,
     dense_embedding,
     optimizer_bound,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.snapshot.model import SnapshotReport
     from lightning_memprof.analysis.trace.model import TraceReport
 
-__all__ = ["heaviest_module", "nothing_found", "nothing_in_files", "operator_family", "python_loop"]
+__all__ = ["heaviest_module", "nothing_found", "nothing_in_files", "operator_family", "python_loop", "python_time"]
 
 ROOT: Final = "the model"
 # A module with less of its parent's time does not explain it.
@@ -186,6 +186,55 @@ def python_loop(facts: Facts) -> list[Finding]:
             recovers=worth,
         )
     ]
+
+
+# Calls of operators and modules take some Python everywhere.
+NOTABLE_PYTHON: Final = 0.10
+SAVED_PYTHON: Final = (0.5, 0.9)
+
+
+def python_time(facts: Facts) -> list[Finding]:
+    """Find a forward, or the training step around it, that computes in Python and not in operators.
+
+    Recovers 50% to 90% of the time outside operators.
+    """
+    worst = facts.heaviest(_python)
+    if worst is None or worst[1].steps < MIN_STEPS:
+        return []
+    rank, ledger = worst
+    ns = _python(ledger)
+    if ns < NOTABLE_PYTHON * ledger.step_ns:
+        return []
+    line = max((line for line in grouped(ledger.of("forward")) if line.operator == ""), key=lambda line: line.ns)
+    where = f"the forward of {line.module}" if line.module else "training_step, outside of its submodules,"
+    worth = Recovery(unit="ns", least=ns * SAVED_PYTHON[0], most=ns * SAVED_PYTHON[1], whole=ledger.step_ns)
+    return [
+        Finding(
+            rule="python_time",
+            severity=worth.severity,
+            sentence=(
+                f"Python code in {where} takes {percent(ns / ledger.step_ns)} of each step{facts.on_rank(rank)}."
+            ),
+            why=(
+                f"{format_ns(ns)} of a {format_ns(ledger.step_ns)} step are outside operators: self.log, metrics, "
+                "NumPy, or loops over values."
+            ),
+            next_steps=(
+                "Log less per step: one self.log_dict(values, on_step=False, on_epoch=True), not many self.log calls.",
+                "Compute on whole tensors, and read values back (.item(), .tolist()) once in many steps.",
+                "See the functions: ExtendedPyTorchProfiler(with_stack=True).",
+            ),
+            evidence=_evidence(facts, rank),
+            numbers={"rank": rank.rank, "module": line.module, "python_ns": ns, "duration_ns": ledger.step_ns},
+            weight=worth.share,
+            recovers=worth,
+        )
+    ]
+
+
+def _python(ledger: TimeLedger) -> float:
+    """Return the time outside operators of the module, or of the training step, with the most."""
+    return max((line.ns for line in grouped(ledger.of("forward")) if line.operator == ""), default=0.0)
 
 
 def _evidence(facts: Facts, rank: Rank) -> tuple[Evidence, ...]:
