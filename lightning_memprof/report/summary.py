@@ -5,19 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TextIO
 
-from lightning_memprof.errors import ReportError
+from lightning_memprof.errors import MemprofError, ReportError
 from lightning_memprof.units import MIB, format_list
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from lightning_memprof.analysis.run.model import Run
+    from lightning_memprof.analysis.trace.model import TraceReport
 
 __all__ = ["print_autopsy", "print_summary", "without_unfinished"]
 
 # Training waits for the page: about two and a half seconds of reading at most, whatever the number of ranks.
 MAX_PULSE_BYTES: Final = 16 * MIB
 MAX_MEMORY_BYTES: Final = 8 * MIB
+# Compressed; read in half a second. The verdict names modules where a trace is this small.
+MAX_TRACE_BYTES: Final = 2 * MIB
 MAX_NAMED: Final = 8
 WIDTH: Final = 80
 
@@ -41,10 +44,25 @@ def print_summary(run_dir: Path, file: TextIO | None = None, *, url: str | None 
         from lightning_memprof.report.view import run_view
 
         run = without_unfinished(replace(load_run(run_dir, max_pulse_bytes=MAX_PULSE_BYTES), url=url))
-        print_document(run_document(run_view(run, max_memory_bytes=MAX_MEMORY_BYTES)), file)
+        view = run_view(run, max_memory_bytes=MAX_MEMORY_BYTES, traces=_traces(run))
+        print_document(run_document(view), file)
     except Exception as error:
         msg = f"{run_dir}: the summary cannot be shown ({type(error).__name__}: {error}); the data is on disk"
         raise ReportError(msg) from error
+
+
+def _traces(run: Run) -> tuple[TraceReport, ...]:
+    """Return the report of the lead rank's first trace, none where it is large or cannot be read."""
+    from lightning_memprof.analysis.trace.report import of_rank, trace_report
+
+    for artifact in run.artifacts:
+        is_trace = artifact.type == "trace" and artifact.rank == run.lead.rank and artifact.state == "present"
+        if is_trace and (artifact.size_bytes or 0) <= MAX_TRACE_BYTES:
+            try:
+                return (of_rank(trace_report(artifact.file), artifact.rank),)
+            except MemprofError:
+                return ()
+    return ()
 
 
 def print_autopsy(directory: Path, rank: int, file: TextIO) -> None:

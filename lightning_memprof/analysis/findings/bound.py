@@ -190,6 +190,8 @@ def python_loop(facts: Facts) -> list[Finding]:
 
 # Calls of operators and modules take some Python everywhere.
 NOTABLE_PYTHON: Final = 0.10
+# In a forward of fewer operators, a recording does not show what the rest is.
+MIN_CALLED: Final = 10
 SAVED_PYTHON: Final = (0.5, 0.9)
 
 
@@ -203,7 +205,8 @@ def python_time(facts: Facts) -> list[Finding]:
         return []
     rank, ledger = worst
     ns = _python(ledger)
-    if ns < NOTABLE_PYTHON * ledger.step_ns:
+    called = sum(line.called for line in ledger.of("forward"))
+    if ns < NOTABLE_PYTHON * ledger.step_ns or called < MIN_CALLED:
         return []
     line = max((line for line in grouped(ledger.of("forward")) if line.operator == ""), key=lambda line: line.ns)
     where = f"the forward of {line.module}" if line.module else "training_step, outside of its submodules,"

@@ -29,7 +29,7 @@ def test_whatever_goes_wrong_is_a_report_error(tmp_path: Path, monkeypatch: pyte
         print_summary(make_run(tmp_path))
 
 
-def test_the_summary_has_the_memory_and_does_not_read_the_traces(
+def test_the_summary_has_the_memory_and_survives_a_damaged_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = make_run(tmp_path)
