@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import pytest
 
+from lightning_memprof.analysis.ledger.model import DevicePart
 from lightning_memprof.analysis.trace.model import GpuTimes, KernelKind, TraceReport
 from lightning_memprof.analysis.trace.report import trace_report
 from lightning_memprof.artifacts.trace_rewriting import tensorboard_categories
@@ -170,7 +171,7 @@ def test_the_device_ledger_owns_every_ns_of_the_steps(path):
     whole_ns = figures["window_us"] * 1000
     assert sum(line.ns for line in ledger.lines) == pytest.approx(ledger.step_ns, abs=0.01)
     assert ledger.step_ns * ledger.steps == pytest.approx(whole_ns, rel=1e-3)
-    parts = {
+    parts: dict[str, tuple[DevicePart, ...]] = {
         "busy_us": ("compute", "collective", "copy"),
         "compute_us": ("compute",),
         "comm_exposed_us": ("collective",),

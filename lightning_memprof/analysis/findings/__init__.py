@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.bound import nothing_found, nothing_in_files, python_loop, python_time
+from lightning_memprof.analysis.findings.bound import nothing_found, nothing_in_files
 from lightning_memprof.analysis.findings.communication import (
     communication_exposed,
     memory_imbalance,
@@ -32,6 +32,7 @@ from lightning_memprof.analysis.findings.memory import (
     out_of_memory,
 )
 from lightning_memprof.analysis.findings.model import NOTHING_FOUND, Evidence, Facts, Finding, Rule, Severity, Verdict
+from lightning_memprof.analysis.findings.modules import python_loop, python_time
 from lightning_memprof.analysis.findings.profiler import other_profiler, profiler_overhead, recording_overhead
 from lightning_memprof.analysis.findings.snapshot import (
     allocator_churn,

@@ -258,7 +258,7 @@ def test_evidence_names_a_runs_files_as_its_manifest_does(
 def test_markdown_has_the_verdict_and_tables_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path, FakeRun(world_size=2, training={"model": "<b>Net</b>"}))
     assert show(str(tmp_path), "markdown") == 0
-    assert capsys.readouterr().out.startswith("**No bottleneck found")
+    assert capsys.readouterr().out.startswith("**Compute-bound: the model takes 88%")
     assert show(str(tmp_path), "markdown", is_full=True) == 0
     text = capsys.readouterr().out
     for heading in ("## Steps", "## Memory", "## Ranks", "## Files"):

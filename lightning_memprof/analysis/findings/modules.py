@@ -1,0 +1,269 @@
+"""Time in the modules of the model: the heaviest module, Python loops, and Python outside operators."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.analysis.findings.model import MIN_STEPS, Evidence, Facts, Finding, Recovery
+from lightning_memprof.analysis.ledger.model import grouped, total
+from lightning_memprof.units import format_ns, percent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
+    from lightning_memprof.analysis.run.model import Rank
+
+__all__ = ["Heaviest", "faster", "heaviest_module", "operator_family", "python_loop", "python_time"]
+
+ROOT: Final = "the model"
+# A module with less of its parent's time does not explain it.
+EXPLAINS: Final = 0.5
+# Operators that do the same, under the names of forward and backward and of all libraries.
+FAMILIES: Final = (
+    (
+        "matrix multiplication",
+        re.compile(r"aten::(?:mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|_scaled_mm|mkldnn_linear\w*)\Z"),
+    ),
+    ("convolution", re.compile(r"aten::\w*conv\w*\Z")),
+    ("attention", re.compile(r"aten::_?\w*(?:scaled_dot_product|flash|efficient)_attention\w*\Z")),
+    ("recurrent layers", re.compile(r"aten::\w*(?:lstm|gru|rnn)\w*\Z")),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heaviest:
+    """The innermost module that takes most of the time of forward and backward, and the operators most of its time.
+
+    ``ns`` is per step, ``family`` names the operators, ``family_ns`` is their part of it.
+    """
+
+    module: str
+    ns: float
+    family: str
+    family_ns: float
+
+
+def heaviest_module(ledger: TimeLedger) -> Heaviest | None:
+    """Return the innermost module with at least half of the time of forward and backward.
+
+    None where the ledger does not divide forward and backward among operators.
+    """
+    lines = grouped(ledger.of("forward", "backward"))
+    if not any(line.operator for line in lines):
+        return None
+    path: tuple[str, ...] = ()
+    inside = lines
+    while True:
+        below: dict[str, list[TimeLine]] = defaultdict(list)
+        for line in inside:
+            parts = (line.module or "").split(".") if line.module else []
+            if len(parts) > len(path):
+                below[parts[len(path)]].append(line)
+        name = max(below, key=lambda child: total(below[child]), default=None)
+        if name is None or total(below[name]) < EXPLAINS * total(lines):
+            break
+        path, inside = (*path, name), below[name]
+    families = Counter[str]()
+    for line in inside:
+        families[operator_family(line.operator)] += line.ns  # type: ignore[assignment]  # counts may be floats
+    family, family_ns = families.most_common(1)[0]
+    return Heaviest(module=".".join(path) or ROOT, ns=total(inside), family=family, family_ns=family_ns)
+
+
+def operator_family(operator: str | None) -> str:
+    """Return the usual name of an operator's work, ``matrix multiplication``, else its own.
+
+    Outside operators it is ``Python``; None, where nothing is recorded, is ``unprofiled``.
+    """
+    if operator is None:
+        return "unprofiled"
+    return next((name for name, matches in FAMILIES if matches.match(operator)), operator or "Python")
+
+
+def faster(heaviest: Heaviest, rank: Rank) -> tuple[str, ...]:
+    """Return what makes the operators of a module faster on this run's device."""
+    precision = (rank.training.precision if rank.training else None) or "32-true"
+    compiled = f"Fuse its operators: compile {heaviest.module} with torch.compile(module)."
+    lower = ("Compute in bfloat16: Trainer(precision='bf16-mixed').",) if precision == "32-true" else ()
+    if heaviest.family == "convolution":
+        return ("Store images as channels_last: model.to(memory_format=torch.channels_last), inputs too.", *lower)
+    if heaviest.family in {"matrix multiplication", "attention"}:
+        return (*lower, compiled) if not rank.facts.is_cpu else (compiled, *lower)
+    return (compiled, *lower)
+
+
+# Fewer calls of one operator in a forward are its layers.
+LOOP: Final = 8
+# They compute nothing.
+VIEWS: Final = frozenset(
+    f"aten::{name}"
+    for name in (
+        "slice",
+        "select",
+        "view",
+        "reshape",
+        "transpose",
+        "permute",
+        "expand",
+        "chunk",
+        "split",
+        "unsqueeze",
+        "t",
+    )
+)
+# Batching the calls of a loop saves their dispatch, and lets an operator use all cores.
+BATCHED: Final = (0.2, 0.7)
+NOTABLE_LOOP: Final = 0.10
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Loop:
+    """A module whose forward calls the same operator, or submodule, many times."""
+
+    module: str
+    repeated: str
+    repeated_ns: float
+    times: float
+    ns: float
+
+
+def python_loop(facts: Facts) -> list[Finding]:
+    """Find a forward that runs an operator or a submodule many times in a Python loop.
+
+    Recovers 20% to 70% of the time of the module's own operators, forward and backward: one batched call has the same
+    arithmetic without the dispatch of each.
+    """
+    worst = facts.heaviest(lambda ledger: ledger.ns("forward", "backward"))
+    if worst is None or worst[1].steps < MIN_STEPS:
+        return []
+    rank, ledger = worst
+    loop = max(_loops(ledger), key=lambda loop: (loop.ns, loop.repeated_ns), default=None)
+    if loop is None or loop.ns < NOTABLE_LOOP * ledger.step_ns:
+        return []
+    worth = Recovery(unit="ns", least=loop.ns * BATCHED[0], most=loop.ns * BATCHED[1], whole=ledger.step_ns)
+    return [
+        Finding(
+            rule="python_loop",
+            severity=worth.severity,
+            sentence=(
+                f"Python loop: {loop.module} runs {loop.repeated} {loop.times:,.0f} times in each forward and takes "
+                f"{percent(loop.ns / ledger.step_ns)} of each step{facts.on_rank(rank)}."
+            ),
+            why=(
+                f"Forward and backward of its operators take {format_ns(loop.ns)} of a {format_ns(ledger.step_ns)} "
+                "step; each small call is dispatched from Python and uses few cores."
+            ),
+            next_steps=(
+                (
+                    f"Vectorize the loop in the forward of {loop.module}: one batched operator (bmm, einsum, "
+                    "scaled_dot_product_attention) on all slices."
+                ),
+                "Compile it, so that the loop becomes a few fused kernels: torch.compile(module).",
+            ),
+            evidence=_evidence(facts, rank),
+            numbers={
+                "rank": rank.rank,
+                "module": loop.module,
+                "repeated": loop.repeated,
+                "times": loop.times,
+                "loop_ns": loop.ns,
+                "duration_ns": ledger.step_ns,
+            },
+            weight=worth.share,
+            recovers=worth,
+        )
+    ]
+
+
+# Calls of operators and modules take some Python everywhere.
+NOTABLE_PYTHON: Final = 0.10
+# In a forward of fewer operators, a recording does not show what the rest is.
+MIN_CALLED: Final = 10
+SAVED_PYTHON: Final = (0.5, 0.9)
+
+
+def python_time(facts: Facts) -> list[Finding]:
+    """Find a forward, or the training step around it, that computes in Python and not in operators.
+
+    Recovers 50% to 90% of the time outside operators.
+    """
+    worst = facts.heaviest(_python)
+    if worst is None or worst[1].steps < MIN_STEPS:
+        return []
+    rank, ledger = worst
+    ns = _python(ledger)
+    called = sum(line.called for line in ledger.of("forward"))
+    if ns < NOTABLE_PYTHON * ledger.step_ns or called < MIN_CALLED:
+        return []
+    line = max((line for line in grouped(ledger.of("forward")) if line.operator == ""), key=lambda line: line.ns)
+    where = f"the forward of {line.module}" if line.module else "training_step, outside of its submodules,"
+    worth = Recovery(unit="ns", least=ns * SAVED_PYTHON[0], most=ns * SAVED_PYTHON[1], whole=ledger.step_ns)
+    return [
+        Finding(
+            rule="python_time",
+            severity=worth.severity,
+            sentence=(
+                f"Python code in {where} takes {percent(ns / ledger.step_ns)} of each step{facts.on_rank(rank)}."
+            ),
+            why=(
+                f"{format_ns(ns)} of a {format_ns(ledger.step_ns)} step are outside operators: self.log, metrics, "
+                "NumPy, or loops over values."
+            ),
+            next_steps=(
+                "Log less per step: one self.log_dict(values, on_step=False, on_epoch=True), not many self.log calls.",
+                "Compute on whole tensors, and read values back (.item(), .tolist()) once in many steps.",
+                "See the functions: ExtendedPyTorchProfiler(with_stack=True).",
+            ),
+            evidence=_evidence(facts, rank),
+            numbers={"rank": rank.rank, "module": line.module, "python_ns": ns, "duration_ns": ledger.step_ns},
+            weight=worth.share,
+            recovers=worth,
+        )
+    ]
+
+
+def _python(ledger: TimeLedger) -> float:
+    """Return the time outside operators of the module, or of the training step, with the most."""
+    return max((line.ns for line in grouped(ledger.of("forward")) if line.operator == ""), default=0.0)
+
+
+def _evidence(facts: Facts, rank: Rank) -> tuple[Evidence, ...]:
+    traces = [trace for trace in facts.traces if trace.host_ledger is not None and trace.rank in {rank.rank, None}]
+    return (facts.pulse(rank), *(Evidence(artifact=str(trace.file), rank=rank.rank) for trace in traces[:1]))
+
+
+def _loops(ledger: TimeLedger) -> Iterator[_Loop]:
+    """Yield the modules whose forward calls one operator, or one submodule, at least ``LOOP`` times."""
+    together = grouped(ledger.of("forward", "backward"))
+    calls = _calls(together)
+    for line in together:
+        if line.part == "forward" and line.module is not None and line.operator and line.operator not in VIEWS:
+            times = line.called / max(calls[line.module], 1.0)
+            if times >= LOOP:
+                spent = total(other for other in together if other.module == line.module)
+                yield _Loop(
+                    module=line.module or ROOT, repeated=line.operator, repeated_ns=line.ns, times=times, ns=spent
+                )
+    lines = ledger.of("forward", "backward")
+    calls = _calls(lines)
+    for module, count in calls.items():
+        parent = module.rpartition(".")[0]
+        while parent and not calls[parent]:
+            parent = parent.rpartition(".")[0]
+        times = count / max(calls[parent], 1.0)
+        if module and times >= LOOP:
+            inside = total(line for line in lines if f"{line.module}.".startswith(f"{module}."))
+            yield _Loop(module=parent or ROOT, repeated=module, repeated_ns=inside, times=times, ns=inside)
+
+
+def _calls(lines: Iterable[TimeLine]) -> Counter[str]:
+    """Return the calls of each module's forward."""
+    found = Counter[str]()
+    for line in lines:
+        if line.part == "forward" and line.module is not None and not line.operator:
+            found[line.module] += line.count  # type: ignore[assignment]  # a mean per step is a float
+    return found

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fake_runs import FakeRun, make_run
+from kineto import write_trace
+from lightning_memprof.analysis.findings import Facts, Finding, examine
+from lightning_memprof.analysis.findings.modules import heaviest_module, operator_family
+from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine, total
+from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.analysis.trace.report import trace_report
+
+MS = 1_000_000
+
+
+def line(module: str, operator: str, ms: float, **of: Any) -> TimeLine:
+    return TimeLine(**{"part": "forward", "module": module, "operator": operator, "ns": ms * MS, "count": 1.0, **of})
+
+
+def ledger(*lines: TimeLine) -> TimeLedger:
+    return TimeLedger(step_ns=total(lines), median_ns=total(lines), steps=9, basis="", lines=lines)
+
+
+def test_the_heaviest_module_is_the_innermost_with_half_of_the_time() -> None:
+    found = heaviest_module(
+        ledger(
+            line("net.head", "aten::addmm", 2),
+            line("net.blocks.0.attention", "aten::bmm", 3),
+            line("net.blocks.1.attention", "aten::bmm", 3, part="backward"),
+            line("net.blocks.0.norm", "aten::native_layer_norm", 1),
+            line("net.blocks.1.norm", "aten::native_layer_norm", 1),
+        )
+    )
+    assert found is not None
+    assert (found.module, found.ns, found.family, found.family_ns) == (
+        "net.blocks.0-1.attention", 6 * MS, "matrix multiplication", 6 * MS,
+    )  # fmt: skip
+
+
+def test_without_a_module_with_half_of_the_time_it_is_the_model() -> None:
+    found = heaviest_module(ledger(*(line(f"part{number}", "aten::mul", 1) for number in range(5))))
+    assert found is not None
+    assert (found.module, found.family) == ("the model", "aten::mul")
+
+
+def test_a_ledger_without_operators_has_no_heaviest_module() -> None:
+    assert heaviest_module(ledger(TimeLine(part="forward", ns=MS))) is None
+
+
+@pytest.mark.parametrize(
+    ("operator", "family"),
+    [
+        ("aten::addmm", "matrix multiplication"),
+        ("aten::convolution_backward", "convolution"),
+        ("aten::mkldnn_convolution", "convolution"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
+        ("aten::mul", "aten::mul"),
+        ("", "Python"),
+        (None, "unprofiled"),
+    ],
+)
+def test_operators_of_the_same_work_have_one_name(operator: str | None, family: str) -> None:
+    assert operator_family(operator) == family
+
+
+FORWARD = "[pl][profile][Strategy]SingleDeviceStrategy.training_step"
+BACKWARD = "[pl][profile][Strategy]SingleDeviceStrategy.backward"
+BUSY = 90.0
+
+
+def event(name: str, start: float, end: float) -> dict[str, Any]:
+    cat = "user_annotation" if name.startswith("ProfilerStep") else "cpu_op"
+    return {"ph": "X", "cat": cat, "name": name, "pid": 9, "tid": 9, "ts": start, "dur": end - start, "args": {}}
+
+
+def found(tmp_path: Path, *inside: dict[str, Any]) -> dict[str, Finding]:
+    """The findings of a run whose trace has a step of 3 ms: 2 ms of forward with these events, then backward."""
+    around = [
+        event("ProfilerStep#2", 0, 3000),
+        event(FORWARD, 0, 2000),
+        event(BACKWARD, 2000, 3000),
+        event("aten::mm", 2000, 3000),
+    ]
+    tmp_path.mkdir(exist_ok=True)
+    trace = trace_report(write_trace(tmp_path / "made.json", [*around, *inside]))
+    run = load_run(make_run(tmp_path / "log", FakeRun()))
+    return {finding.rule: finding for finding in examine(Facts.of(run, (trace,)))}
+
+
+def calls(module: str, operator: str, times: int, each: float = BUSY) -> list[dict[str, Any]]:
+    """A forward of a module that calls an operator some times, 10 us apart."""
+    made = [event(operator, 10 + (each + 10) * at, 10 + each + (each + 10) * at) for at in range(times)]
+    return [event(f"[pl][module]Net: {module}", 0, 20 + (each + 10) * times), *made]
+
+
+@pytest.mark.parametrize(("times", "is_found"), [(4, False), (18, True)])
+def test_a_forward_that_calls_an_operator_many_times_is_a_python_loop(
+    tmp_path: Path, times: int, is_found: bool
+) -> None:
+    findings = found(tmp_path, *calls("attention", "aten::bmm", times))
+    assert ("python_loop" in findings) == is_found
+    if is_found:
+        assert "attention runs aten::bmm 18 times in each forward" in findings["python_loop"].sentence
+        assert "Vectorize the loop in the forward of attention" in findings["python_loop"].next_steps[0]
+
+
+def test_operators_that_an_operator_calls_are_no_loop(tmp_path: Path) -> None:
+    module, *inside = calls("rnn", "aten::addmm", 18)
+    findings = found(tmp_path, module, event("aten::lstm", 5, 1900), *inside)
+    assert "python_loop" not in findings
+
+
+def test_views_are_no_loop(tmp_path: Path) -> None:
+    assert "python_loop" not in found(tmp_path, *calls("split", "aten::slice", 18))
+
+
+def test_a_submodule_that_runs_many_times_in_each_forward_is_a_loop(tmp_path: Path) -> None:
+    cells = [
+        made
+        for at in range(18)
+        for made in (
+            event("[pl][module]Cell: net.cell", 10 + 100 * at, 100 + 100 * at),
+            event("aten::addmm", 11 + 100 * at, 99 + 100 * at),
+        )
+    ]
+    sentence = found(tmp_path, event("[pl][module]Net: net", 0, 1900), *cells)["python_loop"].sentence
+    assert "net runs net.cell 18 times" in sentence
+
+
+def test_python_outside_operators_is_found_with_its_module(tmp_path: Path) -> None:
+    finding = found(tmp_path, *calls("tokenizer", "aten::add", 12, each=1))
+    assert "training_step, outside of its submodules," in finding["python_time"].sentence
+    assert finding["python_time"].recovers is not None
+    slow = [event("[pl][module]Net: tokenizer", 0, 1990), *calls("tokenizer", "aten::add", 12, each=1)[1:]]
+    assert "the forward of tokenizer" in found(tmp_path / "module", *slow)["python_time"].sentence
