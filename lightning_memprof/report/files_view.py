@@ -14,7 +14,6 @@ from lightning_memprof.analysis.run.problems import Problem
 from lightning_memprof.analysis.snapshot.report import snapshot_report
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.report.document import Command
-from lightning_memprof.report.view import guarded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -112,7 +111,7 @@ def files_view(
     if not traces and not reports.snapshots:
         raise ArtifactError(_nothing(reports, rank))
     found = traces, reports.snapshots
-    findings = guarded(lambda: examine_files(*found) or (nothing_in_files(*found),))
+    findings = examine_files(*found) or (nothing_in_files(*found),)
     files = [*(trace.file for trace in traces), *(snapshot.file for snapshot in reports.snapshots)]
     return FilesView(
         traces=traces,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
-import traceback
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_memprof.analysis.findings import Facts, Finding, Severity, Verdict, conclude, examine
+from lightning_memprof.analysis.findings import Facts, Finding, Verdict, conclude, examine
 from lightning_memprof.analysis.findings.growth import left_by_windows
 from lightning_memprof.analysis.memory.report import MemoryReport, memory_report
 from lightning_memprof.analysis.oom.autopsy import Autopsy, autopsies
@@ -36,7 +35,7 @@ from lightning_memprof.report.document import Command
 from lightning_memprof.report.named import NamedMoment, named_moments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from lightning_memprof.analysis.ledger.model import TimeLedger
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.snapshot.model import SnapshotReport
     from lightning_memprof.analysis.trace.model import TraceReport
 
-__all__ = ["Overhead", "RankView", "ShownStatus", "View", "WindowView", "guarded", "run_view"]
+__all__ = ["Overhead", "RankView", "ShownStatus", "View", "WindowView", "run_view"]
 
 ShownStatus = Literal["finished", "exception", "running or killed", "did not start"]
 
@@ -161,7 +160,7 @@ def run_view(
     """
     memory = memory_report(run.in_full, allocations, max_bytes=max_memory_bytes)
     facts = Facts.of(run, traces, snapshots, memory)
-    findings = _named_as_listed(run, guarded(lambda: examine(facts)))
+    findings = _named_as_listed(run, examine(facts))
     named, damaged = named_moments(run)
     throughput, unread = throughputs(run)
     garbage, torn = pauses(run.lead)
@@ -195,25 +194,6 @@ def run_view(
         traces=traces,
         snapshots=snapshots,
     )
-
-
-def guarded(rules: Callable[[], tuple[Finding, ...]]) -> tuple[Finding, ...]:
-    """Return the findings of the rules; where a rule fails, the only one names it: the page shows the rest."""
-    try:
-        return rules()
-    except Exception as error:  # noqa: BLE001 a faulty rule must not hide the figures
-        names = [frame.name for frame in traceback.extract_tb(error.__traceback__)[1:]]
-        # Rules are public functions; the functions that call them begin with an underscore or with "examine".
-        rule = next((name for name in names if not name.startswith(("_", "<", "examine"))), "unknown")
-        return (
-            Finding(
-                rule=rule,
-                severity=Severity.WARNING,
-                sentence=f"Findings are not available: the rule {rule} failed ({type(error).__name__}: {error}).",
-                why="All other figures of this page are complete.",
-                next_steps=("Report this error to the developers of lightning-memprof.",),
-            ),
-        )
 
 
 def _rank_views(facts: Facts) -> tuple[list[RankView], list[Problem]]:

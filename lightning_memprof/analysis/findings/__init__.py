@@ -117,21 +117,28 @@ SAME_FAULT: Final[Mapping[str, str]] = {
     "straggler_trace": "straggler",
     "failed_request": "out_of_memory",
 }
+# What a few recorded steps show is not the run's, whose pulse has every step.
+OF_FEW_STEPS: Final = frozenset({"input_bound_trace"})
 # A person opens a few of thousands of traces.
 MAX_EVIDENCE: Final = 16
 
 
 def examine(facts: Facts) -> tuple[Finding, ...]:
-    """Return every finding, the most severe first; if none is above info, ``nothing_found`` comes first."""
-    of_run = [finding for rule in RULES for finding in rule(facts)]
+    """Return every finding, the most severe first; if none is above info, ``nothing_found`` comes first.
+
+    A rule that raises is a finding of its own: it hides nothing else.
+    """
+    of_run = [finding for rule in RULES for finding in _guarded(rule, facts)]
     reported = {finding.rule for finding in of_run}
     of_files = [
         finding
         for finding in examine_files(facts.traces, facts.snapshots)
-        if SAME_FAULT.get(finding.rule, "") not in reported
+        if SAME_FAULT.get(finding.rule, "") not in reported and not (facts.ledgers and finding.rule in OF_FEW_STEPS)
     ]
     found = _by_severity([*of_run, *of_files])
-    return found if found and found[0].severity > Severity.INFO else (nothing_found(facts), *found)
+    if found and found[0].severity > Severity.INFO:
+        return found
+    return (*_guarded(nothing_found, facts), *found)
 
 
 def examine_files(traces: Iterable[TraceReport], snapshots: Iterable[SnapshotReport]) -> tuple[Finding, ...]:
@@ -141,10 +148,10 @@ def examine_files(traces: Iterable[TraceReport], snapshots: Iterable[SnapshotRep
         for snapshot in snapshots
         for rule in SNAPSHOT_RULES
         for device in snapshot.devices
-        if (finding := rule(snapshot, device)) is not None
+        for finding in _guarded(rule, snapshot, device)
     ]
     read = tuple(traces)
-    of_all = [finding for rule in RULES_OF_ALL_TRACES for finding in rule(read)]
+    of_all = [finding for rule in RULES_OF_ALL_TRACES for finding in _guarded(rule, read)]
     return _by_severity([*of_all, *_of_traces(read), *of_snapshots])
 
 
@@ -153,10 +160,27 @@ def _of_traces(traces: Iterable[TraceReport]) -> list[Finding]:
     found: dict[tuple[str, object], list[Finding]] = {}
     for trace in traces:
         for rule in TRACE_RULES:
-            for finding in rule(trace):
+            for finding in _guarded(rule, trace):
                 # A rule about two directions names the direction.
                 found.setdefault((finding.rule, finding.numbers.get("kind")), []).append(finding)
     return [_merged(alike) for alike in found.values()]
+
+
+def _guarded(rule: Callable[..., list[Finding] | Finding | None], *facts: object) -> list[Finding]:
+    """Return the findings of a rule, and where it raises one that names it: the page shows the rest."""
+    try:
+        found = rule(*facts)
+    except Exception as error:  # noqa: BLE001 a faulty rule must not hide the others
+        return [
+            Finding(
+                rule=rule.__name__,
+                severity=Severity.WARNING,
+                sentence=f"The rule {rule.__name__} failed ({type(error).__name__}: {error}).",
+                why="All other findings and figures are complete.",
+                next_steps=("Report this error to the developers of lightning-memprof.",),
+            )
+        ]
+    return [found] if isinstance(found, Finding) else found or []
 
 
 def _merged(alike: list[Finding]) -> Finding:

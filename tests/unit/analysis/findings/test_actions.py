@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fake_runs import HEALTHY, FakeRun, make_run
-from lightning_memprof.analysis.findings import Facts, Finding, Severity, examine, verdict
+from lightning_memprof.analysis.findings import RULES, Facts, Finding, Severity, examine, verdict
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.run.locate import shown_path
 
@@ -194,3 +194,14 @@ def test_another_profiler_in_the_training_is_found(tmp_path: Path) -> None:
         manifest.write(json.dumps({**row, "reason": reason}) + "\n")
     findings = {finding.rule: finding for finding in examine(Facts.of(load_run(directory)))}
     assert "Remove the other profiler" in findings["other_profiler"].next_steps[0]
+
+
+def test_a_rule_that_fails_is_a_finding_and_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: Facts) -> list[Finding]:
+        raise KeyError("lost")
+
+    monkeypatch.setattr("lightning_memprof.analysis.findings.RULES", (broken, *RULES))
+    row = action("[Callback]Slow.on_train_batch_end", 65_000_000, "callbacks")
+    findings = found(tmp_path, FakeRun(phases=phases(callbacks=65_000_000)), row)
+    assert findings["broken"].sentence == "The rule broken failed (KeyError: 'lost')."
+    assert "callback_bound" in findings
