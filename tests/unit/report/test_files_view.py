@@ -76,7 +76,7 @@ def test_a_rule_that_fails_is_named_and_the_page_shows_the_rest(
 
     monkeypatch.setattr("lightning_memprof.analysis.findings.TRACE_RULES", (gpu_idle,))
     view = viewed(trace(tmp_path / "rank0.json"))
-    assert "the rule gpu_idle failed (ValueError: negative time)" in view.verdict.sentence
+    assert "The rule gpu_idle failed (ValueError: negative time)" in view.verdict.sentence
     assert table_of(view, "kernels-0")
 
 
