@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
-
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
