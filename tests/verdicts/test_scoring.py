@@ -80,7 +80,7 @@ def test_each_training_is_in_its_script_and_has_patterns_that_compile(folder):
     for expected in table:
         source = (HERE / folder / expected.script).read_text(encoding="utf-8")
         assert f"def {expected.name}(fault: bool)" in source
-        assert f'"{expected.name}": {expected.name},' in source
+        assert f'"{expected.name}": {expected.name}' in source
         assert expected.cause
         assert expected.fix
         for pattern in expected.cause + expected.near + expected.fix + expected.near_fix + expected.accuse:
