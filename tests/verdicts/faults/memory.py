@@ -62,7 +62,7 @@ class LongContext(LanguageModel):
     """A language model over 512 tokens that may recompute its layers in backward."""
 
     def __init__(self, recompute: bool) -> None:
-        super().__init__(layers=8, width=64)
+        super().__init__(layers=16, width=64)
         self.recompute = recompute
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -74,8 +74,8 @@ class LongContext(LanguageModel):
 
 
 def activations(fault: bool) -> None:
-    """Eight layers save the activations of long sequences; healthy: activation checkpointing."""
-    fit(LongContext(recompute=not fault), DataLoader(Tokens(STEPS * 6, 513), batch_size=6), steps=40)
+    """Sixteen layers save the activations of long sequences; healthy: activation checkpointing."""
+    fit(LongContext(recompute=not fault), DataLoader(Tokens(STEPS * 4, 513), batch_size=4), steps=40)
 
 
 if __name__ == "__main__":

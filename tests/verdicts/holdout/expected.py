@@ -61,10 +61,10 @@ EXPECTED: Final = (
     Expected(
         name="scalar_loop",
         script="host.py",
-        cause=(r"\.item\(|_local_scalar_dense|scalar|element by element|\bcount\b.*(Agreeing|host\.py|python)|tolist",),
-        near=(r"Agreeing|training_step|synchroni[sz]|python",),
-        fix=(r"\.item|vectori[sz]|tensor (op|comparison)|sum\(\)|_local_scalar|scalar",),
-        near_fix=(r"training_step|python|Agreeing|loop",),
+        cause=(r"\.item\(|_local_scalar_dense|scalar|element by element|is_invalid|isfinite|tolist",),
+        near=(r"Checked|training_step|synchroni[sz]|python",),
+        fix=(r"\.item|is_invalid|isfinite|vectori[sz]|tensor (op|comparison)|sum\(\)|_local_scalar|scalar",),
+        near_fix=(r"training_step|python|Checked|loop",),
         accuse=(r"\.item\(|_local_scalar_dense|scalar|python|synchroni[sz]",),
     ),
     Expected(
