@@ -147,7 +147,11 @@ def test_the_fragment_for_curves_draws_them_and_records_nothing_else(tmp_path: P
     cli(f"--config={CONFIGS / 'curves'}.yaml")
     run = only_run(tmp_path)
     listed = {row["path"] for row in rows_of(run, "artifact")}
-    assert listed == {"memprofiler/pulse.rank00000.csv", "memprofiler/tb/rank0/events.out.tfevents.rank00000"}
+    assert listed == {
+        "memprofiler/actions.rank00000.jsonl",
+        "memprofiler/pulse.rank00000.csv",
+        "memprofiler/tb/rank0/events.out.tfevents.rank00000",
+    }
     assert "memprof/step_time_ms" in (run.parent / "metrics.csv").read_text()
 
 

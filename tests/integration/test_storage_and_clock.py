@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule, load_run
 from lightning_memprof.analysis.trace.events import read_events
 from lightning_memprof.artifacts.series import read_pulse, read_series
-from lightning_memprof.capture.sources.kineto import TraceFile
+from lightning_memprof.capture.collectors import operator_trace
 from lightning_memprof.collectors import (
     FunctionMemory,
     GarbageCollection,
@@ -112,7 +112,7 @@ def test_a_trace_that_cannot_be_compressed_is_kept_as_torch_wrote_it(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(TraceFile, "compress", full)
+    monkeypatch.setattr(operator_trace, "write_trace", full)
     trainer(tmp_path, recorded(Pulse(), OperatorTrace())).fit(Perceptron(), loader())
     assert "collector operator_trace failed on write" in caplog.text
     run = load_run(only_run(tmp_path))

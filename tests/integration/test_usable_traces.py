@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lightning_memprof import Budget, MemProfilerCallback, OutputOptions, Schedule, load_run
+from lightning_memprof.capture.collectors import operator_trace
 from lightning_memprof.capture.collectors.host import HostMemory
 from lightning_memprof.capture.collectors.operator_trace import OperatorTrace
-from lightning_memprof.capture.sources.kineto import TraceFile
 from ranks import launch
 from training import Perceptron, loader, only_run, rows_of, trainer
 
@@ -72,13 +72,13 @@ def test_a_slow_writer_costs_the_training_nothing_and_windows_it_cannot_keep_up_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = threading.Event()
-    real = TraceFile.compress
+    real = operator_trace.write_trace
 
-    def slow(file: TraceFile, target: Path) -> None:
+    def slow(raw: Path, target: Path) -> None:
         assert go.wait(60)
-        real(file, target)
+        real(raw, target)
 
-    monkeypatch.setattr(TraceFile, "compress", slow)
+    monkeypatch.setattr(operator_trace, "write_trace", slow)
 
     class Releasing(pl.Callback):
         def on_train_end(self, *_: Any) -> None:
@@ -108,13 +108,13 @@ class Losses(pl.Callback):
 def test_a_write_that_fails_is_an_error_row_and_the_training_is_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(_: TraceFile, target: Path) -> None:
+    def full(_: Path, target: Path) -> None:
         target.write_bytes(b"half")
         os.close(os.open("/dev/full", os.O_WRONLY))
         with Path("/dev/full").open("w") as disk:
             disk.write("x")
 
-    monkeypatch.setattr(TraceFile, "compress", full)
+    monkeypatch.setattr(operator_trace, "write_trace", full)
     found = []
     for callbacks in ([], [MemProfilerCallback(CYCLES, [HostMemory(), OperatorTrace()])]):
         torch.manual_seed(0)

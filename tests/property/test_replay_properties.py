@@ -24,7 +24,8 @@ class Allocator:
     events: list[dict[str, Any]] = field(default_factory=list)
     live: dict[int, tuple[int, int]] = field(default_factory=dict)  # address -> requested, number of the stack
     pending: set[int] = field(default_factory=set)
-    segments: dict[int, int] = field(default_factory=dict)
+    # The first one holds all blocks.
+    segments: dict[int, int] = field(default_factory=lambda: {1 << 50: 1 << 30})
     moments: list[tuple[int, int, int, Counter[int]]] = field(default_factory=list)
 
     def record(self, action: str, addr: int, size: int, stack: int = 0) -> None:
