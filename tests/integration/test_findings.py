@@ -140,20 +140,20 @@ def test_a_callback_that_takes_more_than_a_twentieth_of_a_step_is_named(
     tmp_path: Path, healthy: dict[str, Finding]
 ) -> None:
     finding = findings_of(tmp_path, Training(callbacks=(Sleepy(0.003),)))["callback_bound"]
-    assert finding.numbers["slowest_hook"] == "Sleepy.on_train_batch_end"
+    assert finding.numbers["action"] == "Sleepy.on_train_batch_end"
     assert finding.severity is Severity.WARNING
     assert "callback_bound" not in healthy
 
 
-def test_steps_that_are_slow_in_a_rhythm_are_told_with_what_happens_in_just_those(
+def test_a_callback_that_is_slow_in_a_few_steps_counts_with_its_share_of_all(
     tmp_path: Path, healthy: dict[str, Finding]
 ) -> None:
     training = Training(callbacks=(Sleepy(0.15, every=6),), steps=36, schedule=Schedule(wait=9, warmup=1, active=3))
-    finding = findings_of(tmp_path, training)["slow_steps"]
-    assert finding.sentence.startswith("Every 6th step takes ")
-    assert finding.numbers["period"] == 6
-    assert finding.numbers["cause"] == "Sleepy.on_train_batch_end"
-    assert finding.numbers["cause_ns"] >= 150_000_000
+    found = findings_of(tmp_path, training)
+    finding = found["callback_bound"]
+    assert finding.numbers["action"] == "Sleepy.on_train_batch_end"
+    assert finding.numbers["longest_ns"] >= 150_000_000
+    assert "slow_steps" not in found or found["slow_steps"].severity is Severity.INFO
     # A busy machine holds up some step of any training, which is told as what it is.
     assert "slow_steps" not in healthy or healthy["slow_steps"].severity is Severity.INFO
 
@@ -166,9 +166,9 @@ def test_slow_steps_that_no_window_saw_are_told_by_their_phase(tmp_path: Path) -
 
     schedule = Schedule(wait=7, warmup=1, active=2)
     finding = findings_of(tmp_path, Training(model=Slower(), steps=40, schedule=schedule))["slow_steps"]
-    assert finding.severity is Severity.CRITICAL
-    assert finding.numbers["cause"] == "the forward pass"
-    assert "no window recorded such a step" in finding.why
+    assert finding.severity > Severity.INFO
+    assert finding.numbers["cause"] == "forward"
+    assert finding.numbers["period"] == 7
     assert "Schedule(steps=(6,), active=1)" in finding.next_steps[-1]
 
 
@@ -176,11 +176,10 @@ def test_a_validation_every_few_steps_is_told(tmp_path: Path, healthy: dict[str,
     options = {"val_check_interval": 5}
     training = Training(steps=30, validation=Samples(12), options=options, schedule=Schedule(wait=8, active=2))
     found = findings_of(tmp_path, training)
-    assert found["between_steps"].numbers["validation"] is True
-    assert found["slow_steps"].numbers["cause"] == "validation"
-    assert found["slow_steps"].numbers["period"] == 5
-    assert found["slow_steps"].severity is Severity.INFO
-    assert "between_steps" not in healthy
+    assert found["validation_bound"].severity > Severity.INFO
+    assert "every 5 steps" in found["validation_bound"].why
+    assert "between_steps" not in found
+    assert "validation_bound" not in healthy
 
 
 class SlowToSave(Steady):
@@ -196,8 +195,8 @@ def test_checkpoints_that_take_more_than_a_twentieth_are_found(tmp_path: Path) -
     )
     found = findings_of(tmp_path / "often", training)
     finding = found["checkpoint_bound"]
-    assert finding.numbers["checkpoint_ns"] >= 100_000_000
-    assert finding.numbers["checkpoint_share"] > 0.3
+    assert finding.numbers["longest_ns"] >= 100_000_000
+    assert finding.numbers["share"] > 0.3
     assert "ModelCheckpoint(every_n_train_steps=1000)" in finding.next_steps[0]
     assert "callback_bound" not in found
     quick = Training(callbacks=(ModelCheckpoint(dirpath=tmp_path / "quick", every_n_train_steps=100),), options=options)
@@ -220,7 +219,7 @@ class Logged(Steady):
 def test_a_logger_that_takes_more_than_a_twentieth_is_found(tmp_path: Path) -> None:
     slow = {"logger": SlowLogger(tmp_path / "slow", name="", version="log")}
     finding = findings_of(tmp_path / "slow", Training(model=Logged(), options=slow))["logging_bound"]
-    assert finding.numbers["logging_ns"] >= 10_000_000
+    assert finding.numbers["ns"] >= 10_000_000
     assert "log_every_n_steps" in finding.next_steps[0]
     assert "logging_bound" not in findings_of(tmp_path / "quick", Training(model=Logged()))
 
@@ -241,9 +240,9 @@ def test_pauses_of_the_garbage_collector_are_found(tmp_path: Path, healthy: dict
     training = Training(model=Littered(), steps=12, schedule=Schedule(wait=5, warmup=1, active=3))
     finding = findings_of(tmp_path, training)["garbage"]
     assert finding.numbers["garbage_share"] > 0.1
-    assert finding.numbers["pauses"] >= 3
+    assert finding.numbers["count_per_step"] >= 1
     assert "gc.collect()" in finding.next_steps[0]
-    assert finding.evidence[0].artifact.endswith("window000/rank00000.garbage.jsonl")
+    assert finding.evidence[1].artifact.endswith("window000/rank00000.garbage.jsonl")
     assert "garbage" not in healthy
 
 

@@ -147,7 +147,7 @@ def _matters(ledger: TimeLedger, lines: Sequence[TimeLine]) -> bool:
 
 
 def _of_action(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy, lines: Sequence[TimeLine]) -> Finding:
-    ns, count = total(lines), max(line.count for line in lines)
+    ns, count = total(lines), max(lines, key=lambda line: line.ns).count
     name = lines[0].name or "of unknown name"
     worth = Recovery(unit="ns", least=ns * remedy.saves[0], most=ns * remedy.saves[1], whole=ledger.step_ns)
     once = 0 < count * ledger.steps < MIN_CALLS
@@ -303,6 +303,9 @@ EXPLICIT: Final = "Find the gc.collect() call in the program or a callback: it r
 FREEZE: Final = "Exempt permanent objects from collections: gc.collect(); gc.freeze() in on_train_start."
 CHOOSE: Final = "Choose when to collect: gc.disable() in on_train_start, gc.collect() every 100 batches."
 CYCLES: Final = "Break the cycles that hold tensors: store no tensor on an object that refers to itself or its owner."
+# Python collects everything once in a while, and programs at the end of epochs: all pauses together must be this many
+# times the longest step's.
+MIN_PAUSES: Final = 4
 # Collections of young generations remain.
 COLLECTED: Final = (0.7, 1.0)
 
@@ -317,6 +320,9 @@ def garbage(facts: Facts) -> list[Finding]:
         return []
     rank, ledger = worst
     ns, count = ledger.ns("garbage"), sum(line.count for line in ledger.of("garbage"))
+    longest = max((line.longest_ns or 0 for line in ledger.of("garbage")), default=0)
+    if ns * ledger.steps < MIN_PAUSES * longest:
+        return []
     found = pauses(rank)[0]
     worth = Recovery(unit="ns", least=ns * COLLECTED[0], most=ns * COLLECTED[1], whole=ledger.step_ns)
     return [

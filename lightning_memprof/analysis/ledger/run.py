@@ -215,6 +215,8 @@ def _owner(action: str, part: str) -> tuple[HostPart, str] | None:
         return "garbage", ""
     if action.startswith(_METRIC):
         return "metric", action_name(action)
+    if action.rpartition(".")[2] == "on_save_checkpoint" or action_name(action).startswith("ModelCheckpoint."):
+        return "checkpoint", action_name(action)
     if part in _NAMED_PARTS:
         return _NAMED_PARTS[part], action_name(action)
     return ("module_hook", action_name(action)) if part == "other" and action.startswith(_MODULE) else None
