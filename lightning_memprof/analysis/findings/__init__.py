@@ -173,11 +173,12 @@ def _guarded(rule: Callable[..., list[Finding] | Finding | None], *facts: object
     except Exception as error:  # noqa: BLE001 a faulty rule must not hide the others
         return [
             Finding(
-                rule=rule.__name__,
+                rule="rule_failed",
                 severity=Severity.WARNING,
                 sentence=f"The rule {rule.__name__} failed ({type(error).__name__}: {error}).",
                 why="All other findings and figures are complete.",
                 next_steps=("Report this error to the developers of lightning-memprof.",),
+                numbers={"failed": rule.__name__},
             )
         ]
     return [found] if isinstance(found, Finding) else found or []
