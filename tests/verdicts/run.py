@@ -30,7 +30,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from scoring import CAUSE_AIM, NEXT_AIM, SETS, Expected, accusations, expected_of, page_of, score, share, squeezed
+from scoring import (
+    CAUSE_AIM,
+    NEXT_AIM,
+    SETS,
+    Expected,
+    accusations,
+    expected_of,
+    is_healthy,
+    page_of,
+    score,
+    share,
+    squeezed,
+)
 
 HERE: Final = Path(__file__).resolve().parent
 RESULTS: Final = HERE.parents[1] / "build" / "verdicts.json"
@@ -192,6 +204,9 @@ def report(results: Sequence[Result], console: Console) -> bool:
     cause, fix = share(result.cause for result in faults), share(result.fix for result in faults)
     accused = sum(bool(result.accused) for result in results)
     errors = sum(bool(result.error) for result in results)
+    for result in results:
+        if result.healthy and result.sentence and not is_healthy(result.sentence):
+            console.print(f"Another verdict on a healthy twin: {result.name}: {result.sentence}", markup=False)
     console.print(
         f"Cause {cause:.0%} (aim {CAUSE_AIM:.0%}), next step {fix:.0%} (aim {NEXT_AIM:.0%}), of {len(faults)} faults; "
         f"healthy twins accused: {accused}; failed to run: {errors}",

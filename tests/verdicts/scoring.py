@@ -87,6 +87,11 @@ def accusations(expected: Expected, page: Page) -> list[str]:
     return [sentence for sentence in page.findings if matches(sentence, patterns)]
 
 
+def is_healthy(sentence: str) -> bool:
+    """Tell whether a first line finds no fault: the time is spent in the model's computation."""
+    return matches(sentence, (r"^compute-bound", r"^no bottleneck"))
+
+
 def matches(text: str, patterns: Iterable[str]) -> bool:
     return any(re.search(pattern, text, re.IGNORECASE) for pattern in patterns)
 

@@ -16,6 +16,7 @@ from scoring import (  # noqa: E402 - its folder comes first
     Score,
     accusations,
     expected_of,
+    is_healthy,
     page_of,
     score,
     share,
@@ -62,6 +63,11 @@ def test_a_page_is_read_from_the_json_of_show_without_findings_that_report_no_pr
         "findings": [{"severity": "none", "sentence": "a"}, {"severity": "info", "sentence": "b"}],
     }
     assert page_of(shown) == Page("a", "", ("b",))
+
+
+def test_a_first_line_about_computation_finds_no_fault():
+    assert is_healthy("Compute-bound: blocks takes 88% of each step.")
+    assert not is_healthy("Host memory grows by 990 KiB per step.")
 
 
 def test_the_share_of_points_is_out_of_two_for_each_training():

@@ -132,8 +132,8 @@ EXPECTED: Final = (
             rf"(host|RSS|resident|numpy|python|WeightHistory|callback|on_train_batch_end).*({GROWS})",
         ),
         near=(GROWS, r"WeightHistory"),
-        fix=(r"WeightHistory|on_train_batch_end|list|append|kept|copy|callback",),
-        near_fix=(r"tracemalloc|objects|snapshot|hold|refer|attribute",),
+        fix=(r"WeightHistory|on_train_batch_end|\bhistory\b|callback",),
+        near_fix=(r"list|append|copy|tracemalloc|objects|snapshot|hold|refer|attribute",),
         accuse=(
             r"(memory|RSS).*(grow|leak|accumulat)",
             r"(grow|leak|accumulat).*(memory|RSS|MiB)",

@@ -26,18 +26,19 @@ def loader(batch: int = BATCH) -> DataLoader:
     return DataLoader(Vectors(STEPS, batch), batch_size=batch)
 
 
-class Mixture(Classifier):
-    """A classifier whose features are mixed by many small operations."""
+class Deep(Classifier):
+    """Many layers, so many operators for autograd."""
+
+    def __init__(self) -> None:
+        super().__init__(width=192, depth=16)
 
     def forward(self, x: Tensor) -> Tensor:
-        for scale in torch.linspace(0.1, 1.0, 60):
-            x = x + scale * torch.tanh(x) * torch.sigmoid(x)
-        return super().forward(x)
+        return super().forward(x[:, :192])
 
 
 def anomaly_detection(fault: bool) -> None:
     """Anomaly detection stays on after debugging; healthy: it is off."""
-    fit(Mixture(depth=1), loader(64), detect_anomaly=fault)
+    fit(Deep(), loader(128), detect_anomaly=fault)
 
 
 class Replay(lightning.Callback):
@@ -149,11 +150,11 @@ def frequent_validation(fault: bool) -> None:
     fit(Validated(), loader(), validation, val_check_interval=4 if fault else STEPS)
 
 
-class SelfProfiled(Classifier):
+class SelfProfiled(Deep):
     """A torch profiler that was left in the training step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        with torch.profiler.profile(record_shapes=True, with_stack=True) as profiler:
+        with torch.profiler.profile(record_shapes=True) as profiler:
             loss = super().training_step(batch, batch_idx)
         self.log("operators", float(len(profiler.key_averages())))
         return loss
@@ -161,7 +162,7 @@ class SelfProfiled(Classifier):
 
 def second_profiler(fault: bool) -> None:
     """The training step runs inside the user's own torch profiler; healthy: it does not."""
-    fit(SelfProfiled() if fault else Classifier(), loader())
+    fit(SelfProfiled() if fault else Deep(), loader(128))
 
 
 class Ensemble(Classifier):
