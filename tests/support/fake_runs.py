@@ -20,7 +20,7 @@ from lightning_memprof.units import MIB
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["FakeRun", "make_run"]
+__all__ = ["FakeRun", "make_run", "set_epochs"]
 
 Phases = Mapping[str, int]
 
@@ -105,6 +105,16 @@ def make_run(root: Path, fake: FakeRun | None = None) -> Path:
     for rank in range(fake.world_size):
         _write_rank(place, rank, fake)
     return place.directory
+
+
+def set_epochs(directory: Path, steps: int) -> None:
+    """Make each epoch of the pulse this many steps long."""
+    pulse = directory / "pulse.rank00000.csv"
+    header, *lines = pulse.read_text().splitlines()
+    rows = [line.split(",") for line in lines]
+    for row in rows:
+        row[2] = str(int(row[0]) // steps)
+    pulse.write_text("\n".join([header, *map(",".join, rows)]) + "\n")
 
 
 def _write_rank(place: RunPlace, rank: int, fake: FakeRun) -> None:

@@ -97,7 +97,7 @@ def nothing_found(facts: Facts) -> Finding:
 
 
 def _bound(facts: Facts, rank: Rank) -> Finding | None:
-    """Return what forward and backward are bound by, None where these are not most of the step."""
+    """Return the module that bounds forward and backward, None where these are less than half of the step."""
     ledger = facts.ledgers[rank.rank]
     passes = ledger.ns("forward", "backward")
     if passes < COMPUTE_BOUND * ledger.step_ns:

@@ -1,4 +1,4 @@
-"""Measures of steps that several rules share: steps that stand out, and the time in callbacks and between phases."""
+"""Measures of steps that several rules share: steps that stand out, and profiler overhead."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.model import Severity
 from lightning_memprof.analysis.ledger.run import typical_in_windows
 from lightning_memprof.analysis.steps.phases import OWN_WORK
 from lightning_memprof.artifacts.series import HookRow
@@ -25,7 +24,6 @@ __all__ = [
     "own_marks",
     "own_ns",
     "rhythm",
-    "severity",
 ]
 
 # A step stands out if a phase takes this many times its median.
@@ -49,9 +47,6 @@ HICCUP_NS: Final = 100_000_000
 LONG_HICCUP_NS: Final = 1_000_000_000
 MIN_PERIODIC: Final = 3
 ENDINGS: Final = {1: "st", 2: "nd", 3: "rd"}
-# They contain phases of a step, or callbacks; their children are counted instead.
-CONTAINERS: Final = frozenset({"run_training_batch", "run_validation"})
-VALIDATION: Final = ("val_next", "validation_step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,13 +106,6 @@ def rhythm(rank: Rank, phase: str) -> Rhythm | None:
     found = few_steps(rank, spent, stands_out=STANDS_OUT)
     held = found.mean_ns * len(found.steps) if found is not None else 0
     return found if held >= MOST * sum(ns for _, ns in spent) else None
-
-
-def severity(share: float, severe_share: float, few: Rhythm | None = None) -> Severity:
-    """Return the severity of a share of the time, in each step or in a few."""
-    if few is not None and few.is_hiccup:
-        return Severity.INFO
-    return Severity.CRITICAL if share >= severe_share else Severity.WARNING
 
 
 def few_steps(rank: Rank, spent: Sequence[tuple[int, int]], *, stands_out: float) -> Rhythm | None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from lightning_memprof.analysis.ledger.run import run_ledger
 from lightning_memprof.analysis.ranks.report import rank_report
-from lightning_memprof.analysis.steps.events import rank_events
 from lightning_memprof.analysis.steps.statistics import pulse_statistics
 from lightning_memprof.artifacts.naming import pulse_name
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.ranks.report import RankReport
     from lightning_memprof.analysis.run.model import ArtifactFile, Rank, Run
     from lightning_memprof.analysis.snapshot.model import SnapshotReport
-    from lightning_memprof.analysis.steps.events import StepEvents
     from lightning_memprof.analysis.steps.statistics import PulseStatistics
     from lightning_memprof.analysis.trace.model import TraceReport
 
@@ -157,7 +155,6 @@ class Facts:
     traces: tuple[TraceReport, ...] = ()
     snapshots: tuple[SnapshotReport, ...] = ()
     memory: MemoryReport | None = None
-    _events: dict[int, tuple[StepEvents, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -203,18 +200,8 @@ class Facts:
 
     def worst(self, phase: str) -> tuple[Rank, PulseStatistics] | None:
         """Return the rank that spends the largest share of its step in a phase."""
-        return self.worst_by(lambda statistics: statistics.share(phase))
-
-    def worst_by(self, cost: Callable[[PulseStatistics], float]) -> tuple[Rank, PulseStatistics] | None:
-        """Return the rank whose statistics cost the most."""
         candidates = [(rank, self.statistics[rank.rank]) for rank in self.run.ranks if rank.rank in self.statistics]
-        return max(candidates, key=lambda pair: cost(pair[1]), default=None)
-
-    def events(self, rank: Rank) -> tuple[StepEvents, ...]:
-        """Return the events of the recorded steps of a rank; the files are read once."""
-        if rank.rank not in self._events:
-            self._events[rank.rank] = tuple(rank_events(rank)[0])
-        return self._events[rank.rank]
+        return max(candidates, key=lambda pair: pair[1].share(phase), default=None)
 
     def pulse(self, rank: Rank, steps: Collection[int] = ()) -> Evidence:
         """Return a rank's pulse as evidence, from the first to the last of ``steps``; all steps if it is empty."""

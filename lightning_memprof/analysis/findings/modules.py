@@ -181,7 +181,7 @@ def python_loop(facts: Facts) -> list[Finding]:
 
 # Calls of operators and modules take some Python everywhere.
 NOTABLE_PYTHON: Final = 0.10
-# In a forward of fewer operators, a recording does not show what the rest is.
+# In a forward of fewer operators, a recording does not explain the remaining time.
 MIN_CALLED: Final = 10
 SAVED_PYTHON: Final = (0.5, 0.9)
 

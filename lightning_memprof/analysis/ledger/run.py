@@ -43,7 +43,6 @@ _NAMED_PARTS: Final[Mapping[str, HostPart]] = {
     "checkpoint": "checkpoint",
     "logging": "logging",
 }
-_AROUND: Final = {"callbacks": "callbacks"}
 _PART_OF_PHASE: Final[Mapping[str, HostPart]] = {
     "data_wait": "data_wait",
     "forward": "forward",
@@ -58,9 +57,9 @@ def run_ledger(rank: Rank, host: TimeLedger | None = None) -> TimeLedger | None:
     """Return the time ledger of a rank's mean step, None where its pulse has no timed step.
 
     The steps are those outside windows, without the first, as long as enough remain. Each phase of the pulse is divided
-    among its owners: data wait and transfers by the hook timings of the windows, callbacks, hooks, validation and
-    checkpoints by the action totals of the whole run, forward, backward and optimizer by ``host``, less the cost of
-    recording. What the owners take of a phase is never more than the phase.
+    among its owners: data wait by the hook timings of the windows; callbacks, hooks, transfers, validation and
+    checkpoints by the action totals of the whole run; forward, backward and optimizer by ``host``, less the cost of
+    recording. The owners of a phase never sum to more than the phase.
 
     Args:
         rank: the rank.
@@ -114,7 +113,7 @@ def _stalls(
         more = {part: max((phases[part] or 0) - usual[part], 0) for part in parts}
         ns = sum(more.values())
         if ns <= duration / 2:
-            continue  # a fetch, a callback or an action between phases has the rest: their lines own it
+            continue  # the excess belongs to a fetch, a callback or another action, which has a line of its own
         for part, part_ns in more.items():
             excess[part] += part_ns / len(steps)
         owner = max(more, key=lambda part: more[part])
@@ -140,7 +139,7 @@ def _restarts(rank: Rank, untracked: float) -> list[TimeLine]:
 
 
 def _divided(ns: float, lines: Sequence[TimeLine], rest: TimeLine) -> list[TimeLine]:
-    """Return lines that sum to ``ns``, scaled down where they have more, and at last ``rest`` with what they leave."""
+    """Return lines that sum to ``ns``: scaled down if they exceed it, and ``rest`` last, with the remainder."""
     known = total(lines)
     scale = ns / known if known > ns else 1.0
     return [*(replace(line, ns=line.ns * scale) for line in lines), replace(rest, ns=max(ns - known, 0.0))]
@@ -161,7 +160,7 @@ def _window_factor(rank: Rank, median: float) -> float | None:
 
 
 def _named(rank: Rank) -> dict[str, list[TimeLine]]:
-    """Return lines by the pulse's phase: of the whole run where it has action totals, and what is in each fetch."""
+    """Return lines by the pulse's phase: of the whole run where it has action totals; data wait of the windows."""
     in_windows = bool(typical_in_windows(rank))
     recorded = _recorded(rank, is_used=in_windows)
     lines = recorded if in_windows else (_totals(rank) or recorded)
@@ -174,7 +173,9 @@ def _totals(rank: Rank) -> dict[str, list[TimeLine]]:
     for row in rank.actions:
         if row.in_window or not row.steps or not row.total_ns or row.action is None or row.phase is None:
             continue
-        owner = _owner(row.action, part_of(row.action, _AROUND.get(row.phase, "other"), rank.facts.stage))
+        owner = _owner(
+            row.action, part_of(row.action, "callbacks" if row.phase == "callbacks" else "other", rank.facts.stage)
+        )
         if owner is not None:
             ns, count = row.total_ns / row.steps, (row.count or 0) / row.steps
             lines[row.phase].append(TimeLine(part=owner[0], name=owner[1], ns=ns, count=count, longest_ns=row.max_ns))
@@ -208,7 +209,7 @@ def _with_phase(step: StepEvents, stage: str) -> Iterator[tuple[str, Event]]:
 
 
 def _owner(action: str, part: str) -> tuple[HostPart, str] | None:
-    """Return the part and the name of an action's self time, None where the phase has no more to say."""
+    """Return the part and the name of an action's self time, None where it stays with its phase."""
     if is_profiler(action):
         return "profiler", ""
     if action == GC_PAUSE:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fake_runs import HEALTHY, FakeRun, make_run
+from fake_runs import HEALTHY, FakeRun, make_run, set_epochs
 from lightning_memprof.analysis.findings import RULES, Facts, Finding, Severity, examine, verdict
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.run.locate import shown_path
@@ -152,16 +152,6 @@ def test_metrics_are_found_by_name_within_the_forward(tmp_path: Path) -> None:
     assert "MulticlassAUROC.compute() in on_train_epoch_end" in finding.next_steps[0]
 
 
-def epochs_of(directory: Path, steps: int) -> None:
-    """Make each epoch of the pulse this many steps long."""
-    pulse = directory / "pulse.rank00000.csv"
-    header, *lines = pulse.read_text().splitlines()
-    rows = [line.split(",") for line in lines]
-    for row in rows:
-        row[2] = str(int(row[0]) // steps)
-    pulse.write_text("\n".join([header, *map(",".join, rows)]) + "\n")
-
-
 @pytest.mark.parametrize(
     ("settings", "is_found"),
     [
@@ -178,7 +168,7 @@ def test_workers_that_restart_in_each_epoch_are_found_by_the_time_between_epochs
 
     fake = FakeRun(steps=60, phases=between, training={"dataloaders": [settings]})
     directory = make_run(tmp_path, fake)
-    epochs_of(directory, 5)
+    set_epochs(directory, 5)
     findings = {finding.rule: finding for finding in examine(Facts.of(load_run(directory)))}
     assert ("workers_restart" in findings) == is_found
     if is_found:

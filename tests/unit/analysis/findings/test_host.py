@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fake_runs import HEALTHY, FakeRun, make_run
+from fake_runs import HEALTHY, FakeRun, make_run, set_epochs
 from lightning_memprof.analysis.findings import Facts, Finding, Severity, examine, verdict
 from lightning_memprof.analysis.findings.growth import left_by_windows, steady_growth
 from lightning_memprof.analysis.findings.measures import rhythm
@@ -32,16 +32,6 @@ def loader(**settings: Any) -> dict[str, Any]:
 def optimizer(**settings: Any) -> dict[str, Any]:
     usual = {"name": "AdamW", "foreach": None, "fused": None, "parameters": 1000, "device": "cpu"}
     return {"optimizers": [{**usual, **settings}]}
-
-
-def set_epochs(directory: Path, steps: int) -> None:
-    """Make each epoch of the pulse this many steps long."""
-    pulse = directory / "pulse.rank00000.csv"
-    header, *lines = pulse.read_text().splitlines()
-    rows = [line.split(",") for line in lines]
-    for row in rows:
-        row[2] = str(int(row[0]) // steps)
-    pulse.write_text("\n".join([header, *map(",".join, rows)]) + "\n")
 
 
 def test_without_a_trace_the_next_step_is_to_record_one(tmp_path: Path) -> None:
