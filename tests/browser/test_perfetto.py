@@ -31,7 +31,7 @@ def test_the_ranks_of_a_merged_run_are_in_order(tmp_path, perfetto, open_trace):
     merge_traces(run_sources(load_run(make_run(tmp_path / "run", FakeRun(world_size=3)))), merged)
     query = open_trace(merged)
     assert query(ERRORS) == []
-    perfetto.wait_for_function("() => window.memprofOrdered.includes('three ranks')", timeout=60_000)
+    perfetto.wait_for_function("() => window.memprofOrdered?.includes('three ranks')", timeout=60_000)
     groups = [name.rsplit(" ", 1)[0] for name in perfetto.evaluate(GROUPS)]
     assert groups[0] == "findings"
     ranks = [name.split(" · ")[0] for name in groups[1:]]
