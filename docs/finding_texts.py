@@ -1,4 +1,4 @@
-"""Write the texts with which the report explains each rule, from the rules' pages.
+"""Write the texts with which the report explains each rule, from the pages of the domains.
 
 python docs/finding_texts.py
 """
@@ -11,9 +11,10 @@ from pathlib import Path
 
 PAGES = Path(__file__).parent / "reference" / "findings"
 OUT = PAGES.parents[2] / "lightning_memprof" / "report" / "printers" / "templates" / "findings.json"
-WHEN = "\n## When it fires\n"
-NEXT = "\n## "
-LINK = re.compile(r"\[([^\]]*)\]\((?:[\w./-]*/)?([\w-]+)\.md\)")
+RULE = re.compile(r"^## `(\w+)`\n", re.MULTILINE)
+WHEN = "\n### When it fires\n"
+NEXT = "\n### "
+LINK = re.compile(r"\[([^\]]*)\]\((?:[\w./-]*#)?([\w-]+)(?:\.md)?\)")
 
 
 def plain(markdown: str) -> list[str]:
@@ -23,21 +24,21 @@ def plain(markdown: str) -> list[str]:
     return [re.sub(r"\s+", " ", re.sub(r"[`*]", "", paragraph)).strip() for paragraph in paragraphs]
 
 
-def texts() -> dict[str, dict[str, list[str]]]:
-    """Return, by rule, its meaning and when it fires.
+def texts() -> dict[str, dict[str, str | list[str]]]:
+    """Return, by rule, its page, its meaning and when it fires.
 
     Raises:
-        SystemExit: a page has no section "When it fires".
+        SystemExit: a rule has no section "When it fires".
 
     """
-    found = {}
+    found: dict[str, dict[str, str | list[str]]] = {}
     for page in sorted(PAGES.glob("*.md")):
-        if page.stem == "index":
-            continue
-        means, section, rest = page.read_text(encoding="utf-8").partition("\n")[2].partition(WHEN)
-        if not section:
-            raise SystemExit(f"{page.name}: the section {WHEN.strip()!r} is missing")
-        found[page.stem] = {"means": plain(means), "when": plain(rest.partition(NEXT)[0])}
+        _, *parts = RULE.split(page.read_text(encoding="utf-8"))
+        for rule, text in zip(parts[::2], parts[1::2], strict=True):
+            means, section, rest = text.partition(WHEN)
+            if not section:
+                raise SystemExit(f"{page.name}: {rule} has no section {WHEN.strip()!r}")
+            found[rule] = {"page": page.name, "means": plain(means), "when": plain(rest.partition(NEXT)[0])}
     return found
 
 

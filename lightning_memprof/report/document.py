@@ -279,8 +279,17 @@ class Link:
 
 
 @dataclass(frozen=True)
+class RuleHelp:
+    """What the documentation says of a rule, on ``page``; a paragraph each."""
+
+    page: str
+    means: Sequence[str]
+    when: Sequence[str]
+
+
+@dataclass(frozen=True)
 class Card:
-    """A finding; ``means`` and ``when`` are quoted from the documentation of its rule."""
+    """A finding; a rule of the user's own has no ``help``."""
 
     id: str
     rule: str
@@ -289,8 +298,7 @@ class Card:
     why: str
     next_steps: Sequence[str]
     evidence: Sequence[Link] = ()
-    means: Sequence[str] = ()
-    when: Sequence[str] = ()
+    help: RuleHelp | None = None
 
 
 @dataclass(frozen=True)

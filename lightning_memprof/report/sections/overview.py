@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from importlib import resources
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from lightning_memprof.analysis.findings import Severity
 from lightning_memprof.artifacts.series import PHASES
@@ -19,6 +20,7 @@ from lightning_memprof.report.document import (
     Lines,
     Link,
     Part,
+    RuleHelp,
     Section,
     Stack,
     duration,
@@ -101,8 +103,7 @@ def finding_cards(findings: Iterable[Finding], file_ids: Mapping[str, str], know
             why=finding.why,
             next_steps=finding.next_steps,
             evidence=list(_evidence(finding, file_ids, known)),
-            means=_texts().get(finding.rule, {}).get("means", ()),
-            when=_texts().get(finding.rule, {}).get("when", ()),
+            help=_help().get(finding.rule),
         )
         for number, finding in enumerate(findings)
         if finding.severity is not Severity.NONE
@@ -110,11 +111,10 @@ def finding_cards(findings: Iterable[Finding], file_ids: Mapping[str, str], know
 
 
 @cache
-def _texts() -> Mapping[str, Mapping[str, Sequence[str]]]:
+def _help() -> Mapping[str, RuleHelp]:
     """Return the documentation of each rule, which a page that is offline cannot link to."""
     file = resources.files("lightning_memprof.report").joinpath("printers", "templates", "findings.json")
-    found: Mapping[str, Mapping[str, Sequence[str]]] = json.loads(file.read_text("utf-8"))
-    return found
+    return msgspec.json.decode(file.read_bytes(), type=dict[str, RuleHelp])
 
 
 def _evidence(finding: Finding, file_ids: Mapping[str, str], known: Sequence[str]) -> Iterator[Link]:

@@ -134,7 +134,7 @@ def test_a_finding_explains_its_rule_and_names_its_page_of_the_documentation(tmp
     (details,) = re.findall(r"<details>.*?</details>", page, re.DOTALL)
     assert "A few steps take a multiple of the others." in details
     assert re.search(r"<b>When</b> At most a third of the steps", details)
-    assert "docs/reference/findings/slow_steps.md" in details
+    assert "docs/reference/findings/host.md#slow_steps" in details
     own = Finding(rule="a_rule_of_yours", severity=Severity.INFO, sentence="s.", why="w.", next_steps=("n.",))
     assert "<details>" not in to_html(replace(view, findings=(own,)))
 
