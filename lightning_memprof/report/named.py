@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lightning_memprof.analysis.run.model import Run
-    from lightning_memprof.analysis.run.problems import Problem
 
 __all__ = ["NamedMoment", "NamedSummary", "named_moments", "summarize"]
 
@@ -48,28 +47,23 @@ class NamedSummary:
     unfinished: int
 
 
-def named_moments(run: Run) -> tuple[tuple[NamedMoment, ...], list[Problem]]:
-    """Return the named moments of every rank in order of rank and time, and which files could not be read."""
-    moments: list[NamedMoment] = []
-    problems: list[Problem] = []
-    for rank in run.ranks:
-        file = rank.read(RegionRow)
-        problems += file.problems
-        moments += [
-            NamedMoment(
-                rank=rank.rank,
-                name=row.name,
-                point=row.point or "snapshot",
-                step=row.step,
-                global_step=row.global_step,
-                time_ns=row.time_ns,
-                rss_bytes=row.rss_bytes,
-                peak_rss_bytes=row.peak_rss_bytes,
-            )
-            for row in file.rows
-            if row.name is not None
-        ]
-    return tuple(moments), problems
+def named_moments(run: Run) -> tuple[NamedMoment, ...]:
+    """Return the named moments of every rank in order of rank and time."""
+    return tuple(
+        NamedMoment(
+            rank=rank.rank,
+            name=row.name,
+            point=row.point or "snapshot",
+            step=row.step,
+            global_step=row.global_step,
+            time_ns=row.time_ns,
+            rss_bytes=row.rss_bytes,
+            peak_rss_bytes=row.peak_rss_bytes,
+        )
+        for rank in run.ranks
+        for row in rank.read(RegionRow).rows
+        if row.name is not None
+    )
 
 
 def summarize(moments: Sequence[NamedMoment]) -> list[NamedSummary]:

@@ -161,13 +161,8 @@ def run_view(
     memory = memory_report(run.in_full, allocations, max_bytes=max_memory_bytes)
     facts = Facts.of(run, traces, snapshots, memory)
     findings = _named_as_listed(run, examine(facts))
-    named, damaged = named_moments(run)
-    throughput, unread = throughputs(run)
-    garbage, torn = pauses(run.lead)
-    ranks, broken = _rank_views(facts)
-    system, cut = systems(run)
-    problems = (*run.problems, *damaged, *cut, *memory.problems, *unread, *torn, *broken)
-    return View(
+    ranks = _rank_views(facts)
+    view = View(
         status="did not start" if all(map(_did_not_start, run.ranks)) else run.status,
         exception=next((rank.exception for rank in run.ranks if rank.exception), None),
         facts=run.lead.facts.fields,
@@ -178,35 +173,33 @@ def run_view(
         ranks=tuple(sorted(ranks, key=lambda rank: rank.rank)),
         device_note=_device_note(run, ranks),
         notes=(*run.notes, *memory.notes),
-        problems=problems,
+        problems=(*run.problems, *(facts.ranks.problems if facts.ranks else ())),
         others=_others(run),
-        named=named,
+        named=named_moments(run),
         memory=memory,
         ooms=autopsies(run, max_bytes=max_memory_bytes),
         commands=_commands(run),
         run=run,
         across=facts.ranks,
         ledger=facts.ledgers.get(run.lead.rank),
-        events=tuple(rank_events(run.lead)[0]),
-        pauses=garbage,
-        throughput=throughput,
-        system=system,
+        events=tuple(rank_events(run.lead)),
+        pauses=pauses(run.lead),
+        throughput=throughputs(run),
+        system=systems(run),
         traces=traces,
         snapshots=snapshots,
     )
+    # Now all series have been read that any part needs.
+    return replace(view, problems=(*view.problems, *run.series_problems))
 
 
-def _rank_views(facts: Facts) -> tuple[list[RankView], list[Problem]]:
-    """Return the ranks in the run's order, and the problems of their files."""
-    ranks, problems = [], [*(facts.ranks.problems if facts.ranks else ())]
+def _rank_views(facts: Facts) -> list[RankView]:
+    """Return the ranks in the run's order."""
+    ranks = []
     for rank in facts.run.ranks:
-        windows = []
-        for window in rank.windows if rank.in_full else ():
-            steps, damage = window_steps(rank, window)
-            problems += damage
-            windows.append(_window_view(window, steps))
+        windows = (_window_view(window, window_steps(rank, window)) for window in rank.windows if rank.in_full)
         ranks.append(_rank_view(rank, facts.statistics.get(rank.rank), tuple(windows)))
-    return ranks, problems
+    return ranks
 
 
 def _named_as_listed(run: Run, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:

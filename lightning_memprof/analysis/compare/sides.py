@@ -119,7 +119,7 @@ def run_side(run: Run, label: str) -> Side:
     found = _Gathered()
     lead = run.lead
     _add_times(found, lead)
-    rate = rank_throughput(lead)[0]
+    rate = rank_throughput(lead)
     step = found.measures.get("step_ns")
     if rate is not None and rate.samples and step is not None and step.value:
         # By the median step: a single hiccup moves the mean.
@@ -166,7 +166,7 @@ def _add_times(found: _Gathered, rank: Rank) -> None:
         rows = [(duration, breakdown) for _, duration, breakdown in steps.steps]
         source = f"the pulse, on the {steps.clock}'s clock"
     else:
-        reports = [window_step for window in rank.windows for window_step in window_steps(rank, window)[0]]
+        reports = [window_step for window in rank.windows for window_step in window_steps(rank, window)]
         rows = [(step.duration_ns, step.breakdown_ns or {}) for step in reports if step.duration_ns is not None]
         source = "recorded steps, with the profiler overhead"
     step = typical("step_ns", [duration for duration, _ in rows], source, of_steps=True)
@@ -186,7 +186,7 @@ def _add_sizes(found: _Gathered, run: Run) -> None:
     ]
     found.add(peak("peak_rss_bytes", rss and [max(rss)], "the pulse", _RESIDENT))
     found.add(peak("peak_allocated_bytes", device and [max(device)], "the device's allocator"))
-    steps = [window_step for window in run.lead.windows for window_step in window_steps(run.lead, window)[0]]
+    steps = [window_step for window in run.lead.windows for window_step in window_steps(run.lead, window)]
     reserved = [r for step in steps if step.device and (r := step.device.reserved_bytes) is not None]
     found.add(peak("peak_reserved_bytes", reserved, "recorded steps"))
     resident = [r for step in steps if (r := step.host.max_rss_bytes) is not None]

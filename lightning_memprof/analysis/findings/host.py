@@ -323,7 +323,7 @@ def garbage(facts: Facts) -> list[Finding]:
     longest = max((line.longest_ns or 0 for line in ledger.of("garbage")), default=0)
     if ns * ledger.steps < MIN_PAUSES * longest:
         return []
-    found = pauses(rank)[0]
+    found = pauses(rank)
     worth = Recovery(unit="ns", least=ns * COLLECTED[0], most=ns * COLLECTED[1], whole=ledger.step_ns)
     return [
         Finding(

@@ -184,7 +184,7 @@ def _totals(rank: Rank) -> dict[str, list[TimeLine]]:
 
 def _recorded(rank: Rank, *, is_used: bool) -> dict[str, list[TimeLine]]:
     """Return the lines of the hook timings of the recorded steps; without the profiler unless the ledger has them."""
-    steps = rank_events(rank)[0]
+    steps = rank_events(rank)
     found: dict[tuple[str, HostPart, str], list[int]] = defaultdict(list)
     for step in steps:
         for phase, event in _with_phase(step, rank.facts.stage):

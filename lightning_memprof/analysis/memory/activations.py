@@ -13,7 +13,6 @@ from lightning_memprof.artifacts.series import SavedTensorsRow
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.run.model import Rank, RecordedWindow
-    from lightning_memprof.analysis.run.problems import Problem
 
 __all__ = [
     "HELD",
@@ -103,7 +102,6 @@ class SavedSteps:
 
     backwards: tuple[Backward, ...]
     ends: Mapping[tuple[int, int], StepEnd]
-    problems: tuple[Problem, ...]
 
     def end_of(self, backward: Backward) -> StepEnd | None:
         """Return the end of the step that a backward belongs to."""
@@ -119,16 +117,13 @@ def read_saved_steps(rank: Rank) -> SavedSteps:
     """Return the recorded steps of a rank; empty if the collector recorded nothing."""
     backwards: list[Backward] = []
     ends: dict[tuple[int, int], StepEnd] = {}
-    problems: list[Problem] = []
     for window in rank.windows:
-        file = window.read(SavedTensorsRow)
-        problems += file.problems
-        for row in file.recorded:
+        for row in window.read(SavedTensorsRow).recorded:
             if (backward := _backward(window, row)) is not None:
                 backwards.append(backward)
             elif (end := _end(window, row)) is not None:
                 ends[end.window, end.step] = end
-    return SavedSteps(tuple(backwards), ends, tuple(problems))
+    return SavedSteps(tuple(backwards), ends)
 
 
 def _backward(window: RecordedWindow, row: SavedTensorsRow) -> Backward | None:

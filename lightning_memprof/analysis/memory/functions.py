@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lightning_memprof.analysis.run.model import Rank
-    from lightning_memprof.analysis.run.problems import Problem
 
 __all__ = ["FUNCTIONS", "FunctionCall", "FunctionReport", "function_memory"]
 
@@ -73,15 +72,13 @@ class FunctionReport:
         return found
 
 
-def function_memory(rank: Rank) -> tuple[tuple[FunctionReport, ...], list[Problem]]:
-    """Return the functions of one rank by first call, and the damaged files."""
-    files = [*(window.read(FunctionRow) for window in rank.windows), rank.read(FunctionRow)]
+def function_memory(rank: Rank) -> tuple[FunctionReport, ...]:
+    """Return the functions of one rank by first call."""
     calls: dict[str, list[FunctionCall]] = defaultdict(list)
-    for file in files:
+    for file in (*(window.read(FunctionRow) for window in rank.windows), rank.read(FunctionRow)):
         for name, call in _calls(file.recorded):
             calls[name].append(call)
-    problems = [problem for file in files for problem in file.problems]
-    return tuple(FunctionReport(name, tuple(found)) for name, found in calls.items()), problems
+    return tuple(FunctionReport(name, tuple(found)) for name, found in calls.items())
 
 
 def _calls(rows: Sequence[FunctionRow]) -> list[tuple[str, FunctionCall]]:

@@ -19,7 +19,7 @@ from lightning_memprof.analysis.memory.activations import (
     within_forward,
 )
 from lightning_memprof.analysis.memory.functions import FUNCTIONS, FunctionReport, function_memory
-from lightning_memprof.analysis.run.problems import Note, Problem
+from lightning_memprof.analysis.run.problems import Note
 from lightning_memprof.artifacts.series import PeakRow
 
 if TYPE_CHECKING:
@@ -171,14 +171,10 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """Memory of a run by rank; ``lead`` is the lead rank's.
-
-    ``problems`` are the damaged files, ``notes`` the files that were not read.
-    """
+    """Memory of a run by rank; ``lead`` is the lead rank's, ``notes`` name the files that were not read."""
 
     lead: RankMemory
     ranks: tuple[RankMemory, ...]
-    problems: tuple[Problem, ...]
     notes: tuple[Note, ...]
 
 
@@ -195,7 +191,6 @@ def memory_report(
             and reading runs at about 15 MB/s.
 
     """
-    problems: list[Problem] = []
     ranks: list[RankMemory] = []
     notes: list[Note] = []
     for rank in run.ranks:
@@ -208,13 +203,10 @@ def memory_report(
                 "reading them takes long; lightning-memprof show reads all"
             )
             notes.append(Note(rank.rank, "run", message))
-        memory, damage = _rank_memory(
-            run, read, tuple(allocation for allocation in allocations if allocation.rank == rank.rank)
-        )
-        ranks.append(memory)
-        problems += damage
+        mine = tuple(allocation for allocation in allocations if allocation.rank == rank.rank)
+        ranks.append(_rank_memory(run, read, mine))
     lead = next(rank for rank in ranks if rank.rank == run.lead.rank)
-    return MemoryReport(lead=lead, ranks=tuple(ranks), problems=tuple(problems), notes=tuple(notes))
+    return MemoryReport(lead=lead, ranks=tuple(ranks), notes=tuple(notes))
 
 
 def _last_windows(rank: Rank, max_bytes: int) -> Rank:
@@ -236,13 +228,12 @@ def _forward_ns(rank: Rank) -> int | None:
     return round(sum(known) / len(known)) if known else None
 
 
-def _rank_memory(run: Run, rank: Rank, allocations: tuple[WindowAllocations, ...]) -> tuple[RankMemory, list[Problem]]:
+def _rank_memory(run: Run, rank: Rank, allocations: tuple[WindowAllocations, ...]) -> RankMemory:
     saved = read_saved_steps(rank)
-    tracked, damage = _tracked_peak(rank)
-    functions, more_damage = function_memory(rank)
+    functions = function_memory(rank)
     largest = max(saved.backwards, key=lambda backward: backward.activation_bytes, default=None)
     activations = _activations(saved, largest) if largest is not None else None
-    peak = tracked or _saved_peak(saved, rank.facts.device)
+    peak = _tracked_peak(rank) or _saved_peak(saved, rank.facts.device)
     trade = checkpointing(largest, saved.backwards, activations.parameters) if largest and activations else ()
     reasons = {}
     if peak is None:
@@ -256,7 +247,7 @@ def _rank_memory(run: Run, rank: Rank, allocations: tuple[WindowAllocations, ...
         reasons["functions"] = _why(run, rank, ("functions",))
     if not any(device.sites for allocation in allocations for device in allocation.devices):
         reasons["sites"] = _why_no_sites(run, rank, allocations)
-    memory = RankMemory(
+    return RankMemory(
         rank=rank.rank,
         peak=peak,
         activations=activations,
@@ -267,7 +258,6 @@ def _rank_memory(run: Run, rank: Rank, allocations: tuple[WindowAllocations, ...
         reasons=reasons,
         held={window: _held(saved.ends[window, step]) for window, step in sorted(saved.ends)},
     )
-    return memory, [*saved.problems, *damage, *more_damage]
 
 
 def _why(run: Run, rank: Rank, collectors: Sequence[str]) -> str:
@@ -295,20 +285,17 @@ def _why_no_sites(run: Run, rank: Rank, allocations: Sequence[WindowAllocations]
     return _why(run, rank, ("operator_trace",))
 
 
-def _tracked_peak(rank: Rank) -> tuple[CategoryPeak | None, list[Problem]]:
-    """Return the largest peak of the trackers, on the model's device if it has one, and the problems of their files."""
-    problems: list[Problem] = []
+def _tracked_peak(rank: Rank) -> CategoryPeak | None:
+    """Return the largest peak of the trackers, on the model's device if it has one."""
     largest: dict[str | None, CategoryPeak] = {}
     for window in rank.windows:
         for source in TRACKERS:
-            file = window.read(PeakRow, source)
-            problems += file.problems
-            for row in file.rows:
+            for row in window.read(PeakRow, source).rows:
                 found = _category_peak(row, source, window.index) if row.kind == "peak" else None
                 if found is not None:
                     had = largest.get(found.device, found)
                     largest[found.device] = max(had, found, key=lambda peak: peak.total_bytes)
-    return _on_first_device(largest.values(), rank.facts.device), problems
+    return _on_first_device(largest.values(), rank.facts.device)
 
 
 def _category_peak(row: PeakRow, source: str, window: int) -> CategoryPeak | None:

@@ -75,8 +75,13 @@ class _Reader:
     """Reads each series once."""
 
     _series: dict[tuple[type[SeriesRow], Path | None], Series[Any]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
+        default_factory=dict, kw_only=True, repr=False, compare=False
     )
+
+    @property
+    def problems(self) -> list[Problem]:
+        """The problems of the series that were read so far."""
+        return [problem for series in self._series.values() for problem in series.problems]
 
     def _read(self, kind: type[R], path: Path | None, rank: int) -> Series[R]:
         found = self._series.get((kind, path))
@@ -168,6 +173,10 @@ class Rank(_Reader):
         path = self.directory / f"{kind.series}.rank{self.rank:05d}.jsonl"
         return self._read(kind, path if path.exists() else None, self.rank)
 
+    def recorded(self, kind: type[R]) -> list[R]:
+        """Return the rows of recorded steps of all windows."""
+        return [row for window in self.windows for row in window.read(kind).recorded]
+
 
 @dataclass(frozen=True)
 class Run:
@@ -202,6 +211,15 @@ class Run:
     def in_full(self) -> Run:
         """The same run with only the ranks that were read in full."""
         return replace(self, ranks=tuple(rank for rank in self.ranks if rank.in_full))
+
+    @property
+    def series_problems(self) -> list[Problem]:
+        """The problems of the series that were read so far, and of the samples of the machine, by rank."""
+        found: list[Problem] = []
+        for rank in self.ranks:
+            found += [problem for reader in (*rank.windows, rank) for problem in reader.problems]
+            found += rank.system.problems if rank.in_full else ()
+        return found
 
     def with_problems(self, problems: Iterable[Problem]) -> Run:
         """Return the same run with more problems."""

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from lightning_memprof.analysis.run.model import Rank, RecordedWindow
-    from lightning_memprof.analysis.run.problems import Problem
 
 __all__ = ["PARTS", "Event", "EventTotals", "StepEvents", "event_totals", "part_of", "rank_events", "window_events"]
 
@@ -130,20 +129,18 @@ def _phase(action: str, hook: str, stage: str) -> str | None:
     return "optimizer" if hook in OPTIMIZER or action.startswith("[Optimizer]") or hook == "lr_scheduler_step" else None
 
 
-def window_events(window: RecordedWindow, stage: str) -> tuple[list[StepEvents], list[Problem]]:
-    """Return the recorded steps of a window that have hook timings, in order, and the problems of their file.
+def rank_events(rank: Rank) -> list[StepEvents]:
+    """Return the recorded steps of a rank that have hook timings, in order.
 
-    Source: the series ``hooks``; each instant of a step counts for the innermost event.
+    Source: the series ``hooks`` of its windows; each instant of a step counts for the innermost event.
     """
-    hooks = window.read(HookRow)
-    found = (_step(window, step, rows, stage) for step, rows in sorted(hooks.by_step.items()))
-    return [step for step in found if step is not None], list(hooks.problems)
+    return [step for window in rank.windows for step in window_events(window, rank.facts.stage)]
 
 
-def rank_events(rank: Rank) -> tuple[list[StepEvents], list[Problem]]:
-    """Return the recorded steps of all windows of a rank, and the problems of their files."""
-    found = [window_events(window, rank.facts.stage) for window in rank.windows]
-    return [step for steps, _ in found for step in steps], [problem for _, problems in found for problem in problems]
+def window_events(window: RecordedWindow, stage: str) -> list[StepEvents]:
+    """Return the recorded steps of one window as :func:`rank_events`."""
+    found = (_step(window, step, rows, stage) for step, rows in sorted(window.read(HookRow).by_step.items()))
+    return [step for step in found if step is not None]
 
 
 def event_totals(steps: Iterable[StepEvents]) -> list[EventTotals]:

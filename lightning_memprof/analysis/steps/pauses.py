@@ -11,7 +11,6 @@ from lightning_memprof.artifacts.series import GarbageRow
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.run.model import Rank
-    from lightning_memprof.analysis.run.problems import Problem
 
 __all__ = ["DeadTensors", "Pauses", "pauses"]
 
@@ -46,26 +45,20 @@ class Pauses:
     tensors: tuple[DeadTensors, ...]
 
 
-def pauses(rank: Rank) -> tuple[Pauses | None, list[Problem]]:
-    """Return the pauses of a rank, None where none was recorded, and the problems of their files.
+def pauses(rank: Rank) -> Pauses | None:
+    """Return the pauses of a rank, None where none was recorded.
 
     Source: the series ``garbage`` of every window.
     """
-    files = [window.read(GarbageRow) for window in rank.windows]
-    problems = [problem for file in files for problem in file.problems]
-    timed = [
-        (row.duration_ns, row)
-        for file in files
-        for row in file.recorded
-        if row.duration_ns is not None and row.duration_ns >= 0
-    ]
+    rows = rank.recorded(GarbageRow)
+    timed = [(row.duration_ns, row) for row in rows if row.duration_ns is not None and row.duration_ns >= 0]
     if not timed:
-        return None, problems
+        return None
     generations: dict[int, list[int]] = defaultdict(list)
     for ns, row in timed:
         generations[row.generation or 0].append(ns)
     freed = [row.tensor_bytes for _, row in timed if row.tensor_bytes is not None]
-    found = Pauses(
+    return Pauses(
         count=len(timed),
         total_ns=sum(ns for ns, _ in timed),
         max_ns=max(ns for ns, _ in timed),
@@ -75,7 +68,6 @@ def pauses(rank: Rank) -> tuple[Pauses | None, list[Problem]]:
         tensor_bytes=sum(freed) if freed else None,
         tensors=_tensors([row for _, row in timed]),
     )
-    return found, problems
 
 
 def _tensors(rows: Sequence[GarbageRow]) -> tuple[DeadTensors, ...]:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from lightning_memprof.analysis.run.model import Rank, RecordedWindow
-    from lightning_memprof.analysis.run.problems import Problem
     from lightning_memprof.artifacts.series import PulseRow
 
 __all__ = [
@@ -33,7 +32,6 @@ __all__ = [
     "PulseStatistics",
     "StepReport",
     "pulse_statistics",
-    "recorded_actions",
     "window_steps",
 ]
 
@@ -127,15 +125,15 @@ class PulseStatistics:
         return (self.breakdown_ns[phase] or 0) / self.mean_ns if self.mean_ns else 0.0
 
 
-def window_steps(rank: Rank, window: RecordedWindow) -> tuple[list[StepReport], list[Problem]]:
-    """Return the recorded steps of a window, and the problems of its series.
+def window_steps(rank: Rank, window: RecordedWindow) -> list[StepReport]:
+    """Return the recorded steps of a window.
 
     The device's clock is preferred where the pulse has it, because a host's times of an asynchronous device are the
     times of its launches; then the pulse's host clock, which keeps the profiler's work at the marks out of the phases;
     then the hook timings.
     """
-    files = (window.read(HookRow), window.read(HostRow), window.read(AllocatorRow))
-    hooks, host, allocator = files[0].by_step, files[1].by_step, files[2].by_step
+    hooks, host = window.read(HookRow).by_step, window.read(HostRow).by_step
+    allocator = window.read(AllocatorRow).by_step
     pulse = {row["step"]: row for row in rank.pulse if row["step"] in window.steps}
     stage = rank.facts.stage
     reports = []
@@ -157,12 +155,7 @@ def window_steps(rank: Rank, window: RecordedWindow) -> tuple[list[StepReport], 
                 device=_device_memory(allocator.get(step, []), row),
             )
         )
-    return reports, [problem for file in files for problem in file.problems]
-
-
-def recorded_actions(rank: Rank) -> dict[int, Sequence[HookRow]]:
-    """Return the hook timings of every recorded step that has some."""
-    return {step: rows for window in rank.windows for step, rows in window.read(HookRow).by_step.items()}
+    return reports
 
 
 def pulse_statistics(rank: Rank) -> PulseStatistics | None:

@@ -7,6 +7,7 @@ import math
 import os
 from array import array
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.analysis.run.problems import CUT, Problem
@@ -67,17 +68,10 @@ class SystemSamples:
     problems: tuple[Problem, ...]
 
 
-def systems(run: Run) -> tuple[tuple[RankSystem, ...], list[Problem]]:
-    """Return the load of the first ranks that sampled their machine, and the problems of their files."""
-    found: list[RankSystem] = []
-    problems: list[Problem] = []
-    for rank in run.ranks:
-        problems += rank.system.problems
-        if any(map(len, rank.system.stretches)):
-            found.append(_of_rank(rank))
-        if len(found) == MAX_RANKS:
-            break
-    return tuple(found), problems
+def systems(run: Run) -> tuple[RankSystem, ...]:
+    """Return the load of the first ranks that sampled their machine."""
+    sampled = (rank for rank in run.ranks if any(map(len, rank.system.stretches)))
+    return tuple(map(_of_rank, islice(sampled, MAX_RANKS)))
 
 
 def read_samples(rank: Rank, most_bytes: int = MAX_BYTES) -> SystemSamples:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lightning_memprof.analysis.run.model import Rank, Run
-    from lightning_memprof.analysis.run.problems import Problem
 
 __all__ = ["RankThroughput", "Rate", "rank_throughput", "throughputs"]
 
@@ -56,31 +55,23 @@ class RankThroughput:
     utilization: float | None
 
 
-def throughputs(run: Run) -> tuple[tuple[RankThroughput, ...], tuple[Problem, ...]]:
-    """Return the throughput of the first ranks that counted their batches, and the problems of their files."""
+def throughputs(run: Run) -> tuple[RankThroughput, ...]:
+    """Return the throughput of the first ranks that counted their batches."""
     counted = (rank for rank in run.ranks if any("throughput" in window.series for window in rank.windows))
-    found, problems = [], []
-    for rank in islice(counted, MAX_RANKS):
-        rate, damage = rank_throughput(rank)
-        problems += damage
-        if rate is not None:
-            found.append(rate)
-    return tuple(found), tuple(problems)
+    return tuple(rate for rank in islice(counted, MAX_RANKS) if (rate := rank_throughput(rank)) is not None)
 
 
-def rank_throughput(rank: Rank) -> tuple[RankThroughput | None, list[Problem]]:
-    """Return one rank's throughput, None where none of its steps was timed, and the problems of its files."""
-    files = [window.read(ThroughputRow) for window in rank.windows]
-    rows = [row for file in files for row in file.recorded]
-    problems = [problem for file in files for problem in file.problems]
+def rank_throughput(rank: Rank) -> RankThroughput | None:
+    """Return one rank's throughput, None where none of its steps was timed."""
+    rows = rank.recorded(ThroughputRow)
     durations, basis = _durations(rank, rows)
     if not durations:
-        return None, problems
+        return None
     samples, tokens = _mean([row.samples for row in rows]), _mean([row.tokens for row in rows])
     flops = next((row.flops for row in rows if row.flops), None)
     peak = next((row.peak_flops for row in rows if row.peak_flops is not None and 0 < row.peak_flops < _MOST), None)
     flops_per_s = None if flops is None else flops * len(durations) / sum(durations) * 1e9
-    found = RankThroughput(
+    return RankThroughput(
         rank=rank.rank,
         basis=basis,
         steps=len(durations),
@@ -94,7 +85,6 @@ def rank_throughput(rank: Rank) -> tuple[RankThroughput | None, list[Problem]]:
         peak_flops=peak,
         utilization=None if flops_per_s is None or peak is None else flops_per_s / peak,
     )
-    return found, problems
 
 
 def _durations(rank: Rank, rows: Sequence[ThroughputRow]) -> tuple[list[int], str]:

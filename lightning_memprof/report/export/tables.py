@@ -90,7 +90,7 @@ def run_tables(run: Run) -> Iterator[Table]:
         for peak in (rank.peak, *rank.peak.others)
         for name, size in peak.categories.items()
     )
-    problems: list[Row] = [_fields(problem) for problem in (*run.problems, *memory.problems)]
+    problems: list[Row] = [_fields(problem) for problem in (*run.problems, *run.series_problems)]
     problems += [
         {"rank": allocation.rank, "piece": str(allocation.trace), "message": allocation.problem}
         for allocation in allocations
@@ -135,7 +135,7 @@ def _is_trace(artifact: ArtifactFile) -> bool:
 def _steps(run: Run) -> Iterator[Row]:
     for rank in run.in_full.ranks:
         for window in rank.windows:
-            for step in window_steps(rank, window)[0]:
+            for step in window_steps(rank, window):
                 yield {
                     "rank": rank.rank,
                     "window": window.index,

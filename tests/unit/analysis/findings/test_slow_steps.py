@@ -65,7 +65,7 @@ def test_a_validation_has_neither_backward_nor_optimizer(tmp_path: Path) -> None
     assert statistics is not None
     assert (statistics.breakdown_ns["backward"], statistics.breakdown_ns["optimizer"]) == (None, None)
     assert statistics.breakdown_ns["forward"] == HEALTHY["forward"]
-    (step, *_), _ = window_steps(rank, rank.windows[0])
+    step, *_ = window_steps(rank, rank.windows[0])
     assert step.breakdown_ns is not None
     assert step.breakdown_ns["backward"] is None
     assert sum(ns or 0 for ns in step.breakdown_ns.values()) == step.duration_ns

@@ -84,6 +84,7 @@ def test_calls_that_were_counted_over_the_whole_run_are_there_too(tmp_path: Path
     row = {**START, "step": None, "global_step": None, "function": "backward"}
     rows = [row, {**END, **row, "point": "end", "rss": 17}]
     (directory / "functions.rank00000.jsonl").write_text("{torn\n" + "".join(json.dumps(row) + "\n" for row in rows))
-    found = memory_report(load_run(directory))
+    run = load_run(directory)
+    found = memory_report(run)
     assert [(function.name, function.changes("rss_bytes")) for function in found.lead.functions] == [("backward", [7])]
-    assert [problem.piece for problem in found.problems] == ["functions.rank00000.jsonl"]
+    assert [problem.piece for problem in run.series_problems] == ["functions.rank00000.jsonl"]

@@ -218,8 +218,9 @@ def test_damaged_lines_hide_only_themselves(tmp_path: Path) -> None:
     directory = make_run(tmp_path, FakeRun())
     path = directory / "window000" / "rank00000.saved_tensors.jsonl"
     path.write_text("{broken\n" + path.read_text())
-    found = memory_report(load_run(directory))
-    assert [(problem.piece, problem.rank) for problem in found.problems] == [("rank00000.saved_tensors.jsonl", 0)]
+    run = load_run(directory)
+    found = memory_report(run)
+    assert [(problem.piece, problem.rank) for problem in run.series_problems] == [("rank00000.saved_tensors.jsonl", 0)]
     assert peak(found).categories["activation"] == FAKE.activation_bytes
 
 

@@ -122,8 +122,9 @@ def test_a_step_is_shared_among_its_events_and_callbacks_are_named(tmp_path: Pat
         row("[Callback]C.on_validation_end", 280, 7, 1),
         row("logging", 287, 2, 1),
     ]
-    (step,), problems = window_events(window(tmp_path, rows), "fit")
-    assert problems == []
+    made = window(tmp_path, rows)
+    (step,) = window_events(made, "fit")
+    assert made.problems == []
     assert (step.rank, step.window, step.step, step.start_ns, step.duration_ns) == (0, 4, 2, 100, 200)
     assert step.parts_ns == {
         "data_wait": 10,
@@ -157,7 +158,7 @@ nested_rows = st.lists(
 @given(nested_rows, st.integers(0, 1_000))
 def test_parts_sum_to_the_step_for_any_rows(tmp_path_factory: Any, rows: list[dict[str, Any]], length: int) -> None:
     made = window(tmp_path_factory.mktemp("run"), [*rows, row("step", 0, length, -1)])
-    (step,), _ = window_events(made, "fit")
+    (step,) = window_events(made, "fit")
     assert tuple(step.parts_ns) == PARTS
     assert sum(step.parts_ns.values()) == length
     assert min(step.parts_ns.values()) >= 0
@@ -173,18 +174,17 @@ def test_damaged_rows_hide_only_themselves(tmp_path: Path) -> None:
     made = window(tmp_path, [row("step", 0, 10, -1), row("a", 0, 5), {"step": 2, "action": None}, {"step": "x"}])
     path = made.series["hooks"]
     path.write_text("{broken\n" + path.read_text())
-    (step,), problems = window_events(made, "fit")
+    (step,) = window_events(made, "fit")
     assert [event.action for event in step.events] == ["a"]
-    assert "rows could be read" in problems[0].message
+    assert "rows could be read" in made.problems[0].message
 
 
 def test_a_step_that_has_no_span_is_left_out(tmp_path: Path) -> None:
-    assert window_events(window(tmp_path, [row("a", 0, 5)]), "fit") == ([], [])
+    assert window_events(window(tmp_path, [row("a", 0, 5)]), "fit") == []
 
 
 def test_totals_count_each_action_of_all_steps(tmp_path: Path) -> None:
-    steps, problems = rank_events(load_run(make_run(tmp_path, FakeRun(windows=((2, 3), (9,))))).lead)
-    assert problems == []
+    steps = rank_events(load_run(make_run(tmp_path, FakeRun(windows=((2, 3), (9,))))).lead)
     assert [step.step for step in steps] == [2, 3, 9]
     totals = {total.action: total for total in event_totals(steps)}
     batch, step = totals["run_training_batch"], totals["[LightningModule]LitGPT.optimizer_step"]
@@ -201,7 +201,7 @@ def test_totals_count_each_action_of_all_steps(tmp_path: Path) -> None:
 def test_pauses_are_summed_over_recorded_steps(tmp_path: Path) -> None:
     directory = make_run(tmp_path, FakeRun(windows=((2, 3),)))
     run = load_run(directory)
-    assert pauses(run.lead) == (None, [])
+    assert pauses(run.lead) is None
     tensor = {"type": "Tensor", "shape": [2], "dtype": "float32", "bytes": 8}
     rows = [
         {"step": 1, "recorded": False, "duration_ns": 10**9, "generation": 2, "collected": 5, "uncollectable": 0},
@@ -214,8 +214,7 @@ def test_pauses_are_summed_over_recorded_steps(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     series = {**run.lead.windows[0].series, "garbage": path}
     made = recorded_window(0, (2, 3), series)
-    found, problems = pauses(replace(run.lead, windows=(made,)))
-    assert problems == []
+    found = pauses(replace(run.lead, windows=(made,)))
     assert found is not None
     assert (found.count, found.total_ns, found.max_ns, found.collected, found.uncollectable) == (2, 80, 50, 6, 1)
     assert found.generations == {0: (1, 30), 2: (1, 50)}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.steps.phases import classify, exclusive_times
-from lightning_memprof.analysis.steps.statistics import pulse_statistics, recorded_actions, window_steps
+from lightning_memprof.analysis.steps.statistics import pulse_statistics, window_steps
 from lightning_memprof.artifacts.series import PHASES, HookRow
 from lightning_memprof.units import MIB
 
@@ -123,8 +123,8 @@ def test_a_window_reports_each_recorded_step(tmp_path: Path, source: str) -> Non
     if source == "hooks":
         (directory / "pulse.rank00000.csv").unlink()
     rank = load_run(directory).lead
-    steps, problems = window_steps(rank, rank.windows[0])
-    assert problems == []
+    steps = window_steps(rank, rank.windows[0])
+    assert rank.windows[0].problems == []
     assert [(step.step, step.clock, step.source) for step in steps] == [(2, "host", source), (3, "host", source)]
     for step in steps:
         row = pulse[step.step]
@@ -141,7 +141,7 @@ def test_without_pulse_and_hooks_nothing_times_the_step(tmp_path: Path) -> None:
     (directory / "window000" / "rank00000.hooks.jsonl").unlink()
     (directory / "pulse.rank00000.csv").unlink()
     rank = load_run(directory).lead
-    (first, _), _ = window_steps(rank, rank.windows[0])
+    first, _ = window_steps(rank, rank.windows[0])
     assert (first.duration_ns, first.breakdown_ns, first.clock) == (None, None, None)
     assert first.host.rss_bytes is not None
     assert pulse_statistics(rank) is None
@@ -151,7 +151,7 @@ def test_without_host_series_the_pulse_has_the_resident_size_and_the_peak_is_unk
     directory = make_run(tmp_path)
     (directory / "window000" / "rank00000.host.jsonl").unlink()
     rank = load_run(directory).lead
-    host = window_steps(rank, rank.windows[0])[0][0].host
+    host = window_steps(rank, rank.windows[0])[0].host
     assert host.rss_bytes == rank.pulse[2]["rss_bytes"]
     assert host.peak_rss_bytes is host.uss_bytes is None
 
@@ -162,14 +162,14 @@ def test_a_damaged_series_is_a_problem_and_its_other_rows_count(tmp_path: Path) 
     lines = series.read_text().split("\n")
     series.write_text("\n".join(["{broken", *lines]))
     rank = load_run(directory).lead
-    steps, problems = window_steps(rank, rank.windows[0])
-    assert "18 rows could be read" in problems[0].message
+    steps = window_steps(rank, rank.windows[0])
+    assert "18 rows could be read" in rank.windows[0].problems[0].message
     assert steps[0].host.rss_bytes is not None
 
 
 def test_on_an_accelerator_the_devices_clock_and_memory_are_taken(tmp_path: Path) -> None:
     rank = load_run(make_run(tmp_path, FakeRun(device_bytes=lambda step: (100 + step) * MIB))).lead
-    (first, _), _ = window_steps(rank, rank.windows[0])
+    first, _ = window_steps(rank, rank.windows[0])
     assert (first.clock, first.source) == ("device", "pulse")
     assert first.breakdown_ns is not None
     assert first.breakdown_ns["callbacks"] is None
@@ -234,9 +234,3 @@ def test_the_devices_clock_has_callbacks_within_other_only(tmp_path: Path) -> No
     other = statistics.breakdown_ns["other"]
     assert statistics.callbacks_ns == statistics.host_callbacks_ns < (other or 0)
     assert statistics.callbacks_ns + statistics.between_ns == other
-
-
-def test_recorded_actions_are_those_of_active_steps(tmp_path: Path) -> None:
-    rank = load_run(make_run(tmp_path, FakeRun(windows=((2, 3), (10,))))).lead
-    assert sorted(recorded_actions(rank)) == [2, 3, 10]
-    assert load_run(make_run(tmp_path / "none", FakeRun(windows=()))).lead.windows == ()
