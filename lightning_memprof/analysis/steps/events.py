@@ -14,12 +14,14 @@ from lightning_memprof.analysis.steps.phases import (
     FORWARD,
     OPTIMIZER,
     OWN_WORK,
-    timed,
+    Span,
+    nested_spans,
+    step_span,
 )
 from lightning_memprof.artifacts.series import HookRow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from lightning_memprof.analysis.run.model import Rank, RecordedWindow
 
@@ -165,105 +167,42 @@ def event_totals(steps: Iterable[StepEvents]) -> list[EventTotals]:
 
 
 def _step(window: RecordedWindow, step: int, rows: Sequence[HookRow], stage: str) -> StepEvents | None:
-    span = next((row for row in rows if row.action == "step" and row.depth == -1), None)
-    if span is None or span.start_ns is None or span.duration_ns is None or span.duration_ns < 0:
+    place = step_span(rows)
+    if place is None:
         return None
-    end = span.start_ns + span.duration_ns
-    sweep = _Sweep(span.start_ns, end, lambda action, around: part_of(action, around, stage))
-    for begin, negative_duration, _, action in sorted(timed(row for row in rows if row is not span)):
-        sweep.add(begin, begin - negative_duration, action)
-    events, outside_ns = sweep.end()
+    root, *spans = nested_spans(rows, *place, lambda action, around: part_of(action, around, stage))
     parts = dict.fromkeys(PARTS, 0)
-    parts["other"] = outside_ns
     callbacks: dict[str, int] = defaultdict(int)
-    for owner, event in events:
-        parts[event.part] += event.self_ns
-        if event.part == "callbacks":
-            callbacks[owner] += event.self_ns
+    for span in (root, *spans):
+        parts[span.label] += span.self_ns
+        if span.label == "callbacks":
+            callbacks[_owner(span)] += span.self_ns
     return StepEvents(
         rank=window.rank,
         window=window.index,
         step=step,
-        global_step=span.global_step,
-        start_ns=span.start_ns,
-        duration_ns=span.duration_ns,
+        global_step=next((row.global_step for row in rows if row.depth == -1), None),
+        start_ns=root.begin_ns,
+        duration_ns=root.end_ns - root.begin_ns,
         parts_ns=parts,
         callbacks_ns=dict(sorted(callbacks.items(), key=lambda entry: (-entry[1], entry[0]))),
-        events=tuple(event for _, event in events),
+        events=tuple(
+            Event(
+                action=span.action,
+                part=span.label,
+                offset_ns=span.begin_ns - root.begin_ns,
+                duration_ns=span.end_ns - span.begin_ns,
+                self_ns=span.self_ns,
+                depth=span.depth,
+            )
+            for span in spans
+        ),
     )
 
 
-class _Open:
-    """An event that has not ended: its place, and the part and callback that its self time counts for."""
-
-    def __init__(self, action: str, begin: int, end: int, part: str, owner: str) -> None:
-        self.action = action
-        self.begin = begin
-        self.end = end
-        self.part = part
-        self.owner = owner
-        self.self_ns = 0
-
-
-class _Sweep:
-    """Shares the time from ``start`` to ``end`` among events in order of start.
-
-    An event that outlives the one around it, or the step, is cut at that one's end.
-    """
-
-    def __init__(self, start: int, end: int, part_of: Callable[[str, str], str]) -> None:
-        self._start = start
-        self._part_of = part_of
-        self._cursor = start
-        self._root = _Open("step", start, end, "other", "")
-        self._stack = [self._root]
-        self._events: list[tuple[_Open, int]] = []
-
-    def add(self, begin: int, end: int, action: str) -> None:
-        """Take the next event."""
-        begin = min(max(begin, self._start), self._root.end)
-        while len(self._stack) > 1 and self._stack[-1].end <= begin:
-            self._leave()
-        around = self._stack[-1]
-        self._spend(begin)
-        part = self._part_of(action, around.part)
-        # Time inside a callback's hook that belongs to no other part is the callback's.
-        owner = _owner(action) if action.startswith(CALLBACK) else around.owner
-        event = _Open(action, begin, max(begin, min(end, around.end)), part, owner)
-        self._events.append((event, len(self._stack) - 1))
-        self._stack.append(event)
-
-    def end(self) -> tuple[list[tuple[str, Event]], int]:
-        """Return the events with the callback that each belongs to, and the nanoseconds in none of them."""
-        while len(self._stack) > 1:
-            self._leave()
-        self._spend(self._root.end)
-        events = [
-            (
-                event.owner,
-                Event(
-                    action=event.action,
-                    part=event.part,
-                    offset_ns=event.begin - self._start,
-                    duration_ns=event.end - event.begin,
-                    self_ns=event.self_ns,
-                    depth=depth,
-                ),
-            )
-            for event, depth in self._events
-        ]
-        return events, self._root.self_ns
-
-    def _leave(self) -> None:
-        self._spend(self._stack[-1].end)
-        self._stack.pop()
-
-    def _spend(self, until: int) -> None:
-        if until > self._cursor:
-            self._stack[-1].self_ns += until - self._cursor
-            self._cursor = until
-
-
-def _owner(action: str) -> str:
-    """Return the key of a callback: an action's name without its hook."""
-    return action.removeprefix(CALLBACK).rpartition(".")[0]
+def _owner(span: Span) -> str:
+    """Return the key of the callback that a span runs in: an action's name without its hook."""
+    around: Span | None = span
+    while around is not None and not around.action.startswith(CALLBACK):
+        around = around.around
+    return "" if around is None else around.action.removeprefix(CALLBACK).rpartition(".")[0]

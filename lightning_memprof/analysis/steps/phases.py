@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.artifacts.series import PHASES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from lightning_memprof.artifacts.series import HookRow
 
-__all__ = ["CALLBACK", "action_name", "class_name", "classify", "exclusive_times", "is_profiler", "timed"]
+__all__ = [
+    "CALLBACK",
+    "Span",
+    "action_name",
+    "class_name",
+    "classify",
+    "exclusive_times",
+    "is_profiler",
+    "nested_spans",
+    "step_span",
+]
 
 FORWARD: Final = {
     "fit": "training_step",
@@ -80,40 +91,84 @@ def classify(action: str, stage: str) -> str | None:
     return "other" if hook in EVALUATION_STEPS or action.startswith(OWN_WORK) else None
 
 
-def exclusive_times(rows: Iterable[HookRow], start_ns: int, end_ns: int, stage: str) -> dict[str, int]:
-    """Share the time from ``start_ns`` to ``end_ns`` among the phases, in nanoseconds.
+@dataclass(slots=True)
+class Span:
+    """An action inside a step, or the step itself, whose ``around`` is None. ``label`` is its phase or part."""
 
-    Every instant counts for the innermost action that covers it, so the phases sum to ``end_ns - start_ns`` exactly,
-    whatever the rows are: an action that outlives the one around it is cut at that one's end.
+    action: str
+    label: str
+    begin_ns: int
+    end_ns: int
+    depth: int
+    around: Span | None
+    self_ns: int = 0
+
+
+def step_span(rows: Iterable[HookRow]) -> tuple[int, int] | None:
+    """Return start and end of the step that rows are of, None where nothing timed it."""
+    row = next((row for row in rows if _is_step(row)), None)
+    if row is None or row.start_ns is None or row.duration_ns is None or row.duration_ns < 0:
+        return None
+    return row.start_ns, row.start_ns + row.duration_ns
+
+
+def nested_spans(
+    rows: Iterable[HookRow], start_ns: int, end_ns: int, label_of: Callable[[str, str], str]
+) -> list[Span]:
+    """Share the time from ``start_ns`` to ``end_ns`` among the step, which comes first, and its actions by start.
+
+    Every instant counts for the innermost action that covers it, so the self times sum to ``end_ns - start_ns``
+    exactly, whatever the rows are: an action that outlives the one around it, or the step, is cut at that one's end.
+    ``label_of`` gets an action and the label of the one around it; the step's is ``other``.
     """
-    totals = dict.fromkeys(PHASES, 0)
-    stack = [(end_ns, "other")]
+    root = Span(action="step", label="other", begin_ns=start_ns, end_ns=end_ns, depth=-1, around=None)
+    found, stack = [root], [root]
     cursor = start_ns
 
-    def leave() -> None:
+    def spend(until: int) -> None:
         nonlocal cursor
-        end, phase = stack.pop()
-        if end > cursor:
-            totals[phase] += end - cursor
-            cursor = end
+        if until > cursor:
+            stack[-1].self_ns += until - cursor
+            cursor = until
 
-    for begin, negative_duration, _, action in sorted(timed(rows)):
-        begins = min(max(begin, start_ns), end_ns)
-        while len(stack) > 1 and stack[-1][0] <= begins:
+    def leave() -> None:
+        spend(stack[-1].end_ns)
+        stack.pop()
+
+    timed = (
+        (row.start_ns, -max(row.duration_ns, 0), row.depth or 0, row.action)
+        for row in rows
+        if row.start_ns is not None and row.duration_ns is not None and row.action is not None and not _is_step(row)
+    )
+    # Of two that start together the longer one is around the other.
+    for start, negative_duration, _, action in sorted(timed):
+        begin = min(max(start, start_ns), end_ns)
+        while len(stack) > 1 and stack[-1].end_ns <= begin:
             leave()
-        around_end, around_phase = stack[-1]
-        if begins > cursor:
-            totals[around_phase] += begins - cursor
-            cursor = begins
-        ends = min(begin - negative_duration, around_end)
-        stack.append((ends, classify(action, stage) or around_phase))
+        spend(begin)
+        around = stack[-1]
+        span = Span(
+            action=action,
+            label=label_of(action, around.label),
+            begin_ns=begin,
+            end_ns=max(begin, min(start - negative_duration, around.end_ns)),
+            depth=len(stack) - 1,
+            around=around,
+        )
+        found.append(span)
+        stack.append(span)
     while stack:
         leave()
+    return found
+
+
+def exclusive_times(rows: Iterable[HookRow], start_ns: int, end_ns: int, stage: str) -> dict[str, int]:
+    """Return the self times of actions by phase, in nanoseconds; they sum to ``end_ns - start_ns``."""
+    totals = dict.fromkeys(PHASES, 0)
+    for span in nested_spans(rows, start_ns, end_ns, lambda action, around: classify(action, stage) or around):
+        totals[span.label] += span.self_ns
     return totals
 
 
-def timed(rows: Iterable[HookRow]) -> Iterable[tuple[int, int, int, str]]:
-    """Yield ``(start, -duration, depth, action)``: of two that start together the outer one sorts first."""
-    for row in rows:
-        if row.start_ns is not None and row.duration_ns is not None and row.action is not None:
-            yield row.start_ns, -max(row.duration_ns, 0), row.depth or 0, row.action
+def _is_step(row: HookRow) -> bool:
+    return row.action == "step" and row.depth == -1

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from lightning_memprof.analysis.steps.phases import exclusive_times
+from lightning_memprof.analysis.steps.phases import exclusive_times, step_span
 from lightning_memprof.analysis.steps.typical import (
     Breakdown,
     Clock,
@@ -194,12 +194,8 @@ def _median_share(typical: TypicalSteps, phase: str) -> float:
 
 
 def _hook_timing(rows: Sequence[HookRow], stage: str) -> Timing | None:
-    span = next((row for row in rows if row.action == "step" and row.depth == -1), None)
-    if span is None or span.start_ns is None or span.duration_ns is None or span.duration_ns < 0:
-        return None
-    actions = [row for row in rows if row is not span]
-    phases = exclusive_times(actions, span.start_ns, span.start_ns + span.duration_ns, stage)
-    return span.duration_ns, phases, "host", "hooks"
+    place = step_span(rows)
+    return None if place is None else (place[1] - place[0], exclusive_times(rows, *place, stage), "host", "hooks")
 
 
 def _host_memory(marks: Sequence[HostRow], row: PulseRow | None) -> HostMemory:
