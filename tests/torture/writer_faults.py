@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from lightning_memprof.artifacts.sink import Sink
-from lightning_memprof.capture.sources.kineto import TraceFile
+from lightning_memprof.capture.collectors import operator_trace
 
 if TYPE_CHECKING:
     from tests.torture import fault, storage
@@ -19,11 +19,11 @@ __all__ = ["FAULTS"]
 
 
 def _compressing_fails(cell: fault.Cell) -> None:
-    def compress(*_: object) -> None:
+    def write_trace(*_: object) -> None:
         raise RuntimeError("the writer's own fault")
 
-    cell.notes["patches"] = [(TraceFile, "compress", TraceFile.compress)]
-    cell.notes["patches"][0][0].compress = compress
+    cell.notes["patches"] = [(operator_trace, "write_trace", operator_trace.write_trace)]
+    cell.notes["patches"][0][0].write_trace = write_trace
 
 
 def _every_job_fails(cell: fault.Cell) -> None:
