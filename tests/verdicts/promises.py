@@ -76,17 +76,14 @@ def main() -> int:
     faults = [
         row for row in expected_of("faults") if not options.only or any(text in row.name for text in options.only)
     ]
-    rows = []
-    for fault in track(faults, "promises", disable=not sys.stderr.isatty()):
-        rows.append(compared(fault, options.rounds))
+    rows = [compared(fault, options.rounds) for fault in track(faults, "promises", disable=not sys.stderr.isatty())]
     print(f"| training | finding | promised | before | after | gain | |\n|{'---|' * 7}")
     for row in rows:
         print(line_of(row))
     made = [row for row in rows if row.promise is not None]
-    print(
-        f"\n{sum(row.is_kept for row in made)} of {len(made)} promises kept, {len(rows) - len(made)} trainings without one"
-    )
-    return 0 if all(row.is_kept for row in made) else 1
+    kept = sum(row.is_kept for row in made)
+    print(f"\n{kept} of {len(made)} promises kept; {len(rows) - len(made)} trainings without a promise")
+    return 0 if kept == len(made) else 1
 
 
 def parse() -> argparse.Namespace:
