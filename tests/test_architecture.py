@@ -41,6 +41,7 @@ ONE_IMPORTER = {
     "capture/sources/kineto.py": "the one owner of torch's profiler",
     "capture/sources/oom_state.py": "reads allocator and host state, without the collector protocol",
     "capture/sources/saved_graph.py": "walk over autograd's graph, an algorithm of its own",
+    "capture/sources/user_hooks.py": "replaces the program's hooks, the one place that does",
     "capture/tracker/path_tracker.py": "subclass of torch's private ModTracker",
     "capture/tracker/sharded_tracker.py": "imports torch's FSDP classes, which are loaded when they are used",
     "demo/train.py": "imports torch; the command line does not",

@@ -48,7 +48,7 @@ class _Remedy:
     Attributes:
         rule: of the finding.
         parts: of the ledger.
-        sentence: with the fields ``name``, ``share`` and ``on_rank``.
+        sentence: with the fields ``name``, ``kind`` (the part), ``share`` and ``on_rank``.
         next_steps: with the field ``name``.
         saves: least and most share of the part's time that the first of them recovers.
         by_name: whether each action is a finding of its own.
@@ -77,6 +77,17 @@ REMEDIES: Final = (
         sentence="The hook {name} of the module takes {share} of each step{on_rank}.",
         next_steps=("Do the work of {name} every N batches, in on_train_epoch_end, or in a thread.",),
         saves=(0.5, 1.0),
+        by_name=True,
+    ),
+    _Remedy(
+        rule="registered_hook_bound",
+        parts=("forward_hook", "backward_hook"),
+        sentence="The {kind} {name} takes {share} of each step{on_rank}.",
+        next_steps=(
+            "Remove the hook {name}: call remove() of the handle that its registration returned.",
+            "Do the work of {name} every N batches: return at once in the others.",
+        ),
+        saves=(0.8, 1.0),
         by_name=True,
     ),
     _Remedy(
@@ -147,7 +158,8 @@ def _matters(ledger: TimeLedger, lines: Sequence[TimeLine]) -> bool:
 
 
 def _of_action(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy, lines: Sequence[TimeLine]) -> Finding:
-    ns, count = total(lines), max(lines, key=lambda line: line.ns).count
+    ns, first = total(lines), lines[0].name
+    count = sum(line.count for line in lines if line.name == first and not line.operator)
     name = lines[0].name or "of unknown name"
     worth = Recovery(unit="ns", least=ns * remedy.saves[0], most=ns * remedy.saves[1], whole=ledger.step_ns)
     once = 0 < count * ledger.steps < MIN_CALLS
@@ -156,7 +168,12 @@ def _of_action(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy, li
     return Finding(
         rule=remedy.rule,
         severity=Severity.INFO if once else worth.severity,
-        sentence=remedy.sentence.format(name=name, share=percent(ns / ledger.step_ns), on_rank=facts.on_rank(rank)),
+        sentence=remedy.sentence.format(
+            name=name,
+            kind=lines[0].part.replace("_", " "),
+            share=percent(ns / ledger.step_ns),
+            on_rank=facts.on_rank(rank),
+        ),
         why=_why(ledger, lines, ns, count),
         next_steps=(special, *steps) if special else steps,
         evidence=(facts.pulse(rank), *facts.recorded(rank, "hooks")),
@@ -181,7 +198,8 @@ def _why(ledger: TimeLedger, lines: Sequence[TimeLine], ns: float, count: float)
         parts.append(f"{often}, {format_ns(ns / count)} each time")
     elif count:
         parts.append(f"{count:,.3g} per step" if count >= 1.05 else "in each step")
-    longest = max((line.longest_ns or 0 for line in lines), default=0)
+    # Lines with operators are of recorded steps.
+    longest = max((line.longest_ns or 0 for line in lines if line.operator is None), default=0)
     parts += [f"at most {format_ns(longest)} in a step"] if longest else []
     return "; ".join(parts) + "."
 

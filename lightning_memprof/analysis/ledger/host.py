@@ -47,7 +47,10 @@ _RANGES: Final[Mapping[str, HostPart]] = {
     "enumerate(DataLoader)": "data_wait",
     _NODE: "backward",
     "<built-in method run_backward": "backward",
+    "[pl][forward_hook]": "forward_hook",
+    "[pl][backward_hook]": "backward_hook",
 }
+_HOOKS: Final = ("[pl][forward_hook]", "[pl][backward_hook]")
 _OF_PART: Final[Mapping[str, HostPart]] = {"callbacks": "callback", "other": "untracked"}
 _NONE: Final = -1
 # A validation inside a fit is one part, as in the hook timings, less these.
@@ -58,7 +61,10 @@ _BESIDE_VALIDATION: Final = tuple(
 # The other parts say it all.
 _LABELLED: Final = tuple(
     _PARTS.index(part)
-    for part in ("data_wait", "transfer", "callback", "module_hook", "logging", "validation", "checkpoint")
+    for part in (
+        *("data_wait", "transfer", "callback", "module_hook", "logging", "validation", "checkpoint"),
+        *("forward_hook", "backward_hook"),
+    )
 )
 
 
@@ -95,26 +101,23 @@ def host_ledger(
     )
 
 
-def corrected(ledger: TimeLedger, parts_ns: Mapping[HostPart, float]) -> tuple[TimeLine, ...]:
-    """Return the lines of some parts as they are without the cost of recording.
+def corrected(lines: Sequence[TimeLine], true_ns: float) -> tuple[TimeLine, ...]:
+    """Return the lines of a phase as they are without the cost of recording; none where they hold no time.
 
-    A recorded event costs about the same whatever it is: with ``o = (recorded - true) / events`` of a part, a line of
-    ``n`` events and ``t`` ns has ``max(t - n * o, 0)`` ns, scaled so that the part sums to its true time.
+    A recorded event costs about the same whatever it is: with ``o = (recorded - true) / events`` of the phase, a line
+    of ``n`` events and ``t`` ns has ``max(t - n * o, 0)`` ns, scaled so that the phase sums to its true time.
 
     Args:
-        ledger: of recorded steps.
-        parts_ns: the true time of each part per step, measured in steps that were not recorded.
+        lines: of recorded steps.
+        true_ns: the time of the phase per step, measured in steps that were not recorded.
     """
-    found: list[TimeLine] = []
-    for part, true_ns in parts_ns.items():
-        lines = ledger.of(part)
-        recorded_ns, events = total(lines), sum(line.count for line in lines)
-        overhead_ns = max(recorded_ns - true_ns, 0.0) / events if events else 0.0
-        left = [max(line.ns - line.count * overhead_ns, 0.0) for line in lines]
-        scale = true_ns / sum(left) if sum(left) else 0.0
-        if scale or not true_ns:
-            found += [replace(line, ns=ns * scale) for line, ns in zip(lines, left, strict=True)]
-    return tuple(found)
+    recorded_ns, events = total(lines), sum(line.count for line in lines)
+    overhead_ns = max(recorded_ns - true_ns, 0.0) / events if events else 0.0
+    left = [max(line.ns - line.count * overhead_ns, 0.0) for line in lines]
+    scale = true_ns / sum(left) if sum(left) else 0.0
+    if not scale and true_ns:
+        return ()
+    return tuple(replace(line, ns=ns * scale) for line, ns in zip(lines, left, strict=True))
 
 
 def _training_lane(columns: TraceColumns, operators: Column) -> int:
@@ -284,4 +287,6 @@ def _summed(threads: _Threads, table: Table, steps: int) -> tuple[TimeLine, ...]
 
 
 def _label(name: str) -> str:
+    if name.startswith(_HOOKS):
+        return name.rpartition("]")[2]
     return action_name(name.removeprefix(_ACTION))

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DevicePart", "HostPart", "Stall", "TimeLedger", "TimeLine", "TimePart", "grouped", "total"]
 
-# What the training thread does; `python` is host work outside operators, hooks and callbacks.
+# What the training thread does. A module hook is a method of the LightningModule; forward and backward hooks are those
+# that the program registered on modules and parameters.
 HostPart = Literal[
     "data_wait",
     "transfer",
@@ -21,6 +22,8 @@ HostPart = Literal[
     "optimizer",
     "callback",
     "module_hook",
+    "forward_hook",
+    "backward_hook",
     "logging",
     "metric",
     "validation",

@@ -31,6 +31,8 @@ RESTART: Final = "workers restart"
 EPOCHS: Final = 3
 # The phases whose work is the same in every step. A long fetch or callback has an owner of its own.
 _STEADY: Final[tuple[HostPart, ...]] = ("forward", "backward", "optimizer")
+# The program's hooks in them.
+_HOOKS: Final[Mapping[HostPart, tuple[HostPart, ...]]] = {"forward": ("forward_hook",), "backward": ("backward_hook",)}
 _METRIC: Final = "[Metric]"
 _MODULE: Final = "[LightningModule]"
 # Actions inside forward, backward and optimizer that are lines of their own.
@@ -59,7 +61,7 @@ def run_ledger(rank: Rank, host: TimeLedger | None = None) -> TimeLedger | None:
     The steps are those outside windows, without the first, as long as enough remain. Each phase of the pulse is divided
     among its owners: data wait by the hook timings of the windows; callbacks, hooks, transfers, validation and
     checkpoints by the action totals of the whole run; forward, backward and optimizer by ``host``, less the cost of
-    recording. The owners of a phase never sum to more than the phase.
+    recording, with the program's hooks on modules. The owners of a phase never sum to more than the phase.
 
     Args:
         rank: the rank.
@@ -86,7 +88,7 @@ def run_ledger(rank: Rank, host: TimeLedger | None = None) -> TimeLedger | None:
             mine = [*mine, *_restarts(rank, ns - total(mine))]
         whole = _divided(ns, mine, TimeLine(part=part, ns=0))
         lines += whole[:-1]
-        detail = corrected(inside, {part: whole[-1].ns}) if inside is not None and part in _STEADY else ()
+        detail = corrected(inside.of(part, *_HOOKS.get(part, ())), whole[-1].ns) if inside and part in _STEADY else ()
         lines += detail or whole[-1:]
     return TimeLedger(
         step_ns=total(lines),

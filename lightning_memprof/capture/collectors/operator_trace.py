@@ -26,6 +26,7 @@ from lightning_memprof.capture.sources.kineto import (
     module_ranges,
     yields_to_others,
 )
+from lightning_memprof.capture.sources.user_hooks import hook_ranges
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.units import format_bytes
 
@@ -58,7 +59,7 @@ class OperatorTrace(Collector):
         activities: ``"cpu"``, ``"cuda"``, ``"xpu"`` or members of ``torch.profiler.ProfilerActivity``; None is all
             that this torch build supports.
         experimental_config: ``torch._C._profiler._ExperimentalConfig``.
-        record_module_names: names of the modules' forwards in the trace.
+        record_module_names: names of the modules' forwards, and of the program's hooks on them, in the trace.
         on_trace_ready: called at the end of each window with the ``torch.profiler.profile``, which can be exported.
         export: False writes no trace.
         stacks_metric: also write folded Python stacks weighted by this metric, ``"self_cpu_time_total"`` for
@@ -125,6 +126,7 @@ class OperatorTrace(Collector):
             with ExitStack() as ranges:
                 if self.record_module_names:
                     ranges.enter_context(module_ranges(run.model))
+                    ranges.enter_context(hook_ranges(run.model))
                 trace.prepare(ranges, ranges.enter_context(action_ranges(run.actions)))
                 try:
                     with yields_to_others(trace.owner, lambda: self._give_way(run, window, trace)):

@@ -136,3 +136,13 @@ def test_python_outside_operators_is_found_with_its_module(tmp_path: Path) -> No
     assert finding["python_time"].recovers is not None
     slow = [event("[pl][module]Net: tokenizer", 0, 1990), *calls("tokenizer", "aten::add", 12, each=1)[1:]]
     assert "the forward of tokenizer" in found(tmp_path / "module", *slow)["python_time"].sentence
+
+
+def test_a_forward_hook_is_named_with_its_line_and_its_modules_are_not_accused(tmp_path: Path) -> None:
+    hooked = [event("[pl][forward_hook]look (train.py:7)", 100 * at, 100 * at + 60) for at in range(1, 19)]
+    findings = found(tmp_path, event("[pl][module]Net: net", 0, 2000), *hooked)
+    hook = findings["registered_hook_bound"]
+    assert hook.sentence.startswith("The forward hook look (train.py:7) takes ")
+    assert "18 per step" in hook.why
+    assert "Remove the hook look (train.py:7)" in hook.next_steps[0]
+    assert "python_time" not in findings

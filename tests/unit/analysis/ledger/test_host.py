@@ -312,8 +312,7 @@ LINES = st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**5)), min_si
 @given(spent=LINES, true_ns=st.integers(0, 10**10))
 def test_corrected_lines_sum_to_the_true_time_and_none_is_negative(spent: list[tuple[int, int]], true_ns: int) -> None:
     lines = tuple(TimeLine(part="forward", operator=str(at), ns=ns, count=n) for at, (ns, n) in enumerate(spent))
-    recorded = TimeLedger(step_ns=total(lines), median_ns=0, steps=1, basis="", lines=lines)
-    found = corrected(recorded, {"forward": true_ns})
+    found = corrected(lines, true_ns)
     assert all(line.ns >= 0 for line in found)
     if found:
         assert total(found) == pytest.approx(true_ns)
@@ -324,6 +323,25 @@ def test_the_cost_of_recording_is_taken_from_each_event() -> None:
         TimeLine(part="forward", operator="aten::mm", ns=1000, count=1),
         TimeLine(part="forward", operator="aten::add", ns=1000, count=9),
     )
-    recorded = TimeLedger(step_ns=2000, median_ns=2000, steps=1, basis="", lines=lines)
-    found = corrected(recorded, {"forward": 1000})
-    assert [round(line.ns) for line in found] == [900, 100]
+    assert [round(line.ns) for line in corrected(lines, 1000)] == [900, 100]
+
+
+def test_the_hooks_of_the_program_own_their_time_in_forward_and_backward(tmp_path: Path) -> None:
+    found = ledger(
+        tmp_path,
+        step(0, 100),
+        action(FORWARD, 0, 50),
+        module("net", 10, 45),
+        operator("aten::mm", 12, 20),
+        action("[pl][forward_hook]Probe.look (train.py:7)", 25, 40),
+        operator("aten::std", 30, 35),
+        action(BACKWARD, 50, 100),
+        action("[pl][backward_hook]clip (train.py:9)", 60, 90),
+    )
+    hooks = {(line.part, line.name, line.module, line.operator): line.ns for line in found.lines if "hook" in line.part}
+    assert hooks == {
+        ("forward_hook", "Probe.look (train.py:7)", "net", ""): 10_000,
+        ("forward_hook", "Probe.look (train.py:7)", "net", "aten::std"): 5_000,
+        ("backward_hook", "clip (train.py:9)", "", ""): 30_000,
+    }
+    assert (found.ns("forward"), found.ns("backward")) == (35_000, 20_000)

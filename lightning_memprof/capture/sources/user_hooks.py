@@ -1,0 +1,115 @@
+"""The program's own hooks on the modules and parameters of a model, each in a named range while a window is open."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import operator
+from contextlib import contextmanager
+from pathlib import PurePath
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Final
+
+from torch._C._profiler import _RecordFunctionFast
+from torch.nn.modules import module as torch_module
+
+from lightning_memprof.capture.sources.module_calls import is_compiled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, MutableMapping
+
+    from torch import nn
+
+__all__ = ["hook_name", "hook_ranges"]
+
+# Attributes of modules, parameters and torch's module of global hooks: torch has no public access to them.
+_FORWARD: Final = ("_forward_hooks", "_forward_pre_hooks", "_global_forward_hooks", "_global_forward_pre_hooks")
+_BACKWARD: Final = (
+    *("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks"),
+    *("_global_backward_hooks", "_global_backward_pre_hooks"),
+)
+# Weight normalization, sharding and ourselves: their hooks are part of the model, and they look for them by class.
+_NOT_THE_PROGRAMS: Final = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_memprof")
+_LOCAL: Final = "<locals>."
+
+
+class _Ranged:
+    """A hook in a range. Its copies and pickles are the hook itself."""
+
+    __slots__ = ("hook", "is_open", "name")
+
+    def __init__(self, hook: Callable[..., Any], name: str) -> None:
+        self.hook = hook
+        self.name = name
+        self.is_open = True
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        if not self.is_open:
+            return self.hook(*args, **keywords)
+        with _RecordFunctionFast(self.name):
+            return self.hook(*args, **keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.hook, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return operator.getitem, ((self.hook,), 0)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.hook, memo)
+
+
+@contextmanager
+def hook_ranges(model: nn.Module) -> Iterator[None]:
+    """Put the program's hooks into ranges ``[pl][forward_hook]NAME (FILE:LINE)``, or ``backward_hook``.
+
+    Those of forward and backward of every module, and of the gradients of parameters, that are registered when the
+    context opens. Hooks of torch and Lightning are left alone, and all of them if a part of the model is compiled.
+    Costs nothing for a model without hooks, and 1 µs for each call of one.
+    """
+    if is_compiled(model):
+        yield
+        return
+    ranged = [made for hooks, kind in _registered(model) for made in _put(hooks, kind)]
+    try:
+        yield
+    finally:
+        for hooks, key, made in ranged:
+            made.is_open = False
+            # The program may have removed it, or put another one in its place.
+            if hooks.get(key) is made:
+                hooks[key] = made.hook
+
+
+def hook_name(hook: Callable[..., Any]) -> str:
+    """Return the name of a hook and the place of its code: ``Probe.check (train.py:41)``."""
+    function = _function(hook)
+    owner = function if hasattr(function, "__qualname__") else type(function)
+    name = owner.__qualname__.rpartition(_LOCAL)[2]
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return f"{name} ({PurePath(code.co_filename).name}:{code.co_firstlineno})" if code is not None else name
+
+
+def _function(hook: Callable[..., Any]) -> Any:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return hook.__func__ if isinstance(hook, MethodType) else hook
+
+
+def _registered(model: nn.Module) -> Iterator[tuple[MutableMapping[int, Any], str]]:
+    """Yield the non-empty dictionaries of hooks, each with the pass that calls them."""
+    for owner in (*model.modules(), *model.parameters(), torch_module):
+        for names, kind in ((_FORWARD, "forward"), (_BACKWARD, "backward")):
+            for name in names:
+                if hooks := getattr(owner, name, None):
+                    yield hooks, kind
+
+
+def _put(hooks: MutableMapping[int, Any], kind: str) -> Iterator[tuple[MutableMapping[int, Any], int, _Ranged]]:
+    """Replace the program's hooks of a dictionary; their order stays."""
+    for key, hook in list(hooks.items()):
+        place = str(getattr(_function(hook), "__module__", None))
+        if place.partition(".")[0] not in _NOT_THE_PROGRAMS:
+            made = _Ranged(hook, f"[pl][{kind}_hook]{hook_name(hook)}".replace('"', "'"))
+            hooks[key] = made
+            yield hooks, key, made
