@@ -26,12 +26,7 @@ LAZY_IMPORTS = {("integration/registration.py", "integration/callback.py")}
 # Modules with a single importer, each with the reason why it is not part of it.
 ONE_IMPORTER = {
     "analysis/memory/history.py": "memory over time, of traces and snapshots alike; only the export needs it",
-    "analysis/oom/advice.py": "texts of the autopsy's next steps",
-    "analysis/oom/causes.py": "arithmetic of why an allocation failed",
-    "analysis/oom/module_stacks.py": "matching stacks to modules, an algorithm of its own",
-    "analysis/ranks/arrivals.py": "matching collectives of all ranks, an algorithm of its own",
-    "analysis/run/messages.py": "texts of problems in a run directory",
-    "analysis/run/unfinished.py": "looks for files that a crash left",
+    "analysis/oom/causes.py": "causes and remedies of a failed allocation; the autopsy has the evidence",
     "analysis/trace/host.py": "pass over the host's events, beside those of device and idle time",
     "artifacts/tfevents.py": "imports tensorboard",
     "artifacts/upload.py": "runs in a separate process",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from lightning_memprof.analysis.run.targets import Targets
-    from lightning_memprof.analysis.snapshot.model import SnapshotReport
+    from lightning_memprof.analysis.snapshot.report import SnapshotReport
     from lightning_memprof.analysis.trace.model import TraceReport
 
 __all__ = ["FileReports", "FilesView", "files_view", "read_files"]

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.ranks.report import RankReport
     from lightning_memprof.analysis.run.model import Rank, RecordedWindow, Run
     from lightning_memprof.analysis.run.problems import Note, Problem
-    from lightning_memprof.analysis.snapshot.model import SnapshotReport
+    from lightning_memprof.analysis.snapshot.report import SnapshotReport
     from lightning_memprof.analysis.trace.model import TraceReport
 
 __all__ = ["Overhead", "RankView", "ShownStatus", "View", "WindowView", "run_view"]

@@ -78,7 +78,7 @@ def test_the_holders_of_every_recorded_snapshot_add_up_at_every_moment(path):
             live = found.live_at(event)
             assert sum(holder.bytes for holder in found.holders_at(event)) == live.requested_bytes
             assert live.requested_bytes <= live.reserved_bytes
-        parts = found.fragmentation
+        parts = found.snapshot
         assert parts.reserved_bytes == (
             parts.allocated_bytes + parts.pending_bytes + parts.inactive_split_bytes + parts.free_segment_bytes
         )
@@ -99,26 +99,28 @@ def test_the_report_of_every_recorded_snapshot_has_the_references_figures_and_sa
     assert (report.form, report.oom is None) == (expected["form"], expected["at_oom"] is None)
     for device, wanted in zip(report.devices, expected["devices"].values(), strict=True):
         found = {
-            "segments": device.segments,
+            "segments": len(device.snapshot.segments),
             "n_events": device.events,
-            "reserved": device.reserved_bytes,
-            "allocated": device.allocated_bytes,
-            "requested_live": device.requested_bytes,
-            "pending_free": device.pending_bytes,
-            "inactive": device.inactive_bytes,
-            "requested_at_ring_start": device.start_bytes,
+            "reserved": device.snapshot.reserved_bytes,
+            "allocated": device.snapshot.allocated_bytes,
+            "requested_live": device.snapshot.requested_bytes,
+            "pending_free": device.snapshot.pending_bytes,
+            "inactive": device.snapshot.inactive_bytes,
+            "requested_at_ring_start": device.live_at(-1).requested_bytes,
             "peak_requested_in_ring": device.peak_requested_bytes,
             "peak_reserved_in_ring": device.peak_reserved_bytes,
         }
         assert {**found, **wanted} == {**wanted, **found}
         assert sum(line.bytes for line in device.lines_at_peak) == device.peak_requested_bytes
-        assert sum(aged.holder.bytes for aged in device.oldest) == device.replay.live_now.requested_bytes
-        assert sum(pool.reserved_bytes for pool in device.pools) == device.reserved_bytes
+        assert sum(aged.holder.bytes for aged in device.oldest) == device.live_at(device.events - 1).requested_bytes
+        assert sum(pool.reserved_bytes for pool in device.pools) == device.snapshot.reserved_bytes
         assert not device.has_times or device.events
-        at_end = sum(piece.size for piece in free_ranges(device.replay, device.events - 1))
-        assert at_end == device.inactive_bytes
+        at_end = sum(piece.size for piece in free_ranges(device, device.events - 1))
+        assert at_end == device.snapshot.inactive_bytes
         assert any("no events" in said for said in report.missing) == (not device.events)
-        assert any("already live" in said for said in report.missing) == bool(device.events and device.start_bytes)
+        assert any("already live" in said for said in report.missing) == bool(
+            device.events and device.live_at(-1).requested_bytes
+        )
 
 
 def test_no_recorded_snapshot_has_a_fault(path):

@@ -58,6 +58,8 @@ _STEPS: Final = "ProfilerStep*"
 # Summing operators reads about 10 MB/s of compressed trace: only the last traces, up to this size together, are read.
 _MOST_TRACE_BYTES: Final = 64 << 20
 _CATEGORIES: Final = ("parameter", "gradient", "optimizer_state", "activation")
+_PEAKS: Final = ("peak_requested_bytes", "peak_reserved_bytes")
+_SIZES: Final = ("allocated_bytes", "requested_bytes", "reserved_bytes", "inactive_bytes")
 _GPU_TIMES: Final = ("window", "busy", "idle", "compute", "communication", "communication_exposed", "memory_copy")
 
 
@@ -266,15 +268,9 @@ def snapshots_side(paths: Sequence[Path], label: str) -> Side:
     found = _Gathered()
     sizes: dict[str, list[float]] = defaultdict(list)
     for device in (device for snapshot in reports for device in snapshot.devices):
-        for name in (
-            "peak_requested_bytes",
-            "peak_reserved_bytes",
-            "allocated_bytes",
-            "requested_bytes",
-            "reserved_bytes",
-            "inactive_bytes",
-        ):
-            sizes[name].append(float(getattr(device, name)))
+        for source, names in ((device, _PEAKS), (device.snapshot, _SIZES)):
+            for name in names:
+                sizes[name].append(float(getattr(source, name)))
     for name, known in sizes.items():
         found.add(peak(name, [max(known)], "the snapshot"))
     held: Counter[str] = Counter()

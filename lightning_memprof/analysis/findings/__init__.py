@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from lightning_memprof.analysis.run.model import Run
-    from lightning_memprof.analysis.snapshot.model import DeviceReport, SnapshotReport
+    from lightning_memprof.analysis.snapshot.report import DeviceReport, SnapshotReport
     from lightning_memprof.analysis.trace.model import TraceReport
 
 __all__ = [

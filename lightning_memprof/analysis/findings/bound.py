@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from lightning_memprof.analysis.ledger.model import TimeLedger
     from lightning_memprof.analysis.run.model import Rank, Run
-    from lightning_memprof.analysis.snapshot.model import SnapshotReport
+    from lightning_memprof.analysis.snapshot.report import SnapshotReport
     from lightning_memprof.analysis.trace.model import TraceReport
 
 __all__ = ["nothing_found", "nothing_in_files"]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from lightning_memprof.analysis.memory.model import Site, WindowAllocations
     from lightning_memprof.analysis.run.model import ArtifactFile, Rank
-    from lightning_memprof.analysis.snapshot.model import DeviceReport
+    from lightning_memprof.analysis.snapshot.report import DeviceReport
     from lightning_memprof.artifacts.series import PulseRow
 
 __all__ = ["Growth", "device_memory_growth", "left_by_windows", "memory_growth", "steady_growth"]
@@ -296,7 +296,7 @@ def _levels(facts: Facts) -> Mapping[tuple[int, str], Sequence[Level]]:
     levels: dict[tuple[int, str], dict[int, Level]] = {}
     for artifact, device in _snapshots(facts):
         window = artifact.window or 0
-        level = Level(window=window, bytes=device.requested_bytes, artifact=artifact.path, report=device)
+        level = Level(window=window, bytes=device.snapshot.requested_bytes, artifact=artifact.path, report=device)
         levels.setdefault((artifact.rank, f"cuda:{device.device}"), {})[window] = level
     others: dict[tuple[int, str], dict[int, Level]] = {}
     for allocations in _allocations(facts):
@@ -382,7 +382,7 @@ def _grown(levels: Sequence[Level]) -> list[tuple[str, int]]:
 
 def _lines(device: DeviceReport) -> Counter[str]:
     live: Counter[str] = Counter()
-    for holder in device.replay.holders_at(device.events - 1):
+    for holder in device.holders_at(device.events - 1):
         live[holder.site] += holder.bytes
     return live
 

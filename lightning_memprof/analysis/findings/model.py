@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.memory.report import MemoryReport
     from lightning_memprof.analysis.ranks.report import RankReport
     from lightning_memprof.analysis.run.model import ArtifactFile, Rank, Run
-    from lightning_memprof.analysis.snapshot.model import SnapshotReport
+    from lightning_memprof.analysis.snapshot.report import SnapshotReport
     from lightning_memprof.analysis.steps.statistics import PulseStatistics
     from lightning_memprof.analysis.trace.model import TraceReport
 

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from lightning_memprof.analysis.findings.model import Evidence, Finding, Severity
-from lightning_memprof.analysis.snapshot.replay import free_ranges
+from lightning_memprof.analysis.snapshot.replay import GROWS, SHRINKS, free_ranges
 from lightning_memprof.analysis.snapshot.report import held_lines
 from lightning_memprof.analysis.stacks import user_frame
 from lightning_memprof.artifacts.naming import SnapshotName
@@ -16,7 +16,7 @@ from lightning_memprof.units import GIB, MIB, format_bytes, format_count, percen
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightning_memprof.analysis.snapshot.model import DeviceReport, FailedRequest, HeldLine, SnapshotReport
+    from lightning_memprof.analysis.snapshot.report import DeviceReport, FailedRequest, HeldLine, SnapshotReport
 
 __all__ = [
     "allocator_churn",
@@ -82,10 +82,10 @@ def failed_request(snapshot: SnapshotReport, device: DeviceReport) -> Finding | 
     failed = snapshot.oom
     if failed is None or device.device != failed.device:
         return None
-    events = device.replay.snapshot.events
+    events = device.snapshot.events
     at = max(i for i, event in enumerate(events) if event.action == "oom")
     continued = any(event.action == "alloc" for event in events[at + 1 :])
-    top = next((line for line in held_lines(device.replay.holders_at(at)) if line.site), None)
+    top = next((line for line in held_lines(device.holders_at(at)) if line.site), None)
     cause = _cause(failed)
     return Finding(
         rule="failed_request",
@@ -137,8 +137,6 @@ def _next_for_failed(snapshot: SnapshotReport, cause: Cause, top: HeldLine | Non
     return (*look, SMALLER_BATCH, HALF)
 
 
-MADE: Final = frozenset({"segment_alloc", "segment_map"})
-RETURNED: Final = frozenset({"segment_free", "segment_unmap"})
 # A single round is an empty_cache() between two stages, or one batch that is larger than all before.
 MIN_ROUNDS: Final = 2
 # A cudaMalloc takes about 1 ms per 100 MiB, and a cudaFree waits for the device: less is not noticeable.
@@ -196,11 +194,11 @@ def _churn(device: DeviceReport) -> _Churn:
     """Count rounds: memory is returned, and then some of it is requested again."""
     rounds = again = owed = 0
     is_new = False
-    for event in device.replay.snapshot.events:
-        if event.action in RETURNED:
+    for event in device.snapshot.events:
+        if event.action in SHRINKS:
             owed += event.size
             is_new = True
-        elif event.action in MADE and owed:
+        elif event.action in GROWS and owed:
             rounds += is_new
             is_new = False
             again += min(event.size, owed)
@@ -210,9 +208,9 @@ def _churn(device: DeviceReport) -> _Churn:
 
 def _emptied_by(device: DeviceReport) -> str | None:
     """Return the line that called ``empty_cache``, if the recorded history has the stacks of returned memory."""
-    found = device.replay.snapshot
+    found = device.snapshot
     for event in found.events:
-        if event.action in RETURNED and any(frame.name == EMPTY_CACHE for frame in found.stacks[event.stack]):
+        if event.action in SHRINKS and any(frame.name == EMPTY_CACHE for frame in found.stacks[event.stack]):
             line = user_frame(found.stacks[event.stack])
             return str(line) if line is not None else "a library"
     return None
@@ -221,7 +219,7 @@ def _emptied_by(device: DeviceReport) -> str | None:
 def _next_for_churn(snapshot: SnapshotReport, device: DeviceReport, line: str | None) -> tuple[str, ...]:
     if line:
         return ("Remove torch.cuda.empty_cache() from the training loop: the allocator reuses its cache.",)
-    if device.is_expandable:
+    if device.snapshot.is_expandable:
         return (SMALLER_BATCH,)
     return (SMALLER_BATCH, f"Let segments grow: {_alloc_conf(snapshot, 'expandable_segments:True')}.")
 
@@ -240,9 +238,8 @@ def fragmentation(snapshot: SnapshotReport, device: DeviceReport) -> Finding | N
     """
     if not device.events:
         return None
-    replay = device.replay
-    pieces = [piece.size for piece in free_ranges(replay, replay.peak_event) if not piece.is_segment]
-    split, reserved = sum(pieces), replay.live_at(replay.peak_event).reserved_bytes
+    pieces = [piece.size for piece in free_ranges(device, device.peak_event) if not piece.is_segment]
+    split, reserved = sum(pieces), device.live_at(device.peak_event).reserved_bytes
     if split < MIN_BYTES or split < NOTABLE_PIECES * reserved:
         return None
     forced = _forced(device)
@@ -251,7 +248,7 @@ def fragmentation(snapshot: SnapshotReport, device: DeviceReport) -> Finding | N
         if forced
         else ""
     )
-    if device.is_expandable:
+    if device.snapshot.is_expandable:
         next_steps = (STEADY, f"Or round allocations: {_alloc_conf(snapshot, 'roundup_power2_divisions:8')}.")
     else:
         next_steps = (f"Let segments grow: {_alloc_conf(snapshot, 'expandable_segments:True')}.", STEADY)
@@ -261,7 +258,7 @@ def fragmentation(snapshot: SnapshotReport, device: DeviceReport) -> Finding | N
         sentence=f"{percent(split / reserved)} of reserved memory of {_name(device)} is in unused pieces at the peak.",
         why=(
             f"{format_bytes(split)} of {format_bytes(reserved)} are between live blocks, in {len(pieces):,} pieces of "
-            f"at most {format_bytes(max(pieces))}; {format_bytes(replay.peak_requested_bytes)} are live.{added}"
+            f"at most {format_bytes(max(pieces))}; {format_bytes(device.peak_requested_bytes)} are live.{added}"
         ),
         next_steps=next_steps,
         numbers={
@@ -271,21 +268,20 @@ def fragmentation(snapshot: SnapshotReport, device: DeviceReport) -> Finding | N
             "split_share": split / reserved,
             "pieces": len(pieces),
             "largest_piece_bytes": max(pieces),
-            "peak_requested_bytes": replay.peak_requested_bytes,
+            "peak_requested_bytes": device.peak_requested_bytes,
             "forced_segments": forced,
         },
         weight=split / reserved,
-        evidence=_seen_in(snapshot, device, replay.peak_time_us),
+        evidence=_seen_in(snapshot, device, device.peak_time_us),
     )
 
 
 def _forced(device: DeviceReport) -> int:
     """Count segments that were made although as many bytes were free in pieces, each of them too small."""
-    replay = device.replay
-    made = [(event.size, i) for i, event in enumerate(replay.snapshot.events) if event.action == "segment_alloc"]
+    made = [(event.size, i) for i, event in enumerate(device.snapshot.events) if event.action == "segment_alloc"]
     count = 0
     for size, i in heapq.nlargest(MAX_CHECKS, made):
-        sizes = [piece.size for piece in free_ranges(replay, i - 1) if not piece.is_segment]
+        sizes = [piece.size for piece in free_ranges(device, i - 1) if not piece.is_segment]
         count += sum(sizes) >= size > max(sizes, default=0)
     return count
 
@@ -297,7 +293,7 @@ def pending_frees(snapshot: SnapshotReport, device: DeviceReport) -> Finding | N
     """Find memory that is freed but waits for another stream, at the time of its maximum."""
     waiting = _waiting(device)
     at = max(range(len(waiting)), key=waiting.__getitem__) - 1
-    most, reserved = waiting[at + 1], device.replay.live_at(at).reserved_bytes
+    most, reserved = waiting[at + 1], device.live_at(at).reserved_bytes
     share = most / reserved if reserved else 0.0
     if most < MIN_BYTES or share < NOTABLE_UNUSABLE:
         return None
@@ -315,14 +311,14 @@ def pending_frees(snapshot: SnapshotReport, device: DeviceReport) -> Finding | N
         ),
         numbers={"device": device.device, "pending_bytes": most, "reserved_bytes": reserved},
         weight=share,
-        evidence=_seen_in(snapshot, device, device.replay.snapshot.events[at].time_us if at >= 0 else None),
+        evidence=_seen_in(snapshot, device, device.snapshot.events[at].time_us if at >= 0 else None),
     )
 
 
 def _waiting(device: DeviceReport) -> Sequence[int]:
     """Return by event, from -1 on, the bytes whose free is requested and not completed."""
     deltas = [0] * (device.events + 2)
-    for life in device.replay.lives:
+    for life in device.lives:
         # If no other stream uses the block, both events of its free are adjacent.
         if life.died > life.freed + 1:
             deltas[max(life.freed, life.born) + 1] += life.size
@@ -337,7 +333,7 @@ def private_pools(snapshot: SnapshotReport, device: DeviceReport) -> Finding | N
     """Find unused memory in private pools, usually of CUDA graphs."""
     pools = [pool for pool in device.pools if pool.pool != SHARED_POOL]
     unused = sum(pool.inactive_bytes for pool in pools)
-    share = unused / device.reserved_bytes if device.reserved_bytes else 0.0
+    share = unused / device.snapshot.reserved_bytes if device.snapshot.reserved_bytes else 0.0
     if unused < MIN_BYTES or share < NOTABLE_UNUSABLE:
         return None
     count = len({pool.pool for pool in pools})

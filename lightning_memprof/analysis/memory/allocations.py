@@ -250,7 +250,7 @@ def replay_allocations(ring: Replay, steps: Sequence[tuple[int, int, int]] = ())
     start = ring.live_at(-1).requested_bytes
     live = [ring.live_at(event).requested_bytes - start for event in range(ring.events)]
     times = [(event.time_us or 0) * 1000 for event in ring.snapshot.events]
-    live_lives = [life for life in ring.lives if life.born <= ring.peak_event < life.died]
+    live_lives = ring.lives_at(ring.peak_event)
     known = [life for life in live_lives if life.born >= 0 and ring.snapshot.stacks[life.stack]]
     old_bytes = sum(life.requested_size for life in live_lives if life.born < 0)
     stacks = {life.stack: ring.snapshot.stacks[life.stack] for life in known}

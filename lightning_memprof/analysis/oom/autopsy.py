@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.analysis.oom.advice import HOST_REST, OTHER_TENSORS, SETUP, UNHELD, Situation, next_steps
 from lightning_memprof.analysis.oom.causes import (
+    HOST_REST,
+    OTHER_TENSORS,
+    SETUP,
+    UNHELD,
     Cause,
     Memory,
-    SnapshotMemory,
+    Situation,
     device_cause,
     device_memory,
     host_cause,
     host_memory,
-    snapshot_memory,
+    next_steps,
 )
-from lightning_memprof.analysis.oom.module_stacks import ModuleStacks
 from lightning_memprof.analysis.run.rows import mapping, text, whole
+from lightning_memprof.analysis.snapshot.reader import read_snapshot
+from lightning_memprof.analysis.snapshot.replay import replay
 from lightning_memprof.analysis.stacks import Frame, parse_frame, user_frame
+from lightning_memprof.artifacts.manifest import TrainingFacts
 from lightning_memprof.errors import ArtifactError
 
 if TYPE_CHECKING:
@@ -26,8 +34,9 @@ if TYPE_CHECKING:
 
     from lightning_memprof.analysis.oom.events import OomEvent
     from lightning_memprof.analysis.run.model import Run
+    from lightning_memprof.analysis.snapshot.replay import Replay
 
-__all__ = ["Autopsy", "Holder", "autopsies", "autopsy"]
+__all__ = ["Autopsy", "Holder", "ModuleStacks", "autopsies", "autopsy"]
 
 TOP: Final = 10
 NO_HISTORY: Final = 'the allocator history was off; OOMAutopsy(history="always") records it for the whole run'
@@ -46,6 +55,7 @@ PLACE: Final = (
     "module_class",
 )
 OUTSIDE: Final = "outside module forwards"
+_NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")
 HELD: Final = (
     ("parameter", "parameters"),
     ("gradient", "gradients"),
@@ -106,49 +116,46 @@ def autopsies(run: Run, *, max_bytes: int | None = None) -> tuple[Autopsy, ...]:
         max_bytes: skip snapshots larger than this; None reads all, at about 20 MB/s.
 
     """
-    training = {
-        rank.rank: {**(rank.training.fields if rank.training else {}), "world_size": rank.facts.world_size}
-        for rank in run.ranks
-    }
-    return tuple(autopsy(event, training.get(event.rank), max_bytes=max_bytes) for event in run.ooms)
+    ranks = {rank.rank: rank for rank in run.ranks}
+    return tuple(
+        autopsy(event, ranks[event.rank].training, ranks[event.rank].facts.world_size, max_bytes=max_bytes)
+        for event in run.ooms
+    )
 
 
-def autopsy(event: OomEvent, training: Mapping[str, Any] | None = None, *, max_bytes: int | None = None) -> Autopsy:
+def autopsy(
+    event: OomEvent,
+    training: TrainingFacts | None = None,
+    world_size: int | None = None,
+    *,
+    max_bytes: int | None = None,
+) -> Autopsy:
     """Return the autopsy of one event.
 
     Args:
         event: the recorded event.
-        training: the ``training`` row of the manifest with ``world_size``; remedies depend on it.
+        training: the ``training`` row of the manifest; remedies depend on it.
+        world_size: number of ranks.
         max_bytes: skip a snapshot larger than this; None reads it.
 
     """
     facts = event.facts
     is_host = facts.get("memory") == "host"
     device = text(facts, "device") or ("cpu" if is_host else "?")
-    snapshot, trouble = _snapshot(event, device, max_bytes)
+    ring, trouble = _replay(event, device, max_bytes)
+    snapshot = None if ring is None else ring.snapshot
     memory = host_memory(facts) if is_host else device_memory(facts, snapshot)
     asked = whole(facts, "asked_bytes")
     cause, why = host_cause(asked, facts, memory) if is_host else device_cause(asked, facts, memory, snapshot)
     stacks = ModuleStacks(mapping(facts, "forwards") or {})
-    by_stack, by_module = _by_stack(snapshot), _by_module(snapshot, stacks)
-    note = trouble or (None if snapshot is not None and snapshot.has_stacks else _no_stacks(facts, is_host=is_host))
+    by_stack, by_module = _sites(ring, stacks)
+    note = trouble or (None if by_stack else _no_stacks(facts, is_host=is_host))
     frames = _frames(facts)
     user = user_frame(frames)
     module = text(facts, "module")
     if module is None and (module := stacks.name_of(frames)) is not None:
         facts = {**facts, "module": module}
-    held = _held(facts, memory, is_host=is_host)
-    situation = Situation(
-        cause=cause,
-        is_host=is_host,
-        phase=text(facts, "phase") or (SETUP if whole(facts, "step") is None else None),
-        function=text(facts, "function"),
-        modules=tuple(holder.name for holder in by_module[:2] if holder.name not in (OUTSIDE, NO_STACK)),
-        largest=max(held, key=lambda holder: holder.bytes).name if held else None,
-        is_expandable=snapshot is not None and snapshot.is_expandable,
-        training=training or {},
-    )
-    return Autopsy(
+    found = Autopsy(
         rank=event.rank,
         number=event.number,
         device=device,
@@ -164,25 +171,43 @@ def autopsy(event: OomEvent, training: Mapping[str, Any] | None = None, *, max_b
         cause=cause,
         why=why,
         memory=memory,
-        held=held,
+        held=_held(facts, memory, is_host=is_host),
         tensors=_tensors(facts),
         by_stack=tuple(by_stack[:TOP]),
         by_stack_note=note,
         by_module=tuple(by_module[:TOP]),
         by_module_note=note,
-        next_steps=next_steps(situation),
+        next_steps=(),
         unavailable=mapping(facts, "unavailable") or {},
+    )
+    situation = _situation(found, training or TrainingFacts(), world_size)
+    return replace(
+        found,
+        next_steps=next_steps(replace(situation, is_expandable=snapshot is not None and snapshot.is_expandable)),
     )
 
 
-def _snapshot(event: OomEvent, device: str, max_bytes: int | None) -> tuple[SnapshotMemory | None, str | None]:
+def _situation(found: Autopsy, training: TrainingFacts, world_size: int | None) -> Situation:
+    return Situation(
+        cause=found.cause,
+        is_host=found.is_host,
+        phase=found.place["phase"] or (SETUP if found.place["step"] is None else None),
+        function=found.place["function"],
+        modules=tuple(holder.name for holder in found.by_module[:2] if holder.name not in (OUTSIDE, NO_STACK)),
+        largest=max(found.held, key=lambda holder: holder.bytes).name if found.held else None,
+        training=training,
+        world_size=world_size,
+    )
+
+
+def _replay(event: OomEvent, device: str, max_bytes: int | None) -> tuple[Replay | None, str | None]:
     if event.snapshot is None:
         return None, None
     if max_bytes is not None and event.snapshot.stat().st_size > max_bytes:
         return None, "the snapshot is too large for this page; lightning-memprof show reads it"
     _, _, index = device.partition(":")
     try:
-        return snapshot_memory(event.snapshot, int(index or 0)), None
+        return replay(read_snapshot(event.snapshot), int(index or 0)), None
     except (ArtifactError, ValueError) as error:
         return None, str(error)
 
@@ -194,25 +219,19 @@ def _no_stacks(facts: Mapping[str, Any], *, is_host: bool) -> str:
     return text(unavailable, "snapshot") or NO_HISTORY
 
 
-def _by_stack(snapshot: SnapshotMemory | None) -> list[Holder]:
-    """Return live bytes by allocation site in the user's program, largest first."""
-    found = []
-    for holder in snapshot.holders if snapshot is not None and snapshot.has_stacks else ():
+def _sites(ring: Replay | None, stacks: ModuleStacks) -> tuple[list[Holder], list[Holder]]:
+    """Return live bytes by allocation site in the user's program, and by module; none where nothing has a stack."""
+    holders = () if ring is None else ring.holders_at(ring.events - 1)
+    by_stack, by_module = [], []
+    for holder in holders if any(holder.stack for holder in holders) else ():
+        frames = [frame for line in holder.stack if (frame := parse_frame(line)) is not None]
         inner = parse_frame(holder.stack[0]) if holder.stack else None
         called = inner is not None and inner.is_python and str(inner) != holder.site
         detail = f"in {inner.name}" if inner is not None and called else None
-        found.append(Holder(name=holder.site or NO_STACK, detail=detail, bytes=holder.bytes, blocks=holder.blocks))
-    return _summed(found)
-
-
-def _by_module(snapshot: SnapshotMemory | None, stacks: ModuleStacks) -> list[Holder]:
-    """Return live bytes by the module whose forward allocated them, largest first."""
-    found = []
-    for holder in snapshot.holders if snapshot is not None and snapshot.has_stacks else ():
-        frames = [frame for line in holder.stack if (frame := parse_frame(line)) is not None]
-        name = stacks.name_of(frames) or OUTSIDE if frames else NO_STACK
-        found.append(Holder(name=name, bytes=holder.bytes, blocks=holder.blocks))
-    return _summed(found)
+        module = stacks.name_of(frames) or OUTSIDE if frames else NO_STACK
+        by_stack.append(Holder(name=holder.site or NO_STACK, detail=detail, bytes=holder.bytes, blocks=holder.blocks))
+        by_module.append(Holder(name=module, bytes=holder.bytes, blocks=holder.blocks))
+    return _summed(by_stack), _summed(by_module)
 
 
 def _summed(holders: Iterable[Holder]) -> list[Holder]:
@@ -256,3 +275,83 @@ def _frames(facts: Mapping[str, Any]) -> list[Frame]:
             case [str() as file, int() as line, str() as name]:
                 found.append(Frame(file, line, name))
     return found
+
+
+class ModuleStacks:
+    """Maps Python stacks to module paths by the source lines of the modules' forwards.
+
+    A stack has no objects: modules that share class and callers are indistinguishable, and the result then is the
+    pattern that their paths share.
+
+    Args:
+        forwards: ``{"sources": [[file, first line, last line], ...], "modules": {path: [class, index of source]}}``;
+            entries of another form are ignored.
+
+    """
+
+    def __init__(self, forwards: Mapping[str, Any]) -> None:
+        self._classes: dict[str, str] = {}
+        self._sources: dict[str, int | None] = {}
+        for path, written in (mapping(forwards, "modules") or {}).items():
+            match written:
+                case [str() as name, (int() | None) as source]:
+                    self._classes[path], self._sources[path] = name, source
+        self._lines: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+        sources = forwards.get("sources")
+        for index, place in enumerate(sources if isinstance(sources, list) else ()):
+            match place:
+                case [str() as file, int() as first, int() as last]:
+                    self._lines[file].append((first, last, index))
+        self._paths: dict[int | None, list[str]] = defaultdict(list)
+        for path, source in self._sources.items():
+            self._paths[source].append(path)
+        self._known: dict[tuple[int, ...], str | None] = {}
+
+    def name_of(self, stack: Iterable[Frame]) -> str | None:
+        """Return the module whose forward a stack (innermost frame first) was in, or None.
+
+        ``"blocks.3.attention"`` where it is unique; ``"blocks.*.attention (Attention)"`` for one of several.
+        """
+        chain = tuple(source for frame in reversed([*stack]) if (source := self._source_of(frame)) is not None)
+        if chain not in self._known:
+            self._known[chain] = self._named(chain)
+        return self._known[chain]
+
+    def _source_of(self, frame: Frame) -> int | None:
+        file, line, _ = frame
+        found = [(last - first, index) for first, last, index in self._lines.get(file, ()) if first <= line <= last]
+        return min(found)[1] if found else None
+
+    def _named(self, chain: tuple[int, ...]) -> str | None:
+        if not chain:
+            return None
+        # A forward that is not a child of its caller is a base class's, called by the override.
+        candidates = (self._candidates(chain[:length]) for length in range(len(chain), 0, -1))
+        paths = next((paths for paths in candidates if paths), self._paths[chain[-1]])
+        classes = sorted({self._classes[path] for path in paths})
+        if len(paths) == 1:
+            return paths[0] or classes[0]
+        patterns = {_NUMBER.sub("*", path) for path in paths}
+        name = patterns.pop() if len(patterns) == 1 else f"{len(paths)} modules"
+        return f"{name} ({', '.join(classes[:3])})"
+
+    def _candidates(self, chain: tuple[int, ...]) -> list[str]:
+        """Return the modules in which a chain of forwards can end.
+
+        A module is usually called through all of its parents: the candidates are those with the fewest missing ones.
+        """
+        missing = {path: self._missing(path, chain[:-1]) for path in self._paths[chain[-1]]}
+        least = min(missing.values(), default=inf)
+        return [path for path, count in missing.items() if count == least < inf]
+
+    def _missing(self, path: str, callers: tuple[int, ...]) -> float:
+        """Return how many parents of ``path`` are not among the callers; infinite where a caller is not a parent."""
+        parts = path.split(".") if path else []
+        above = [self._sources.get(".".join(parts[:length])) for length in range(len(parts))]
+        known = [source for source in above if source is not None]
+        rest = iter(known)
+        return (
+            len(known) - len(callers)
+            if all(any(candidate == caller for candidate in rest) for caller in callers)
+            else inf
+        )

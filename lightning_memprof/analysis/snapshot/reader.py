@@ -110,7 +110,17 @@ class DeviceSnapshot:
     @property
     def pending_bytes(self) -> int:
         """Bytes of freed blocks that another stream may still use."""
-        return sum(segment.size for segment in self.segments) - self.allocated_bytes - self.inactive_bytes
+        return self.reserved_bytes - self.allocated_bytes - self.inactive_bytes
+
+    @property
+    def rounding_bytes(self) -> int:
+        """Bytes of allocated blocks beyond their requested sizes."""
+        return self.allocated_bytes - self.requested_bytes
+
+    @property
+    def inactive_split_bytes(self) -> int:
+        """Bytes of inactive blocks beside blocks in use, which `torch.cuda.empty_cache()` cannot release."""
+        return self.inactive_bytes - self.free_segment_bytes
 
     @property
     def free_segment_bytes(self) -> int:
@@ -123,6 +133,11 @@ class DeviceSnapshot:
     def largest_free_block(self) -> int:
         """Bytes of the largest allocation that needs no new segment."""
         return max((block.size for block in self._blocks(INACTIVE)), default=0)
+
+    @property
+    def is_expandable(self) -> bool:
+        """Whether any segment is expandable."""
+        return any(segment.is_expandable for segment in self.segments)
 
     def _blocks(self, state: str) -> list[Block]:
         return [block for segment in self.segments for block in segment.blocks if block.state == state]

@@ -11,20 +11,19 @@ end counts as its requested size rounded up to 512 bytes.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Final, NamedTuple
 
-from lightning_memprof.analysis.snapshot.reader import INACTIVE, DeviceSnapshot, Event, Snapshot
+from lightning_memprof.analysis.snapshot.reader import ALLOCATED, INACTIVE, DeviceSnapshot, Snapshot
 from lightning_memprof.analysis.stacks import Frame, native_site, user_frame
 from lightning_memprof.errors import ArtifactError
 
 __all__ = [
     "BlockLife",
-    "Fragmentation",
     "FreeRange",
     "Holder",
     "Live",
@@ -38,9 +37,9 @@ __all__ = [
 _ROUND: Final = 512
 _BEFORE: Final = -1  # allocated before the history
 _UNMAPPED: Final = "segment_unmap"
-_GROWS: Final = frozenset({"segment_alloc", "segment_map"})
-_SHRINKS: Final = frozenset({"segment_free", _UNMAPPED})
-_CHANGES: Final = frozenset({"alloc", "free_requested", "free_completed", *_GROWS, *_SHRINKS})
+GROWS: Final = frozenset({"segment_alloc", "segment_map"})
+SHRINKS: Final = frozenset({"segment_free", _UNMAPPED})
+_CHANGES: Final = frozenset({"alloc", "free_requested", "free_completed", *GROWS, *SHRINKS})
 
 
 class BlockLife(NamedTuple):
@@ -81,23 +80,6 @@ class Holder:
     blocks: int
 
 
-@dataclass(frozen=True)
-class Fragmentation:
-    """Reserved but unused memory at the end of the recorded history, in bytes.
-
-    `inactive_split_bytes` are between blocks in use, so `empty_cache()` cannot release them; it can release
-    `free_segment_bytes`. `rounding_bytes` are the part of blocks beyond the requested size.
-    """
-
-    reserved_bytes: int
-    allocated_bytes: int
-    pending_bytes: int
-    inactive_split_bytes: int
-    free_segment_bytes: int
-    rounding_bytes: int
-    largest_free_block: int
-
-
 class FreeRange(NamedTuple):
     """A free range, in bytes; ``is_segment`` where it spans a whole segment, which can be returned to the driver."""
 
@@ -111,42 +93,61 @@ class Replay:
     """The replayed history of one device.
 
     Events are counted from 0; moment `n` is after event `n`, and -1 before the first.
-
-    Attributes:
-        device: index of the device.
-        peak_requested_bytes: maximum of the live requested bytes.
-        peak_event: first moment of that maximum.
-        peak_time_us: its Unix microseconds; None without times or before the first event.
-        peak_reserved_bytes: maximum of the reserved bytes.
-        holders_at_peak: requested bytes by stack at the peak, largest first; they sum to the peak.
-        live_now: live bytes at the end.
-        fragmentation: at the end.
-        segments_made: count and bytes of segments (or parts of expandable ones) created in the history.
-        segments_returned: count and bytes of segments returned to the driver.
-        lives: every block of the history, unordered.
-
     """
 
-    device: int
-    peak_requested_bytes: int
-    peak_event: int
-    peak_time_us: int | None
-    peak_reserved_bytes: int
-    holders_at_peak: tuple[Holder, ...]
-    live_now: Live
-    fragmentation: Fragmentation
-    segments_made: tuple[int, int]
-    segments_returned: tuple[int, int]
-    lives: tuple[BlockLife, ...]
     snapshot: DeviceSnapshot
-    _requested: Sequence[int]
-    _allocated: Sequence[int]
-    _reserved: Sequence[int]
+
+    @property
+    def device(self) -> int:
+        """Index of the device."""
+        return self.snapshot.device
 
     @property
     def events(self) -> int:
         """Number of events."""
         return len(self.snapshot.events)
+
+    @cached_property
+    def lives(self) -> tuple[BlockLife, ...]:
+        """Every block of the history, unordered."""
+        return tuple(_lives(self.snapshot))
+
+    @cached_property
+    def _requested(self) -> Sequence[int]:
+        return _running(self.events, [(life.born, life.died, life.requested_size) for life in self.lives])
+
+    @cached_property
+    def _allocated(self) -> Sequence[int]:
+        return _running(self.events, [(life.born, life.freed, life.size) for life in self.lives])
+
+    @cached_property
+    def _reserved(self) -> Sequence[int]:
+        return _reserved(self.snapshot)
+
+    @cached_property
+    def peak_event(self) -> int:
+        """First moment of the maximum of the live requested bytes."""
+        return max(range(self.events + 1), key=self._requested.__getitem__) - 1
+
+    @property
+    def peak_requested_bytes(self) -> int:
+        """Maximum of the live requested bytes."""
+        return self._requested[self.peak_event + 1]
+
+    @property
+    def peak_time_us(self) -> int | None:
+        """Unix microseconds of that maximum; None without times or before the first event."""
+        return self.snapshot.events[self.peak_event].time_us if self.peak_event >= 0 else None
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """Maximum of the reserved bytes."""
+        return max(self._reserved)
+
+    @cached_property
+    def holders_at_peak(self) -> tuple[Holder, ...]:
+        """Requested bytes by stack at the peak, largest first; they sum to the peak."""
+        return self.holders_at(self.peak_event)
 
     def live_at(self, event: int) -> Live:
         """Return the live bytes after an event; -1 is the start of the history.
@@ -159,21 +160,17 @@ class Replay:
             raise IndexError(event)
         return Live(self._requested[event + 1], self._allocated[event + 1], self._reserved[event + 1])
 
+    def lives_at(self, event: int) -> list[BlockLife]:
+        """Return the blocks that are live after an event."""
+        return [life for life in self.lives if life.born <= event < life.died]
+
     def holders_at(self, event: int) -> tuple[Holder, ...]:
         """Return requested bytes by stack after an event, largest first; -1 is the start of the history."""
-        return holders_of(self.snapshot, [life for life in self.lives if life.born <= event < life.died])
-
-    def event_at(self, time_us: int) -> int:
-        """Return the last event at or before a time (Unix microseconds), or -1; events must have times."""
-        return bisect_right(self.snapshot.events, time_us, key=lambda event: event.time_us or 0) - 1
+        return holders_of(self.snapshot, self.lives_at(event))
 
 
 def replay(snapshot: Snapshot, device: int = 0) -> Replay:
-    """Replay the recorded history of one device, backwards from its end.
-
-    Args:
-        snapshot: the parsed snapshot.
-        device: index of the device.
+    """Return the replay of one device by its index.
 
     Raises:
         ArtifactError: the snapshot has no such device.
@@ -183,29 +180,7 @@ def replay(snapshot: Snapshot, device: int = 0) -> Replay:
     if found is None:
         known = ", ".join(map(str, snapshot.devices)) or "none"
         raise ArtifactError(f"{snapshot.source}: has no device {device}; it has {known}")
-    count = len(found.events)
-    lives = _lives(found)
-    requested = _running(count, [(life.born, life.died, life.requested_size) for life in lives])
-    allocated = _running(count, [(life.born, life.freed, life.size) for life in lives])
-    reserved = _reserved(found)
-    peak = max(range(count + 1), key=requested.__getitem__) - 1
-    return Replay(
-        device=device,
-        peak_requested_bytes=requested[peak + 1],
-        peak_event=peak,
-        peak_time_us=found.events[peak].time_us if peak >= 0 else None,
-        peak_reserved_bytes=max(reserved),
-        holders_at_peak=holders_of(found, [life for life in lives if life.born <= peak < life.died]),
-        live_now=Live(requested[-1], allocated[-1], reserved[-1]),
-        fragmentation=_fragmentation(found),
-        segments_made=_churn(found.events, _GROWS),
-        segments_returned=_churn(found.events, _SHRINKS),
-        lives=tuple(lives),
-        snapshot=found,
-        _requested=requested,
-        _allocated=allocated,
-        _reserved=reserved,
-    )
+    return Replay(found)
 
 
 @dataclass(slots=True)
@@ -234,7 +209,7 @@ def _lives(device: DeviceSnapshot) -> list[BlockLife]:
         block.address: _Open(
             requested_size=block.requested_size,
             size=block.size,
-            freed=None if _is_allocated(block.state) else -1,
+            freed=None if block.state == ALLOCATED else -1,
             died=count,
             stack=block.stack,
         )
@@ -265,10 +240,6 @@ def _lives(device: DeviceSnapshot) -> list[BlockLife]:
     return lives
 
 
-def _is_allocated(state: str) -> bool:
-    return state == "active_allocated"
-
-
 def _running(count: int, spans: Sequence[tuple[int, int, int]]) -> Sequence[int]:
     """Return the bytes at each moment from -1 on, of spans between two events."""
     deltas = [0] * (count + 2)
@@ -282,15 +253,10 @@ def _reserved(device: DeviceSnapshot) -> Sequence[int]:
     """Return the reserved bytes at each moment from -1 on."""
     reserved = [device.reserved_bytes]
     for event in reversed(device.events):
-        change = event.size if event.action in _GROWS else -event.size if event.action in _SHRINKS else 0
+        change = event.size if event.action in GROWS else -event.size if event.action in SHRINKS else 0
         reserved.append(max(0, reserved[-1] - change))
     reserved.reverse()
     return reserved
-
-
-def _churn(events: Sequence[Event], actions: frozenset[str]) -> tuple[int, int]:
-    sizes = [event.size for event in events if event.action in actions]
-    return len(sizes), sum(sizes)
 
 
 def holders_of(device: DeviceSnapshot, lives: Sequence[BlockLife]) -> tuple[Holder, ...]:
@@ -317,18 +283,6 @@ def site_of(stack: tuple[Frame, ...]) -> str:
     return str(frame) if frame else native_site(stack) or ""
 
 
-def _fragmentation(device: DeviceSnapshot) -> Fragmentation:
-    return Fragmentation(
-        reserved_bytes=device.reserved_bytes,
-        allocated_bytes=device.allocated_bytes,
-        pending_bytes=device.pending_bytes,
-        inactive_split_bytes=device.inactive_bytes - device.free_segment_bytes,
-        free_segment_bytes=device.free_segment_bytes,
-        rounding_bytes=device.allocated_bytes - device.requested_bytes,
-        largest_free_block=device.largest_free_block,
-    )
-
-
 def free_ranges(ring: Replay, event: int) -> tuple[FreeRange, ...]:
     """Return each free range after an event, by address.
 
@@ -342,7 +296,7 @@ def free_ranges(ring: Replay, event: int) -> tuple[FreeRange, ...]:
             for block in segment.blocks
             if block.state == INACTIVE
         )
-    live = sorted((life.address, life.address + life.size) for life in ring.lives if life.born <= event < life.died)
+    live = sorted((life.address, life.address + life.size) for life in ring.lives_at(event))
     return tuple(_gaps(_segments_at(ring, event), live))
 
 
@@ -352,10 +306,10 @@ def _segments_at(ring: Replay, event: int) -> list[tuple[int, int]]:
     reserved = {segment.address: segment.address + segment.size for segment in ring.snapshot.segments}
     for later in reversed(ring.snapshot.events[event + 1 :]):
         start, end = later.address, later.address + later.size
-        if later.action in _SHRINKS:
+        if later.action in SHRINKS:
             reserved[start] = max(end, reserved.get(start, end))
             alone |= set() if later.action == _UNMAPPED else {start}
-        elif later.action in _GROWS:
+        elif later.action in GROWS:
             # A part of an expandable segment is usually the end of a longer range.
             inside = start if start in reserved else next((at for at, to in reserved.items() if at < start < to), None)
             if inside is not None:

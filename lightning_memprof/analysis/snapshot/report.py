@@ -3,42 +3,216 @@
 from __future__ import annotations
 
 import heapq
+import statistics
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
 
-from lightning_memprof.analysis.snapshot.model import (
-    AgedHolder,
-    DeviceReport,
-    FailedRequest,
-    HeldLine,
-    LargeBlock,
-    MemoryPool,
-    SnapshotReport,
-)
-from lightning_memprof.analysis.snapshot.reader import ALLOCATED, INACTIVE, read_snapshot
+from lightning_memprof.analysis.snapshot.reader import ALLOCATED, INACTIVE, DeviceSnapshot, Snapshot, read_snapshot
 from lightning_memprof.analysis.snapshot.replay import (
+    GROWS,
+    SHRINKS,
     BlockLife,
     Holder,
+    Live,
     Replay,
     free_ranges,
     holders_of,
-    replay,
     site_of,
 )
+from lightning_memprof.analysis.snapshot.restricted_pickle import Limits
 from lightning_memprof.analysis.stacks import parse_frame
-from lightning_memprof.units import format_bytes, percent
+from lightning_memprof.units import MIB, format_bytes, percent
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from lightning_memprof.analysis.snapshot.reader import DeviceSnapshot, Snapshot
-    from lightning_memprof.analysis.snapshot.restricted_pickle import Limits
-
-__all__ = ["held_lines", "report_of", "snapshot_report"]
+__all__ = [
+    "AgedHolder",
+    "DeviceReport",
+    "FailedRequest",
+    "HeldLine",
+    "Imbalance",
+    "LargeBlock",
+    "MemoryPool",
+    "SnapshotReport",
+    "held_lines",
+    "snapshot_report",
+]
 
 _LARGEST: Final = 20
 _CALLED: Final = 3
+# A device with a fifth more than the others limits the batch of all.
+_LEAST_IMBALANCE: Final = 1.2
+_LEAST_IMBALANCE_BYTES: Final = 64 * MIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailedRequest:
+    """The last failed allocation (``oom`` event) of the recorded history.
+
+    ``site`` is the user's line that asked, empty where it is unknown. ``live`` is the state at that event.
+    ``unused_bytes`` were reserved but not allocated, ``largest_free_bytes`` is the largest contiguous part of them.
+    """
+
+    device: int
+    requested_bytes: int
+    device_free_bytes: int | None
+    time_us: int | None
+    live: Live
+    largest_free_bytes: int = 0
+    unused_bytes: int = 0
+    site: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldLine:
+    """Live bytes of one allocation site; ``stacks`` counts its different stacks.
+
+    ``site`` is the user's innermost line, ``file.py(12): function``, or all lines of a function, ``file.py: function``;
+    empty where it is unknown. ``called`` are the innermost functions called from it, such as ``linear``, by bytes.
+    """
+
+    site: str
+    called: tuple[str, ...]
+    bytes: int
+    blocks: int
+    stacks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargeBlock:
+    """One block live at the peak; ``born_us`` is None if it predates the recorded history or has no time."""
+
+    address: int
+    bytes: int
+    site: str
+    born_us: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgedHolder:
+    """Live bytes of one stack at the end of the recorded history, with the age of its oldest block.
+
+    ``before_ring_bytes`` predate the recorded history, so their age is unknown. ``age_us`` is the age of the oldest
+    other block at the last event; None without such blocks or without times.
+    """
+
+    holder: Holder
+    before_ring_bytes: int
+    age_us: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPool:
+    """The segments of one pool and stream, which serve no other; ``(0, 0)`` is the default pool (no CUDA graph)."""
+
+    pool: tuple[int, int]
+    stream: int
+    segments: int
+    reserved_bytes: int
+    allocated_bytes: int
+    inactive_bytes: int
+
+
+@dataclass(frozen=True)
+class DeviceReport(Replay):
+    """One device: its history, and the sums over its blocks, each computed when it is first used."""
+
+    @property
+    def has_times(self) -> bool:
+        """Whether the events have times."""
+        return any(event.time_us is not None for event in self.snapshot.events)
+
+    @property
+    def start_us(self) -> int | None:
+        """Unix microseconds of the first event; None without times."""
+        return self.snapshot.events[0].time_us if self.has_times else None
+
+    @property
+    def end_us(self) -> int | None:
+        """Unix microseconds of the last event; None without times."""
+        return self.snapshot.events[-1].time_us if self.has_times else None
+
+    @property
+    def segments_made(self) -> tuple[int, int]:
+        """Count and bytes of segments (or parts of expandable ones) created in the history."""
+        return self._segments(GROWS)
+
+    @property
+    def segments_returned(self) -> tuple[int, int]:
+        """Count and bytes of segments returned to the driver."""
+        return self._segments(SHRINKS)
+
+    @property
+    def has_stacks(self) -> bool:
+        """Whether any block of the history has a stack."""
+        return any(life.stack for life in self.lives)
+
+    @cached_property
+    def lines_at_peak(self) -> tuple[HeldLine, ...]:
+        """Requested bytes by allocation site, largest first; they sum to the peak."""
+        return held_lines(self.holders_at_peak)
+
+    @cached_property
+    def functions_at_peak(self) -> tuple[HeldLine, ...]:
+        """The same by function."""
+        return held_lines(self.holders_at_peak, _function)
+
+    @cached_property
+    def largest_at_peak(self) -> tuple[LargeBlock, ...]:
+        """The largest blocks live at the peak, at most 20."""
+        return _largest(self)
+
+    @cached_property
+    def oldest(self) -> tuple[AgedHolder, ...]:
+        """Live bytes at the end by stack, oldest first, then largest first."""
+        return _oldest(self)
+
+    @cached_property
+    def pools(self) -> tuple[MemoryPool, ...]:
+        """The segments by pool and stream, largest first."""
+        return _pools(self.snapshot)
+
+    def _segments(self, actions: frozenset[str]) -> tuple[int, int]:
+        sizes = [event.size for event in self.snapshot.events if event.action in actions]
+        return len(sizes), sum(sizes)
+
+
+class Imbalance(NamedTuple):
+    """The device with the highest peak of requested bytes, and the median peak of the other devices."""
+
+    device: int
+    peak_bytes: int
+    others_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotReport:
+    """One snapshot; ``missing`` lists its gaps, one sentence each.
+
+    ``form`` is the form of the file: a dictionary, or a bare list of segments. ``settings`` are the allocator settings
+    recorded in the file, such as ``PYTORCH_CUDA_ALLOC_CONF``.
+    """
+
+    file: Path
+    devices: tuple[DeviceReport, ...]
+    oom: FailedRequest | None
+    missing: tuple[str, ...]
+    form: Literal["dict", "list"] = "dict"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def imbalance(self) -> Imbalance | None:
+        """The device whose peak exceeds the others' by a fifth and 64 MiB or more, or None."""
+        ordered = sorted(self.devices, key=lambda device: device.peak_requested_bytes)
+        if len(ordered) < 2:
+            return None
+        most = ordered.pop()
+        others = int(statistics.median(device.peak_requested_bytes for device in ordered))
+        needed = max(_LEAST_IMBALANCE * others, others + _LEAST_IMBALANCE_BYTES)
+        found = Imbalance(most.device, most.peak_requested_bytes, others)
+        return found if found.peak_bytes >= needed else None
 
 
 def snapshot_report(path: Path, limits: Limits | None = None) -> SnapshotReport:
@@ -52,59 +226,16 @@ def snapshot_report(path: Path, limits: Limits | None = None) -> SnapshotReport:
         ArtifactError: the file is missing or damaged, above a limit, no snapshot, or names a global.
 
     """
-    return report_of(read_snapshot(path, limits), path)
-
-
-def report_of(snapshot: Snapshot, path: Path) -> SnapshotReport:
-    """Return the report of a snapshot that was read from ``path``."""
-    devices = tuple(_device(replay(snapshot, number)) for number in snapshot.devices)
+    snapshot = read_snapshot(path, limits)
+    devices = tuple(map(DeviceReport, snapshot.devices.values()))
     return SnapshotReport(
         file=path,
         devices=devices,
-        oom=_failed([device.replay for device in devices]),
+        oom=_failed(devices),
         missing=tuple(_missing(snapshot, devices)),
         form=snapshot.form,
         settings=snapshot.settings,
     )
-
-
-def _device(ring: Replay) -> DeviceReport:
-    found, events = ring.snapshot, ring.snapshot.events
-    has_times = any(event.time_us is not None for event in events)
-    return DeviceReport(
-        device=ring.device,
-        reserved_bytes=found.reserved_bytes,
-        allocated_bytes=found.allocated_bytes,
-        requested_bytes=found.requested_bytes,
-        inactive_bytes=found.inactive_bytes,
-        pending_bytes=found.pending_bytes,
-        peak_requested_bytes=ring.peak_requested_bytes,
-        peak_reserved_bytes=ring.peak_reserved_bytes,
-        peak_time_us=ring.peak_time_us,
-        events=ring.events,
-        segments=len(found.segments),
-        holders_at_peak=ring.holders_at_peak,
-        fragmentation=ring.fragmentation,
-        segments_made=ring.segments_made,
-        segments_returned=ring.segments_returned,
-        replay=ring,
-        lines_at_peak=held_lines(ring.holders_at_peak),
-        functions_at_peak=_held_by(ring.holders_at_peak, _function),
-        largest_at_peak=_largest(ring),
-        oldest=_oldest(ring),
-        pools=_pools(found),
-        has_times=has_times,
-        has_stacks=any(life.stack for life in ring.lives),
-        is_expandable=any(segment.is_expandable for segment in found.segments),
-        start_bytes=ring.live_at(-1).requested_bytes,
-        start_us=events[0].time_us if has_times else None,
-        end_us=events[-1].time_us if has_times else None,
-    )
-
-
-def held_lines(holders: Sequence[Holder]) -> tuple[HeldLine, ...]:
-    """Sum holders by allocation site, largest first."""
-    return _held_by(holders, str)
 
 
 def _function(site: str) -> str:
@@ -113,7 +244,8 @@ def _function(site: str) -> str:
     return f"{frame.filename}: {frame.name}" if frame is not None and frame.is_python else site
 
 
-def _held_by(holders: Sequence[Holder], place: Callable[[str], str]) -> tuple[HeldLine, ...]:
+def held_lines(holders: Sequence[Holder], place: Callable[[str], str] = str) -> tuple[HeldLine, ...]:
+    """Sum holders by allocation site, or by the place that it is in, largest first."""
     held: defaultdict[str, list[Holder]] = defaultdict(list)
     for holder in holders:
         held[place(holder.site)].append(holder)
@@ -137,8 +269,6 @@ def _held_by(holders: Sequence[Holder], place: Callable[[str], str]) -> tuple[He
 
 
 def _largest(ring: Replay) -> tuple[LargeBlock, ...]:
-    peak = ring.peak_event
-    live = (life for life in ring.lives if life.born <= peak < life.died)
     return tuple(
         LargeBlock(
             address=life.address,
@@ -146,16 +276,14 @@ def _largest(ring: Replay) -> tuple[LargeBlock, ...]:
             site=holders_of(ring.snapshot, [life])[0].site,
             born_us=ring.snapshot.events[life.born].time_us if life.born >= 0 else None,
         )
-        for life in heapq.nlargest(_LARGEST, live, key=lambda life: life.requested_size)
+        for life in heapq.nlargest(_LARGEST, ring.lives_at(ring.peak_event), key=lambda life: life.requested_size)
     )
 
 
 def _oldest(ring: Replay) -> tuple[AgedHolder, ...]:
-    """Return the live bytes at the end by stack, oldest first, then largest first."""
     events, lives = ring.snapshot.events, defaultdict[int, list[BlockLife]](list)
-    for life in ring.lives:
-        if life.died == ring.events:
-            lives[life.stack].append(life)
+    for life in ring.lives_at(ring.events - 1):
+        lives[life.stack].append(life)
     by_stack: defaultdict[tuple[str, ...], list[BlockLife]] = defaultdict(list)
     for alike in lives.values():
         by_stack[holders_of(ring.snapshot, alike)[0].stack] += alike
@@ -231,9 +359,10 @@ def _missing(snapshot: Snapshot, devices: Sequence[DeviceReport]) -> list[str]:
                 )
         elif not device.has_times:
             found.append(f"The events of {name} have no times (torch before 2.2).")
-        if device.events and device.start_bytes:
+        start_bytes = device.live_at(-1).requested_bytes
+        if device.events and start_bytes:
             found.append(
-                f"The recorded history of {name} starts with {format_bytes(device.start_bytes)} already live; earlier "
+                f"The recorded history of {name} starts with {format_bytes(start_bytes)} already live; earlier "
                 "events are not in it (max_entries)."
             )
         unknown = sum(holder.bytes for holder in device.holders_at_peak if not holder.stack)

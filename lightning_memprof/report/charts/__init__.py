@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from lightning_memprof.analysis.run.model import Run
-    from lightning_memprof.analysis.snapshot.model import SnapshotReport
+    from lightning_memprof.analysis.snapshot.report import SnapshotReport
     from lightning_memprof.analysis.trace.model import TraceReport
     from lightning_memprof.report.view import View
 
@@ -142,7 +142,7 @@ def _of_snapshots(snapshots: Sequence[SnapshotReport]) -> Iterator[Chart]:
             where = f"{snapshot.file.name}, cuda:{device.device}"
             held = ((holder_path(holder), holder.bytes, holder.blocks) for holder in device.holders_at_peak)
             for chart in (
-                memory_chart(lives_of_replay(device.replay), f"allocations-{number}-{device.device}", where),
+                memory_chart(lives_of_replay(device), f"allocations-{number}-{device.device}", where),
                 holders_chart(held, f"sites-{number}-{device.device}", where),
             ):
                 if chart is not None:

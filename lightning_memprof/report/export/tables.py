@@ -21,7 +21,7 @@ from lightning_memprof.errors import ArtifactError
 if TYPE_CHECKING:
     from lightning_memprof.analysis.memory.model import DeviceAllocations
     from lightning_memprof.analysis.run.model import ArtifactFile, Run
-    from lightning_memprof.analysis.snapshot.model import SnapshotReport
+    from lightning_memprof.analysis.snapshot.report import SnapshotReport
     from lightning_memprof.analysis.trace.model import TraceReport
 
 __all__ = ["Table", "run_tables", "snapshot_tables", "trace_tables"]
@@ -248,14 +248,21 @@ def _trace(report: TraceReport) -> Row:
 
 def snapshot_tables(reports: Sequence[SnapshotReport]) -> Iterator[Table]:
     """Yield the tables of snapshots that have rows."""
-    sizes = (
-        "device", "reserved_bytes", "allocated_bytes", "requested_bytes", "inactive_bytes", "pending_bytes",
-        "peak_requested_bytes", "peak_reserved_bytes", "peak_time_us", "events", "segments",
-    )  # fmt: skip
+    sizes = ("reserved_bytes", "allocated_bytes", "requested_bytes", "inactive_bytes", "pending_bytes")
+    peaks = ("peak_requested_bytes", "peak_reserved_bytes", "peak_time_us", "events")
     devices = [(snapshot.file, device) for snapshot in reports for device in snapshot.devices]
-    rings = [(file, device.device, device.replay.snapshot) for file, device in devices]
+    rings = [(file, device.device, device.snapshot) for file, device in devices]
     yield from _filled(
-        Table.of("devices", ({"file": str(file)} | {n: getattr(device, n) for n in sizes} for file, device in devices)),
+        Table.of(
+            "devices",
+            (
+                {"file": str(file), "device": device.device}
+                | {name: getattr(device.snapshot, name) for name in sizes}
+                | {name: getattr(device, name) for name in peaks}
+                | {"segments": len(device.snapshot.segments)}
+                for file, device in devices
+            ),
+        ),
         Table.of(
             "holders",
             (_fields(holder, file=str(file), device=d.device) for file, d in devices for holder in d.holders_at_peak),

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.ledger.model import TimeLedger
     from lightning_memprof.analysis.memory.functions import FunctionReport
     from lightning_memprof.analysis.memory.report import MemoryReport, RankMemory
-    from lightning_memprof.analysis.snapshot.model import DeviceReport, SnapshotReport
+    from lightning_memprof.analysis.snapshot.report import DeviceReport, SnapshotReport
     from lightning_memprof.analysis.steps.events import StepEvents
     from lightning_memprof.analysis.trace.model import TraceReport
     from lightning_memprof.report.document import Document, Words
@@ -50,6 +50,11 @@ RUN_FACTS: Final = (
 TRAINING_FACTS: Final = (
     "model", "parameters", "parameter_bytes", "precision", "num_batches", "max_steps", "max_epochs",
     "accumulate_grad_batches", "optimizers", "dataloaders",
+)  # fmt: skip
+SNAPSHOT_SIZES: Final = ("reserved_bytes", "allocated_bytes", "requested_bytes", "inactive_bytes", "pending_bytes")
+FRAGMENTATION: Final = (
+    "reserved_bytes", "allocated_bytes", "pending_bytes", "inactive_split_bytes", "free_segment_bytes",
+    "rounding_bytes", "largest_free_block",
 )  # fmt: skip
 FUNCTION_CHANGES: Final = (
     "rss_bytes", "vms_bytes", "allocated_bytes", "reserved_bytes", "forward_rss_bytes", "saved_bytes",
@@ -361,8 +366,13 @@ def _device(device: DeviceReport) -> dict[str, Any]:
     """Return a device; of its stacks the 100 largest, and the sum of the others."""
     others = device.holders_at_peak[MAX_ROWS:]
     listed = ("holders_at_peak", "lines_at_peak", "functions_at_peak", "oldest", "pools")
+    figures = ("peak_requested_bytes", "peak_reserved_bytes", "peak_time_us", "events", "largest_at_peak")
     return {
-        **_without(device, *listed, "replay", "has_times", "has_stacks"),
+        **_fields(device.snapshot, "device", *SNAPSHOT_SIZES, "is_expandable"),
+        **_fields(device, *figures, "start_us", "end_us"),
+        "start_bytes": device.live_at(-1).requested_bytes,
+        "segments": len(device.snapshot.segments),
+        "fragmentation": _fields(device.snapshot, *FRAGMENTATION),
         **{name: getattr(device, name)[:MAX_ROWS] for name in listed},
         "other_holders_bytes": sum(holder.bytes for holder in others),
         "other_holders": len(others),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from lightning_memprof.analysis.run.model import Run
-    from lightning_memprof.analysis.snapshot.model import DeviceReport
+    from lightning_memprof.analysis.snapshot.report import DeviceReport
     from lightning_memprof.analysis.trace.model import GpuTimes
 
 __all__ = [
@@ -152,13 +152,13 @@ def file_command(where: str, kind: str) -> str:
 
 def reserved_parts(device: DeviceReport) -> dict[str, int]:
     """Return the parts of the allocator's reserved bytes; they sum to them."""
-    lost = device.fragmentation
+    found = device.snapshot
     return {
-        "requested": device.requested_bytes,
-        "rounding": lost.rounding_bytes,
-        "pending": device.pending_bytes,
-        "inactive_split": lost.inactive_split_bytes,
-        "free_segments": lost.free_segment_bytes,
+        "requested": found.requested_bytes,
+        "rounding": found.rounding_bytes,
+        "pending": found.pending_bytes,
+        "inactive_split": found.inactive_split_bytes,
+        "free_segments": found.free_segment_bytes,
     }
 
 

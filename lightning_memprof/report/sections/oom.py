@@ -51,9 +51,7 @@ def autopsy_section(directory: Path, rank: int) -> Section | None:
     events = oom_events(directory, rank, manifest)
     if not events:
         return None
-    training = manifest.training.fields if manifest.training else {}
-    world_size = manifest.run.world_size if manifest.run else None
-    event = autopsy(events[-1], {**training, "world_size": world_size})
+    event = autopsy(events[-1], manifest.training, manifest.run.world_size if manifest.run else None)
     files = [Line("file", Cell(str(directory / oom_name(rank)), "path"))]
     if events[-1].snapshot is not None:
         files.append(Line("snapshot", Cell(f"{events[-1].snapshot}", "path")))

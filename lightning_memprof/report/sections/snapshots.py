@@ -26,7 +26,7 @@ from lightning_memprof.report.sections.tables import Field, grid, ranked, rest
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from lightning_memprof.analysis.snapshot.model import DeviceReport, SnapshotReport
+    from lightning_memprof.analysis.snapshot.report import DeviceReport, SnapshotReport
 
 __all__ = ["reserved_stack", "snapshot_peak", "snapshots_section"]
 
@@ -59,8 +59,8 @@ def _overview(snapshots: Sequence[SnapshotReport]) -> Table:
         [(snapshot.file, device) for snapshot in snapshots for device in snapshot.devices],
         Field("file", "code", lambda row: row[0].name),
         Field("device", "index", lambda row: row[1].device),
-        Field("reserved", "bytes", lambda row: row[1].reserved_bytes),
-        Field("allocated", "bytes", lambda row: row[1].allocated_bytes),
+        Field("reserved", "bytes", lambda row: row[1].snapshot.reserved_bytes),
+        Field("allocated", "bytes", lambda row: row[1].snapshot.allocated_bytes),
         Field(PEAKS["requested"].label, "bytes", lambda row: row[1].peak_requested_bytes),
         Field("events", "count", lambda row: row[1].events, priority=1),
     )
@@ -99,13 +99,13 @@ def _snapshot(number: int, snapshot: SnapshotReport, *, several: bool) -> Iterat
 
 def reserved_stack(device: DeviceReport, name: str) -> Stack:
     """Return the parts of the bytes that the allocator holds."""
-    free = device.fragmentation
+    found = device.snapshot
     notes: list[Words] = [
         phrase(f"{peak_note('requested')}: {{}}", size(device.peak_requested_bytes)),
         phrase(f"{peak_note('reserved')}: {{}}", size(device.peak_reserved_bytes)),
-        phrase("{} segments, largest free block {}", count(device.segments), size(free.largest_free_block)),
+        phrase("{} segments, largest free block {}", count(len(found.segments)), size(found.largest_free_block)),
     ]
-    if device.inactive_bytes:
+    if found.inactive_bytes:
         notes.append(
             f"empty_cache() returns {called('free_segments')}; {called('inactive_split')} is free between "
             "allocated blocks"
@@ -114,24 +114,23 @@ def reserved_stack(device: DeviceReport, name: str) -> Stack:
     if made[0] or returned[0]:
         words = "recorded history: {} segments allocated ({}), {} freed ({})"
         notes.append(phrase(words, count(made[0]), size(made[1]), count(returned[0]), size(returned[1])))
-    parts = bars(reserved_parts(device), device.reserved_bytes, "bytes")
-    return Stack(f"Reserved bytes at the end{name}", size(device.reserved_bytes), parts, notes=notes)
+    parts = bars(reserved_parts(device), found.reserved_bytes, "bytes")
+    return Stack(f"Reserved bytes at the end{name}", size(found.reserved_bytes), parts, notes=notes)
 
 
 def _over_time(number: int, device: DeviceReport, name: str) -> Iterator[Chart]:
-    replay = device.replay
-    if replay.events < 2:
+    if device.events < 2:
         return
     # Of a history of 100,000 events only the largest values can be seen.
-    every = max(1, replay.events // CURVE_POINTS)
+    every = max(1, device.events // CURVE_POINTS)
     values = [
-        max(replay.live_at(event).requested_bytes for event in range(start, min(start + every, replay.events)))
-        for start in range(-1, replay.events, every)
+        max(device.live_at(event).requested_bytes for event in range(start, min(start + every, device.events)))
+        for start in range(-1, device.events, every)
     ]
-    words: Words = phrase("{} events", count(replay.events))
+    words: Words = phrase("{} events", count(device.events))
     if device.start_us is not None and device.end_us is not None:
         passed = duration((device.end_us - device.start_us) * 1000)
-        words = phrase("{} events in {}", count(replay.events), passed)
+        words = phrase("{} events in {}", count(device.events), passed)
     yield Chart(f"requested-{number}-{device.device}", f"Requested bytes{name}", values, words)
 
 

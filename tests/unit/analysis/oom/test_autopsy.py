@@ -7,17 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from fake_runs import make_run
 from lightning_memprof.analysis.findings import examine
 from lightning_memprof.analysis.findings.model import Facts, Severity
-from lightning_memprof.analysis.oom.autopsy import Autopsy, autopsies, autopsy
-from lightning_memprof.analysis.oom.causes import snapshot_memory
+from lightning_memprof.analysis.oom.autopsy import Autopsy, ModuleStacks, autopsies, autopsy
 from lightning_memprof.analysis.oom.events import OomEvent, oom_events
-from lightning_memprof.analysis.oom.module_stacks import ModuleStacks
 from lightning_memprof.analysis.run.load import load_run
-from lightning_memprof.artifacts.manifest import Manifest, OomRow
+from lightning_memprof.analysis.snapshot.reader import read_snapshot
+from lightning_memprof.analysis.snapshot.replay import replay
+from lightning_memprof.artifacts.manifest import Manifest, OomRow, TrainingFacts
 from lightning_memprof.artifacts.sink import RunPlace, Sink
 from lightning_memprof.units import GIB, MIB
 
@@ -94,7 +95,7 @@ def host(**changes: Any) -> dict[str, Any]:
 def understood(
     known: Mapping[str, Any], snapshot: Path | None = None, training: Mapping[str, Any] | None = None
 ) -> Autopsy:
-    return autopsy(OomEvent(0, 0, known, snapshot), training)
+    return autopsy(OomEvent(0, 0, known, snapshot), msgspec.convert(training or {}, TrainingFacts))
 
 
 def statistics(allocated: int, reserved: int) -> dict[str, int]:
@@ -434,7 +435,10 @@ def test_a_real_snapshots_live_blocks_are_all_of_what_was_asked_for(name: str) -
     if not path.exists():
         pytest.skip(f"{path} is not there")
     reference = json.loads((CORPUS / "references/snapshots.json").read_text())[f"{name}.pickle.gz"]["devices"]["0"]
-    found = snapshot_memory(path, 0)
-    assert sum(holder.bytes for holder in found.holders) == reference["requested_live"]
-    assert (found.allocated_bytes, found.reserved_bytes) == (reference["allocated"], reference["reserved"])
-    assert found.has_stacks
+    found = replay(read_snapshot(path))
+    assert sum(holder.bytes for holder in found.holders_at(found.events - 1)) == reference["requested_live"]
+    assert (found.snapshot.allocated_bytes, found.snapshot.reserved_bytes) == (
+        reference["allocated"],
+        reference["reserved"],
+    )
+    assert any(life.stack for life in found.lives)

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from lightning_memprof.analysis.snapshot.model import HeldLine, Imbalance, LargeBlock, SnapshotReport
 from lightning_memprof.analysis.snapshot.reader import parse_snapshot
 from lightning_memprof.analysis.snapshot.replay import FreeRange, free_ranges, replay
-from lightning_memprof.analysis.snapshot.report import snapshot_report
+from lightning_memprof.analysis.snapshot.report import HeldLine, Imbalance, LargeBlock, SnapshotReport, snapshot_report
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.units import MIB
 from snapshots import (
@@ -134,7 +133,7 @@ def test_pools_and_streams_are_told_apart(tmp_path):
         ((0, 0), 0, 1024, 512),
         ((0, 0), 7, 100, 0),
     ]
-    assert device.is_expandable
+    assert device.snapshot.is_expandable
 
 
 @pytest.mark.parametrize(

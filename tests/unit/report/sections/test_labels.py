@@ -69,7 +69,7 @@ def files(path: Path) -> FilesView:
 def test_a_trace_and_a_snapshot_use_the_same_words_in_each_format(tmp_path: Path) -> None:
     view = files(tmp_path)
     (device,) = view.snapshots[0].devices
-    assert sum(reserved_parts(device).values()) == device.reserved_bytes
+    assert sum(reserved_parts(device).values()) == device.snapshot.reserved_bytes
     window = view.traces[0].gpu_window
     assert window is not None
     assert sum(device_parts(window).values()) == window.window_ns
