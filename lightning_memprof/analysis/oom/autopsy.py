@@ -180,15 +180,15 @@ def autopsy(
         next_steps=(),
         unavailable=mapping(facts, "unavailable") or {},
     )
-    situation = _situation(found, training or TrainingFacts(), world_size)
-    return replace(
-        found,
-        next_steps=next_steps(replace(situation, is_expandable=snapshot is not None and snapshot.is_expandable)),
-    )
+    expands = snapshot is not None and snapshot.is_expandable
+    steps = _next_steps(found, training or TrainingFacts(), world_size, is_expandable=expands)
+    return replace(found, next_steps=steps)
 
 
-def _situation(found: Autopsy, training: TrainingFacts, world_size: int | None) -> Situation:
-    return Situation(
+def _next_steps(
+    found: Autopsy, training: TrainingFacts, world_size: int | None, *, is_expandable: bool
+) -> tuple[str, ...]:
+    situation = Situation(
         cause=found.cause,
         is_host=found.is_host,
         phase=found.place["phase"] or (SETUP if found.place["step"] is None else None),
@@ -197,7 +197,9 @@ def _situation(found: Autopsy, training: TrainingFacts, world_size: int | None) 
         largest=max(found.held, key=lambda holder: holder.bytes).name if found.held else None,
         training=training,
         world_size=world_size,
+        is_expandable=is_expandable,
     )
+    return next_steps(situation)
 
 
 def _replay(event: OomEvent, device: str, max_bytes: int | None) -> tuple[Replay | None, str | None]:

@@ -241,9 +241,9 @@ class Situation:
     function: str | None
     modules: tuple[str, ...]
     largest: str | None
+    is_expandable: bool
     training: TrainingFacts
     world_size: int | None
-    is_expandable: bool = False
 
 
 def next_steps(situation: Situation) -> tuple[str, ...]:
