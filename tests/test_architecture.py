@@ -35,6 +35,7 @@ ONE_IMPORTER = {
     "capture/recording.py": "contexts of collectors; the session has the steps",
     "capture/sources/kineto.py": "the one owner of torch's profiler",
     "capture/sources/oom_state.py": "reads allocator and host state, without the collector protocol",
+    "capture/sources/padding.py": "reads the values of a batch, an algorithm of its own",
     "capture/sources/saved_graph.py": "walk over autograd's graph, an algorithm of its own",
     "capture/sources/user_hooks.py": "replaces the program's hooks, the one place that does",
     "capture/tracker/path_tracker.py": "subclass of torch's private ModTracker",

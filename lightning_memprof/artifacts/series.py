@@ -174,7 +174,10 @@ class GarbageRow(SeriesRow):
 
 
 class ThroughputRow(SeriesRow, gc=False, omit_defaults=False):
-    """The size of a step's batch, its duration, its FLOP, and the device's peak in FLOP/s."""
+    """The size of a step's batch, its duration, its FLOP, and the device's peak in FLOP/s.
+
+    Of a batch of sequences also the positions, those that are padding, and of these the ones beyond its longest sample.
+    """
 
     series = "throughput"
 
@@ -183,6 +186,9 @@ class ThroughputRow(SeriesRow, gc=False, omit_defaults=False):
     duration_ns: Int64 | None = None
     flops: Int64 | None = None
     peak_flops: float | None = None
+    positions: Int64 | None = None
+    padded: Int64 | None = None
+    beyond_longest: Int64 | None = None
 
 
 class SavedTensorsRow(SeriesRow):

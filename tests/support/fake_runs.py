@@ -68,6 +68,7 @@ class FakeRun:
         endings: how ranks end that do not finish: a message of an exception, or None where the rank was killed.
         trace: whether each window has an operator trace.
         memory: what the memory collectors saw in each window; None is a run without them.
+        padding: positions of a recorded batch, those that are padding, and of these the ones beyond the longest sample.
 
     """
 
@@ -82,6 +83,7 @@ class FakeRun:
     endings: Mapping[int, str | None] = field(default_factory=dict)
     trace: bool = True
     memory: FakeMemory | None = field(default_factory=FakeMemory)
+    padding: tuple[int, int, int] | None = None
 
     @property
     def device(self) -> str:
@@ -230,6 +232,11 @@ def _write_window(sink: Sink, window: Window, fake: FakeRun) -> None:
                 uss = rss // 2 if point in (Point.BATCH_START, Point.BATCH_END) else None
                 write(mark, rss_bytes=rss, uss_bytes=uss, vms_bytes=4 * rss, peak_rss_bytes=rss + 8 * MIB)
     sink.write_rows(window, "hooks", hooks)
+    if fake.padding is not None:
+        counts = dict(zip(("positions", "padded", "beyond_longest"), fake.padding, strict=True))
+        with sink.series(window, "throughput") as write:
+            for step in recorded:
+                write(Mark(step, step, Point.STEP_END, True, START_NS + step * 20_000_000), samples=32, **counts)
     if fake.device_bytes is not None:
         _write_allocator(sink, window, fake)
     if fake.memory is not None:

@@ -20,7 +20,13 @@ from lightning_memprof.analysis.findings.compute import (
     optimizer_bound,
     thread_oversubscription,
 )
-from lightning_memprof.analysis.findings.data import blocking_transfers, input_bound, input_bound_trace, workers_restart
+from lightning_memprof.analysis.findings.data import (
+    blocking_transfers,
+    input_bound,
+    input_bound_trace,
+    padding,
+    workers_restart,
+)
 from lightning_memprof.analysis.findings.device import allocator_thrash, gpu_idle, synchronization
 from lightning_memprof.analysis.findings.growth import device_memory_growth, memory_growth
 from lightning_memprof.analysis.findings.host import actions_bound, between_steps, garbage, slow_steps
@@ -74,6 +80,7 @@ RULES: Final[tuple[Rule, ...]] = (
     straggler,
     input_bound,
     workers_restart,
+    padding,
     anomaly_detection,
     double_precision,
     python_loop,

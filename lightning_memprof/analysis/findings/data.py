@@ -28,6 +28,7 @@ from lightning_memprof.analysis.findings.traces import (
     times,
 )
 from lightning_memprof.analysis.ledger.run import RESTART
+from lightning_memprof.artifacts.series import ThroughputRow
 from lightning_memprof.units import format_bytes, format_count, format_ns, percent
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.trace.model import Copies, TraceReport
     from lightning_memprof.artifacts.manifest import DataLoaderFacts
 
-__all__ = ["blocking_transfers", "input_bound", "input_bound_trace", "workers_restart"]
+__all__ = ["blocking_transfers", "input_bound", "input_bound_trace", "padding", "workers_restart"]
 
 # The Trainer fetches a batch that is ready in less: no setting of the loader saves it.
 MIN_COST_NS: Final = 2_000_000
@@ -260,6 +261,62 @@ def _more_workers(workers: int, cores: int | None) -> str:
         )
     wanted = min(2 * workers, cores) if cores else 2 * workers
     return f"{slow}use DataLoader(num_workers={wanted}), or make __getitem__ faster."
+
+
+# Lengths vary in every data set, and batches of whole samples are never full.
+MIN_PADDING: Final = 0.2
+# Each operator has a cost that does not depend on the length.
+SAVED_OF_PADDING: Final = (0.4, 1.0)
+GROUP: Final = (
+    "Batch samples of similar length, and pad to the longest of each batch: sort by length, then shuffle whole batches "
+    "(batch_sampler)."
+)
+LONGEST: Final = "Pad each batch to its longest sample in collate_fn, not to a fixed length."
+
+
+def padding(facts: Facts) -> list[Finding]:
+    """Find batches of sequences of which much is padding.
+
+    Recovers 40% to 100% of the padded share of forward and backward: their work is in proportion to the positions, or
+    to their square. Lost: batches of similar samples are less random.
+    """
+    heaviest = facts.heaviest(lambda ledger: ledger.ns("forward", "backward"))
+    if heaviest is None or heaviest[1].steps < MIN_STEPS:
+        return []
+    rank, ledger = heaviest
+    rows = [row for window in rank.windows for row in window.read(ThroughputRow).recorded if row.positions]
+    positions = sum(row.positions or 0 for row in rows)
+    padded, beyond = (sum(getattr(row, name) or 0 for row in rows) for name in ("padded", "beyond_longest"))
+    share = padded / positions if positions else 0.0
+    if share < MIN_PADDING:
+        return []
+    spent = ledger.ns("forward", "backward") * share
+    least, most = (spent * saved for saved in SAVED_OF_PADDING)
+    worth = Recovery(unit="ns", least=least, most=most, whole=ledger.step_ns)
+    steps = (LONGEST, GROUP) if beyond > padded / 2 else (GROUP, LONGEST)
+    return [
+        Finding(
+            rule="padding",
+            severity=worth.severity,
+            sentence=f"Padding: {percent(share)} of the positions in a batch are padding{facts.on_rank(rank)}.",
+            why=(
+                f"{padded:,} of {positions:,} positions in {len(rows)} recorded batches"
+                f", {percent(beyond / positions)} beyond the longest sample of their batch; forward and backward take "
+                f"{format_ns(ledger.ns('forward', 'backward'))} of a {format_ns(ledger.step_ns)} step."
+            ),
+            next_steps=steps,
+            evidence=facts.recorded(rank, "throughput"),
+            numbers={
+                "rank": rank.rank,
+                "positions": positions,
+                "padded": padded,
+                "beyond_longest": beyond,
+                "passes_ns": ledger.ns("forward", "backward"),
+            },
+            weight=worth.share,
+            recovers=worth,
+        )
+    ]
 
 
 def input_bound_trace(trace: TraceReport) -> list[Finding]:

@@ -1,11 +1,10 @@
-"""Samples and tokens of the steps of a window, and their floating-point operations."""
+"""Samples, tokens and padding of the steps of a window, and their floating-point operations."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
@@ -18,6 +17,7 @@ from lightning_memprof.artifacts.series import ThroughputRow
 from lightning_memprof.capture.base import Collector, OnMark
 from lightning_memprof.capture.sources.methods import compiled_methods
 from lightning_memprof.capture.sources.module_calls import is_compiled
+from lightning_memprof.capture.sources.padding import batch_padding, batch_parts
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Point
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from lightning_memprof.capture.base import RunContext
+    from lightning_memprof.capture.sources.padding import Padding
     from lightning_memprof.schedule import Mark, Window
 
 __all__ = ["FlopCount", "Throughput", "batch_samples"]
@@ -35,6 +36,7 @@ _COMPILED: Final = "operations are not counted: a part of the model is compiled,
 _MODES: Final = "operations are not counted: another torch dispatch mode was active in every step"
 _NOTHING: Final = "operations are not counted: no matrix product, convolution or attention ran"
 _DEPTH: Final = 4
+_NONE: Final = (None, None, None)
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
@@ -49,21 +51,13 @@ def batch_samples(batch: Any, depth: int = _DEPTH) -> int | None:
         return None
     if isinstance(batch, Sequence) and batch and all(isinstance(part, (str, bytes)) for part in batch):
         return len(batch)
-    return next((samples for part in _parts(batch) if (samples := batch_samples(part, depth - 1)) is not None), None)
-
-
-def _parts(batch: Any) -> list[Any]:
-    if isinstance(batch, Mapping):
-        return list(batch.values())
-    if isinstance(batch, Sequence):
-        return list(batch)
-    if is_dataclass(batch):
-        return [getattr(batch, field.name) for field in fields(batch)]
-    return []
+    return next(
+        (samples for _, part in batch_parts(batch) if (samples := batch_samples(part, depth - 1)) is not None), None
+    )
 
 
 class Throughput(Collector):
-    """Samples and tokens of each recorded step's batch, and the operations of one step on request.
+    """Samples, tokens and padding of each recorded step's batch, and the operations of one step on request.
 
     Rows are written when the window has closed: no step waits for a count that is still on the device. Operations are
     counted once, in the run's first window: in a warmup step, or without one in a recorded step, whose times then
@@ -133,29 +127,33 @@ class _Batches:
 
     def __init__(self, samples: Callable[[Any], int | None], tokens: Callable[[Any], int] | None) -> None:
         self._counters = (samples, tokens)
-        self._counts: tuple[Any, Any] = (None, None)
+        self._counts: tuple[Any, Any, Padding | None] = _NONE
         self._start_ns = 0
-        self._steps: list[tuple[Mark, int, tuple[Any, Any]]] = []
+        self._steps: list[tuple[Mark, int, tuple[Any, Any, Padding | None]]] = []
 
     def count(self, batch: Any) -> None:
         samples, tokens = self._counters
-        self._counts = (samples(batch), None)
+        self._counts = (samples(batch), None, None)
+        self._counts = (self._counts[0], None, batch_padding(batch))
         if tokens is not None:
-            self._counts = (self._counts[0], tokens(batch))
+            self._counts = (self._counts[0], tokens(batch), self._counts[2])
 
     def on_mark(self, mark: Mark) -> None:
         if mark.point is Point.STEP_START:
             self._start_ns = mark.time_ns
-            self._counts = (None, None)
+            self._counts = _NONE
         elif mark.point is Point.STEP_END and mark.recorded:
             self._steps.append((mark, mark.time_ns - self._start_ns, self._counts))
 
     def rows(self) -> list[tuple[Mark, ThroughputRow]]:
         """Return the rows; a count that is a tensor is read here."""
-        return [
-            (mark, ThroughputRow(samples=_whole(samples), tokens=_whole(tokens), duration_ns=duration_ns))
-            for mark, duration_ns, (samples, tokens) in self._steps
-        ]
+        rows = []
+        for mark, duration_ns, (samples, tokens, padding) in self._steps:
+            row = ThroughputRow(samples=_whole(samples), tokens=_whole(tokens), duration_ns=duration_ns)
+            if padding is not None:
+                row.positions, row.padded, row.beyond_longest = map(_whole, padding)
+            rows.append((mark, row))
+        return rows
 
 
 def _whole(count: Any) -> int | None:
