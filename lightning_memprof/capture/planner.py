@@ -58,39 +58,30 @@ class RequestQueue:
 
     A window that has opened runs to its end: a requested one waits until the schedule's has closed, and a scheduled one
     that would start inside a requested one starts after it with the steps that are left.
+
+    Attributes:
+        pending: requests whose windows have not opened, oldest first.
+        open: the request whose window is open or at its last step.
+
     """
 
     def __init__(self) -> None:
-        self._pending: deque[WindowRequest] = deque()
-        self._open: WindowRequest | None = None
+        self.pending: deque[WindowRequest] = deque()
+        self.open: WindowRequest | None = None
         self._passed = 0
-
-    @property
-    def open(self) -> WindowRequest | None:
-        """The request whose window is open or at its last step."""
-        return self._open
-
-    @property
-    def pending(self) -> tuple[WindowRequest, ...]:
-        """Requests whose windows have not opened, oldest first."""
-        return tuple(self._pending)
-
-    def add(self, request: WindowRequest) -> None:
-        """Add a request."""
-        self._pending.append(request)
 
     def turn(self, step: int, scheduled: Action) -> tuple[Action, WindowRequest | None]:
         """Return the action at ``step``, and the request whose window opens at it; call it once a step."""
-        if self._open is not None:
+        if self.open is not None:
             self._passed += 1
-            if self._passed < self._open.warmup + self._open.active:
-                return self._action(self._open), None
-            self._open = None
+            if self._passed < self.open.warmup + self.open.active:
+                return self._action(self.open), None
+            self.open = None
         if scheduled is Action.NONE:
-            due = next((request for request in self._pending if request.step is None or request.step <= step), None)
+            due = next((request for request in self.pending if request.step is None or request.step <= step), None)
             if due is not None:
-                self._pending.remove(due)
-                self._open, self._passed = due, 0
+                self.pending.remove(due)
+                self.open, self._passed = due, 0
                 return self._action(due), due
         return scheduled, None
 
@@ -120,6 +111,9 @@ class Turn(NamedTuple):
     request: WindowRequest | None
 
 
+_NOTHING: Final = Turn(action=Action.NONE, closes=False, cut_by=None, opens=None, request=None)
+
+
 class WindowPlanner:
     """Decides at each step whether a window opens or closes.
 
@@ -145,15 +139,20 @@ class WindowPlanner:
     @property
     def pending(self) -> tuple[WindowRequest, ...]:
         """Requests whose windows have not opened."""
-        return self._requests.pending
+        return tuple(self._requests.pending)
 
     def request(self, request: WindowRequest) -> None:
         """Add a request, before the turn of its step."""
-        self._requests.add(request)
+        self._requests.pending.append(request)
 
     def turn(self, position: Position) -> Turn:
         """Return what happens where the step at ``position`` begins."""
         scheduled = self._scheduled(position.schedule_step)
+        requests = self._requests
+        if scheduled is Action.NONE and self._window is None and requests.open is None and not requests.pending:
+            # Most steps of a run.
+            self._action, self._last_step = scheduled, position.schedule_step
+            return _NOTHING
         action, request = self._requests.turn(position.step, scheduled)
         closes, cut_by = self._closes(position.schedule_step, action, request)
         if closes:

@@ -39,11 +39,6 @@ class Followers:
         self._faults = run.faults
         self._open: dict[str, tuple[AbstractContextManager[OnStep | None], OnStep | None]] = {}
 
-    @property
-    def are_open(self) -> bool:
-        """Whether a collector follows."""
-        return bool(self._open)
-
     def open(self, collectors: Sequence[Collector]) -> None:
         """Enter the collectors that are not disabled.
 

@@ -99,19 +99,18 @@ class Session:
     def begin_step(self, position: Position) -> None:
         """End the current step, if there is one, and begin the next."""
         self._end_step()
-        was_open = self._recording is not None
         began = time.perf_counter_ns()
+        was_open = self._recording is not None
         if self._requests is not None:
             for request in self._requests.before_step(position.step):
                 self._planner.request(request)
-        self._pulse_ns += time.perf_counter_ns() - began
-        began = time.perf_counter_ns()
         turn = self._planner.turn(position)
         if turn.closes:
             self._close_window(turn.cut_by, truncated=turn.cut_by is not None)
         if turn.opens is not None:
             self._open_window(turn.opens, turn, position)
-        if was_open or self._recording is not None:
+        in_window = was_open or self._recording is not None
+        if in_window:
             self._windows_ns += time.perf_counter_ns() - began
         self._progress.position, self._progress.point = position, Point.STEP_START
         if self._recording is not None:
@@ -119,6 +118,8 @@ class Session:
                 self._recording.steps.append(position.step)
             self.mark(Point.STEP_START)
         self.clock.start()
+        if not in_window:
+            self._pulse_ns += self.clock.start_ns - began
 
     def unusual(self) -> None:
         """Note that the current step contains more than a step, a validation for instance."""
@@ -177,22 +178,22 @@ class Session:
         now = times.end_ns
         self._steps += 1
         is_usual, self._is_usual = self._is_usual, True
-        if self._followers.are_open or self._requests is not None:
-            record = StepRecord(
-                step=position.step,
-                global_step=position.global_step,
-                epoch=position.epoch,
-                window=None if self._recording is None else self._recording.window.index,
-                start_ns=start + self._run.unix_offset_ns,
-                duration_ns=now - start,
-                phases_ns=times.phases_ns,
-                moments=times.moments,
-                usual=is_usual,
-                actions=times.actions,
-            )
-            self._followers.step(record)
-            if self._requests is not None:
-                self._requests.after_step(record)
+        # By position: it is made in every step.
+        record = StepRecord(
+            position.step,
+            position.global_step,
+            position.epoch,
+            self._progress.window,
+            start + self._run.unix_offset_ns,
+            now - start,
+            times.phases_ns,
+            times.moments,
+            is_usual,
+            times.actions,
+        )
+        self._followers.step(record)
+        if self._requests is not None:
+            self._requests.after_step(record)
         self._pulse_ns += time.perf_counter_ns() - now
         try:
             self.mark(Point.STEP_END, at_ns=now)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -128,18 +128,18 @@ class Adapter(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Pass the batch to the collectors that listen."""
-        self._guarded(trainer, lambda attachment: attachment.tensors.on_batch(batch))
+        self._pass(trainer, "batch", batch)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Pass the loss to the collectors that listen."""
-        self._guarded(trainer, lambda attachment: attachment.tensors.on_loss(loss))
+        self._pass(trainer, "loss", loss)
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Pass the batch to the collectors that listen, unless validation is part of fit."""
         if trainer.state.fn != "fit":
-            self._guarded(trainer, lambda attachment: attachment.tensors.on_batch(batch))
+            self._pass(trainer, "batch", batch)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
@@ -193,6 +193,13 @@ class Adapter(Callback):
         self._guarded(trainer, start)
         if refused:
             raise refused[0]
+
+    def _pass(self, trainer: Trainer, kind: Literal["batch", "loss"], value: Any) -> None:
+        attachment = self._attachments.get(id(trainer))
+        # None outside windows: a training step does not pay for more.
+        if attachment is not None and (listeners := attachment.tensors.listeners[kind]):
+            for listener in tuple(listeners):
+                self._guarded(trainer, lambda _, listener=listener: listener(value))  # type: ignore[misc]
 
     def _guarded(self, trainer: Trainer, call: Callable[[Attachment], None]) -> None:
         attachment = self._attachments.get(id(trainer))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_memprof.capture.observe import wrapped
 
@@ -107,43 +107,32 @@ class ActionTap:
 
 
 class TensorFeed:
-    """Passes the batches and losses of an adapter's hooks to collectors."""
+    """Who listens to the batches and losses of an adapter's hooks.
+
+    Attributes:
+        listeners: functions that get each batch, and those that get each loss; empty outside windows.
+
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._batch: list[Callable[[Any], None]] = []
-        self._loss: list[Callable[[torch.Tensor], None]] = []
+        self.listeners: dict[Literal["batch", "loss"], list[Callable[[Any], None]]] = {"batch": [], "loss": []}
 
     @contextmanager
     def listen(
         self, *, batch: Callable[[Any], None] | None = None, loss: Callable[[torch.Tensor], None] | None = None
     ) -> Iterator[None]:
         """Call ``batch`` with each batch, and ``loss`` with the root of each backward, while the context is open."""
-        if batch is not None:
-            self._batch.append(batch)
-        if loss is not None:
-            self._loss.append(loss)
-        try:
+        with ExitStack() as undo:
+            for listeners, listener in ((self.listeners["batch"], batch), (self.listeners["loss"], loss)):
+                if listener is not None:
+                    listeners.append(listener)
+                    undo.callback(listeners.remove, listener)
             yield
-        finally:
-            if batch is not None:
-                self._batch.remove(batch)
-            if loss is not None:
-                self._loss.remove(loss)
 
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """Return the Trainer's optimizers."""
         return tuple(self._trainer.optimizers)
-
-    def on_batch(self, batch: Any) -> None:
-        """Pass a batch to the listeners."""
-        for listener in tuple(self._batch):
-            listener(batch)
-
-    def on_loss(self, loss: torch.Tensor) -> None:
-        """Pass a loss to the listeners."""
-        for listener in tuple(self._loss):
-            listener(loss)
 
 
 def _is_idle(profiler: Any, name: str) -> bool:

@@ -9,9 +9,11 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import dedent
+from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import lightning.pytorch as pl
@@ -255,6 +257,26 @@ def test_nothing_is_held_outside_of_windows(tmp_path: Path) -> None:
     )
     assert {step for step, (hooks, _) in held.items() if hooks} == {1, 2, 3}
     assert {step for step, (_, running) in held.items() if running} == {2, 3}
+
+
+def test_a_step_outside_of_windows_calls_few_of_our_functions(tmp_path: Path) -> None:
+    calls: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and "lightning_memprof" in frame.f_code.co_filename:
+            calls[frame.f_code.co_name] += 1
+
+    class Counted(Perceptron):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            sys.setprofile(count if 50 <= batch_idx < 150 else None)
+            return self.loss(batch)
+
+    callback = MemProfilerCallback(schedule=Schedule(skip_first=1000), output=OutputOptions(summary=False))
+    trainer(tmp_path, callback, max_steps=160).fit(Counted(), loader(160))
+    # One for each start and stop of an action, whether it counts or not; they cost a tenth of a microsecond.
+    actions = calls.pop("action") / 100
+    assert 30 < actions < 70
+    assert calls.total() / 100 < 75
 
 
 def test_the_model_can_be_copied_and_pickled_inside_a_window(tmp_path: Path) -> None:

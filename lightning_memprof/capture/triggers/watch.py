@@ -150,7 +150,7 @@ class TriggerWatch:
         self._request(cause, active)
 
     def before_step(self, step: int) -> Iterable[WindowRequest]:
-        """Return the new requests for windows at or after ``step``; costs one ``os.stat``."""
+        """Return the new requests for windows at or after ``step``; costs one ``os.access``."""
         if self._files is not None and (request := self._files.read(step)) is not None:
             self._requests.append(request)
         if self._usr2 is not None and self._usr2.received:
@@ -216,7 +216,10 @@ class _FileRequests:
         return True
 
     def read(self, step: int) -> WindowRequest | None:
-        """Return a new request for a window at or after ``step``; costs one ``os.stat``."""
+        """Return a new request for a window at or after ``step``; costs one ``os.access``."""
+        # The exception of a missing file would cost more than the rest of this in every step.
+        if not os.access(self._path, os.F_OK):
+            return None
         try:
             status = os.stat(self._path)  # noqa: PTH116 a Path object would cost time in every step
         except OSError:

@@ -67,7 +67,7 @@ def test_every_scheduled_step_is_recorded_and_every_wanted_window_is_whole(
     for step in range(80):
         for told, demand in wanted:
             if told == step:
-                turns.add(demand)
+                turns.pending.append(demand)
         action, opens = turns.turn(step, schedule(step))
         actions.append(action)
         if opens is not None:
@@ -75,7 +75,7 @@ def test_every_scheduled_step_is_recorded_and_every_wanted_window_is_whole(
     assert all(actions[step] in (RECORD, SAVE) for step in range(80) if schedule(step) in (RECORD, SAVE)
                and not any(first <= step < first + window.warmup for first, window in opened))  # fmt: skip
     assert sorted(map(repr, (window for _, window in opened))) == sorted(repr(window) for _, window in wanted)
-    assert turns.pending == ()
+    assert not turns.pending
     for first, window in opened:
         whole = [WARMUP] * window.warmup + [RECORD] * (window.active - 1) + [SAVE]
         assert actions[first : first + len(whole)] == whole

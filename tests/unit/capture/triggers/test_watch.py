@@ -193,16 +193,17 @@ def test_looking_once_a_step_costs_microseconds(tmp_path: Path) -> None:
     assert best < 20_000
 
 
-def test_one_look_is_one_stat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_look_without_a_request_is_one_call_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[Any] = []
-    real = os.stat
+    real = os.access
 
-    def stat(path: Any, *options: Any, **named: Any) -> Any:
+    def access(path: Any, mode: int) -> bool:
         looked.append(path)
-        return real(path, *options, **named)
+        return real(path, mode)
 
     with ranks(tmp_path) as (first, second):
-        monkeypatch.setattr(os, "stat", stat)
+        monkeypatch.setattr(os, "access", access)
+        monkeypatch.setattr(os, "stat", pytest.fail)
         list(first.before_step(0))
         list(second.before_step(0))
         monkeypatch.undo()
