@@ -194,8 +194,8 @@ class ThroughputRow(SeriesRow, gc=False, omit_defaults=False):
 class SavedTensorsRow(SeriesRow):
     """Saved activations at the start of a backward, or bytes by category at the end of a step (``held``).
 
-    ``modules`` has the cells of :class:`lightning_memprof.analysis.memory.activations.ModuleActivations` by name,
-    ``parameters`` the bytes of parameters and gradients.
+    By module: ``modules`` has the bytes saved in it and with its submodules, the count of forwards, their ns, and the
+    bytes of their inputs; ``parameters`` the bytes of parameters and gradients.
     """
 
     series = "saved_tensors"

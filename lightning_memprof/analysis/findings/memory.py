@@ -15,8 +15,8 @@ from lightning_memprof.artifacts.series import AllocatorRow
 from lightning_memprof.units import MIB, format_bytes, format_count, format_ns, percent
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.memory.activations import CheckpointedGroup
-    from lightning_memprof.analysis.memory.report import Activations, CategoryPeak, RankMemory
+    from lightning_memprof.analysis.memory.activations import Activations, CheckpointedGroup
+    from lightning_memprof.analysis.memory.report import CategoryPeak, RankMemory
     from lightning_memprof.analysis.run.model import Rank, RecordedWindow
 
 __all__ = ["activation_peak", "allocator_retries", "optimizer_state", "out_of_memory"]

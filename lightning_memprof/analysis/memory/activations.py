@@ -6,8 +6,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.artifacts.series import SavedTensorsRow
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 __all__ = [
     "HELD",
     "SAVED_TENSORS",
-    "Backward",
+    "Activations",
     "CheckpointedBlock",
     "CheckpointedGroup",
-    "ModuleActivations",
+    "ModuleBytes",
     "SavedSteps",
     "StepEnd",
     "checkpointing",
@@ -35,51 +35,61 @@ HELD: Final = ("parameter", "buffer", "gradient", "optimizer_state", "input")
 Structure = tuple[tuple[str, int | None], ...]
 
 
-class ModuleActivations(NamedTuple):
-    """Saved activations of one module.
+@dataclass(frozen=True, kw_only=True)
+class ModuleBytes:
+    """One module; fields are None where they were not recorded.
 
     Attributes:
         name: path of the module.
-        own_bytes: saved while it was the innermost module.
-        inclusive_bytes: with those of its submodules.
-        calls: count of forwards.
-        forward_ns: time in its forwards, with submodules; None if unknown.
-        input_bytes: size of the inputs of its forwards; None if unknown.
+        own_activation_bytes: saved activations without submodules.
+        inclusive_activation_bytes: saved activations with submodules.
+        parameter_bytes: with submodules.
+        gradient_bytes: with submodules, at the end of the step.
+        calls: count of forwards in the step.
+        forward_ns: time in its forwards of the step, with submodules.
 
     """
 
     name: str
-    own_bytes: int
-    inclusive_bytes: int
+    own_activation_bytes: int
+    inclusive_activation_bytes: int
+    parameter_bytes: int | None = None
+    gradient_bytes: int | None = None
     calls: int
-    forward_ns: int | None
-    input_bytes: int | None
+    forward_ns: int | None = None
 
 
-@dataclass(frozen=True)
-class Backward:
+@dataclass(frozen=True, kw_only=True)
+class Activations:
     """Saved activations at the start of one backward.
 
     Attributes:
         window: index of the window.
         step: training step.
-        time_ns: Unix ns of the start.
-        activation_bytes: each storage once, without parameters and buffers; those of no module are unattributed.
+        total_bytes: each storage once, without parameters and buffers.
         dtypes: bytes by dtype.
         attribution: reason why no bytes are attributed to modules; None if they are.
-        modules: by path.
+        modules: by first call, or largest inclusive bytes first.
+        inputs: bytes of the inputs of the modules' forwards, where known.
+        parameters: bytes of parameters by module, with modules that were not called; {} if unknown.
         uncounted: count of saved values of unknown size, which are not in the bytes.
 
     """
 
     window: int
     step: int
-    time_ns: int | None
-    activation_bytes: int
-    dtypes: Mapping[str, int]
-    attribution: str | None
-    modules: Mapping[str, ModuleActivations]
+    total_bytes: int
+    dtypes: Mapping[str, int] = field(default_factory=dict)
+    attribution: str | None = None
+    modules: tuple[ModuleBytes, ...]
+    inputs: Mapping[str, int] = field(default_factory=dict)
+    parameters: Mapping[str, int] = field(default_factory=dict)
     uncounted: int = 0
+
+    @property
+    def unattributed_bytes(self) -> int:
+        """Bytes saved by no module."""
+        return self.total_bytes - sum(module.own_activation_bytes for module in self.modules)
 
 
 @dataclass(frozen=True)
@@ -100,10 +110,10 @@ class StepEnd:
 class SavedSteps:
     """The recorded steps of one rank; ``ends`` by window and step."""
 
-    backwards: tuple[Backward, ...]
+    backwards: tuple[Activations, ...]
     ends: Mapping[tuple[int, int], StepEnd]
 
-    def end_of(self, backward: Backward) -> StepEnd | None:
+    def end_of(self, backward: Activations) -> StepEnd | None:
         """Return the end of the step that a backward belongs to."""
         return self.ends.get((backward.window, backward.step))
 
@@ -115,7 +125,7 @@ class SavedSteps:
 
 def read_saved_steps(rank: Rank) -> SavedSteps:
     """Return the recorded steps of a rank; empty if the collector recorded nothing."""
-    backwards: list[Backward] = []
+    backwards: list[Activations] = []
     ends: dict[tuple[int, int], StepEnd] = {}
     for window in rank.windows:
         for row in window.read(SavedTensorsRow).recorded:
@@ -126,22 +136,32 @@ def read_saved_steps(rank: Rank) -> SavedSteps:
     return SavedSteps(tuple(backwards), ends)
 
 
-def _backward(window: RecordedWindow, row: SavedTensorsRow) -> Backward | None:
+def _backward(window: RecordedWindow, row: SavedTensorsRow) -> Activations | None:
     if row.step is None or row.activation_bytes is None:
         return None
-    modules = {}
+    modules: list[ModuleBytes] = []
+    inputs: dict[str, int] = {}
     for name, cells in row.modules.items():
         match cells:
             case [int() as own, int() as inclusive, int() as calls, forward_ns, input_bytes]:
-                modules[name] = ModuleActivations(name, own, inclusive, calls, forward_ns, input_bytes)
-    return Backward(
+                modules.append(
+                    ModuleBytes(
+                        name=name,
+                        own_activation_bytes=own,
+                        inclusive_activation_bytes=inclusive,
+                        calls=calls,
+                        forward_ns=forward_ns,
+                    )
+                )
+                inputs |= {} if input_bytes is None else {name: input_bytes}
+    return Activations(
         window=window.index,
         step=row.step,
-        time_ns=row.time_ns,
-        activation_bytes=row.activation_bytes,
+        total_bytes=row.activation_bytes,
         dtypes=row.dtypes,
         attribution=row.attribution,
-        modules=modules,
+        modules=tuple(modules),
+        inputs=inputs,
         uncounted=row.uncounted or 0,
     )
 
@@ -201,16 +221,15 @@ class CheckpointedGroup:
     recompute_ns: int | None
 
 
-def checkpointing(
-    peak: Backward, backwards: Sequence[Backward], parameters: Mapping[str, int]
-) -> tuple[CheckpointedGroup, ...]:
+def checkpointing(peak: Activations, backwards: Sequence[Activations]) -> tuple[CheckpointedGroup, ...]:
     """Return an estimate of activation checkpointing for each group of repeated blocks, the largest saving first.
 
     Bytes are those of ``peak``: saved activations of a block with its submodules, without its input, which the
     checkpoint holds. Times are medians over the steps of ``backwards``, each the sum of a step's forwards. Groups
     inside the blocks of another group, and blocks that would save nothing (such as checkpointed ones), are omitted.
     """
-    repeated = repeated_blocks(peak.modules, parameters)
+    modules = {module.name: module for module in peak.modules}
+    repeated = repeated_blocks(modules, peak.parameters)
     times = _forward_times(backwards, {name for names in repeated.values() for name in names})
     groups: list[CheckpointedGroup] = []
     taken: list[str] = []
@@ -221,13 +240,12 @@ def checkpointing(
             CheckpointedBlock(
                 name=name,
                 saved_bytes=saved,
-                still_held_bytes=module.input_bytes,
+                still_held_bytes=given,
                 recompute_ns=times.get(name),
             )
             for name in names
-            if (module := peak.modules.get(name)) is not None
-            and module.input_bytes is not None
-            and (saved := module.inclusive_bytes - module.input_bytes) > 0
+            if (given := peak.inputs.get(name)) is not None
+            and (saved := modules[name].inclusive_activation_bytes - given) > 0
         )
         if not blocks:
             continue
@@ -318,14 +336,13 @@ def _span(indices: Sequence[int]) -> str:
     return shown if len(indices) <= 3 else f"{shown},…{indices[-1]}"
 
 
-def _forward_times(backwards: Sequence[Backward], names: AbstractSet[str]) -> dict[str, int]:
+def _forward_times(backwards: Sequence[Activations], names: AbstractSet[str]) -> dict[str, int]:
     """Return the time in the forwards of modules, in ns, as the median over steps with one or more backwards."""
     by_step: dict[tuple[int, int], dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for backward in backwards:
-        for name in names & backward.modules.keys():
-            ns = backward.modules[name].forward_ns
-            if ns is not None:
-                by_step[backward.window, backward.step][name] += ns
+        for module in backward.modules:
+            if module.name in names and module.forward_ns is not None:
+                by_step[backward.window, backward.step][module.name] += module.forward_ns
     found: dict[str, list[int]] = defaultdict(list)
     for times in by_step.values():
         for name, ns in times.items():

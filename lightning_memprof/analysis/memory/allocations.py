@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from lightning_memprof.analysis.memory.columns import (
     DeviceMemory,
@@ -25,6 +25,7 @@ from lightning_memprof.analysis.memory.columns import (
     Origins,
     counted_bytes,
     read_memory,
+    step_at,
 )
 from lightning_memprof.analysis.memory.model import (
     DeviceAllocations,
@@ -38,7 +39,6 @@ from lightning_memprof.analysis.run.model import ArtifactFile, Run
 from lightning_memprof.analysis.snapshot.reader import read_snapshot
 from lightning_memprof.analysis.snapshot.replay import Replay, replay
 from lightning_memprof.analysis.stacks import native_site, user_frame
-from lightning_memprof.artifacts.naming import TraceName
 from lightning_memprof.errors import ArtifactError
 
 __all__ = ["replay_allocations", "run_allocations", "window_allocations"]
@@ -79,7 +79,7 @@ def _snapshot_allocations(run: Run, traced: Sequence[WindowAllocations]) -> list
     }
     steps = {
         rank.rank: [
-            _Step(start, start + duration, step)
+            (start, start + duration, step)
             for row in rank.pulse
             if (step := row["step"]) is not None
             and (start := row["start_ns"]) is not None
@@ -128,8 +128,7 @@ def window_allocations(trace: Path) -> tuple[DeviceAllocations, ...]:
         ArtifactError: the trace is missing, damaged or truncated.
 
     """
-    name = TraceName.parse(trace.name)
-    columns = read_memory(trace, name.stage if name else "fit")
+    columns = read_memory(trace)
     origins = Origins(columns)
     return tuple(_device(columns, device, memory, origins) for device, memory in sorted(columns.devices.items()))
 
@@ -144,7 +143,7 @@ def _device(trace: MemoryTrace, device: DeviceMemory, memory: MemoryColumns, ori
     time = trace.origin_ns + memory.time[peak if count else 0]
     return DeviceAllocations(
         device=str(device),
-        start_bytes=None if device.is_host or not memory.total[0] else memory.total[0] - memory.bytes[0],
+        start_bytes=None if device.is_host else memory.start_bytes,
         peak_bytes=live[peak] if count else 0,
         peak_time_ns=time,
         peak_step=trace.step_at(time),
@@ -152,13 +151,13 @@ def _device(trace: MemoryTrace, device: DeviceMemory, memory: MemoryColumns, ori
         unattributed_bytes=unattributed,
         freed_outside_bytes=freed_outside,
         curve=tuple((trace.origin_ns + memory.time[i], live[i]) for i in curve_corners(live)),
-        steps=tuple(_steps(trace, memory, live)),
+        steps=tuple(_steps(trace.steps, memory.time, live, trace.origin_ns)),
         marks=tuple(
             MarkBytes(
                 step=trace.step_at(time),
                 point=point,
                 time_ns=time,
-                live_bytes=_live_at(memory, live, time - trace.origin_ns),
+                live_bytes=_live_at(memory.time, live, time - trace.origin_ns),
             )
             for time, point in trace.points
         ),
@@ -209,34 +208,29 @@ def _sites(blocks: Iterable[tuple[Origin, int]], *, with_native: bool = True) ->
     )
 
 
-def _live_at(memory: MemoryColumns, live: Sequence[int], time: int) -> int:
-    done = bisect_right(memory.time, time)
+def _live_at(times: Sequence[int], live: Sequence[int], time: int) -> int:
+    done = bisect_right(times, time)
     return live[done - 1] if done else 0
 
 
-def _steps(trace: MemoryTrace, memory: MemoryColumns, live: Sequence[int]) -> Iterator[StepBytes]:
-    for start, end, step in trace.steps:
-        at_start, at_end = _live_at(memory, live, start), _live_at(memory, live, end)
-        inside = range(bisect_right(memory.time, start), bisect_right(memory.time, end))
+def _steps(
+    steps: Iterable[tuple[int, int, int]], times: Sequence[int], live: Sequence[int], origin_ns: int = 0
+) -> Iterator[StepBytes]:
+    """Yield the live bytes of steps (start, end, number); all times are ns after the origin."""
+    for start, end, step in steps:
+        at_start = _live_at(times, live, start)
+        inside = range(bisect_right(times, start), bisect_right(times, end))
         highest = max(inside, key=live.__getitem__, default=None)
         peak, time = at_start, start
-        if highest is not None and live[highest] >= at_start:
-            peak, time = live[highest], memory.time[highest]
+        if highest is not None and live[highest] > at_start:
+            peak, time = live[highest], times[highest]
         yield StepBytes(
             step=step,
             start_bytes=at_start,
             peak_bytes=peak,
-            peak_time_ns=trace.origin_ns + time,
-            end_bytes=at_end,
+            peak_time_ns=origin_ns + time,
+            end_bytes=_live_at(times, live, end),
         )
-
-
-class _Step(NamedTuple):
-    """A step of the pulse: Unix ns of its start and end, and its number."""
-
-    start_ns: int
-    end_ns: int
-    number: int
 
 
 def replay_allocations(ring: Replay, steps: Sequence[tuple[int, int, int]] = ()) -> DeviceAllocations:
@@ -261,10 +255,10 @@ def replay_allocations(ring: Replay, steps: Sequence[tuple[int, int, int]] = ())
         start_bytes=start,
         peak_bytes=ring.peak_requested_bytes - start,
         peak_time_ns=peak_time,
-        peak_step=_step_at(steps, peak_time),
+        peak_step=step_at(steps, peak_time),
         sites=_sites(
             (
-                (origins[life.stack]._replace(step=_step_at(steps, times[life.born])), life.requested_size)
+                (origins[life.stack]._replace(step=step_at(steps, times[life.born])), life.requested_size)
                 for life in known
             ),
             with_native=False,
@@ -272,32 +266,7 @@ def replay_allocations(ring: Replay, steps: Sequence[tuple[int, int, int]] = ())
         unattributed_bytes=ring.peak_requested_bytes - old_bytes - sum(life.requested_size for life in known),
         freed_outside_bytes=start - old_bytes,
         curve=tuple((times[i], live[i]) for i in curve_corners(live)),
-        steps=tuple(_step_bytes(step, times, live) for step in steps if _covers(step, times)),
+        steps=tuple(_steps([step for step in steps if times[0] <= step[0] and step[1] <= times[-1]], times, live)),
         marks=(),
         allocations=sum(event.action == _ALLOC for event in ring.snapshot.events),
-    )
-
-
-def _step_at(steps: Sequence[tuple[int, int, int]], time_ns: int) -> int | None:
-    before = bisect_right(steps, time_ns, key=lambda step: step[0])
-    if not before or steps[before - 1][1] < time_ns:
-        return None
-    return steps[before - 1][2]
-
-
-def _covers(step: tuple[int, int, int], times: Sequence[int]) -> bool:
-    """Return whether the history covers a whole step."""
-    return times[0] <= step[0] and step[1] <= times[-1]
-
-
-def _step_bytes(step: tuple[int, int, int], times: Sequence[int], live: Sequence[int]) -> StepBytes:
-    first, last = (bisect_right(times, time) for time in step[:2])
-    highest = max(range(max(first - 1, 0), last), key=live.__getitem__)
-    at_start = live[first - 1] if first else 0
-    return StepBytes(
-        step=step[2],
-        start_bytes=at_start,
-        peak_bytes=live[highest],
-        peak_time_ns=max(times[highest], step[0]),
-        end_bytes=live[last - 1],
     )

@@ -37,7 +37,6 @@ from lightning_memprof.analysis.memory.columns import (
 from lightning_memprof.analysis.memory.model import curve_corners
 from lightning_memprof.analysis.snapshot.replay import Replay
 from lightning_memprof.analysis.stacks import Frame, is_library
-from lightning_memprof.artifacts.naming import TraceName
 
 __all__ = [
     "BEFORE",
@@ -151,8 +150,7 @@ def lives_of_trace(path: Path) -> tuple[BlockLives, ...]:
         ArtifactError: the trace is missing, damaged or truncated.
 
     """
-    name = TraceName.parse(path.name)
-    trace = read_memory(path, name.stage if name else "fit")
+    trace = read_memory(path)
     origins = Origins(trace)
     found = (_of_device(trace, device, memory, origins) for device, memory in sorted(trace.devices.items()))
     return tuple(lives for lives in found if lives is not None)
@@ -163,7 +161,7 @@ def _of_device(trace: MemoryTrace, device: DeviceMemory, memory: MemoryColumns, 
         return None
     counted = counted_bytes(device, memory)
     begin, end = trace.origin_ns + memory.time[0], trace.origin_ns + memory.time[-1]
-    before = 0 if device.is_host or not memory.total[0] else memory.total[0] - memory.bytes[0]
+    before = 0 if device.is_host else memory.start_bytes or 0
     lives = BlockLives(
         device=str(device), start=begin, end=end, before_bytes=max(0, before), knows_before=not device.is_host
     )

@@ -20,9 +20,19 @@ from typing import Final, NamedTuple
 from lightning_memprof.analysis.stacks import Frame
 from lightning_memprof.analysis.trace.events import OperatorEvent, read_trace
 from lightning_memprof.analysis.trace.threads import HostRanges, Label
+from lightning_memprof.artifacts.naming import TraceName
 from lightning_memprof.schedule import Point
 
-__all__ = ["DeviceMemory", "MemoryColumns", "MemoryTrace", "Origin", "Origins", "counted_bytes", "read_memory"]
+__all__ = [
+    "DeviceMemory",
+    "MemoryColumns",
+    "MemoryTrace",
+    "Origin",
+    "Origins",
+    "counted_bytes",
+    "read_memory",
+    "step_at",
+]
 
 _MEMORY: Final = "[memory]"
 _OPTIMIZER_HOOK: Final = ".on_before_optimizer_step"
@@ -85,6 +95,11 @@ class MemoryColumns:
     thread: array[int] = field(default_factory=lambda: array("i"))
     inner: array[int] = field(default_factory=lambda: array("i"))
 
+    @property
+    def start_bytes(self) -> int | None:
+        """Bytes allocated before the first event; None where torch did not count them."""
+        return self.total[0] - self.bytes[0] if self.total[0] else None
+
     def add(self, event: OperatorEvent, thread: int) -> None:
         """Append a `[memory]` event."""
         args = event.args
@@ -124,12 +139,7 @@ class MemoryTrace:
 
     def step_at(self, time_ns: int) -> int | None:
         """Return the step at a time (Unix ns), or None outside steps."""
-        at = time_ns - self.origin_ns
-        before = bisect_right(self.steps, at, key=itemgetter(0))
-        if not before:
-            return None
-        _, end, step = self.steps[before - 1]
-        return step if at <= end else None
+        return step_at(self.steps, time_ns - self.origin_ns)
 
     def add(self, event: OperatorEvent) -> None:
         """Add a memory event or a host range; ignore other events."""
@@ -164,19 +174,24 @@ class MemoryTrace:
         self._memory, self._device = MemoryColumns(), array("i")
 
 
-def read_memory(path: Path, stage: str = "fit") -> MemoryTrace:
-    """Read a trace once.
+def step_at(steps: Sequence[tuple[int, int, int]], time_ns: int) -> int | None:
+    """Return the number of the step at a time, None outside of steps: (start, end, number) by time."""
+    before = bisect_right(steps, time_ns, key=itemgetter(0))
+    if not before or steps[before - 1][1] < time_ns:
+        return None
+    return steps[before - 1][2]
 
-    Args:
-        path: the trace.
-        stage: stage of the run; the phases of Lightning's actions depend on it.
+
+def read_memory(path: Path) -> MemoryTrace:
+    """Read a trace once; its name has the stage of the run, which the phases of Lightning's actions depend on.
 
     Raises:
         ArtifactError: the trace is missing, damaged or truncated.
 
     """
     trace = read_trace(path)
-    found = MemoryTrace(HostRanges(stage))
+    name = TraceName.parse(path.name)
+    found = MemoryTrace(HostRanges(name.stage if name else "fit"))
     for batch in trace.batches():
         for event in batch:
             found.add(event)

@@ -20,7 +20,6 @@ from lightning_memprof.analysis.memory.columns import (
     counted_bytes,
     read_memory,
 )
-from lightning_memprof.artifacts.naming import TraceName
 from lightning_memprof.errors import ArtifactError
 
 __all__ = ["history_of_trace"]
@@ -37,8 +36,7 @@ def history_of_trace(path: Path) -> Fields:
         ArtifactError: the trace is missing, damaged or truncated, or has no allocations.
 
     """
-    name = TraceName.parse(path.name)
-    trace = read_memory(path, name.stage if name else "fit")
+    trace = read_memory(path)
     if not trace.devices:
         raise ArtifactError(f"{path}: has no allocations; record it with profile_memory=True")
     origins = Origins(trace)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.memory.activations import (
     SAVED_TENSORS,
-    Backward,
+    Activations,
     CheckpointedGroup,
-    ModuleActivations,
     SavedSteps,
     StepEnd,
     checkpointing,
@@ -30,10 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CATEGORIES",
-    "Activations",
     "CategoryPeak",
     "MemoryReport",
-    "ModuleBytes",
     "RankMemory",
     "StepMemory",
     "memory_report",
@@ -80,58 +77,6 @@ class CategoryPeak:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModuleBytes:
-    """One module; fields are None where they were not recorded.
-
-    Attributes:
-        name: path of the module.
-        own_activation_bytes: saved activations without submodules.
-        inclusive_activation_bytes: saved activations with submodules.
-        parameter_bytes: with submodules.
-        gradient_bytes: with submodules, at the end of the step.
-        calls: count of forwards in the step.
-        forward_ns: time in its forwards of the step, with submodules.
-
-    """
-
-    name: str
-    own_activation_bytes: int
-    inclusive_activation_bytes: int
-    parameter_bytes: int | None
-    gradient_bytes: int | None
-    calls: int
-    forward_ns: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Activations:
-    """Saved activations at the start of the recorded backward that had the most.
-
-    Attributes:
-        window: index of the window.
-        step: training step.
-        total_bytes: own bytes of `modules` and `unattributed_bytes`.
-        unattributed_bytes: saved by no module.
-        dtypes: bytes by dtype.
-        attribution: reason why no bytes are attributed to modules; None if they are.
-        modules: largest inclusive bytes first.
-        parameters: bytes of parameters by module, with modules that were not called.
-        uncounted: count of saved values of unknown size, which are not in the bytes.
-
-    """
-
-    window: int
-    step: int
-    total_bytes: int
-    unattributed_bytes: int
-    dtypes: Mapping[str, int]
-    attribution: str | None
-    modules: tuple[ModuleBytes, ...]
-    parameters: Mapping[str, int]
-    uncounted: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class StepMemory:
     """One recorded step: largest saved activations of its backwards, and live bytes at its end; None if unknown."""
 
@@ -148,7 +93,7 @@ class RankMemory:
     Attributes:
         rank: global rank.
         peak: peak by category.
-        activations: saved activations by module.
+        activations: saved activations by module at the start of the backward that had the most.
         steps: recorded steps.
         checkpointing: estimates of activation checkpointing, largest saving first.
         functions: memory of named functions.
@@ -231,10 +176,10 @@ def _forward_ns(rank: Rank) -> int | None:
 def _rank_memory(run: Run, rank: Rank, allocations: tuple[WindowAllocations, ...]) -> RankMemory:
     saved = read_saved_steps(rank)
     functions = function_memory(rank)
-    largest = max(saved.backwards, key=lambda backward: backward.activation_bytes, default=None)
+    largest = max(saved.backwards, key=lambda backward: backward.total_bytes, default=None)
     activations = _activations(saved, largest) if largest is not None else None
     peak = _tracked_peak(rank) or _saved_peak(saved, rank.facts.device)
-    trade = checkpointing(largest, saved.backwards, activations.parameters) if largest and activations else ()
+    trade = checkpointing(activations, saved.backwards) if activations else ()
     reasons = {}
     if peak is None:
         reasons["peak"] = _why(run, rank, (*TRACKERS, SAVED_TENSORS))
@@ -305,7 +250,7 @@ def _category_peak(row: PeakRow, source: str, window: int) -> CategoryPeak | Non
     rest = row.total_bytes - sum(sizes.values())
     if rest:
         sizes["other"] = sizes.get("other", 0) + rest
-    categories, unknown = _complete(sizes, NOT_COUNTED)
+    categories, unknown = _complete(sizes)
     return CategoryPeak(
         source=source,
         moment=MOMENT_TRACKED,
@@ -326,11 +271,11 @@ def _on_first_device(peaks: Iterable[CategoryPeak], device: str | None) -> Categ
     return replace(first, others=tuple(others))
 
 
-def _complete(sizes: Mapping[str, int], reason: str) -> tuple[dict[str, int | None], dict[str, str]]:
+def _complete(sizes: Mapping[str, int]) -> tuple[dict[str, int | None], dict[str, str]]:
     """Return all categories in order, uncommon ones last, and the reason by category that is None."""
     names = [*CATEGORIES, *(name for name in sizes if name not in CATEGORIES)]
     names.sort(key=lambda name: LAST.index(name) + 1 if name in LAST else 0)
-    return {name: sizes.get(name) for name in names}, {name: reason for name in names if name not in sizes}
+    return {name: sizes.get(name) for name in names}, {name: NOT_COUNTED for name in names if name not in sizes}
 
 
 def _saved_peak(saved: SavedSteps, device: str | None) -> CategoryPeak | None:
@@ -338,16 +283,16 @@ def _saved_peak(saved: SavedSteps, device: str | None) -> CategoryPeak | None:
 
     If no backward was recorded, it has only the live bytes.
     """
-    sums: list[tuple[dict[str, int], Backward | StepEnd]] = []
+    sums: list[tuple[dict[str, int], Activations | StepEnd]] = []
     for backward in saved.backwards:
         end = saved.end_of(backward)
-        sums.append(({**_held(end), "activation": backward.activation_bytes}, backward))
+        sums.append(({**_held(end), "activation": backward.total_bytes}, backward))
     if not sums:
         sums = [(_held(end), end) for end in saved.ends.values()]
     if not sums:
         return None
     sizes, place = max(sums, key=lambda entry: sum(entry[0].values()))
-    categories, unknown = _complete(sizes, NOT_COUNTED)
+    categories, unknown = _complete(sizes)
     if "temporary" in unknown:
         unknown["temporary"] = NOT_SEEN
     if "activation" in unknown:
@@ -370,44 +315,26 @@ def _held(end: StepEnd | None) -> dict[str, int]:
     return {name: size for name, size in held.items() if size is not None}
 
 
-def _activations(saved: SavedSteps, largest: Backward) -> Activations:
+def _activations(saved: SavedSteps, largest: Activations) -> Activations:
+    """Return a backward with the parameters and gradients at the end of its step, the largest modules first."""
     end = saved.end_of(largest) or saved.last_end
     held = end.modules if end is not None else {}
-    modules = [_module(module, held.get(module.name, (None, None))) for module in largest.modules.values()]
+    modules = [
+        replace(module, parameter_bytes=held[module.name][0], gradient_bytes=held[module.name][1])
+        if module.name in held
+        else module
+        for module in largest.modules
+    ]
     modules.sort(key=lambda module: (-module.inclusive_activation_bytes, module.name))
-    attributed = sum(module.own_activation_bytes for module in modules)
-    return Activations(
-        window=largest.window,
-        step=largest.step,
-        total_bytes=largest.activation_bytes,
-        # The row's own figure, and bytes that the row of no module has.
-        unattributed_bytes=largest.activation_bytes - attributed,
-        dtypes=largest.dtypes,
-        attribution=largest.attribution,
-        modules=tuple(modules),
-        parameters={name: parameters for name, (parameters, _) in held.items()},
-        uncounted=largest.uncounted,
-    )
-
-
-def _module(module: ModuleActivations, held: tuple[int | None, int | None]) -> ModuleBytes:
-    parameter_bytes, gradient_bytes = held
-    return ModuleBytes(
-        name=module.name,
-        own_activation_bytes=module.own_bytes,
-        inclusive_activation_bytes=module.inclusive_bytes,
-        parameter_bytes=parameter_bytes,
-        gradient_bytes=gradient_bytes,
-        calls=module.calls,
-        forward_ns=module.forward_ns,
-    )
+    parameters = {name: parameter_bytes for name, (parameter_bytes, _) in held.items()}
+    return replace(largest, modules=tuple(modules), parameters=parameters)
 
 
 def _steps(saved: SavedSteps) -> tuple[StepMemory, ...]:
     saved_bytes: dict[tuple[int, int], int] = defaultdict(int)
     for backward in saved.backwards:
         place = backward.window, backward.step
-        saved_bytes[place] = max(saved_bytes[place], backward.activation_bytes)
+        saved_bytes[place] = max(saved_bytes[place], backward.total_bytes)
     return tuple(
         StepMemory(
             window=window,

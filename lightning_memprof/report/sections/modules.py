@@ -12,7 +12,7 @@ from lightning_memprof.report.sections.tables import Field, filled, grid
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from lightning_memprof.analysis.memory.report import Activations, ModuleBytes
+    from lightning_memprof.analysis.memory.activations import Activations, ModuleBytes
     from lightning_memprof.report.view import View
 
 __all__ = ["modules_section"]

@@ -8,8 +8,8 @@ import pytest
 from fake_memory import FakeMemory
 from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.memory.activations import (
-    Backward,
-    ModuleActivations,
+    Activations,
+    ModuleBytes,
     checkpointing,
     patterns,
     read_saved_steps,
@@ -21,12 +21,18 @@ from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.units import KIB, MIB
 
 
-def backward(modules: dict[str, tuple[int, int | None, int | None]], step: int = 0) -> Backward:
+def backward(modules: dict[str, tuple[int, int | None, int | None]], step: int = 0) -> Activations:
     """Give one whose modules have inclusive bytes, nanoseconds and bytes of input."""
-    made = {
-        name: ModuleActivations(name, 0, inclusive, 1, ns, given) for name, (inclusive, ns, given) in modules.items()
-    }
-    return Backward(0, step, None, 0, {}, None, made)
+    return Activations(
+        window=0,
+        step=step,
+        total_bytes=0,
+        modules=tuple(
+            ModuleBytes(name=name, own_activation_bytes=0, inclusive_activation_bytes=inclusive, calls=1, forward_ns=ns)
+            for name, (inclusive, ns, _) in modules.items()
+        ),
+        inputs={name: given for name, (*_, given) in modules.items() if given is not None},
+    )
 
 
 def test_checkpointing_a_block_frees_what_it_keeps_less_its_input(tmp_path: Path) -> None:
@@ -49,7 +55,7 @@ def test_blocks_that_keep_nothing_but_their_input_have_nothing_to_trade(tmp_path
 def test_time_is_the_median_over_steps_of_the_sum_of_a_steps_forwards() -> None:
     steps = [backward({"x.0.a": (9, 1, 1), "x.1.a": (9, ns, 1), "x.0": (9, ns, 1), "x.1": (9, ns, 1)}, step)
              for step, ns in enumerate((10, 20, 90))]  # fmt: skip
-    (group,) = checkpointing(steps[0], [*steps, steps[1]], {})
+    (group,) = checkpointing(steps[0], [*steps, steps[1]])
     # Step 1 has two backwards: 40. The median of 10, 40 and 90 is 40.
     assert [block.recompute_ns for block in group.blocks] == [40, 40]
 
@@ -61,21 +67,21 @@ def test_recomputation_takes_no_longer_than_the_forward_of_unrecorded_steps(
     forward_ns: int | None, recomputed: list[int]
 ) -> None:
     recorded = backward({"x.0.a": (9, 1, 1), "x.1.a": (9, 1, 1), "x.0": (9, 20, 1), "x.1": (9, 20, 1)})
-    (group,) = within_forward(checkpointing(recorded, [recorded], {}), forward_ns)
+    (group,) = within_forward(checkpointing(recorded, [recorded]), forward_ns)
     assert [block.recompute_ns for block in group.blocks] == recomputed
     assert group.recompute_ns == min(40, forward_ns or 40)
 
 
 def test_a_time_that_is_unknown_makes_the_sum_unknown_and_not_less() -> None:
     backward_pass = backward({"x.0": (9, None, 1), "x.1": (9, 5, 1), "x.0.a": (1, 1, 1), "x.1.a": (1, 1, 1)})
-    (group,) = checkpointing(backward_pass, [backward_pass], {})
+    (group,) = checkpointing(backward_pass, [backward_pass])
     assert [block.recompute_ns for block in group.blocks] == [None, 5]
     assert group.recompute_ns is None
 
 
 def test_a_block_whose_input_is_unknown_is_left_out() -> None:
     backward_pass = backward({"x.0": (9, 1, None), "x.1": (9, 5, 2), "x.0.a": (1, 1, 1), "x.1.a": (1, 1, 1)})
-    (group,) = checkpointing(backward_pass, [backward_pass], {})
+    (group,) = checkpointing(backward_pass, [backward_pass])
     assert [block.name for block in group.blocks] == ["x.1"]
 
 
@@ -84,12 +90,12 @@ def test_groups_inside_of_a_groups_blocks_are_left_out() -> None:
     names += [f"x.{outer}.y.{inner}" for outer in range(2) for inner in range(3)]
     names += [f"x.{outer}{rest}" for outer in range(2) for rest in ("", ".y")]
     backward_pass = backward(dict.fromkeys(names, (9, 1, 1)))
-    assert [group.name for group in checkpointing(backward_pass, [backward_pass], {})] == ["x.0-1"]
+    assert [group.name for group in checkpointing(backward_pass, [backward_pass])] == ["x.0-1"]
     # Where the outer blocks free nothing, the inner ones can.
     free = replace(
         backward_pass, modules={**backward_pass.modules, **backward({"x.0": (1, 1, 9), "x.1": (1, 1, 9)}).modules}
     )
-    assert [group.name for group in checkpointing(free, [free], {})] == ["x.0.y.0-2", "x.1.y.0-2"]
+    assert [group.name for group in checkpointing(free, [free])] == ["x.0.y.0-2", "x.1.y.0-2"]
 
 
 @pytest.mark.parametrize(
