@@ -87,6 +87,7 @@ ADDED: Final = (
     "*.ledger",
     "*.host_ledger",
     "*.device_ledger",
+    "traces.program.loop_optimizer",
     "*.cost",
     "*.training.*",
     "*.environment.*",

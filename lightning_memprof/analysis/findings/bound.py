@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from lightning_memprof.analysis.findings.model import (
     MIN_STEPS,
     NOTHING_FOUND,
@@ -16,9 +18,10 @@ from lightning_memprof.analysis.findings.model import (
     Finding,
     Severity,
 )
-from lightning_memprof.analysis.findings.modules import faster, heaviest_module
+from lightning_memprof.analysis.findings.modules import faster, heaviest_module, operator_family
 from lightning_memprof.analysis.findings.traces import shorter_name
 from lightning_memprof.analysis.run.locate import shown_path, shown_place
+from lightning_memprof.analysis.trace.intervals import length, union
 from lightning_memprof.units import format_bytes, format_count, format_ns, percent
 
 if TYPE_CHECKING:
@@ -165,16 +168,7 @@ def nothing_in_files(traces: Sequence[TraceReport], snapshots: Sequence[Snapshot
             max(used, key=lambda snapshot: max(device.peak_requested_bytes for device in snapshot.devices))
         )
     if traces:
-        trace = traces[0]
-        events = format_count(trace.events, "event")
-        return Finding(
-            rule=NOTHING_FOUND,
-            severity=Severity.NONE,
-            sentence="No device activity in this trace.",
-            why=f"In {format_ns(trace.end_ns - trace.start_ns)} the trace has {events} on the host.",
-            next_steps=(_look(trace),),
-            evidence=(Evidence(artifact=str(trace.file), rank=trace.rank),),
-        )
+        return _of_host(traces[0])
     return Finding(
         rule=NOTHING_FOUND,
         severity=Severity.NONE,
@@ -224,12 +218,58 @@ def _device_bound(trace: TraceReport) -> str | None:
         return f"The device is idle {percent(idle_ns / ledger.step_ns)} of {span} ({format_ns(idle_ns)} of {whole})."
     by_operator: Counter[str] = Counter()
     for line in ledger.of("compute"):
-        by_operator[line.operator or "unknown"] += round(line.ns)
+        by_operator[operator_family(line.operator or "unknown")] += round(line.ns)
     if not by_operator:
         return None
     ((name, ns),) = by_operator.most_common(1)
     share = percent(ns / ledger.step_ns)
     return f"Compute-bound: {shorter_name(name)} takes {share} of {span} ({format_ns(ns)} of {whole})."
+
+
+# From this share of the recorded time on, collectives decide how long it takes.
+COMMUNICATION_BOUND: Final = 0.5
+RECORD_DEVICE: Final = "Record the device too: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]."
+
+
+def _of_host(trace: TraceReport) -> Finding:
+    """Return the owner of most of the host's time in a trace without device events."""
+    ledger = trace.host_ledger
+    span_ns = max(trace.end_ns - trace.start_ns, 1)
+    starts = np.array([call.start_ns for call in trace.arrivals], np.int64)
+    ends = np.array([call.start_ns + call.duration_ns for call in trace.arrivals], np.int64)
+    communicates_ns = length(union(starts, ends))
+    heaviest = heaviest_module(ledger) if ledger is not None else None
+    span = "each step" if trace.steps else "the recorded time"
+    why = f"In {format_ns(span_ns)} the trace has {format_count(trace.events, 'event')} on the host."
+    next_steps: tuple[str, ...] = (_look(trace),)
+    if trace.runtime_calls:
+        call = trace.runtime_calls[0].name
+        sentence = f"Device activity was not recorded: the host calls {call}, and no kernel is in the trace."
+        next_steps = (RECORD_DEVICE, *next_steps)
+    elif communicates_ns >= COMMUNICATION_BOUND * span_ns:
+        name = max(trace.collectives, key=lambda found: found.total_ns).name
+        sentence = f"Communication-bound: {name} runs for {percent(communicates_ns / span_ns)} of the time."
+    elif ledger is None or heaviest is None:
+        sentence = "No device activity in this trace."
+    elif heaviest.family == "Python":
+        sentence = (
+            f"Host-bound: Python outside operators takes {percent(heaviest.family_ns / ledger.step_ns)} of {span}."
+        )
+    else:
+        sentence = (
+            f"Compute-bound on the host: {heaviest.module} takes {percent(heaviest.ns / ledger.step_ns)} of {span}, "
+            f"{percent(heaviest.family_ns / heaviest.ns)} of it in {heaviest.family}."
+        )
+        why = f"{format_ns(heaviest.ns)} of {format_ns(ledger.step_ns)}. {why} No device activity was recorded."
+    return Finding(
+        rule=NOTHING_FOUND,
+        severity=Severity.NONE,
+        sentence=sentence,
+        why=why,
+        next_steps=next_steps,
+        numbers={"span_ns": span_ns, "collectives_ns": communicates_ns},
+        evidence=(Evidence(artifact=str(trace.file), rank=trace.rank),),
+    )
 
 
 def _of_memory(snapshot: SnapshotReport) -> Finding:

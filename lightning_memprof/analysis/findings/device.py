@@ -6,13 +6,16 @@ from bisect import bisect_left
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.model import Finding, Severity
+from lightning_memprof.analysis.findings.profiler import recording_ns
 from lightning_memprof.analysis.findings.traces import (
     NOTABLE_SHARE,
+    OPTIMIZER,
     SEVERE_SHARE,
     Remedy,
     computing,
     exposed_loading,
     idle_ns,
+    idle_time,
     is_short,
     longest_in,
     on_rank,
@@ -24,9 +27,10 @@ from lightning_memprof.analysis.findings.traces import (
     times,
     total_ns,
 )
-from lightning_memprof.units import format_ns, percent
+from lightning_memprof.units import format_count, format_ns, percent
 
 if TYPE_CHECKING:
+    from lightning_memprof.analysis.findings.traces import IdleTime
     from lightning_memprof.analysis.trace.model import (
         Cause,
         CollectiveTotals,
@@ -94,9 +98,9 @@ NEXT: Final[dict[Cause, tuple[Remedy, ...]]] = {
 COPY: Final = "Copy from pinned memory without blocking: tensor.pin_memory().to(device, non_blocking=True)."
 LAUNCH_NEXT: Final = (
     *COMPILE,
-    remedy("Give each step more work: a larger batch instead of gradient accumulation.", "training"),
+    remedy("Give each step more work: a larger batch.", "training"),
     remedy("Give each call more work: a larger batch.", "inference"),
-    remedy("Update all parameters in one kernel: torch.optim.AdamW(..., fused=True).", "training"),
+    remedy(f"Update all parameters at once: {OPTIMIZER}.", "training", "optimizer loop"),
 )
 LATER: Final = (
     remedy("Record later steps: Schedule(wait=10, warmup=2, active=3).", "lightning"),
@@ -108,39 +112,45 @@ UNKNOWN_NEXT: Final = ("Record the host too: activities=[ProfilerActivity.CPU, P
 
 def gpu_idle(trace: TraceReport) -> list[Finding]:
     """Find an idle device, whether the host cannot launch fast enough, and the host's activity meanwhile."""
-    window = trace.gpu_window
-    if window is None or not window.window_ns:
+    idle = idle_time(trace)
+    if idle is None:
         return []
     # Idle time that no other rule reports is this one's.
     elsewhere = _reported_elsewhere(trace)
-    rest_ns = window.idle_ns - idle_ns(trace, *elsewhere)
-    share = rest_ns / window.window_ns
+    rest_ns = idle.certain_ns - sum(cause.total_ns for cause in idle.causes if cause.cause in elsewhere)
+    share = rest_ns / idle.span_ns
     if share <= NOTABLE_SHARE:
         return []
-    causes = [cause for cause in trace.idle if cause.cause not in elsewhere and cause.total_ns > 0]
+    causes = [cause for cause in idle.causes if cause.cause not in elsewhere and cause.total_ns > 0]
     causes.sort(key=lambda cause: cause.total_ns, reverse=True)
     main = causes[0] if causes else None
     kernels = sum(kernel.count for kernel in computing(trace))
     mean_ns = round(total_ns(computing(trace)) / kernels) if kernels else 0
-    cold = _cold_start(trace, rest_ns)
+    cold = _cold_start(trace, main, rest_ns)
     in_one_gap = main is not None and main.longest_ns >= MAIN_PART * rest_ns
-    is_launching = idle_ns(trace, *LAUNCHING) >= MAIN_PART * rest_ns and not in_one_gap and cold is None
+    launching_ns = sum(cause.total_ns for cause in causes if cause.cause in LAUNCHING)
+    is_launching = launching_ns >= MAIN_PART * rest_ns and not in_one_gap and cold is None
     launch_bound = is_launching and bool(kernels) and mean_ns <= SHORT_KERNEL_NS
+    # Without the recording, the host is faster by its cost.
+    of_program = share - min(max(recording_ns(trace)[:2]), launching_ns) / idle.span_ns
+    is_sample = is_short(trace) or cold is not None
     return [
         Finding(
             rule="gpu_idle",
-            severity=Severity.INFO if is_short(trace) or cold else severity_of(share),
-            sentence=_sentence(trace, share, "launches" if launch_bound else cold or _activity(main, rest_ns)),
-            why=_why(trace, causes, f"; {kernels:,} kernels take {format_ns(mean_ns)} on average" if kernels else ""),
-            next_steps=remedies(trace, *LATER) if cold else _next_steps(trace, main, launch_bound=launch_bound),
+            severity=Severity.INFO if is_sample else severity_of(of_program),
+            sentence=_sentence(
+                trace, idle, share, "launches" if launch_bound else cold or _activity(trace, main, rest_ns)
+            ),
+            why=_why(trace, idle, causes, kernels, mean_ns),
+            next_steps=remedies(trace, *LATER) if is_sample else _next_steps(trace, main, launch_bound=launch_bound),
             evidence=longest_in(trace, main.longest_start_ns, main.longest_ns) if main else seen_in(trace),
             numbers={
-                "idle_share": window.idle_ns / window.window_ns,
-                "idle_ns": window.idle_ns,
-                "window_ns": window.window_ns,
+                "idle_share": idle.certain_ns / idle.span_ns,
+                "idle_ns": idle.certain_ns,
+                "window_ns": idle.span_ns,
                 "launch_bound": launch_bound,
                 "cold_start": cold is not None,
-                "causes_ns": {cause.cause: cause.total_ns for cause in trace.idle},
+                "causes_ns": {cause.cause: cause.total_ns for cause in idle.causes},
                 "main_cause": main.cause if main else None,
                 "kernels": kernels,
                 "mean_kernel_ns": mean_ns,
@@ -155,8 +165,15 @@ def _reported_elsewhere(trace: TraceReport) -> tuple[Cause, ...]:
     return (*loading, "allocator") if _allocator_share(trace) > NOTABLE_CALLS else loading
 
 
-def _cold_start(trace: TraceReport, rest_ns: int) -> str | None:
-    """Return what the device waited for while code was loaded for the first time, if that explains the idle time."""
+def _cold_start(trace: TraceReport, main: IdleCause | None, rest_ns: int) -> str | None:
+    """Return what the device waited for while something was loaded or recorded once, if that explains the idle time."""
+    if main is not None and main.longest_ns >= MAIN_PART * rest_ns:
+        begin = main.longest_start_ns or 0
+        for call in trace.runtime_calls:
+            if "GraphInstantiate" in call.name and 0 <= (call.longest_start_ns or 0) - begin <= main.longest_ns:
+                return (
+                    f"mostly in one gap of {format_ns(main.longest_ns)}, in which the host records a graph of kernels"
+                )
     ledger = trace.device_ledger
     lines = ledger.of("cold_start") if ledger is not None else ()
     if ledger is None or not lines or ledger.ns("cold_start") * ledger.steps < MAIN_PART * rest_ns:
@@ -165,28 +182,41 @@ def _cold_start(trace: TraceReport, rest_ns: int) -> str | None:
     return f"mostly in a cold start: {shorter_name(name)} took {format_ns(lines[0].longest_ns or 0)}"
 
 
-def _activity(main: IdleCause | None, rest_ns: int) -> str | None:
+def _activity(trace: TraceReport, main: IdleCause | None, rest_ns: int) -> str | None:
     if main is None:
         return None
     if main.longest_ns >= MAIN_PART * rest_ns:
-        where = f" ({shorter_name(main.example)})" if main.example else ""
+        named = _blocking_call(trace, main) if main.cause == "queue" else main.example
+        where = f" ({shorter_name(named)})" if named else ""
         return f"mostly in one gap of {format_ns(main.longest_ns)}: {DOING[main.cause]}{where}"
     return f"mostly while {DOING[main.cause]}"
 
 
-def _sentence(trace: TraceReport, share: float, activity: str | None) -> str:
+def _blocking_call(trace: TraceReport, gap: IdleCause) -> str:
+    """Return the call in which the host is for most of the longest gap, empty where there is none."""
+    start, end = gap.longest_start_ns or 0, (gap.longest_start_ns or 0) + gap.longest_ns
+    for call in trace.runtime_calls:
+        begin = call.longest_start_ns or 0
+        if min(end, begin + call.max_ns) - max(start, begin) >= MAIN_PART * gap.longest_ns:
+            return f"the host is in {call.name}"
+    return ""
+
+
+def _sentence(trace: TraceReport, whole: IdleTime, share: float, activity: str | None) -> str:
     loading = idle_ns(trace, "data_loading") if exposed_loading(trace) is not None else 0
-    window_ns = trace.gpu_window.window_ns if trace.gpu_window else 1
-    apart = f", and {percent(loading / window_ns)} for data" if loading else ""
-    idle = f"he GPU is idle {percent(share)} of the time{on_rank(trace)}{apart}"
+    apart = f", and {percent(loading / whole.span_ns)} for data" if loading else ""
+    least = "at least " if whole.is_least else ""
+    idle = f"he GPU is idle {least}{percent(share)} of the time{on_rank(trace)}{apart}"
     if activity == "launches":
         return f"Launch-bound: t{idle}, while the host prepares kernels."
     return f"T{idle}, {activity}." if activity else f"T{idle}."
 
 
-def _why(trace: TraceReport, causes: list[IdleCause], kernels: str) -> str:
-    window = trace.gpu_window
-    span = f"{format_ns(window.idle_ns)} of {format_ns(window.window_ns)}" if window else ""
+def _why(trace: TraceReport, idle: IdleTime, causes: list[IdleCause], count: int, mean_ns: int) -> str:
+    kernels = f"; {format_count(count, 'kernel')}, {format_ns(mean_ns)} on average" if count else ""
+    span = f"{format_ns(idle.total_ns)} of {format_ns(idle.span_ns)}"
+    unsure = format_ns(idle.total_ns - idle.certain_ns)
+    before = f" Up to {unsure} before the first kernel may be work of the step before." if idle.is_least else ""
     named = [
         f"; {format_ns(cause.total_ns)} while {DOING[cause.cause]}"
         + (f" (mostly {shorter_name(cause.example)})" if cause.example else "")
@@ -194,7 +224,7 @@ def _why(trace: TraceReport, causes: list[IdleCause], kernels: str) -> str:
     ]
     stacks = " Recording Python stacks slows the host." if "with_stack" in trace.recorded_with else ""
     short = " The trace is short." if is_short(trace) else ""
-    return f"The GPU is idle for {span}{''.join(named)}{kernels}.{stacks}{short}"
+    return f"The GPU is idle for {span}{''.join(named)}{kernels}.{before}{stacks}{short}"
 
 
 def _next_steps(trace: TraceReport, main: IdleCause | None, *, launch_bound: bool) -> tuple[str, ...]:

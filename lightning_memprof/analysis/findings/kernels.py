@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.model import Finding, Severity
 from lightning_memprof.analysis.findings.traces import (
+    OPTIMIZER,
     computing,
     listed,
     on_rank,
@@ -24,9 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["many_small_kernels", "many_small_operators", "tensor_cores_unused"]
 
 SHOWN: Final = 3
-FOREACH: Final = remedy(
-    "Update all parameters at once: torch.optim.AdamW(..., fused=True), or foreach=True.", "training"
-)
+FOREACH: Final = remedy(f"Update all parameters at once: {OPTIMIZER}.", "training", "optimizer loop")
 
 # A launch takes 3 to 10 µs on the host: with kernels this short, the device waits as soon as the host is late.
 SHORT_NS: Final = 10_000
@@ -104,13 +103,10 @@ MANY_OPERATORS: Final = 1_000
 NOTABLE_CALLING: Final = 0.50
 # Cost of torch's profiler per operator on the host: 1.5 µs, measured on a CPU with 10,000 per step.
 EVENT_NS: Final = 1_500
-OPTIMIZER: Final = "Optimizer.step#"
+IN_OPTIMIZER: Final = "Optimizer.step#"
 COMPILE: Final = remedy("Let the compiler combine them: torch.compile(model).", "eager")
 VECTORIZE: Final = "Replace loops by one operator: torch.stack the tensors, or torch.vmap the function."
-LARGER_OPERATORS: Final = (
-    remedy("Give each operator more work: a larger DataLoader(batch_size=...) instead of accumulation.", "training"),
-    remedy("Give each operator more work: a larger DataLoader(batch_size=...).", "inference"),
-)
+LARGER_OPERATORS: Final = "Give each operator more work: a larger DataLoader(batch_size=...)."
 
 
 def many_small_operators(trace: TraceReport) -> list[Finding]:
@@ -123,7 +119,7 @@ def many_small_operators(trace: TraceReport) -> list[Finding]:
     share = calling_ns / step_ns if step_ns > 0 else 0.0
     if share <= NOTABLE_CALLING:
         return []
-    is_optimizer = bool(found.places) and found.places[0][0].startswith(OPTIMIZER)
+    is_optimizer = bool(found.places) and found.places[0][0].startswith(IN_OPTIMIZER)
     return [
         Finding(
             rule="many_small_operators",
@@ -137,7 +133,7 @@ def many_small_operators(trace: TraceReport) -> list[Finding]:
             next_steps=remedies(
                 trace,
                 *((FOREACH, COMPILE) if is_optimizer else (COMPILE, VECTORIZE, FOREACH)),
-                *LARGER_OPERATORS,
+                LARGER_OPERATORS,
             ),
             evidence=seen_in(trace),
             numbers={

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.steps.statistics import PulseStatistics
     from lightning_memprof.analysis.trace.model import TraceReport
 
-__all__ = ["other_profiler", "profiler_overhead", "recording_overhead"]
+__all__ = ["other_profiler", "profiler_overhead", "recording_ns", "recording_overhead"]
 
 # Why the operator trace is not available: the words of capture and integration.
 OTHER_PROFILER: Final = re.compile(r"its own torch profiler|owns torch\.profiler")
@@ -163,16 +163,26 @@ COMPARE: Final = (
 )
 
 
+def recording_ns(trace: TraceReport) -> tuple[int, int, int]:
+    """Return the profiler's own work as torch records it, the same estimated from host events, and the recorded time.
+
+    The estimate is 0 where the host prepares kernels for little of the time. All are in ns.
+    """
+    window_ns = trace.gpu_window.window_ns if trace.gpu_window else 0
+    known_ns = sum(cost.total_ns for cost in trace.profiler_overhead if cost.name not in OTHERS)
+    span_ns = max(trace.end_ns - trace.start_ns, window_ns, 1)
+    host_ns = idle_ns(trace, "python", "operators", "launch")
+    estimated_ns = min(trace.host_events * EVENT_NS, span_ns) if host_ns > HOST_MATTERS * window_ns else 0
+    return known_ns, estimated_ns, span_ns
+
+
 def recording_overhead(trace: TraceReport) -> list[Finding]:
     """Find a trace in which the profiler's own work, known or estimated from the host's events, takes much time."""
     window = trace.gpu_window
     if window is None or not window.window_ns:
         return []
     costs = [cost for cost in trace.profiler_overhead if cost.name not in OTHERS]
-    known_ns = sum(cost.total_ns for cost in costs)
-    span_ns = max(trace.end_ns - trace.start_ns, window.window_ns)
-    host_ns = idle_ns(trace, "python", "operators", "launch")
-    estimated_ns = min(trace.host_events * EVENT_NS, span_ns) if host_ns > HOST_MATTERS * window.window_ns else 0
+    known_ns, estimated_ns, span_ns = recording_ns(trace)
     share = min(max(known_ns, estimated_ns) / span_ns, 1.0)
     if share <= NOTABLE_SHARE:
         return []

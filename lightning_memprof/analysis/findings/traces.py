@@ -7,22 +7,27 @@ import re
 import shlex
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
+from lightning_memprof.analysis.findings.compute import FOREACH, FUSED
 from lightning_memprof.analysis.findings.model import SHORT_STEP_NS, Evidence, Severity
-from lightning_memprof.analysis.trace.model import plain_kernel
+from lightning_memprof.analysis.trace.model import IdleCause, plain_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from lightning_memprof.analysis.ledger.model import TimePart
     from lightning_memprof.analysis.trace.model import Cause, Kernel, TraceReport
 
 __all__ = [
     "MIN_TRACE_STEPS",
     "NOTABLE_SHARE",
+    "OPTIMIZER",
     "SEVERE_SHARE",
+    "IdleTime",
     "Remedy",
     "computing",
     "exposed_loading",
     "idle_ns",
+    "idle_time",
     "is_short",
     "listed",
     "longest_in",
@@ -71,7 +76,12 @@ Need = Literal[
     "no stacks",
     "ranks",
     "one rank",
+    "optimizer loop",
 ]
+
+
+OPTIMIZER: Final = "{optimizer}"
+"""Stands in a remedy that needs an optimizer loop for the call that replaces it."""
 
 
 class Remedy(NamedTuple):
@@ -99,8 +109,11 @@ def remedies(trace: TraceReport, *choices: Remedy | str) -> tuple[str, ...]:
         "ranks" if several else "one rank",
     }
     holds |= set() if program.has_graphs else {"no graphs"}
+    optimizer = program.loop_optimizer
+    holds |= {"optimizer loop"} if optimizer in FOREACH else set()
+    faster = f"torch.optim.{optimizer}(..., {'fused' if optimizer in FUSED else 'foreach'}=True)"
     fitting = [
-        choice if isinstance(choice, str) else choice.text
+        choice if isinstance(choice, str) else choice.text.replace(OPTIMIZER, faster)
         for choice in choices
         if isinstance(choice, str) or choice.needs <= holds
     ]
@@ -138,6 +151,69 @@ def longest_in(trace: TraceReport, start_ns: int | None, duration_ns: int) -> tu
 def idle_ns(trace: TraceReport, *causes: Cause) -> int:
     """Return the idle time of the devices that has one of these causes."""
     return sum(cause.total_ns for cause in trace.idle if cause.cause in causes)
+
+
+# The causes of idle time, by the ledger's parts.
+PARTS: Final[dict[TimePart, Cause]] = {
+    "idle_data": "data_loading",
+    "idle_synchronization": "synchronization",
+    "idle_allocator": "allocator",
+    "idle_garbage": "garbage",
+    "idle_python": "python",
+    "idle_operators": "operators",
+    "idle_launch": "launch",
+    "idle_graph": "launch",
+    "idle_loading": "launch",
+    "idle_queue": "queue",
+}
+# A smaller part of the time changes no statement.
+UNSURE: Final = 0.01
+
+
+class IdleTime(NamedTuple):
+    """Idle time of the device, ns: of it ``total_ns``, for certain ``certain_ns``, in ``span_ns``, by cause."""
+
+    total_ns: int
+    certain_ns: int
+    span_ns: int
+    causes: tuple[IdleCause, ...]
+
+    @property
+    def is_least(self) -> bool:
+        """Whether a notable part of it may be unrecorded work."""
+        return self.total_ns - self.certain_ns > UNSURE * self.span_ns
+
+
+def idle_time(trace: TraceReport) -> IdleTime | None:
+    """Return the idle time between the first device event and the last, or in the steps if these have much more.
+
+    Before its first event a device may do unrecorded work of the step before, as long as that of one step: idle time
+    beyond that is certain.
+    """
+    window, ledger = trace.gpu_window, trace.device_ledger
+    if window is None or not window.window_ns:
+        return None
+    inside = IdleTime(window.idle_ns, window.idle_ns, window.window_ns, trace.idle)
+    if ledger is None or not trace.steps:
+        return inside
+    busy_ns = ledger.ns("compute", "collective", "copy")
+    span_ns, total_ns = round(ledger.step_ns * ledger.steps), round((ledger.step_ns - busy_ns) * ledger.steps)
+    certain_ns = max(window.idle_ns, total_ns - window.busy_ns // ledger.steps)
+    if certain_ns - window.idle_ns <= NOTABLE_SHARE * span_ns:
+        return inside
+    causes: dict[Cause, IdleCause] = {}
+    for line in ledger.of(*PARTS):
+        cause = PARTS[line.part]
+        ns, longest = round(line.ns * ledger.steps), line.longest_ns or 0
+        sooner = causes.get(cause)  # lines are sorted: the first one is the example
+        causes[cause] = IdleCause(
+            cause=cause,
+            total_ns=ns + (sooner.total_ns if sooner else 0),
+            count=round(line.count * ledger.steps) + (sooner.count if sooner else 0),
+            longest_ns=max(min(longest, ns), sooner.longest_ns if sooner else 0),
+            example=sooner.example if sooner else line.name or line.operator or "",
+        )
+    return IdleTime(total_ns, certain_ns, span_ns, tuple(causes.values()))
 
 
 class Loading(NamedTuple):

@@ -50,6 +50,8 @@ _ANNOTATIONS: Final = (
     "ProfilerStep#", "enumerate(DataLoader", "Optimizer.", "[pl]", "[Strategy]", "[LightningModule]",
     "[LightningDataModule]", "[Callback]", "nccl:", "xccl:", "hccl:", "gloo:", "mpi:", "ucc:",
 )  # fmt: skip
+# Events of a device's streams in which it does no work.
+_MARKERS: Final = frozenset({"event_wait", "event_record"})
 _OF_COLLECTIVES: Final = ("nccl", "rccl", "xccl:", "hccl:", "gloo:", "mpi:", "ucc:", "record_param_comms")
 
 _events: Final = decoder(Event)
@@ -261,6 +263,7 @@ class _Table:
         annotates = np.array([name.startswith(_ANNOTATIONS) for name in self._names] or [False])
         if len(names):
             kinds[(kinds == Kind.OPERATOR) & annotates[names]] = Kind.ANNOTATION
+            kinds[(kinds == Kind.KERNEL) & np.array([name in _MARKERS for name in self._names])[names]] = Kind.OTHER
         return TraceColumns(
             starts=starts,
             ends=ends,

@@ -73,6 +73,8 @@ _OF_HOST_MEMORY: Final = re.compile("Host|Managed")
 _MOST_SPANS: Final = 10_000
 COLLECTS: Final = re.compile(r"Python GC|<built-in (?:function|method) collect>|gc\.collect", re.IGNORECASE)
 
+# Work of torch's compiler: tracing, code generation, tuning, recording of CUDA graphs.
+_COMPILES: Final = "(dynamo_timed)"
 # A first call this long, and this many times as long as the later ones, initialises something.
 _COLD_NS: Final = 1_000_000
 _COLD_FACTOR: Final = 10
@@ -109,7 +111,7 @@ def cold_calls(columns: TraceColumns, device: DeviceEvents, ranges: Sequence[tup
     """Return the rows of the calls and operators that initialise something.
 
     They begin in the first step or before it, and take much longer than later ones of their name; or they get memory,
-    and later steps hardly do. A wait for the device is none.
+    and later steps hardly do. A wait for the device is none. The compiler's work is one in every step.
 
     Args:
         columns: the trace.
@@ -121,7 +123,7 @@ def cold_calls(columns: TraceColumns, device: DeviceEvents, ranges: Sequence[tup
     called = np.isin(columns.kinds, (Kind.RUNTIME, Kind.OPERATOR)) & ~waits[columns.names]
     durations = columns.ends - columns.starts
     candidates = np.flatnonzero(called & (columns.starts < end) & (durations >= _COLD_NS))
-    found = [_first_allocations(columns, ranges)]
+    found = [_first_allocations(columns, ranges), np.flatnonzero(columns.named(_compiles)[columns.names])]
     for name in np.unique(columns.names[candidates]).tolist():
         mine = np.flatnonzero(called & (columns.names == name))
         later = mine[columns.starts[mine] >= end]
@@ -135,6 +137,10 @@ def cold_calls(columns: TraceColumns, device: DeviceEvents, ranges: Sequence[tup
         of_call = columns.kinds[cold] == Kind.RUNTIME
         found += [cold[of_call], cold[~of_call & (columns.starts[cold] == np.min(columns.starts[mine]))]]
     return np.unique(np.concatenate(found))
+
+
+def _compiles(name: str) -> bool:
+    return name.endswith(_COMPILES)
 
 
 def _first_allocations(columns: TraceColumns, ranges: Sequence[tuple[int, int]]) -> Column:

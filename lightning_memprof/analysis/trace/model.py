@@ -229,6 +229,7 @@ class Program:
         has_graphs: whether it launched CUDA graphs.
         has_stacks: whether Python functions were recorded.
         trains: whether it has a backward or an optimizer; True where it does not tell.
+        loop_optimizer: class of an optimizer that updates its parameters one by one; empty where none is seen.
     """
 
     is_lightning: bool = True
@@ -236,6 +237,7 @@ class Program:
     has_graphs: bool = False
     has_stacks: bool = False
     trains: bool = True
+    loop_optimizer: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

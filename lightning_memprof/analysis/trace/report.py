@@ -50,6 +50,9 @@ _OPTIONS: Final = ("with_stack", "profile_memory", "record_shapes")
 # Names that tell a program: Lightning's ranges, what the compiler makes, backward and the optimizer.
 _LIGHTNING: Final = ("[pl]", "[Strategy]", "[LightningModule]", "[Callback]")
 _COMPILED: Final = ("Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph", "triton_")
+# An optimizer's steps, and the operators and kernels of those that update many parameters at once.
+_OPTIMIZER: Final = re.compile(r"Optimizer\.step#(\w+)\.step\Z")
+_AT_ONCE: Final = re.compile(r"aten::_(?:foreach|fused)_|multi_tensor_apply|FusedAdam|FusedOptimizer")
 _TRAINS: Final = re.compile(r"backward|Optimizer\.|_bwd|wgrad|dgrad", re.IGNORECASE)
 # A rank arrives at a few hundred collectives in a step.
 _MOST_ARRIVALS: Final = 20_000
@@ -124,6 +127,7 @@ def _loads(loading: Intervals) -> Loads:
 
 def _program(columns: TraceColumns) -> Program:
     names, kinds = columns.name_of, columns.kinds
+    optimizer = next((match[1] for name in names if (match := _OPTIMIZER.match(name))), "")
     runtime = np.unique(columns.names[columns.rows(Kind.RUNTIME)]).tolist()
     return Program(
         is_lightning=any(name.startswith(_LIGHTNING) for name in names),
@@ -132,6 +136,7 @@ def _program(columns: TraceColumns) -> Program:
         has_stacks=bool(np.any(kinds == Kind.PYTHON)),
         # Kernels alone do not tell.
         trains=not np.any(kinds == Kind.OPERATOR) or any(_TRAINS.search(name) for name in names),
+        loop_optimizer="" if any(_AT_ONCE.search(name) for name in names) else optimizer,
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from device_traces import BASE_NS, Recording
+from device_traces import BASE_NS, GEMM, Recording
 from lightning_memprof.analysis.findings import TRACE_RULES, Finding, Severity, examine_files
 from lightning_memprof.analysis.trace.report import trace_report
 
@@ -237,6 +237,107 @@ def test_python_with_recorded_stacks_names_its_line(tmp_path: Path) -> None:
 
     finding = found(training(tmp_path / "stacks.pt.trace.json", think))["gpu_idle"]
     assert finding.next_steps == ("Move this code out of the step: train.py(23): augment.",)
+
+
+def test_work_before_the_first_kernel_of_the_steps_is_idle_time_beyond_one_steps_work(tmp_path: Path) -> None:
+    def prepare(made: Recording) -> None:
+        with made.inside("images.py(9): normalize", "python_function"):
+            made.python(200_000 if made.now < 2_000 else 10)
+
+    path = training(tmp_path / "prepared.pt.trace.json", before=prepare)
+    finding = found(path)["gpu_idle"]
+    report = trace_report(path)
+    assert report.gpu_window is not None
+    busy_us = STEPS * KERNELS * KERNEL_US
+    assert finding.numbers["idle_ns"] == pytest.approx((200_000 - busy_us / STEPS) * 1_000, rel=0.01)
+    assert finding.sentence.startswith("The GPU is idle at least 94% of the time, mostly in one gap of 200 ms")
+    assert "Up to 10.0 ms before the first kernel may be work of the step before." in finding.why
+    assert finding.next_steps == ("Move this code out of the step: images.py(9): normalize.",)
+
+
+def test_idle_time_that_the_recording_explains_is_only_info(tmp_path: Path) -> None:
+    def slowed(made: Recording, _kernel: int, functions: int) -> None:
+        for _ in range(functions):
+            with made.inside("module.py(1): call", "python_function"):
+                made.python(1)
+        made.python(600 - functions)
+
+    def severity(functions: int) -> Severity:
+        path = tmp_path / f"{functions}.pt.trace.json"
+        return found(training(path, lambda made, kernel: slowed(made, kernel, functions)))["gpu_idle"].severity
+
+    assert severity(5) is Severity.CRITICAL
+    assert severity(240) is Severity.INFO
+
+
+def test_a_few_kernels_are_too_few_for_advice_other_than_to_record_more(tmp_path: Path) -> None:
+    made = Recording()
+    with made.inside("ProfilerStep#1"):
+        for _ in range(4):
+            made.work(20_000, "aten::linear")
+            made.launch(5)
+    finding = found(made.write(tmp_path / "sample.pt.trace.json"))["gpu_idle"]
+    assert finding.severity is Severity.INFO
+    assert finding.next_steps == ("Record later steps: torch.profiler.schedule(wait=10, warmup=2, active=3).",)
+
+
+def test_the_call_that_the_host_is_in_while_a_kernel_is_queued_is_named(tmp_path: Path) -> None:
+    made = Recording()
+    for kernel in range(100):
+        made.work(20, "aten::linear")
+        if kernel == 50:
+            made.free = made.now + 400_000  # the device does nothing that is recorded
+        made.launch(30)
+        if kernel == 50:
+            made.call("hipMemcpyWithStream", 400_000)
+    finding = found(made.write(tmp_path / "queued.pt.trace.json"))["gpu_idle"]
+    assert "the next kernel is queued and does not start (the host is in hipMemcpyWithStream)" in finding.sentence
+
+
+@pytest.mark.parametrize("how", ["compiler", "capture"])
+def test_compiling_and_the_recording_of_a_graph_are_a_cold_start(how: str, tmp_path: Path) -> None:
+    made = Recording()
+    for step in range(STEPS):
+        with made.inside(f"ProfilerStep#{step}"):
+            for kernel in range(KERNELS):
+                made.work(20, "aten::linear")
+                made.launch(KERNEL_US)
+                if step == 1 and kernel == 3 and how == "compiler":
+                    with made.inside("entire_frame_compile (dynamo_timed)"):
+                        made.work(200_000, "Torch-Compiled Region: 0/0")
+                elif step == 1 and kernel == 3:
+                    made.work(200_000, "Torch-Compiled Region: 0/0")
+                    made.call("cudaGraphInstantiateWithFlags", 300)
+    finding = found(made.write(tmp_path / "compiled.pt.trace.json"))["gpu_idle"]
+    assert finding.severity is Severity.INFO
+    assert finding.numbers["cold_start"] is True
+    assert finding.next_steps[0].startswith("Record later steps")
+
+
+@pytest.mark.parametrize(("operator", "expected"), [("aten::add_", True), ("aten::_foreach_add_", False)])
+def test_a_faster_optimizer_is_advised_where_the_recorded_one_loops(
+    operator: str, expected: bool, tmp_path: Path
+) -> None:
+    def update(made: Recording) -> None:
+        with made.inside("Optimizer.step#SGD.step"):
+            made.work(20, operator)
+
+    report = trace_report(training(tmp_path / "sgd.pt.trace.json", before=update, kernel_us=4))
+    steps = [step for finding in examine_files([report], []) for step in finding.next_steps]
+    assert ("Update all parameters at once: torch.optim.SGD(..., fused=True)." in steps) is expected
+    assert not any("AdamW" in step for step in steps)
+
+
+def test_a_streams_wait_for_an_event_is_no_work(tmp_path: Path) -> None:
+    made = Recording()
+    for _ in range(50):
+        made.work(20, "aten::linear")
+        made.launch(100)
+        made.launch(900, "event_wait")
+    report = trace_report(made.write(tmp_path / "waits.pt.trace.json"))
+    assert {kernel.name for kernel in report.kernels} == {GEMM}
+    assert report.gpu_window is not None
+    assert report.gpu_window.busy_ns == 50 * 100_000
 
 
 def ranks(directory: Path, late: int | None, offset_us: int = 0) -> list[Path]:

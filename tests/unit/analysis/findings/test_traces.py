@@ -324,11 +324,12 @@ def test_what_a_device_can_do_decides_what_is_advised() -> None:
 
 def test_many_short_kernels_are_to_be_fused() -> None:
     short = kernel("void at::native::vectorized_elementwise_kernel<4, add>(int)", 5_000, 4_000)
-    finding = found(trace(kernels=(short, kernel("gemm", 500, 40_000))))["many_small_kernels"]
+    program = Program(loop_optimizer="AdamW")
+    finding = found(trace(kernels=(short, kernel("gemm", 500, 40_000)), program=program))["many_small_kernels"]
     assert finding.severity is Severity.INFO
     assert finding.sentence == "1,000 kernels per step below 10.0 µs take 50% of the computing time."
     assert "torch.compile" in finding.next_steps[0]
-    assert "fused=True" in finding.next_steps[1]
+    assert finding.next_steps[1] == "Update all parameters at once: torch.optim.AdamW(..., fused=True)."
 
 
 def test_short_kernels_of_a_fused_optimizer_are_not_its_loop() -> None:
@@ -373,8 +374,9 @@ def test_a_step_that_is_mostly_the_calling_of_short_operators_is_launch_bound_on
 
 
 def test_where_the_optimizer_calls_most_of_them_it_is_named_first() -> None:
-    finding = found(on_host(places=(("Optimizer.step#AdamW.step", 1_000), ("Net: net", 200))))["many_small_operators"]
-    assert "fused=True" in finding.next_steps[0]
+    report = on_host(places=(("Optimizer.step#AdamW.step", 1_000), ("Net: net", 200)))
+    finding = found(replace(report, program=Program(loop_optimizer="AdamW")))["many_small_operators"]
+    assert "torch.optim.AdamW(..., fused=True)" in finding.next_steps[0]
 
 
 @pytest.mark.parametrize(

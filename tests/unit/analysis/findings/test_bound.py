@@ -1,0 +1,67 @@
+"""What traces without a fault, and without a device, are bound by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from device_traces import Recording
+from lightning_memprof.analysis.findings import Finding, nothing_in_files
+from lightning_memprof.analysis.trace.report import trace_report
+
+
+def bound(made: Recording, path: Path) -> Finding:
+    return nothing_in_files([trace_report(made.write(path / "trace.pt.trace.json"))], [])
+
+
+def test_a_trace_of_a_host_names_the_operators_that_take_most_of_a_step(tmp_path: Path) -> None:
+    made = Recording()
+    for step in range(3):
+        with made.inside(f"ProfilerStep#{step}"):
+            made.work(7_500, "aten::addmm")
+            made.work(1_500, "aten::relu")
+            made.python(1_000)
+    finding = bound(made, tmp_path)
+    assert finding.sentence == (
+        "Compute-bound on the host: the model takes 100% of each step, 75% of it in matrix multiplication."
+    )
+    assert "10.0 ms of 10.0 ms" in finding.why
+
+
+def test_a_step_in_python_is_not_called_compute_bound(tmp_path: Path) -> None:
+    made = Recording()
+    with made.inside("ProfilerStep#1"):
+        made.work(1_500, "aten::relu")
+        made.python(8_500)
+    assert bound(made, tmp_path).sentence == "Host-bound: Python outside operators takes 85% of each step."
+
+
+def test_a_trace_with_launches_and_no_kernel_asks_for_the_devices_activity(tmp_path: Path) -> None:
+    made = Recording()
+    for _ in range(5):
+        made.work(20, "aten::addmm")
+        made.call("cudaLaunchKernel", 5)
+    finding = bound(made, tmp_path)
+    assert finding.sentence.startswith("Device activity was not recorded: the host calls cudaLaunchKernel")
+    assert "ProfilerActivity.CUDA" in finding.next_steps[0]
+
+
+def test_collectives_of_a_host_that_overlap_count_once(tmp_path: Path) -> None:
+    made = Recording()
+    with made.inside("ProfilerStep#1"):
+        with made.inside("gloo:all_reduce"), made.inside("gloo:all_reduce"):
+            made.python(8_000)
+        made.work(2_000, "aten::relu")
+    finding = bound(made, tmp_path)
+    assert finding.sentence == "Communication-bound: all_reduce runs for 80% of the time."
+
+
+def test_the_operators_of_a_busy_device_count_by_what_they_do(tmp_path: Path) -> None:
+    made = Recording()
+    for step in range(3):
+        with made.inside(f"ProfilerStep#{step}"):
+            for name in ("aten::mm", "aten::addmm", "aten::relu"):
+                with made.inside(name, "cpu_op"):
+                    made.python(1)
+                    made.launch(3_000)
+            made.synchronize()
+    assert bound(made, tmp_path).sentence.startswith("Compute-bound: matrix multiplication takes 67% of each step")
