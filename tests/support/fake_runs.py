@@ -68,6 +68,7 @@ class FakeRun:
         endings: how ranks end that do not finish: a message of an exception, or None where the rank was killed.
         trace: whether each window has an operator trace.
         memory: what the memory collectors saw in each window; None is a run without them.
+        loading: the parts of a fetch that take an equal part of the data wait: ``Images.fetch``.
         padding: positions of a recorded batch, those that are padding, and of these the ones beyond the longest sample.
 
     """
@@ -83,6 +84,7 @@ class FakeRun:
     endings: Mapping[int, str | None] = field(default_factory=dict)
     trace: bool = True
     memory: FakeMemory | None = field(default_factory=FakeMemory)
+    loading: tuple[str, ...] = ()
     padding: tuple[int, int, int] | None = None
 
     @property
@@ -225,7 +227,7 @@ def _write_window(sink: Sink, window: Window, fake: FakeRun) -> None:
     with sink.series(window, "host") as write:
         for step in steps:
             start = START_NS + step * 20_000_000
-            hooks += _hook_rows(step, start, fake.phases(sink.rank, step), recorded=step in recorded)
+            hooks += _hook_rows(step, start, fake.phases(sink.rank, step), fake.loading, recorded=step in recorded)
             for index, point in enumerate(MARKS):
                 mark = Mark(step, step, point, step in recorded, start + index)
                 rss = fake.rss_bytes(step) + index * MIB
@@ -276,7 +278,9 @@ def _write_allocator(sink: Sink, window: Window, fake: FakeRun) -> None:
                 write(mark, device=fake.device, **values)
 
 
-def _hook_rows(step: int, start: int, phases: Phases, *, recorded: bool) -> list[dict[str, Any]]:
+def _hook_rows(
+    step: int, start: int, phases: Phases, loading: tuple[str, ...], *, recorded: bool
+) -> list[dict[str, Any]]:
     """Lay the phases out as Lightning nests them: forward and backward inside of the optimizer step."""
     data, forward, backward = phases["data_wait"], phases["forward"], phases["backward"]
     optimizer, callbacks = phases["optimizer"], phases["callbacks"]
@@ -285,6 +289,10 @@ def _hook_rows(step: int, start: int, phases: Phases, *, recorded: bool) -> list
     laid_out = (
         ("step", start, sum(phases.values()), -1),
         ("[_TrainingEpochLoop].train_dataloader_next", start, data, 0),
+        *(
+            (f"[DataLoader]{part}", start + data // len(loading) * at, data // len(loading), 1)
+            for at, part in enumerate(loading)
+        ),
         ("run_training_batch", batch, forward + backward + optimizer, 0),
         ("[LightningModule]LitGPT.optimizer_step", batch, forward + backward + optimizer, 1),
         (f"[Strategy]{STRATEGY}.training_step", batch, forward, 2),

@@ -34,6 +34,7 @@ from lightning_memprof.units import format_bytes, format_count, format_ns, perce
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from lightning_memprof.analysis.findings.measures import Rhythm
     from lightning_memprof.analysis.ledger.model import TimeLedger
     from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.analysis.trace.model import Copies, TraceReport
@@ -55,6 +56,14 @@ MANY_WORKERS_PER_CORE: Final = 4
 DEFAULT_PREFETCH: Final = 2
 KEEP_WORKERS: Final = "Keep the workers from epoch to epoch: DataLoader(persistent_workers=True)."
 LESS_PER_SAMPLE: Final = "Do less per sample in __getitem__: decode and tokenize once, before training."
+# Of the parts of loading in the training process, by the names of their lines.
+FASTER: Final = {
+    "fetch": "do less per sample: decode and tokenize once, before training",
+    "collate": "do less per batch: whole tensors (torch.stack, pad_sequence), no loops over values",
+    "sampler": (
+        "draw the indices of an epoch at once, as in torch.multinomial(weights, count).tolist(): workers do not run it"
+    ),
+}
 
 # One step with this share of the loading is a start of workers or of an epoch, not the usual step.
 ONE_STEP: Final = 0.75
@@ -93,10 +102,10 @@ def input_bound(facts: Facts) -> list[Finding]:
             severity=Severity.INFO if few is not None and few.is_hiccup else worth.severity,
             sentence=(
                 f"Input-bound: the {'training ' if facts.is_fit else ''}loop waits for data {percent(share)} of each "
-                f"step{facts.on_rank(rank)}{_cause(ledger, loaders, at_epoch_starts)}."
+                f"step{facts.on_rank(rank)}{_cause(ledger, loaders, at_epoch_starts, few)}."
             ),
             why=", ".join(why) + (f"; {_settings(loaders[0])}" if loaders else "") + ".",
-            next_steps=_next_steps(rank, loaders, at_epoch_starts, in_few_steps=in_few_steps),
+            next_steps=_next_steps(rank, loaders, at_epoch_starts, _slowest_part(ledger), in_few_steps=in_few_steps),
             evidence=(facts.pulse(rank), *facts.recorded(rank, "hooks")),
             numbers={
                 "rank": rank.rank,
@@ -196,24 +205,32 @@ def _share_at_epoch_starts(rank: Rank) -> float:
     return starts / total if total else 0.0
 
 
-def _cause(ledger: TimeLedger, loaders: Sequence[DataLoaderFacts], at_epoch_starts: float) -> str:
-    """Return what the wait is for, to end the sentence: workers, or the part of loading in the training process."""
+def _cause(ledger: TimeLedger, loaders: Sequence[DataLoaderFacts], at_epoch_starts: float, few: Rhythm | None) -> str:
+    """Return what the wait is for, to end the sentence: few steps, workers, or the part of loading in this process."""
     workers = (loaders[0].num_workers or 0) if loaders else None
     if workers and at_epoch_starts >= EPOCH_STARTS_SHARE:
         return ": its workers restart every epoch" if loaders[0].persistent_workers is False else " as epochs start"
+    part = _slowest_part(ledger)
+    if few is not None and few.period is not None:
+        source = f" for {part[0]}" if part else ""
+        return f": {few.subject.lower()} waits {format_ns(few.mean_ns)}{source} (num_workers={workers or 0})"
     if workers:
         return f": {format_count(workers, 'worker')} cannot keep up"
-    part = _slowest_part(ledger)
-    return "" if workers is None else f", mostly in {part} (num_workers=0)" if part else " (num_workers=0)"
+    return "" if workers is None else f", mostly in {_named(*part)} (num_workers=0)" if part else " (num_workers=0)"
 
 
-def _slowest_part(ledger: TimeLedger) -> str | None:
-    """Return the part of loading in the training process with most of the wait: ``Images.__getitem__``."""
+def _slowest_part(ledger: TimeLedger) -> tuple[str, str] | None:
+    """Return the data set and the part of loading in the training process with most of the wait."""
     parts = [line for line in ledger.of("data_wait") if line.name.endswith(METHODS)]
     slowest = max(parts, key=lambda line: line.ns, default=None)
     if slowest is None or slowest.ns < MOST_OF_WAIT * ledger.ns("data_wait"):
         return None
     owner, _, part = slowest.name.rpartition(".")
+    return owner, part
+
+
+def _named(owner: str, part: str) -> str:
+    """Return the name of a part of loading as a program has it: ``Images.__getitem__``."""
     return {"fetch": f"{owner}.__getitem__", "collate": "collate_fn", "sampler": "the sampler"}[part]
 
 
@@ -223,7 +240,12 @@ def _settings(loader: DataLoaderFacts) -> str:
 
 
 def _next_steps(
-    rank: Rank, loaders: Sequence[DataLoaderFacts], at_epoch_starts: float, *, in_few_steps: bool
+    rank: Rank,
+    loaders: Sequence[DataLoaderFacts],
+    at_epoch_starts: float,
+    part: tuple[str, str] | None,
+    *,
+    in_few_steps: bool,
 ) -> tuple[str, ...]:
     """Return the settings that are not in use, in the order in which they usually help."""
     if not loaders:
@@ -233,9 +255,13 @@ def _next_steps(
     workers = loader.num_workers or 0
     cores = rank.facts.cpu_count
     epochs = at_epoch_starts >= EPOCH_STARTS_SHARE
+    faster = f"ake {_named(*part)} faster: {FASTER[part[1]]}" if part is not None else ""
+    if part is not None and part[1] == "sampler":
+        return (f"M{faster}.",)
     if workers == 0:
         wanted = min(MORE_WORKERS, cores) if cores else MORE_WORKERS
-        steps.append(f"num_workers is 0: use DataLoader(num_workers={wanted}, persistent_workers=True).")
+        also = f"; or m{faster}" if faster else ""
+        steps.append(f"num_workers is 0: use DataLoader(num_workers={wanted}, persistent_workers=True){also}.")
     else:
         keep = [KEEP_WORKERS] if loader.persistent_workers is False else []
         steps += keep if epochs else []

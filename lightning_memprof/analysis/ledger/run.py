@@ -84,6 +84,9 @@ def run_ledger(rank: Rank, host: TimeLedger | None = None) -> TimeLedger | None:
     for phase, ns in phases.items():
         part = _PART_OF_PHASE[phase]
         mine = [line for line in named.get(phase, ()) if part not in _STEADY or line.part in _WITHIN]
+        if part == "data_wait":
+            # Those of few windows, whose fetches may be shorter: nothing else takes time there.
+            mine = _scaled(mine, ns)
         if phase == "other":
             mine = [*mine, *_restarts(rank, ns - total(mine))]
         whole = _divided(ns, mine, TimeLine(part=part, ns=0))
@@ -138,6 +141,12 @@ def _restarts(rank: Rank, untracked: float) -> list[TimeLine]:
     ns = min(sum(excess) / len(rows), max(untracked, 0.0))
     count = len(last) / len(rows)
     return [TimeLine(part="data_wait", name=RESTART, ns=ns, count=count, longest_ns=round(max(excess)))]
+
+
+def _scaled(lines: Sequence[TimeLine], ns: float) -> list[TimeLine]:
+    """Return lines in the same proportions that sum to ``ns``."""
+    known = total(lines)
+    return [replace(line, ns=line.ns * ns / known) for line in lines if known]
 
 
 def _divided(ns: float, lines: Sequence[TimeLine], rest: TimeLine) -> list[TimeLine]:

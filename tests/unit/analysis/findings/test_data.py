@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from fake_runs import FakeRun, make_run
+from fake_runs import HEALTHY, FakeRun, make_run
 from lightning_memprof.analysis.findings import Facts, Finding, examine
 from lightning_memprof.analysis.run.load import load_run
 
@@ -31,3 +32,44 @@ def test_padding_recovers_its_share_of_forward_and_backward_at_most(tmp_path: Pa
 def test_the_remedy_depends_on_where_the_padding_is(tmp_path: Path, beyond: int, advice: str) -> None:
     finding = found(tmp_path, FakeRun(padding=(1000, 500, beyond)))["padding"]
     assert advice in finding.next_steps[0]
+
+
+NO_WORKERS = {"dataloaders": [{"num_workers": 0}]}
+
+
+def waits(_: int, step: int) -> Mapping[str, int]:
+    """A wait of 40 ms, in the recorded steps of 4 ms."""
+    return {**HEALTHY, "data_wait": 4_000_000 if step in {2, 3} else 40_000_000}
+
+
+@pytest.mark.parametrize(
+    ("part", "place", "advice"),
+    [
+        ("Images.fetch", "Images.__getitem__", "decode and tokenize once"),
+        ("Images.collate", "collate_fn", "whole tensors"),
+        ("Images.sampler", "the sampler", "the indices of an epoch at once"),
+    ],
+)
+def test_the_part_of_loading_is_named_also_where_the_recorded_steps_wait_less(
+    tmp_path: Path, part: str, place: str, advice: str
+) -> None:
+    finding = found(tmp_path, FakeRun(phases=waits, training=NO_WORKERS, loading=(part,)))["input_bound"]
+    assert f"mostly in {place} (num_workers=0)" in finding.sentence
+    assert advice in finding.next_steps[0]
+    # A sampler runs in the training process, whatever the workers are.
+    assert ("DataLoader(num_workers=" in finding.next_steps[0]) == (part != "Images.sampler")
+
+
+def test_no_part_is_named_where_two_take_less_than_half_each(tmp_path: Path) -> None:
+    fake = FakeRun(phases=waits, training=NO_WORKERS, loading=("A.sampler", "A.fetch", "A.collate"))
+    assert "waits for data" in (sentence := found(tmp_path, fake)["input_bound"].sentence)
+    assert "mostly" not in sentence
+
+
+def test_a_wait_in_every_tenth_step_is_told_with_its_length(tmp_path: Path) -> None:
+    def shards(_: int, step: int) -> Mapping[str, int]:
+        return {**HEALTHY, "data_wait": 400_000_000 if step % 10 == 9 else 100_000}
+
+    fake = FakeRun(steps=100, phases=shards, training=NO_WORKERS, loading=("Shards.fetch",))
+    finding = found(tmp_path, fake)["input_bound"]
+    assert ": every 10th step waits 400 ms for Shards (num_workers=0)." in finding.sentence
