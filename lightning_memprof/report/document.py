@@ -201,8 +201,8 @@ class Table:
     part: ClassVar[str] = "table"
     id: str
     title: str
-    columns: Sequence[Column]
-    rows: Sequence[Row]
+    columns: Sequence[Column] = ()
+    rows: Sequence[Row] = ()
     footer: Sequence[Row] = ()
     notes: Sequence[Words] = ()
     is_sortable: bool = True

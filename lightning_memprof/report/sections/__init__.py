@@ -25,8 +25,7 @@ from lightning_memprof.report.document import (
 )
 from lightning_memprof.report.files_view import FilesView
 from lightning_memprof.report.sections.labels import BADGES, STATUS_STYLES, file_command, place
-from lightning_memprof.report.sections.memory import memory_section
-from lightning_memprof.report.sections.modules import modules_section
+from lightning_memprof.report.sections.memory import memory_section, modules_section, sites_section
 from lightning_memprof.report.sections.oom import oom_section
 from lightning_memprof.report.sections.overview import finding_cards, overview_section
 from lightning_memprof.report.sections.ranks import ranks_section
@@ -38,10 +37,9 @@ from lightning_memprof.report.sections.run import (
     overhead_section,
     system_section,
 )
-from lightning_memprof.report.sections.sites import sites_section
 from lightning_memprof.report.sections.snapshots import reserved_stack, snapshot_peak, snapshots_section
 from lightning_memprof.report.sections.steps import steps_section
-from lightning_memprof.report.sections.tables import Field, grid
+from lightning_memprof.report.sections.tables import Field, filled
 from lightning_memprof.report.sections.traces import busy_share, device_stack, traces_section
 from lightning_memprof.units import format_count, format_list
 
@@ -202,14 +200,16 @@ def _stacks(view: FilesView) -> Iterator[Part]:
 
 def _files(view: FilesView, ids: dict[str, str]) -> Section:
     traces = {trace.file for trace in view.traces}
-    columns, rows = grid(
+    notes = [phrase("{} more files of the directory were not read", view.left_out)] if view.left_out else []
+    parts = filled(
+        Table("file-table", "Files", notes=notes, top=MAX_NAMED),
         [(path, "trace" if path in traces else "snapshot", size_bytes) for path, size_bytes in view.sizes.items()],
         Field("file", "path", lambda row: _file(row[0], row[1], ids[os.fspath(row[0])])),
         Field("type", "text", lambda row: row[1]),
         Field("size", "bytes", lambda row: row[2]),
+        most=None,
     )
-    notes = [phrase("{} more files of the directory were not read", view.left_out)] if view.left_out else []
-    return Section("files", "Files", parts=[Table("file-table", "Files", columns, rows, notes=notes, top=MAX_NAMED)])
+    return Section("files", "Files", parts=list(parts))
 
 
 def _file(path: Path, kind: str, row_id: str) -> Cell:

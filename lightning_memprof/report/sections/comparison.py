@@ -22,7 +22,7 @@ from lightning_memprof.report.document import (
     share,
     text,
 )
-from lightning_memprof.report.sections.tables import Field, grid
+from lightning_memprof.report.sections.tables import Field, filled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -61,7 +61,7 @@ def comparison_document(comparison: Comparison, outcomes: Sequence[Outcome] = ()
     groups = _by_group(comparison)
     sections = [
         *([Section("limits", "Limits", parts=[Lines("", limits)], summary=True)] if limits else []),
-        Section("quantities", "Quantities", parts=[_quantities(comparison)], summary=True),
+        Section("quantities", "Quantities", parts=list(_quantities(comparison)), summary=True),
         *(_group(name, changes) for name, changes in groups.items()),
         Section("notes", "Notes", parts=[Lines("", [Line("note", note) for note in _notes(comparison)])]),
     ]
@@ -113,8 +113,9 @@ def _limit(comparison: Comparison, outcome: Outcome) -> Line:
     return Line("limit", Phrase(tuple(words)), "bad" if outcome.is_broken else "good")
 
 
-def _quantities(comparison: Comparison) -> Table:
-    columns, rows = grid(
+def _quantities(comparison: Comparison) -> Iterator[Table]:
+    return filled(
+        Table("quantity-table", "", top=None),
         comparison.differences,
         Field("quantity", "code", lambda found: Cell(found.name, "code", id=f"quantity-{found.name}")),
         Field("A", "number", lambda found: _value(found.a)),
@@ -124,8 +125,8 @@ def _quantities(comparison: Comparison) -> Table:
         Field("change", "number", _changed),
         Field("confidence", "text", _confidence),
         Field("source", "text", lambda found: text(_source(found), "dim"), priority=2),
+        most=None,
     )
-    return Table("quantity-table", "", columns, rows, top=None)
 
 
 def _changed(difference: Difference) -> Cell:
@@ -172,17 +173,18 @@ def _change(difference: Difference, style: Style = "") -> Cell:
 
 
 def _group(name: str, changes: Sequence[NamedChange]) -> Section:
-    columns, rows = grid(
+    lead = "findings of one side that the other does not have" if name == "findings" else GROUPS[name][1]
+    parts = filled(
+        Table(f"{name}-table", "", top=MAX_NAMES),
         changes,
         Field("name", "code", lambda changed: changed.name),
         Field("change", "text", lambda changed: text(*KINDS[changed.kind])),
         Field("A", "number", lambda changed: _figure(changed.a, changed)),
         Field("B", "number", lambda changed: _figure(changed.b, changed)),
         Field("finding", "text", lambda changed: changed.sentence, priority=1),
+        most=None,
     )
-    table = Table(f"{name}-table", "", columns, rows, top=MAX_NAMES)
-    lead = "findings of one side that the other does not have" if name == "findings" else GROUPS[name][1]
-    return Section(name, name[:1].upper() + name[1:], lead, [table])
+    return Section(name, name[:1].upper() + name[1:], lead, list(parts))
 
 
 def _figure(value: float | None, changed: NamedChange) -> Cell:

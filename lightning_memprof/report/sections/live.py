@@ -27,7 +27,7 @@ from lightning_memprof.report.document import (
     size,
 )
 from lightning_memprof.report.sections.labels import BADGES, PEAKS, bars, called, span
-from lightning_memprof.report.sections.tables import Field, grid, ratio
+from lightning_memprof.report.sections.tables import Field, filled, ratio
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -192,7 +192,10 @@ def _memory(lead: RankProgress) -> Iterator[Part]:
 
 def _ranks(follower: Follower) -> Section:
     slowest = sorted(follower.ranks.values(), key=lambda rank: -_median(rank))[:MAX_RANKS]
-    columns, rows = grid(
+    lead = f"{follower.found} of {follower.world_size} ranks have written."
+    notes = [f"the {len(slowest)} slowest ranks"] if len(slowest) < follower.found else []
+    parts = filled(
+        Table("live-ranks", "", notes=notes, top=None),
         sorted(slowest, key=lambda rank: rank.rank),
         Field("rank", "index", lambda rank: rank.rank),
         Field("status", "text", lambda rank: "ended" if rank.end is not None else "running"),
@@ -201,9 +204,7 @@ def _ranks(follower: Follower) -> Section:
         Field(called("data_wait"), "share", _data_wait),
         Field("RSS", "bytes", lambda rank: rank.recent[-1]["rss_bytes"] if rank.recent else None),
     )
-    lead = f"{follower.found} of {follower.world_size} ranks have written."
-    notes = [f"the {len(rows)} slowest ranks"] if len(rows) < follower.found else []
-    return Section("ranks", "Ranks", lead, [Table("live-ranks", "", columns, rows, notes=notes, top=None)])
+    return Section("ranks", "Ranks", lead, list(parts))
 
 
 def _steps_done(rank: RankProgress) -> int:

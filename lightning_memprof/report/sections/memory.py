@@ -1,18 +1,21 @@
-"""Memory: peaks, categories, live bytes over time, checkpointing, functions and named moments."""
+"""Memory: peaks, categories, live bytes, allocation sites, modules, checkpointing, functions and named moments."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from lightning_memprof.analysis.memory.activations import patterns
 from lightning_memprof.report.document import (
     Cell,
     Chart,
+    Paragraph,
     Part,
     Section,
     Stack,
     Table,
     Words,
     change,
+    count,
     duration,
     phrase,
     share,
@@ -20,32 +23,35 @@ from lightning_memprof.report.document import (
     text,
 )
 from lightning_memprof.report.named import summarize
-from lightning_memprof.report.sections.labels import PEAKS, Peak, bars, category
-from lightning_memprof.report.sections.tables import Field, filled, grid, ranked, ratio, rest
+from lightning_memprof.report.sections.labels import PEAKS, Peak, bars, called, category, peak_note
+from lightning_memprof.report.sections.tables import Field, filled, ratio, rest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from lightning_memprof.analysis.memory.activations import CheckpointedGroup
+    from lightning_memprof.analysis.memory.activations import Activations, CheckpointedGroup, ModuleBytes
     from lightning_memprof.analysis.memory.functions import FunctionReport
-    from lightning_memprof.analysis.memory.model import DeviceAllocations
+    from lightning_memprof.analysis.memory.model import DeviceAllocations, Site
     from lightning_memprof.analysis.memory.report import RankMemory
     from lightning_memprof.report.view import View
 
 __all__ = [
-    "MAX_ROWS",
     "category_stack",
     "memory_section",
+    "modules_section",
     "peak_allocations",
     "run_peaks",
-    "window_name",
+    "sites_section",
 ]
 
 # More rows are slow to lay out, and their sum is in the footer.
-MAX_ROWS: Final = 300
+MAX_SITES: Final = 300
+MAX_MODULES: Final = 1000
+ROOT: Final = "(the model)"
 MAX_CHECKPOINTED: Final = 12
 # From here on the times of recorded steps mislead.
 SLOWER: Final = 1.2
+FIRST_TOUCH: Final = "RSS grows on first touch only; reused memory shows 0"
 FUNCTION_COLUMNS: Final = (
     ("RSS", "rss_bytes"),
     ("in forwards", "forward_rss_bytes"),
@@ -88,15 +94,14 @@ def memory_section(view: View) -> Section:
 
 
 def _peaks(view: View) -> Iterator[Table]:
-    columns, rows = grid(
+    return filled(
+        Table("peaks", "Peaks", is_sortable=False),
         run_peaks(view),
         Field("peak", "text", lambda row: row[0].label),
         Field("bytes", "bytes", lambda row: row[1]),
         Field("counts", "text", lambda row: row[0].counts, priority=1),
         Field("time span", "text", lambda row: row[0].span, priority=2),
     )
-    if rows:
-        yield Table("peaks", "Peaks", columns, rows, is_sortable=False)
 
 
 def category_stack(view: View) -> Stack | None:
@@ -116,13 +121,6 @@ def _categories(view: View) -> Iterator[Table]:
     if (peak := view.memory.lead.peak) is None:
         return
     whole = peak.total_bytes
-    columns, rows = grid(
-        list(peak.categories.items()),
-        Field("category", "text", lambda row: category(row[0])),
-        Field("bytes", "bytes", lambda row: size(row[1], whole)),
-        Field("share", "share", lambda row: ratio(row[1], whole)),
-        Field("not available", "text", lambda row: (peak.unknown.get(row[0]) or "not known") * (row[1] is None)),
-    )
     notes: list[Words] = [f"{peak.source}: {peak.moment}"]
     notes += [phrase(f"also {{}} on {other.device or '?'}", size(other.total_bytes)) for other in peak.others]
     allocator = view.lead.device.peak_allocated_bytes if view.lead.device else None
@@ -133,8 +131,15 @@ def _categories(view: View) -> Iterator[Table]:
             if beyond > 0
             else phrase(words, size(allocator))
         )
-    footer = [filled(columns, text("sum"), size(whole), share(ratio(whole, whole)))]
-    yield Table("categories", "Peak by category", columns, rows, footer, notes, is_sortable=False)
+    footer = [(text("sum"), size(whole), share(ratio(whole, whole)))]
+    yield from filled(
+        Table("categories", "Peak by category", footer=footer, notes=notes, is_sortable=False),
+        list(peak.categories.items()),
+        Field("category", "text", lambda row: category(row[0])),
+        Field("bytes", "bytes", lambda row: size(row[1], whole)),
+        Field("share", "share", lambda row: ratio(row[1], whole)),
+        Field("not available", "text", lambda row: (peak.unknown.get(row[0]) or "not known") * (row[1] is None)),
+    )
 
 
 def _over_time(memory: RankMemory) -> Iterator[Part]:
@@ -151,7 +156,7 @@ def _over_time(memory: RankMemory) -> Iterator[Part]:
         first, last = device.curve[0][1], device.curve[-1][1]
         yield Chart(
             "live-bytes",
-            f"Live bytes, {window_name(window)} on {device.device}",
+            f"Live bytes, {_window_name(window)} on {device.device}",
             _spread_evenly(device.curve),
             phrase(
                 f"{{}} at the start, max {{}}, {{}} at the end{at}",
@@ -179,7 +184,7 @@ def _spread_evenly(curve: Sequence[tuple[int, int]]) -> list[int]:
     return values
 
 
-def window_name(window: int | None) -> str:
+def _window_name(window: int | None) -> str:
     """Return the name of a window, None for a trace without one."""
     return "the trace" if window is None else f"window {window}"
 
@@ -187,7 +192,14 @@ def window_name(window: int | None) -> str:
 def _checkpointing(memory: RankMemory, view: View) -> Iterator[Table]:
     whole = memory.activations.total_bytes if memory.activations else None
     shown = memory.checkpointing[:MAX_CHECKPOINTED]
-    columns, rows = grid(
+    notes = [
+        "recompute peak: the saved bytes of one block exist again while it is recomputed",
+        *_slower(view),
+        *rest(memory.checkpointing, MAX_CHECKPOINTED),
+    ]
+    title = "Activation checkpointing, estimate for one step"
+    return filled(
+        Table("checkpointing", title, notes=notes, is_sortable=False, top=6),
         [(group, number) for group in shown for number in sorted({1, len(group.blocks)})],
         Field("blocks", "code", lambda row: text("  each") if row[1] > 1 else _blocks(row[0])),
         Field("saved", "bytes", lambda row: size(row[0].saved_bytes / row[1], None if row[1] > 1 else whole)),
@@ -195,14 +207,6 @@ def _checkpointing(memory: RankMemory, view: View) -> Iterator[Table]:
         Field("still held", "bytes", lambda row: row[0].still_held_bytes / row[1], priority=1),
         Field("recompute time", "ns", lambda row: ratio(row[0].recompute_ns, row[1])),
     )
-    notes = [
-        "recompute peak: the saved bytes of one block exist again while it is recomputed",
-        *_slower(view),
-        *rest(memory.checkpointing, MAX_CHECKPOINTED),
-    ]
-    title = "Activation checkpointing, estimate for one step"
-    if rows:
-        yield Table("checkpointing", title, columns, rows, notes=notes, is_sortable=False, top=6)
 
 
 def _blocks(group: CheckpointedGroup) -> str:
@@ -224,15 +228,12 @@ def _slower(view: View) -> Iterator[Words]:
 
 def _functions(functions: Sequence[FunctionReport]) -> Iterator[Table]:
     known = [(name, key) for name, key in FUNCTION_COLUMNS if any(function.changes(key) for function in functions)]
-    yield from ranked(
-        "functions",
-        "Mean change of memory per call",
+    yield from filled(
+        Table("functions", "Mean change of memory per call", notes=[FIRST_TOUCH], top=8),
         functions,
         Field("function", "code", lambda function: function.name),
         Field("count", "count", lambda function: len(function.calls)),
         *(_change_of(name, key, place) for place, (name, key) in enumerate(known)),
-        top=8,
-        notes=["RSS grows on first touch only; reused memory shows 0"],
     )
 
 
@@ -245,9 +246,8 @@ def _mean_change(changes: Sequence[int]) -> Cell:
 
 
 def _named(view: View) -> Iterator[Table]:
-    yield from ranked(
-        "named-sums",
-        "Named regions and snapshots",
+    yield from filled(
+        Table("named-sums", "Named regions and snapshots", top=12),
         summarize(view.named),
         Field("name", "code", lambda found: found.name),
         Field("rank", "index", lambda found: found.rank, priority=1),
@@ -256,16 +256,177 @@ def _named(view: View) -> Iterator[Table]:
         Field("mean change", "bytes", lambda found: _mean_change(found.changes_bytes)),
         Field("max change", "bytes", lambda found: change(max(found.changes_bytes, default=None))),
         Field("unfinished", "count", lambda found: found.unfinished or None),
-        top=12,
     )
-    columns, rows = grid(
-        view.named[:MAX_ROWS],
+    yield from filled(
+        Table("named", "Each named moment", is_detail=True),
+        view.named,
         Field("name", "code", lambda moment: moment.name),
         Field("point", "text", lambda moment: moment.point),
         Field("rank", "index", lambda moment: moment.rank),
         Field("step", "index", lambda moment: moment.step),
         Field("RSS", "bytes", lambda moment: moment.rss_bytes),
         Field(PEAKS["rss"].label, "bytes", lambda moment: moment.peak_rss_bytes),
+        most=MAX_SITES,
     )
-    if rows:
-        yield Table("named", "Each named moment", columns, rows, notes=rest(view.named, MAX_ROWS), is_detail=True)
+
+
+def sites_section(view: View) -> Section | None:
+    """Return the allocation sites at the highest peak of live bytes; None where no allocations were recorded."""
+    memory = view.memory.lead
+    found = peak_allocations(memory)
+    if found is None or not found[1].sites:
+        reason = memory.reasons.get("sites")
+        if reason is None or not memory.allocations:
+            return None
+        return Section("sites", "Allocation sites", f"Allocation sites are not available: {reason}.")
+    window, device = found
+    step = "" if device.peak_step is None else f" in step {device.peak_step}"
+    lead = phrase(f"Live bytes on {device.device} peak at {{}}{step}, {_window_name(window)}.", size(device.peak_bytes))
+    parameters = memory.activations.parameters if memory.activations else {}
+    footer = [(text("unattributed"), size(device.unattributed_bytes))]
+    if device.freed_outside_bytes:
+        footer.insert(0, (text("freed, allocated before the window"), size(-device.freed_outside_bytes)))
+    parts: list[Part] = [
+        Chart("holders"),
+        Paragraph(f"{peak_note('live')}."),
+        *_site_table(Table("sites", "Allocation sites at the peak", footer=footer), device.sites, parameters),
+        *_every_site(device),
+    ]
+    return Section("sites", "Allocation sites", lead, parts)
+
+
+def _site_table(empty: Table, sites: Sequence[Site], parameters: Mapping[str, int]) -> Iterator[Table]:
+    """Yield a table of the sites, repeated blocks as one row, the largest first; whatever their step and phase."""
+    shared = patterns({site.module for site in sites if site.module}, parameters)
+    sums: dict[tuple[str, str, str | None], list[int]] = {}
+    for site in sites:
+        where = shared[site.module] if site.module else f"({site.phase})" if site.phase else ""
+        row = sums.setdefault((site.operator.removeprefix("aten::"), where, _short_line(site.line)), [0, 0])
+        row[0] += site.bytes
+        row[1] += site.blocks
+    ordered = sorted(sums.items(), key=lambda item: (-item[1][0], *(part or "" for part in item[0])))
+    return filled(
+        empty,
+        ordered[:MAX_SITES],
+        Field("operator", "code", lambda row: row[0][0]),
+        Field("bytes", "bytes", lambda row: row[1][0], bar=True),
+        Field("blocks", "count", lambda row: row[1][1], priority=2),
+        Field("module", "code", lambda row: row[0][1] or None),
+        Field("line", "code", lambda row: row[0][2], priority=1),
+        most=MAX_SITES,
+    )
+
+
+def _short_line(line: str | None) -> str | None:
+    """Return ``file.py(12)`` of ``directory/file.py(12): function``."""
+    return None if line is None else line.rpartition(": ")[0].rpartition("/")[2] or line
+
+
+def _every_site(device: DeviceAllocations) -> Iterator[Table]:
+    footer = []
+    if others := device.sites[MAX_SITES:]:
+        sums = size(sum(site.bytes for site in others)), count(sum(site.blocks for site in others))
+        footer = [(text(f"{len(others)} more"), *sums)]
+    return filled(
+        Table("every-site", "By module, line, phase and step", footer=footer, is_detail=True),
+        device.sites[:MAX_SITES],
+        Field("operator", "code", lambda site: site.operator.removeprefix("aten::")),
+        Field("bytes", "bytes", lambda site: site.bytes, bar=True),
+        Field("blocks", "count", lambda site: site.blocks),
+        Field("module", "code", lambda site: site.module),
+        Field("line", "code", lambda site: site.line),
+        Field("phase", "text", lambda site: called(site.phase) if site.phase else None),
+        Field("step", "index", lambda site: site.step),
+        most=MAX_SITES,
+    )
+
+
+def modules_section(view: View) -> Section:
+    """Return the saved activations, parameters, gradients and forward time of each module."""
+    saved = view.memory.lead.activations
+    if saved is None:
+        reason = view.memory.lead.reasons.get("modules", "not recorded")
+        return Section("modules", "Modules", f"Saved activations by module are not available: {reason}.")
+    parts: list[Part] = [*_module_patterns(saved), *_every_module(saved)]
+    types = sorted(saved.dtypes.items(), key=lambda item: -item[1])
+    if types and saved.total_bytes:
+        words = ", ".join(f"{name} {{}} ({{}})" for name, _ in types)
+        values = [cell for _, total in types for cell in (size(total), share(total / saved.total_bytes))]
+        parts.append(Paragraph(phrase(f"By data type: {words}.", *values)))
+    if saved.attribution:
+        parts.append(Paragraph(phrase(f"{{}} are unattributed: {saved.attribution}.", size(saved.unattributed_bytes))))
+    if saved.uncounted:
+        words = "more values have an unknown size: a scripted module or hooks of the program saved them."
+        parts.append(Paragraph(f"{saved.uncounted} {words}"))
+    lead = phrase(f"Saved activations in step {saved.step}: {{}}.", size(saved.total_bytes))
+    return Section("modules", "Modules", lead, parts)
+
+
+def _alike(saved: Activations) -> list[tuple[str, list[ModuleBytes]]]:
+    """Return the modules by name, repeated blocks together, the largest total first."""
+    shared = patterns((module.name for module in saved.modules), saved.parameters)
+    groups: dict[str, list[ModuleBytes]] = {}
+    for module in saved.modules:
+        groups.setdefault(shared[module.name] or ROOT, []).append(module)
+    return sorted(groups.items(), key=lambda row: (-_total(row[1]), -_self(row[1]), row[0]))
+
+
+def _self(alike: Sequence[ModuleBytes]) -> int:
+    return sum(module.own_activation_bytes for module in alike)
+
+
+def _total(alike: Sequence[ModuleBytes]) -> int:
+    return sum(module.inclusive_activation_bytes for module in alike)
+
+
+def _sum(sizes: Iterable[int | None]) -> int | None:
+    """Return a sum, None where a part is not known."""
+    found = list(sizes)
+    known = [part for part in found if part is not None]
+    return sum(known) if len(known) == len(found) else None
+
+
+def _module_patterns(saved: Activations) -> Iterator[Table]:
+    footer = [(text("unattributed"), size(saved.unattributed_bytes))]
+    return filled(
+        Table("modules-alike", "Saved activations by module, repeated blocks together", footer=footer),
+        _alike(saved)[:MAX_SITES],
+        Field("module", "code", lambda row: row[0]),
+        Field("self", "bytes", lambda row: _self(row[1])),
+        Field("total", "bytes", lambda row: _total(row[1]), bar=True),
+        Field("parameters", "bytes", lambda row: _sum(module.parameter_bytes for module in row[1]), priority=1),
+        Field("gradients", "bytes", lambda row: _sum(module.gradient_bytes for module in row[1]), priority=2),
+        Field("count", "count", lambda row: sum(module.calls for module in row[1]) or None, priority=3),
+        most=MAX_SITES,
+    )
+
+
+def _every_module(saved: Activations) -> Iterator[Table]:
+    footer = [(text("unattributed"), size(saved.unattributed_bytes))]
+    if others := saved.modules[MAX_MODULES:]:
+        sums = sum(module.own_activation_bytes for module in others)
+        footer.insert(0, (text(f"{len(others)} more"), size(sums)))
+    return filled(
+        Table("modules-each", "By module", footer=footer, is_detail=True),
+        saved.modules[:MAX_MODULES],
+        Field("module", "code", lambda module: Cell(module.name or ROOT, "code", sort=module.name)),
+        Field(
+            "self",
+            "bytes",
+            lambda module: module.own_activation_bytes,
+            "saved while it was the innermost module",
+            bar=True,
+        ),
+        Field("total", "bytes", lambda module: module.inclusive_activation_bytes, "with its submodules", bar=True),
+        Field("parameters", "bytes", lambda module: module.parameter_bytes),
+        Field("gradients", "bytes", lambda module: module.gradient_bytes),
+        Field(
+            "forward",
+            "ns",
+            lambda module: module.forward_ns if module.calls else None,
+            "in the recorded step",
+            bar=True,
+        ),
+        Field("count", "count", lambda module: module.calls or None),
+        most=None,
+    )

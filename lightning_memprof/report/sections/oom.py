@@ -12,7 +12,7 @@ from lightning_memprof.artifacts.manifest import read_manifest
 from lightning_memprof.artifacts.naming import manifest_name, oom_name
 from lightning_memprof.report.document import Cell, Line, Lines, Part, Section, Table, Words, code, phrase, size, text
 from lightning_memprof.report.sections.labels import called, more
-from lightning_memprof.report.sections.tables import Field, grid
+from lightning_memprof.report.sections.tables import Field, filled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -71,14 +71,13 @@ def _event(number: int, event: Autopsy) -> Iterator[Part]:
         ],
     )
     if event.held:
-        yield _sites(f"oom-categories-{number}", "Allocated bytes by category", "category", event.held)
+        yield from _sites(f"oom-categories-{number}", "Allocated bytes by category", "category", event.held)
     if event.by_stack:
-        yield _sites(f"oom-lines-{number}", "Allocation sites by line", "line", event.by_stack)
+        yield from _sites(f"oom-lines-{number}", "Allocation sites by line", "line", event.by_stack)
         if event.by_module:
-            yield _sites(f"oom-modules-{number}", "Allocation sites by module", "module", event.by_module)
+            yield from _sites(f"oom-modules-{number}", "Allocation sites by module", "module", event.by_module)
     elif event.tensors:
-        title = "Largest tensors"
-        yield _sites(f"oom-tensors-{number}", title, "tensor", event.tensors[:MAX_TENSORS])
+        yield from _sites(f"oom-tensors-{number}", "Largest tensors", "tensor", event.tensors[:MAX_TENSORS])
     notes = [
         ("lines", event.by_stack_note),
         ("modules", event.by_module_note if event.by_stack else None),
@@ -87,20 +86,21 @@ def _event(number: int, event: Autopsy) -> Iterator[Part]:
         yield Lines("", missing)
 
 
-def _sites(table_id: str, title: str, heading: str, holders: Sequence[Holder]) -> Table:
-    columns, rows = grid(
-        holders,
+def _sites(table_id: str, title: str, heading: str, sites: Sequence[Holder]) -> Iterator[Table]:
+    return filled(
+        Table(table_id, title),
+        sites,
         Field(heading, "code", _named),
-        Field("bytes", "bytes", lambda holder: holder.bytes, bar=True),
-        Field("blocks", "count", lambda holder: holder.blocks if holder.blocks > 1 else None),
-        Field("detail", "text", lambda holder: holder.detail),
+        Field("bytes", "bytes", lambda site: site.bytes, bar=True),
+        Field("blocks", "count", lambda site: site.blocks if site.blocks > 1 else None),
+        Field("detail", "text", lambda site: site.detail),
+        most=None,
     )
-    return Table(table_id, title, columns, rows)
 
 
-def _named(holder: Holder) -> Cell:
+def _named(site: Holder) -> Cell:
     """Return the name of a line or a module, or the sentence in its place."""
-    return text(holder.name) if holder.name.count(" ") > 3 else code(_short(holder.name))
+    return text(site.name) if site.name.count(" ") > 3 else code(_short(site.name))
 
 
 def _where(event: Autopsy) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.report.document import Cell, Chart, Part, Section, Table, Words, duration, phrase, share
 from lightning_memprof.report.sections.labels import PEAKS, STATUS_STYLES, called
-from lightning_memprof.report.sections.tables import Field, grid, rest
+from lightning_memprof.report.sections.tables import Field, filled, rest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +39,7 @@ def ranks_section(view: View) -> Section | None:
         return None
     report = view.across
     lead: Words = f"{len(view.ranks)} ranks."
-    parts: list[Part] = [Chart("ranks"), _by_rank(view)]
+    parts: list[Part] = [Chart("ranks"), *_by_rank(view)]
     if report is not None:
         parts += [*_spreads(report), *([] if report.waiting is None else _waiting(report.waiting))]
         if (late := report.straggler) is not None:
@@ -53,14 +53,15 @@ def ranks_section(view: View) -> Section | None:
     return Section("ranks", "Ranks", lead, parts)
 
 
-def _by_rank(view: View) -> Table:
+def _by_rank(view: View) -> Iterator[Table]:
     times = {found.rank: found for found in view.across.ranks} if view.across is not None else {}
     ranks = [(rank, times.get(rank.rank)) for rank in view.ranks]
     notes = rest(ranks, MAX_RANKS, "more ranks")
     if len(ranks) > TOP_RANKS:
         ranks = sorted(ranks, key=lambda row: -_step_ns(*row))[:MAX_RANKS]
         notes = ["the slowest ranks first", *notes]
-    columns, rows = grid(
+    return filled(
+        Table("rank-table", "By rank", notes=notes, top=TOP_RANKS),
         ranks,
         Field("rank", "index", lambda row: row[0].rank),
         Field("host", "code", lambda row: row[0].host_name, priority=5),
@@ -78,8 +79,8 @@ def _by_rank(view: View) -> Table:
         ),
         Field(PEAKS["rss"].label, "bytes", lambda row: _peak_rss(*row)),
         Field(PEAKS["device"].label, "bytes", lambda row: _device_peak(*row), priority=4),
+        most=MAX_RANKS,
     )
-    return Table("rank-table", "By rank", columns, rows, notes=notes, top=TOP_RANKS)
 
 
 def _status(rank: RankView) -> Cell:
@@ -108,7 +109,10 @@ def _step_ns(rank: RankView, times: RankTimes | None) -> int:
 
 
 def _spreads(report: RankReport) -> Iterator[Table]:
-    columns, rows = grid(
+    by_pulse = {found.source for found in report.ranks} == {"pulse"}
+    notes = [] if by_pulse else ["times are those of the steps before the last window, or of its own steps"]
+    return filled(
+        Table("spreads", "Spread over ranks", notes=notes, is_sortable=False),
         [
             (name, spread, "bytes" if key.endswith("_bytes") else "ns")
             for key, name in NAMES.items()
@@ -122,10 +126,6 @@ def _spreads(report: RankReport) -> Iterator[Table]:
         Field("max rank", "index", lambda row: row[1].highest_rank),
         Field("spread", "ns", lambda row: Cell(row[1].highest - row[1].lowest, row[2]), priority=1),
     )
-    by_pulse = {found.source for found in report.ranks} == {"pulse"}
-    notes = [] if by_pulse else ["times are those of the steps before the last window, or of its own steps"]
-    if rows:
-        yield Table("spreads", "Spread over ranks", columns, rows, notes=notes, is_sortable=False)
 
 
 def _waiting(waiting: Waiting) -> Iterator[Table]:
@@ -136,7 +136,8 @@ def _waiting(waiting: Waiting) -> Iterator[Table]:
     ]
     if len(waiting.clock_offsets_ns) > 1 or waiting.clock_error_ns > 0:
         notes.append(phrase("the hosts' clocks agree within {}", duration(waiting.clock_error_ns)))
-    columns, rows = grid(
+    return filled(
+        Table("collectives", "Waiting in collectives", notes=notes),
         waiting.kinds,
         Field("collective", "code", lambda kind: kind.name.replace("_", " ")),
         Field("size", "bytes", lambda kind: kind.bytes),
@@ -145,5 +146,5 @@ def _waiting(waiting: Waiting) -> Iterator[Table]:
         Field("mean wait", "ns", lambda kind: kind.wait_ns),
         Field("last rank", "index", lambda kind: kind.last_rank, priority=1),
         Field("last in", "count", lambda kind: kind.last_count, "of the recorded collectives", priority=2),
+        most=None,
     )
-    yield Table("collectives", "Waiting in collectives", columns, rows, notes=notes)

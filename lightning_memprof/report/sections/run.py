@@ -29,7 +29,7 @@ from lightning_memprof.report.document import (
     text,
 )
 from lightning_memprof.report.sections.labels import MORE, file_command, place
-from lightning_memprof.report.sections.tables import Field, grid, ranked, ratio
+from lightning_memprof.report.sections.tables import Field, filled, ratio
 from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ def system_section(view: View) -> Section | None:
     found = next((found for found in view.system if found.rank == view.lead.rank), None)
     if found is None:
         return None
-    columns, rows = grid(
+    load = filled(
+        Table("system-figures", "Load", top=None),
         sorted(found.figures.items()),
         Field("quantity", "text", lambda row: row[0].removesuffix(_unit(row[0])[0]).replace("_", " ")),
         Field("mean", "number", lambda row: _figure(row[0], row[1].mean)),
@@ -73,9 +74,7 @@ def system_section(view: View) -> Section | None:
     )
     rank = f" of rank {found.rank}" if len(view.ranks) > 1 else ""
     lead = phrase(f"System counters{rank}: {{}} samples.", found.samples)
-    return Section(
-        "system", "System", lead, [Chart("system"), Table("system-figures", "Load", columns, rows, top=None)]
-    )
+    return Section("system", "System", lead, [Chart("system"), *load])
 
 
 def _unit(name: str) -> tuple[str, str, float]:
@@ -155,7 +154,9 @@ def files_section(view: View) -> Section:
     ordered = _ordered(view)
     others = ordered[MAX_FILES:]
     ids = file_ids(view)
-    columns, rows = grid(
+    notes = [phrase(f"{len(others)} more files, {{}}: the manifests list all", _total(others))] if others else []
+    table = filled(
+        Table("file-table", "Files", notes=notes, top=24),
         ordered[:MAX_FILES],
         Field("file", "path", lambda file: _file(file, ids[file.path], view)),
         Field("type", "text", lambda file: file.type),
@@ -163,11 +164,10 @@ def files_section(view: View) -> Section:
         Field("rank", "index", lambda file: file.rank, priority=1),
         Field("window", "index", lambda file: file.window, priority=2),
         Field("collector", "text", lambda file: file.collector, priority=3),
+        most=MAX_FILES,
     )
-    notes = [phrase(f"{len(others)} more files, {{}}: the manifests list all", _total(others))] if others else []
-    table = [Table("file-table", "Files", columns, rows, notes=notes, top=24)] if rows else []
     lead = phrase(f"{{}} files, {{}}, in {place(view.run.root, view.run)}.", len(ordered), _total(ordered))
-    return Section("files", "Files", lead, [_commands(view), *table])
+    return Section("files", "Files", lead, [*_commands(view), *table])
 
 
 def _file(file: ArtifactFile, row_id: str, view: View) -> Cell:
@@ -184,7 +184,7 @@ def _total(files: Sequence[ArtifactFile]) -> Cell:
     return size(sum(file.size_bytes or 0 for file in files))
 
 
-def _commands(view: View) -> Table:
+def _commands(view: View) -> Iterator[Table]:
     where = shlex.quote(place(view.run.directory, view.run))
     rows = [
         ("this report, updated", f"lightning-memprof report {where}"),
@@ -196,10 +196,12 @@ def _commands(view: View) -> Table:
         rows.append(("all ranks on one timeline, in the Perfetto UI", f"lightning-memprof view {where}"))
         if logs is not None:
             rows.append(("traces in TensorBoard", f"tensorboard --logdir {logs}"))
-    columns, cells = grid(
-        rows, Field("output", "text", lambda row: row[0]), Field("command", "command", lambda row: row[1])
+    return filled(
+        Table("commands", "Commands", is_sortable=False, is_detail=True),
+        rows,
+        Field("output", "text", lambda row: row[0]),
+        Field("command", "command", lambda row: row[1]),
     )
-    return Table("commands", "Commands", columns, cells, is_sortable=False, is_detail=True)
 
 
 def overhead_section(view: View) -> Section:
@@ -208,7 +210,8 @@ def overhead_section(view: View) -> Section:
     if not found:
         missing = "Profiler overhead is not available: the run did not record it."
         return Section("overhead", "Profiler overhead", missing)
-    columns, rows = grid(
+    ranks = filled(
+        Table("overhead-ranks", "Profiler overhead by rank", is_sortable=len(found) > 1, top=MAX_RANKS),
         found[:MAX_FILES],
         Field("rank", "index", lambda row: row[0]),
         Field("pulse/step", "ns", lambda row: ratio(row[1].pulse_ns, row[1].steps)),
@@ -224,18 +227,16 @@ def overhead_section(view: View) -> Section:
             "resident memory that remains after the windows",
             priority=1,
         ),
+        most=MAX_FILES,
     )
-    title = "Profiler overhead by rank"
-    parts: list[Part] = [Table("overhead-ranks", title, columns, rows, is_sortable=len(rows) > 1, top=MAX_RANKS)]
+    parts: list[Part] = list(ranks)
     lead = view.lead.overhead
     if lead is not None:
-        parts += ranked(
-            "overhead-collectors",
-            "Windows by collector",
+        parts += filled(
+            Table("overhead-collectors", "Windows by collector", top=None),
             sorted(lead.collectors_ns.items(), key=lambda row: -row[1]),
             Field("collector", "text", lambda row: row[0]),
             Field("total", "ns", lambda row: row[1], bar=True),
-            top=None,
         )
     return Section("overhead", "Profiler overhead", _cost(view), parts)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.report.document import (
@@ -21,7 +20,7 @@ from lightning_memprof.report.document import (
     size,
 )
 from lightning_memprof.report.sections.labels import BEFORE_RECORDING, PEAKS, bars, called, peak_note, reserved_parts
-from lightning_memprof.report.sections.tables import Field, grid, ranked, rest
+from lightning_memprof.report.sections.tables import Field, filled, rest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -41,7 +40,7 @@ def snapshots_section(snapshots: Sequence[SnapshotReport]) -> Section | None:
     if not snapshots:
         return None
     ordered = sorted(snapshots, key=snapshot_peak, reverse=True)
-    parts: list[Part] = [_overview(ordered)] if len(snapshots) > 1 else []
+    parts: list[Part] = list(_overview(ordered)) if len(snapshots) > 1 else []
     for number, snapshot in enumerate(ordered[:MAX_SHOWN]):
         parts += _snapshot(number, snapshot, several=len(snapshots) > 1)
     parts += map(Paragraph, rest(snapshots, MAX_SHOWN, "more snapshots"))
@@ -54,8 +53,9 @@ def snapshot_peak(snapshot: SnapshotReport) -> int:
     return max((device.peak_requested_bytes for device in snapshot.devices), default=0)
 
 
-def _overview(snapshots: Sequence[SnapshotReport]) -> Table:
-    columns, rows = grid(
+def _overview(snapshots: Sequence[SnapshotReport]) -> Iterator[Table]:
+    return filled(
+        Table("snapshots-table", "Snapshots", top=MAX_SHOWN),
         [(snapshot.file, device) for snapshot in snapshots for device in snapshot.devices],
         Field("file", "code", lambda row: row[0].name),
         Field("device", "index", lambda row: row[1].device),
@@ -63,8 +63,8 @@ def _overview(snapshots: Sequence[SnapshotReport]) -> Table:
         Field("allocated", "bytes", lambda row: row[1].snapshot.allocated_bytes),
         Field(PEAKS["requested"].label, "bytes", lambda row: row[1].peak_requested_bytes),
         Field("events", "count", lambda row: row[1].events, priority=1),
+        most=None,
     )
-    return Table("snapshots-table", "Snapshots", columns, rows, top=MAX_SHOWN)
 
 
 def _snapshot(number: int, snapshot: SnapshotReport, *, several: bool) -> Iterator[Part]:
@@ -141,26 +141,22 @@ def _sites(number: int, device: DeviceReport, name: str) -> Iterator[Table]:
             ("line", title, device.lines_at_peak),
             ("function", f"{title} by function", device.functions_at_peak),
         ):
-            yield from ranked(
-                f"{place}s-{number}-{device.device}",
-                f"{words}{name}",
+            yield from filled(
+                Table(f"{place}s-{number}-{device.device}", f"{words}{name}", top=8),
                 sites,
                 Field(place, "code", lambda site: _short(site.site) if site.site else BEFORE_RECORDING),
                 Field("bytes", "bytes", lambda site: site.bytes, bar=True),
                 Field("share", "share", lambda site: site.bytes / whole),
                 Field("blocks", "count", lambda site: site.blocks),
-                top=8,
             )
-    for table in ranked(
-        f"holders-{number}-{device.device}",
-        f"Allocation sites by stack{name}",
+    yield from filled(
+        Table(f"holders-{number}-{device.device}", f"Allocation sites by stack{name}", is_detail=True),
         device.holders_at_peak,
         Field("line", "code", lambda holder: _frame(holder.site) or BEFORE_RECORDING),
         Field("bytes", "bytes", lambda holder: holder.bytes, bar=True),
         Field("blocks", "count", lambda holder: holder.blocks),
         Field("stack", "code", lambda holder: " ← ".join(map(_frame, holder.stack[:STACK_FRAMES]))),
-    ):
-        yield replace(table, is_detail=True)
+    )
 
 
 def _frame(frame: str) -> str:
@@ -178,7 +174,9 @@ def _short(site: str) -> str:
 def _pools(number: int, device: DeviceReport, name: str) -> Iterator[Table]:
     if len({pool.pool for pool in device.pools}) < 2:
         return
-    columns, rows = grid(
+    notes = ["memory of one pool serves no other pool"]
+    yield from filled(
+        Table(f"pools-{number}-{device.device}", f"Memory pools{name}", notes=notes, top=4),
         device.pools,
         Field(
             "pool", "text", lambda pool: "(outside graphs)" if pool.pool == (0, 0) else "pool {}, {}".format(*pool.pool)
@@ -187,6 +185,5 @@ def _pools(number: int, device: DeviceReport, name: str) -> Iterator[Table]:
         Field("segments", "count", lambda pool: pool.segments),
         Field("reserved", "bytes", lambda pool: pool.reserved_bytes),
         Field("allocated", "bytes", lambda pool: pool.allocated_bytes),
+        most=None,
     )
-    notes = ["memory of one pool serves no other pool"]
-    yield Table(f"pools-{number}-{device.device}", f"Memory pools{name}", columns, rows, notes=notes, top=4)

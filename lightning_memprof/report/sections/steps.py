@@ -30,7 +30,7 @@ from lightning_memprof.report.document import (
     text,
 )
 from lightning_memprof.report.sections.labels import MORE, PEAKS, bars, called, span
-from lightning_memprof.report.sections.tables import Field, grid, ranked, rest
+from lightning_memprof.report.sections.tables import Field, filled, grid, rest
 from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
@@ -205,8 +205,9 @@ def _events(view: View) -> Iterator[Part]:
         notes=(f"{basis}; each instant counts for the innermost event, hooks of the profiler are callbacks",),
     )
     totals = sorted(event_totals(steps), key=lambda event: (-event.self_ns, event.action))
-    columns, rows = grid(
-        totals[:MAX_ACTIONS],
+    yield from filled(
+        Table("events", "Events", notes=list(_pauses(view))),
+        totals,
         Field("event", "code", lambda event: action_name(event.action)),
         Field(
             "part",
@@ -219,8 +220,8 @@ def _events(view: View) -> Iterator[Part]:
         Field("total/step", "ns", lambda event: event.total_ns / number, priority=1),
         Field("count/step", "count", lambda event: event.count / number),
         Field("max self", "ns", lambda event: event.max_self_ns),
+        most=MAX_ACTIONS,
     )
-    yield Table("events", "Events", columns, rows, notes=[*rest(totals, MAX_ACTIONS), *_pauses(view)])
 
 
 def _ledger(view: View) -> Iterator[Table]:
@@ -229,9 +230,8 @@ def _ledger(view: View) -> Iterator[Table]:
     if ledger is None:
         return
     found = [line for line in grouped(ledger.lines) if line.ns >= LEAST_SHARE * ledger.step_ns]
-    yield from ranked(
-        "ledger",
-        "Step time by owner",
+    yield from filled(
+        Table("ledger", "Step time by owner", notes=list(_ledger_notes(ledger)), top=12),
         found,
         Field("part", "text", lambda line: called(line.part)),
         Field("owner", "code", lambda line: line.module or line.name or ("" if line.module is None else "(the model)")),
@@ -239,8 +239,6 @@ def _ledger(view: View) -> Iterator[Table]:
         Field("time/step", "ns", lambda line: line.ns, bar=True),
         Field("share", "share", lambda line: line.ns / ledger.step_ns),
         Field("count/step", "count", lambda line: line.count or None, priority=1),
-        top=12,
-        notes=list(_ledger_notes(ledger)),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Final, Generic, TypeVar
 from lightning_memprof.report.document import Cell, Column, Row, Table, Value, Words, text
 from lightning_memprof.report.sections.labels import more
 
-__all__ = ["MAX_ROWS", "Field", "filled", "grid", "ranked", "ratio", "rest"]
+__all__ = ["MAX_ROWS", "Field", "filled", "grid", "ratio", "rest"]
 
 # A trace has thousands of kernels, a snapshot thousands of stacks: --format json has all.
 MAX_ROWS: Final = 100
@@ -55,28 +55,26 @@ def _cells(rows: Sequence[T], field: Field[T]) -> list[Cell]:
     return [replace(cell, whole=most) for cell in cells]
 
 
-def ranked(
-    table_id: str,
-    title: str,
-    rows: Sequence[T],
-    *fields: Field[T],
-    top: int | None = 10,
-    notes: Sequence[Words] = (),
-) -> Iterator[Table]:
-    """Yield a table of the first rows and a note that counts the others; nothing without rows."""
+def filled(empty: Table, rows: Sequence[T], *fields: Field[T], most: int | None = MAX_ROWS) -> Iterator[Table]:
+    """Yield a table with its rows, nothing where there are none.
+
+    Args:
+        empty: the table without columns and rows; rows of its footer may have fewer cells than columns.
+        rows: the values of the fields.
+        fields: the columns.
+        most: the largest number of rows, None for all; a note counts the others.
+
+    """
     if rows:
-        columns, cells = grid(rows[:MAX_ROWS], *fields)
-        yield Table(table_id, title, columns, cells, notes=[*rest(rows, MAX_ROWS), *notes], top=top)
+        columns, cells = grid(rows[:most], *fields)
+        footer = [(*row, *[text("")] * (len(columns) - len(row))) for row in empty.footer]
+        notes = [*rest(rows, most or len(rows)), *empty.notes]
+        yield replace(empty, columns=columns, rows=cells, footer=footer, notes=notes)
 
 
 def rest(rows: Sequence[object], shown: int, noun: str = "more") -> list[str]:
     """Return the note on the rows that a table leaves out, none where it has all."""
     return [more(len(rows) - shown, noun)] if len(rows) > shown else []
-
-
-def filled(columns: Sequence[Column], *cells: Cell) -> Row:
-    """Return a row that begins with some cells; the others are empty."""
-    return (*cells, *[text("")] * (len(columns) - len(cells)))
 
 
 def ratio(part: float | None, whole: float | None) -> float | None:

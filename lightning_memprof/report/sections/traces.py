@@ -21,7 +21,7 @@ from lightning_memprof.report.document import (
     share,
 )
 from lightning_memprof.report.sections.labels import bars, called, device_parts
-from lightning_memprof.report.sections.tables import MAX_ROWS, Field, grid, ranked, ratio, rest
+from lightning_memprof.report.sections.tables import MAX_ROWS, Field, filled, ratio, rest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -40,7 +40,7 @@ def traces_section(traces: Sequence[TraceReport]) -> Section | None:
     if not traces:
         return None
     ordered = sorted(traces, key=busy_share)
-    parts: list[Part] = [Chart("devices"), *([_overview(ordered)] if len(traces) > 1 else [])]
+    parts: list[Part] = [Chart("devices"), *(_overview(ordered) if len(traces) > 1 else ())]
     for number, trace in enumerate(ordered[:MAX_SHOWN]):
         parts += _trace(number, trace, several=len(traces) > 1)
     lead = f"{len(traces)} operator traces." if len(traces) > 1 else "The operator trace."
@@ -54,8 +54,9 @@ def busy_share(trace: TraceReport) -> float:
     return window.busy_ns / window.window_ns if window is not None and window.window_ns else 2.0
 
 
-def _overview(traces: Sequence[TraceReport]) -> Table:
-    columns, rows = grid(
+def _overview(traces: Sequence[TraceReport]) -> Iterator[Table]:
+    return filled(
+        Table("traces-table", "Traces", top=MAX_SHOWN),
         [(trace, _shares(trace.gpu_window), trace.step_window) for trace in traces],
         Field("file", "code", lambda row: row[0].file.name),
         Field("rank", "index", lambda row: row[0].rank),
@@ -66,8 +67,8 @@ def _overview(traces: Sequence[TraceReport]) -> Table:
         Field(called("memory_copy"), "share", lambda row: row[1][3], priority=1),
         Field("mean step", "ns", lambda row: row[2].mean_step_ns if row[2] else None),
         Field(called("data_loading"), "share", lambda row: _waits(row[2]) if row[2] else None, priority=4),
+        most=None,
     )
-    return Table("traces-table", "Traces", columns, rows, top=MAX_SHOWN)
 
 
 def _shares(times: GpuTimes | None) -> Sequence[float | None]:
@@ -128,9 +129,8 @@ def device_stack(times: GpuTimes, title: str) -> Stack:
 
 def _computation(number: int, trace: TraceReport, name: str) -> Iterator[Table]:
     idle_ns = sum(cause.total_ns for cause in trace.idle)
-    yield from ranked(
-        f"idle-{number}",
-        f"Idle device, by host activity{name}",
+    yield from filled(
+        Table(f"idle-{number}", f"Idle device, by host activity{name}"),
         trace.idle if trace.gpu_window is not None else (),
         Field("host activity", "text", lambda cause: called(cause.cause)),
         Field("idle", "ns", lambda cause: cause.total_ns, bar=True),
@@ -142,9 +142,8 @@ def _computation(number: int, trace: TraceReport, name: str) -> Iterator[Table]:
     kernels_ns = sum(kernel.total_ns for kernel in trace.kernels)
     names = kernel_names(kernel.name for kernel in trace.kernels[:MAX_ROWS])
     names += [""] * (len(trace.kernels) - len(names))
-    yield from ranked(
-        f"kernels-{number}",
-        f"Kernels{name}",
+    yield from filled(
+        Table(f"kernels-{number}", f"Kernels{name}", top=6),
         list(zip(names, trace.kernels, strict=True)),
         Field("kernel", "code", lambda row: row[0]),
         Field("kind", "text", lambda row: row[1].kind.replace("_", " "), priority=3),
@@ -153,12 +152,10 @@ def _computation(number: int, trace: TraceReport, name: str) -> Iterator[Table]:
         Field("count", "count", lambda row: row[1].count),
         Field("mean", "ns", lambda row: ratio(row[1].total_ns, row[1].count), priority=1),
         Field("max", "ns", lambda row: row[1].max_ns, priority=2),
-        top=6,
     )
     self_ns = sum(operator.self_ns for operator in trace.operators)
-    yield from ranked(
-        f"operators-{number}",
-        f"Operators on the host{name}",
+    yield from filled(
+        Table(f"operators-{number}", f"Operators on the host{name}", top=6),
         trace.operators,
         Field("operator", "code", lambda operator: operator.name),
         Field("self", "ns", lambda operator: operator.self_ns, "without the operators that it called", bar=True),
@@ -166,14 +163,12 @@ def _computation(number: int, trace: TraceReport, name: str) -> Iterator[Table]:
         Field("total", "ns", lambda operator: operator.total_ns, priority=1),
         Field("count", "count", lambda operator: operator.count),
         Field("max", "ns", lambda operator: operator.max_ns, priority=2),
-        top=6,
     )
 
 
 def _transfers(number: int, trace: TraceReport, name: str) -> Iterator[Table]:
-    yield from ranked(
-        f"comm-{number}",
-        f"Collectives{name}",
+    yield from filled(
+        Table(f"comm-{number}", f"Collectives{name}", top=6),
         trace.collectives,
         Field("collective", "code", lambda kind: kind.name),
         Field("group", "code", lambda kind: kind.group or None, priority=4),
@@ -183,11 +178,9 @@ def _transfers(number: int, trace: TraceReport, name: str) -> Iterator[Table]:
         Field("exposed", "ns", lambda kind: kind.exposed_ns, "with no compute running"),
         Field("median", "ns", lambda kind: kind.median_ns, priority=1),
         Field("max", "ns", lambda kind: kind.max_ns, priority=2),
-        top=6,
     )
-    yield from ranked(
-        f"copies-{number}",
-        f"Memory copies{name}",
+    yield from filled(
+        Table(f"copies-{number}", f"Memory copies{name}"),
         trace.copies,
         Field("copy", "text", lambda copies: copies.kind),
         Field("host memory", "text", lambda copies: PINNED[copies.is_pageable]),
@@ -198,26 +191,22 @@ def _transfers(number: int, trace: TraceReport, name: str) -> Iterator[Table]:
 
 
 def _host(number: int, trace: TraceReport, name: str) -> Iterator[Table]:
-    yield from ranked(
-        f"runtime-{number}",
-        f"CUDA runtime and driver calls{name}",
+    yield from filled(
+        Table(f"runtime-{number}", f"CUDA runtime and driver calls{name}", top=4),
         trace.runtime_calls,
         Field("call", "code", lambda call: call.name),
         Field("count", "count", lambda call: call.count),
         Field("total", "ns", lambda call: call.total_ns, bar=True),
         Field("max", "ns", lambda call: call.max_ns),
-        top=4,
     )
-    if trace.steps:
-        columns, rows = grid(
-            trace.steps[:MAX_ROWS],
-            Field("step", "index", lambda step: step.number),
-            Field("duration", "ns", lambda step: step.duration_ns, bar=True),
-            Field("device busy", "ns", lambda step: step.busy_ns),
-            Field(called("data_loading"), "ns", lambda step: step.data_loading_ns),
-        )
-        notes = rest(trace.steps, MAX_ROWS)
-        yield Table(f"steps-{number}", f"Steps{name}", columns, rows, notes=notes, is_detail=True)
+    yield from filled(
+        Table(f"steps-{number}", f"Steps{name}", is_detail=True),
+        trace.steps,
+        Field("step", "index", lambda step: step.number),
+        Field("duration", "ns", lambda step: step.duration_ns, bar=True),
+        Field("device busy", "ns", lambda step: step.busy_ns),
+        Field(called("data_loading"), "ns", lambda step: step.data_loading_ns),
+    )
 
 
 def kernel_names(names: Iterable[str]) -> list[str]:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from lightning_memprof.report.document import Cell, Column, count, text
-from lightning_memprof.report.sections.tables import MAX_ROWS, Field, filled, grid, ranked, ratio
+from lightning_memprof.report.document import Cell, Column, Table, count, text
+from lightning_memprof.report.sections.tables import MAX_ROWS, Field, filled, grid, ratio
 
 PARTS = [("forward", 30), ("backward", 60)]
 
@@ -27,19 +27,30 @@ def test_a_bar_compares_each_value_with_the_largest_one():
     assert [row[0].share for row in rows] == [0.5, 1.0, None]
 
 
-def test_a_ranked_table_counts_the_rows_that_it_leaves_out():
-    (table,) = ranked("steps", "Steps", range(MAX_ROWS + 3), Field("step", "index", lambda step: step))
+def test_a_table_counts_the_rows_that_it_leaves_out():
+    empty = Table("steps", "Steps", notes=["of rank 0"], top=4)
+    (table,) = filled(empty, range(MAX_ROWS + 3), Field("step", "index", lambda step: step))
+    assert (table.id, table.title, table.top) == ("steps", "Steps", 4)
     assert len(table.rows) == MAX_ROWS
-    assert table.notes == ["3 more: --format json"]
+    assert table.notes == ["3 more: --format json", "of rank 0"]
 
 
-def test_without_rows_there_is_no_ranked_table():
-    assert list(ranked("steps", "Steps", [], Field("step", "index", lambda step: step))) == []
+def test_a_table_without_a_limit_has_every_row():
+    (table,) = filled(
+        Table("steps", "Steps"), range(MAX_ROWS + 3), Field("step", "index", lambda step: step), most=None
+    )
+    assert len(table.rows) == MAX_ROWS + 3
+    assert table.notes == []
+
+
+def test_without_rows_there_is_no_table():
+    assert list(filled(Table("steps", "Steps"), [], Field("step", "index", lambda step: step))) == []
 
 
 def test_a_row_of_sums_is_filled_with_empty_cells():
-    columns = [Column("part"), Column("count"), Column("total")]
-    assert filled(columns, text("sum"), count(2)) == (text("sum"), count(2), text(""))
+    fields = [Field("part", "text", lambda part: part[0]) for _ in range(3)]
+    (table,) = filled(Table("parts", "Parts", footer=[(text("sum"), count(2))]), PARTS, *fields)
+    assert table.footer == [(text("sum"), count(2), text(""))]
 
 
 def test_a_share_of_nothing_is_not_available():
