@@ -247,10 +247,8 @@ class RunContext:
         """Run slow work after the window, without blocking the training; a failure is the collector's."""
 
         def guarded() -> None:
-            try:
+            with self.faults.caught(collector, "write", window.index):
                 job()
-            except Exception as error:  # noqa: BLE001 nothing catches what a background thread raises
-                self.faults.report(collector, "write", window.index, error)
 
         self.sink.in_background(guarded, window=window.index)
 

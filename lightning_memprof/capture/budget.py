@@ -56,8 +56,7 @@ class Budget:
             kinds = (int, float) if name.endswith("_seconds") else (int,)
             if value is not None and (type(value) not in kinds or not value > 0):
                 rule = "a number of seconds above 0" if name.endswith("_seconds") else "an integer of at least 1"
-                msg = f"Budget({name}={value!r}): must be {rule}, or None for no bound"
-                raise ConfigError(msg)
+                raise ConfigError(f"Budget({name}={value!r}): must be {rule}, or None for no bound")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,10 +241,8 @@ def remove_old_windows(run: RunContext, newest: int) -> None:
     keep = run.ledger.budget.keep_windows
     if keep is None:
         return
-    try:
+    with run.faults.caught("keep_windows", "write", newest):
         windows = {artifact.window for artifact in list(run.sink.artifacts) if artifact.window is not None}
         for window in sorted(window for window in windows if window <= newest)[:-keep]:
             run.sink.remove_window(window, f"keep_windows is {keep}")
             run.ledger.removed(window)
-    except Exception as error:  # noqa: BLE001 nobody hears what a background thread raises
-        run.faults.report("keep_windows", "write", newest, error)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import traceback
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Literal
 
 from lightning_memprof.artifacts.secrets import masked
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from lightning_memprof.artifacts.manifest import ManifestWriter
 
 __all__ = ["Faults", "OnError", "describe"]
@@ -66,3 +68,11 @@ class Faults:
                 where,
                 exc_info=error,
             )
+
+    @contextmanager
+    def caught(self, collector: str, where: str, window: int | None = None) -> Iterator[None]:
+        """Report an exception of the body instead of raising it into the training."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 a failure of ours, or of anybody's collector, must not stop the training
+            self.report(collector, where, window, error)

@@ -28,6 +28,7 @@ __all__ = ["AllocatorHistory", "memory_history", "start_memory_history", "write_
 
 log = logging.getLogger(__name__)
 
+_NAME: Final = "allocator_history"
 _MAX_ENTRIES: Final = 100_000
 # pytorch.org/memory_viz shows pickles of protocol 5 as a blank page.
 _PROTOCOL: Final = 4
@@ -52,8 +53,7 @@ def start_memory_history(*, max_entries: int = _MAX_ENTRIES, stacks: Literal["py
 
     """
     if not torch.cuda.is_available():
-        msg = "start_memory_history(): no CUDA device is available; remove the call on this machine"
-        raise ConfigError(msg)
+        raise ConfigError("start_memory_history(): no CUDA device is available; remove the call on this machine")
     wanted: dict[str, Any] = {"enabled": "all", "context": "all", "stacks": stacks, "max_entries": max_entries}
     record = torch.cuda.memory._record_memory_history  # noqa: SLF001 torch documents it under this name
     known = inspect.signature(record).parameters
@@ -92,18 +92,17 @@ def _stop_memory_history() -> None:
     torch.cuda.memory._record_memory_history(enabled=None)  # noqa: SLF001 torch documents it under this name
 
 
-def write_snapshot(run: RunContext, name: SnapshotName, window: int | None) -> None:
-    """Write the allocator's segments and recorded history as ``name`` into the run directory."""
-    snapshot: Any = torch.cuda.memory._snapshot(run.device)  # noqa: SLF001 torch documents it under this name
-    path = run.sink.place.directory / str(name)
-    with (
-        run.sink.file(
-            ArtifactSpec(path=path, type="snapshot", collector=AllocatorHistory.name, window=window)
-        ) as temporary,
-        temporary.open("wb") as file,
-    ):
+def write_snapshot(
+    run: RunContext, name: str, window: int | None, device: torch.device | None = None, collector: str = _NAME
+) -> Any:
+    """Write the segments and recorded history of a device's allocator into the run directory, and return them."""
+    snapshot: Any = torch.cuda.memory._snapshot(device or run.device)  # noqa: SLF001 torch documents it under this name
+    path = run.sink.place.directory / name
+    artifact = ArtifactSpec(path=path, type="snapshot", collector=collector, window=window)
+    with run.sink.file(artifact) as temporary, temporary.open("wb") as file:
         pickle.dump(snapshot, file, protocol=_PROTOCOL)
     log.info("saved %s (%s)", path.name, format_bytes(path.stat().st_size))
+    return snapshot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +116,7 @@ class AllocatorHistory(Collector):
 
     """
 
-    name: ClassVar[str] = "allocator_history"
+    name: ClassVar[str] = _NAME
 
     dumps: Dumps = "last_end"
     max_entries: int = _MAX_ENTRIES
@@ -136,9 +135,8 @@ class AllocatorHistory(Collector):
         dumped = True
 
         def dump(mark: Mark, edge: Literal["start", "end"]) -> None:
-            write_snapshot(
-                run, SnapshotName(rank=run.rank, function=run.function, number=mark.step + 1, edge=edge), window.index
-            )
+            name = SnapshotName(rank=run.rank, function=run.function, number=mark.step + 1, edge=edge)
+            write_snapshot(run, str(name), window.index)
 
         def on_mark(mark: Mark) -> None:
             nonlocal last, dumped

@@ -179,7 +179,7 @@ class FunctionRows:
     def _snapshot(self, entry: _Call, edge: Edge) -> None:
         if entry.is_named and self._counting.has_snapshots(entry.function):
             name = SnapshotName(rank=self._run.rank, function=entry.function, number=entry.number.number, edge=edge)
-            write_snapshot(self._run, name, self._window)
+            write_snapshot(self._run, str(name), self._window)
 
 
 def stats_key(rank: int, function: str, number: int, edge: Edge) -> str:

@@ -47,8 +47,7 @@ class CallRange:
     def __post_init__(self) -> None:
         """Validate the range."""
         if self.first < 1 or self.last < self.first:
-            msg = f"CallRange(first={self.first}, last={self.last}): must be 1 <= first <= last"
-            raise ConfigError(msg)
+            raise ConfigError(f"CallRange(first={self.first}, last={self.last}): must be 1 <= first <= last")
 
 
 @dataclass(frozen=True, kw_only=True)

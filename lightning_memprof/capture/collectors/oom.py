@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
 import re
 import threading
 import time
@@ -23,7 +22,7 @@ import torch
 from lightning_memprof.artifacts.naming import oom_name, oom_snapshot_name
 from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector, OnException, OnMark
-from lightning_memprof.capture.collectors.allocator_history import memory_history
+from lightning_memprof.capture.collectors.allocator_history import memory_history, write_snapshot
 from lightning_memprof.capture.faults import describe
 from lightning_memprof.capture.sources.memory import memory_stats
 from lightning_memprof.capture.sources.oom_state import (
@@ -50,7 +49,6 @@ __all__ = ["OOMAutopsy", "OomWatch", "memory_error", "where"]
 
 log = logging.getLogger(__name__)
 
-_PROTOCOL: Final = 4
 _MAX_RECORDED: Final = 3
 _MAX_STACK: Final = 60
 # Marks are also passed while an exception propagates: the phase shows which were reached before it.
@@ -161,11 +159,9 @@ class OOMAutopsy(Collector):
     def __post_init__(self) -> None:
         """Validate the values."""
         if self.history not in ("windows", "always"):
-            msg = f"OOMAutopsy(history={self.history!r}): must be 'windows' or 'always'"
-            raise ConfigError(msg)
+            raise ConfigError(f"OOMAutopsy(history={self.history!r}): must be 'windows' or 'always'")
         if type(self.max_entries) is not int or self.max_entries < 1:
-            msg = f"OOMAutopsy(max_entries={self.max_entries!r}): must be an integer of at least 1"
-            raise ConfigError(msg)
+            raise ConfigError(f"OOMAutopsy(max_entries={self.max_entries!r}): must be an integer of at least 1")
 
     def record(self, run: RunContext, window: Window) -> AbstractContextManager[OnMark | None]:  # noqa: ARG002 Collector's
         """Record nothing per window; see :meth:`guard`."""
@@ -183,12 +179,11 @@ class OOMAutopsy(Collector):
         watch = OomWatch(run)
         with ExitStack() as stack:
             if run.device.type == "cuda":
-                try:
+                # The allocator of cudaMallocAsync has neither history nor observer.
+                with run.faults.caught(self.name, "enter"):
                     if self.history == "always":
                         stack.enter_context(memory_history(max_entries=self.max_entries))
                     stack.enter_context(_observer.listen(watch.observed))
-                except Exception as error:  # noqa: BLE001 cudaMallocAsync's allocator has neither history nor observer
-                    run.faults.report(self.name, "enter", None, error)
             yield watch
 
 
@@ -330,19 +325,14 @@ class OomWatch:
             return None
 
     def _write_snapshot(self, event: dict[str, Any], device: torch.device) -> str:
-        snapshot: Any = torch.cuda.memory._snapshot(device)  # noqa: SLF001 torch documents it under this name
+        name = oom_snapshot_name(self._run.rank)
+        snapshot = write_snapshot(self._run, name, None, device, OOMAutopsy.name)
         event["history"] = any(snapshot.get("device_traces") or ())
-        place = self._run.sink.place
-        artifact = ArtifactSpec(
-            path=place.directory / oom_snapshot_name(self._run.rank), type="snapshot", collector=OOMAutopsy.name
-        )
-        with self._run.sink.file(artifact) as temporary, temporary.open("wb") as file:
-            pickle.dump(snapshot, file, protocol=_PROTOCOL)
         for earlier in self._events:
             if earlier is not event and earlier["snapshot"] is not None:
                 earlier["snapshot"] = None
                 earlier["unavailable"]["snapshot"] = "replaced by a later event's"
-        return artifact.path.name
+        return name
 
     def _write(self, event: dict[str, Any]) -> None:
         run = self._run

@@ -108,13 +108,11 @@ class OperatorTrace(Collector):
         If the program starts a torch profiler meanwhile, that one gets Kineto, and the trace ends there.
         """
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # noqa: SLF001 no public way to ask
-            msg = "another torch profiler is running"
-            raise SkipWindow(msg)
+            raise SkipWindow("another torch profiler is running")
         if (spent := run.ledger.refusal()) is not None:
             raise SkipWindow(spent)
         if not _KINETO.acquire(blocking=False):
-            msg = "another training of this process is recording"
-            raise SkipWindow(msg)
+            raise SkipWindow("another training of this process is recording")
         try:
             level = _plan(run, window)
             within = self._within(level)
@@ -247,8 +245,7 @@ def _activities(names: Sequence[str | ProfilerActivity] | None) -> list[Profiler
     if names is None:
         return None
     if isinstance(names, str):
-        msg = f"OperatorTrace(activities={names!r}): must be a list, as in [{names!r}]"
-        raise ConfigError(msg)
+        raise ConfigError(f"OperatorTrace(activities={names!r}): must be a list, as in [{names!r}]")
     known = ProfilerActivity.__members__
     found: list[ProfilerActivity] = []
     for name in names:

@@ -63,8 +63,7 @@ class SavedTensors(Collector):
 
         """
         if run.stage != "fit":
-            msg = f"{run.stage} has no backward"
-            raise SkipWindow(msg)
+            raise SkipWindow(f"{run.stage} has no backward")
 
         def guarded(call: Callable[..., None]) -> Callable[..., None]:
             return run.guarded(call, collector=self.name, window=window)

@@ -139,8 +139,7 @@ class _Sampler:
         self._stop.set()
         self._thread.join(_PATIENCE_S)
         if self._thread.is_alive():
-            msg = f"the sampling thread did not end within {_PATIENCE_S:.0f} s: a reading hangs"
-            raise RuntimeError(msg)
+            raise RuntimeError(f"the sampling thread did not end within {_PATIENCE_S:.0f} s: a reading hangs")
         if self._error is not None:
             raise self._error
 
@@ -190,8 +189,7 @@ class SystemStats(Collector):
             msg = f"SystemStats(interval={interval!r}): must be a number of seconds from {_LEAST_S} to {_MOST_S:.0f}"
             raise ConfigError(msg)
         if not isinstance(always, bool):
-            msg = f"SystemStats(always={always!r}): must be true or false"
-            raise ConfigError(msg)
+            raise ConfigError(f"SystemStats(always={always!r}): must be true or false")
         self._interval_s = float(interval)
         self._always = always
 

@@ -88,8 +88,7 @@ class Throughput(Collector):
                 msg = f"Throughput({option}={function!r}): must be a function from the batch to a number, or None"
                 raise ConfigError(msg)
         if not isinstance(flops, bool):
-            msg = f"Throughput(flops={flops!r}): must be true or false"
-            raise ConfigError(msg)
+            raise ConfigError(f"Throughput(flops={flops!r}): must be true or false")
         self._samples = samples or batch_samples
         self._tokens = tokens
         self._flops = flops

@@ -215,8 +215,7 @@ class TraceFile:
         """
         results = profiler.profiler.kineto_results if profiler.profiler is not None else None
         if results is None or results.trace_start_ns() == 0:
-            msg = "Kineto returned no trace of this window; another profiler may have stopped it"
-            raise RuntimeError(msg)
+            raise RuntimeError("Kineto returned no trace of this window; another profiler may have stopped it")
         self.raw.parent.mkdir(parents=True, exist_ok=True)
         try:
             results.save(str(self.raw))

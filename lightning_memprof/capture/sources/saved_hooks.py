@@ -45,13 +45,12 @@ def checked_unpack(saved: Any) -> Any:
         return saved
     tensor, version = saved
     if tensor._version != version:  # noqa: SLF001 torch's documented counter of in-place operations
-        msg = (
+        raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "  # noqa: SLF001
             f"expected version {version} instead. Hint: enable anomaly detection to find the operation that failed to "
             "compute its gradient, with torch.autograd.set_detect_anomaly(True)."
         )
-        raise RuntimeError(msg)
     return tensor
 
 

@@ -66,8 +66,7 @@ class ModuleMemory(Collector):
     def __post_init__(self) -> None:
         """Validate the values."""
         if type(self.step) is not int or self.step < 0:
-            msg = f"ModuleMemory(step={self.step!r}): must be the number of a recorded step, from 0"
-            raise ConfigError(msg)
+            raise ConfigError(f"ModuleMemory(step={self.step!r}): must be the number of a recorded step, from 0")
         Layout(depth=self.depth, units=self.units)
 
     def unavailable(self, run: RunContext) -> str | None:

@@ -97,11 +97,9 @@ class Layout:
     def __post_init__(self) -> None:
         """Validate the values."""
         if type(self.depth) is not int or self.depth < 1:
-            msg = f"depth={self.depth!r}: must be an integer of at least 1; 1 is the root alone"
-            raise ConfigError(msg)
+            raise ConfigError(f"depth={self.depth!r}: must be an integer of at least 1; 1 is the root alone")
         if self.units not in _UNITS:
-            msg = f"units={self.units!r}: must be one of {', '.join(_UNITS)}"
-            raise ConfigError(msg)
+            raise ConfigError(f"units={self.units!r}: must be one of {', '.join(_UNITS)}")
 
     def amount(self, count: int) -> str:
         """Return a number of bytes as text."""

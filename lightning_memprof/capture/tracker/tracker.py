@@ -11,12 +11,14 @@ Differences from torch's tracker:
 
 from __future__ import annotations
 
+import weakref
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch._guards import active_fake_mode
 from torch.distributed._tools.mem_tracker import MemTracker, _ModState, _RefType, _State, _UpdateType
+from torch.distributed._tools.mod_tracker import ModTracker
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -31,7 +33,6 @@ from torch.utils._pytree import tree_leaves
 from lightning_memprof.capture.base import SkipWindow
 from lightning_memprof.capture.observe import Guard, Link, take_out, wrapped
 from lightning_memprof.capture.sources.tensors import dense_parts, tensors_in
-from lightning_memprof.capture.tracker.path_tracker import PathTracker
 from lightning_memprof.capture.tracker.report import Figures, ModuleFigures, TrackerReport
 
 if TYPE_CHECKING:
@@ -42,6 +43,104 @@ if TYPE_CHECKING:
 __all__ = ["CategoryTracker", "Kind", "Kinds", "ModuleTracker"]
 
 _TOTAL: Final = "Total"
+
+
+class _PathTracker(ModTracker):
+    """The modules of one model that are in forward or backward, by name; its hooks never raise.
+
+    Args:
+        root: the model; its modules are named by its class and their path, ``Net.layers.0``. Others are ignored.
+        guard: runs the hooks.
+
+    """
+
+    def __init__(self, root: nn.Module, guard: Guard) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._guard = guard
+        self._handles: list[Any] = []
+        name = type(root).__name__
+        for path, module in root.named_modules():
+            self._known_modules[module] = f"{name}.{path}" if path else name
+
+    def _fw_pre_hook(self, mod: nn.Module, input: Any) -> None:  # noqa: A002 torch's name
+        if not torch.compiler.is_compiling() and mod in self._known_modules:
+            self._guard.run(self._forward_begins, mod, input)
+
+    def _fw_post_hook(self, mod: nn.Module, input: Any, output: Any) -> None:  # noqa: A002 torch's name
+        if not torch.compiler.is_compiling() and mod in self._known_modules:
+            self._guard.run(self._forward_ends, mod, input, output)
+
+    def __exit__(self, *args: object) -> None:
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._post_bw_callbacks_to_enqueue.clear()
+
+    def _forward_begins(self, module: nn.Module, args: Any) -> None:
+        self._push(self._known_modules[module])
+        if self._user_pre_fw_hook is not None:
+            self._user_pre_fw_hook(module, args)
+        if self.is_bw:
+            return
+        # The backward of a module ends when the gradients of all its inputs have arrived.
+        leave = self._leaver(weakref.ref(module), self._known_modules[module])
+        nodes = _nodes(args)
+        awaited = len(nodes)
+
+        def arrived() -> None:
+            nonlocal awaited
+            awaited -= 1
+            if awaited == 0:
+                leave()
+
+        for node in nodes:
+            self._before(node, arrived)
+        if not nodes:
+            self._post_bw_callbacks_to_enqueue.append(lambda: self._guard.run(leave))
+
+    def _forward_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._user_post_fw_hook is not None:
+            self._user_post_fw_hook(module, args, output)
+        self._pop(self._known_modules[module])
+        if self.is_bw:
+            return
+        begun = False
+        reference, name = weakref.ref(module), self._known_modules[module]
+
+        def begins() -> None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                self._maybe_set_engine_callback()  # type: ignore[no-untyped-call]
+                self._push(name)
+                if self._user_pre_bw_hook is not None and (owner := reference()) is not None:
+                    self._user_pre_bw_hook(owner, ())
+
+        for node in _nodes(output):
+            self._before(node, begins)
+
+    def _leaver(self, reference: weakref.ref[nn.Module], name: str) -> Callable[[], None]:
+        def leave() -> None:
+            if name in self.parents:
+                if self._user_post_bw_hook is not None and (owner := reference()) is not None:
+                    self._user_post_bw_hook(owner, ())
+                self._pop(name)
+
+        return leave
+
+    def _before(self, node: Any, call: Callable[[], None]) -> None:
+        self._handles.append(node.register_prehook(lambda _grads: self._guard.run(call)))
+
+    def _push(self, name: str) -> None:
+        self._active_module_cnt[name] = self._active_module_cnt.get(name, 0) + 1 if name in self.parents else 1
+        self.parents.add(name)
+
+    def _pop(self, name: str) -> None:
+        if name in self.parents:
+            self._active_module_cnt[name] -= 1
+            if self._active_module_cnt[name] == 0:
+                self.parents.remove(name)
 
 
 class Kind(_RefType):
@@ -85,7 +184,7 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
         super().__init__(*args)
         self.guard = Guard()
         self._root = root
-        self._mod_tracker: Any = PathTracker(root, self.guard)
+        self._mod_tracker: Any = _PathTracker(root, self.guard)
         self._stats_by_name: dict[str, Any] = {}
         self._last_totals: dict[torch.device, int] = {}
         self._makes_state = False
@@ -319,10 +418,9 @@ class ModuleTracker(CategoryTracker):  # type: ignore[no-untyped-call]
             super()._pre_fw_hook(module, inputs)
         except NotImplementedError as error:
             name = self._mod_tracker.get_known_fqn(module)
-            msg = (
+            raise SkipWindow(
                 f"{name} is called twice in one step and by no other module, which torch's MemTracker does not support"
-            )
-            raise SkipWindow(msg) from error
+            ) from error
         stats = self.memory_tracking[module]
         self._stats_by_name[stats.mod_fqn] = stats
 
@@ -357,3 +455,9 @@ def _padding(model: nn.Module) -> dict[torch.device, int]:
     for device, count in held.values():
         padding[device] += count
     return padding
+
+
+def _nodes(value: Any) -> list[Any]:
+    """Return the graph nodes of tensors; a leaf has none."""
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]

@@ -277,13 +277,11 @@ def _retries(device: torch.device) -> int:
 
 def _number(owner: str, name: str, value: Any, *, above: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > above:
-        msg = f"{owner}({name}={value!r}): must be a number above {above}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{owner}({name}={value!r}): must be a number above {above}")
     return float(value)
 
 
 def _limit(owner: str, limit: int) -> int:
     if type(limit) is not int or limit < 1:
-        msg = f"{owner}(limit={limit!r}): must be an integer of at least 1; remove {owner} to open none"
-        raise ConfigError(msg)
+        raise ConfigError(f"{owner}(limit={limit!r}): must be an integer of at least 1; remove {owner} to open none")
     return limit

@@ -68,8 +68,7 @@ class Triggers:
         check_steps("Triggers", "warmup", self.warmup, 0)
         check_steps("Triggers", "active", self.active, 1)
         if not isinstance(self.anomalies, (list, tuple)):
-            msg = f"Triggers(anomalies={self.anomalies!r}): must be a list, as in anomalies=[SlowStep()]"
-            raise ConfigError(msg)
+            raise ConfigError(f"Triggers(anomalies={self.anomalies!r}): must be a list, as in anomalies=[SlowStep()]")
         for anomaly in self.anomalies:
             if not isinstance(anomaly, Anomaly):
                 msg = f"Triggers(anomalies=...) holds {anomaly!r}: must be instances of Anomaly, as in [SlowStep()]"
@@ -84,8 +83,7 @@ def check_steps(owner: str, name: str, value: int, least: int) -> int:
 
     """
     if type(value) is not int or not least <= value <= MOST_STEPS:
-        msg = f"{owner}({name}={value!r}): must be an integer from {least} to {MOST_STEPS}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{owner}({name}={value!r}): must be an integer from {least} to {MOST_STEPS}")
     return value
 
 
