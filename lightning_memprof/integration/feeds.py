@@ -92,8 +92,9 @@ class ActionTap:
                     try:
                         if handler is not None and is_start:
                             handler()
-                        for listener in tuple(listeners):
-                            listener(action_name)
+                        if listeners:
+                            for listener in tuple(listeners):
+                                listener(action_name)
                         if handler is not None and not is_start:
                             handler()
                     except Exception as error:  # noqa: BLE001 nothing of ours may stop the training

@@ -16,7 +16,7 @@ from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector, OnMark, OnStep
 from lightning_memprof.capture.collectors.allocator_history import memory_history
 from lightning_memprof.capture.collectors.function_rows import CallNumber, Counting, FunctionRows, write_memory_stats
-from lightning_memprof.capture.sources.call_memory import CallMemory, HookOptions, UserHooks
+from lightning_memprof.capture.sources.call_memory import CallMemory, UserHooks
 from lightning_memprof.capture.sources.methods import IN_COMPILED, marked_methods, method_calls, unsupported_method
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Point
@@ -133,7 +133,7 @@ class FunctionMemory(Collector):
             return
         steps = _Steps()
         guard = partial(run.guarded, collector=self.name, window=window)
-        memory = self._memory(run, guard, window)
+        memory = self._memory(run, guard)
         rows = FunctionRows(run, memory, Counting(steps.number, self._has_snapshots), guard, window)
         try:
             with ExitStack() as stack:
@@ -172,9 +172,10 @@ class FunctionMemory(Collector):
         # Compiled methods are recognized only until the first one is wrapped: all are checked before.
         return [name for name in self._names(run) if not self._report(run, unsupported_method(run.model, name), window)]
 
-    def _memory(self, run: RunContext, guard: Callable[..., Any], window: Window | None) -> CallMemory:
-        options = HookOptions(self.memory_hooks, self.saved_tensors_hooks, self.user_hooks)
-        return CallMemory(run, options, guard, run.on_fault(self.name, window))
+    def _memory(self, run: RunContext, guard: Callable[..., Any]) -> CallMemory:
+        return CallMemory(
+            run, guard, memory=self.memory_hooks, saved_tensors=self.saved_tensors_hooks, user=self.user_hooks
+        )
 
     def _has_snapshots(self, function: str) -> bool:
         wanted = self.allocator_snapshots
@@ -215,7 +216,7 @@ class _CountedCalls:
         self._run = run
         self._settings = settings
         self._calls = calls
-        self._memory = settings._memory(run, guard, None)  # noqa: SLF001 part of the collector
+        self._memory = settings._memory(run, guard)  # noqa: SLF001 part of the collector
         counting = Counting(self._number, settings._has_snapshots, self._ended)  # noqa: SLF001 part of the collector
         self._rows = FunctionRows(run, self._memory, counting, guard, None)
         self._counts: dict[str, Iterator[int]] = {}

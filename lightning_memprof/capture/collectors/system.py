@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import resource
 import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
@@ -42,8 +43,6 @@ _COUNTED_TWICE: Final = frozenset({"guest", "guest_nice"})
 
 def _counts() -> dict[str, float | None]:
     """Return all counters that only grow, at this moment; None is not available on this machine."""
-    import resource
-
     process = resource.getrusage(resource.RUSAGE_SELF)
     machine = psutil.cpu_times()._asdict()
     machine_s = sum(seconds for name, seconds in machine.items() if name not in _COUNTED_TWICE)

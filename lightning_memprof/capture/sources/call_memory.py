@@ -22,27 +22,11 @@ if TYPE_CHECKING:
     from lightning_memprof.capture.base import RunContext
     from lightning_memprof.capture.sources.methods import MethodCall
 
-__all__ = ["CallMemory", "HookOptions", "UserHooks", "memory_info", "user_hooks"]
+__all__ = ["CallMemory", "UserHooks", "memory_info", "user_hooks"]
 
 _RSS: Final = ("rss_pre_forward", "rss_post_forward", "rss_diff")
 _NPP: Final = ("npp_pre_forward", "npp_post_forward", "npp_diff")
 _HANDLE: Final = "mem_info_handle"
-
-
-@dataclass(frozen=True)
-class HookOptions:
-    """The measurements of a call.
-
-    Attributes:
-        memory: RSS at forwards.
-        saved_tensors: bytes of saved activations, by saved-tensor hooks.
-        user: the user's hooks.
-
-    """
-
-    memory: bool
-    saved_tensors: bool
-    user: UserHooks | None
 
 
 class CallMemory:
@@ -50,23 +34,27 @@ class CallMemory:
 
     Args:
         run: of the collector.
-        options: the measurements.
         guard: wraps a function so that it cannot raise into the user's code.
-        on_fault: called with an exception of a user's hook.
+        memory: read RSS at forwards.
+        saved_tensors: count the bytes of saved activations, by saved-tensor hooks.
+        user: the user's hooks.
 
     """
 
     def __init__(
         self,
         run: RunContext,
-        options: HookOptions,
         guard: Callable[[Callable[..., None]], Any],
-        on_fault: Callable[[Exception], None],
+        *,
+        memory: bool,
+        saved_tensors: bool,
+        user: UserHooks | None,
     ) -> None:
         self._run = run
-        self._options = options
         self._guard = guard
-        self._on_fault = on_fault
+        self._memory = memory
+        self._saved_tensors = saved_tensors
+        self._user_hooks = user
         self._thread = get_ident()
         self._resources = ExitStack()
         self._watch: ForwardWatch | None = None
@@ -77,22 +65,22 @@ class CallMemory:
 
     def open(self) -> str | None:
         """Add the hooks for this thread; return why forwards are not measured, or None if they are."""
-        options, model = self._options, self._run.model
+        model, user = self._run.model, self._user_hooks
         # Hooks are silently not called inside a compiled method.
         supported = not is_compiled(model) and not compiled_methods(model)
-        wanted = options.memory or options.saved_tensors or options.user is not None
+        wanted = self._memory or self._saved_tensors or user is not None
         self._thread, self.is_open = get_ident(), True
         with ExitStack() as resources:
-            if options.saved_tensors:
-                functions = options.user.saved_tensors_funcs if options.user is not None else None
-                self._saved = SavedBytes(model, functions, self._on_fault)
-            if supported and (options.memory or options.saved_tensors):
+            if self._saved_tensors:
+                functions = user.saved_tensors_funcs if user is not None else None
+                self._saved = SavedBytes(model, functions, self._guard(_raise))
+            if supported and (self._memory or self._saved_tensors):
                 resident = ResidentSize()
                 resources.callback(resident.close)
                 self._watch = ForwardWatch(model, resident.read, self._packed_bytes, self._guard)
                 resources.callback(self._watch.release)
-            if options.user is not None:
-                self._user = resources.enter_context(user_hooks(model, options.user, self._guard))
+            if user is not None:
+                self._user = resources.enter_context(user_hooks(model, user, self._guard))
             self._resources = resources.pop_all()
         return f"memory at forwards: {COMPILED}" if wanted and not supported else None
 
@@ -129,9 +117,9 @@ class CallMemory:
     def values(self, measured: Forwards | None) -> dict[str, Any]:
         """Return the values of a call by name, None if they are unknown."""
         values: dict[str, Any] = {}
-        if self._options.memory:
+        if self._memory:
             values |= dict.fromkeys(_RSS) if measured is None else measured.rss()
-        if self._options.saved_tensors:
+        if self._saved_tensors:
             values |= dict.fromkeys(_NPP) if measured is None else measured.npp()
         if self._user is not None:
             values |= self._user.read()
@@ -231,6 +219,10 @@ class UserState:
     def read(self) -> dict[str, Any]:
         """Return the attributes; None if no hook has written one."""
         return {name: _plain(vars(self._root).get(name)) for name in self._names}
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _valueless(hook: Callable[..., Any]) -> Callable[..., None]:

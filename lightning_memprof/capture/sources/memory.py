@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -38,10 +39,10 @@ class ResidentSize:
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        self._page_bytes = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+        self._page_bytes = os.sysconf("SC_PAGE_SIZE")
         try:
             self._fd = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-        except (OSError, AttributeError):
+        except OSError:
             self._fd = -1
 
     def read(self) -> int:
@@ -67,12 +68,8 @@ def peak_rss_bytes(at_least: int) -> int:
         at_least: the RSS that was just read; the kernel updates the peak later than the RSS.
 
     """
-    if sys.platform == "win32":
-        return max(at_least, int(psutil.Process().memory_info().peak_wset))
     if sys.platform == "linux" and (high_water := _status().partition(b"VmHWM:")[2]):
         return max(at_least, int(high_water.split(b"kB", 1)[0]) * KIB)
-    import resource
-
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return max(at_least, peak if sys.platform == "darwin" else peak * KIB)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import resource
 import sys
 from itertools import chain
 from types import CellType, CodeType, FrameType, FunctionType, TracebackType
@@ -179,12 +180,9 @@ def host_memory() -> dict[str, int | None]:
         "total_bytes": int(machine.total),
         "available_bytes": int(machine.available),
     }
-    if sys.platform != "win32":
-        import resource
-
-        for name in ("as", "data"):
-            soft, _ = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
-            facts[f"rlimit_{name}_bytes"] = None if soft == resource.RLIM_INFINITY else soft
+    for name, number in (("as", resource.RLIMIT_AS), ("data", resource.RLIMIT_DATA)):
+        soft, _ = resource.getrlimit(number)
+        facts[f"rlimit_{name}_bytes"] = None if soft == resource.RLIM_INFINITY else soft
     facts["cgroup_limit_bytes"], facts["cgroup_used_bytes"] = cgroup_memory()
     return facts
 

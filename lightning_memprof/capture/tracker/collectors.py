@@ -84,13 +84,10 @@ class ModuleMemory(Collector):
         def begin() -> tuple[CategoryTracker, str]:
             return ModuleTracker(run.model), ""
 
-        def save(mark: Mark, report: TrackerReport) -> None:
-            path = run.sink.place.directory / module_log_name(run.rank, run.function, mark.step + 1)
-            run.sink.write_text(
-                ArtifactSpec(path=path, type="blob", collector=self.name, window=window.index), report.text(layout)
-            )
+        def files(mark: Mark, report: TrackerReport) -> dict[str, str]:
+            return {module_log_name(run.rank, run.function, mark.step + 1): report.text(layout)}
 
-        with _track(run, window, _Wanted(collector=self.name, number=self.step, begin=begin, save=save)) as on_mark:
+        with _track(run, window, _Wanted(collector=self.name, number=self.step, begin=begin, files=files)) as on_mark:
             yield on_mark
 
 
@@ -161,19 +158,14 @@ class FSDPMemory(Collector):
         def begin() -> tuple[CategoryTracker, str]:
             return ShardedTracker(root), path
 
-        def save(mark: Mark, report: TrackerReport) -> None:
+        def files(mark: Mark, report: TrackerReport) -> dict[str, str]:
             stats = run.sink.place.directory / fsdp_stats_name(run.rank)
             known: dict[str, Any] = yaml.safe_load(stats.read_text(encoding="utf-8")) if stats.exists() else {}
             known[f"{run.rank}.{function}.{mark.step + 1}"] = {"root_module": path, **report.mapping(layout)}
-            for file, text in (
-                (run.sink.place.directory / fsdp_log_name(run.rank, function, mark.step + 1), report.text(layout)),
-                (stats, yaml.safe_dump(known, sort_keys=False)),
-            ):
-                run.sink.write_text(
-                    ArtifactSpec(path=file, type="blob", collector=self.name, window=window.index), text
-                )
+            log_name = fsdp_log_name(run.rank, function, mark.step + 1)
+            return {log_name: report.text(layout), stats.name: yaml.safe_dump(known, sort_keys=False)}
 
-        with _track(run, window, _Wanted(collector=self.name, number=0, begin=begin, save=save)) as on_mark:
+        with _track(run, window, _Wanted(collector=self.name, number=0, begin=begin, files=files)) as on_mark:
             yield on_mark
 
     def _root(self, model: nn.Module) -> tuple[str, nn.Module]:
@@ -207,14 +199,14 @@ class _Wanted:
         collector: its name.
         number: of the step among the window's recorded steps, from 0.
         begin: returns the tracker and the root's path.
-        save: called with the mark of the step's end and the report; writes the files besides the series.
+        files: returns the texts of further files by name, from the mark of the step's end and the report.
 
     """
 
     collector: str
     number: int
     begin: Callable[[], tuple[CategoryTracker, str]]
-    save: Callable[[Mark, TrackerReport], None]
+    files: Callable[[Mark, TrackerReport], dict[str, str]]
 
 
 def _missing_tracker() -> str | None:
@@ -246,7 +238,10 @@ def _track(run: RunContext, window: Window, wanted: _Wanted) -> Iterator[OnMark]
                 report, step.report = step.report, None
                 for row in report.rows():
                     write(mark, row)
-                wanted.save(mark, report)
+                for name, text in wanted.files(mark, report).items():
+                    path = run.sink.place.directory / name
+                    file = ArtifactSpec(path=path, type="blob", collector=wanted.collector, window=window.index)
+                    run.sink.write_text(file, text)
 
         with run.training.listen(batch=step.on_batch):
             yield on_mark

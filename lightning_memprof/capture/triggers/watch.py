@@ -302,8 +302,6 @@ class Usr2:
 
     def install(self) -> str | None:
         """Install the handler; return why that is not possible, or None."""
-        if not hasattr(signal, "SIGUSR2"):
-            return "this system has no SIGUSR2"
         if threading.current_thread() is not threading.main_thread():
             return "the training does not run in the main thread"
         before = signal.getsignal(signal.SIGUSR2)
