@@ -70,6 +70,7 @@ class FakeRun:
         memory: what the memory collectors saw in each window; None is a run without them.
         loading: the parts of a fetch that take an equal part of the data wait: ``Images.fetch``.
         padding: positions of a recorded batch, those that are padding, and of these the ones beyond the longest sample.
+        samples: of a batch, where ``padding`` is set.
 
     """
 
@@ -86,6 +87,7 @@ class FakeRun:
     memory: FakeMemory | None = field(default_factory=FakeMemory)
     loading: tuple[str, ...] = ()
     padding: tuple[int, int, int] | None = None
+    samples: int = 32
 
     @property
     def device(self) -> str:
@@ -235,10 +237,13 @@ def _write_window(sink: Sink, window: Window, fake: FakeRun) -> None:
                 write(mark, rss_bytes=rss, uss_bytes=uss, vms_bytes=4 * rss, peak_rss_bytes=rss + 8 * MIB)
     sink.write_rows(window, "hooks", hooks)
     if fake.padding is not None:
-        counts = dict(zip(("positions", "padded", "beyond_longest"), fake.padding, strict=True))
+        names = ("samples", "positions", "padded", "beyond_longest")
+        counts = dict(zip(names, (fake.samples, *fake.padding), strict=True))
         with sink.series(window, "throughput") as write:
             for step in recorded:
-                write(Mark(step, step, Point.STEP_END, True, START_NS + step * 20_000_000), samples=32, **counts)
+                write(
+                    Mark(step, step, Point.STEP_END, True, START_NS + step * 20_000_000), samples=fake.samples, **counts
+                )
     if fake.device_bytes is not None:
         _write_allocator(sink, window, fake)
     if fake.memory is not None:

@@ -18,6 +18,7 @@ from lightning_memprof.analysis.findings.compute import (
     dense_embedding,
     double_precision,
     optimizer_bound,
+    small_batch,
     thread_oversubscription,
 )
 from lightning_memprof.analysis.findings.data import (
@@ -88,6 +89,7 @@ RULES: Final[tuple[Rule, ...]] = (
     thread_oversubscription,
     dense_embedding,
     optimizer_bound,
+    small_batch,
     actions_bound,
     between_steps,
     slow_steps,

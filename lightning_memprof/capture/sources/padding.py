@@ -71,7 +71,7 @@ def _tensors(name: str, batch: Any, depth: int) -> Iterator[tuple[str, torch.Ten
     """Yield the tensors of a batch that may be sequences, each with its key."""
     if type(batch) is torch.Tensor:
         is_plain = batch.layout is torch.strided and not batch.is_nested
-        if is_plain and batch.ndim in {2, 3} and batch.shape[0] > 1 and batch.shape[1] >= _LEAST_LENGTH:
+        if is_plain and batch.ndim in {2, 3} and batch.shape[0] and batch.shape[1] >= _LEAST_LENGTH:
             yield name, batch
     elif depth:
         for key, part in batch_parts(batch):

@@ -7,14 +7,31 @@ from typing import Any
 import pytest
 
 from fake_runs import HEALTHY, FakeRun, make_run
+from kineto import write_trace
 from lightning_memprof.analysis.findings import Facts, Finding, Severity, examine
 from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.analysis.trace.report import trace_report
 
 DENSE = {"name": "table.weight", "module": "Embedding", "bytes": 900, "sparse": False}
+
+FORWARD = "[pl][profile][Strategy]SingleDeviceStrategy.training_step"
+BACKWARD = "[pl][profile][Strategy]SingleDeviceStrategy.backward"
 
 
 def found(tmp_path: Path, fake: FakeRun) -> dict[str, Finding]:
     return {finding.rule: finding for finding in examine(Facts.of(load_run(make_run(tmp_path, fake))))}
+
+
+def of_traced(tmp_path: Path, fake: FakeRun) -> dict[str, Finding]:
+    """The findings of a run with a trace of two operators of forward and backward."""
+    events = [("ProfilerStep#2", 0, 3000), (FORWARD, 0, 1000), ("aten::mm", 0, 900), (BACKWARD, 1000, 3000)]
+    trace = trace_report(write_trace(tmp_path / "made.json", [
+        {"ph": "X", "cat": "user_annotation" if name.startswith("Prof") else "cpu_op", "name": name, "pid": 9, "tid": 9,
+         "ts": start, "dur": end - start, "args": {}}
+        for name, start, end in (*events, ("aten::mm", 1000, 2900))
+    ]))  # fmt: skip
+    run = load_run(make_run(tmp_path / "log", fake))
+    return {finding.rule: finding for finding in examine(Facts.of(run, (trace,)))}
 
 
 def phases(**changes: int) -> Callable[[int, int], Mapping[str, int]]:
@@ -91,3 +108,28 @@ def test_no_remedy_recovers_more_than_its_lines_hold(tmp_path: Path) -> None:
     recoveries = [finding.recovers for finding in rules.values() if finding.recovers is not None]
     assert len(recoveries) >= 4
     assert all(0 <= worth.least <= worth.most <= worth.whole for worth in recoveries)
+
+
+@pytest.mark.parametrize(
+    ("samples", "positions", "is_found"), [(2, 0, True), (8, 0, True), (9, 0, False), (2, 99, False)]
+)
+def test_a_small_batch_is_found_where_the_optimizer_takes_much_of_the_step(
+    tmp_path: Path, samples: int, positions: int, is_found: bool
+) -> None:
+    fake = FakeRun(phases=phases(optimizer=20_000_000), samples=samples, padding=(positions, 0, 0))
+    assert ("small_batch" in of_traced(tmp_path, fake)) == is_found
+
+
+def test_a_small_batch_of_long_operators_is_no_overhead(tmp_path: Path) -> None:
+    assert "small_batch" not in of_traced(tmp_path, FakeRun(samples=2, padding=(0, 0, 0)))
+
+
+def test_a_larger_batch_recovers_half_of_the_fixed_work_or_more(tmp_path: Path) -> None:
+    fake = FakeRun(phases=phases(optimizer=20_000_000), samples=2, padding=(0, 0, 0))
+    finding = of_traced(tmp_path, fake)["small_batch"]
+    assert finding.recovers is not None
+    fixed = finding.numbers["fixed_ns"]
+    # The optimizer, the callback, and 10 µs for each of two operators.
+    assert fixed == pytest.approx(20_000_000 + HEALTHY["callbacks"] + HEALTHY["other"] + 20_000, rel=0.01)
+    assert (finding.recovers.least, finding.recovers.most) == (fixed / 2, fixed * 7 / 8)
+    assert "DataLoader(batch_size=16)" in finding.next_steps[0]
