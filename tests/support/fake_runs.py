@@ -241,9 +241,7 @@ def _write_window(sink: Sink, window: Window, fake: FakeRun) -> None:
         counts = dict(zip(names, (fake.samples, *fake.padding), strict=True))
         with sink.series(window, "throughput") as write:
             for step in recorded:
-                write(
-                    Mark(step, step, Point.STEP_END, True, START_NS + step * 20_000_000), samples=fake.samples, **counts
-                )
+                write(Mark(step, step, Point.STEP_END, True, START_NS + step * 20_000_000), **counts)
     if fake.device_bytes is not None:
         _write_allocator(sink, window, fake)
     if fake.memory is not None:
