@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.artifacts.files import own_temporary, place_of
 from lightning_memprof.errors import ReportError
+from lightning_memprof.report.export.write import whole_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,20 +43,10 @@ def write_page(view: View | FilesView, out: Path) -> None:
     except Exception as error:
         msg = f"the page cannot be made ({type(error).__name__}: {error}); `lightning-memprof show` may do without it"
         raise ReportError(msg) from error
-    temporary: Path | None = None
-    try:
-        place = place_of(out)
-        temporary = own_temporary(place)
-        # A file name that is not UTF-8 has surrogates in Python, which cannot be encoded.
-        temporary.write_text(page, encoding="utf-8", errors="backslashreplace")
-        temporary.replace(place)
-    except OSError as error:
-        msg = f"{out}: cannot be written ({error.strerror or error}); name another file with -o"
-        raise ReportError(msg) from error
-    finally:
-        if temporary is not None:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
+    if not out.parent.is_dir():
+        raise ReportError(f"{out}: cannot be written ({out.parent} is no directory); name another place with -o")
+    with whole_file(out) as file:
+        file.write(page)
 
 
 def own_page(directory: Path) -> Path:

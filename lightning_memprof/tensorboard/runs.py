@@ -21,8 +21,9 @@ from lightning_memprof.artifacts.manifest import Manifest, WindowRow, read_manif
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, manifest_name, parse_manifest_name, pulse_name
 from lightning_memprof.artifacts.series import parse_pulse_row
 from lightning_memprof.report.document import Chart, Lines, Stack, Table
+from lightning_memprof.report.printers.layout import tops
 from lightning_memprof.report.printers.values import cell_text, words_text
-from lightning_memprof.report.sections.live import SILENT_NS, Watched, live_document
+from lightning_memprof.report.sections.live import SILENT_NS, Watched, live_document, passed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["FoundRun", "LiveRuns", "RunList", "revision"]
 
-SECOND_NS: Final = 1_000_000_000
 # The tab polls every 2 s.
 SCAN_SECONDS: Final = 1.0
 # Ranks whose manifests are read to determine how the run ended.
@@ -47,6 +47,7 @@ GROWTH: Final = 1.5
 SMALL_BYTES: Final = 4096
 # A follower keeps a few hundred numbers per rank; the least recently viewed is dropped.
 MAX_FOLLOWED: Final = 16
+# A curve is a few hundred pixels wide.
 MAX_POINTS: Final = 120
 
 
@@ -268,16 +269,7 @@ def _state(found: FoundRun, ends: Sequence[EndRow | None]) -> tuple[str, str]:
     silent = max(time.time_ns() - last, 0)
     if silent < SILENT_NS:
         return "running", "running"
-    return "silent", f"silent for {_duration(silent)}: blocked or killed"
-
-
-def _duration(ns: int) -> str:
-    minutes = ns // (60 * SECOND_NS)
-    if minutes < 1:
-        return f"{ns // SECOND_NS} s"
-    if minutes < 120:
-        return f"{minutes} min"
-    return f"{minutes // 60} h" if minutes < 48 * 60 else f"{minutes // 1440} days"
+    return "silent", f"silent for {passed(silent)}: blocked or killed"
 
 
 def _steps_so_far(found: FoundRun, rank: int) -> int | None:
@@ -337,11 +329,5 @@ def _part(part: Part) -> dict[str, Any]:
             ]
             return {"part": "stack", "title": f"{part.title}: {cell_text(part.total)}", "bars": bars}
         case Chart():
-            return {"part": "chart", "title": part.title, "values": _downsample(part.values)}
+            return {"part": "chart", "title": part.title, "values": tops(part.values, MAX_POINTS)}
     raise TypeError(f"a live page has no {type(part).__name__}")
-
-
-def _downsample(values: Sequence[int]) -> list[int]:
-    """Return at most `MAX_POINTS` range maxima, for a curve a few hundred pixels wide."""
-    size = -(-len(values) // MAX_POINTS) or 1
-    return [max(values[start : start + size]) for start in range(0, len(values), size)]

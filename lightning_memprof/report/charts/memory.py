@@ -25,6 +25,7 @@ from lightning_memprof.report.charts.style import (
     label,
     legend,
     new_figure,
+    time_unit,
 )
 from lightning_memprof.report.sections.labels import PEAKS, category
 from lightning_memprof.units import format_bytes, format_count
@@ -42,7 +43,6 @@ MAX_BLOCKS: Final = 100_000
 # Searching every hole is quadratic in the worst case; a block that fits in none of these is placed on top.
 _HOLES: Final = 64
 _STAYS: Final = frozenset({"before", "parameter", "optimizer_state", "gradient", "other"})
-_SECOND_MS: Final = 1000.0
 _TIP: Final = (
     '<div style="max-width:46em">'
     '<div><b>@size{0.[00]ib}</b> (@size{0,0} bytes) at <span style="font-family:monospace">@address</span></div>'
@@ -63,7 +63,7 @@ def memory_chart(lives: BlockLives, chart_id: str, where: str) -> Chart | None:
     if not len(lives):
         return None
     moments, live = live_by_kind(lives)
-    unit, scale = _unit(lives)
+    unit, scale = time_unit(lives.end - lives.start) if lives.is_timed else ("", 1.0)
     above = new_figure(_ABOVE, "", "live")
     areas = _areas(above, [(moment - lives.start) / scale for moment in moments], live, unit)
     peak_bytes, peak_at = _peak(above, lives, moments, live, scale)
@@ -103,13 +103,6 @@ def _from_before(lives: BlockLives) -> str:
 
 def _before_bytes(lives: BlockLives) -> int:
     return lives.before_bytes + sum(lives.held_before.values())
-
-
-def _unit(lives: BlockLives) -> tuple[str, float]:
-    if not lives.is_timed:
-        return "", 1.0
-    whole_ms = (lives.end - lives.start) / 1e6
-    return ("s", 1e9) if whole_ms > 10 * _SECOND_MS else ("ms", 1e6)
 
 
 def _areas(plot: figure, times: Sequence[float], live: dict[str, list[int]], unit: str) -> dict[str, list[Renderer]]:

@@ -40,37 +40,27 @@ __all__ = [
     "legend",
     "new_figure",
     "stacked",
+    "time_unit",
     "whole_numbers",
 ]
 
-COLOURS: Final[Mapping[str, str]] = {
-    "data_wait": "#e09f3e",
-    "input": "#e09f3e",
-    "forward": "#4a8fe7",
-    "activation": "#4a8fe7",
-    "backward": "#9168d8",
-    "gradient": "#9168d8",
-    "optimizer": "#2f9e8f",
-    "optimizer_state": "#2f9e8f",
-    "callbacks": "#d8576b",
-    "temporary": "#d8576b",
-    "parameter": "#5c9f4a",
-    "other": "#8b96a5",
-    "before": "#b4bcc8",
-    "compute": "#4a8fe7",
-    "communication": "#9168d8",
-    "memory_copy": "#2f9e8f",
-    "idle": "#b4bcc8",
-    "idle_loading": "#e09f3e",
-    "data_loading": "#e09f3e",
-    "synchronization": "#d8576b",
-    "allocator": "#c77dba",
-    "garbage": "#a67c52",
-    "python": "#e8c547",
-    "operators": "#f0935b",
-    "launch": "#7f8ea3",
-    "queue": "#5f8dd3",
+_SHADES: Final[Mapping[str, tuple[str, ...]]] = {
+    "#e09f3e": ("data_wait", "input", "idle_loading", "data_loading"),
+    "#4a8fe7": ("forward", "activation", "compute"),
+    "#9168d8": ("backward", "gradient", "communication"),
+    "#2f9e8f": ("optimizer", "optimizer_state", "memory_copy"),
+    "#d8576b": ("callbacks", "temporary", "synchronization"),
+    "#5c9f4a": ("parameter",),
+    "#c77dba": ("allocator",),
+    "#8b96a5": ("other",),
+    "#b4bcc8": ("before", "idle"),
+    "#a67c52": ("garbage",),
+    "#e8c547": ("python",),
+    "#f0935b": ("operators",),
+    "#7f8ea3": ("launch",),
+    "#5f8dd3": ("queue",),
 }
+COLOURS: Final[Mapping[str, str]] = {name: shade for shade, names in _SHADES.items() for name in names}
 # For names without a color, in the order of their appearance.
 _MORE: Final = ("#4a8fe7", "#e09f3e", "#2f9e8f", "#9168d8", "#d8576b", "#5c9f4a", "#c77dba", "#8b96a5")
 MARK: Final = "#e5484d"
@@ -195,6 +185,11 @@ def stacked(
     cover = plot.quad("left", "right", "top", 0, source=data, fill_alpha=0, line_alpha=0)
     hover(plot, [cover], [*tips, *((called(name), f"@{name}{form}") for name in names)], "vline")
     return [(called(name), [bar]) for name, bar in zip(names, bars, strict=True)]
+
+
+def time_unit(ns: float) -> tuple[str, float]:
+    """Return the unit of an axis that is as long as this, and its nanoseconds."""
+    return ("s", 1e9) if ns > 1e10 else ("ms", 1e6)
 
 
 def grouped(count: int, most: int) -> list[range]:

@@ -22,6 +22,7 @@ from lightning_memprof.report.charts.style import (
     legend,
     new_figure,
 )
+from lightning_memprof.report.sections.labels import COUNTERS, counter
 from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
@@ -39,16 +40,6 @@ _POINTS: Final = 1000
 _LINES: Final = 8
 # Half a day of a sample each half second.
 _MOST_SAMPLES: Final = 80_000
-# Label of the axis by suffix of the counter's name, in the order of the plots; longer suffixes first.
-_UNITS: Final = (
-    ("_percent", "percent"),
-    ("_bytes", "bytes"),
-    ("_bytes_per_s", "bytes per second"),
-    ("_per_s", "per second"),
-    ("_celsius", "degrees C"),
-    ("_watts", "watts"),
-    ("_mhz", "MHz"),
-)
 _FEWEST: Final = 2
 
 
@@ -78,9 +69,10 @@ def system_chart(run: Run) -> Chart | None:
         at = (sample.time_ns - start) / 1e9
         for name, values in sample.stretch.figures.items():
             if not math.isnan(value := values[sample.at]):
-                series[_unit(name)][_short(name)].append(_Point(at, value, sample.number))
+                found = counter(name)
+                series[found.axis][found.words].append(_Point(at, value, sample.number))
     plots: list[figure] = []
-    for unit in (*(words for _, words in _UNITS), ""):
+    for unit in (*(axis for _, _, axis in COUNTERS.values()), ""):
         # Counters that stay 0, often swap, are omitted.
         drawn = {name: points for name, points in series[unit].items() if any(point.value for point in points)}
         if drawn:
@@ -149,14 +141,3 @@ def _broken(points: list[_Point]) -> tuple[list[float], list[float]]:
         x.append(first.at)
         y.append(max(points[i].value for i in group))
     return x, y
-
-
-def _short(name: str) -> str:
-    for end, _ in _UNITS:
-        if name.endswith(end):
-            return name.removesuffix(end).replace("_", " ")
-    return name.replace("_", " ")
-
-
-def _unit(name: str) -> str:
-    return next((words for end, words in _UNITS if name.endswith(end)), "")

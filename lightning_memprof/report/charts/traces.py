@@ -13,7 +13,7 @@ from bokeh.plotting import figure
 
 from lightning_memprof.analysis.trace.device import STATES, DeviceTimeline
 from lightning_memprof.report.charts.embed import Chart, made
-from lightning_memprof.report.charts.style import colour, hover, legend, new_figure, stacked
+from lightning_memprof.report.charts.style import colour, hover, legend, new_figure, stacked, time_unit
 from lightning_memprof.report.printers.values import clean
 from lightning_memprof.report.sections.labels import called, device_parts
 from lightning_memprof.units import format_ns
@@ -93,7 +93,7 @@ def _names(traces: Sequence[TraceReport]) -> list[str]:
 def timeline_chart(timeline: DeviceTimeline, chart_id: str, where: str) -> Chart:
     """Return the activity of a trace's devices over time, as shares of short intervals."""
     count = len(timeline.shares["idle"])
-    unit, scale = ("s", 1e9) if count * timeline.stretch_ns > 1e10 else ("ms", 1e6)
+    unit, scale = time_unit(count * timeline.stretch_ns)
     width = timeline.stretch_ns / scale
     left = np.arange(count) * width
     names = [name for name in STATES if any(share > 0 for share in timeline.shares[name])]

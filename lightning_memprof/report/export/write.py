@@ -28,6 +28,7 @@ def whole_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
 
     """
     temporary: Path | None = None
+    # A file name that is not UTF-8 has surrogates in Python, which cannot be encoded.
     text: dict[str, Any] = {} if "b" in mode else {"encoding": "utf-8", "errors": "backslashreplace", "newline": ""}
     try:
         place = place_of(path)

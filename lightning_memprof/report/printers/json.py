@@ -21,6 +21,7 @@ from lightning_memprof.report.document import Cell, Phrase
 from lightning_memprof.report.files_view import FilesView
 from lightning_memprof.report.printers.values import words_text
 from lightning_memprof.report.sections.memory import peak_allocations
+from lightning_memprof.report.sections.tables import mean
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.compare.limits import Outcome
@@ -286,9 +287,7 @@ def _function(function: FunctionReport) -> dict[str, Any]:
         "calls": len(function.calls),
         "unfinished": sum(call.end is None for call in function.calls),
         "raised": sum(call.raised is not None for call in function.calls),
-        "changes": {
-            name: {"mean": round(sum(found) / len(found)), "max": max(found)} for name, found in changes.items()
-        },
+        "changes": {name: {"mean": mean(found), "max": max(found)} for name, found in changes.items()},
         "each": function.calls,
     }
 
@@ -303,8 +302,8 @@ def _events(view: View) -> dict[str, Any]:
     actions = event_totals(steps)
     return {
         "rank": view.lead.rank,
-        "mean_ns": _mean([step.duration_ns for step in steps]),
-        "parts_ns": {part: _mean([step.parts_ns[part] for step in steps]) for part in PARTS},
+        "mean_ns": mean(step.duration_ns for step in steps),
+        "parts_ns": {part: mean(step.parts_ns[part] for step in steps) for part in PARTS},
         "callbacks_ns": _callbacks(steps),
         "steps": [
             {**_without(step, "events", "rank"), "events": step.events if place < MAX_LISTED_STEPS else None}
@@ -314,10 +313,6 @@ def _events(view: View) -> dict[str, Any]:
         "more_actions": len(actions[MAX_ACTIONS:]),
         "garbage": view.pauses,
     }
-
-
-def _mean(values: Sequence[int]) -> int | None:
-    return round(sum(values) / len(values)) if values else None
 
 
 def _callbacks(steps: Sequence[StepEvents]) -> Mapping[str, int]:

@@ -52,26 +52,16 @@ SHORT_ROWS: Final = 5
 MAX_FINDINGS: Final = 16
 BADGES: Final = {"none": "bold green", "info": "bold cyan", "warning": "bold yellow", "critical": "bold red"}
 PALETTE: Final = {
-    "data_wait": "yellow",
-    "data_loading": "yellow",
-    "forward": "cyan",
-    "backward": "blue",
-    "optimizer": "magenta",
-    "callbacks": "green",
-    "parameter": "cyan",
-    "gradient": "blue",
-    "optimizer_state": "magenta",
-    "activation": "yellow",
-    "input": "green",
-    "temporary": "red",
-    "compute": "cyan",
-    "communication": "magenta",
-    "memory_copy": "blue",
-    "idle": "yellow",
-    "requested": "cyan",
-    "rounding": "blue",
-    "pending": "magenta",
-    "inactive_split": "yellow",
+    name: colour
+    for colour, names in {
+        "yellow": ("data_wait", "data_loading", "activation", "idle", "inactive_split"),
+        "cyan": ("forward", "parameter", "compute", "requested"),
+        "blue": ("backward", "gradient", "memory_copy", "rounding"),
+        "magenta": ("optimizer", "optimizer_state", "communication", "pending"),
+        "green": ("callbacks", "input"),
+        "red": ("temporary",),
+    }.items()
+    for name in names
 }
 # Parts differ where there are no colours, too: as many marks as a stack has parts.
 BLOCKS: Final = "█▓▒░▚▌▄┼▞▖◆○"

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from lightning_memprof.analysis.findings import Severity
 from lightning_memprof.analysis.run.locate import shown_place
@@ -26,10 +26,12 @@ __all__ = [
     "MORE",
     "PEAKS",
     "STATUS_STYLES",
+    "Counter",
     "Peak",
     "bars",
     "called",
     "category",
+    "counter",
     "device_parts",
     "file_command",
     "more",
@@ -82,6 +84,25 @@ class Peak:
     span: str
 
 
+class Counter(NamedTuple):
+    """A system counter: its name in words, the unit of its values divided by ``scale``, and the name of its axis."""
+
+    words: str
+    unit: str
+    scale: float
+    axis: str
+
+
+# The unit, scale and axis of a counter by the end of its name, longer ends first; charts have this order.
+COUNTERS: Final[Mapping[str, tuple[str, float, str]]] = {
+    "_percent": ("share", 100, "percent"),
+    "_bytes": ("bytes", 1, "bytes"),
+    "_bytes_per_s": ("bytes/s", 1, "bytes per second"),
+    "_per_s": ("/s", 1, "per second"),
+    "_ns": ("ns", 1, "nanoseconds"),
+    "_c": ("°C", 1, "degrees Celsius"),
+    "_w": ("W", 1, "watts"),
+}
 RUN: Final = "run maximum (per step: maximum so far)"
 HISTORY: Final = "maximum of the recorded history"
 PEAKS: Final[Mapping[str, Peak]] = {
@@ -96,6 +117,12 @@ PEAKS: Final[Mapping[str, Peak]] = {
     "requested": Peak(label="requested peak", counts="bytes requested by the program and not freed", span=HISTORY),
     "reserved": Peak(label="reserved peak", counts="bytes that the allocator took from the device", span=HISTORY),
 }
+
+
+def counter(name: str) -> Counter:
+    """Return what a counter's name means."""
+    end = next((end for end in COUNTERS if name.endswith(end)), "")
+    return Counter(name.removesuffix(end).replace("_", " "), *COUNTERS.get(end, ("", 1, "")))
 
 
 def called(name: str) -> str:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.run.following import Follower, RankProgress
     from lightning_memprof.report.document import Style
 
-__all__ = ["SILENT_NS", "Watched", "live_document", "live_line"]
+__all__ = ["SILENT_NS", "Watched", "live_document", "live_line", "passed"]
 
 MAX_RANKS: Final = 8
 MAX_WINDOWS: Final = 4
@@ -119,7 +119,7 @@ def _position(lead: RankProgress) -> Words:
     if epoch is not None:
         parts.append((f"epoch {epoch}",))
     if total and step is not None and lead.end is None and total > step:
-        parts.append((f"about {_passed((total - step - 1) * statistics.fmean(_durations(lead)))} to go at this pace",))
+        parts.append((f"about {passed((total - step - 1) * statistics.fmean(_durations(lead)))} to go at this pace",))
     return _joined(parts)
 
 
@@ -141,18 +141,21 @@ def _state(watched: Watched, lead: RankProgress) -> str:
     if lead.last_ns is None:
         return "before its first step"
     silent = max(0, watched.now_ns - lead.last_ns)
-    words = f"last step {_passed(silent)} ago"
+    words = f"last step {passed(silent)} ago"
     return f"{words}: it waits, or was killed" if silent > max(SILENT_NS, SILENT_STEPS * _median(lead)) else words
 
 
-def _passed(ns: float) -> str:
+def passed(ns: float) -> str:
+    """Write the time that has passed, without precision that nobody needs: ``"12 min"``, ``"3 h 5 min"``."""
     seconds = round(ns / SECOND_NS)
     if seconds < 1:
         return "less than a second"
     if seconds < 120:
         return f"{seconds} s"
     minutes = seconds // 60
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+    if minutes < 120:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min" if minutes < 48 * 60 else f"{minutes // 1440} days"
 
 
 def _durations(lead: RankProgress) -> list[int]:

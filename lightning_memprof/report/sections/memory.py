@@ -24,7 +24,7 @@ from lightning_memprof.report.document import (
 )
 from lightning_memprof.report.named import summarize
 from lightning_memprof.report.sections.labels import PEAKS, Peak, bars, called, category, peak_note
-from lightning_memprof.report.sections.tables import Field, filled, ratio, rest
+from lightning_memprof.report.sections.tables import Field, filled, mean, ratio, rest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -218,12 +218,11 @@ def _slower(view: View) -> Iterator[Words]:
     """Warn where recording slows the forward down: modules are timed in recorded steps."""
     usual = view.lead.statistics.breakdown_ns["forward"] if view.lead.statistics else None
     breakdowns = [step.breakdown_ns for window in view.lead.windows for step in window.steps if step.breakdown_ns]
-    recorded = [ns for breakdown in breakdowns if (ns := breakdown["forward"]) is not None]
-    if not usual or not recorded:
+    recorded_ns = mean(breakdown["forward"] for breakdown in breakdowns)
+    if not usual or not recorded_ns:
         return
-    mean = sum(recorded) / len(recorded)
-    if mean >= SLOWER * usual:
-        yield phrase("forward takes {} in recorded steps, {} in the others", duration(mean), duration(usual))
+    if recorded_ns >= SLOWER * usual:
+        yield phrase("forward takes {} in recorded steps, {} in the others", duration(recorded_ns), duration(usual))
 
 
 def _functions(functions: Sequence[FunctionReport]) -> Iterator[Table]:
@@ -242,7 +241,7 @@ def _change_of(heading: str, key: str, priority: int) -> Field[FunctionReport]:
 
 
 def _mean_change(changes: Sequence[int]) -> Cell:
-    return change(round(sum(changes) / len(changes)) if changes else None)
+    return change(mean(changes))
 
 
 def _named(view: View) -> Iterator[Table]:

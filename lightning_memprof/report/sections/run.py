@@ -28,7 +28,7 @@ from lightning_memprof.report.document import (
     size,
     text,
 )
-from lightning_memprof.report.sections.labels import MORE, file_command, place
+from lightning_memprof.report.sections.labels import MORE, counter, file_command, place
 from lightning_memprof.report.sections.tables import Field, filled, ratio
 from lightning_memprof.units import format_count
 
@@ -46,15 +46,6 @@ MAX_OTHERS: Final = 4
 MAX_TRACEBACKS: Final = 4
 TYPE_ORDER: Final = ("trace", "snapshot", "table", "blob", "pulse", "series")
 TROUBLES: Final[Mapping[str, Style]] = {"failed": "bad", "damaged": "bad", "not available": "warn", "note": ""}
-UNITS: Final = (
-    ("_bytes_per_s", "bytes/s", 1),
-    ("_bytes", "bytes", 1),
-    ("_percent", "share", 100),
-    ("_per_s", "/s", 1),
-    ("_ns", "ns", 1),
-    ("_w", "W", 1),
-    ("_c", "°C", 1),
-)
 RUN_FACTS: Final = ("stage", "strategy", "accelerator", "device", "world_size", "host", "pid", "root")
 _ROW: Final = frozenset({"kind", "time_ns", "schema_version"})
 
@@ -67,7 +58,7 @@ def system_section(view: View) -> Section | None:
     load = filled(
         Table("system-figures", "Load", top=None),
         sorted(found.figures.items()),
-        Field("quantity", "text", lambda row: row[0].removesuffix(_unit(row[0])[0]).replace("_", " ")),
+        Field("quantity", "text", lambda row: counter(row[0]).words),
         Field("mean", "number", lambda row: _figure(row[0], row[1].mean)),
         Field("min", "number", lambda row: _figure(row[0], row[1].least)),
         Field("max", "number", lambda row: _figure(row[0], row[1].most)),
@@ -77,14 +68,9 @@ def system_section(view: View) -> Section | None:
     return Section("system", "System", lead, [Chart("system"), *load])
 
 
-def _unit(name: str) -> tuple[str, str, float]:
-    """Return the end of a counter's name, the unit that it means, and its scale."""
-    return next((found for found in UNITS if name.endswith(found[0])), ("", "", 1))
-
-
 def _figure(name: str, value: float) -> Cell:
-    _, unit, scale = _unit(name)
-    return Cell(value / scale, unit)
+    found = counter(name)
+    return Cell(value / found.scale, found.unit)
 
 
 def configuration_section(view: View) -> Section:

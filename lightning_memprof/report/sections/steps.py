@@ -30,11 +30,11 @@ from lightning_memprof.report.document import (
     text,
 )
 from lightning_memprof.report.sections.labels import MORE, PEAKS, bars, called, span
-from lightning_memprof.report.sections.tables import Field, filled, grid, rest
+from lightning_memprof.report.sections.tables import Field, filled, grid, mean, rest
 from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from lightning_memprof.analysis.ledger.model import TimeLedger
     from lightning_memprof.analysis.steps.throughput import RankThroughput, Rate
@@ -158,7 +158,7 @@ def _of_step(window: WindowView, step: StepReport) -> StepColumn:
 def _of_window(window: WindowView) -> StepColumn:
     """Return the mean times of a window's steps; memory is the last step's, of maxima the largest."""
     timed = [step.breakdown_ns for step in window.steps if step.breakdown_ns is not None]
-    breakdown = {phase: _mean(times[phase] for times in timed) for phase in PHASES} if timed else None
+    breakdown = {phase: mean(times[phase] for times in timed) for phase in PHASES} if timed else None
     memory: dict[str, int | None] = {}
     for step in window.steps:
         for name, found in _memory(step.host, step.device).items():
@@ -184,24 +184,19 @@ def _memory(host: HostMemory, device: DeviceMemory | None) -> dict[str, int | No
     }
 
 
-def _mean(values: Iterable[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return round(sum(known) / len(known)) if known else None
-
-
 def _events(view: View) -> Iterator[Part]:
     steps = view.events
     total = sum(step.duration_ns for step in steps)
     if not total:
         return
     number = len(steps)
-    mean = total / number
-    parts: dict[str, int | None] = {part: round(sum(step.parts_ns[part] for step in steps) / number) for part in PARTS}
+    step_ns = total / number
+    parts = {part: mean(step.parts_ns[part] for step in steps) for part in PARTS}
     basis = f"mean of {number} recorded steps" if number > 1 else "the recorded step"
     yield Stack(
         "Recorded step by part",
-        duration(mean),
-        bars(parts, round(mean), "ns"),
+        duration(step_ns),
+        bars(parts, round(step_ns), "ns"),
         notes=(f"{basis}; each instant counts for the innermost event, hooks of the profiler are callbacks",),
     )
     totals = sorted(event_totals(steps), key=lambda event: (-event.self_ns, event.action))
@@ -243,8 +238,7 @@ def _ledger(view: View) -> Iterator[Table]:
 
 
 def _ledger_notes(ledger: TimeLedger) -> Iterator[Words]:
-    mean = phrase("each instant has one owner; mean of {}: {}", text(ledger.basis), duration(ledger.step_ns))
-    yield mean
+    yield phrase("each instant has one owner; mean of {}: {}", text(ledger.basis), duration(ledger.step_ns))
     if ledger.window_factor is not None and ledger.window_factor > SLOWER:
         yield f"recorded steps take {ledger.window_factor:.1f} times as long; their cost of recording is not included"
     for stall in ledger.stalls[:MAX_STALLS]:

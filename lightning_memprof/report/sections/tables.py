@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Generic, TypeVar
 
 from lightning_memprof.report.document import Cell, Column, Row, Table, Value, Words, text
 from lightning_memprof.report.sections.labels import more
 
-__all__ = ["MAX_ROWS", "Field", "filled", "grid", "ratio", "rest"]
+__all__ = ["MAX_ROWS", "Field", "filled", "grid", "mean", "ratio", "rest"]
 
 # A trace has thousands of kernels, a snapshot thousands of stacks: --format json has all.
 MAX_ROWS: Final = 100
@@ -75,6 +75,12 @@ def filled(empty: Table, rows: Sequence[T], *fields: Field[T], most: int | None 
 def rest(rows: Sequence[object], shown: int, noun: str = "more") -> list[str]:
     """Return the note on the rows that a table leaves out, none where it has all."""
     return [more(len(rows) - shown, noun)] if len(rows) > shown else []
+
+
+def mean(values: Iterable[int | None]) -> int | None:
+    """Return the rounded mean of the known values, None without one."""
+    known = [value for value in values if value is not None]
+    return round(sum(known) / len(known)) if known else None
 
 
 def ratio(part: float | None, whole: float | None) -> float | None:

@@ -103,7 +103,7 @@ def test_the_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     write_page(view, out)
     first = out.read_text()
     assert first.rstrip().endswith("</html>")
-    with pytest.raises(ReportError, match="name another file with -o"):
+    with pytest.raises(ReportError, match="name another place with -o"):
         write_page(view, tmp_path / "missing/page.html")
 
     def fail(_view):
