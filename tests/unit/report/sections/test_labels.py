@@ -24,7 +24,15 @@ from lightning_memprof.report.printers.html import to_html
 from lightning_memprof.report.printers.markdown import to_markdown
 from lightning_memprof.report.printers.values import words_text
 from lightning_memprof.report.sections import document_of
-from lightning_memprof.report.sections.labels import BEFORE_RECORDING, PEAKS, called, device_parts, reserved_parts
+from lightning_memprof.report.sections.labels import (
+    BEFORE_RECORDING,
+    PEAKS,
+    Counter,
+    called,
+    counter,
+    device_parts,
+    reserved_parts,
+)
 from lightning_memprof.report.sections.memory import run_peaks
 from lightning_memprof.report.sections.traces import kernel_names
 from lightning_memprof.report.view import View
@@ -171,3 +179,10 @@ def test_files_that_were_too_large_are_named_with_the_command_that_analyses_one(
 )
 def test_kernels_of_one_short_name_are_told_apart(names: list[str], shown: list[str]) -> None:
     assert kernel_names(names) == shown
+
+
+def test_the_end_of_a_counters_name_is_its_unit_on_every_page():
+    assert counter("gpu0_power_w") == Counter("gpu0 power", "W", 1, "watts")
+    assert counter("gpu0_temperature_c").axis == "degrees Celsius"
+    assert counter("disk_read_bytes_per_s") == Counter("disk read", "bytes/s", 1, "bytes per second")
+    assert counter("page_faults") == Counter("page faults", "", 1, "")
