@@ -44,7 +44,7 @@ def write_page(view: View | FilesView, out: Path) -> None:
         msg = f"the page cannot be made ({type(error).__name__}: {error}); `lightning-memprof show` may do without it"
         raise ReportError(msg) from error
     if not out.parent.is_dir():
-        raise ReportError(f"{out}: cannot be written ({out.parent} is no directory); name another place with -o")
+        raise ReportError(f"{out}: cannot be written ({out.parent} is not a directory); name another place with -o")
     with whole_file(out) as file:
         file.write(page)
 

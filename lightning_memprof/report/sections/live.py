@@ -146,7 +146,7 @@ def _state(watched: Watched, lead: RankProgress) -> str:
 
 
 def passed(ns: float) -> str:
-    """Write the time that has passed, without precision that nobody needs: ``"12 min"``, ``"3 h 5 min"``."""
+    """Write a long duration in whole units: ``"12 min"``, ``"3 h 5 min"``."""
     seconds = round(ns / SECOND_NS)
     if seconds < 1:
         return "less than a second"
