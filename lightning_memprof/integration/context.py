@@ -14,6 +14,7 @@ from lightning_memprof.capture.base import RunContext, TimedPart, no_training_st
 from lightning_memprof.capture.budget import Ledger
 from lightning_memprof.capture.clock import device_timer
 from lightning_memprof.capture.faults import Faults
+from lightning_memprof.capture.sources.methods import unsupported_method
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.driver import stage_function
 from lightning_memprof.integration.facts import run_facts
@@ -136,9 +137,10 @@ def unprofiled_parts(trainer: Trainer, stage: str) -> list[TimedPart]:
 
     They are named as Lightning names its actions: ``[Precision]MixedPrecision.optimizer_step``,
     ``[Optimizer]AdamW.step``, ``[Logger]CSVLogger.log_metrics``, ``[CheckpointIO]TorchCheckpointIO.save_checkpoint``,
+    ``[LightningModule]Net.log``,
     and ``logging`` and ``run_validation`` for actions that contain others, as ``run_training_batch`` does.
     """
-    strategy = trainer.strategy
+    strategy, module = trainer.strategy, trainer.lightning_module
     shared = _COLLECTIVES if trainer.world_size > 1 else ()
     parts = [
         *_of("Precision", strategy.precision_plugin, _PRECISION),
@@ -148,6 +150,7 @@ def unprofiled_parts(trainer: Trainer, stage: str) -> list[TimedPart]:
         *(part for logger in trainer.loggers for part in _of("Logger", logger, ("save",))),
         *(part for metric in _metrics(trainer) for part in _of("Metric", metric, ("update", "compute"), always=True)),
         *(TimedPart(trainer._logger_connector, method, "logging") for method in _LOGGING),
+        *(() if unsupported_method(module, "log") else _of("LightningModule", module, ("log",))),
     ]
     if stage == "fit":
         loop = trainer.fit_loop.epoch_loop

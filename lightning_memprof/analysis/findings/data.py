@@ -212,7 +212,8 @@ def _cause(ledger: TimeLedger, loaders: Sequence[DataLoaderFacts], at_epoch_star
         return ": its workers restart every epoch" if loaders[0].persistent_workers is False else " as epochs start"
     part = _slowest_part(ledger)
     if few is not None and few.period is not None:
-        source = f" for {part[0]}" if part else ""
+        owners = {line.name.rpartition(".")[0] for line in ledger.of("data_wait") if line.name.endswith(METHODS)}
+        source = f" for {owners.pop()}" if len(owners) == 1 else ""
         return f": {few.subject.lower()} waits {format_ns(few.mean_ns)}{source} (num_workers={workers or 0})"
     if workers:
         return f": {format_count(workers, 'worker')} cannot keep up"

@@ -91,6 +91,15 @@ REMEDIES: Final = (
         by_name=True,
     ),
     _Remedy(
+        rule="clipping_bound",
+        parts=("gradient_clipping",),
+        sentence="Gradient clipping takes {share} of each step{on_rank}.",
+        next_steps=(
+            "Clip all gradients in one call: Trainer(gradient_clip_val=1.0), clip_grad_norm_(self.parameters(), 1.0).",
+        ),
+        saves=(0.5, 0.9),
+    ),
+    _Remedy(
         rule="metric_bound",
         parts=("metric",),
         sentence="Metrics take {share} of each step{on_rank}, mostly {name}.",
@@ -119,10 +128,11 @@ REMEDIES: Final = (
     ),
     _Remedy(
         rule="logging_bound",
-        parts=("logging",),
+        parts=("logging", "self_log"),
         sentence="Logging takes {share} of each step{on_rank}, mostly {name}.",
         next_steps=(
             "Log less often: Trainer(log_every_n_steps=50), self.log(name, value, on_step=False, on_epoch=True).",
+            "Log several values at once, as epoch means: self.log_dict(values, on_step=False, on_epoch=True).",
             "Let {name} append to its file, or write in a thread, and log no images, histograms or gradients.",
         ),
         saves=(0.5, 1.0),

@@ -6,6 +6,7 @@ backward, it belongs to what these run. Operators of backward belong to the modu
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, get_args
 
@@ -51,6 +52,11 @@ _RANGES: Final[Mapping[str, HostPart]] = {
     "[pl][backward_hook]": "backward_hook",
 }
 _HOOKS: Final = ("[pl][forward_hook]", "[pl][backward_hook]")
+_ACTIONS: Final[Mapping[HostPart, re.Pattern[str]]] = {
+    "gradient_clipping": re.compile(r".*\.(?:configure_gradient_clipping|clip_gradients)\Z"),
+    "metric": re.compile(r"\[Metric\]"),
+    "self_log": re.compile(r"\[LightningModule\].*\.log\Z"),
+}
 _OF_PART: Final[Mapping[str, HostPart]] = {"callbacks": "callback", "other": "untracked"}
 _NONE: Final = -1
 # A validation inside a fit is one part, as in the hook timings, less these.
@@ -63,7 +69,7 @@ _LABELLED: Final = tuple(
     _PARTS.index(part)
     for part in (
         *("data_wait", "transfer", "callback", "module_hook", "logging", "validation", "checkpoint"),
-        *("forward_hook", "backward_hook"),
+        *("forward_hook", "backward_hook", "self_log", "metric"),
     )
 )
 
@@ -175,6 +181,8 @@ class _Threads:
         parts = self._parts[names]
         at = nearest(parents, parts >= 0)
         part = np.where(at >= 0, parts[at], _NONE)
+        in_forward = nearest(parents, part == _PARTS.index("forward")) >= 0
+        part[(part == _PARTS.index("self_log")) & ~in_forward] = _PARTS.index("logging")
         part[(nearest(parents, part == _VALIDATION) >= 0) & ~np.isin(part, _BESIDE_VALIDATION)] = _VALIDATION
         makers = None if forward is None else self.modules.makers(forward.rows, forward.module)
         module = self.modules.around(rows, parents, makers)
@@ -211,6 +219,8 @@ def _part(name: str, stage: str) -> int:
     action = name.removeprefix(_ACTION)
     if is_profiler(action):
         return _PARTS.index("profiler")
+    if (own := next((part for part, matches in _ACTIONS.items() if matches.match(action)), None)) is not None:
+        return _PARTS.index(own)
     found = part_of(action, "", stage)
     if not found:
         return _PARTS.index("module_hook") if action.startswith("[LightningModule]") else _NONE

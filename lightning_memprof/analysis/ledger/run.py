@@ -31,8 +31,12 @@ RESTART: Final = "workers restart"
 EPOCHS: Final = 3
 # The phases whose work is the same in every step. A long fetch or callback has an owner of its own.
 _STEADY: Final[tuple[HostPart, ...]] = ("forward", "backward", "optimizer")
-# The program's hooks in them.
-_HOOKS: Final[Mapping[HostPart, tuple[HostPart, ...]]] = {"forward": ("forward_hook",), "backward": ("backward_hook",)}
+# The parts of a trace that are inside them.
+_INSIDE: Final[Mapping[HostPart, tuple[HostPart, ...]]] = {
+    "forward": ("forward_hook", "self_log"),
+    "backward": ("backward_hook",),
+    "optimizer": ("gradient_clipping",),
+}
 _METRIC: Final = "[Metric]"
 _MODULE: Final = "[LightningModule]"
 # Actions inside forward, backward and optimizer that are lines of their own.
@@ -85,13 +89,12 @@ def run_ledger(rank: Rank, host: TimeLedger | None = None) -> TimeLedger | None:
         part = _PART_OF_PHASE[phase]
         mine = [line for line in named.get(phase, ()) if part not in _STEADY or line.part in _WITHIN]
         if part == "data_wait":
-            # Those of few windows, whose fetches may be shorter: nothing else takes time there.
-            mine = _scaled(mine, ns)
+            mine = _scaled(mine, min(ns, statistics.median(step[phase] or 0 for _, _, step in steps)))
         if phase == "other":
             mine = [*mine, *_restarts(rank, ns - total(mine))]
         whole = _divided(ns, mine, TimeLine(part=part, ns=0))
         lines += whole[:-1]
-        detail = corrected(inside.of(part, *_HOOKS.get(part, ())), whole[-1].ns) if inside and part in _STEADY else ()
+        detail = corrected(inside.of(part, *_INSIDE.get(part, ())), whole[-1].ns) if inside and part in _STEADY else ()
         lines += detail or whole[-1:]
     return TimeLedger(
         step_ns=total(lines),
@@ -144,9 +147,13 @@ def _restarts(rank: Rank, untracked: float) -> list[TimeLine]:
 
 
 def _scaled(lines: Sequence[TimeLine], ns: float) -> list[TimeLine]:
-    """Return lines in the same proportions that sum to ``ns``."""
+    """Return the lines of data wait in the same proportions, with a sum of at least ``ns``, the usual wait.
+
+    The fetches of few windows may be shorter than those of the run, of the same parts; a long wait in few steps, which
+    no window may have seen, may be another part's.
+    """
     known = total(lines)
-    return [replace(line, ns=line.ns * ns / known) for line in lines if known]
+    return [replace(line, ns=line.ns * max(ns / known, 1.0)) for line in lines if known]
 
 
 def _divided(ns: float, lines: Sequence[TimeLine], rest: TimeLine) -> list[TimeLine]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -19,6 +20,7 @@ from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.artifacts.trace_rewriting import write_trace
 from lightning_memprof.capture.base import Collector, OnMark, OnStep, SkipWindow
 from lightning_memprof.capture.budget import Export
+from lightning_memprof.capture.collectors.hook_timings import timed_parts
 from lightning_memprof.capture.sources.kineto import (
     TraceFile,
     WindowTrace,
@@ -41,6 +43,8 @@ __all__ = ["DEFAULT_FILENAME", "NvtxRanges", "OperatorTrace"]
 
 log = logging.getLogger(__name__)
 
+# Parts of forward that are not the model's work, and no actions of the Trainer.
+_WITHIN: Final = ("[Metric]", "[LightningModule]")
 DEFAULT_FILENAME: Final = "fts_extended_pytorch_profiler"
 # The process has one Kineto, whichever thread trains.
 _KINETO = threading.Lock()
@@ -125,7 +129,9 @@ class OperatorTrace(Collector):
                 if self.record_module_names:
                     ranges.enter_context(module_ranges(run.model))
                     ranges.enter_context(hook_ranges(run.model))
-                trace.prepare(ranges, ranges.enter_context(action_ranges(run.actions)))
+                parts = [part for part in run.parts() if part.action.startswith(_WITHIN)]
+                listeners = (run.actions.listen, functools.partial(timed_parts, parts))
+                trace.prepare(ranges, ranges.enter_context(action_ranges(*listeners)))
                 try:
                     with yields_to_others(trace.owner, lambda: self._give_way(run, window, trace)):
                         yield trace.on_mark

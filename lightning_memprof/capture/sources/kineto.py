@@ -25,11 +25,13 @@ from lightning_memprof.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from torch import nn
     from torch.profiler import profile
 
-    from lightning_memprof.capture.base import ActionFeed
+    Report = Callable[[str], None]
+    Listener = Callable[[Report, Report], AbstractContextManager[None]]
     from lightning_memprof.capture.observe import Link
     from lightning_memprof.schedule import Mark
 
@@ -161,8 +163,10 @@ def module_ranges(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def action_ranges(actions: ActionFeed) -> Iterator[Callable[[], None]]:
+def action_ranges(*listeners: Listener) -> Iterator[Callable[[], None]]:
     """Name every action of the Trainer ``[pl][profile]{action}`` in the trace.
+
+    Each listener calls the two functions that it gets at the start and the stop of actions, while its context is open.
 
     Yields a function that ends the open ranges. It must be called if a range around them ends first, as a step does
     that ends in the middle of the next epoch's first action: ranges that partially overlap crash torch when the process
@@ -183,7 +187,9 @@ def action_ranges(actions: ActionFeed) -> Iterator[Callable[[], None]]:
         while ranges:
             ranges.pop()[1].__exit__(None, None, None)
 
-    with actions.listen(start, stop):
+    with ExitStack() as listening:
+        for listener in listeners:
+            listening.enter_context(listener(start, stop))
         try:
             yield cut
         finally:

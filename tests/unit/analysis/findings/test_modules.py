@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fake_runs import FakeRun, make_run
+from fake_runs import HEALTHY, FakeRun, make_run
 from kineto import write_trace
 from lightning_memprof.analysis.findings import Facts, Finding, examine
 from lightning_memprof.analysis.findings.modules import heaviest_module, operator_family
@@ -76,17 +76,17 @@ def event(name: str, start: float, end: float) -> dict[str, Any]:
     return {"ph": "X", "cat": cat, "name": name, "pid": 9, "tid": 9, "ts": start, "dur": end - start, "args": {}}
 
 
-def found(tmp_path: Path, *inside: dict[str, Any]) -> dict[str, Finding]:
-    """The findings of a run whose trace has a step of 3 ms: 2 ms of forward with these events, then backward."""
+def found(tmp_path: Path, *inside: dict[str, Any], fake: FakeRun | None = None) -> dict[str, Finding]:
+    """The findings of a run whose trace has a step of 4 ms: 2 ms of forward with these events, then backward."""
     around = [
-        event("ProfilerStep#2", 0, 3000),
+        event("ProfilerStep#2", 0, 4000),
         event(FORWARD, 0, 2000),
         event(BACKWARD, 2000, 3000),
         event("aten::mm", 2000, 3000),
     ]
     tmp_path.mkdir(exist_ok=True)
     trace = trace_report(write_trace(tmp_path / "made.json", [*around, *inside]))
-    run = load_run(make_run(tmp_path / "log", FakeRun()))
+    run = load_run(make_run(tmp_path / "log", fake or FakeRun()))
     return {finding.rule: finding for finding in examine(Facts.of(run, (trace,)))}
 
 
@@ -146,3 +146,19 @@ def test_a_forward_hook_is_named_with_its_line_and_its_modules_are_not_accused(t
     assert "18 per step" in hook.why
     assert "Remove the hook look (train.py:7)" in hook.next_steps[0]
     assert "python_time" not in findings
+
+
+def test_self_log_in_the_training_step_is_logging_and_not_python_of_the_model(tmp_path: Path) -> None:
+    logs = [event("[pl][profile][LightningModule]Net.log", 100 * at, 100 * at + 80) for at in range(1, 19)]
+    findings = found(tmp_path, event("[pl][module]Net: net", 0, 2000), *logs)
+    assert "mostly Net.log" in findings["logging_bound"].sentence
+    assert "python_time" not in findings
+
+
+def test_gradient_clipping_is_not_the_optimizer(tmp_path: Path) -> None:
+    clipping = event("[pl][profile][LightningModule]Net.configure_gradient_clipping", 3200, 3900)
+    around = event("[pl][profile][LightningModule]Net.optimizer_step", 3000, 4000)
+    run = FakeRun(phases=lambda _rank, _step: {**HEALTHY, "optimizer": 20_000_000})
+    finding = found(tmp_path, around, clipping, fake=run)["clipping_bound"]
+    assert finding.numbers["ns"] == pytest.approx(14_000_000, rel=0.01)
+    assert "Clip all gradients in one call" in finding.next_steps[0]
