@@ -36,6 +36,14 @@ def own_temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
 
 
 @pytest.fixture(autouse=True, scope="session")
+def no_benchmark() -> Iterator[None]:
+    """Have no page measure this machine, which takes half a second and writes into the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LIGHTNING_MEMPROF_BENCHMARK", "0")
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def no_pages() -> Iterator[None]:
     """Have no page made at the end of each training: it is a process of some seconds, which would slow the others."""
     with pytest.MonkeyPatch.context() as patch:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_memprof.analysis.findings import Facts, Finding, Verdict, conclude, examine
 from lightning_memprof.analysis.findings.growth import left_by_windows
+from lightning_memprof.analysis.ledger.peaks import machine_peaks
 from lightning_memprof.analysis.memory.report import MemoryReport, memory_report
 from lightning_memprof.analysis.oom.autopsy import Autopsy, autopsies
 from lightning_memprof.analysis.run.locate import (
@@ -159,7 +160,7 @@ def run_view(
 
     """
     memory = memory_report(run.in_full, allocations, max_bytes=max_memory_bytes)
-    facts = Facts.of(run, traces, snapshots, memory)
+    facts = Facts.of(run, traces, snapshots, memory, measure=machine_peaks)
     findings = _named_as_listed(run, examine(facts))
     ranks = _rank_views(facts)
     view = View(

@@ -87,6 +87,7 @@ ADDED: Final = (
     "*.ledger",
     "*.host_ledger",
     "*.device_ledger",
+    "*.work",
     "traces.program.loop_optimizer",
     "*.cost",
     "*.training.*",

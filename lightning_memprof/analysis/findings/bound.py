@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 import shlex
 from collections import Counter
-from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -18,16 +19,17 @@ from lightning_memprof.analysis.findings.model import (
     Finding,
     Severity,
 )
-from lightning_memprof.analysis.findings.modules import faster, heaviest_module, operator_family
-from lightning_memprof.analysis.findings.traces import shorter_name
+from lightning_memprof.analysis.findings.modules import ROOT, Heaviest, faster, heaviest_module, operator_family
+from lightning_memprof.analysis.findings.traces import Remedy, open_trace, remedies, remedy, shorter_name
+from lightning_memprof.analysis.ledger.peaks import Peaks, device_peaks
 from lightning_memprof.analysis.run.locate import shown_path, shown_place
 from lightning_memprof.analysis.trace.intervals import length, union
 from lightning_memprof.units import format_bytes, format_count, format_ns, percent
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from lightning_memprof.analysis.ledger.model import TimeLedger
+    from lightning_memprof.analysis.ledger.model import OperatorWork, TimeLedger
     from lightning_memprof.analysis.run.model import Rank, Run
     from lightning_memprof.analysis.snapshot.report import SnapshotReport
     from lightning_memprof.analysis.trace.model import TraceReport
@@ -105,7 +107,7 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
     passes = ledger.ns("forward", "backward")
     if passes < COMPUTE_BOUND * ledger.step_ns:
         return None
-    heaviest = heaviest_module(ledger)
+    heaviest, achieved = heaviest_module(ledger), None
     if heaviest is None:
         sentence = (
             f"Compute-bound: forward and backward take {percent(passes / ledger.step_ns)} of each step "
@@ -114,15 +116,18 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
         why = f"Forward takes {format_ns(ledger.ns('forward'))}, backward {format_ns(ledger.ns('backward'))} per step."
         steps: tuple[str, ...] = (_look_further(facts.run),)
     else:
+        achieved = _of_module(facts, rank, heaviest)
         sentence = (
             f"Compute-bound: {heaviest.module} takes {percent(heaviest.ns / ledger.step_ns)} of each step "
-            f"({format_ns(heaviest.ns)} of {format_ns(ledger.step_ns)})"
+            f"({format_ns(heaviest.ns)} of {format_ns(ledger.step_ns)}), "
+            f"{percent(heaviest.family_ns / heaviest.ns)} of it in {heaviest.family}{achieved.on if achieved else ''}"
         )
         why = (
-            f"{percent(heaviest.family_ns / heaviest.ns)} of its time is {heaviest.family}; forward takes "
-            f"{format_ns(ledger.ns('forward'))}, backward {format_ns(ledger.ns('backward'))} per step."
+            f"{achieved.text + ' ' if achieved else ''}Forward takes {format_ns(ledger.ns('forward'))}, backward "
+            f"{format_ns(ledger.ns('backward'))} per step."
         )
-        steps = (*faster(heaviest, rank), _look_further(facts.run))
+        batch = (BATCH,) if achieved is not None and achieved.is_tiny else ()
+        steps = (*batch, *faster(heaviest, rank), _look_further(facts.run))
     return Finding(
         rule=NOTHING_FOUND,
         severity=Severity.NONE,
@@ -137,8 +142,104 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
             "operators": heaviest.family if heaviest else None,
             "passes_ns": passes,
             "duration_ns": ledger.step_ns,
+            **(achieved.numbers if achieved else {}),
         },
     )
+
+
+# Finding, calling and recording an operator takes the host some µs, a launch as long: shorter calls compute little.
+TINY_NS: Final = {True: 10_000, False: 20_000}
+# Nearer to a peak there is little to gain with the same arithmetic.
+NEAR: Final = 0.6
+TERA: Final = 1e12
+BATCH: Final = "Batch the tiny operators: stack their inputs and call one operator, or torch.compile(model)."
+SHAPE: Final = "Give each operator more work: a larger batch, and sizes that are multiples of 8."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Achieved:
+    """What operators reach, against what their device reaches at most.
+
+    Attributes:
+        on: their most expensive operands, for a sentence: ``" on 64x64 tensors"``.
+        text: a sentence with the rates.
+        is_tiny: whether a call takes no longer than it costs to make it.
+        by_memory: whether memory bounds them, and not arithmetic.
+        share: of the peak that bounds them, None where it is unknown.
+        dtype: of the operands.
+        numbers: the same for programs: FLOP/s, bytes/s, and the peaks with their source.
+    """
+
+    on: str
+    text: str
+    is_tiny: bool
+    by_memory: bool
+    share: float | None
+    dtype: str
+    numbers: Mapping[str, Any]
+
+
+def achieved_by(work: Sequence[OperatorWork], peaks: Peaks | None, *, on_device: bool) -> Achieved | None:
+    """Return the rates of operators together; None where no inputs were recorded.
+
+    Args:
+        work: the operators.
+        peaks: of their device; None where it is unknown, and only the rates are known.
+        on_device: whether they run on an accelerator.
+    """
+    ns, count = sum(each.ns for each in work), sum(each.count for each in work)
+    if not work or not ns or not count:
+        return None
+    first = max(work, key=lambda each: each.ns)
+    flops, moved = 1e9 * sum(each.flops for each in work) / ns, 1e9 * sum(each.bytes for each in work) / ns
+    most = dict(peaks.flops_per_s) if peaks else {}
+    # Tensor cores multiply float32 as TF32 where the program allows it: then it is faster than float32 can be.
+    known = most.get("tf32" if first.dtype == "float32" and flops > most.get("float32", flops) else first.dtype)
+    of_flops = flops / known if known else None
+    of_memory = moved / peaks.bytes_per_s if peaks else None
+    by_memory = not flops or (of_flops is not None and of_memory is not None and of_memory > of_flops)
+    share, peak = (of_memory, peaks and peaks.bytes_per_s) if by_memory else (of_flops, known)
+    if by_memory:
+        rate, limit = f"{format_bytes(moved)}/s", f"{format_bytes(peak or 0)}/s"
+    else:
+        rate, limit = _flops(flops), _flops(peak or 0)
+    against = f", {percent(share)} of the {limit} of {peaks.source}" if peaks and share is not None else ""
+    return Achieved(
+        on=f" on {first.shapes} tensors",
+        text=f"{first.operator} in {first.dtype} reaches {rate}{against}; a call takes {format_ns(ns / count)}.",
+        is_tiny=ns / count < TINY_NS[on_device],
+        by_memory=by_memory,
+        share=share,
+        dtype=first.dtype,
+        numbers={
+            "shapes": first.shapes,
+            "dtype": first.dtype,
+            "flops_per_s": flops,
+            "bytes_per_s": moved,
+            "peak_flops_per_s": known,
+            "peak_bytes_per_s": peaks.bytes_per_s if peaks else None,
+            "peak_source": peaks.source if peaks else None,
+        },
+    )
+
+
+def _flops(per_s: float) -> str:
+    return f"{per_s / 1e12:,.3g} TFLOP/s" if per_s >= TERA else f"{per_s / 1e9:,.3g} GFLOP/s"
+
+
+def _of_module(facts: Facts, rank: Rank, heaviest: Heaviest) -> Achieved | None:
+    """Return what the operators that take most of a module's time reach, on its device where that was recorded."""
+    trace = next((trace for trace in facts.traces if trace.rank in {rank.rank, None} and trace.device_ledger), None)
+    ledger = trace.device_ledger if trace is not None and trace.device_ledger else facts.ledgers[rank.rank]
+    inside = "" if heaviest.module == ROOT else f"{heaviest.module}."
+    alike = [each for each in ledger.work if operator_family(each.operator) == heaviest.family]
+    work = [each for each in alike if f"{each.module}.".startswith(inside)]
+    if not work:
+        return None
+    if trace is not None:
+        return achieved_by(work, device_peaks(trace.devices[0]) if trace.devices else None, on_device=True)
+    is_here = rank.facts.is_cpu and rank.facts.host == platform.node()
+    return achieved_by(work, facts.measure() if is_here and facts.measure else None, on_device=False)
 
 
 def _around(ledger: TimeLedger) -> str | None:
@@ -194,36 +295,78 @@ def _of_device(trace: TraceReport) -> Finding:
     named = ", ".join(f"{name} {percent(ns / length)}" for name, ns in parts.items() if ns)
     steps = trace.step_window
     of_steps = f" (a step takes {format_ns(steps.mean_step_ns)})" if steps is not None else ""
+    family, sentence = _device_bound(trace)
+    work = [
+        each
+        for each in (trace.device_ledger.work if trace.device_ledger else ())
+        if family == operator_family(each.operator)
+    ]
+    achieved = achieved_by(work, device_peaks(trace.devices[0]) if trace.devices else None, on_device=True)
     return Finding(
         rule=NOTHING_FOUND,
         severity=Severity.NONE,
-        sentence=_device_bound(trace) or f"The device is busy {percent(_busy(trace))} of the time.",
-        why=f"Device time in {format_ns(window.window_ns)}{of_steps}: {named or 'none'}.",
-        next_steps=(_look(trace),),
-        numbers={"busy_share": _busy(trace), "window_ns": window.window_ns},
+        sentence=sentence or f"The device is busy {percent(_busy(trace))} of the time.",
+        why=(
+            f"{achieved.text + ' ' if achieved else ''}Device time in {format_ns(window.window_ns)}{of_steps}: "
+            f"{named or 'none'}."
+        ),
+        next_steps=(*(_faster(trace, family, achieved) if family else ()), _look(trace)),
+        numbers={
+            "busy_share": _busy(trace),
+            "window_ns": window.window_ns,
+            **(achieved.numbers if achieved else {}),
+        },
         evidence=(Evidence(artifact=str(trace.file), rank=trace.rank),),
     )
 
 
-def _device_bound(trace: TraceReport) -> str | None:
-    """Return the operator that takes most of the device's time, or how long the device idles; None if unknown."""
+FUSE: Final = remedy("Fuse operators that are bound by memory: torch.compile(model).", "eager")
+COMPILE: Final = remedy("Fuse the operators around them: torch.compile(model).", "eager")
+LOWER: Final = (
+    remedy("Compute in bfloat16: Trainer(precision='bf16-mixed').", "lightning", "training"),
+    remedy('Compute in bfloat16: torch.autocast("cuda", torch.bfloat16).', "other program"),
+)
+LAYOUT: Final = "Store images as channels_last: model.to(memory_format=torch.channels_last), inputs too."
+
+
+def _faster(trace: TraceReport, family: str, achieved: Achieved | None) -> tuple[str, ...]:
+    """Return what makes the operators faster that take most of a device's time."""
+    if achieved is None:
+        return ()
+    peaks = device_peaks(trace.devices[0]) if trace.devices else None
+    lower = LOWER if achieved.dtype == "float32" and peaks and "bfloat16" in peaks.flops_per_s else ()
+    choices: tuple[Remedy | str, ...] = ()
+    if achieved.is_tiny:
+        choices = (remedy(BATCH, "eager"), SHAPE)
+    elif achieved.by_memory:
+        choices = (FUSE, *lower)
+    elif achieved.share is not None and achieved.share < NEAR:
+        choices = (*((LAYOUT,) if family == "convolution" else ()), *lower, SHAPE)
+    else:
+        choices = (*lower, COMPILE)
+    return tuple(step for step in remedies(trace, *choices) if step != open_trace(trace))
+
+
+def _device_bound(trace: TraceReport) -> tuple[str | None, str | None]:
+    """Return the operators that take most of the device's time, and a sentence; None for what is unknown."""
     ledger = trace.device_ledger
     if ledger is None or not ledger.step_ns:
-        return None
+        return None, None
     span = "each step" if trace.steps else "the recorded time"
     whole = format_ns(ledger.step_ns)
     busy_ns = ledger.ns("compute", "collective", "copy")
     if busy_ns < ledger.step_ns / 2:
         idle_ns = ledger.step_ns - busy_ns
-        return f"The device is idle {percent(idle_ns / ledger.step_ns)} of {span} ({format_ns(idle_ns)} of {whole})."
+        share = percent(idle_ns / ledger.step_ns)
+        return None, f"The device is idle {share} of {span} ({format_ns(idle_ns)} of {whole})."
     by_operator: Counter[str] = Counter()
     for line in ledger.of("compute"):
         by_operator[operator_family(line.operator or "unknown")] += round(line.ns)
     if not by_operator:
-        return None
+        return None, None
     ((name, ns),) = by_operator.most_common(1)
     share = percent(ns / ledger.step_ns)
-    return f"Compute-bound: {shorter_name(name)} takes {share} of {span} ({format_ns(ns)} of {whole})."
+    return name, f"Compute-bound: {shorter_name(name)} takes {share} of {span} ({format_ns(ns)} of {whole})."
 
 
 # From this share of the recorded time on, collectives decide how long it takes.

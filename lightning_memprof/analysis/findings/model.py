@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from lightning_memprof.analysis.ledger.model import TimeLedger
+    from lightning_memprof.analysis.ledger.peaks import Peaks
     from lightning_memprof.analysis.memory.report import MemoryReport
     from lightning_memprof.analysis.ranks.report import RankReport
     from lightning_memprof.analysis.run.model import ArtifactFile, Rank, Run
@@ -146,7 +147,7 @@ class Facts:
     """A run, the pulse statistics of its ranks that have a pulse, and the comparison of its ranks.
 
     ``traces`` and ``snapshots`` are the analyzed ones, which takes time in proportion to their size; ``memory`` is
-    None if it was not read.
+    None if it was not read. ``measure`` returns what this machine reaches; None where nothing may be measured.
     """
 
     run: Run
@@ -155,6 +156,7 @@ class Facts:
     traces: tuple[TraceReport, ...] = ()
     snapshots: tuple[SnapshotReport, ...] = ()
     memory: MemoryReport | None = None
+    measure: Callable[[], Peaks | None] | None = None
 
     @classmethod
     def of(
@@ -163,6 +165,7 @@ class Facts:
         traces: tuple[TraceReport, ...] = (),
         snapshots: tuple[SnapshotReport, ...] = (),
         memory: MemoryReport | None = None,
+        measure: Callable[[], Peaks | None] | None = None,
     ) -> Facts:
         """Return the facts of a run."""
         found = {rank.rank: pulse_statistics(rank) for rank in run.ranks}
@@ -174,6 +177,7 @@ class Facts:
             traces=traces,
             snapshots=snapshots,
             memory=memory,
+            measure=measure,
         )
 
     @cached_property

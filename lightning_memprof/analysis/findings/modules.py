@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
     from lightning_memprof.analysis.run.model import Rank
 
-__all__ = ["Heaviest", "faster", "heaviest_module", "operator_family", "python_loop", "python_time"]
+__all__ = ["ROOT", "Heaviest", "faster", "heaviest_module", "operator_family", "python_loop", "python_time"]
 
 ROOT: Final = "the model"
 # A module with less of its parent's time does not explain it.

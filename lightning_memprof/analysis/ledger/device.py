@@ -13,6 +13,7 @@ import numpy as np
 
 from lightning_memprof.analysis.ledger.model import DevicePart, TimeLedger, TimeLine
 from lightning_memprof.analysis.ledger.table import Table, joined, summed
+from lightning_memprof.analysis.ledger.work import operator_work, shaped
 from lightning_memprof.analysis.stacks import is_library, parse_frame
 from lightning_memprof.analysis.trace.columns import Kind, is_loading, launches
 from lightning_memprof.analysis.trace.device import copy_kind
@@ -93,7 +94,7 @@ def device_ledger(
     work = _Work(columns=columns, device=device, spans=spans, launched=launched, collectives=collectives)
     host = _Host(work, ranges, threads or HostThreads(columns))
     lines = _Lines(columns, host.modules)
-    _add_busy(lines, host, work)
+    computed = _add_busy(lines, host, work)
     _add_idle(lines, host, work)
     durations = [end - start for start, end in ranges]
     return TimeLedger(
@@ -102,6 +103,7 @@ def device_ledger(
         steps=len(ranges),
         basis=basis,
         lines=lines.lines(len(ranges)),
+        work=operator_work(columns, [computed], _PARTS, host.modules.path, len(ranges)),
     )
 
 
@@ -169,6 +171,7 @@ class _Host:
     Attributes:
         part: ``(n,)`` place in ``_PARTS`` of the time in which the event is the innermost one.
         label: ``(n,)`` number of the name that says more than the part; ``module`` and ``operator`` likewise.
+        shaped: ``(n,)`` row of the innermost operator with recorded inputs; one -1 where the trace has none.
         modules: the trace's.
         training: lane of the training thread, -1 where the trace has none.
     """
@@ -179,6 +182,7 @@ class _Host:
         self.training = training_lane(columns)
         self.part = np.full(count, _NONE, np.int8)
         self.label, self.module, self.operator = (np.full(count, _NONE, np.int32) for _ in range(3))
+        self.shaped = np.full(count if len(columns.shapes.rows) else 1, _NONE, np.int64)
         self.modules = Modules(columns)
         names = _Names(columns, self.modules.named)
         lanes = np.unique(np.append(columns.lanes[work.launched[work.launched >= 0]], self.training))
@@ -203,6 +207,9 @@ class _Host:
             target[rows[at >= 0]] = values[at[at >= 0]]
 
         around(kinds == Kind.OPERATOR, known, self.operator)
+        if len(columns.shapes.rows):
+            at = nearest(parents, columns.shapes.of(rows) >= 0)
+            self.shaped[rows] = np.where(at >= 0, rows[at], _NONE)
         self.module[rows] = self.modules.around(rows, parents, self._forward)
         is_python = (kinds == Kind.PYTHON) | (kinds == Kind.ANNOTATION)
         self.label[rows] = np.where((kinds == Kind.OPERATOR) | self.modules.named[known], _NONE, known)
@@ -283,8 +290,11 @@ def _part_of_call(name: str) -> DevicePart:
     return kinds[call_kind(name)]
 
 
-def _add_busy(lines: _Lines, host: _Host, work: _Work) -> None:
-    """Add the device's work: each ns belongs to the first event of computation, else of a collective, else a copy."""
+def _add_busy(lines: _Lines, host: _Host, work: _Work) -> Table:
+    """Add the device's work: each ns belongs to the first event of computation, else of a collective, else a copy.
+
+    Return that of computation by the inputs of the operators that launched it.
+    """
     columns, device = work.columns, work.device
     rows = device.rows
     starts, ends = columns.starts[rows], columns.ends[rows]
@@ -313,6 +323,13 @@ def _add_busy(lines: _Lines, host: _Host, work: _Work) -> None:
         ns=own,
         longest=ends - starts,
     )
+    made = np.where(known & computes & (own > 0), host.shaped[work.launched if len(columns.shapes.rows) else 0], _NONE)
+    _, first = np.unique(made, return_index=True)  # an operator may launch several kernels
+    is_first = np.zeros(len(rows), np.bool_)
+    is_first[first] = True
+    calls = np.maximum(made, 0)
+    inputs = np.where(made >= 0, columns.shapes.of(calls), _NONE)
+    return shaped(numbers[0], inputs, host.module[calls], columns.names[calls], own, is_first)
 
 
 def _labels(lines: _Lines, work: _Work, computes: NDArray[np.bool_]) -> Column:

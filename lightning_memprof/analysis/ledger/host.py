@@ -14,6 +14,7 @@ import numpy as np
 
 from lightning_memprof.analysis.ledger.model import HostPart, TimeLedger, TimeLine, total
 from lightning_memprof.analysis.ledger.table import Table, joined, summed
+from lightning_memprof.analysis.ledger.work import operator_work, shaped
 from lightning_memprof.analysis.steps.events import part_of
 from lightning_memprof.analysis.steps.phases import action_name, is_profiler
 from lightning_memprof.analysis.trace.columns import STEP_NAME, Kind
@@ -100,10 +101,16 @@ def host_ledger(
     count = max(len(steps), 1)
     if not whole:
         return None
-    lines = _lines(_Threads(columns, lane, threads or HostThreads(columns), stage), spans, count)
+    found = _Threads(columns, lane, threads or HostThreads(columns), stage)
+    tables, computed = _tables(found, spans)
     durations = [step.end - step.start for step in steps] or [whole]
     return TimeLedger(
-        step_ns=whole / count, median_ns=float(np.median(durations)), steps=count, basis=basis, lines=lines
+        step_ns=whole / count,
+        median_ns=float(np.median(durations)),
+        steps=count,
+        basis=basis,
+        lines=_summed(found, joined(tables), count),
+        work=operator_work(columns, computed, _PARTS, found.modules.path, count),
     )
 
 
@@ -227,21 +234,36 @@ def _part(name: str, stage: str) -> int:
     return [*_PARTS].index(_OF_PART.get(found, found))  # type: ignore[arg-type]
 
 
-def _lines(threads: _Threads, spans: Intervals, steps: int) -> tuple[TimeLine, ...]:
-    """Return the owners of the time in ``spans``, longest first."""
+def _tables(threads: _Threads, spans: Intervals) -> tuple[list[Table], list[Table]]:
+    """Return the owners of the time in ``spans``, and the time of operators by their recorded inputs."""
     columns, training = threads.columns, threads.training
     waiting, left = _waiting(columns, training, spans), spans
-    tables = []
+    default = _PARTS.index("untracked" if threads.is_lightning else "forward")
+    taken_by: list[tuple[_Thread, Intervals, int]] = []
     for thread in threads.autograd:
         roots = thread.parents < 0
         taken = intersection(waiting, union(columns.starts[thread.rows[roots]], thread.ends[roots]))
-        tables.append(_table(columns, thread, _own(columns, thread, taken), spans, _PARTS.index("backward")))
+        taken_by.append((thread, taken, _PARTS.index("backward")))
         waiting, left = difference(waiting, taken), difference(left, taken)
-    default = _PARTS.index("untracked" if threads.is_lightning else "forward")
-    tables.append(_table(columns, training, _own(columns, training, left), spans, default))
+    taken_by.append((training, left, default))
+    tables, computed = [], []
+    for thread, taken, part in taken_by:
+        own = _own(columns, thread, taken)
+        tables.append(_table(columns, thread, own, spans, part))
+        if len(columns.shapes.rows):
+            computed.append(_computed(columns, thread, own, part))
     rest = int(np.sum(spans.ends - spans.starts)) - sum(int(np.sum(table[4])) for table in tables)
     tables.append(np.array([[default], [_NONE], [_NONE], [_NONE], [rest], [0], [0], [0]], np.int64))
-    return _summed(threads, joined(tables), steps)
+    return tables, computed
+
+
+def _computed(columns: TraceColumns, thread: _Thread, own: Column, default: int) -> Table:
+    """Return the time of the operators in a thread by their inputs, with that of the operators that they call."""
+    inputs = columns.shapes.of(thread.rows)
+    at = nearest(thread.parents, inputs >= 0)
+    part = np.where(thread.part >= 0, thread.part, np.int32(default))[at]
+    names, calls = columns.names[thread.rows][at], (inputs >= 0) & (own > 0)
+    return shaped(part, np.where(at >= 0, inputs[at], _NONE), thread.module[at], names, own, calls)
 
 
 def _own(columns: TraceColumns, thread: _Thread, when: Intervals) -> Column:

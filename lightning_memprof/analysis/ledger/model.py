@@ -10,7 +10,7 @@ from lightning_memprof.analysis.memory.activations import patterns
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["DevicePart", "HostPart", "Stall", "TimeLedger", "TimeLine", "TimePart", "grouped", "total"]
+__all__ = ["DevicePart", "HostPart", "OperatorWork", "Stall", "TimeLedger", "TimeLine", "TimePart", "grouped", "total"]
 
 # What the training thread does. A module hook is a method of the LightningModule; forward and backward hooks are those
 # that the program registered on modules and parameters.
@@ -83,6 +83,33 @@ class TimeLine:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OperatorWork:
+    """Calls of one operator in one module with inputs of the same dimensions and types, per step.
+
+    Attributes:
+        part: as of a line.
+        module: as of a line.
+        operator: its name.
+        shapes: dimensions of its operands (``64x64``), for people.
+        dtype: their type.
+        ns: time.
+        count: calls.
+        flops: floating-point operations of products of matrices, convolutions and attention, else 0.
+        bytes: of its operands and its result, each once.
+    """
+
+    part: TimePart
+    module: str | None
+    operator: str
+    shapes: str
+    dtype: str
+    ns: float
+    count: float
+    flops: float
+    bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stall:
     """A step of a multiple of the median duration; ``owner`` is the part or action that took the excess, if known."""
 
@@ -103,6 +130,7 @@ class TimeLedger:
         basis: which steps these are, for people.
         lines: the owners.
         stalls: the steps whose excess is the line ``stall``, longest first.
+        work: of the operators whose inputs were recorded, most time first; beside the lines, not one of them.
         window_factor: duration of a recorded step divided by ``median_ns``, None without a recorded step.
     """
 
@@ -113,6 +141,7 @@ class TimeLedger:
     lines: tuple[TimeLine, ...]
     stalls: tuple[Stall, ...] = ()
     window_factor: float | None = None
+    work: tuple[OperatorWork, ...] = ()
 
     def of(self, *parts: TimePart) -> tuple[TimeLine, ...]:
         """Return the lines of some parts."""

@@ -104,6 +104,7 @@ def run_ledger(rank: Rank, host: TimeLedger | None = None) -> TimeLedger | None:
         lines=tuple(sorted((line for line in lines if line.ns > 0 or line.called), key=lambda line: -line.ns)),
         stalls=stalls,
         window_factor=_window_factor(rank, median),
+        work=inside.work if inside is not None else (),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from struct import pack
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -18,12 +18,15 @@ from lightning_memprof.analysis.trace.intervals import Column, Intervals, union
 from lightning_memprof.analysis.trace.text import TraceText
 
 __all__ = [
+    "COMPUTES",
     "HOST_KINDS",
     "STEP_NAME",
+    "Inputs",
     "Kind",
     "Lane",
     "NamedEvent",
     "Progress",
+    "Shapes",
     "Step",
     "TraceColumns",
     "is_loading",
@@ -53,6 +56,21 @@ _ANNOTATIONS: Final = (
 # Events of a device's streams in which it does no work.
 _MARKERS: Final = frozenset({"event_wait", "event_record"})
 _OF_COLLECTIVES: Final = ("nccl", "rccl", "xccl:", "hccl:", "gloo:", "mpi:", "ucc:", "record_param_comms")
+
+COMPUTES: Final = frozenset(
+    f"aten::{name}"
+    for name in (
+        "mm", "addmm", "bmm", "baddbmm", "cudnn_convolution", "miopen_convolution", "mkldnn_convolution",
+        "convolution_backward", "_flash_attention_forward", "_flash_attention_backward",
+        "_efficient_attention_forward", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward", "add", "add_", "sub", "sub_", "mul", "mul_", "div",
+        "div_", "pow", "neg", "exp", "sqrt", "rsqrt", "relu", "relu_", "gelu", "silu", "sigmoid", "tanh", "clamp_min",
+        "copy_", "where", "masked_fill", "threshold_backward", "gelu_backward", "silu_backward", "sigmoid_backward",
+        "tanh_backward", "_softmax", "_softmax_backward_data", "native_layer_norm", "cudnn_batch_norm",
+        "native_batch_norm", "native_dropout", "sum", "mean",
+    )
+)  # fmt: skip
+"""Operators whose inputs tell the arithmetic or the memory traffic; those that call others which do are not here."""
 
 _events: Final = decoder(Event)
 _collective_events: Final = decoder(CollectiveEvent)
@@ -118,6 +136,30 @@ class NamedEvent:
     row: int = -1
 
 
+class Inputs(NamedTuple):
+    """An operator, and the dimensions, types and values of its inputs as JSON arrays; empty where not recorded."""
+
+    operator: str
+    dims: bytes
+    types: bytes
+    values: bytes
+
+
+class Shapes(NamedTuple):
+    """``(m,)`` rows of operators in the file's order, for each the position of its inputs in ``inputs``."""
+
+    rows: Column
+    numbers: NDArray[np.int32]
+    inputs: tuple[Inputs, ...]
+
+    def of(self, rows: Column) -> Column:
+        """Return the position of each row's inputs, -1 for none."""
+        if not len(self.rows):
+            return np.full(len(rows), -1, np.int64)
+        at = np.minimum(np.searchsorted(self.rows, rows), len(self.rows) - 1)
+        return np.where(self.rows[at] == rows, self.numbers[at], -1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TraceColumns:
     """The complete events (``ph`` is ``X``) of a trace, in the file's order.
@@ -130,6 +172,7 @@ class TraceColumns:
         sequences: ``(n,)`` int64, number of the autograd node that the operator makes or runs, -1 for none.
         runs_node: ``(n,)`` bool, whether the operator runs the node, in backward, and does not make it.
         copied: bytes by row of each copy whose size is known.
+        shapes: inputs of the operators that compute, where they were recorded.
         collectives: events of collectives with their arguments.
         events: number of events of any kind in the file.
         metadata: everything in the file beside the events.
@@ -147,6 +190,7 @@ class TraceColumns:
     name_of: tuple[str, ...]
     lane_of: tuple[Lane, ...]
     copied: dict[int, int]
+    shapes: Shapes = field(default_factory=lambda: Shapes(np.empty(0, np.int64), np.empty(0, np.int32), ()))
     collectives: tuple[NamedEvent, ...]
     events: int
     metadata: dict[str, Any]
@@ -196,6 +240,7 @@ class _Table:
         self._kinds = array("b")
         self._names, self._lanes, self._kind_of = _Names(), _Numbers(), _Kinds()
         self._copied: dict[int, int] = {}
+        self._shaped, self._shape_numbers, self._inputs = array("q"), array("i"), _Numbers()
         self._collectives: list[NamedEvent] = []
         self._events = 0
 
@@ -226,12 +271,24 @@ class _Table:
         rows = {row for row in on_device if found[row].args.collective}
         if names.of_collectives:
             rows.update(np.flatnonzero(np.isin(np.frombuffer(numbers, np.int32), list(names.of_collectives))).tolist())
+        if names.of_work:
+            self._keep_shapes(
+                found, np.flatnonzero(np.isin(np.frombuffer(numbers, np.int32), list(names.of_work))), first
+            )
         if rows:
             self._keep_collectives(_collective_events(text) if full is None else full, rows, first)
         for row in on_device:
             if kinds[row] == Kind.MEMORY_COPY and (size := found[row].args.bytes) and row not in rows:
                 self._copied[first + row] = size
         return [len(batch)] if batch else []
+
+    def _keep_shapes(self, found: list[Event], rows: NDArray[np.intp], first: int) -> None:
+        for row in rows.tolist():
+            event = found[row]
+            if dims := bytes(event.args.input_dims):
+                given = Inputs(event.name, dims, bytes(event.args.input_types), bytes(event.args.concrete))
+                self._shaped.append(first + row)
+                self._shape_numbers.append(self._inputs[given])
 
     def _keep_collectives(self, batch: list[CollectiveEvent], rows: set[int], first: int) -> None:
         found = [event for event in batch if event.ph == "X"]
@@ -276,6 +333,11 @@ class _Table:
             name_of=tuple(self._names),
             lane_of=tuple(self._lanes),
             copied=self._copied,
+            shapes=Shapes(
+                np.frombuffer(self._shaped, np.int64),
+                np.frombuffer(self._shape_numbers, np.int32),
+                tuple(self._inputs),
+            ),
             collectives=tuple(self._collectives),
             events=self._events,
             metadata=metadata,
@@ -292,16 +354,19 @@ class _Numbers(dict[Any, int]):
 
 
 class _Names(_Numbers):
-    """Names by number, and the numbers of the names of collectives."""
+    """Names by number, and the numbers of the names of collectives, and of operators whose inputs tell their work."""
 
     def __init__(self) -> None:
         super().__init__()
         self.of_collectives: set[int] = set()
+        self.of_work: set[int] = set()
 
     def __missing__(self, key: str) -> int:
         number = super().__missing__(key)
         if key.startswith(_OF_COLLECTIVES):
             self.of_collectives.add(number)
+        if key in COMPUTES:
+            self.of_work.add(number)
         return number
 
 

@@ -80,6 +80,9 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     collective: str = msgspec.field(default="", name="Collective name")
     sequence: int = msgspec.field(default=-1, name="Sequence number")
     forward_thread: int = msgspec.field(default=0, name="Fwd thread id")
+    input_dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Dims")
+    input_types: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input type")
+    concrete: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Concrete Inputs")
 
 
 class Event(TraceEvent, gc=False, frozen=True):
@@ -93,8 +96,6 @@ class _CollectiveArgs(Args, gc=False, frozen=True):
     group: str = msgspec.field(default="", name="Process Group Name")
     elements: _Whole = msgspec.field(default=-1, name="In msg nelems")
     dtype: str = ""
-    input_dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Dims")
-    input_types: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input type")
 
 
 class CollectiveEvent(Event, gc=False, frozen=True):
