@@ -27,7 +27,7 @@ from lightning_memprof.capture.collectors.hook_timings import timed_parts
 from lightning_memprof.capture.sources.memory import ResidentSize, peak_allocated_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     import torch
@@ -148,14 +148,18 @@ class PulseWriter:
 class ActionTotals:
     """Self time of each action over the steps of a run, and the steps that stalled.
 
-    The first step of the run is not counted: it contains the start of everything.
+    The first step of the run is not counted: it contains the start of everything. The file is replaced once a minute,
+    so that a killed run has it too.
 
     Args:
+        path: the file.
         actions: name and index of the phase of each slot of the clock; may grow.
 
     """
 
-    def __init__(self, actions: Sequence[tuple[str, int]]) -> None:
+    def __init__(self, path: Path, actions: Sequence[tuple[str, int]]) -> None:
+        self._path = path
+        self._written_ns: int | None = None
         self._actions = actions
         self._is_first = True
         self._outside = _Totals()
@@ -164,7 +168,7 @@ class ActionTotals:
         # A heap by duration: the shortest stall is dropped first.
         self._stalls: list[tuple[int, int, StallRow]] = []
 
-    def add(self, records: Iterable[StepRecord]) -> None:
+    def add(self, records: Sequence[StepRecord]) -> None:
         """Add steps; many at once: one step alone costs three times as much."""
         for record in records:
             if self._is_first:
@@ -175,6 +179,20 @@ class ActionTotals:
                 self._outside.add(record)
             else:
                 self._inside.add(record)
+        if self._written_ns is None:
+            self._written_ns = records[0].start_ns
+        if records[-1].start_ns - self._written_ns > _ACTIONS_NS:
+            self._written_ns = records[-1].start_ns
+            self.write()
+
+    def write(self) -> bool:
+        """Replace the file; return whether there was something to write."""
+        rows = self.rows()
+        if rows:
+            temporary = own_temporary(self._path)
+            temporary.write_text(encode_rows(map(columns_of, rows)), encoding="utf-8")
+            temporary.replace(self._path)
+        return bool(rows)
 
     def rows(self) -> list[ActionTotalRow | StallRow]:
         """Return the totals of steps outside windows and of those inside, largest first, and the stalls in order."""
@@ -246,40 +264,6 @@ class _Totals:
         return self.of[slot][1] / self.steps if slot in self.of else 0.0
 
 
-class _ActionsWriter:
-    """The file of the totals; replaced once a minute, so that a killed run has it too.
-
-    Args:
-        path: the file.
-        totals: its content.
-
-    """
-
-    def __init__(self, path: Path, totals: ActionTotals) -> None:
-        self._path = path
-        self._totals = totals
-        self._written_ns: int | None = None
-
-    def add(self, records: list[StepRecord]) -> None:
-        """Add the steps of a chunk."""
-        self._totals.add(records)
-        start_ns = records[-1].start_ns
-        if self._written_ns is None:
-            self._written_ns = records[0].start_ns
-        if start_ns - self._written_ns > _ACTIONS_NS:
-            self._written_ns = start_ns
-            self.write()
-
-    def write(self) -> bool:
-        """Replace the file; return whether there was something to write."""
-        rows = self._totals.rows()
-        if rows:
-            temporary = own_temporary(self._path)
-            temporary.write_text(encode_rows(map(columns_of, rows)), encoding="utf-8")
-            temporary.replace(self._path)
-        return bool(rows)
-
-
 class Pulse(Collector):
     """Phases, data wait, RSS and device peak of every step of the run, and the totals of each action.
 
@@ -313,15 +297,15 @@ class Pulse(Collector):
 
 
 @contextmanager
-def _followed_actions(run: RunContext) -> Iterator[_ActionsWriter]:
+def _followed_actions(run: RunContext) -> Iterator[ActionTotals]:
     """Time also what is not an action of the Trainer; write the totals at the end."""
     clock = run.progress.clock or StepClock(None)
     path = run.sink.place.directory / actions_name(run.rank)
-    writer = _ActionsWriter(path, ActionTotals(clock.actions))
+    totals = ActionTotals(path, clock.actions)
     parts = [part for part in run.parts() if part.always]
     try:
         with timed_parts(parts, clock.enter_within, lambda _: clock.leave()), gc_pauses(clock):
-            yield writer
+            yield totals
     finally:
-        if writer.write():
+        if totals.write():
             run.sink.list_artifact(ArtifactSpec(path=path, type="series", collector="actions"))

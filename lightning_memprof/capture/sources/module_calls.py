@@ -143,6 +143,9 @@ class _Figure:
     added: int = 0
     began: int = 0
 
+    def named(self, name: str) -> dict[str, int]:
+        return {f"{name}_pre_forward": self.before, f"{name}_post_forward": self.after, f"{name}_diff": self.added}
+
 
 class Forwards:
     """The outermost forwards since ``packed_before`` bytes were saved for backward."""
@@ -173,15 +176,11 @@ class Forwards:
 
     def rss(self) -> dict[str, int]:
         """Return RSS in bytes; 0 without a forward."""
-        return {
-            "rss_pre_forward": self._rss.before, "rss_post_forward": self._rss.after, "rss_diff": self._rss.added
-        }  # fmt: skip
+        return self._rss.named("rss")
 
     def npp(self) -> dict[str, int]:
         """Return bytes of saved activations; 0 without a forward."""
-        return {
-            "npp_pre_forward": self._npp.before, "npp_post_forward": self._npp.after, "npp_diff": self._npp.added
-        }  # fmt: skip
+        return self._npp.named("npp")
 
 
 class ForwardWatch:
