@@ -15,6 +15,7 @@ from lightning_memprof.artifacts.naming import regions_name
 from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.faults import describe
 from lightning_memprof.capture.session import Session
+from lightning_memprof.capture.sources.memory import without_statistics
 from lightning_memprof.capture.triggers.watch import TriggerWatch
 from lightning_memprof.integration.background import RankSummaries, write_operator_table
 from lightning_memprof.integration.context import available_collectors, build_context
@@ -176,7 +177,7 @@ class Attachment:
     def _pulse_written(self, rows: Sequence[PulseRow]) -> None:
         if self._curves is not None and Curves.name not in self.run.faults.disabled:
             try:
-                device = None if self.run.device.type == "cpu" else self.run.device
+                device = self.run.device if without_statistics(self.run.device) is None else None
                 self._curves.add_rows(rows, device, in_window=self.session.window is not None)
             except Exception as error:  # noqa: BLE001 a failure here must not stop the training
                 self.run.faults.report(Curves.name, "hook", None, error)

@@ -121,6 +121,7 @@ class FakeCuda:
         allocated_bytes: in live tensors now.
         peak_bytes: the most that it was.
         observers: those that were attached; torch has no way to take one back.
+        backend: torch's name of the allocator.
 
     """
 
@@ -134,6 +135,7 @@ class FakeCuda:
         self.timer = FakeTimer()
         self.calls: list[tuple[Literal["on", "off", "snapshot"], dict[str, Any]]] = []
         self.history: Literal["on", "off"] = "off"
+        self.backend = "native"
         self.allocated_bytes = 0
         self.peak_bytes = 0
         self.events_made = 0
@@ -196,8 +198,11 @@ class FakeCuda:
         record.side_effect = self._record_memory_history
         forbidden = mock.Mock(side_effect=AssertionError("a collector must neither synchronise nor reset a peak"))
         with ExitStack() as patches:
-            attach: dict[str, Any] = {"_cuda_attach_out_of_memory_observer": self.observers.append}
-            # A build without CUDA has no such function.
+            # A build without CUDA has no such functions.
+            attach: dict[str, Any] = {
+                "_cuda_attach_out_of_memory_observer": self.observers.append,
+                "_cuda_isHistoryEnabled": lambda: self.history == "on",
+            }
             patches.enter_context(mock.patch.multiple(torch._C, create=True, **attach))
             for target, values in (
                 (torch, {"Event": self._event}),
@@ -209,6 +214,7 @@ class FakeCuda:
                         "is_initialized": lambda: True,
                         "current_device": lambda: 0,
                         "get_device_properties": self._properties,
+                        "get_allocator_backend": lambda: self.backend,
                         "memory_stats": self._memory_stats,
                         "memory_stats_as_nested_dict": self._nested_stats,
                         "synchronize": forbidden,

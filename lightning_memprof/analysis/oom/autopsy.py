@@ -263,9 +263,9 @@ def _tensors(facts: Mapping[str, Any]) -> tuple[Holder, ...]:
     for row in rows if isinstance(rows, list) else ():
         if isinstance(row, dict):
             shape = f"{text(row, 'dtype')} {row.get('shape')}"
-            name = text(row, "name")
-            size = whole(row, "bytes") or 0
-            found.append(Holder(name=name or shape, detail=shape if name else None, bytes=size, blocks=1))
+            name, holder = text(row, "name"), text(row, "holder")
+            detail = shape if name else (f"held by {holder}" if holder else None)
+            found.append(Holder(name=name or shape, detail=detail, bytes=whole(row, "bytes") or 0, blocks=1))
     return tuple(_summed(found)[:TOP])
 
 

@@ -38,6 +38,8 @@ Cause = Literal["too large", "fragmented", "other process", "limited", "full"]
 
 # A CUDA context, its kernels and the libraries' workspaces take this much of a device without torch's allocator.
 CONTEXT_BYTES: Final = GIB
+# With a smaller share of the reserved memory unused, one more tensor of this size would fail without gaps as well.
+FRAGMENTED: Final = 0.1
 # torch adds this to its message where the driver shows other processes of the device.
 PROCESS: Final = re.compile(r"Process (\d+) has ([0-9.]+) (bytes|KiB|MiB|GiB) memory in use")
 
@@ -136,8 +138,8 @@ def device_cause(
 ) -> tuple[Cause, str]:
     """Return the cause of a failed device allocation, and a sentence with its evidence.
 
-    An allocation larger than the limit can never succeed. Otherwise unused reserved memory, or the memory of other
-    processes, is the cause if the allocation would have succeeded with it.
+    An allocation larger than the limit can never succeed. Otherwise unused reserved memory, at least 10 % of it, or the
+    memory of other processes is the cause if the allocation would have succeeded with it.
     """
     limit, free, reserved, unused = memory.limit_bytes, memory.free_bytes, memory.reserved_bytes, memory.unused_bytes
     named = _bytes(asked)
@@ -150,7 +152,8 @@ def device_cause(
         return "too large", f"A single allocation of {named} is larger than the limit of {_bytes(limit)}."
     allowed = max(0, limit - (reserved or 0))
     room = min(free or 0, allowed)
-    fits_unused = unused is not None and room < asked <= room + unused
+    is_notable = unused is not None and unused >= FRAGMENTED * (reserved or 0)
+    fits_unused = unused is not None and is_notable and room < asked <= room + unused
     if limit < (memory.total_bytes or 0) and allowed < asked <= (free or 0) and not fits_unused:
         return "limited", (
             f"torch.cuda.set_per_process_memory_fraction limits this process to {_bytes(limit)} of "

@@ -14,12 +14,13 @@ import torch
 from lightning_memprof.artifacts.naming import SnapshotName
 from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector, OnMark
+from lightning_memprof.capture.sources.memory import NATIVE, allocator_backend
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Point
 from lightning_memprof.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from lightning_memprof.capture.base import RunContext
     from lightning_memprof.schedule import Mark, Window
@@ -35,6 +36,8 @@ _PROTOCOL: Final = 4
 
 # One entry per open context: torch's switch does not count.
 _open_contexts: Final[list[object]] = []
+# Stands for start_memory_history() among them, until the last context ends.
+_EARLY: Final = object()
 
 Dumps = Literal["last_end", "every_end", "every_start_and_end"]
 
@@ -49,11 +52,24 @@ def start_memory_history(*, max_entries: int = _MAX_ENTRIES, stacks: Literal["py
         stacks: ``"python"``, or ``"all"`` to include C++ frames, whose symbols take minutes to resolve.
 
     Raises:
-        ConfigError: there is no CUDA device.
+        ConfigError: there is no CUDA device, or its allocator keeps no history.
 
     """
     if not torch.cuda.is_available():
         raise ConfigError("start_memory_history(): no CUDA device is available; remove the call on this machine")
+    if reason := _without_history(torch.device("cuda")):
+        raise ConfigError(f"start_memory_history(): {reason}; remove the call, or use the native allocator")
+    if _EARLY not in _open_contexts:
+        _open_contexts.append(_EARLY)
+    _start_memory_history(max_entries, stacks)
+
+
+def _without_history(device: torch.device) -> str | None:
+    backend = allocator_backend(device)
+    return None if backend == NATIVE else f"the {backend} allocator keeps no history"
+
+
+def _start_memory_history(max_entries: int, stacks: Literal["python", "all"]) -> None:
     wanted: dict[str, Any] = {"enabled": "all", "context": "all", "stacks": stacks, "max_entries": max_entries}
     record = torch.cuda.memory._record_memory_history  # noqa: SLF001 torch documents it under this name
     known = inspect.signature(record).parameters
@@ -65,27 +81,38 @@ def memory_history(*, max_entries: int = _MAX_ENTRIES, stacks: Literal["python",
     """Record the CUDA allocator's history while the context is open.
 
     Contexts may nest and overlap: the first one starts the history, with its ``max_entries`` and ``stacks``, and the
-    last one stops it, which clears it. Write snapshots inside the context.
+    last one stops it, which clears it. Write snapshots inside the context. A history that the program itself records
+    is used as it is and goes on afterwards.
 
     Args:
         max_entries: number of events to keep.
         stacks: ``"python"``, or ``"all"`` to include C++ frames, whose symbols take minutes to resolve.
 
-    Raises:
-        ConfigError: there is no CUDA device.
-
     """
-    if not _open_contexts:
-        start_memory_history(max_entries=max_entries, stacks=stacks)
+    if _is_recording():
+        if not _open_contexts:
+            yield
+            return
+    elif _EARLY in _open_contexts:
+        _open_contexts.remove(_EARLY)  # the program has stopped it
+    if set(_open_contexts) <= {_EARLY}:
+        _start_memory_history(max_entries, stacks)
     context = object()
     _open_contexts.append(context)
     try:
         yield
     finally:
         _open_contexts.remove(context)
-        if not _open_contexts:
+        if set(_open_contexts) <= {_EARLY}:
+            _open_contexts.clear()
             with suppress(RuntimeError):
                 _stop_memory_history()
+
+
+def _is_recording() -> bool:
+    # A build without CUDA and older versions of torch do not have it.
+    asked: Callable[[], bool] = getattr(torch._C, "_cuda_isHistoryEnabled", lambda: False)  # noqa: SLF001
+    return asked()
 
 
 def _stop_memory_history() -> None:
@@ -123,9 +150,9 @@ class AllocatorHistory(Collector):
     stacks: Literal["python", "all"] = "python"
 
     def unavailable(self, run: RunContext) -> str | None:
-        """Return a reason on other devices: only CUDA's allocator has a history."""
+        """Return a reason on other devices and with other allocators: only CUDA's native one has a history."""
         if run.device.type == "cuda":
-            return None
+            return _without_history(run.device)
         return "CUDA is not available" if not torch.cuda.is_available() else f"the model is on {run.device}"
 
     @contextmanager

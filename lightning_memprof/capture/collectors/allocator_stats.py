@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lightning_memprof.artifacts.series import AllocatorRow
 from lightning_memprof.capture.base import Collector, OnMark
-from lightning_memprof.capture.sources.memory import NO_ACCELERATOR, memory_stats
+from lightning_memprof.capture.sources.memory import memory_stats, without_statistics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,8 +25,8 @@ class AllocatorStats(Collector):
     every_rank: ClassVar[bool] = True
 
     def unavailable(self, run: RunContext) -> str | None:
-        """Return a reason on the CPU, whose allocator has no counters."""
-        return NO_ACCELERATOR if run.device.type == "cpu" else None
+        """Return a reason on the CPU and with a CUDAPluggableAllocator, which have no counters."""
+        return without_statistics(run.device)
 
     @contextmanager
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:

@@ -158,7 +158,7 @@ class FunctionRows:
 
     def _add(self, entry: _Call, edge: Edge, raised: str | None = None) -> None:
         size = self._process.memory_info()
-        values: dict[str, Any] = {} if self._run.device.type == "cpu" else memory_stats(self._run.device)
+        values = memory_stats(self._run.device)
         values |= {"rss": size.rss, "vms": size.vms, **self._memory.values(entry.measured)}
         row = FunctionRow(
             step=entry.number.step,

@@ -24,7 +24,7 @@ from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector, OnException, OnMark
 from lightning_memprof.capture.collectors.allocator_history import memory_history, write_snapshot
 from lightning_memprof.capture.faults import describe
-from lightning_memprof.capture.sources.memory import memory_stats
+from lightning_memprof.capture.sources.memory import NATIVE, allocator_backend, memory_stats
 from lightning_memprof.capture.sources.oom_state import (
     Frame,
     forward_sources,
@@ -178,8 +178,8 @@ class OOMAutopsy(Collector):
         """Yield the watch of a run's out-of-memory events."""
         watch = OomWatch(run)
         with ExitStack() as stack:
-            if run.device.type == "cuda":
-                # The allocator of cudaMallocAsync has neither history nor observer.
+            # Other allocators have neither history nor observer; the exception tells what it can.
+            if run.device.type == "cuda" and allocator_backend(run.device) == NATIVE:
                 with run.faults.caught(self.name, "enter"):
                     if self.history == "always":
                         stack.enter_context(memory_history(max_entries=self.max_entries))

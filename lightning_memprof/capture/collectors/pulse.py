@@ -24,7 +24,7 @@ from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector, OnMark, OnStep
 from lightning_memprof.capture.clock import RecentMedian, StepClock, gc_pauses
 from lightning_memprof.capture.collectors.hook_timings import timed_parts
-from lightning_memprof.capture.sources.memory import ResidentSize, peak_allocated_bytes
+from lightning_memprof.capture.sources.memory import ResidentSize, peak_allocated_bytes, without_statistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -85,7 +85,7 @@ class PulseWriter:
         written: Callable[[list[PulseRow], list[StepRecord]], None] = lambda _rows, _records: None,
     ) -> None:
         self._written = written
-        self._device = device if timer is not None else None
+        self._device = device if without_statistics(device) is None else None
         self._timer = timer
         self._file = path.open("xb")
         self._resident = ResidentSize()

@@ -17,16 +17,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = [
+    "NATIVE",
     "NO_ACCELERATOR",
     "ResidentSize",
+    "allocator_backend",
     "cgroup_memory",
     "memory_stats",
     "peak_allocated_bytes",
     "peak_reserved_bytes",
     "peak_rss_bytes",
+    "without_statistics",
 ]
 
 NO_ACCELERATOR: Final = "no accelerator"
+# torch's name of its own caching allocator.
+NATIVE: Final = "native"
 
 _MEMBERSHIP: Final = Path("/proc/self/cgroup")
 _MOUNT: Final = Path("/sys/fs/cgroup")
@@ -83,11 +88,28 @@ def _status() -> bytes:
         return b""
 
 
+def allocator_backend(device: torch.device) -> str:
+    """Return the name of the device's allocator: ``native``, or with CUDA ``cudaMallocAsync`` or ``pluggable``.
+
+    Only the native one of CUDA keeps a history, takes snapshots and reports that memory runs out.
+    """
+    return torch.cuda.get_allocator_backend() if device.type == "cuda" else NATIVE
+
+
+def without_statistics(device: torch.device) -> str | None:
+    """Return why there are no statistics of an allocator, None if there are."""
+    if device.type == "cpu":
+        return NO_ACCELERATOR
+    return "a CUDAPluggableAllocator has no statistics" if allocator_backend(device) == "pluggable" else None
+
+
 def memory_stats(device: torch.device) -> dict[str, Any]:
-    """Return all statistics of the device's caching allocator under torch's names, bytes and counts.
+    """Return all statistics of the device's caching allocator under torch's names, bytes and counts; none without one.
 
     Source: ``torch.cuda.memory_stats``; on other accelerators ``torch.accelerator.memory_stats``.
     """
+    if without_statistics(device) is not None:
+        return {}
     if device.type == "cuda":
         return dict(torch.cuda.memory_stats(device))
     return dict(torch.accelerator.memory_stats(device))

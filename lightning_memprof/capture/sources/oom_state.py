@@ -6,16 +6,19 @@ Nothing here allocates on a device, synchronizes, or keeps a reference to a fram
 from __future__ import annotations
 
 import gc
+import heapq
 import inspect
 import resource
 import sys
 from itertools import chain
+from operator import itemgetter
 from types import CellType, CodeType, FrameType, FunctionType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import psutil
 import torch
 
+from lightning_memprof.capture.sources.holders import holder_name, referenced, tracked_tensors
 from lightning_memprof.capture.sources.memory import cgroup_memory, peak_rss_bytes
 from lightning_memprof.capture.sources.tensors import local_storage
 
@@ -199,16 +202,21 @@ def live_tensors(
 
     Returns:
         Bytes by ``parameter_bytes``, ``gradient_bytes``, ``optimizer_state_bytes``, ``buffer_bytes``, and
-        ``other_bytes``: other tensors that Python's garbage collector tracks. None includes saved activations.
+        ``other_bytes``: other tensors that an object of the program holds. None includes saved activations and local
+        variables: these are tensors of the list whose category is None.
 
     """
     held = dict.fromkeys(
         ("parameter_bytes", "buffer_bytes", "gradient_bytes", "optimizer_state_bytes", "other_bytes"), 0
     )
+    tracked = tracked_tensors()
+    referred = referenced(tracked)
     seen: set[int] = set()
-    found: list[dict[str, Any]] = []
-    # The model's own first: a view of a parameter is then shown with the parameter's name and shape.
-    unnamed = ((("other", None), tensor) for tensor in _tracked_tensors())
+    found: list[tuple[int, str | None, str | None, torch.Tensor]] = []
+    # The model's own first: a view of a parameter is then shown with the parameter's name and shape. Then those that
+    # are held: a tensor that autograd has saved may share the storage of one.
+    tracked.sort(key=lambda tensor: id(tensor) not in referred)
+    unnamed = ((("other" if id(tensor) in referred else None, None), tensor) for tensor in tracked)
     for (category, name), tensor in chain(_named_tensors(model, optimizers), unnamed):
         storage = local_storage(tensor)
         if storage is None or storage._cdata in seen:  # noqa: SLF001 an address that needs no data
@@ -217,18 +225,22 @@ def live_tensors(
             continue
         seen.add(storage._cdata)  # noqa: SLF001
         size = storage.nbytes()
-        held[f"{category}_bytes"] += size
-        found.append(
-            {
-                "bytes": size,
-                "category": category,
-                "name": name,
-                "shape": list(tensor.shape),
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-            }
-        )
-    found.sort(key=lambda tensor: -int(tensor["bytes"]))
-    return held, found[:_MAX_TENSORS]
+        if category is not None:
+            held[f"{category}_bytes"] += size
+        found.append((size, category, name, tensor))
+    largest = heapq.nlargest(_MAX_TENSORS, found, key=itemgetter(0))
+    ours = {id(tracked), *map(id, found)}
+    return held, [
+        {
+            "bytes": size,
+            "category": category,
+            "name": name,
+            "holder": holder_name(tensor, ours) if category == "other" else None,
+            "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+        }
+        for size, category, name, tensor in largest
+    ]
 
 
 def _text(frame: FrameType, line: int | None) -> Frame:
@@ -262,10 +274,3 @@ def _named_tensors(
     for category, label, tensor in entries:
         if isinstance(tensor, torch.Tensor):
             yield (category, label), tensor
-
-
-def _tracked_tensors() -> Iterator[torch.Tensor]:
-    for value in gc.get_objects():
-        # isinstance of a proxy may run the program's code; its type does not.
-        if issubclass(type(value), torch.Tensor):
-            yield value

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from lightning_memprof.capture.clock import RecentMedian
-from lightning_memprof.capture.sources.memory import NO_ACCELERATOR, memory_stats, peak_allocated_bytes
+from lightning_memprof.capture.sources.memory import memory_stats, peak_allocated_bytes, without_statistics
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.units import MIB, format_bytes, format_ns
 
@@ -116,8 +116,8 @@ class AllocatorRetries(Anomaly):
         self.limit = _limit("AllocatorRetries", limit)
 
     def unavailable(self, run: RunContext) -> str | None:
-        """Return a reason on the CPU, whose allocator has no counters."""
-        return NO_ACCELERATOR if run.device.type == "cpu" else None
+        """Return a reason on the CPU and with a CUDAPluggableAllocator, which have no counters."""
+        return without_statistics(run.device)
 
     def watch(self, run: RunContext) -> Watch:
         """Compare ``num_alloc_retries``; reads the allocator's statistics once per step."""
@@ -217,8 +217,10 @@ class NearOOM(Anomaly):
         self.limit = _limit("NearOOM", limit)
 
     def unavailable(self, run: RunContext) -> str | None:
-        """Return a reason on accelerators other than CUDA's, which do not report their memory."""
-        return None if run.device.type in ("cpu", "cuda") else f"{run.device.type} does not report its free memory"
+        """Return a reason on accelerators that do not report their memory."""
+        if run.device.type not in ("cpu", "cuda"):
+            return f"{run.device.type} does not report its free memory"
+        return None if run.device.type == "cpu" else without_statistics(run.device)
 
     def watch(self, run: RunContext) -> Watch:
         """Read the allocator's statistics once per step, or the machine's memory every 100 ms."""

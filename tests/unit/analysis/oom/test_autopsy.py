@@ -137,6 +137,11 @@ def test_a_context_of_this_process_is_no_other_process() -> None:
     assert found.cause == "full"
 
 
+@pytest.mark.parametrize(("allocated", "cause"), [(70, "fragmented"), (72, "full")])
+def test_gaps_are_the_cause_only_if_they_are_a_tenth_of_the_reserved_memory(allocated: int, cause: str) -> None:
+    assert understood(facts(statistics=statistics(allocated, 79))).cause == cause
+
+
 def test_both_fragmented_and_shared_the_larger_share_is_the_cause() -> None:
     shared = understood(facts(statistics=statistics(30, 35), free_bytes=0))
     assert (shared.memory.unused_bytes, shared.memory.other_bytes) == (5 * GIB, 45 * GIB)

@@ -220,3 +220,30 @@ def test_an_exception_inside_of_such_a_context_switches_the_history_off(cuda: Fa
     with pytest.raises(ArithmeticError), memory_history():
         raise ArithmeticError
     assert [call for call, _ in cuda.calls] == ["on", "off"]
+
+
+def test_a_history_of_the_program_is_used_and_goes_on(cuda: FakeCuda, run: RunContext) -> None:
+    torch.cuda.memory._record_memory_history(max_entries=9)
+    cuda.allocate(7)
+    with session(run, SCHEDULE, [AllocatorHistory()]) as made:
+        drive(made, range(6), allocate(cuda))
+    assert [call for call, _ in cuda.calls] == ["on", "snapshot"]
+    assert cuda.history == "on"
+    assert sizes(run, "cuda_alloc_rank_0.training_step.4.end.pickle") == [7, 100, 101, 102, 103]
+
+
+def test_after_a_history_that_the_program_has_stopped_windows_record_their_own(cuda: FakeCuda, run: RunContext) -> None:
+    start_memory_history()
+    torch.cuda.memory._record_memory_history(enabled=None)
+    with session(run, SCHEDULE, [AllocatorHistory()]) as made:
+        drive(made, range(6), allocate(cuda))
+    assert [call for call, _ in cuda.calls] == ["on", "off", "on", "snapshot", "off"]
+
+
+@pytest.mark.parametrize("backend", ["cudaMallocAsync", "pluggable"])
+def test_other_allocators_keep_no_history(cuda: FakeCuda, run: RunContext, backend: str) -> None:
+    cuda.backend = backend
+    assert AllocatorHistory().unavailable(run) == f"the {backend} allocator keeps no history"
+    with pytest.raises(ConfigError, match="use the native allocator"):
+        start_memory_history()
+    assert cuda.calls == []

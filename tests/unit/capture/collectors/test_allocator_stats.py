@@ -25,3 +25,11 @@ def test_every_mark_has_all_statistics_and_the_device(tmp_path: Path) -> None:
     assert [row["allocated_bytes.all.peak"] for row in ends] == [200, 300, 300]
     assert len(rows) == 3 * 8
     assert all(row["device"] == "cuda:0" and row["num_ooms"] == 0 for row in rows)
+
+
+def test_a_pluggable_allocator_has_no_statistics_and_says_so(tmp_path: Path) -> None:
+    with FakeCuda().installed() as cuda, context(tmp_path, "cuda:0") as run:
+        cuda.backend = "pluggable"
+        assert AllocatorStats().unavailable(run) == "a CUDAPluggableAllocator has no statistics"
+        cuda.backend = "cudaMallocAsync"
+        assert AllocatorStats().unavailable(run) is None

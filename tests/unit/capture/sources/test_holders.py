@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_memprof.capture.sources.holders import holder_name, referenced, tracked_tensors
+
+CACHE: dict[str, Any] = {}
+
+
+class Model:
+    """Keeps tensors in attributes."""
+
+    kept: list[Any] = []  # noqa: RUF012 the fault that is looked for
+
+    def __init__(self) -> None:
+        self.last: Any = None
+        self.history: list[Any] = []
+
+
+@functools.lru_cache
+def cached(size: int) -> torch.Tensor:
+    return torch.ones(size)
+
+
+def held_by(put: Callable[[torch.Tensor], object]) -> tuple[bool, str | None]:
+    put(torch.ones(77))
+    tracked = tracked_tensors()
+    (mine,) = (place for place, tensor in enumerate(tracked) if tensor.shape == (77,))
+    return id(tracked[mine]) in referenced(tracked), holder_name(tracked[mine], {id(tracked)})
+
+
+@pytest.mark.parametrize(
+    ("put", "name"),
+    [
+        (lambda model: model.history.append, "list Model.history"),
+        (lambda model: lambda tensor: model.history.append({"loss": tensor}), "dict Model.history"),
+        (lambda model: lambda tensor: setattr(model, "last", tensor), "Model.last"),
+        (lambda _model: Model.kept.append, "list Model.kept"),
+        (lambda _model: lambda tensor: CACHE.update(one=tensor), f"dict {__name__}.CACHE"),
+    ],
+)
+def test_a_holder_is_named_by_its_kind_and_its_place(put: Any, name: str) -> None:
+    model = Model()
+    try:
+        assert held_by(put(model)) == (True, name)
+    finally:
+        Model.kept.clear()
+        CACHE.clear()
+
+
+def test_a_cache_of_a_function_is_a_holder() -> None:
+    try:
+        cached(78)
+        tracked = tracked_tensors()
+        (found,) = (holder_name(tensor, {id(tracked)}) for tensor in tracked if tensor.shape == (78,))
+        assert found == f"_lru_cache_wrapper {__name__}.cached"
+    finally:
+        cached.cache_clear()
+
+
+def test_a_local_variable_is_no_holder() -> None:
+    local = torch.ones(79)
+    tracked = tracked_tensors()
+    assert id(local) not in referenced(tracked)
+    assert holder_name(local, {id(tracked)}) is None
+
+
+def test_an_object_without_attributes_of_its_own_is_named_by_its_type() -> None:
+    nested = [(SimpleNamespace(value=torch.ones(80)),)]
+    tracked = tracked_tensors()
+    assert holder_name(nested[0][0].value, {id(tracked)}) == "SimpleNamespace.value"
