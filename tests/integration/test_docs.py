@@ -113,13 +113,6 @@ def test_the_modules_that_a_page_names_exist_and_no_list_is_long(page: Path) -> 
     assert max(map(int, re.findall(r"^(\d+)\. `", text, re.MULTILINE)), default=0) <= 8
 
 
-def test_the_changelog_counts_the_findings() -> None:
-    pages = "".join(page.read_text(encoding="utf-8") for page in (DOCS / "reference" / "findings").glob("*.md"))
-    rules = set(re.findall(r"^## `(\w+)`", pages, re.MULTILINE))
-    count = len(rules - {"nothing_found"})
-    assert f"- {count} findings" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize("page", sample_outputs.OUTPUTS)
 def test_the_sample_output_of_a_page_is_what_the_code_prints(page: str) -> None:
     with sample_outputs.produced() as directory:

@@ -138,7 +138,7 @@ def device_cause(
 ) -> tuple[Cause, str]:
     """Return the cause of a failed device allocation, and a sentence with its evidence.
 
-    An allocation larger than the limit can never succeed. Otherwise unused reserved memory, at least 10 % of it, or the
+    An allocation larger than the limit can never succeed. Otherwise unused reserved memory, at least 10% of it, or the
     memory of other processes is the cause if the allocation would have succeeded with it.
     """
     limit, free, reserved, unused = memory.limit_bytes, memory.free_bytes, memory.reserved_bytes, memory.unused_bytes
