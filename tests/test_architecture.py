@@ -33,6 +33,7 @@ ONE_IMPORTER = {
     "capture/collectors/function_rows.py": "file format of function memory",
     "capture/named_snapshots.py": "the callback's snapshots and regions, without lightning",
     "capture/sources/kineto.py": "the one owner of torch's profiler",
+    "capture/sources/holders.py": "walk over the objects that refer to a tensor, an algorithm of its own",
     "capture/sources/oom_state.py": "reads allocator and host state, without the collector protocol",
     "capture/sources/padding.py": "reads the values of a batch, an algorithm of its own",
     "capture/sources/saved_graph.py": "walk over autograd's graph, an algorithm of its own",

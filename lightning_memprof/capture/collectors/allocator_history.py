@@ -82,7 +82,7 @@ def memory_history(*, max_entries: int = _MAX_ENTRIES, stacks: Literal["python",
 
     Contexts may nest and overlap: the first one starts the history, with its ``max_entries`` and ``stacks``, and the
     last one stops it, which clears it. Write snapshots inside the context. A history that the program itself records
-    is used as it is and goes on afterwards.
+    is used as it is and stays on.
 
     Args:
         max_entries: number of events to keep.

@@ -84,7 +84,7 @@ def _place(owner: Any, value: Any) -> str | None:
         if type(module) is ModuleType and vars(module) is owner:
             return f"{name}.{key}"
         # A class shows its attributes only through a proxy.
-        owners = (one for one in gc.get_referrers(owner) if isinstance(one, type) or _attributes(one) is owner)
+        owners = (item for item in gc.get_referrers(owner) if isinstance(item, type) or _attributes(item) is owner)
         instance = next(owners, None)
         return None if instance is None else f"{_class_name(instance)}.{key}"
     if type(owner) in _CONTAINERS:
