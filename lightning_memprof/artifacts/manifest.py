@@ -87,13 +87,14 @@ class RunFacts(OpenRow):
 
 
 class OptimizerFacts(OpenRow):
-    """An optimizer; ``parameters`` counts tensors."""
+    """An optimizer; ``parameters`` counts tensors, ``modules`` are the direct children of the model that it updates."""
 
     name: str | None = None
     foreach: bool | None = None
     fused: bool | None = None
     parameters: Int64 | None = None
     device: str | None = None
+    modules: list[str] = msgspec.field(default_factory=list)
 
 
 class DataLoaderFacts(OpenRow):
@@ -118,7 +119,8 @@ class ParameterFacts(OpenRow):
 class TrainingFacts(OpenRow):
     """The ``training`` row: the loop and the model, as known when training starts.
 
-    ``parameters`` counts numbers, ``threads`` are those of one operator, ``parameter_dtypes`` has bytes by dtype.
+    ``parameters`` counts numbers, ``threads`` are those of one operator, ``parameter_dtypes`` has bytes by dtype,
+    ``not_optimized`` the paths of modules whose parameters need gradients and are in no optimizer.
     """
 
     num_batches: Int64 | None = None
@@ -132,6 +134,7 @@ class TrainingFacts(OpenRow):
     dataloaders: list[DataLoaderFacts] = msgspec.field(default_factory=list)
     parameter_dtypes: dict[str, Int64] = msgspec.field(default_factory=dict)
     largest_parameters: list[ParameterFacts] = msgspec.field(default_factory=list)
+    not_optimized: list[str] = msgspec.field(default_factory=list)
     detect_anomaly: bool | None = None
     threads: Int64 | None = None
 

@@ -10,6 +10,7 @@ import platform
 import socket
 from collections import Counter
 from dataclasses import asdict
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 import lightning
@@ -21,7 +22,7 @@ from lightning_memprof.schedule import Schedule, no_window
 from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from lightning.pytorch import Trainer
 
@@ -96,7 +97,8 @@ def training_facts(trainer: Trainer) -> dict[str, Any]:
         "parameter_bytes": None
         if parameters is None
         else sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-        "optimizers": [_optimizer_facts(optimizer) for optimizer in trainer.optimizers],
+        "optimizers": [_optimizer_facts(optimizer, module) for optimizer in trainer.optimizers],
+        "not_optimized": [] if lazy else _not_optimized(module, trainer.optimizers),
         "dataloaders": [_loader_facts(loader) for loader in _loaders(trainer)],
         "parameter_dtypes": {} if parameters is None else _bytes_by_dtype(parameters),
         "largest_parameters": [] if lazy else _largest_parameters(module),
@@ -135,15 +137,43 @@ def _largest_parameters(module: torch.nn.Module) -> list[dict[str, Any]]:
     return sorted(found, key=lambda row: -row["bytes"])[:_LARGEST]
 
 
-def _optimizer_facts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _not_optimized(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
+    """Return the paths of the outermost submodules whose parameters all need gradients that no optimizer uses.
+
+    Empty where the optimizers have none of the model's parameters, as with sharded ones.
+    """
+    updated = {id(parameter) for optimizer in optimizers for parameter in _parameters(optimizer)}
+    if updated.isdisjoint(map(id, module.parameters())):
+        return []
+
+    def below(owner: torch.nn.Module, path: str) -> Iterator[str]:
+        for name, child in owner.named_children():
+            trained = {id(parameter) for parameter in child.parameters() if parameter.requires_grad}
+            if trained and trained.isdisjoint(updated):
+                yield f"{path}{name}"
+            elif not trained <= updated:
+                yield from below(child, f"{path}{name}.")
+
+    return list(islice(below(module, ""), _LARGEST))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _optimizer_facts(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> dict[str, Any]:
     groups = optimizer.param_groups
-    parameters = [parameter for group in groups for parameter in group["params"]]
+    parameters = _parameters(optimizer)
+    updated = set(map(id, parameters))
     return {
         "name": type(optimizer).__name__,
         "foreach": groups[0].get("foreach") if groups else None,
         "fused": groups[0].get("fused") if groups else None,
         "parameters": len(parameters),
         "device": str(parameters[0].device) if parameters else None,
+        "modules": [
+            name for name, child in module.named_children() if not updated.isdisjoint(map(id, child.parameters()))
+        ],
     }
 
 

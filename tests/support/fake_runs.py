@@ -69,6 +69,7 @@ class FakeRun:
         trace: whether each window has an operator trace.
         memory: what the memory collectors saw in each window; None is a run without them.
         loading: the parts of a fetch that take an equal part of the data wait: ``Images.fetch``.
+        actions: further ones of each recorded step, in its optimizer step.
         padding: positions of a recorded batch, those that are padding, and of these the ones beyond the longest sample.
         samples: of a batch, where ``padding`` is set.
 
@@ -86,6 +87,7 @@ class FakeRun:
     trace: bool = True
     memory: FakeMemory | None = field(default_factory=FakeMemory)
     loading: tuple[str, ...] = ()
+    actions: tuple[str, ...] = ()
     padding: tuple[int, int, int] | None = None
     samples: int = 32
 
@@ -229,7 +231,7 @@ def _write_window(sink: Sink, window: Window, fake: FakeRun) -> None:
     with sink.series(window, "host") as write:
         for step in steps:
             start = START_NS + step * 20_000_000
-            hooks += _hook_rows(step, start, fake.phases(sink.rank, step), fake.loading, recorded=step in recorded)
+            hooks += _hook_rows(step, start, fake.phases(sink.rank, step), fake, recorded=step in recorded)
             for index, point in enumerate(MARKS):
                 mark = Mark(step, step, point, step in recorded, start + index)
                 rss = fake.rss_bytes(step) + index * MIB
@@ -281,13 +283,11 @@ def _write_allocator(sink: Sink, window: Window, fake: FakeRun) -> None:
                 write(mark, device=fake.device, **values)
 
 
-def _hook_rows(
-    step: int, start: int, phases: Phases, loading: tuple[str, ...], *, recorded: bool
-) -> list[dict[str, Any]]:
+def _hook_rows(step: int, start: int, phases: Phases, fake: FakeRun, *, recorded: bool) -> list[dict[str, Any]]:
     """Lay the phases out as Lightning nests them: forward and backward inside of the optimizer step."""
     data, forward, backward = phases["data_wait"], phases["forward"], phases["backward"]
     optimizer, callbacks = phases["optimizer"], phases["callbacks"]
-    batch = start + data
+    batch, loading = start + data, fake.loading
     after = batch + forward + backward + optimizer
     laid_out = (
         ("step", start, sum(phases.values()), -1),
@@ -300,6 +300,7 @@ def _hook_rows(
         ("[LightningModule]LitGPT.optimizer_step", batch, forward + backward + optimizer, 1),
         (f"[Strategy]{STRATEGY}.training_step", batch, forward, 2),
         (f"[Strategy]{STRATEGY}.backward", batch + forward, backward, 2),
+        *((action, batch + forward + backward + at, 1, 2) for at, action in enumerate(fake.actions)),
         ("[Callback]TQDMProgressBar.on_train_batch_end", after, callbacks, 0),
     )
     return [

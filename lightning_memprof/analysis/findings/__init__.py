@@ -39,7 +39,7 @@ from lightning_memprof.analysis.findings.memory import (
     out_of_memory,
 )
 from lightning_memprof.analysis.findings.model import NOTHING_FOUND, Evidence, Facts, Finding, Rule, Severity, Verdict
-from lightning_memprof.analysis.findings.modules import python_loop, python_time
+from lightning_memprof.analysis.findings.modules import python_loop, python_time, unused_gradients
 from lightning_memprof.analysis.findings.profiler import other_profiler, profiler_overhead, recording_overhead
 from lightning_memprof.analysis.findings.snapshot import (
     allocator_churn,
@@ -86,6 +86,7 @@ RULES: Final[tuple[Rule, ...]] = (
     double_precision,
     python_loop,
     python_time,
+    unused_gradients,
     thread_oversubscription,
     dense_embedding,
     optimizer_bound,

@@ -7,17 +7,28 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.model import MIN_STEPS, Evidence, Facts, Finding, Recovery
+from lightning_memprof.analysis.findings.model import MIN_STEPS, NOTABLE, Evidence, Facts, Finding, Recovery
 from lightning_memprof.analysis.ledger.model import grouped, total
+from lightning_memprof.analysis.steps.events import rank_events
 from lightning_memprof.units import format_ns, percent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
     from lightning_memprof.analysis.run.model import Rank
+    from lightning_memprof.artifacts.manifest import OptimizerFacts
 
-__all__ = ["ROOT", "Heaviest", "faster", "heaviest_module", "operator_family", "python_loop", "python_time"]
+__all__ = [
+    "ROOT",
+    "Heaviest",
+    "faster",
+    "heaviest_module",
+    "operator_family",
+    "python_loop",
+    "python_time",
+    "unused_gradients",
+]
 
 ROOT: Final = "the model"
 # A module with less of its parent's time does not explain it.
@@ -267,3 +278,110 @@ def _calls(lines: Iterable[TimeLine]) -> Counter[str]:
         if line.part == "forward" and line.module is not None and not line.operator:
             found[line.module] += line.count  # type: ignore[assignment]  # a mean per step is a float
     return found
+
+
+ACCUMULATE: Final = "torch::autograd::AccumulateGrad"
+# Of the gradients that all passes of a step could compute: parameters that a pass does not need are missing.
+ALL_GRADIENTS: Final = 0.95
+# Other modules may need the gradients of a module's inputs, half of its backward.
+FROZEN: Final = (0.4, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Unused:
+    """Gradients that no optimizer uses: the texts of the finding, and the nanoseconds per step that they cost."""
+
+    sentence: str
+    why: str
+    next_steps: tuple[str, ...]
+    least: float
+    most: float
+
+
+def unused_gradients(facts: Facts) -> list[Finding]:
+    """Find backward passes that compute gradients which no optimizer uses.
+
+    Of modules that are in no optimizer: recovers 40% to 100% of their backward, the lower figure where modules before
+    them train. With several optimizers and ``n`` passes per step that all reach all of their parameters: one pass of
+    the optimizer with the shortest backward, to ``n - 1`` of the one with the longest.
+    """
+    worst = facts.heaviest(lambda ledger: ledger.ns("backward"))
+    if worst is None or worst[0].training is None or worst[1].steps < MIN_STEPS:
+        return []
+    rank, ledger = worst
+    training = worst[0].training
+    unused = _not_optimized(training.not_optimized, ledger) or _of_other_optimizers(rank, training.optimizers, ledger)
+    if unused is None:
+        return []
+    worth = Recovery(unit="ns", least=unused.least, most=unused.most, whole=ledger.step_ns)
+    if worth.share < NOTABLE:
+        return []
+    return [
+        Finding(
+            rule="unused_gradients",
+            severity=worth.severity,
+            sentence=f"Unused gradients: {unused.sentence}{facts.on_rank(rank)}.",
+            why=f"{unused.why} of a {format_ns(ledger.step_ns)} step.",
+            next_steps=unused.next_steps,
+            evidence=_evidence(facts, rank),
+            numbers={"rank": rank.rank, "backward_ns": ledger.ns("backward"), "duration_ns": ledger.step_ns},
+            weight=worth.share,
+            recovers=worth,
+        )
+    ]
+
+
+def _not_optimized(modules: Iterable[str], ledger: TimeLedger) -> _Unused | None:
+    """Return the module in no optimizer with the longest backward."""
+    path, ns = max(((path, _backward(ledger, [path])) for path in modules), key=lambda pair: pair[1], default=("", 0.0))
+    if not ns:
+        return None
+    freeze = f"self.{path}.requires_grad_(False)"
+    return _Unused(
+        sentence=f"backward computes those of {path}, which is in no optimizer",
+        why=f"Backward of {path} takes {format_ns(ns)}",
+        next_steps=(f"Freeze it: {freeze}; where nothing before it trains, call it under torch.no_grad().",),
+        least=ns * FROZEN[0],
+        most=ns * FROZEN[1],
+    )
+
+
+def _of_other_optimizers(rank: Rank, optimizers: Sequence[OptimizerFacts], ledger: TimeLedger) -> _Unused | None:
+    """Return the gradients of passes after which the optimizer of other modules steps."""
+    passes = _passes_to_all(rank, optimizers, ledger)
+    if passes < 2:
+        return None
+    spent = [_backward(ledger, optimizer.modules) for optimizer in optimizers]
+    parts = (f"{', '.join(each.modules)} {format_ns(ns)}" for each, ns in zip(optimizers, spent, strict=True))
+    return _Unused(
+        sentence=f"each of {passes} backward passes per step reaches all {len(optimizers)} optimizers",
+        why=f"One optimizer steps after each pass and uses its own gradients only; backward takes {', '.join(parts)}",
+        next_steps=(
+            "Cut the graph with detach() where a loss trains one part only: discriminator(generated.detach()).",
+            "Or train one part at a time: self.toggle_optimizer(optimizer), self.untoggle_optimizer(optimizer).",
+        ),
+        least=min(spent) / passes,
+        most=max(spent) * (passes - 1) / passes,
+    )
+
+
+def _backward(ledger: TimeLedger, modules: Iterable[str]) -> float:
+    """Return the time of backward in modules, with their submodules."""
+    prefixes = tuple(f"{module}." for module in modules)
+    return total(line for line in ledger.of("backward") if f"{line.module}.".startswith(prefixes))
+
+
+def _passes_to_all(rank: Rank, optimizers: Sequence[OptimizerFacts], ledger: TimeLedger) -> int:
+    """Return the backward passes per step if each reaches all parameters of several optimizers, of which one steps."""
+    recorded = rank_events(rank)
+    actions = Counter(
+        (event.action.partition("]")[0], event.action.rpartition(".")[2]) for step in recorded for event in step.events
+    )
+    passes, steps = actions["[Precision", "backward"], actions["[Optimizer", "step"]
+    modules = [module for optimizer in optimizers for module in optimizer.modules]
+    if len(optimizers) < 2 or not recorded or passes != steps or len(set(modules)) < len(modules):
+        return 0
+    gradients = sum(line.called for line in ledger.of("backward") if line.operator == ACCUMULATE)
+    parameters = sum(optimizer.parameters or 0 for optimizer in optimizers)
+    per_step = passes / len(recorded)
+    return round(per_step) if parameters and gradients >= ALL_GRADIENTS * per_step * parameters else 0

@@ -7,7 +7,13 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_memprof.integration.facts import steps_ahead, training_facts, unreachable
+from lightning_memprof.integration.facts import (
+    _not_optimized,
+    _optimizer_facts,
+    steps_ahead,
+    training_facts,
+    unreachable,
+)
 from lightning_memprof.schedule import Action, Schedule
 
 INF = float("inf")
@@ -142,3 +148,29 @@ def test_the_training_row_has_dtypes_the_largest_parameters_and_anomaly_detectio
     }  # fmt: skip
     assert facts.found["detect_anomaly"] is True
     assert facts.found["threads"] == torch.get_num_threads()
+
+
+class Probe(torch.nn.Module):
+    """A head that is trained on a body that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.ModuleDict({"stem": torch.nn.Linear(2, 2), "neck": torch.nn.Linear(2, 2)})
+        self.frozen = torch.nn.Linear(2, 2).requires_grad_(False)
+        self.head = torch.nn.Linear(2, 2)
+
+
+def test_modules_that_need_gradients_and_are_in_no_optimizer_are_listed() -> None:
+    model = Probe()
+    assert _not_optimized(model, [torch.optim.SGD(model.head.parameters())]) == ["body"]
+    in_part = [*model.head.parameters(), *model.body["neck"].parameters()]
+    assert _not_optimized(model, [torch.optim.SGD(in_part)]) == ["body.stem"]
+    assert _not_optimized(model, [torch.optim.SGD(model.parameters())]) == []
+    # A strategy that shards parameters gives the optimizer others than the model's.
+    assert _not_optimized(model, [torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])]) == []
+
+
+def test_an_optimizer_has_the_children_of_the_model_that_it_updates() -> None:
+    model = Probe()
+    optimizer = torch.optim.SGD([*model.head.parameters(), *model.body["neck"].parameters()])
+    assert _optimizer_facts(optimizer, model)["modules"] == ["body", "head"]

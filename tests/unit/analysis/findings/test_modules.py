@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def found(tmp_path: Path, *inside: dict[str, Any], fake: FakeRun | None = None) 
         event("ProfilerStep#2", 0, 4000),
         event(FORWARD, 0, 2000),
         event(BACKWARD, 2000, 3000),
-        event("aten::mm", 2000, 3000),
+        event("aten::mm", 2000, 2900),
     ]
     tmp_path.mkdir(exist_ok=True)
     trace = trace_report(write_trace(tmp_path / "made.json", [*around, *inside]))
@@ -162,3 +163,53 @@ def test_gradient_clipping_is_not_the_optimizer(tmp_path: Path) -> None:
     finding = found(tmp_path, around, clipping, fake=run)["clipping_bound"]
     assert finding.numbers["ns"] == pytest.approx(14_000_000, rel=0.01)
     assert "Clip all gradients in one call" in finding.next_steps[0]
+
+
+def trained(**training: Any) -> FakeRun:
+    return FakeRun(phases=lambda _rank, _step: {**HEALTHY, "backward": 40_000_000}, training=training)
+
+
+def gradients(count: int) -> list[dict[str, Any]]:
+    return [event("torch::autograd::AccumulateGrad", 2905 + 5 * at, 2908 + 5 * at) for at in range(count)]
+
+
+def node(module: str, at: int) -> list[dict[str, Any]]:
+    """An operator in a module's forward at ``at``, and its node in backward 2 ms later, of 600 us."""
+    made = event("aten::relu", at, at + 10)
+    made["args"] = {"Sequence number": at, "Fwd thread id": 0}
+    ran = event("autograd::engine::evaluate_function: ReluBackward0", at + 2000, at + 2600)
+    ran["args"] = {"Sequence number": at, "Fwd thread id": 1}
+    return [event(f"[pl][module]Net: {module}", at, at + 20), made, ran]
+
+
+def test_a_module_in_no_optimizer_whose_gradients_are_computed_is_named(tmp_path: Path) -> None:
+    fake = trained(not_optimized=["head", "backbone"])
+    finding = found(tmp_path, *node("backbone.0", 100), fake=fake)["unused_gradients"]
+    assert "those of backbone, which is in no optimizer" in finding.sentence
+    assert "self.backbone.requires_grad_(False)" in finding.next_steps[0]
+    assert finding.recovers is not None
+    assert finding.recovers.least == pytest.approx(finding.recovers.most * 0.4)
+    assert finding.recovers.most == pytest.approx(40e6 * 0.6, rel=0.05)
+
+
+def test_a_module_in_no_optimizer_without_backward_costs_nothing(tmp_path: Path) -> None:
+    assert "unused_gradients" not in found(tmp_path, *node("net", 100), fake=trained(not_optimized=["backbone"]))
+
+
+OPTIMIZERS = [
+    {"name": "Adam", "parameters": 4, "modules": ["generator"], "fused": True},
+    {"name": "SGD", "parameters": 2, "modules": ["critic"], "fused": True},
+]
+
+
+@pytest.mark.parametrize(("count", "passes", "is_found"), [(18, 3, True), (14, 3, False), (6, 1, False)])
+def test_passes_that_all_reach_two_optimizers_compute_gradients_in_vain(
+    tmp_path: Path, count: int, passes: int, is_found: bool
+) -> None:
+    fake = replace(trained(optimizers=OPTIMIZERS), actions=("[Precision]Half.backward", "[Optimizer]SGD.step") * passes)
+    events = [*node("generator.0", 100), *gradients(count)]
+    findings = found(tmp_path, *events, fake=fake)
+    assert ("unused_gradients" in findings) == is_found
+    if is_found:
+        assert "each of 3 backward passes per step reaches all 2 optimizers" in findings["unused_gradients"].sentence
+        assert "detach()" in findings["unused_gradients"].next_steps[0]
