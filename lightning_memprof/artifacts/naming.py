@@ -28,6 +28,7 @@ __all__ = [
     "parse_pulse_name",
     "parse_series_path",
     "parse_summary_path",
+    "processes_name",
     "pulse_name",
     "regions_name",
     "series_path",
@@ -81,6 +82,11 @@ def parse_pulse_name(name: str) -> int | None:
 def actions_name(rank: int) -> str:
     """Name of a rank's totals by action and of its stalls, inside the run directory."""
     return f"actions.rank{rank:05d}.jsonl"
+
+
+def processes_name(rank: int) -> str:
+    """Name of a rank's samples of worker processes and validations, inside the run directory."""
+    return f"processes.rank{rank:05d}.jsonl"
 
 
 def regions_name(rank: int) -> str:

@@ -23,6 +23,7 @@ __all__ = [
     "PROFILER",
     "PULSE_COLUMNS",
     "UNTRACKED",
+    "ActionMemoryRow",
     "ActionTotalRow",
     "AllocatorRow",
     "DeadTensorRow",
@@ -31,6 +32,7 @@ __all__ = [
     "HookRow",
     "HostRow",
     "PeakRow",
+    "ProcessRow",
     "PulseRow",
     "RegionRow",
     "SavedTensorsRow",
@@ -136,6 +138,32 @@ class HostRow(SeriesRow, gc=False, omit_defaults=False):
     vms_bytes: Int64 | None = None
     peak_rss_bytes: Int64 | None = None
     uss_bytes: Int64 | None = None
+
+
+class ActionMemoryRow(SeriesRow, gc=False):
+    """The change of RSS over one action of the program in a recorded step: a hook of a callback or of the module."""
+
+    series = "action_memory"
+
+    action: str | None = None
+    rss_change_bytes: Int64 | None = None
+
+
+class ProcessRow(SeriesRow, gc=False):
+    """Memory outside the training steps of this process, over the whole run.
+
+    ``kind`` is ``workers``, the DataLoader workers (``workers`` of them): their proportional set size and the bytes
+    that only they have; or ``validation``, one inside fit: ``rss_bytes`` at its batches, at most 32 of ``batches``.
+    """
+
+    series = "processes"
+
+    kind: str | None = None
+    workers: Int64 | None = None
+    pss_bytes: Int64 | None = None
+    private_bytes: Int64 | None = None
+    batches: Int64 | None = None
+    rss_bytes: list[Int64] = msgspec.field(default_factory=list)
 
 
 class AllocatorRow(SeriesRow, gc=False):

@@ -110,6 +110,7 @@ class Progress:
         point: the last point that was reached.
         window: index of the open window.
         clock: of the run's steps; None before there is a session.
+        validation_batch: called before each batch of a validation inside fit; None if nobody listens.
 
     """
 
@@ -118,6 +119,7 @@ class Progress:
         self.point: Point | None = None
         self.window: int | None = None
         self.clock: StepClock | None = None
+        self.validation_batch: Callable[[], None] | None = None
 
 
 class StepRecord(NamedTuple):

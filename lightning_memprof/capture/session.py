@@ -133,6 +133,11 @@ class Session:
         """Note that the current step contains more than a step, a validation for instance."""
         self._is_usual = False
 
+    def validation_batch(self) -> None:
+        """Note that a batch of a validation inside fit begins."""
+        if self._progress.validation_batch is not None:
+            self._progress.validation_batch()
+
     def mark(self, point: Point, *, at_ns: int | None = None) -> None:
         """Pass the mark of ``point`` in the current step to the collectors of the open window.
 

@@ -66,6 +66,7 @@ class StageActions:
         within: actions in the phase of the action around them: checkpoints, and hooks that the module overrides.
         transfers: the same for a batch on its way to the device; those of a validation inside fit belong to it.
         unusual: slow actions that are not part of every step.
+        validation: the step of a validation inside fit; None outside fit.
 
     """
 
@@ -81,6 +82,7 @@ class StageActions:
     within: tuple[str, ...] = ()
     transfers: tuple[str, ...] = ()
     unusual: tuple[str, ...] = ()
+    validation: str | None = None
 
 
 def stage_function(stage: str) -> str:
@@ -107,6 +109,7 @@ def stage_actions(trainer: Trainer, stage: str, ours: type[Callback]) -> StageAc
             within=tuple(_within(trainer, (*_POINT_HOOKS, *_MODULE_HOOKS))),
             transfers=tuple(_transfers(trainer)),
             unusual=(f"{module}.on_validation_start", f"{module}.on_train_epoch_end", "save_checkpoint"),
+            validation=f"{strategy}.validation_step",
         )
     prefix = _PREFIX[stage]
     loop = {
@@ -217,6 +220,8 @@ class StepDriver:
             actions.batch_end: self._batch_end,
             "run_training_epoch": self._epoch_end,
         }
+        if actions.validation is not None:
+            starts[actions.validation] = self._session.validation_batch
         if actions.before_backward is not None and actions.after_backward is not None:
             backward = clock.slot("backward", _BACKWARD)
 

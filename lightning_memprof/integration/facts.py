@@ -14,10 +14,12 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 import lightning
+import psutil
 import torch
 
 import lightning_memprof
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION
+from lightning_memprof.capture.sources.memory import cgroup_memory
 from lightning_memprof.schedule import Schedule, no_window
 from lightning_memprof.units import format_count
 
@@ -64,8 +66,19 @@ def run_facts(
             "cpu_count": os.cpu_count(),
             "usable_cpus": _usable_cpus(),
             "torch_threads": torch.get_num_threads(),
+            **_memory_limits(device),
             "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         },
+    }
+
+
+def _memory_limits(device: torch.device) -> dict[str, int | None]:
+    """Return what the machine, the process's control group, and the device can hold."""
+    is_cuda = device.type == "cuda"
+    return {
+        "memory_bytes": psutil.virtual_memory().total,
+        "memory_limit_bytes": cgroup_memory()[0],
+        "device_memory_bytes": torch.cuda.get_device_properties(device).total_memory if is_cuda else None,
     }
 
 

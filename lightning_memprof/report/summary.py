@@ -11,6 +11,7 @@ from lightning_memprof.units import MIB, format_list
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from lightning_memprof.analysis.memory.model import WindowAllocations
     from lightning_memprof.analysis.run.model import Run
     from lightning_memprof.analysis.trace.model import TraceReport
 
@@ -44,7 +45,7 @@ def print_summary(run_dir: Path, file: TextIO | None = None, *, url: str | None 
         from lightning_memprof.report.view import run_view
 
         run = without_unfinished(replace(load_run(run_dir, max_pulse_bytes=MAX_PULSE_BYTES), url=url))
-        view = run_view(run, max_memory_bytes=MAX_MEMORY_BYTES, traces=_traces(run))
+        view = run_view(run, _allocations(run), max_memory_bytes=MAX_MEMORY_BYTES, traces=_traces(run))
         print_document(run_document(view), file)
     except Exception as error:
         msg = f"{run_dir}: the summary cannot be shown ({type(error).__name__}: {error}); the data is on disk"
@@ -63,6 +64,24 @@ def _traces(run: Run) -> tuple[TraceReport, ...]:
             except MemprofError:
                 return ()
     return ()
+
+
+def _allocations(run: Run) -> tuple[WindowAllocations, ...]:
+    """Return the allocations in the lead rank's small traces where its memory grows: they name what stays live."""
+    from lightning_memprof.analysis.ledger.growth import steady_growth
+    from lightning_memprof.analysis.memory.allocations import run_allocations
+
+    if not any(steady_growth(run.lead.pulse, column) for column in ("rss_bytes", "device_peak_bytes")):
+        return ()
+    small = [
+        artifact
+        for artifact in run.artifacts
+        if artifact.type == "trace"
+        and artifact.rank == run.lead.rank
+        and artifact.state == "present"
+        and (artifact.size_bytes or 0) <= MAX_TRACE_BYTES
+    ]
+    return run_allocations(replace(run, artifacts=tuple(small[:1])))
 
 
 def print_autopsy(directory: Path, rank: int, file: TextIO) -> None:

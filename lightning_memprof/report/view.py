@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_memprof.analysis.findings import Facts, Finding, Verdict, conclude, examine
-from lightning_memprof.analysis.findings.growth import left_by_windows
+from lightning_memprof.analysis.ledger.growth import left_by_windows
 from lightning_memprof.analysis.ledger.peaks import machine_peaks
 from lightning_memprof.analysis.memory.report import MemoryReport, memory_report
 from lightning_memprof.analysis.oom.autopsy import Autopsy, autopsies
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from lightning_memprof.analysis.ledger.memory import ByteLedger
     from lightning_memprof.analysis.ledger.model import TimeLedger
     from lightning_memprof.analysis.memory.model import WindowAllocations
     from lightning_memprof.analysis.ranks.report import RankReport
@@ -133,6 +134,7 @@ class View:
     run: Run
     across: RankReport | None = None
     ledger: TimeLedger | None = None
+    byte_ledger: ByteLedger | None = None
     events: tuple[StepEvents, ...] = ()
     pauses: Pauses | None = None
     throughput: tuple[RankThroughput, ...] = ()
@@ -183,6 +185,7 @@ def run_view(
         run=run,
         across=facts.ranks,
         ledger=facts.ledgers.get(run.lead.rank),
+        byte_ledger=facts.byte_ledgers.get(run.lead.rank),
         events=tuple(rank_events(run.lead)),
         pauses=pauses(run.lead),
         throughput=throughputs(run),

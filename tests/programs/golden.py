@@ -88,6 +88,7 @@ ADDED: Final = (
     "*.host_ledger",
     "*.device_ledger",
     "*.work",
+    "ledger.memory",
     "traces.program.loop_optimizer",
     "*.cost",
     "*.training.*",

@@ -37,6 +37,8 @@ from lightning_memprof.analysis.findings.memory import (
     allocator_retries,
     optimizer_state,
     out_of_memory,
+    validation_memory,
+    worker_memory,
 )
 from lightning_memprof.analysis.findings.model import NOTHING_FOUND, Evidence, Facts, Finding, Rule, Severity, Verdict
 from lightning_memprof.analysis.findings.modules import python_loop, python_time, unused_gradients
@@ -77,6 +79,8 @@ RULES: Final[tuple[Rule, ...]] = (
     other_profiler,
     memory_growth,
     device_memory_growth,
+    worker_memory,
+    validation_memory,
     allocator_retries,
     straggler,
     input_bound,

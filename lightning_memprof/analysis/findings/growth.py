@@ -4,71 +4,47 @@ from __future__ import annotations
 
 import itertools
 import os
-import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Severity
+from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Recovery, Severity
+from lightning_memprof.analysis.ledger.growth import MIN_BYTES, steady_growth
+from lightning_memprof.analysis.steps.phases import action_name
+from lightning_memprof.artifacts.series import ActionMemoryRow, HookRow
 from lightning_memprof.units import GIB, MIB, format_bytes, format_count, percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from lightning_memprof.analysis.ledger.growth import Growth
+    from lightning_memprof.analysis.ledger.memory import ByteLedger
     from lightning_memprof.analysis.memory.model import Site, WindowAllocations
+    from lightning_memprof.analysis.memory.report import RankMemory
     from lightning_memprof.analysis.run.model import ArtifactFile, Rank
     from lightning_memprof.analysis.snapshot.report import DeviceReport
-    from lightning_memprof.artifacts.series import PulseRow
 
-__all__ = ["Growth", "device_memory_growth", "left_by_windows", "memory_growth", "steady_growth"]
+__all__ = ["dataset_name", "device_memory_growth", "memory_growth", "recovered"]
 
-Point = tuple[int, int]
-
-# Four quarters of at least four steps: fewer do not tell a slope from a jump.
-MIN_STEPS: Final = 16
-# Caches, lazy initialization and the allocators' first growth are in the first tenth, at least five steps.
-WARMUP_SHARE: Final = 0.1
-WARMUP_STEPS: Final = 5
-# The C allocator's drift in a steady run is well below both. Between steps, live device memory varies by a batch.
-MIN_BYTES: Final = 32 * MIB
-MIN_SHARE: Final = 0.05
-# In fewer steps the allocator's pools may still fill: only a leak that soon ends the run counts.
-SHORT_RUN_STEPS: Final = 100
-SHORT_RUN_MIN_SHARE: Final = 0.1
-# In the first steps after a window, memory that the window's data displaced is touched again.
-SETTLING_STEPS: Final = 5
 SEVERE_SHARE: Final = 0.5
-# Between two quarters a steady slope adds a third of the total; a jump or a cache that fills adds next to nothing once.
-MIN_QUARTER: Final = 1 / 9
-# Pairs grow with the square: 200 points are 20,000 pairs, a few milliseconds.
-MAX_POINTS: Final = 200
-MAX_SEGMENTS: Final = 50
-# The level beside a window is the median of this many steps.
-EDGE_STEPS: Final = 5
-# The first step allocates permanent memory: gradients and optimizer state.
-FIRST_STEPS: Final = 1
-# Fewer steps show no level.
-MIN_EDGE_STEPS: Final = 3
-# The C allocator's jumps are smaller.
-MIN_LEFT_BYTES: Final = 8 * MIB
 # Allocations of these phases live across steps in every training.
 PERMANENT: Final = frozenset({"backward", "optimizer"})
 # A surviving allocation must be this share of the growth per step.
 LEAST_PART: Final = 0.1
 MAX_SURVIVORS: Final = 5
+# What adds the memory adds about the slope: tensors and fetches half of it or more, a hook, which usually adds nothing,
+# a tenth, and a graph all saved activations.
+MATCHES: Final = (0.5, 2.0)
+FETCHED: Final = 0.5
+HOOKED: Final = 0.1
+GRAPH: Final = (0.8, 1.3)
+RETAINED: Final = "Remove retain_graph=True, and keep loss.detach(), not the loss: a graph holds its activations."
+BATCHES: Final = 1.5
+FETCH: Final = ".train_dataloader_next"
+LOADER: Final = "[DataLoader]"
 COLUMNS: Final = (("rss_bytes", "Host memory", "RSS"), ("device_peak_bytes", "Device memory", "device peak"))
 DETACH: Final = "Store loss.item() or loss.detach(), not the loss, and clear lists of outputs in on_train_epoch_end."
 APPENDS: Final = "Find callbacks and metrics that append to a list in each batch."
-
-
-@dataclass(frozen=True, kw_only=True)
-class Growth:
-    """A steady slope: bytes per step, and the bytes that it added to ``start_bytes`` in ``steps`` steps."""
-
-    bytes_per_step: float
-    added_bytes: int
-    start_bytes: int
-    steps: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +78,10 @@ class _Survivor:
 
 
 def memory_growth(facts: Facts) -> list[Finding]:
-    """Find memory that grows with every step, and allocations that outlive their step."""
+    """Find memory that grows with every step, what adds it, and allocations that outlive their step.
+
+    Recovers the line ``growth`` of the byte ledger: all that the slope added to the peak.
+    """
     found = [
         (growth, rank, title, source)
         for rank in facts.run.ranks
@@ -115,17 +94,21 @@ def memory_growth(facts: Facts) -> list[Finding]:
     share = growth.added_bytes / growth.start_bytes if growth.start_bytes else 1.0
     survivors = _survivors(facts, rank, growth)
     sources = {survivor.source.artifact: survivor.source for survivor in survivors if survivor.source.artifact}
+    cause = _cause(facts, rank, growth, survivors)
+    evidence = cause.why if cause is not None else survivors[0].shown if survivors else ""
     return [
         Finding(
             rule="memory_growth",
             severity=Severity.CRITICAL if share >= SEVERE_SHARE else Severity.WARNING,
-            sentence=f"{title} grows by {format_bytes(growth.bytes_per_step)} per step{facts.on_rank(rank)}.",
+            sentence=(
+                f"{title} grows by {format_bytes(growth.bytes_per_step)} per step{facts.on_rank(rank)}"
+                f"{f' {cause.where}' if cause else ''}."
+            ),
             why=(
                 f"The {source} rose steadily by {format_bytes(growth.added_bytes)} ({percent(share)}) in "
-                f"{growth.steps} steps: 1 GiB more every {GIB / growth.bytes_per_step:,.0f} steps."
-                + (f" {survivors[0].shown}" if survivors else "")
-            ),
-            next_steps=(DETACH, APPENDS) if facts.is_fit else (APPENDS,),
+                f"{growth.steps} steps: 1 GiB more every {GIB / growth.bytes_per_step:,.0f} steps. {evidence}"
+            ).rstrip(),
+            next_steps=(*((cause.next,) if cause else ()), *((DETACH, APPENDS) if facts.is_fit else (APPENDS,))),
             evidence=(facts.pulse(rank), *sources.values()),
             numbers={
                 "rank": rank.rank,
@@ -134,11 +117,99 @@ def memory_growth(facts: Facts) -> list[Finding]:
                 "added_bytes": growth.added_bytes,
                 "start_bytes": growth.start_bytes,
                 "steps": growth.steps,
+                "action": cause.action if cause else None,
                 "kept": [survivor.numbers for survivor in survivors],
             },
             weight=share,
+            recovers=recovered(facts.byte_ledgers.get(rank.rank), growth.added_bytes, "growth"),
         )
     ]
+
+
+class _Cause(NamedTuple):
+    """What adds the memory: where, the evidence, and what to change there; ``action`` is the Trainer's."""
+
+    where: str
+    why: str
+    next: str
+    action: str | None = None
+
+
+def _cause(facts: Facts, rank: Rank, growth: Growth, survivors: Sequence[_Survivor]) -> _Cause | None:
+    """Return what adds memory in the recorded steps as the slope does, None if nothing recorded does.
+
+    A hook of the program, or the data set in this process; tensors that outlive their step; or the saved activations
+    of whole steps, which only a kept graph holds.
+    """
+    action = _growing_action(facts, rank, growth)
+    if action is not None:
+        return action
+    kept = next((found for found in survivors if found.site.bytes >= MATCHES[0] * growth.bytes_per_step), None)
+    if kept is not None and (place := kept.site.line or kept.site.module):
+        made = kept.site.line or f"the output of {place}"
+        advice = f"Find what keeps {made} after its step: detach it, and clear its list or dict."
+        return _Cause(f"in tensors of {place}", kept.shown, advice)
+    memory = _memory(facts, rank)
+    saved = memory.activations if memory is not None else None
+    if saved is not None and GRAPH[0] * saved.total_bytes <= growth.bytes_per_step <= GRAPH[1] * saved.total_bytes:
+        size = format_bytes(saved.total_bytes)
+        why = f"A step saves {size} of activations: a loss or output that is kept holds its graph."
+        return _Cause("with the saved activations of each step", why, RETAINED)
+    return None
+
+
+def _memory(facts: Facts, rank: Rank) -> RankMemory | None:
+    ranks = facts.memory.ranks if facts.memory is not None else ()
+    return next((memory for memory in ranks if memory.rank == rank.rank), None)
+
+
+def _growing_action(facts: Facts, rank: Rank, growth: Growth) -> _Cause | None:
+    """Return the program's hook over which RSS changes by about the slope in the recorded steps, or the fetch."""
+    changes: dict[str, list[int]] = defaultdict(list)
+    steps = sum(len(window.steps) for window in rank.windows)
+    for row in rank.recorded(ActionMemoryRow):
+        if row.action is not None and row.rss_change_bytes is not None:
+            changes[row.action].append(row.rss_change_bytes)
+    # The first steps also reuse freed memory: a hook adds less there than later.
+    fits = {
+        action: mean
+        for action, found in changes.items()
+        if steps
+        and min(found) > 0
+        and (FETCHED if action.endswith(FETCH) else HOOKED)
+        <= (mean := sum(found) / steps) / growth.bytes_per_step
+        <= MATCHES[1]
+    }
+    action = max(fits, key=lambda action: (not action.endswith(FETCH), fits[action]), default=None)
+    if action is None or (action.endswith(FETCH) and _is_batch(_memory(facts, rank), fits[action])):
+        return None
+    measured = f"RSS rises by {format_bytes(fits[action])} over it in each recorded step."
+    if not action.endswith(FETCH):
+        name = action_name(action)
+        advice = f"Look at what {name} keeps of each batch: keep a number instead, or clear its list or dict."
+        return _Cause(f"in {name}", measured, advice, action)
+    name = dataset_name(rank) or "the data set"
+    advice = f"Do not keep samples in {name}.__getitem__, or bound its cache: functools.lru_cache(maxsize=...)."
+    return _Cause(f"in the fetch from {name}", measured, advice, action)
+
+
+def _is_batch(memory: RankMemory | None, change: float) -> bool:
+    """Return whether the batch itself explains what a fetch adds; the one before is freed elsewhere."""
+    held = memory.held.values() if memory is not None else ()
+    return change < BATCHES * max((sizes.get("input") or 0 for sizes in held), default=0)
+
+
+def dataset_name(rank: Rank) -> str | None:
+    """Return the class of the data set of the recorded fetches, None if there are none."""
+    actions = (row.action or "" for row in rank.recorded(HookRow))
+    found = next((action for action in actions if action.startswith(LOADER)), None)
+    return found.removeprefix(LOADER).rpartition(".")[0] if found is not None else None
+
+
+def recovered(ledger: ByteLedger | None, size: float, category: str) -> Recovery | None:
+    """Return bytes of the peak, at most those of a category; None if the ledger has none."""
+    size = min(size, ledger.bytes(category)) if ledger is not None else 0
+    return Recovery(unit="bytes", least=size, most=size, whole=ledger.peak_bytes) if ledger and size > 0 else None
 
 
 def _survivors(facts: Facts, rank: Rank, growth: Growth) -> list[_Survivor]:
@@ -168,98 +239,6 @@ def _path(facts: Facts, file: os.PathLike[str] | str | None) -> str:
     """Return the path of a file in the manifest, else its own path; an empty string for None."""
     name = os.fspath(file) if file is not None else ""
     return next((artifact.path for artifact in facts.run.artifacts if os.fspath(artifact.file) == name), name)
-
-
-def steady_growth(rows: Sequence[PulseRow], column: str) -> Growth | None:
-    """Return the slope of a column of bytes if it rises steadily after the warmup, else None.
-
-    Steps in windows are excluded, and so is memory that a window leaves behind. The slope is the Theil-Sen median over
-    pairs of steps with no window between them; steady means that the medians of the four quarters rise one after the
-    other.
-    """
-    segments = _segments(rows, column, max(WARMUP_STEPS, round(WARMUP_SHARE * len(rows))))
-    if sum(map(len, segments)) < MIN_STEPS:
-        return None
-    slope = _median_slope(segments)
-    points = _joined(segments, slope)
-    quarter = len(points) / 4
-    medians = [
-        statistics.median(value for _, value in points[round(index * quarter) : round((index + 1) * quarter)])
-        for index in range(4)
-    ]
-    risen = medians[-1] - medians[0]
-    least = min(after - before for before, after in itertools.pairwise(medians))
-    steps = points[-1][0] - points[0][0]
-    start = segments[0][0][1]
-    added = round(slope * steps)
-    min_share = MIN_SHARE if len(points) >= SHORT_RUN_STEPS else SHORT_RUN_MIN_SHARE
-    if risen <= 0 or least < MIN_QUARTER * risen or added < MIN_BYTES or added < min_share * start:
-        return None
-    return Growth(bytes_per_step=slope, added_bytes=added, start_bytes=start, steps=steps)
-
-
-def left_by_windows(rows: Sequence[PulseRow], column: str) -> int | None:
-    """Return the bytes that windows added permanently, or None if no window has enough steps on both sides.
-
-    Compares the five steps before a window, or before several that are close together, with five after it has settled,
-    minus the training's own slope. A difference within their spread counts as 0.
-    """
-    segments = [segment for segment in _segments(rows, column, FIRST_STEPS) if len(segment) >= MIN_EDGE_STEPS]
-    edges = [(before[-EDGE_STEPS:], after[:EDGE_STEPS]) for before, after in itertools.pairwise(segments)]
-    if not edges:
-        return None
-    slope = _median_slope(segments)
-    left = 0
-    for before, after in edges:
-        level = [value - slope * step for step, value in before], [value - slope * step for step, value in after]
-        if min(level[1]) > max(level[0]) or max(level[1]) < min(level[0]):
-            left += round(statistics.median(level[1]) - statistics.median(level[0]))
-    return left if left >= MIN_LEFT_BYTES else 0
-
-
-def _segments(rows: Sequence[PulseRow], column: str, skip: int) -> list[list[Point]]:
-    """Return ``(step, bytes)`` after ``skip`` rows, split at windows, without the steps that settle after a window."""
-    segments: list[list[Point]] = []
-    split = True
-    settling = 0
-    for row in rows[skip:]:
-        step, value = row["step"], row[column]
-        if row["window"] is not None:
-            split, settling = True, SETTLING_STEPS
-        elif settling:
-            settling -= 1
-        elif step is not None and value is not None:
-            if split:
-                segments.append([])
-                split = False
-            segments[-1].append((step, value))
-    return segments
-
-
-def _joined(segments: Sequence[Sequence[Point]], slope: float) -> list[tuple[int, float]]:
-    """Concatenate the segments, each shifted so that only the slope remains of the difference across its window."""
-    points: list[tuple[int, float]] = []
-    for segment in segments:
-        shift = 0.0
-        if points:
-            before, after = points[-EDGE_STEPS:], segment[:EDGE_STEPS]
-            gap = statistics.mean(step for step, _ in after) - statistics.mean(step for step, _ in before)
-            across = statistics.median(value for _, value in after) - statistics.median(value for _, value in before)
-            shift = across - slope * gap
-        points += [(step, value - shift) for step, value in segment]
-    return points
-
-
-def _median_slope(segments: Sequence[Sequence[Point]]) -> float:
-    longest = sorted(segments, key=len, reverse=True)[:MAX_SEGMENTS]
-    most = max(MAX_POINTS // len(longest), MIN_STEPS)
-    slopes = [
-        (later - earlier) / (after - before)
-        for segment in longest
-        for (before, earlier), (after, later) in itertools.combinations(segment[:: -(-len(segment) // most)], 2)
-        if after > before
-    ]
-    return statistics.median(slopes) if slopes else 0.0
 
 
 # Two windows do not tell growth from the first steps' gradients, optimizer state and workspaces.

@@ -5,27 +5,41 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from lightning_memprof.analysis.findings.growth import dataset_name, recovered
 from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Severity
 from lightning_memprof.analysis.findings.traces import (
     times,
 )
+from lightning_memprof.analysis.ledger.growth import validation_growth, worker_growth
 from lightning_memprof.analysis.oom.autopsy import autopsies
-from lightning_memprof.artifacts.naming import series_path
-from lightning_memprof.artifacts.series import AllocatorRow
-from lightning_memprof.units import MIB, format_bytes, format_count, format_ns, percent
+from lightning_memprof.artifacts.naming import processes_name, series_path
+from lightning_memprof.artifacts.series import AllocatorRow, ProcessRow
+from lightning_memprof.units import GIB, MIB, format_bytes, format_count, format_ns, percent
 
 if TYPE_CHECKING:
+    from lightning_memprof.analysis.findings.model import Recovery
+    from lightning_memprof.analysis.ledger.memory import ByteLedger
     from lightning_memprof.analysis.memory.activations import Activations, CheckpointedGroup
     from lightning_memprof.analysis.memory.report import CategoryPeak, RankMemory
     from lightning_memprof.analysis.run.model import Rank, RecordedWindow
 
-__all__ = ["activation_peak", "allocator_retries", "optimizer_state", "out_of_memory"]
+__all__ = [
+    "activation_peak",
+    "allocator_retries",
+    "optimizer_state",
+    "out_of_memory",
+    "validation_memory",
+    "worker_memory",
+]
 
 # A smaller category fits everywhere.
 MIN_BYTES: Final = 64 * MIB
 LESS_MEMORY: Final = (
     "Free memory: a smaller batch with Trainer(accumulate_grad_batches=2), or activation checkpointing."
 )
+
+# From this share of the memory at the start on, growth ends the run soon.
+SEVERE_GROWTH: Final = 0.5
 
 # The page itself shows the contribution of the allocator's snapshot.
 NO_SNAPSHOT: Final = 0
@@ -63,6 +77,117 @@ def out_of_memory(facts: Facts) -> list[Finding]:
     ]
 
 
+def worker_memory(facts: Facts) -> list[Finding]:
+    """Find DataLoader workers that grow with every step.
+
+    Recovers what the slope added to the line ``workers`` of the byte ledger.
+    """
+    series = [(rank, rank.read(ProcessRow).rows) for rank in facts.run.ranks if rank.in_full]
+    found = [(growth, rank, rows) for rank, rows in series if (growth := worker_growth(rows)) is not None]
+    if not found:
+        return []
+    growth, rank, rows = max(found, key=lambda entry: entry[0].added_bytes)
+    ledger = facts.byte_ledgers.get(rank.rank)
+    start = growth.start_bytes + (ledger.peak_bytes - ledger.bytes("workers") if ledger is not None else 0)
+    share = growth.added_bytes / start if start else 1.0
+    workers = max(row.workers or 0 for row in rows)
+    name = dataset_name(rank)
+    sample = f"{name}.__getitem__" if name else "the data set"
+    return [
+        Finding(
+            rule="worker_memory",
+            severity=Severity.CRITICAL if share >= SEVERE_GROWTH else Severity.WARNING,
+            sentence=(
+                f"DataLoader workers{f' of {name}' if name else ''} grow by {format_bytes(growth.bytes_per_step)} per "
+                f"step{facts.on_rank(rank)}."
+            ),
+            why=(
+                f"The private memory of {format_count(workers, 'worker')} rose steadily by "
+                f"{format_bytes(growth.added_bytes)} in {growth.steps} steps: 1 GiB more every "
+                f"{GIB / growth.bytes_per_step:,.0f} steps. The RSS of the main process does not contain it."
+            ),
+            next_steps=(
+                f"Keep nothing in {sample}: each worker has its own copy. Cache on disk or in a shared tensor.",
+                "Bound the cache: functools.lru_cache(maxsize=...).",
+            ),
+            numbers={
+                "rank": rank.rank,
+                "workers": workers,
+                "bytes_per_step": round(growth.bytes_per_step),
+                "added_bytes": growth.added_bytes,
+                "start_bytes": growth.start_bytes,
+                "steps": growth.steps,
+            },
+            weight=min(share, 1.0),
+            evidence=(_processes(facts, rank),),
+            recovers=recovered(ledger, growth.added_bytes, "workers"),
+        )
+    ]
+
+
+def validation_memory(facts: Facts) -> list[Finding]:
+    """Find a validation that keeps memory of each batch until its end.
+
+    Recovers the line ``validation`` of the byte ledger: what its batches add to the peak.
+    """
+    series = [(rank, rank.read(ProcessRow).rows) for rank in facts.run.ranks if rank.in_full]
+    found = [(growth, rank) for rank, rows in series if (growth := validation_growth(rows)) is not None]
+    if not found:
+        return []
+    growth, rank = max(found, key=lambda entry: entry[0].added_bytes)
+    model = (rank.training.model if rank.training is not None else None) or "LightningModule"
+    return [
+        Finding(
+            rule="validation_memory",
+            severity=Severity.WARNING,
+            sentence=(
+                f"Validation keeps {format_bytes(growth.bytes_per_step)} of memory per batch{facts.on_rank(rank)}: "
+                f"{format_bytes(growth.added_bytes)} at its end."
+            ),
+            why=(
+                f"RSS rises steadily from {format_bytes(growth.start_bytes)} over {growth.steps} batches of a "
+                "validation: something of each batch is kept. It grows with the validation set."
+            ),
+            next_steps=(
+                f"Aggregate in {model}.validation_step, in a metric or a sum, instead of keeping each batch's outputs.",
+                "Keep less of each batch: detached, and reduced to what the metric needs.",
+            ),
+            numbers={
+                "rank": rank.rank,
+                "bytes_per_batch": round(growth.bytes_per_step),
+                "added_bytes": growth.added_bytes,
+                "start_bytes": growth.start_bytes,
+                "batches": growth.steps,
+            },
+            weight=growth.added_bytes / (growth.start_bytes + growth.added_bytes),
+            evidence=(_processes(facts, rank),),
+            recovers=recovered(facts.byte_ledgers.get(rank.rank), growth.added_bytes, "validation"),
+        )
+    ]
+
+
+def _processes(facts: Facts, rank: Rank) -> Evidence:
+    return Evidence(artifact=f"{facts.run.directory.name}/{processes_name(rank.rank)}", rank=rank.rank)
+
+
+def _severity(ledger: ByteLedger | None, recovers: Recovery | None) -> Severity:
+    """Return the severity of a line of the peak: memory that fits needs no remedy."""
+    if ledger is None or recovers is None or not ledger.is_under_pressure:
+        return Severity.INFO
+    return recovers.severity
+
+
+def _pressure(ledger: ByteLedger | None) -> str:
+    """Return the sentence that the memory is nearly full, empty if it is not."""
+    if ledger is None or not ledger.is_under_pressure or not ledger.limit_bytes:
+        return ""
+    ranks = f" in each of {ledger.sharing} processes" if ledger.sharing > 1 else ""
+    return (
+        f" The peak of {format_bytes(ledger.peak_bytes)}{ranks} is {percent(ledger.filled or 0)} of the "
+        f"{format_bytes(ledger.limit_bytes)} that {'the machine' if ledger.place == 'host' else ledger.place} can hold."
+    )
+
+
 # Below half of the peak, parameters, gradients and optimizer state come first.
 NOTABLE_ACTIVATIONS: Final = 0.5
 # Checkpointing that saves less of the peak is not worth its time.
@@ -72,7 +197,11 @@ SMALLER: Final = "Save fewer activations: a smaller batch with Trainer(accumulat
 
 
 def activation_peak(facts: Facts) -> list[Finding]:
-    """Find a peak that is mostly saved activations, their largest modules, and the effect of checkpointing."""
+    """Find a peak that is mostly saved activations, their largest modules, and the effect of checkpointing.
+
+    Recovers what checkpointing the blocks saves beyond the recomputation of one; without repeated blocks half of the
+    activations, for half of the batch. At most the line ``activation`` of the byte ledger.
+    """
     memory = facts.memory.lead if facts.memory is not None else None
     if memory is None or memory.peak is None or memory.activations is None or not facts.is_fit:
         return []
@@ -82,15 +211,18 @@ def activation_peak(facts: Facts) -> list[Finding]:
     group = _best(memory, total)
     rank = next(rank for rank in facts.run.ranks if rank.rank == memory.rank)
     steps = (memory.peak.step,)
+    ledger = facts.byte_ledgers.get(rank.rank)
+    fewer = group.saved_bytes - group.recompute_peak_bytes if group else saved / 2
+    recovers = recovered(ledger, fewer, "activation")
     return [
         Finding(
             rule="activation_peak",
-            severity=Severity.INFO,
+            severity=_severity(ledger, recovers),
             sentence=(
                 f"Saved activations are {percent(saved / total)} of peak memory{facts.on_rank(rank)}: "
                 f"{format_bytes(saved)}."
             ),
-            why=_why_activations(memory.activations, group),
+            why=_why_activations(memory.activations, group) + _pressure(ledger),
             next_steps=_next_for_activations(group),
             evidence=facts.recorded(rank, memory.peak.source, steps) or facts.recorded(rank, "saved_tensors"),
             numbers={
@@ -104,6 +236,7 @@ def activation_peak(facts: Facts) -> list[Finding]:
                 "recompute_ns": group.recompute_ns if group else None,
             },
             weight=saved / total,
+            recovers=recovers,
         )
     ]
 
@@ -145,14 +278,19 @@ def _next_for_activations(group: CheckpointedGroup | None) -> tuple[str, ...]:
 NOTABLE_PARAMETERS: Final = 1.0
 # Below 20% of the peak, something else comes first.
 NOTABLE_STATE: Final = 0.2
-STATE_NEXT: Final = (
-    "Shard it over the ranks: FSDPStrategy(), ModelParallelStrategy() with fully_shard, or ZeroRedundancyOptimizer.",
-    "Use an optimizer with less state: torch.optim.Adafactor, SGD without momentum, or 8-bit state.",
+SHARDED: Final = (
+    "Shard it over the ranks: FSDPStrategy(), ModelParallelStrategy() with fully_shard, or ZeroRedundancyOptimizer."
 )
+LESS_STATE: Final = "Use an optimizer with less state: torch.optim.Adafactor, SGD without momentum, or 8-bit state."
+# Of a matrix it keeps a row and a column; 8-bit state would recover three quarters.
+ADAFACTOR: Final = 0.9
 
 
 def optimizer_state(facts: Facts) -> list[Finding]:
-    """Find the permanent memory of the first optimizer step: a model that fits before it may not fit after it."""
+    """Find the permanent memory of the first optimizer step: a model that fits before it may not fit after it.
+
+    Recovers the part of the line ``optimizer_state`` that other ranks would hold, or that Adafactor does without.
+    """
     memory = facts.memory.lead if facts.memory is not None else None
     if memory is None or memory.peak is None or not facts.is_fit:
         return []
@@ -162,18 +300,21 @@ def optimizer_state(facts: Facts) -> list[Finding]:
         return []
     rank = next(rank for rank in facts.run.ranks if rank.rank == memory.rank)
     risen = _risen(rank)
+    ledger, ranks = facts.byte_ledgers.get(rank.rank), len(facts.run.ranks)
+    recovers = recovered(ledger, state * ((ranks - 1) / ranks if ranks > 1 else ADAFACTOR), "optimizer_state")
     first_steps = tuple(row["step"] for row in rank.pulse[:2] if row["step"] is not None)
     return [
         Finding(
             rule="optimizer_state",
-            severity=Severity.INFO,
+            severity=_severity(ledger, recovers),
             sentence=(
                 f"Optimizer state takes {format_bytes(state)} from the first optimizer step on{facts.on_rank(rank)}: "
                 f"{percent(state / peak.total_bytes)} of the peak."
             ),
             why=_why_state(rank, peak, state, parameters)
-            + (f" Step 2 peaks {format_bytes(risen)} above step 1." if risen is not None else ""),
-            next_steps=STATE_NEXT,
+            + (f" Step 2 peaks {format_bytes(risen)} above step 1." if risen is not None else "")
+            + _pressure(ledger),
+            next_steps=(SHARDED, LESS_STATE) if ranks > 1 else (LESS_STATE,),
             evidence=(*facts.recorded(rank, peak.source, (peak.step,)), facts.pulse(rank, first_steps)),
             numbers={
                 "rank": memory.rank,
@@ -183,6 +324,7 @@ def optimizer_state(facts: Facts) -> list[Finding]:
                 "first_step_bytes": risen,
             },
             weight=state / peak.total_bytes,
+            recovers=recovers,
         )
     ]
 

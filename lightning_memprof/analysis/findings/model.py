@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from lightning_memprof.analysis.ledger.memory import run_bytes
 from lightning_memprof.analysis.ledger.run import run_ledger
 from lightning_memprof.analysis.ranks.report import rank_report
 from lightning_memprof.analysis.steps.statistics import pulse_statistics
@@ -16,6 +18,7 @@ from lightning_memprof.artifacts.naming import pulse_name
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+    from lightning_memprof.analysis.ledger.memory import ByteLedger
     from lightning_memprof.analysis.ledger.model import TimeLedger
     from lightning_memprof.analysis.ledger.peaks import Peaks
     from lightning_memprof.analysis.memory.report import MemoryReport
@@ -189,6 +192,18 @@ class Facts:
             rank.rank: run_ledger(rank, recorded.get(rank.rank) or alone)
             for rank in self.run.ranks
             if rank.rank in self.statistics
+        }
+        return {rank: ledger for rank, ledger in found.items() if ledger is not None}
+
+    @cached_property
+    def byte_ledgers(self) -> Mapping[int, ByteLedger]:
+        """The byte ledgers of the ranks whose peak was measured, by rank."""
+        memory = {rank.rank: rank for rank in (self.memory.ranks if self.memory is not None else ())}
+        hosts = Counter(rank.facts.host for rank in self.run.ranks)
+        found = {
+            rank.rank: run_bytes(rank, memory.get(rank.rank), hosts[rank.facts.host])
+            for rank in self.run.ranks
+            if rank.in_full
         }
         return {rank: ledger for rank, ledger in found.items() if ledger is not None}
 

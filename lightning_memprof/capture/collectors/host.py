@@ -1,29 +1,48 @@
-"""Memory of this process as the operating system sees it."""
+"""Memory of this process and its DataLoader workers as the operating system sees it."""
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, ClassVar
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import psutil
 
-from lightning_memprof.artifacts.series import HostRow
-from lightning_memprof.capture.base import Collector, OnMark
-from lightning_memprof.capture.sources.memory import peak_rss_bytes
+from lightning_memprof.artifacts.naming import processes_name
+from lightning_memprof.artifacts.series import ActionMemoryRow, HostRow, ProcessRow, columns_of, encode_rows
+from lightning_memprof.artifacts.sink import ArtifactSpec
+from lightning_memprof.capture.base import Collector, OnMark, OnStep
+from lightning_memprof.capture.sources.memory import ResidentSize, peak_rss_bytes, worker_memory, worker_pids
 from lightning_memprof.schedule import Point
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
-    from lightning_memprof.capture.base import RunContext
+    from lightning_memprof.capture.base import RunContext, StepRecord
     from lightning_memprof.schedule import Mark, Window
 
-__all__ = ["HostMemory"]
+__all__ = ["ActionMemory", "HostMemory", "ProcessLog"]
+
+# Workers that fill a cache do so in the first seconds; later a sample every 10 s shows a leak.
+_FIRST_S: Final = (1, 2, 4, 8)
+_EVERY_S: Final = 10
+# Reading walks the page tables, 40 to 70 ms per GiB: at most 1% of one core.
+_SHARE: Final = 0.01
+_SAMPLES: Final = 32
+_MOST_VALIDATIONS: Final = 1000
+_OWNERS: Final = ("[Callback]", "[LightningModule]")
+_FETCH: Final = ".train_dataloader_next"
 
 
 class HostMemory(Collector):
-    """Resident, unique and virtual size of this process at every mark, and its peak RSS.
+    """Resident, unique and virtual size of this process at every mark, its peak RSS, and what changes it.
+
+    In recorded steps RSS is read around each hook that a callback or the module overrides, and around fetches. Over
+    the whole run it is read at the batches of a validation inside fit; the memory of DataLoader workers is read in a
+    thread, at windows and at most every 10 s after the first ones.
 
     The unique size (``uss_bytes``) walks the process's page tables, some 40 to 70 ms per GiB: a thread reads it once
     a window, after the last step, while the other collectors save their data.
@@ -34,15 +53,20 @@ class HostMemory(Collector):
 
     @contextmanager
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
-        """Sample at every mark."""
+        """Sample at every mark, and around the program's hooks."""
         process = psutil.Process()
+        actions = ActionMemory({name for name, _ in run.progress.clock.actions} if run.progress.clock else set())
         with (
             run.sink.series(window, self.name) as write,
             ThreadPoolExecutor(max_workers=1, thread_name_prefix="memprof-uss") as thread,
             ExitStack() as last,
         ):
+            last.callback(actions.close)
+            last.callback(_save, run, window, actions)
+            last.enter_context(run.actions.listen(actions.start, actions.stop))
 
             def sample(mark: Mark) -> None:
+                actions.mark(mark)
                 size = process.memory_info()
                 row = HostRow(rss_bytes=size.rss, vms_bytes=size.vms, peak_rss_bytes=peak_rss_bytes(size.rss))
                 write(mark, row)
@@ -51,3 +75,155 @@ class HostMemory(Collector):
                     last.callback(lambda: setattr(row, "uss_bytes", unique.result()))
 
             yield sample
+
+    @contextmanager
+    def follow(self, run: RunContext) -> Iterator[OnStep | None]:
+        """Sample workers and validations over the whole run."""
+        path = run.sink.place.directory / processes_name(run.rank)
+        log = ProcessLog(path, run.unix_offset_ns)
+        run.progress.validation_batch = run.guarded(log.validation_batch, collector=self.name)
+        try:
+            yield log.on_step
+        finally:
+            run.progress.validation_batch = None
+            if log.close():
+                run.sink.list_artifact(ArtifactSpec(path=path, type="series", collector=self.name))
+
+
+def _save(run: RunContext, window: Window, actions: ActionMemory) -> None:
+    if actions.rows:
+        run.sink.write_rows(window, ActionMemoryRow.series, actions.rows)
+
+
+class ActionMemory:
+    """Reads RSS around the program's own actions, some 5 µs each.
+
+    Args:
+        known: actions with a slot in the step's clock: hooks that the program overrides.
+
+    """
+
+    def __init__(self, known: set[str]) -> None:
+        self.rows: list[ActionMemoryRow] = []
+        # The module's optimizer step contains forward and backward.
+        self._known = {
+            name
+            for name in known
+            if name.endswith(_FETCH) or (name.startswith(_OWNERS) and not name.endswith(".optimizer_step"))
+        }
+        self._resident = ResidentSize()
+        self._open: list[tuple[str, int]] = []
+        self._mark: Mark | None = None
+
+    def mark(self, mark: Mark) -> None:
+        """Remember the step."""
+        self._mark = mark
+
+    def start(self, name: str) -> None:
+        """Read RSS before an action."""
+        if name in self._known:
+            self._open.append((name, self._resident.read()))
+
+    def stop(self, name: str) -> None:
+        """Write the change over the action that ends."""
+        if name not in self._known or not self._open or self._open[-1][0] != name:
+            return
+        _, before = self._open.pop()
+        mark = self._mark
+        if mark is not None:
+            change = self._resident.read() - before
+            row = ActionMemoryRow(action=name, rss_change_bytes=change, step=mark.step, global_step=mark.global_step)
+            row.recorded = mark.recorded
+            self.rows.append(row)
+
+    def close(self) -> None:
+        """Release the file."""
+        self._resident.close()
+
+
+class ProcessLog:
+    """Samples of the DataLoader workers and of validations, in a file that begins with the first sample.
+
+    Args:
+        path: the file.
+        offset_ns: of the run's times.
+
+    """
+
+    def __init__(self, path: Path, offset_ns: int) -> None:
+        self._path = path
+        self._offset_ns = offset_ns
+        self._resident = ResidentSize()
+        self._file: Any = None
+        self._writing = threading.Lock()
+        self._thread: ThreadPoolExecutor | None = None
+        self._began_ns = self._last_ns = perf_counter_ns()
+        self._due_ns = self._began_ns + _FIRST_S[0] * 1_000_000_000
+        self._taken = 0
+        self._batches = 0
+        self._stride = 1
+        self._sizes: list[int] = []
+        self._validations = 0
+
+    def validation_batch(self) -> None:
+        """Read RSS at a batch of a validation inside fit; of many batches at every second, fourth, ... one."""
+        if self._batches % self._stride == 0:
+            if len(self._sizes) == _SAMPLES:
+                del self._sizes[1::2]
+                self._stride *= 2
+            self._sizes.append(self._resident.read())
+        self._batches += 1
+
+    def on_step(self, record: StepRecord) -> None:
+        """Write the validation of a step, and sample the workers where it is time."""
+        if self._batches:
+            self._end_validation(record.step, record.global_step)
+        now = perf_counter_ns()
+        in_window = record.window is not None and now - self._last_ns > 1_000_000_000
+        if now >= self._due_ns or in_window:
+            self._last_ns = now
+            self._due_ns = now + _EVERY_S * 1_000_000_000
+            if pids := worker_pids():
+                self._thread = self._thread or ThreadPoolExecutor(max_workers=1, thread_name_prefix="memprof-workers")
+                self._thread.submit(self._sample, record.step, record.global_step, pids)
+            elif self._taken < len(_FIRST_S):
+                self._due_ns = now + _FIRST_S[0] * 1_000_000_000
+
+    def close(self) -> bool:
+        """Finish; return whether anything was written."""
+        if self._batches:
+            self._end_validation(None, None)
+        if self._thread is not None:
+            self._thread.shutdown()
+        self._resident.close()
+        if self._file is not None:
+            self._file.close()
+        return self._file is not None
+
+    def _end_validation(self, step: int | None, global_step: int | None) -> None:
+        row = ProcessRow(kind="validation", batches=self._batches, rss_bytes=self._sizes)
+        self._batches, self._stride, self._sizes = 0, 1, []
+        self._validations += 1
+        if self._validations <= _MOST_VALIDATIONS:
+            self._write(row, step, global_step)
+
+    def _sample(self, step: int, global_step: int, pids: list[int]) -> None:
+        start = perf_counter_ns()
+        sizes = [size for pid in pids if (size := worker_memory(pid)) is not None]
+        spent = perf_counter_ns() - start
+        following = [s for s in _FIRST_S if s * 1_000_000_000 > start - self._began_ns]
+        self._taken += 1
+        wait_ns = (following[0] * 1_000_000_000 - (start - self._began_ns)) if following else _EVERY_S * 1_000_000_000
+        self._due_ns = start + max(wait_ns, round(spent / _SHARE))
+        if sizes:
+            pss, private = (sum(found) for found in zip(*sizes, strict=True))
+            row = ProcessRow(kind="workers", workers=len(sizes), pss_bytes=pss, private_bytes=private)
+            self._write(row, step, global_step)
+
+    def _write(self, row: ProcessRow, step: int | None, global_step: int | None) -> None:
+        row.step, row.global_step, row.time_ns = step, global_step, perf_counter_ns() + self._offset_ns
+        with self._writing:
+            if self._file is None:
+                self._file = self._path.open("x", encoding="utf-8", buffering=1)
+            # One call, so that a reader sees whole lines.
+            self._file.write(encode_rows([columns_of(row)]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from multiprocessing import process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,7 +27,12 @@ __all__ = [
     "peak_allocated_bytes",
     "peak_reserved_bytes",
     "peak_rss_bytes",
+<<<<<<< HEAD
     "without_statistics",
+=======
+    "worker_memory",
+    "worker_pids",
+>>>>>>> 25d6616 (Memory: the ledger of bytes of a peak; growth names the hook, data set or tensors that add it; workers and validations that keep memory)
 ]
 
 NO_ACCELERATOR: Final = "no accelerator"
@@ -88,6 +94,7 @@ def _status() -> bytes:
         return b""
 
 
+<<<<<<< HEAD
 def allocator_backend(device: torch.device) -> str:
     """Return the name of the device's allocator: ``native``, or with CUDA ``cudaMallocAsync`` or ``pluggable``.
 
@@ -101,6 +108,31 @@ def without_statistics(device: torch.device) -> str | None:
     if device.type == "cpu":
         return NO_ACCELERATOR
     return "a CUDAPluggableAllocator has no statistics" if allocator_backend(device) == "pluggable" else None
+=======
+def worker_pids() -> list[int]:
+    """Return the process ids of this process's daemonic children, which DataLoader workers are; about 1 µs each.
+
+    ``multiprocessing.active_children`` would also reap ended ones, whose exit status the DataLoader waits for.
+    """
+    children: Any = tuple(getattr(process, "_children", ()))
+    return [child.pid for child in children if child.daemon and child.pid is not None]
+
+
+def worker_memory(pid: int) -> tuple[int, int] | None:
+    """Return a process's proportional set size, and the bytes that no other process shares; None if unknown.
+
+    Source: ``smaps_rollup`` of proc(5), which walks the page tables: 40 to 70 ms per GiB, without the GIL.
+    """
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", "rb", buffering=0) as file:  # noqa: PTH123 a Path doubles the cost
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    sizes = {name: int(rest.split()[0]) * KIB for name, _, rest in (line.partition(b":") for line in lines[1:]) if rest}
+    if b"Pss" not in sizes:
+        return None
+    return sizes[b"Pss"], sizes.get(b"Private_Clean", 0) + sizes.get(b"Private_Dirty", 0)
+>>>>>>> 25d6616 (Memory: the ledger of bytes of a peak; growth names the hook, data set or tensors that add it; workers and validations that keep memory)
 
 
 def memory_stats(device: torch.device) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from lightning_memprof.analysis.ledger.memory import snapshot_bytes
 from lightning_memprof.analysis.ledger.model import total
 from lightning_memprof.analysis.memory.report import CATEGORIES
 from lightning_memprof.analysis.run.locate import shown_place
@@ -26,6 +27,7 @@ from lightning_memprof.report.sections.tables import mean
 if TYPE_CHECKING:
     from lightning_memprof.analysis.compare.limits import Outcome
     from lightning_memprof.analysis.compare.model import Comparison
+    from lightning_memprof.analysis.ledger.memory import ByteLedger
     from lightning_memprof.analysis.ledger.model import TimeLedger
     from lightning_memprof.analysis.memory.functions import FunctionReport
     from lightning_memprof.analysis.memory.report import MemoryReport, RankMemory
@@ -176,7 +178,7 @@ def _run(view: View) -> dict[str, Any]:
         "verdict": view.verdict,
         "findings": [_without(finding, "weight") for finding in view.findings],
         "pulse": _pulse(view.lead),
-        "ledger": _ledger(view.ledger),
+        "ledger": _ledgers(view),
         "ranks": [{**_without(rank, "statistics"), "pulse": _pulse(rank)} for rank in view.ranks],
         "windows": view.lead.windows,
         "artifacts": [{**encode(artifact), "file": _where(view, artifact.file)} for artifact in view.run.artifacts],
@@ -349,6 +351,26 @@ def _ledger(ledger: TimeLedger | None) -> dict[str, Any] | None:
     }
 
 
+def _ledgers(view: View) -> dict[str, Any] | None:
+    """Return the ledger of time, and under ``memory`` that of bytes."""
+    time, memory = _ledger(view.ledger), _byte_ledger(view.byte_ledger)
+    return None if time is None and memory is None else {**(time or {}), "memory": memory}
+
+
+def _byte_ledger(ledger: ByteLedger | None) -> dict[str, Any] | None:
+    """Return a ledger with its 30 largest lines, the sum of the others, and the bytes of each category."""
+    if ledger is None:
+        return None
+    shown, others = ledger.lines[:MAX_LEDGER_LINES], ledger.lines[MAX_LEDGER_LINES:]
+    return {
+        **_fields(ledger, "peak_bytes", "basis", "place", "limit_bytes", "sharing", "step"),
+        "categories_bytes": ledger.categories,
+        "lines": shown,
+        "other_lines": len(others),
+        "other_bytes": sum(line.bytes for line in others),
+    }
+
+
 def _snapshot(snapshot: SnapshotReport) -> dict[str, Any]:
     return {
         **_fields(snapshot, "file", "form", "oom", "missing"),
@@ -369,6 +391,7 @@ def _device(device: DeviceReport) -> dict[str, Any]:
         "segments": len(device.snapshot.segments),
         "fragmentation": _fields(device.snapshot, *FRAGMENTATION),
         **{name: getattr(device, name)[:MAX_ROWS] for name in listed},
+        "ledger": _byte_ledger(snapshot_bytes(device)),
         "other_holders_bytes": sum(holder.bytes for holder in others),
         "other_holders": len(others),
         "segments_made": dict(zip(("count", "bytes"), device.segments_made, strict=True)),

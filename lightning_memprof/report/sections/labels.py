@@ -50,10 +50,13 @@ LABELS: Final[Mapping[str, str]] = {
     "garbage": "GC pauses",
     "launch": "kernel launch",
     "memory_copy": "memory copies",
+    "growth": "growth over the run",
     "other": "untracked",
+    "outside_allocator": "outside the allocator",
     "pending": "pending free",
     "python": "Python",
     "queue": "queued, not started",
+    "workers": "worker processes",
 }
 # The stack of a block.
 BEFORE_RECORDING: Final = "(allocated before recording, or no stack)"

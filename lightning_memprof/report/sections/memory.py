@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from lightning_memprof.analysis.ledger.memory import grouped_bytes
 from lightning_memprof.analysis.memory.activations import patterns
 from lightning_memprof.report.document import (
     Cell,
@@ -36,10 +37,10 @@ if TYPE_CHECKING:
     from lightning_memprof.report.view import View
 
 __all__ = [
-    "category_stack",
     "memory_section",
     "modules_section",
     "peak_allocations",
+    "peak_stack",
     "run_peaks",
     "sites_section",
 ]
@@ -88,7 +89,14 @@ def memory_section(view: View) -> Section:
     else:
         on = f" on {memory.peak.device}" if memory.peak.device else ""
         lead = phrase(f"Tensors peak at {{}}{on} in step {memory.peak.step}.", size(memory.peak.total_bytes))
-    parts: list[Part] = [Chart("memory-run"), Chart("memory"), *_peaks(view), *_categories(view), *_over_time(memory)]
+    parts: list[Part] = [
+        Chart("memory-run"),
+        Chart("memory"),
+        *_peaks(view),
+        *_owners(view),
+        *_categories(view),
+        *_over_time(memory),
+    ]
     parts += [*_checkpointing(memory, view), *_functions(memory.functions), *_named(view)]
     return Section("memory", "Memory", lead, parts)
 
@@ -104,16 +112,41 @@ def _peaks(view: View) -> Iterator[Table]:
     )
 
 
-def category_stack(view: View) -> Stack | None:
-    """Return the peak by category; None where it is not known."""
-    if (peak := view.memory.lead.peak) is None:
+def peak_stack(view: View) -> Stack | None:
+    """Return the peak by the categories of its ledger; None where no peak was measured."""
+    ledger, peak = view.byte_ledger, view.memory.lead.peak
+    if ledger is None:
         return None
-    on = f" on {peak.device}" if peak.device else ""
+    unknown = peak.unknown if peak is not None else {}
+    notes: list[Words] = [ledger.basis]
+    if ledger.limit_bytes is not None:
+        notes.append(phrase("limit {}", size(ledger.limit_bytes)))
     return Stack(
-        f"Peak memory by category{on}, step {peak.step}",
-        size(peak.total_bytes),
-        bars(peak.categories, peak.total_bytes, "bytes"),
-        [(category(name), peak.unknown.get(name, "")) for name, known in peak.categories.items() if known is None],
+        f"Peak memory by owner, {ledger.place}",
+        size(ledger.peak_bytes),
+        bars(ledger.categories, ledger.peak_bytes, "bytes"),
+        [(category(name), reason) for name, reason in unknown.items()],
+        notes,
+    )
+
+
+def _owners(view: View) -> Iterator[Table]:
+    ledger = view.byte_ledger
+    if ledger is None:
+        return
+    whole = ledger.peak_bytes
+    notes: list[Words] = [ledger.basis]
+    if ledger.step is not None:
+        notes.append(f"tensors: step {ledger.step}; memory that nothing recorded owns is unattributed")
+    footer = [(text("sum"), text(""), text(""), size(whole), share(ratio(whole, whole)))]
+    yield from filled(
+        Table("peak-owners", "Peak memory by owner", footer=footer, notes=notes, is_sortable=False),
+        grouped_bytes(ledger.lines),
+        Field("category", "text", lambda line: category(line.category)),
+        Field("owner", "code", lambda line: line.name or (ROOT if line.module == "" else line.module)),
+        Field("dtype", "code", lambda line: line.dtype, priority=1),
+        Field("bytes", "bytes", lambda line: size(line.bytes, whole)),
+        Field("share", "share", lambda line: ratio(line.bytes, whole)),
     )
 
 

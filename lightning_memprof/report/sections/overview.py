@@ -31,7 +31,7 @@ from lightning_memprof.report.document import (
     size,
 )
 from lightning_memprof.report.sections.labels import BADGES, PEAKS, bars, called, span
-from lightning_memprof.report.sections.memory import category_stack
+from lightning_memprof.report.sections.memory import peak_stack
 from lightning_memprof.report.sections.steps import lead_throughput, main_rate
 from lightning_memprof.report.sections.tables import ratio
 
@@ -83,7 +83,7 @@ def overview_section(view: View, file_ids: Mapping[str, str], known: Sequence[st
         times = {phase: pulse.breakdown_ns[phase] for phase in PHASES}
         notes = (f"mean of {pulse.basis}, {pulse.clock} clock",)
         parts.append(Stack("Time of a step", duration(pulse.mean_ns), bars(times, pulse.mean_ns, "ns"), notes=notes))
-    if (stack := category_stack(view)) is not None:
+    if (stack := peak_stack(view)) is not None:
         parts.append(stack)
     if lines := list(_trouble(view)):
         parts.append(Lines("", lines))

@@ -37,7 +37,7 @@ def test_the_summary_has_the_memory_and_survives_a_damaged_trace(
         trace.write_bytes(b"not a trace")
     print_summary(directory)
     page = capsys.readouterr().out
-    assert "Peak memory by category" in page
+    assert "Peak memory by owner" in page
     assert "not a trace" not in page
 
 

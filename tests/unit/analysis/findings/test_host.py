@@ -10,8 +10,8 @@ import pytest
 
 from fake_runs import HEALTHY, FakeRun, make_run, set_epochs
 from lightning_memprof.analysis.findings import Facts, Finding, Severity, examine, verdict
-from lightning_memprof.analysis.findings.growth import left_by_windows, steady_growth
 from lightning_memprof.analysis.findings.measures import rhythm
+from lightning_memprof.analysis.ledger.growth import left_by_windows, steady_growth
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.units import GIB, MIB, format_ns, percent
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import multiprocessing
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +12,11 @@ import pytest
 
 from lightning_memprof import Collector, RunContext
 from lightning_memprof.artifacts.series import read_series
-from lightning_memprof.capture.collectors.host import HostMemory
+from lightning_memprof.capture.base import StepRecord
+from lightning_memprof.capture.collectors.host import ActionMemory, HostMemory, ProcessLog
+from lightning_memprof.capture.sources.memory import worker_memory, worker_pids
 from lightning_memprof.collectors import Window
-from lightning_memprof.schedule import Point, Schedule
+from lightning_memprof.schedule import Mark, Point, Schedule
 from lightning_memprof.units import MIB
 from sessions import POINTS, context, drive, session
 from training import manifest
@@ -71,3 +74,87 @@ def test_a_unique_size_that_cannot_be_read_costs_no_row(tmp_path: Path, monkeypa
     assert (last["step"], last["point"], last["uss_bytes"]) == (3, "step_end", None)
     assert last["rss_bytes"] > MIB
     assert [row["collector"] for row in manifest(run.sink.place.directory) if row["kind"] == "error"] == ["host"]
+
+
+def record(step: int, window: int | None = None) -> StepRecord:
+    return StepRecord(
+        step=step,
+        global_step=step,
+        epoch=0,
+        window=window,
+        start_ns=0,
+        duration_ns=1,
+        phases_ns=(0,) * 6,
+        moments=None,
+    )
+
+
+def test_a_validation_is_a_row_with_the_resident_memory_at_its_batches(tmp_path: Path) -> None:
+    log = ProcessLog(tmp_path / "processes.jsonl", 0)
+    log.on_step(record(0))
+    for _ in range(5):
+        log.validation_batch()
+    log.on_step(record(1))
+    for _ in range(200):
+        log.validation_batch()
+    assert log.close()
+    first, last = read_series(tmp_path / "processes.jsonl")
+    assert (first["kind"], first["step"], first["batches"], len(first["rss_bytes"])) == ("validation", 1, 5, 5)
+    assert (last.get("step"), last["batches"]) == (None, 200)
+    assert 16 <= len(last["rss_bytes"]) <= 32
+    assert min(last["rss_bytes"]) > MIB
+
+
+def test_a_run_without_workers_and_validations_has_no_file(tmp_path: Path) -> None:
+    log = ProcessLog(tmp_path / "processes.jsonl", 0)
+    log.on_step(record(0))
+    assert not log.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_worker_processes_are_sampled_when_their_time_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0]
+    monkeypatch.setattr("lightning_memprof.capture.collectors.host.perf_counter_ns", lambda: now[0])
+    context = multiprocessing.get_context("fork")
+    stop = context.Event()
+    worker = context.Process(target=stop.wait, daemon=True)
+    worker.start()
+    try:
+        assert worker.pid in worker_pids()
+        log = ProcessLog(tmp_path / "processes.jsonl", 0)
+        for step, second in enumerate((0.5, 1.1, 1.2, 2.1)):
+            now[0] = int(second * 1e9)
+            log.on_step(record(step))
+            if log._thread is not None:
+                log._thread.submit(lambda: None).result()
+        assert log.close()
+    finally:
+        stop.set()
+        worker.join()
+    rows = read_series(tmp_path / "processes.jsonl")
+    assert [(row["kind"], row["step"], row["workers"]) for row in rows] == [("workers", 1, 1), ("workers", 3, 1)]
+    assert all(row["pss_bytes"] >= row["private_bytes"] > 0 for row in rows)
+
+
+def test_a_process_that_is_gone_has_no_memory() -> None:
+    context = multiprocessing.get_context("fork")
+    worker = context.Process(target=int)
+    worker.start()
+    worker.join()
+    assert worker.pid is not None
+    assert worker_memory(worker.pid) is None
+
+
+def test_only_the_programs_own_actions_have_a_change_of_resident_memory() -> None:
+    hook, fetch = "[Callback]Keeps.on_train_batch_end", "[_TrainingEpochLoop].train_dataloader_next"
+    actions = ActionMemory({hook, fetch, "[LightningModule]Net.optimizer_step", "save_checkpoint"})
+    kept = []
+    actions.mark(Mark(step=3, global_step=3, point=Point.STEP_START, time_ns=0, recorded=True))
+    for name in ("[LightningModule]Net.optimizer_step", "save_checkpoint", fetch, hook):
+        actions.start(name)
+        if name == hook:
+            kept.append(bytearray(b"1") * (8 * MIB))
+        actions.stop(name)
+    actions.close()
+    assert [(row.action, row.step) for row in actions.rows] == [(fetch, 3), (hook, 3)]
+    assert (actions.rows[1].rss_change_bytes or 0) >= 7 * MIB

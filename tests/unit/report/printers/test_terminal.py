@@ -312,13 +312,13 @@ def test_a_terminal_that_knows_only_ascii_gets_ascii() -> None:
 
 def test_the_short_page_has_the_memory_peak_as_one_bar() -> None:
     text = page(make_run(Path("logs").absolute()), is_full=False)
-    assert "Peak memory by category on cpu, step 2: 18.6 MiB" in text
+    assert "Peak memory by owner, host: " in text
     assert "\x1b[33m" in page(make_run(Path("colours").absolute()), colours=True, is_full=False)
 
 
 def test_a_run_without_memory_collectors_has_no_categories_on_its_page() -> None:
     text = page(make_run(Path("logs").absolute(), FakeRun(memory=None)))
-    assert "Peak memory by category" not in text
+    assert "optimizer state" not in text
     assert "The peak by category is not available" in text
 
 

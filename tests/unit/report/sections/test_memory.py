@@ -49,7 +49,8 @@ def tables(shown: View) -> list[str]:
 
 def test_memory_has_its_tables_in_order(tmp_path: Path) -> None:
     assert tables(view(tmp_path)) == [
-        "peaks", "categories", "checkpointing", "functions", "sites", "every-site", "modules-alike", "modules-each",
+        "peaks", "peak-owners", "categories", "checkpointing", "functions", "sites", "every-site", "modules-alike",
+        "modules-each",
     ]  # fmt: skip
 
 
@@ -61,7 +62,7 @@ def test_without_the_traces_there_are_no_sites_and_no_live_bytes(tmp_path: Path)
 
 def test_a_run_that_recorded_no_memory_has_no_tables_but_the_peak_of_its_process(tmp_path: Path) -> None:
     shown = view(tmp_path, FakeRun(memory=None, trace=False))
-    assert tables(shown) == ["peaks"]
+    assert tables(shown) == ["peaks", "peak-owners"]
     assert "not available" in lead(shown, "memory")
 
 
@@ -77,6 +78,15 @@ def test_categories_sum_to_the_peak(tmp_path: Path) -> None:
     assert sum(int(row["share"].lstrip("<").rstrip("%")) for row in rows) == pytest.approx(100, abs=3)
     assert (total["category"], total["bytes"], total["share"]) == ("sum", "24.8 MiB", "100%")
     assert notes(shown, "categories") == ["module_memory: peak of the step"]
+
+
+def test_the_peak_of_the_process_has_an_owner_for_each_byte(tmp_path: Path) -> None:
+    shown = view(tmp_path)
+    assert shown.byte_ledger is not None
+    *rows, total = table_of(shown, "peak-owners")
+    assert rows[-1]["category"] == "unattributed"
+    assert {row["category"] for row in rows} >= {"activation", "parameter", "gradient", "optimizer state"}
+    assert (total["category"], total["share"]) == ("sum", "100%")
 
 
 def test_a_category_that_is_not_known_says_why_and_is_no_zero(tmp_path: Path) -> None:
@@ -124,7 +134,7 @@ def test_of_many_modules_the_text_page_shows_ten(tmp_path: Path) -> None:
         return {**row, "activation_bytes": 14 * MIB, "unattributed_bytes": 0, "modules": modules}
 
     page = full(rewrite(directory, many))
-    assert page.count("  layer") == 10
+    assert page.partition("Saved activations by module")[2].count("  layer") == 10
     assert "  4 more" in page
 
 

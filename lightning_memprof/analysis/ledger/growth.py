@@ -1,0 +1,191 @@
+"""Memory that grows steadily, in steps, workers and validations, and what windows leave behind."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightning_memprof.artifacts.series import ProcessRow, PulseRow
+
+__all__ = ["MIN_BYTES", "Growth", "left_by_windows", "steady_growth", "validation_growth", "worker_growth"]
+
+Point = tuple[int, int]
+
+# Four quarters of at least four steps: fewer do not tell a slope from a jump.
+MIN_STEPS: Final = 16
+# Caches, lazy initialization and the allocators' first growth are in the first tenth, at least five steps.
+WARMUP_SHARE: Final = 0.1
+WARMUP_STEPS: Final = 5
+# The C allocator's drift in a steady run is well below both. Between steps, live device memory varies by a batch.
+MIN_BYTES: Final = 32 * MIB
+MIN_SHARE: Final = 0.05
+# In fewer steps the allocator's pools may still fill: only a leak that soon ends the run counts.
+SHORT_RUN_STEPS: Final = 100
+SHORT_RUN_MIN_SHARE: Final = 0.1
+# In the first steps after a window, memory that the window's data displaced is touched again.
+SETTLING_STEPS: Final = 5
+# Between two quarters a steady slope adds a third of the total; a jump or a cache that fills adds next to nothing once.
+MIN_QUARTER: Final = 1 / 9
+# Pairs grow with the square: 200 points are 20,000 pairs, a few milliseconds.
+MAX_POINTS: Final = 200
+MAX_SEGMENTS: Final = 50
+# The level beside a window is the median of this many steps.
+EDGE_STEPS: Final = 5
+# The first step allocates permanent memory: gradients and optimizer state.
+FIRST_STEPS: Final = 1
+# Fewer steps show no level.
+MIN_EDGE_STEPS: Final = 3
+# Of worker processes, after the first one; of a validation, after its first batch.
+MIN_SAMPLES: Final = 3
+MIN_BATCHES: Final = 8
+# The C allocator's jumps are smaller.
+MIN_LEFT_BYTES: Final = 8 * MIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """A steady slope: bytes per step, and the bytes that it added to ``start_bytes`` in ``steps`` steps."""
+
+    bytes_per_step: float
+    added_bytes: int
+    start_bytes: int
+    steps: int
+
+
+def steady_growth(rows: Sequence[PulseRow], column: str) -> Growth | None:
+    """Return the slope of a column of bytes if it rises steadily after the warmup, else None.
+
+    Steps in windows are excluded, and so is memory that a window leaves behind. The slope is the Theil-Sen median over
+    pairs of steps with no window between them; steady means that the medians of the four quarters rise one after the
+    other.
+    """
+    segments = _segments(rows, column, max(WARMUP_STEPS, round(WARMUP_SHARE * len(rows))))
+    if sum(map(len, segments)) < MIN_STEPS:
+        return None
+    slope = _median_slope(segments)
+    points = _joined(segments, slope)
+    steps = points[-1][0] - points[0][0]
+    start = segments[0][0][1]
+    added = round(slope * steps)
+    min_share = MIN_SHARE if len(points) >= SHORT_RUN_STEPS else SHORT_RUN_MIN_SHARE
+    if not _rises([value for _, value in points]) or added < max(MIN_BYTES, min_share * start):
+        return None
+    return Growth(bytes_per_step=slope, added_bytes=added, start_bytes=start, steps=steps)
+
+
+def _rises(values: Sequence[float]) -> bool:
+    """Return whether the medians of the four quarters rise one after the other, each by a notable part."""
+    quarter = len(values) / 4
+    medians = [statistics.median(values[round(index * quarter) : round((index + 1) * quarter)]) for index in range(4)]
+    least = min(after - before for before, after in itertools.pairwise(medians))
+    return least > 0 and least >= MIN_QUARTER * (medians[-1] - medians[0])
+
+
+def worker_growth(rows: Sequence[ProcessRow]) -> Growth | None:
+    """Return the slope of the private memory of DataLoader workers if it rises until the end, else None.
+
+    The first sample is excluded: workers start, and copy what they touch. Workers that start anew have other samples.
+    """
+    known = [
+        (row.step, row.private_bytes)
+        for row in rows
+        if row.kind == "workers" and row.step is not None and row.private_bytes is not None
+    ][1:]
+    if len(known) < MIN_SAMPLES or any(after < before for (_, before), (_, after) in itertools.pairwise(known)):
+        return None
+    (first, start), (middle, half), (last, end) = known[0], known[len(known) // 2], known[-1]
+    if not first < middle < last or end - start < max(MIN_BYTES, SHORT_RUN_MIN_SHARE * start):
+        return None
+    # A cache that is nearly full grows more slowly.
+    if (end - half) / (last - middle) < (half - start) / (middle - first) / 3:
+        return None
+    return Growth(
+        bytes_per_step=(end - start) / (last - first), added_bytes=end - start, start_bytes=start, steps=last - first
+    )
+
+
+def validation_growth(rows: Sequence[ProcessRow]) -> Growth | None:
+    """Return the largest steady rise of RSS over the batches of a validation, its ``steps``; None without one."""
+    found = []
+    for row in rows:
+        sizes = row.rss_bytes[1:]
+        if row.kind != "validation" or not row.batches or len(sizes) < MIN_BATCHES or not _rises(sizes):
+            continue
+        added = sizes[-1] - sizes[0]
+        if added >= max(MIN_BYTES, SHORT_RUN_MIN_SHARE * sizes[0]):
+            apart = round(row.batches / len(row.rss_bytes)) * (len(sizes) - 1)
+            found.append(
+                Growth(bytes_per_step=added / apart, added_bytes=added, start_bytes=sizes[0], steps=row.batches)
+            )
+    return max(found, key=lambda growth: growth.added_bytes, default=None)
+
+
+def left_by_windows(rows: Sequence[PulseRow], column: str) -> int | None:
+    """Return the bytes that windows added permanently, or None if no window has enough steps on both sides.
+
+    Compares the five steps before a window, or before several that are close together, with five after it has settled,
+    minus the training's own slope. A difference within their spread counts as 0.
+    """
+    segments = [segment for segment in _segments(rows, column, FIRST_STEPS) if len(segment) >= MIN_EDGE_STEPS]
+    edges = [(before[-EDGE_STEPS:], after[:EDGE_STEPS]) for before, after in itertools.pairwise(segments)]
+    if not edges:
+        return None
+    slope = _median_slope(segments)
+    left = 0
+    for before, after in edges:
+        level = [value - slope * step for step, value in before], [value - slope * step for step, value in after]
+        if min(level[1]) > max(level[0]) or max(level[1]) < min(level[0]):
+            left += round(statistics.median(level[1]) - statistics.median(level[0]))
+    return left if left >= MIN_LEFT_BYTES else 0
+
+
+def _segments(rows: Sequence[PulseRow], column: str, skip: int) -> list[list[Point]]:
+    """Return ``(step, bytes)`` after ``skip`` rows, split at windows, without the steps that settle after a window."""
+    segments: list[list[Point]] = []
+    split = True
+    settling = 0
+    for row in rows[skip:]:
+        step, value = row["step"], row[column]
+        if row["window"] is not None:
+            split, settling = True, SETTLING_STEPS
+        elif settling:
+            settling -= 1
+        elif step is not None and value is not None:
+            if split:
+                segments.append([])
+                split = False
+            segments[-1].append((step, value))
+    return segments
+
+
+def _joined(segments: Sequence[Sequence[Point]], slope: float) -> list[tuple[int, float]]:
+    """Concatenate the segments, each shifted so that only the slope remains of the difference across its window."""
+    points: list[tuple[int, float]] = []
+    for segment in segments:
+        shift = 0.0
+        if points:
+            before, after = points[-EDGE_STEPS:], segment[:EDGE_STEPS]
+            gap = statistics.mean(step for step, _ in after) - statistics.mean(step for step, _ in before)
+            across = statistics.median(value for _, value in after) - statistics.median(value for _, value in before)
+            shift = across - slope * gap
+        points += [(step, value - shift) for step, value in segment]
+    return points
+
+
+def _median_slope(segments: Sequence[Sequence[Point]]) -> float:
+    longest = sorted(segments, key=len, reverse=True)[:MAX_SEGMENTS]
+    most = max(MAX_POINTS // len(longest), MIN_STEPS)
+    slopes = [
+        (later - earlier) / (after - before)
+        for segment in longest
+        for (before, earlier), (after, later) in itertools.combinations(segment[:: -(-len(segment) // most)], 2)
+        if after > before
+    ]
+    return statistics.median(slopes) if slopes else 0.0

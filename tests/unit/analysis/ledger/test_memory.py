@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fake_memory import FakeMemory
+from fake_runs import FakeRun, make_run
+from lightning_memprof.analysis.ledger.growth import validation_growth, worker_growth
+from lightning_memprof.analysis.ledger.memory import ByteLedger, ByteLine, grouped_bytes, run_bytes, snapshot_bytes
+from lightning_memprof.analysis.memory.report import memory_report
+from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.analysis.snapshot.report import snapshot_report
+from lightning_memprof.artifacts.series import ProcessRow
+from lightning_memprof.units import GIB, KIB, MIB
+from snapshots import block, event, freed, segment, snapshot, unused, write_snapshot
+
+
+def ledger_of(
+    root: Path, fake: FakeRun | None = None, rows: tuple[dict[str, Any], ...] = (), **limits: int
+) -> ByteLedger:
+    directory = make_run(root, fake)
+    if rows:
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (directory / "processes.rank00000.jsonl").write_text(text)
+    if limits:
+        path = directory / "manifest.rank00000.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines[0]["environment"] = {**lines[0].get("environment", {}), **limits}
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = load_run(directory)
+    found = run_bytes(run.lead, memory_report(run).lead)
+    assert found is not None
+    return found
+
+
+def held(found: ByteLedger) -> int:
+    return sum(line.bytes for line in found.lines)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rss=st.lists(st.integers(MIB, 64 * GIB), min_size=20, max_size=40),
+    kept=st.integers(0, 4 * GIB),
+    workers=st.integers(0, 8 * GIB),
+    is_device=st.booleans(),
+)
+def test_the_lines_sum_to_the_peak_whatever_is_measured(
+    rss: list[int], kept: int, workers: int, is_device: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    fake = FakeRun(
+        steps=len(rss),
+        rss_bytes=lambda step: rss[step],
+        device_bytes=(lambda step: rss[step]) if is_device else None,
+        memory=FakeMemory(kept_bytes=kept),
+        trace=False,
+    )
+    found = ledger_of(tmp_path_factory.mktemp("run"), fake, ({"kind": "workers", "step": 3, "private_bytes": workers},))
+    assert held(found) == found.peak_bytes >= max(rss)
+    assert sum(found.categories.values()) == found.peak_bytes
+    assert all(line.bytes > 0 for line in found.lines)
+    assert sum(line.bytes for line in grouped_bytes(found.lines)) == found.peak_bytes
+
+
+def test_tensors_are_owned_by_category_and_module_and_the_rest_is_unattributed(tmp_path: Path) -> None:
+    found = ledger_of(tmp_path, FakeRun(rss_bytes=lambda _: GIB, memory=FakeMemory(kept_bytes=MIB)))
+    parameters = FakeMemory().parameter_bytes
+    assert found.categories["parameter"] == found.categories["gradient"] == parameters
+    assert found.categories["optimizer_state"] == 2 * parameters
+    assert found.categories["activation"] == FakeMemory(kept_bytes=MIB).activation_bytes
+    head = [line for line in found.lines if line.module == "net.head"]
+    assert {line.category: line.bytes for line in head} == {
+        "activation": MIB // 2,
+        "parameter": 512 * KIB,
+        "gradient": 512 * KIB,
+    }
+    assert found.lines[-1].category == "unattributed"
+    joined = {line.module: line.bytes for line in grouped_bytes(found.lines) if line.category == "parameter"}
+    assert joined["net.blocks.0-3.mix"] == 4 * 256 * KIB
+
+
+def test_workers_count_with_their_private_memory(tmp_path: Path) -> None:
+    rows = tuple({"kind": "workers", "step": step, "private_bytes": size} for step, size in ((1, MIB), (9, GIB)))
+    found = ledger_of(tmp_path, FakeRun(rss_bytes=lambda _: GIB, memory=None), rows)
+    alone = ledger_of(tmp_path / "alone", FakeRun(rss_bytes=lambda _: GIB, memory=None))
+    assert (found.peak_bytes - alone.peak_bytes, found.bytes("workers")) == (GIB, GIB)
+
+
+def test_steady_growth_is_a_line_and_at_most_what_tensors_leave(tmp_path: Path) -> None:
+    fake = FakeRun(steps=120, rss_bytes=lambda step: GIB + 4 * MIB * step, memory=None)
+    found = ledger_of(tmp_path, fake)
+    assert found.bytes("growth") == pytest.approx(4 * MIB * 107, rel=0.02)
+
+
+def test_the_limit_is_the_smaller_one_and_ranks_of_a_host_share_it(tmp_path: Path) -> None:
+    fake = FakeRun(rss_bytes=lambda _: 5 * GIB, memory=None)
+    found = ledger_of(tmp_path, fake, memory_bytes=64 * GIB, memory_limit_bytes=7 * GIB)
+    assert found.limit_bytes == 7 * GIB
+    assert found.is_under_pressure
+    assert not ledger_of(tmp_path / "large", fake, memory_bytes=64 * GIB).is_under_pressure
+
+
+def test_reserved_bytes_that_are_not_allocated_are_fragmentation(tmp_path: Path) -> None:
+    found = ledger_of(tmp_path, FakeRun(device_bytes=lambda _: GIB))
+    assert found.place == "cuda:0"
+    assert found.bytes("fragmentation") == found.peak_bytes - GIB - 64 * MIB
+    assert held(found) == found.peak_bytes
+
+
+def test_a_snapshot_owns_each_reserved_byte(tmp_path: Path) -> None:
+    blocks = [block(0, 3 * MIB), unused(3 * MIB, MIB), block(4 * MIB, 4 * MIB)]
+    ring = [event("alloc", 4 * MIB, 4 * MIB), event("alloc", 8 * MIB, MIB), *freed(8 * MIB, MIB)]
+    data = snapshot([segment(*blocks), segment(unused(8 * MIB, 2 * MIB))], ring)
+    report = snapshot_report(write_snapshot(tmp_path / "a.pickle", data))
+    for device in report.devices:
+        found = snapshot_bytes(device)
+        assert held(found) == found.peak_bytes
+        assert found.bytes("requested") == device.peak_requested_bytes
+
+
+def workers(*sizes: int) -> list[ProcessRow]:
+    return [ProcessRow(kind="workers", step=10 * n, private_bytes=size * MIB) for n, size in enumerate(sizes)]
+
+
+def test_workers_grow_if_they_rise_until_the_end() -> None:
+    found = worker_growth(workers(40, 100, 160, 220, 280))
+    assert found is not None
+    assert (found.bytes_per_step, found.added_bytes, found.start_bytes, found.steps) == (
+        6 * MIB,
+        180 * MIB,
+        100 * MIB,
+        30,
+    )
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (40, 100, 100, 100, 100),
+        (40, 100, 300, 310, 312),
+        (40, 100, 160, 90, 150),
+        (40, 100, 160),
+        (40, 100, 105, 110, 115),
+    ],
+    ids=["steady", "a cache that is full", "workers that start anew", "too few samples", "too little"],
+)
+def test_workers_that_do_not_rise_until_the_end_do_not_grow(sizes: tuple[int, ...]) -> None:
+    assert worker_growth(workers(*sizes)) is None
+
+
+def test_a_validation_that_keeps_each_batch_grows_by_batch() -> None:
+    row = ProcessRow(kind="validation", batches=64, rss_bytes=[(500 + 4 * n) * MIB for n in range(32)])
+    found = validation_growth([row])
+    assert found is not None
+    assert (found.bytes_per_step, found.start_bytes, found.steps) == (2 * MIB, 504 * MIB, 64)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [[500 * MIB] * 32, [500 * MIB] + [700 * MIB] * 31, [500 * MIB + n * KIB for n in range(32)]],
+    ids=["steady", "the first batch", "too little"],
+)
+def test_a_validation_that_keeps_nothing_does_not_grow(sizes: list[int]) -> None:
+    assert validation_growth([ProcessRow(kind="validation", batches=32, rss_bytes=sizes)]) is None
+
+
+def test_lines_of_repeated_blocks_are_joined() -> None:
+    lines = [ByteLine(category="activation", bytes=n + 1, module=f"layers.{n}.norm") for n in range(3)]
+    assert grouped_bytes(lines) == [ByteLine(category="activation", bytes=6, module="layers.0-2.norm")]
