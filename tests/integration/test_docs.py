@@ -113,16 +113,6 @@ def test_the_modules_that_a_page_names_exist_and_no_list_is_long(page: Path) -> 
     assert max(map(int, re.findall(r"^(\d+)\. `", text, re.MULTILINE)), default=0) <= 8
 
 
-<<<<<<< HEAD
-=======
-def test_the_changelog_counts_the_findings() -> None:
-    pages = (DOCS / "reference" / "findings").glob("*.md")
-    rules = {rule for page in pages for rule in re.findall(r"^## `(\w+)`", page.read_text(encoding="utf-8"), re.MULTILINE)}
-    count = len(rules - {"nothing_found"})
-    assert f"- {count} findings" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-
-
->>>>>>> 25d6616 (Memory: the ledger of bytes of a peak; growth names the hook, data set or tensors that add it; workers and validations that keep memory)
 @pytest.mark.parametrize("page", sample_outputs.OUTPUTS)
 def test_the_sample_output_of_a_page_is_what_the_code_prints(page: str) -> None:
     with sample_outputs.produced() as directory:

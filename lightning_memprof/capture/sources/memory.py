@@ -27,12 +27,9 @@ __all__ = [
     "peak_allocated_bytes",
     "peak_reserved_bytes",
     "peak_rss_bytes",
-<<<<<<< HEAD
     "without_statistics",
-=======
     "worker_memory",
     "worker_pids",
->>>>>>> 25d6616 (Memory: the ledger of bytes of a peak; growth names the hook, data set or tensors that add it; workers and validations that keep memory)
 ]
 
 NO_ACCELERATOR: Final = "no accelerator"
@@ -94,7 +91,6 @@ def _status() -> bytes:
         return b""
 
 
-<<<<<<< HEAD
 def allocator_backend(device: torch.device) -> str:
     """Return the name of the device's allocator: ``native``, or with CUDA ``cudaMallocAsync`` or ``pluggable``.
 
@@ -108,7 +104,8 @@ def without_statistics(device: torch.device) -> str | None:
     if device.type == "cpu":
         return NO_ACCELERATOR
     return "a CUDAPluggableAllocator has no statistics" if allocator_backend(device) == "pluggable" else None
-=======
+
+
 def worker_pids() -> list[int]:
     """Return the process ids of this process's daemonic children, which DataLoader workers are; about 1 µs each.
 
@@ -132,7 +129,6 @@ def worker_memory(pid: int) -> tuple[int, int] | None:
     if b"Pss" not in sizes:
         return None
     return sizes[b"Pss"], sizes.get(b"Private_Clean", 0) + sizes.get(b"Private_Dirty", 0)
->>>>>>> 25d6616 (Memory: the ledger of bytes of a peak; growth names the hook, data set or tensors that add it; workers and validations that keep memory)
 
 
 def memory_stats(device: torch.device) -> dict[str, Any]:
