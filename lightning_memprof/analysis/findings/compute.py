@@ -188,7 +188,7 @@ def optimizer_bound(facts: Facts) -> list[Finding]:
     mean_share = statistics.share("optimizer")
     share = min(mean_share, statistics.median_shares["optimizer"])
     slow = [optimizer for optimizer in (rank.training.optimizers if rank.training else ()) if _loops(optimizer)]
-    spent = max(share * ledger.step_ns - ledger.ns("gradient_clipping"), 0.0)
+    spent = share * ledger.step_ns
     worth = Recovery(unit="ns", least=spent * FASTER[0], most=spent * FASTER[1], whole=ledger.step_ns)
     if worth.share < NOTABLE or statistics.used < MIN_STEPS or not slow:
         return []

@@ -27,6 +27,7 @@ from lightning_memprof.analysis.findings.traces import (
     severity_of,
     times,
 )
+from lightning_memprof.analysis.ledger.model import total
 from lightning_memprof.analysis.ledger.run import RESTART
 from lightning_memprof.artifacts.series import ThroughputRow
 from lightning_memprof.units import format_bytes, format_count, format_ns, percent
@@ -105,7 +106,9 @@ def input_bound(facts: Facts) -> list[Finding]:
                 f"step{facts.on_rank(rank)}{_cause(ledger, loaders, at_epoch_starts, few)}."
             ),
             why=", ".join(why) + (f"; {_settings(loaders[0])}" if loaders else "") + ".",
-            next_steps=_next_steps(rank, loaders, at_epoch_starts, _slowest_part(ledger), in_few_steps=in_few_steps),
+            next_steps=_next_steps(
+                rank, loaders, at_epoch_starts, _slowest_part(ledger, few), in_few_steps=in_few_steps
+            ),
             evidence=(facts.pulse(rank), *facts.recorded(rank, "hooks")),
             numbers={
                 "rank": rank.rank,
@@ -210,7 +213,7 @@ def _cause(ledger: TimeLedger, loaders: Sequence[DataLoaderFacts], at_epoch_star
     workers = (loaders[0].num_workers or 0) if loaders else None
     if workers and at_epoch_starts >= EPOCH_STARTS_SHARE:
         return ": its workers restart every epoch" if loaders[0].persistent_workers is False else " as epochs start"
-    part = _slowest_part(ledger)
+    part = _slowest_part(ledger, few)
     if few is not None and few.period is not None:
         owners = {line.name.rpartition(".")[0] for line in ledger.of("data_wait") if line.name.endswith(METHODS)}
         source = f" for {owners.pop()}" if len(owners) == 1 else ""
@@ -220,11 +223,15 @@ def _cause(ledger: TimeLedger, loaders: Sequence[DataLoaderFacts], at_epoch_star
     return "" if workers is None else f", mostly in {_named(*part)} (num_workers=0)" if part else " (num_workers=0)"
 
 
-def _slowest_part(ledger: TimeLedger) -> tuple[str, str] | None:
-    """Return the data set and the part of loading in the training process with most of the wait."""
-    parts = [line for line in ledger.of("data_wait") if line.name.endswith(METHODS)]
-    slowest = max(parts, key=lambda line: line.ns, default=None)
-    if slowest is None or slowest.ns < MOST_OF_WAIT * ledger.ns("data_wait"):
+def _slowest_part(ledger: TimeLedger, few: Rhythm | None) -> tuple[str, str] | None:
+    """Return the data set and the part of loading in the training process with most of the wait.
+
+    The parts are those of the recorded steps, which may wait less than the others, for the same parts. Where few steps
+    hold most of the wait, the recorded ones may have missed them: a part must explain the wait of the run itself.
+    """
+    lines = [line for line in ledger.of("data_wait") if line.name not in {"", RESTART}]
+    slowest = max((line for line in lines if line.name.endswith(METHODS)), key=lambda line: line.ns, default=None)
+    if slowest is None or slowest.ns < MOST_OF_WAIT * (total(lines) if few is None else ledger.ns("data_wait")):
         return None
     owner, _, part = slowest.name.rpartition(".")
     return owner, part

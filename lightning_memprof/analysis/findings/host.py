@@ -91,15 +91,6 @@ REMEDIES: Final = (
         by_name=True,
     ),
     _Remedy(
-        rule="clipping_bound",
-        parts=("gradient_clipping",),
-        sentence="Gradient clipping takes {share} of each step{on_rank}.",
-        next_steps=(
-            "Clip all gradients in one call: Trainer(gradient_clip_val=1.0), clip_grad_norm_(self.parameters(), 1.0).",
-        ),
-        saves=(0.5, 0.9),
-    ),
-    _Remedy(
         rule="metric_bound",
         parts=("metric",),
         sentence="Metrics take {share} of each step{on_rank}, mostly {name}.",

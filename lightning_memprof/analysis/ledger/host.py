@@ -54,7 +54,6 @@ _RANGES: Final[Mapping[str, HostPart]] = {
 }
 _HOOKS: Final = ("[pl][forward_hook]", "[pl][backward_hook]")
 _ACTIONS: Final[Mapping[HostPart, re.Pattern[str]]] = {
-    "gradient_clipping": re.compile(r".*\.(?:configure_gradient_clipping|clip_gradients)\Z"),
     "metric": re.compile(r"\[Metric\]"),
     "self_log": re.compile(r"\[LightningModule\].*\.log\Z"),
 }

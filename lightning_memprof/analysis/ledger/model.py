@@ -20,7 +20,6 @@ HostPart = Literal[
     "forward",
     "backward",
     "optimizer",
-    "gradient_clipping",
     "callback",
     "module_hook",
     "forward_hook",

@@ -35,7 +35,6 @@ _STEADY: Final[tuple[HostPart, ...]] = ("forward", "backward", "optimizer")
 _INSIDE: Final[Mapping[HostPart, tuple[HostPart, ...]]] = {
     "forward": ("forward_hook", "self_log"),
     "backward": ("backward_hook",),
-    "optimizer": ("gradient_clipping",),
 }
 _METRIC: Final = "[Metric]"
 _MODULE: Final = "[LightningModule]"
@@ -88,8 +87,6 @@ def run_ledger(rank: Rank, host: TimeLedger | None = None) -> TimeLedger | None:
     for phase, ns in phases.items():
         part = _PART_OF_PHASE[phase]
         mine = [line for line in named.get(phase, ()) if part not in _STEADY or line.part in _WITHIN]
-        if part == "data_wait":
-            mine = _scaled(mine, min(ns, statistics.median(step[phase] or 0 for _, _, step in steps)))
         if phase == "other":
             mine = [*mine, *_restarts(rank, ns - total(mine))]
         whole = _divided(ns, mine, TimeLine(part=part, ns=0))
@@ -145,16 +142,6 @@ def _restarts(rank: Rank, untracked: float) -> list[TimeLine]:
     ns = min(sum(excess) / len(rows), max(untracked, 0.0))
     count = len(last) / len(rows)
     return [TimeLine(part="data_wait", name=RESTART, ns=ns, count=count, longest_ns=round(max(excess)))]
-
-
-def _scaled(lines: Sequence[TimeLine], ns: float) -> list[TimeLine]:
-    """Return the lines of data wait in the same proportions, with a sum of at least ``ns``, the usual wait.
-
-    The fetches of few windows may be shorter than those of the run, of the same parts; a long wait in few steps, which
-    no window may have seen, may be another part's.
-    """
-    known = total(lines)
-    return [replace(line, ns=line.ns * max(ns / known, 1.0)) for line in lines if known]
 
 
 def _divided(ns: float, lines: Sequence[TimeLine], rest: TimeLine) -> list[TimeLine]:

@@ -156,15 +156,6 @@ def test_self_log_in_the_training_step_is_logging_and_not_python_of_the_model(tm
     assert "python_time" not in findings
 
 
-def test_gradient_clipping_is_not_the_optimizer(tmp_path: Path) -> None:
-    clipping = event("[pl][profile][LightningModule]Net.configure_gradient_clipping", 3200, 3900)
-    around = event("[pl][profile][LightningModule]Net.optimizer_step", 3000, 4000)
-    run = FakeRun(phases=lambda _rank, _step: {**HEALTHY, "optimizer": 20_000_000})
-    finding = found(tmp_path, around, clipping, fake=run)["clipping_bound"]
-    assert finding.numbers["ns"] == pytest.approx(14_000_000, rel=0.01)
-    assert "Clip all gradients in one call" in finding.next_steps[0]
-
-
 def trained(**training: Any) -> FakeRun:
     return FakeRun(phases=lambda _rank, _step: {**HEALTHY, "backward": 40_000_000}, training=training)
 

@@ -347,7 +347,7 @@ def test_the_hooks_of_the_program_own_their_time_in_forward_and_backward(tmp_pat
     assert (found.ns("forward"), found.ns("backward")) == (35_000, 20_000)
 
 
-def test_logging_and_metrics_in_forward_and_clipping_in_the_optimizer_own_their_time(tmp_path: Path) -> None:
+def test_logging_and_metrics_in_forward_own_their_time(tmp_path: Path) -> None:
     found = ledger(
         tmp_path,
         step(0, 100),
@@ -356,7 +356,6 @@ def test_logging_and_metrics_in_forward_and_clipping_in_the_optimizer_own_their_
         action("[pl][profile][LightningModule]Net.log", 10, 20),
         action("[pl][profile][Metric]Accuracy.update", 20, 25),
         action("[pl][profile][LightningModule]Net.optimizer_step", 50, 80),
-        action("[pl][profile][LightningModule]Net.configure_gradient_clipping", 55, 65),
         action("[pl][profile][Callback]Norms.on_train_batch_end", 80, 100),
         action("[pl][profile][LightningModule]Net.log", 85, 90),
     )
@@ -365,8 +364,7 @@ def test_logging_and_metrics_in_forward_and_clipping_in_the_optimizer_own_their_
         ("forward", ""): 30,
         ("self_log", "Net.log"): 10,
         ("metric", "Accuracy.update"): 5,
-        ("optimizer", ""): 20,
-        ("gradient_clipping", ""): 10,
+        ("optimizer", ""): 30,
         ("callback", "Norms.on_train_batch_end"): 15,
         ("logging", "Net.log"): 5,
     }
