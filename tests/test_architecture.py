@@ -44,7 +44,6 @@ ONE_IMPORTER = {
     "integration/curves.py": "curves through loggers, a feature of its own",
     "report/export/memory_viz.py": "one format per module",
     "report/export/stacks.py": "one format per module",
-    "report/export/write.py": "writes the files of every format",
     "report/perfetto.py": "a server; only one command starts it",
     "tensorboard/pages.py": "runs in a separate process",
 }

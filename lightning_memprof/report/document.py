@@ -280,7 +280,7 @@ class Link:
 
 @dataclass(frozen=True)
 class RuleHelp:
-    """What the documentation says of a rule, on ``page``; a paragraph each."""
+    """The documentation of a rule, on ``page``; a string per paragraph."""
 
     page: str
     means: Sequence[str]

@@ -36,12 +36,12 @@ class NamedSummary:
     """All moments of one name on one rank.
 
     ``rss_bytes`` are those of its snapshots in order; ``changes_bytes`` those from the start to the end of each time
-    that its region was run through, in the order of their ends. ``unfinished`` counts the regions that did not end.
+    that its region ran, in the order of their ends. ``unfinished`` counts the regions that did not end.
     """
 
     rank: int
     name: str
-    times: int
+    count: int
     rss_bytes: tuple[int, ...]
     changes_bytes: tuple[int, ...]
     unfinished: int
@@ -67,7 +67,7 @@ def named_moments(run: Run) -> tuple[NamedMoment, ...]:
 
 
 def summarize(moments: Sequence[NamedMoment]) -> list[NamedSummary]:
-    """Return one summary for each rank and name, snapshots and regions apart, in order of first appearance."""
+    """Return one summary for each rank and name, snapshots and regions separately, in order of first appearance."""
     groups: dict[tuple[int, str, bool], list[NamedMoment]] = {}
     for moment in moments:
         groups.setdefault((moment.rank, moment.name, moment.point in {START, END}), []).append(moment)
@@ -89,7 +89,7 @@ def _summary(moments: Sequence[NamedMoment]) -> NamedSummary:
     return NamedSummary(
         rank=moments[0].rank,
         name=moments[0].name,
-        times=sum(moment.point != END for moment in moments),
+        count=sum(moment.point != END for moment in moments),
         rss_bytes=tuple(size for size in sizes if size is not None),
         changes_bytes=tuple(changes),
         unfinished=len(open_regions),

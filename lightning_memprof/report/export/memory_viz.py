@@ -1,7 +1,7 @@
 """Snapshots that https://pytorch.org/memory_viz opens: a plain pickle of protocol 4 with all keys that the page reads.
 
-The page reads some thirty opcodes of protocols 2 to 4, wants a ring for each device, and looks for ``frames`` in every
-event and block. Format: `torch/utils/viz/MemoryViz.js` of torch 2.13.
+The page reads some thirty opcodes of protocols 2 to 4, wants a recorded history of each device, and looks for
+``frames`` in every event and block. Format: `torch/utils/viz/MemoryViz.js` of torch 2.13.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def viewable(data: Any, source: str) -> dict[str, Any]:
     devices = max((segment.get("device", 0) for segment in top["segments"]), default=-1) + 1
     if devices > _MOST_DEVICES:
         raise ArtifactError(f"{source}: names a device {devices - 1}; the page shows the first {_MOST_DEVICES}")
-    rings = [[_with_frames(event) for event in ring or ()] for ring in top.get("device_traces") or ()]
-    top["device_traces"] = [*rings, *([] for _ in range(devices - len(rings)))]
+    histories = [[_with_frames(event) for event in history or ()] for history in top.get("device_traces") or ()]
+    top["device_traces"] = [*histories, *([] for _ in range(devices - len(histories)))]
     return top
 
 

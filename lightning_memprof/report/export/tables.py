@@ -251,7 +251,7 @@ def snapshot_tables(reports: Sequence[SnapshotReport]) -> Iterator[Table]:
     sizes = ("reserved_bytes", "allocated_bytes", "requested_bytes", "inactive_bytes", "pending_bytes")
     peaks = ("peak_requested_bytes", "peak_reserved_bytes", "peak_time_us", "events")
     devices = [(snapshot.file, device) for snapshot in reports for device in snapshot.devices]
-    rings = [(file, device.device, device.snapshot) for file, device in devices]
+    histories = [(file, device.device, device.snapshot) for file, device in devices]
     yield from _filled(
         Table.of(
             "devices",
@@ -270,18 +270,18 @@ def snapshot_tables(reports: Sequence[SnapshotReport]) -> Iterator[Table]:
         Table.of(
             "events",
             (
-                {"file": str(file), "device": device, **event._asdict(), "stack": _stack(ring.stacks[event.stack])}
-                for file, device, ring in rings
-                for event in ring.events
+                {"file": str(file), "device": device, **event._asdict(), "stack": _stack(history.stacks[event.stack])}
+                for file, device, history in histories
+                for event in history.events
             ),
         ),
         Table.of(
             "blocks",
             (
                 {"file": str(file), "device": device, "segment": segment.address, "pool": list(segment.pool)}
-                | {**block._asdict(), "stack": _stack(ring.stacks[block.stack])}
-                for file, device, ring in rings
-                for segment in ring.segments
+                | {**block._asdict(), "stack": _stack(history.stacks[block.stack])}
+                for file, device, history in histories
+                for segment in history.segments
                 for block in segment.blocks
             ),
         ),

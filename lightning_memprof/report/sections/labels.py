@@ -123,7 +123,7 @@ PEAKS: Final[Mapping[str, Peak]] = {
 
 
 def counter(name: str) -> Counter:
-    """Return what a counter's name means."""
+    """Return the words, unit and axis of a counter's name."""
     end = next((end for end in COUNTERS if name.endswith(end)), "")
     return Counter(name.removesuffix(end).replace("_", " "), *COUNTERS.get(end, ("", 1, "")))
 

@@ -283,7 +283,7 @@ def _named(view: View) -> Iterator[Table]:
         summarize(view.named),
         Field("name", "code", lambda found: found.name),
         Field("rank", "index", lambda found: found.rank, priority=1),
-        Field("count", "count", lambda found: found.times),
+        Field("count", "count", lambda found: found.count),
         Field("RSS", "bytes", lambda found: found.rss_bytes[-1] if found.rss_bytes else None),
         Field("mean change", "bytes", lambda found: _mean_change(found.changes_bytes)),
         Field("max change", "bytes", lambda found: change(max(found.changes_bytes, default=None))),

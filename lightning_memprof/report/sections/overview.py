@@ -194,7 +194,7 @@ def _overhead(cost: Overhead) -> Figure:
 
 
 def _trouble(view: View) -> Iterator[Line]:
-    """Yield failures, damage and ranks or windows that are left out: the short page must not hide them."""
+    """Yield failures, damage, and ranks or windows that are not shown: the short page must not hide them."""
     named = [f"{error.collector}: {error.message}" for error in view.run.errors]
     damaged = [f"{problem.piece}: {problem.message}" for problem in view.problems]
     for label, found in (("failed", named), ("damaged", damaged)):

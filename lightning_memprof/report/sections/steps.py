@@ -125,7 +125,7 @@ def _phase(column: StepColumn, phase: str) -> Cell:
 
 
 def _columns(view: View) -> tuple[list[StepColumn], list[str]]:
-    """Return the whole run, then recorded steps or, of many, windows; and a note on those that are left out."""
+    """Return the whole run, then recorded steps or, of many, windows; and a note that counts the others."""
     columns = []
     lead = view.lead
     if (pulse := lead.statistics) is not None:

@@ -73,7 +73,7 @@ def filled(empty: Table, rows: Sequence[T], *fields: Field[T], most: int | None 
 
 
 def rest(rows: Sequence[object], shown: int, noun: str = "more") -> list[str]:
-    """Return the note on the rows that a table leaves out, none where it has all."""
+    """Return the note that counts the rows that a table does not show, none where it shows all."""
     return [more(len(rows) - shown, noun)] if len(rows) > shown else []
 
 
