@@ -14,10 +14,9 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-from lightning_memprof import load_run
+from lightning_memprof.report.opened import opened
 from lightning_memprof.report.printers.terminal import render
-from lightning_memprof.report.sections import run_document
-from lightning_memprof.report.view import run_view
+from lightning_memprof.report.sections import document_of
 
 TARGET = Path(__file__).parent / "images" / "summary.svg"
 WIDTH = 100
@@ -27,7 +26,8 @@ def main(run: str) -> None:
     """Write the picture."""
     file = io.StringIO()
     page = Console(width=WIDTH, force_terminal=True, color_system="truecolor", file=file)
-    render(run_document(run_view(load_run(run))), page)
+    with opened([run]) as view:
+        render(document_of(view), page)
     console = Console(record=True, width=WIDTH, file=io.StringIO())
     # An empty line at the end: the picture's edge cuts the descenders of the last line.
     console.print(Text.from_ansi(file.getvalue() + "\n"))

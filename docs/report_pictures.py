@@ -15,6 +15,10 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 TARGET = Path(__file__).parent / "images"
+FLAGS = (
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+)  # fmt: skip
 WIDTH, HEIGHT = 1200, 900
 # Longer sections are cut at this height.
 MOST_HEIGHT = 1000
@@ -26,7 +30,7 @@ def main(report: str, *only: str) -> None:
     address = Path(report).absolute().as_uri()
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=os.environ.get("CHROMIUM", "/usr/bin/chromium"), args=["--no-sandbox"]
+            executable_path=os.environ.get("CHROMIUM", "/usr/bin/chromium"), args=list(FLAGS)
         )
         for scheme in ("light", "dark"):
             page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=scheme)

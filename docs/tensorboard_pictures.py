@@ -17,6 +17,10 @@ from typing import Any
 from playwright.sync_api import sync_playwright
 
 TARGET = Path(__file__).parent / "images"
+FLAGS = (
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+)  # fmt: skip
 WIDTH, HEIGHT = 1400, 900
 PATIENCE_MS = 120_000
 PLUGIN = "data/plugin/pytorch_profiler"
@@ -31,7 +35,7 @@ def main(address: str, runs: list[str]) -> None:
     taken = set[str]()
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=os.environ.get("CHROMIUM", "/usr/bin/chromium"), args=["--no-sandbox"]
+            executable_path=os.environ.get("CHROMIUM", "/usr/bin/chromium"), args=list(FLAGS)
         )
         page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
         for run in runs:

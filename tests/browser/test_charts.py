@@ -109,7 +109,7 @@ def tip(page: Any, chart: str, part: float = MIDDLE) -> str:
 def test_hovering_a_block_gives_its_address_its_size_and_its_stack(open_charts: Open):
     page = open_charts(shown_memory(one_block("model.py(7): forward\ntrain.py(3): main")))
     said = tip(page, "memory", 0.75)
-    for word in ("0x7fc0de000000", "3MiB", "3,145,728", "model.py(7): forward\ntrain.py(3): main", "activation"):
+    for word in ("0x7fc0de000000", "3 MiB", "3,145,728", "model.py(7): forward\ntrain.py(3): main", "activation"):
         assert word in said
 
 

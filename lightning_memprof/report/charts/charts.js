@@ -36,9 +36,10 @@
   // A legend does not wrap: on a narrow page its names would be cut off at the left. A letter is 6.6 pixels
   // wide, each name has a mark and a gap of 38, and 120 are left of and right of the figure.
   const legendColumns = (names, width) => {
-    const longest = Math.max(...names.map((name) => name.length));
-    const columns = Math.max(1, Math.floor((width - 120) / (6.6 * longest + 38)));
-    return columns < names.length ? columns : "auto";
+    const widths = names.map((name) => 6.6 * name.length + 38);
+    const room = width - 120;
+    if (widths.reduce((sum, wide) => sum + wide, 0) <= room) return "auto";
+    return Math.min(names.length, Math.max(1, Math.floor(room / Math.max(...widths))));
   };
   const fitLegends = () => {
     for (const [doc, place] of places) {

@@ -38,7 +38,7 @@ _PADDING: Final = 4
 # The page's script cuts the labels: only the browser knows the width of a letter.
 _FIT: Final = MappingProxyType({"fit": (f"{_SIZE} {_FAMILY}", _PADDING)})
 _TIP: Final = (
-    '<div style="max-width:46em"><b>@size{0.[00]ib}</b> (@share{0.0%}) in @blocks{0,0} blocks'
+    '<div style="max-width:46em"><b>@size{0.[00] b}</b> (@share{0.0%}) in @blocks{0,0} blocks'
     '<div style="overflow-wrap:anywhere">@name</div></div>'
 )
 

@@ -45,7 +45,7 @@ _HOLES: Final = 64
 _STAYS: Final = frozenset({"before", "parameter", "optimizer_state", "gradient", "other"})
 _TIP: Final = (
     '<div style="max-width:46em">'
-    '<div><b>@size{0.[00]ib}</b> (@size{0,0} bytes) at <span style="font-family:monospace">@address</span></div>'
+    '<div><b>@size{0.[00] b}</b> (@size{0,0} bytes) at <span style="font-family:monospace">@address</span></div>'
     "<div>KIND, from @left{0,0.000} to @right{0,0.000} UNIT</div>"
     '<pre style="margin:4px 0 0;white-space:pre-wrap;font-size:11px">@stack</pre></div>'
 )
@@ -80,8 +80,9 @@ def memory_chart(lives: BlockLives, chart_id: str, where: str) -> Chart | None:
     count = format_count(len(lives), "block")
     if shown is not lives:
         count = f"the {len(shown):,} largest of {count}"
+    place = where if lives.device in where else f"{lives.device} in {where}"
     summary = (
-        f"Live bytes on {lives.device} in {where} peak at {format_bytes(peak_bytes)}{at} (red){_from_before(lives)}. "
+        f"Live bytes on {place} peak at {format_bytes(peak_bytes)}{at} (red){_from_before(lives)}. "
         f"Below: {count}; height is size, width is lifetime, vertical position is arbitrary. "
         "Categories are inferred from when a block was allocated and freed."
     )
@@ -120,8 +121,8 @@ def _areas(plot: figure, times: Sequence[float], live: dict[str, list[int]], uni
         area = plot.varea("x", f"{name}_from", f"{name}_to", source=source, fill_color=colour(name), fill_alpha=0.85)
         drawn[name] = [area]
     line = plot.line("x", "sum", source=source, line_alpha=0)
-    tips = [("at", f"@x{{0,0.000}} {unit}"), ("live", "@sum{0.[00]ib}")]
-    hover(plot, [line], [*tips, *((category(name), f"@{name}{{0.[00]ib}}") for name in reversed(live))], "vline")
+    tips = [("at", f"@x{{0,0.000}} {unit}"), ("live", "@sum{0.[00] b}")]
+    hover(plot, [line], [*tips, *((category(name), f"@{name}{{0.[00] b}}") for name in reversed(live))], "vline")
     from_zero(plot)
     return drawn
 

@@ -108,7 +108,7 @@ def _memory(ranks: tuple[RankTimes, ...], above: figure) -> figure | None:
         x, y = zip(*points, strict=True)
         data = ColumnDataSource({"x": np.array(x, dtype="i4"), "y": np.array(y, dtype=float)})
         dots = plot.scatter("x", "y", source=data, size=6, color=colour("", place))
-        hover(plot, [dots], [("rank", "@x"), (label, "@y{0.[00]ib}")], "vline")
+        hover(plot, [dots], [("rank", "@x"), (label, "@y{0.[00] b}")], "vline")
         items.append((label, [dots]))
     from_zero(plot)
     whole_numbers(plot)

@@ -172,7 +172,7 @@ def run_memory_chart(lead: Rank) -> Chart | None:
         peak = max(range(len(most)), key=most.__getitem__)
         dot = plot.scatter([steps[peak]], [most[peak]], size=8, color=MARK)
         label(plot, (steps[peak] or 0, most[peak]), format_bytes(most[peak]), right=2 * peak < len(most))
-        hover(plot, [line], [("step", "@x"), (name, "@y{0.[00]ib}")], "vline")
+        hover(plot, [line], [("step", "@x"), (name, "@y{0.[00] b}")], "vline")
         drawn.append((name, [line, dot]))
         peaks.append(f"{name} {format_bytes(most[peak])}")
     top = max(size or 0 for points in series.values() for _, size in points)

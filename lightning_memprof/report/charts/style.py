@@ -114,7 +114,7 @@ def bytes_ticks(axis: Any) -> Ticker:
     """Label an axis in KiB, MiB and GiB, with ticks at multiples of these."""
     ticker = AdaptiveTicker(base=1024, mantissas=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512], desired_num_ticks=5)
     axis.ticker = ticker
-    axis.formatter = NumeralTickFormatter(format="0.[0]ib")
+    axis.formatter = NumeralTickFormatter(format="0.[0] b")
     return ticker
 
 

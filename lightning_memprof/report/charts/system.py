@@ -119,7 +119,7 @@ def _plot(unit: str, drawn: Mapping[str, list[_Point]], first: figure | None) ->
         data = ColumnDataSource({"x": np.array(x), "y": np.array(y)})
         line = plot.line("x", "y", source=data, line_color=colour("", place), line_width=2)
         dots = plot.scatter("x", "y", source=data, size=4, color=colour("", place))
-        form = "@y{0.[00]ib}" if is_bytes else "@y{0,0.0}"
+        form = "@y{0.[00] b}" if is_bytes else "@y{0,0.0}"
         hover(plot, [dots], [("at", "@x{0,0.00} s"), (name, form)], "mouse")
         items.append((name, [line, dots]))
     from_zero(plot)

@@ -104,7 +104,11 @@ def _facts(found: Mapping[str, Any]) -> list[tuple[str, Cell | Words]]:
     ]
 
 
-def _value(name: str, value: Any) -> Cell:
+def _value(name: str, value: Any) -> Cell | Words:
+    if name == "parameter_dtypes" and isinstance(value, Mapping):
+        known = {str(dtype): total for dtype, total in value.items() if isinstance(total, int)}
+        cells = [cell for dtype, total in known.items() for cell in (text(dtype), size(total))]
+        return phrase(", ".join(["{} {}"] * len(known)), *cells)
     if isinstance(value, bool):
         return text("yes" if value else "no")
     if isinstance(value, int):

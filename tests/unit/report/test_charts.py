@@ -167,6 +167,14 @@ def blocks(count: int, stack: str = "train.py(1): main") -> BlockLives:
     return lives
 
 
+def test_a_caption_names_the_device_once():
+    alone, inside = (memory_chart(blocks(3), "memory", where) for where in ("a.pickle, cuda:0", "window 0"))
+    assert alone is not None
+    assert alone.summary.startswith("Live bytes on a.pickle, cuda:0 peak at")
+    assert inside is not None
+    assert inside.summary.startswith("Live bytes on cuda:0 in window 0 peak at")
+
+
 def test_of_too_many_blocks_the_largest_are_drawn_and_the_summary_says_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lightning_memprof.report.charts.memory.MAX_BLOCKS", 10)
     chart = memory_chart(blocks(30), "memory", "window 0")

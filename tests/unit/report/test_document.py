@@ -26,6 +26,7 @@ from lightning_memprof.report.printers.json import document_to_json
 from lightning_memprof.report.printers.markdown import to_markdown
 from lightning_memprof.report.printers.text import full_page, plain
 from lightning_memprof.report.sections import run_document
+from lightning_memprof.report.sections.run import configuration_section
 from lightning_memprof.report.view import run_view
 from lightning_memprof.units import MIB
 
@@ -98,6 +99,14 @@ def test_a_column_without_a_value_is_not_shown_but_the_first_one() -> None:
     columns = (Column("name"), Column("bytes", "bytes"), Column("count", "count"))
     table = Table(id="t", title="", columns=columns, rows=[(text(None), size(None), count(0))])
     assert table.known == [0, 2]
+
+
+def test_bytes_by_data_type_are_written_as_sizes(tmp_path: Path) -> None:
+    view = run_view(load_run(make_run(tmp_path)))
+    view = replace(view, training={"parameter_dtypes": {"float32": 3 * MIB, "bfloat16": MIB}})
+    rows = dict(next(part.rows for part in configuration_section(view).parts if part.title == "Training"))
+    values = text("float32"), size(3 * MIB), text("bfloat16"), size(MIB)
+    assert rows["parameter dtypes"] == phrase("{} {}, {} {}", *values)
 
 
 def test_sections_can_be_chosen(document: Document) -> None:
