@@ -350,7 +350,7 @@ def decode_pulse(content: bytes) -> tuple[list[PulseRow], str | None]:
     if not newline:
         return [], None
     if header.decode("ascii", "replace").split(",") != list(PULSE_COLUMNS):
-        return [], ": its columns are not those of this version; upgrade lightning-memprof to read it"
+        return [], "1: its columns are not those of this version; upgrade lightning-memprof to read it"
     if not body.translate(None, b"0123456789-,\n") and _IS_LONG(body) is None:
         with suppress(*DAMAGE):
             return _decode_rows(_as_json(body)), None
@@ -361,7 +361,7 @@ def decode_pulse(content: bytes) -> tuple[list[PulseRow], str | None]:
             rows.append(parse_pulse_row(line))
         except ValueError:
             damaged.append(number)
-    return rows, f":{damaged[0]}: damaged; remove the line to read the rest" if damaged else None
+    return rows, f"{damaged[0]}: damaged; remove the line to read the rest" if damaged else None
 
 
 def read_pulse(path: Path) -> list[PulseRow]:
@@ -376,7 +376,7 @@ def read_pulse(path: Path) -> list[PulseRow]:
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read ({error.strerror}); is the run directory complete?") from error
     if damage is not None:
-        raise ArtifactError(f"{path}{damage}")
+        raise ArtifactError(f"{path}:{damage}")
     return rows
 
 

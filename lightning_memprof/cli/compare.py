@@ -36,8 +36,7 @@ def _add_options(parser: ArgumentParser) -> None:
 
 def _execute(options: Namespace) -> int:
     """Print the comparison; exit code 1 where a limit is exceeded or cannot be checked."""
-    from lightning_memprof.analysis.compare.comparison import compare
-    from lightning_memprof.analysis.compare.limits import check, parse_limit
+    from lightning_memprof.analysis.compare.comparison import check, compare, parse_limit
     from lightning_memprof.report.sections.comparison import comparison_document
 
     limits = [parse_limit(limit) for limit in options.fail_on or ()]

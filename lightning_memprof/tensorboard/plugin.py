@@ -20,7 +20,7 @@ from lightning_memprof.tensorboard.pages import PageRequest, Pages
 from lightning_memprof.tensorboard.runs import FoundRun, LiveRuns, RunList, revision
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.run.confined import RunFile
+    from lightning_memprof.analysis.run.model import ArtifactFile
 
 __all__ = ["MemprofPlugin", "log_directories", "place_in_profiler_tab"]
 
@@ -167,7 +167,7 @@ class MemprofPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard 
                 "no manifest below the log directory names this file, or the file is outside the log directory"
             )
         as_text = request.args.get("as") == "text" and run_file.type == "trace"
-        if as_text and run_file.size_bytes > MAX_TRACE_BYTES:
+        if as_text and (run_file.size_bytes or 0) > MAX_TRACE_BYTES:
             raise _Missing("this trace is too large for a browser; select steps with lightning-memprof view --steps")
         return _file_answer(run_file, request.environ, as_text=as_text)
 
@@ -190,7 +190,7 @@ class MemprofPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard 
     def _has_profiler_tab(self) -> bool:
         return PROFILER in (self._context.plugin_name_to_instance or {})
 
-    def _file_row(self, found: FoundRun, file: RunFile) -> dict[str, Any]:
+    def _file_row(self, found: FoundRun, file: ArtifactFile) -> dict[str, Any]:
         is_trace = file.type == "trace" and self._has_profiler_tab()
         return {
             "rank": file.rank,
@@ -228,7 +228,7 @@ def _json(request: Request, document: Mapping[str, Any], code: int = 200) -> Res
     return answer
 
 
-def _file_answer(file: RunFile, environ: dict[str, Any], *, as_text: bool) -> Response:
+def _file_answer(file: ArtifactFile, environ: dict[str, Any], *, as_text: bool) -> Response:
     """Serve a file unchanged; its content cannot run in the browser."""
     is_gzip = file.file.suffix == ".gz"
     answer = send_file(

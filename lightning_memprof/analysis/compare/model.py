@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -103,7 +103,7 @@ class Side:
     named: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     spreads: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     sentences: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.compare.model import QUANTITIES, Measure, Side
+from lightning_memprof.analysis.compare.model import QUANTITIES, Measure, Side, SideKind
 from lightning_memprof.analysis.compare.significance import drift
 from lightning_memprof.analysis.findings import Facts, Severity, examine, examine_files
 from lightning_memprof.analysis.memory.allocations import run_allocations, window_allocations
@@ -104,16 +104,8 @@ class _Gathered:
             self.add(peak("peak_allocated_bytes", [size for size, _ in peaks], source))
             self.named["stacks"] = site_bytes(max(peaks, key=itemgetter(0))[1].sites)
 
-    def side(self, label: str, kind: str) -> Side:
-        return Side(
-            label=label,
-            kind=kind,  # type: ignore[arg-type]
-            measures=self.measures,
-            named=self.named,
-            spreads=self.spreads,
-            sentences=self.sentences,
-            notes=tuple(self.notes),
-        )
+    def side(self, label: str, kind: SideKind) -> Side:
+        return Side(label=label, kind=kind, **vars(self))
 
 
 def run_side(run: Run, label: str) -> Side:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.ledger.run import typical_in_windows
-from lightning_memprof.analysis.steps.phases import OWN_WORK
+from lightning_memprof.analysis.steps.events import OWN_WORK
 from lightning_memprof.artifacts.series import HookRow
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ import numpy as np
 from lightning_memprof.analysis.ledger.model import HostPart, TimeLedger, TimeLine, total
 from lightning_memprof.analysis.ledger.table import Table, joined, summed
 from lightning_memprof.analysis.ledger.work import operator_work, shaped
-from lightning_memprof.analysis.steps.events import part_of
-from lightning_memprof.analysis.steps.phases import action_name, is_profiler
+from lightning_memprof.analysis.steps.events import action_name, is_profiler, part_of
 from lightning_memprof.analysis.trace.columns import STEP_NAME, Kind
 from lightning_memprof.analysis.trace.intervals import (
     Intervals,

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.ledger.host import corrected
 from lightning_memprof.analysis.ledger.model import Stall, TimeLedger, TimeLine, total
-from lightning_memprof.analysis.steps.events import part_of, rank_events
-from lightning_memprof.analysis.steps.phases import action_name, classify, is_profiler
+from lightning_memprof.analysis.steps.events import action_name, classify, is_profiler, part_of, rank_events
 from lightning_memprof.artifacts.series import GC_PAUSE, PHASES
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.ledger.model import HostPart
     from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.analysis.steps.events import Event, StepEvents
-    from lightning_memprof.analysis.steps.typical import Breakdown
+    from lightning_memprof.analysis.steps.statistics import Breakdown
 
 __all__ = ["RESTART", "run_ledger", "typical_in_windows"]
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
+import msgspec
+
 from lightning_memprof.analysis.ranks.arrivals import (
     CollectiveWait,
     Keys,
@@ -19,7 +21,7 @@ from lightning_memprof.analysis.ranks.arrivals import (
     track,
     window_waits,
 )
-from lightning_memprof.analysis.ranks.summary import Figures, RankSummary, read_summary
+from lightning_memprof.analysis.ranks.summary import Arrivals, Figures, RankSummary, read_summary
 from lightning_memprof.analysis.run.locate import names_in
 from lightning_memprof.analysis.run.problems import Problem
 from lightning_memprof.artifacts.naming import parse_summary_path
@@ -197,10 +199,8 @@ class _Gathered:
                 tracks.append(found)
                 arrivals = summary.arrivals
                 steps = max(steps, len(summary.steps) * len(arrivals.kind) / max(arrivals.count, 1))
-            self.latest[rank] = RankSummary(
-                rank=rank, world_size=summary.world_size, host=summary.host, window=summary.window, steps=summary.steps,
-                recorded=summary.recorded, usual=summary.usual, callbacks_ns=summary.callbacks_ns,
-            )  # fmt: skip
+            # Of thousands of ranks the collectives would take most of the memory.
+            self.latest[rank] = msgspec.structs.replace(summary, rank=rank, arrivals=Arrivals())
         if len(tracks) > 1:
             self.windows.append(window_waits(tracks, steps))
             self.steps.append(steps)

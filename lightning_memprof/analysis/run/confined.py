@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_memprof.analysis.run.load import Layout, load_run
+from lightning_memprof.analysis.run.load import Layout, artifact_file, load_run
 from lightning_memprof.analysis.run.locate import find_run
 from lightning_memprof.analysis.run.model import Run
 from lightning_memprof.analysis.run.problems import Problem
@@ -18,21 +18,9 @@ from lightning_memprof.errors import ArtifactError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightning_memprof.analysis.run.model import Rank
+    from lightning_memprof.analysis.run.model import ArtifactFile, Rank
 
-__all__ = ["RunFile", "is_below", "load_confined", "refuse_links", "run_files"]
-
-
-@dataclass(frozen=True)
-class RunFile:
-    """A file in a manifest that may be read. ``path`` is as in the manifest."""
-
-    rank: int
-    window: int | None
-    type: str
-    path: str
-    file: Path
-    size_bytes: int
+__all__ = ["is_below", "load_confined", "refuse_links", "run_files"]
 
 
 def is_below(path: Path, top: Path) -> bool:
@@ -73,7 +61,7 @@ def load_confined(path: Path, top: Path | None, *, rank: int | None = None) -> R
     ).with_problems(Problem(artifact.path, f"is outside {top} and is not read", artifact.rank) for artifact in outside)
 
 
-def run_files(directory: Path, ranks: Sequence[int], top: Path) -> list[RunFile]:
+def run_files(directory: Path, ranks: Sequence[int], top: Path) -> list[ArtifactFile]:
     """Return the files in the manifests of these ranks that are below ``top``, each once.
 
     Raises:
@@ -82,21 +70,14 @@ def run_files(directory: Path, ranks: Sequence[int], top: Path) -> list[RunFile]
     """
     refuse_links(directory, top)
     layout = Layout(directory)
-    found: dict[str, RunFile] = {}
+    found: dict[str, ArtifactFile] = {}
     for rank in ranks:
         for row in read_manifest(directory / manifest_name(rank)).artifacts:
             path = row.path or ""
             file = layout.resolve(path)
             if file is None or not is_below(file, top) or not file.is_file():
                 continue
-            found[path] = RunFile(
-                rank=rank,
-                window=row.window,
-                type=row.type,
-                path=path,
-                file=file,
-                size_bytes=file.stat().st_size,
-            )
+            found[path] = artifact_file(row, path, file, rank)
     return list(found.values())
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from lightning_memprof.analysis.run.load import in_full
 from lightning_memprof.artifacts.files import open_plain
@@ -15,12 +16,14 @@ from lightning_memprof.artifacts.naming import manifest_name, parse_manifest_nam
 from lightning_memprof.artifacts.series import PHASES, parse_pulse_row
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from lightning_memprof.artifacts.rows import Row
     from lightning_memprof.artifacts.series import PulseRow
 
 __all__ = ["RECENT_STEPS", "Follower", "RankProgress", "Tail", "WindowProgress", "total_steps"]
+
+T = TypeVar("T")
 
 # The current step time; more steps would include old ones.
 RECENT_STEPS: Final = 100
@@ -179,9 +182,10 @@ class Follower:
         self._find_ranks()
         for rank, (manifest, pulse) in self._tails.items():
             so_far = self.ranks[rank]
-            for row in _rows(manifest.lines()):
-                so_far.take_fact(row)
-            for step in _steps(pulse.lines()):
+            for row in _readable(manifest.lines(), decode_fact):
+                if row is not None:
+                    so_far.take_fact(row)
+            for step in _readable(pulse.lines(), lambda line: parse_pulse_row(line.decode("ascii"))):
                 so_far.take_step(step)
 
     @property
@@ -237,19 +241,7 @@ def total_steps(rank: RankProgress) -> int | None:
     return min(known, default=None)
 
 
-def _rows(lines: list[bytes]) -> Iterator[Row]:
+def _readable(lines: list[bytes], parse: Callable[[bytes], T]) -> Iterator[T]:
     for line in lines:
-        try:
-            row = decode_fact(line)
-        except ValueError:
-            continue
-        if row is not None:
-            yield row
-
-
-def _steps(lines: list[bytes]) -> Iterator[PulseRow]:
-    for line in lines:
-        try:
-            yield parse_pulse_row(line.decode("ascii"))
-        except ValueError:  # the header, or damage
-            continue
+        with suppress(ValueError):  # damage, or the header of a pulse
+            yield parse(line)

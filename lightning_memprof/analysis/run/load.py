@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from lightning_memprof.analysis.oom.events import OomEvent, oom_events
 from lightning_memprof.analysis.run.locate import find_run
-from lightning_memprof.analysis.run.model import ArtifactFile, Rank, RecordedWindow, Run, Status
+from lightning_memprof.analysis.run.model import ArtifactFile, Rank, RecordedWindow, Run, Status, read_lines
 from lightning_memprof.analysis.run.problems import CUT, CollectorError, Note, Problem, Unavailable
-from lightning_memprof.artifacts.files import read_plain
 from lightning_memprof.artifacts.manifest import (
     BudgetRow,
     EndRow,
@@ -40,15 +39,13 @@ from lightning_memprof.artifacts.naming import (
 )
 from lightning_memprof.artifacts.series import decode_pulse
 from lightning_memprof.errors import ArtifactError
-from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
     from lightning_memprof.artifacts.manifest import ArtifactRow
-    from lightning_memprof.artifacts.series import PulseRow
 
-__all__ = ["Layout", "in_full", "load_run"]
+__all__ = ["Layout", "artifact_file", "in_full", "load_run"]
 
 UNCHECKED_TYPES: Final = frozenset({"pulse"})
 # Their pulses and lists of files fit on a page and are read in seconds; of more ranks the windows' summaries are used.
@@ -171,7 +168,9 @@ def _read_rank(layout: Layout, number: int, *, in_full: bool) -> _RankReport:
     problems = [Problem(manifest.path.name, manifest.damage, number)] if manifest.damage else []
     if manifest.run is None:
         return _RankReport(None, problems)
-    pulse, pulse_problems = _pulse(layout.directory, number) if in_full else ([], [])
+    path = layout.directory / pulse_name(number)
+    has_pulse = in_full and path.exists()
+    pulse, pulse_problems = read_lines(path, number, "step", decode_pulse) if has_pulse else ([], ())
     artifacts, artifact_problems = _artifacts(layout, manifest, number)
     end = manifest.end
     rank = Rank(
@@ -214,23 +213,6 @@ def _read_rank(layout: Layout, number: int, *, in_full: bool) -> _RankReport:
     )
 
 
-def _pulse(directory: Path, rank: int) -> tuple[list[PulseRow], list[Problem]]:
-    """Return the readable rows of a pulse and its problems; a run without a pulse has none."""
-    path = directory / pulse_name(rank)
-    if not path.exists():
-        return [], []
-    try:
-        content = read_plain(path)
-    except OSError as error:
-        message = f"{path}: cannot be read ({error.strerror}); is the run directory complete?; 0 steps could be read"
-        return [], [Problem(path.name, message, rank)]
-    rows, damage = decode_pulse(content)
-    problems = [f"{path}{damage}; {format_count(len(rows), 'step')} could be read"] if damage else []
-    if content and not content.endswith(b"\n"):
-        problems.append(CUT)
-    return rows, [Problem(path.name, message, rank) for message in problems]
-
-
 def _artifacts(layout: Layout, manifest: Manifest, rank: int) -> tuple[list[ArtifactFile], list[Problem]]:
     """Return every listed file once, checked against the disk.
 
@@ -248,7 +230,7 @@ def _artifacts(layout: Layout, manifest: Manifest, rank: int) -> tuple[list[Arti
         if file is None:
             problems.append(Problem(path, "is outside the run's directory or not accessible, and is not read", rank))
             continue
-        checked = [_checked(row, path, file, rank) for row in reversed(versions[-2:])]
+        checked = [artifact_file(row, path, file, rank) for row in reversed(versions[-2:])]
         artifact = next((artifact for artifact in checked if artifact.state == "present"), checked[0])
         artifacts.append(artifact)
         if artifact.state == "missing":
@@ -259,7 +241,8 @@ def _artifacts(layout: Layout, manifest: Manifest, rank: int) -> tuple[list[Arti
     return artifacts, problems
 
 
-def _checked(row: ArtifactRow, path: str, file: Path, rank: int) -> ArtifactFile:
+def artifact_file(row: ArtifactRow, path: str, file: Path, rank: int) -> ArtifactFile:
+    """Return a listed file as it is on disk."""
     try:
         size: int | None = file.stat().st_size
     except (OSError, ValueError):

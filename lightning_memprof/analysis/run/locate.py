@@ -103,9 +103,8 @@ def find_run(path: Path) -> Place:
     start = (path if path.is_dir() else path.parent).absolute()
     if is_run_directory(start):
         return Place(start)
-    here = _runs_in(start)
-    if here:
-        return Place(here[-1], (*here[:-1], *_stage_runs(start)))
+    if (here := _place(start)) is not None:
+        return here
     walk = Walk(start)
     homes = _homes(walk)
     if not homes:
@@ -115,10 +114,12 @@ def find_run(path: Path) -> Place:
             "train with MemProfilerCallback, or give the log directory of a run"
         )
         raise ArtifactError(msg)
-    if len(homes) > 1:
-        raise ArtifactError(_several(path, homes))
-    runs = _runs_in(homes[0])
-    return Place(runs[-1], (*runs[:-1], *_stage_runs(homes[0])))
+    found = _place(homes[0])
+    if len(homes) > 1 or found is None:
+        listed = ", ".join(str(home) for home in homes[:MAX_LISTED])
+        more = f" and {len(homes) - MAX_LISTED} more" if len(homes) > MAX_LISTED else ""
+        raise ArtifactError(f"{path}: {len(homes)} runs are in it, name one of them: {listed}{more}")
+    return found
 
 
 def has_run(path: Path) -> bool:
@@ -222,9 +223,12 @@ def _runs_in(home: Path) -> list[Path]:
     return [home / name for _, name in runs if is_run_directory(home / name)]
 
 
-def _stage_runs(home: Path) -> Iterator[Path]:
-    for stage in STAGES:
-        yield from _runs_in(home / stage)
+def _place(home: Path) -> Place | None:
+    """Return the newest run of a log directory and the others in it, stages included; None where there is none."""
+    runs = _runs_in(home)
+    if not runs:
+        return None
+    return Place(runs[-1], (*runs[:-1], *(run for stage in STAGES for run in _runs_in(home / stage))))
 
 
 def _homes(walk: Walk) -> list[Path]:
@@ -235,9 +239,3 @@ def _homes(walk: Walk) -> list[Path]:
             homes.add(here)
         directories[:] = [name for name in directories if parse_numbered(name)[0] != RUN_DIRECTORY]
     return sorted(home for home in homes if not (home.name in STAGES and home.parent in homes))
-
-
-def _several(path: Path, homes: list[Path]) -> str:
-    listed = ", ".join(str(home) for home in homes[:MAX_LISTED])
-    more = f" and {len(homes) - MAX_LISTED} more" if len(homes) > MAX_LISTED else ""
-    return f"{path}: {len(homes)} runs are in it, name one of them: {listed}{more}"

@@ -8,25 +8,26 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from lightning_memprof.analysis.run.problems import CUT, CollectorError, Note, Problem, Unavailable
+from lightning_memprof.analysis.steps.statistics import TypicalSteps, typical_steps
 from lightning_memprof.analysis.steps.system import SystemSamples, read_samples
-from lightning_memprof.analysis.steps.typical import TypicalSteps, typical_steps
 from lightning_memprof.artifacts.files import read_plain
 from lightning_memprof.artifacts.rows import decode_rows
 from lightning_memprof.artifacts.series import ActionTotalRow, SeriesRow, StallRow
 from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from lightning_memprof.analysis.oom.events import OomEvent
     from lightning_memprof.artifacts.manifest import OverheadFacts, RunFacts, TrainingFacts
     from lightning_memprof.artifacts.series import PulseRow
 
-__all__ = ["ArtifactFile", "Rank", "RecordedWindow", "Run", "Series", "Status", "read_series"]
+__all__ = ["ArtifactFile", "Rank", "RecordedWindow", "Run", "Series", "Status", "read_lines", "read_series"]
 
 Status = Literal["finished", "exception", "running or killed"]
 R = TypeVar("R", bound=SeriesRow)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -92,16 +93,23 @@ class _Reader:
 
 def read_series(path: Path, kind: type[R], rank: int) -> Series[R]:
     """Return the readable rows of a file of JSON lines."""
+    return Series(*read_lines(path, rank, "row", lambda content: decode_rows(content, kind)))
+
+
+def read_lines(
+    path: Path, rank: int, unit: str, decode: Callable[[bytes], tuple[list[T], str | None]]
+) -> tuple[list[T], tuple[Problem, ...]]:
+    """Return the readable rows of a file of lines and its problems; ``unit`` is what a row is of."""
     try:
         content = read_plain(path)
     except OSError as error:
-        message = f"{path}: cannot be read ({error.strerror}); is the run directory complete?; 0 rows could be read"
-        return Series(problems=(Problem(path.name, message, rank),))
-    rows, damage = decode_rows(content, kind)
-    messages = [f"{path}:{damage}; {format_count(len(rows), 'row')} could be read"] if damage else []
+        message = f"{path}: cannot be read ({error.strerror}); is the run directory complete?; 0 {unit}s could be read"
+        return [], (Problem(path.name, message, rank),)
+    rows, damage = decode(content)
+    messages = [f"{path}:{damage}; {format_count(len(rows), unit)} could be read"] if damage else []
     if content and not content.endswith(b"\n"):
         messages.append(CUT)
-    return Series(rows, tuple(Problem(path.name, message, rank) for message in messages))
+    return rows, tuple(Problem(path.name, message, rank) for message in messages)
 
 
 @dataclass(frozen=True)

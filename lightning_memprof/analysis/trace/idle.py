@@ -16,7 +16,7 @@ from typing import Final, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_memprof.analysis.steps.phases import is_profiler
+from lightning_memprof.analysis.steps.events import is_profiler
 from lightning_memprof.analysis.trace.columns import (
     STEP_NAME,
     Kind,

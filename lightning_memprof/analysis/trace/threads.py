@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from lightning_memprof.analysis.stacks import Frame, parse_frame
-from lightning_memprof.analysis.steps.phases import classify
+from lightning_memprof.analysis.steps.events import classify
 from lightning_memprof.analysis.trace.events import OperatorEvent, read_trace
 from lightning_memprof.analysis.trace.intervals import Column, innermost_at, nest
 

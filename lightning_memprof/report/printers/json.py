@@ -25,7 +25,7 @@ from lightning_memprof.report.sections.memory import peak_allocations
 from lightning_memprof.report.sections.tables import mean
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.compare.limits import Outcome
+    from lightning_memprof.analysis.compare.comparison import Outcome
     from lightning_memprof.analysis.compare.model import Comparison
     from lightning_memprof.analysis.ledger.memory import ByteLedger
     from lightning_memprof.analysis.ledger.model import TimeLedger

@@ -27,7 +27,7 @@ from lightning_memprof.report.sections.tables import Field, filled
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from lightning_memprof.analysis.compare.limits import Outcome
+    from lightning_memprof.analysis.compare.comparison import Outcome
     from lightning_memprof.analysis.compare.model import Comparison, Difference, Measure, NamedChange
 
 __all__ = ["comparison_document", "conclusion"]

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.ledger.model import grouped
-from lightning_memprof.analysis.steps.events import PARTS, event_totals
-from lightning_memprof.analysis.steps.phases import OWN_WORK, action_name
+from lightning_memprof.analysis.steps.events import OWN_WORK, PARTS, action_name, event_totals
 from lightning_memprof.analysis.steps.statistics import DeviceMemory, HostMemory, StepReport
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.document import (

@@ -12,8 +12,7 @@ from fake_memory import FakeMemory
 from fake_runs import FakeRun, make_run
 from kineto import Made, event_fields, write_trace
 from lightning_memprof.analysis.compare import significance
-from lightning_memprof.analysis.compare.comparison import compare
-from lightning_memprof.analysis.compare.limits import check, parse_limit
+from lightning_memprof.analysis.compare.comparison import check, compare, parse_limit
 from lightning_memprof.analysis.compare.model import QUANTITIES, Comparison, Measure, Side
 from lightning_memprof.analysis.compare.sides import (
     Times,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.run.load import load_run
-from lightning_memprof.analysis.steps.phases import classify, exclusive_times
+from lightning_memprof.analysis.steps.events import classify, exclusive_times
 from lightning_memprof.analysis.steps.statistics import pulse_statistics, window_steps
 from lightning_memprof.artifacts.series import PHASES, HookRow
 from lightning_memprof.units import MIB

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_memprof.analysis.compare.comparison import compare
-from lightning_memprof.analysis.compare.limits import check, parse_limit
+from lightning_memprof.analysis.compare.comparison import check, compare, parse_limit
 from lightning_memprof.analysis.compare.model import Comparison, Measure, Side, Unit
 from lightning_memprof.report.printers.json import comparison_to_json
 from lightning_memprof.report.printers.markdown import to_markdown
