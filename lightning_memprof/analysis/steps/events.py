@@ -71,7 +71,7 @@ TRANSFER: Final = frozenset(
 BACKWARD: Final = frozenset({"pre_backward", "backward", "post_backward"})
 # A file that a strategy or a plug-in writes or removes.
 CHECKPOINT: Final = frozenset({"save_checkpoint", "remove_checkpoint"})
-# Parts of a step that are no phase of the pulse.
+# Parts of a step that the pulse has in another phase.
 _PARTS_ONLY: Final = TRANSFER | {"pre_backward", "post_backward", "lr_scheduler_step"}
 
 
