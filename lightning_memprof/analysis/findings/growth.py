@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Recovery, Severity
 from lightning_memprof.analysis.ledger.growth import MIN_BYTES, steady_growth
-from lightning_memprof.analysis.steps.phases import action_name
+from lightning_memprof.analysis.steps.events import action_name
 from lightning_memprof.artifacts.series import ActionMemoryRow, HookRow
 from lightning_memprof.units import GIB, MIB, format_bytes, format_count, percent
 
