@@ -113,6 +113,22 @@ def test_hovering_a_block_gives_its_address_its_size_and_its_stack(open_charts: 
         assert word in said
 
 
+LEGEND = """() => [...Bokeh.documents].flatMap((document) => [...document._all_models.values()])
+    .filter((model) => model.type === "Legend").map((model) => model.ncols)"""
+
+
+def test_a_legend_that_fits_is_one_line_however_long_its_longest_name(open_charts: Open):
+    lives = BlockLives("cuda:0", start=0, end=1_000_000, stacks=["a"])
+    kinds = ("parameter", "optimizer_state", "gradient", "activation", "input", "temporary")
+    for place, kind in enumerate(kinds):
+        lives.add((0, 1_000_001, 0x1000 * (place + 1), 2048), kind, 0)
+    page = open_charts(shown_memory(lives))
+    page.set_viewport_size({"width": 500, "height": 900})
+    page.wait_for_function(f"() => ({LEGEND})()[0] < 4")
+    page.set_viewport_size({"width": 920, "height": 900})
+    page.wait_for_function(f"() => ({LEGEND})()[0] === 'auto'")
+
+
 def test_small_blocks_can_be_hidden(open_charts: Open):
     page = open_charts(shown_memory(one_block("a")))
     said = page.locator("#chart-memory output")
