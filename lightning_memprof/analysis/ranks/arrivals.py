@@ -32,7 +32,7 @@ _FURTHEST: Final = 1 << 61
 Kind = tuple[str, str, "int | None"]
 Key = tuple[Kind, int]
 Keys = tuple[Key, ...]
-# What a summary says of its keys, in numbers: thousands of ranks have the same, and share one tuple of keys.
+# The keys of a summary, in numbers: thousands of ranks have the same, and share one tuple of keys.
 Signature = tuple[tuple[Kind, ...], tuple[int, ...], tuple[int, ...]]
 
 

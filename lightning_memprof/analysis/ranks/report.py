@@ -43,7 +43,7 @@ MIN_WAIT_NS: Final = 1_000_000
 MAIN_SHARE: Final = 0.5
 # Of fewer steps the first ones, which differ for other reasons, are most.
 FEW_STEPS: Final = 5
-# What explains this part of the lateness is what the rank was doing.
+# A phase that explains this part of the lateness is its cause.
 EXPLAINS_SHARE: Final = 0.3
 Cause = Literal["data_wait", "callbacks", "optimizer", "other", "compute"]
 # The phases of Lightning in which a rank does not wait for others; forward and backward hold collectives.
@@ -55,10 +55,9 @@ _ALONE: Final[tuple[Cause, ...]] = ("data_wait", "callbacks")
 class RankTimes:
     """One rank's mean step in ns, on the host's clock, and its peaks of memory in bytes; None where not measured.
 
-    ``steps`` is how many it has come to, as far as is known. ``source`` says what the times are of: the steps of the
-    whole run (``pulse``), the steps before the last window (``summary``), or those of the last window, which pay for
-    being recorded (``window``). ``wait_ns`` is how long it waits for other ranks in a recorded step, ``compute_ns`` its
-    forward and backward there without that waiting.
+    ``steps`` is its largest known count. ``source`` names the steps of the times: those of the whole run (``pulse``),
+    before the last window (``summary``), or of the last window, with the profiler overhead (``window``). ``wait_ns`` is
+    its wait for other ranks per recorded step, ``compute_ns`` its forward and backward there without that wait.
     """
 
     rank: int
@@ -153,7 +152,7 @@ def rank_report(run: Run, pulses: Mapping[int, PulseStatistics]) -> RankReport |
     for window in _windows(run.directory):
         gathered.add([(rank, path) for rank, path in window if rank in here])
     if not all(rank.in_full for rank in run.ranks):
-        # Side by side only what was measured in the same steps.
+        # Ranks are compared over the same steps only.
         pulses = {rank: pulse for rank, pulse in pulses.items() if rank not in gathered.latest}
     ranks = tuple(times for rank in run.ranks if (times := _times(rank, pulses.get(rank.rank), gathered)) is not None)
     waiting = gathered.waiting()
@@ -170,7 +169,7 @@ def rank_report(run: Run, pulses: Mapping[int, PulseStatistics]) -> RankReport |
 
 @dataclass
 class _Gathered:
-    """What the summaries say, window after window."""
+    """The summaries, window after window."""
 
     latest: dict[int, RankSummary] = field(default_factory=dict)
     peaks: dict[int, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
@@ -356,7 +355,7 @@ class _Excess:
 def _cause(
     mine: RankTimes, others: list[RankTimes], least_ns: float, phases: tuple[Cause, ...] = OWN_PHASES
 ) -> _Excess | None:
-    """Return what takes this rank longer than the others by at least so many ns.
+    """Return the phase that takes this rank longer than the others by at least so many ns.
 
     A phase of its own comes before computing: that is what remains of forward and backward, and it grows where ranks
     share the cores of a machine.

@@ -1,4 +1,4 @@
-"""What one window of one rank comes to, in some kilobytes: enough to compare thousands of ranks."""
+"""The summary of one window of one rank, in some kilobytes: enough to compare thousands of ranks."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What one window of one rank comes to.
+    """The summary of one window of one rank.
 
     ``recorded`` are the window's steps, which pay for their recording; ``usual`` the last steps before it that do not,
     null where there was none. ``callbacks_ns`` is the time of each callback in the mean recorded step, the longest
@@ -102,7 +102,7 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class WindowFiles:
-    """What a rank wrote of a window: its series by collector, and its operator trace where there is one."""
+    """The files of a rank in a window: its series by collector, and its operator trace if it has one."""
 
     series: Mapping[str, Path]
     trace: Path | None
