@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_memprof.analysis.trace.events import LARGEST, CollectiveEvent, Event, decoder
-from lightning_memprof.analysis.trace.intervals import Column, Intervals, union
+from lightning_memprof.analysis.trace.intervals import Column, Intervals, lookup, union
 from lightning_memprof.analysis.trace.text import TraceText
 
 __all__ = [
@@ -154,10 +154,7 @@ class Shapes(NamedTuple):
 
     def of(self, rows: Column) -> Column:
         """Return the position of each row's inputs, -1 for none."""
-        if not len(self.rows):
-            return np.full(len(rows), -1, np.int64)
-        at = np.minimum(np.searchsorted(self.rows, rows), len(self.rows) - 1)
-        return np.where(self.rows[at] == rows, self.numbers[at], -1)
+        return lookup(self.rows, self.numbers, rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +204,15 @@ class TraceColumns:
     def named(self, matches: Callable[[str], object]) -> NDArray[np.bool_]:
         """Return for each number of a name whether the name matches; one False more where there is no name."""
         return np.array([bool(matches(name)) for name in self.name_of] or [False])
+
+    def rows_named(self, matches: Callable[[str], object], *kinds: int) -> NDArray[np.int64]:
+        """Return the positions of the events of some kinds whose name matches."""
+        rows = self.rows(*kinds)
+        return rows[self.named(matches)[self.names[rows]]]
+
+    def when(self, rows: Column) -> Intervals:
+        """Return the time in which at least one of some events ran."""
+        return union(self.starts[rows], self.ends[rows])
 
 
 def read_columns(path: Path, progress: Progress | None = None) -> TraceColumns:
@@ -413,9 +419,7 @@ def step_spans(columns: TraceColumns) -> list[Step]:
 
 def loading_intervals(columns: TraceColumns) -> Intervals:
     """Return the time in which the training process waited for a batch, or made one."""
-    rows = columns.rows(Kind.ANNOTATION)
-    rows = rows[columns.named(is_loading)[columns.names[rows]]]
-    return union(columns.starts[rows], columns.ends[rows])
+    return columns.when(columns.rows_named(is_loading, Kind.ANNOTATION))
 
 
 def launches(columns: TraceColumns, rows: Column) -> Column:
@@ -423,8 +427,4 @@ def launches(columns: TraceColumns, rows: Column) -> Column:
     calls = columns.rows(Kind.RUNTIME)
     calls = calls[columns.correlations[calls] != 0]
     calls = calls[np.argsort(columns.correlations[calls], kind="stable")]
-    wanted = columns.correlations[rows]
-    if not len(calls):
-        return np.full(len(rows), -1, np.int64)
-    at = np.minimum(np.searchsorted(columns.correlations[calls], wanted), len(calls) - 1)
-    return np.where(columns.correlations[calls[at]] == wanted, calls[at], -1)
+    return lookup(columns.correlations[calls], calls, columns.correlations[rows])

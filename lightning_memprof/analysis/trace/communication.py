@@ -25,7 +25,7 @@ from isal import igzip, isal_zlib
 
 from lightning_memprof.analysis.trace.columns import Kind, Lane, NamedEvent, TraceColumns, launches
 from lightning_memprof.analysis.trace.device import DeviceEvents
-from lightning_memprof.analysis.trace.intervals import Column, Intervals, length_before, union
+from lightning_memprof.analysis.trace.intervals import Column, Intervals, length_within, union
 from lightning_memprof.analysis.trace.model import CollectiveTotals, plain_kernel
 from lightning_memprof.artifacts.files import open_plain
 from lightning_memprof.errors import ArtifactError
@@ -480,11 +480,8 @@ def _exposed(columns: TraceColumns, device: DeviceEvents, found: list[Collective
     ends = np.array([call.end for call in found], np.int64)
     on_device = np.array([call.on_device for call in found], np.bool_)
     anywhere = device.compute if np.all(on_device) else _computing_anywhere(columns, device)
-
-    def hidden(within: Intervals) -> Column:
-        return length_before(within, ends) - length_before(within, starts)
-
-    exposed: Column = ends - starts - np.where(on_device, hidden(device.compute), hidden(anywhere))
+    hidden = (length_within(when, starts, ends) for when in (device.compute, anywhere))
+    exposed: Column = ends - starts - np.where(on_device, *hidden)
     return exposed
 
 
@@ -492,8 +489,7 @@ def _computing_anywhere(columns: TraceColumns, device: DeviceEvents) -> Interval
     """Return the time in which a device computes, or a thread without collectives is inside an operator of torch."""
     communicating = [event.row for event in columns.collectives if event.name.startswith(_HOST_BACKENDS)]
     lanes = np.unique(columns.lanes[np.array(communicating, np.int64)])
-    rows = columns.rows(Kind.OPERATOR)
-    is_torchs = columns.named(lambda name: name.startswith("aten::"))
-    rows = rows[is_torchs[columns.names[rows]] & ~np.isin(columns.lanes[rows], lanes)]
+    rows = columns.rows_named(lambda name: name.startswith("aten::"), Kind.OPERATOR)
+    rows = rows[~np.isin(columns.lanes[rows], lanes)]
     starts = np.append(device.compute.starts, columns.starts[rows])
     return union(starts, np.append(device.compute.ends, columns.ends[rows]))

@@ -19,7 +19,15 @@ from lightning_memprof.analysis.trace.columns import (
     read_columns,
     step_spans,
 )
-from lightning_memprof.analysis.trace.intervals import Column, Intervals, difference, intersection, length_before, union
+from lightning_memprof.analysis.trace.intervals import (
+    Column,
+    Intervals,
+    difference,
+    intersection,
+    length_before,
+    length_within,
+    union,
+)
 from lightning_memprof.analysis.trace.model import Copies, Kernel, KernelKind, plain_kernel
 
 __all__ = [
@@ -112,17 +120,14 @@ def device_events(columns: TraceColumns) -> DeviceEvents:
     by_argument = np.array([event.row for event in columns.collectives if "Collective name" in event.args], np.int64)
     communicates = (columns.named(_communicates)[columns.names[rows]] | np.isin(rows, by_argument)) & ~copying
 
-    def when(chosen: NDArray[np.bool_]) -> Intervals:
-        return union(columns.starts[rows[chosen]], columns.ends[rows[chosen]])
-
     return DeviceEvents(
         rows=rows,
         communicates=communicates,
         copies=copying,
-        busy=union(columns.starts[rows], columns.ends[rows]),
-        compute=when(~copying & ~communicates),
-        communication=when(communicates),
-        memory_copy=when(copying),
+        busy=columns.when(rows),
+        compute=columns.when(rows[~copying & ~communicates]),
+        communication=columns.when(rows[communicates]),
+        memory_copy=columns.when(rows[copying]),
     )
 
 
@@ -172,7 +177,7 @@ def copies(columns: TraceColumns, device: DeviceEvents) -> tuple[Copies, ...]:
     result = []
     for (kind, is_pageable), members in found.items():
         starts, ends = columns.starts[members], columns.ends[members]
-        hidden = length_before(running, ends) - length_before(running, starts)
+        hidden = length_within(running, starts, ends)
         sizes = [columns.copied.get(row) for row in members]
         known = [size for size in sizes if size is not None]
         total = int((ends - starts).sum())

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_memprof.analysis.trace.columns import STEP_NAME, Kind, Step, TraceColumns
 from lightning_memprof.analysis.trace.device import totals_by
-from lightning_memprof.analysis.trace.intervals import Column, innermost_at, nest, nesting_order, outermost
+from lightning_memprof.analysis.trace.intervals import ROUNDING_NS, Column, innermost_at, nest, nesting_order, outermost
 from lightning_memprof.analysis.trace.model import HostOperators, Operator
 
 __all__ = ["host_operators", "operators"]
@@ -21,8 +21,6 @@ __all__ = ["host_operators", "operators"]
 _SMALL_NS: Final = 10_000
 # Python goes from one operator to the next in 1 to 10 µs, through a module with hooks in 50: longer is something else.
 _NEAR_NS: Final = 50_000
-# Kineto rounds starts and durations separately: a child may seem to outlast its parent by this much.
-_SLACK_NS: Final = 1_000
 # torch's name for the call of each backward function; the function has an event of its own inside it.
 _BACKWARD: Final = "autograd::engine::evaluate_function: "
 _LIGHTNING: Final = re.compile(r"\A\[pl\]\[(?:profile|module)\](?:\[\w+\])?")
@@ -39,7 +37,7 @@ def operators(columns: TraceColumns) -> tuple[Operator, ...]:
     lanes = columns.lanes[rows]
     for lane in np.unique(lanes):
         mine = np.flatnonzero(lanes == lane)
-        parents = nest(columns.starts[rows[mine]], columns.ends[rows[mine]], slack=_SLACK_NS).parents
+        parents = nest(columns.starts[rows[mine]], columns.ends[rows[mine]], slack=ROUNDING_NS).parents
         inner = np.flatnonzero(parents >= 0)
         np.subtract.at(self_ns, mine[parents[inner]], durations[mine[inner]])
     np.maximum(self_ns, 0, out=self_ns)

@@ -31,9 +31,8 @@ from lightning_memprof.analysis.trace.intervals import (
     Intervals,
     difference,
     intersection,
-    length_before,
+    length_within,
     outermost,
-    union,
 )
 from lightning_memprof.analysis.trace.model import Cause, IdleCause, RuntimeCall, Synchronization
 
@@ -151,9 +150,7 @@ def _first_allocations(columns: TraceColumns, ranges: Sequence[tuple[int, int]])
 
 
 def _device_allocations(columns: TraceColumns) -> Column:
-    rows = columns.rows(Kind.RUNTIME)
-    found: Column = rows[columns.named(_allocates_on_device)[columns.names[rows]]]
-    return found
+    return columns.rows_named(_allocates_on_device, Kind.RUNTIME)
 
 
 def steady_allocations(
@@ -194,7 +191,7 @@ def synchronizations(columns: TraceColumns, device: DeviceEvents) -> tuple[Synch
         caused &= columns.ends[rows[places]] + _SLACK_NS >= gaps.starts
     # The host would wait for a batch that is loaded after a wait in any case.
     loading = loading_intervals(columns)
-    lengths = gaps.ends - gaps.starts - (length_before(loading, gaps.ends) - length_before(loading, gaps.starts))
+    lengths = gaps.ends - gaps.starts - length_within(loading, gaps.starts, gaps.ends)
     cost, worst = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
     np.add.at(cost, places[caused], lengths[caused])
     np.maximum.at(worst, places[caused], lengths[caused])
@@ -221,11 +218,9 @@ def synchronizations(columns: TraceColumns, device: DeviceEvents) -> tuple[Synch
 
 
 def _waits(columns: TraceColumns, device: DeviceEvents) -> NDArray[np.int64]:
-    waits = columns.named(_WAITS.match)
     to_host = columns.named(lambda name: name.startswith("Memcpy DtoH") and "Pageable" in name)
-    called = columns.rows(Kind.RUNTIME)
     copied = launches(columns, device.rows[to_host[columns.names[device.rows]]])
-    rows = np.unique(np.append(called[waits[columns.names[called]]], copied[copied >= 0]))
+    rows = np.unique(np.append(columns.rows_named(_WAITS.match, Kind.RUNTIME), copied[copied >= 0]))
     return rows[np.argsort(columns.starts[rows], kind="stable")]
 
 
@@ -307,8 +302,7 @@ def is_own_work(name: str) -> bool:
 
 def training_lane(columns: TraceColumns) -> int:
     """Return the lane of the steps, else of most calls of the runtime; -1 without either."""
-    steps = columns.rows(Kind.ANNOTATION)
-    steps = steps[columns.named(STEP_NAME.match)[columns.names[steps]]]
+    steps = columns.rows_named(STEP_NAME.match, Kind.ANNOTATION)
     chosen = columns.lanes[steps if len(steps) else columns.rows(Kind.RUNTIME)]
     return int(np.argmax(np.bincount(chosen))) if len(chosen) else -1
 
@@ -330,7 +324,7 @@ class _Threads:
         for number, cause in enumerate(_FIRST_OF):
             chosen = rows[self._codes[rows] == number]
             if len(chosen):
-                found.append((cause, union(columns.starts[chosen], columns.ends[chosen]), chosen))
+                found.append((cause, columns.when(chosen), chosen))
         return found
 
     def ranges(self, lane: int) -> Column:
@@ -358,7 +352,7 @@ class _Tally:
         gap = np.searchsorted(self._gaps.starts, when.starts, side="right") - 1
         np.add.at(self._by_gap[cause], gap, when.ends - when.starts)
         columns = self._columns
-        shares = length_before(when, columns.ends[rows]) - length_before(when, columns.starts[rows])
+        shares = length_within(when, columns.starts[rows], columns.ends[rows])
         names, places = np.unique(columns.names[rows], return_inverse=True)
         sums = np.zeros(len(names), np.int64)
         np.add.at(sums, places, shares)

@@ -7,12 +7,13 @@ intervals; those on events take columns in any order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "ROUNDING_NS",
     "Column",
     "Intervals",
     "Nesting",
@@ -24,6 +25,8 @@ __all__ = [
     "intersection",
     "length",
     "length_before",
+    "length_within",
+    "lookup",
     "nearest",
     "nest",
     "nesting_order",
@@ -34,6 +37,9 @@ __all__ = [
 Column: TypeAlias = NDArray[np.int64]
 
 _BLOCK: Final = 1 << 14
+
+ROUNDING_NS: Final = 1_000
+"""Kineto rounds starts and durations separately: a child may seem to outlast its parent by this much."""
 
 
 class Intervals(NamedTuple):
@@ -78,6 +84,11 @@ def length_before(of: Intervals, moments: Column) -> Column:
     return before[at] - open_part
 
 
+def length_within(of: Intervals, starts: Column, ends: Column) -> Column:
+    """Return the length of a set from each start to each end."""
+    return length_before(of, ends) - length_before(of, starts)
+
+
 def clip(of: Intervals, start: int, end: int) -> Intervals:
     """Return the part of a set in ``[start, end)``."""
     return _not_empty(np.maximum(of.starts, start), np.minimum(of.ends, end))
@@ -110,6 +121,14 @@ def difference(first: Intervals, second: Intervals) -> Intervals:
 def _not_empty(starts: Column, ends: Column) -> Intervals:
     kept = ends > starts
     return Intervals(starts[kept], ends[kept])
+
+
+def lookup(keys: Column, values: NDArray[Any], wanted: Column) -> Column:
+    """Return the value of each wanted key, -1 where it is not among the sorted ``keys``."""
+    if not len(keys):
+        return np.full(len(wanted), -1, np.int64)
+    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    return np.where(keys[at] == wanted, values[at], -1)
 
 
 class Nesting(NamedTuple):

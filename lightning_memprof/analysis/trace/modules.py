@@ -8,16 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_memprof.analysis.trace.columns import HOST_KINDS, STEP_NAME, TraceColumns
-from lightning_memprof.analysis.trace.intervals import Column, exclusive_ends, nearest, nest
+from lightning_memprof.analysis.trace.intervals import ROUNDING_NS, Column, exclusive_ends, lookup, nearest, nest
 
 __all__ = ["HostThreads", "Makers", "Modules", "Tree"]
 
 _LIGHTNING: Final = "[pl][module]"
 _PYTHON: Final = "nn.Module: "
-
-
-# Kineto rounds starts and durations separately: a child may seem to outlast its parent by this much.
-_SLACK_NS: Final = 1_000
 
 
 class Tree(NamedTuple):
@@ -48,7 +44,7 @@ class HostThreads:
         if lane not in self._trees:
             rows = np.flatnonzero(self.on_host & (self._columns.lanes == lane))
             starts = self._columns.starts[rows]
-            nesting = nest(starts, self._columns.ends[rows], slack=_SLACK_NS)
+            nesting = nest(starts, self._columns.ends[rows], slack=ROUNDING_NS)
             self._trees[lane] = Tree(rows, nesting.parents, exclusive_ends(nesting, starts))
         return self._trees[lane]
 
@@ -110,15 +106,12 @@ class Modules:
     def _made(self, rows: Column, runs: NDArray[np.bool_], makers: Makers) -> Column:
         """Return the module of the operator that made the node of each event that runs one, -1 for none."""
         sequences = self._columns.sequences[rows]
-        if not len(makers.rows):
-            return np.full(len(rows), -1, np.int64)
         # Operators only look at the next number; the last one to see it is the one that takes it.
         order = np.lexsort((self._columns.starts[makers.rows], self._columns.sequences[makers.rows]))
         numbers = self._columns.sequences[makers.rows][order]
-        last = np.append(numbers[1:] != numbers[:-1], True)
+        last = np.append(numbers[1:] != numbers[:-1], True)[: len(numbers)]
         numbers, owners = numbers[last], makers.modules[order][last]
-        found = np.minimum(np.searchsorted(numbers, sequences), len(numbers) - 1)
-        return np.where(runs & (numbers[found] == sequences), owners[found], -1)
+        return np.where(runs, lookup(numbers, owners, sequences), -1)
 
     def makers(self, rows: Column, modules: Column) -> Makers:
         """Return the operators of a thread that make nodes; ``modules`` are those of :meth:`around`."""

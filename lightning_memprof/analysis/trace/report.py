@@ -36,7 +36,7 @@ from lightning_memprof.analysis.trace.idle import (
     steady_allocations,
     synchronizations,
 )
-from lightning_memprof.analysis.trace.intervals import Intervals, clip, intersection, length, union
+from lightning_memprof.analysis.trace.intervals import Intervals, clip, intersection, length
 from lightning_memprof.analysis.trace.model import GpuTimes, Loads, Program, StepTimes, TraceReport, TraceStep
 from lightning_memprof.analysis.trace.modules import HostThreads
 from lightning_memprof.artifacts.naming import TraceName
@@ -154,7 +154,7 @@ def _steps(columns: TraceColumns, device: DeviceEvents, steps: list[Step], loadi
     found = []
     for step, begin, end in zip(steps, bounds[:-1], bounds[1:], strict=True):
         rows = device.rows[order[begin:end]]
-        busy = length(union(columns.starts[rows], columns.ends[rows])) if len(device.rows) else None
+        busy = length(columns.when(rows)) if len(device.rows) else None
         found.append(
             TraceStep(
                 number=step.number,

@@ -18,12 +18,10 @@ import numpy as np
 from lightning_memprof.analysis.stacks import Frame, parse_frame
 from lightning_memprof.analysis.steps.events import classify
 from lightning_memprof.analysis.trace.events import OperatorEvent, read_trace
-from lightning_memprof.analysis.trace.intervals import Column, innermost_at, nest
+from lightning_memprof.analysis.trace.intervals import ROUNDING_NS, Column, innermost_at, nest
 
 __all__ = ["Call", "HostRanges", "Label", "Lane", "Lanes", "Ranges", "read_lanes"]
 
-# Kineto rounds starts and durations separately: a child may seem to outlast its parent by this much. In ns.
-_SLACK_NS: Final = 1_000
 _NO_NODE: Final = 1 << 62  # AccumulateGrad has the largest number there is, and no forward operator
 
 _OPERATORS: Final = frozenset({"cpu_op", "Operator"})
@@ -104,7 +102,7 @@ class Ranges:
     def nest(self, moments: Sequence[int]) -> Sequence[int]:
         """Find every range's parent, and return the innermost range at each of `moments` (ns, sorted); -1 for none."""
         # A range that ends before its successor does cannot contain it: Python calls around a range that they open.
-        nesting = nest(self.start, self.end, slack=_SLACK_NS)
+        nesting = nest(self.start, self.end, slack=ROUNDING_NS)
         self.parent = array("i", nesting.parents.astype(np.int32).tobytes())
         # A range still runs at the moment of its end.
         found: list[int] = innermost_at(nesting._replace(ends=nesting.ends + 1), self.start, moments).tolist()

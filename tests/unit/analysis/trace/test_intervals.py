@@ -13,6 +13,8 @@ from lightning_memprof.analysis.trace.intervals import (
     intersection,
     length,
     length_before,
+    length_within,
+    lookup,
     nearest,
     nest,
     nesting_order,
@@ -144,3 +146,18 @@ def test_the_nearest_marked_event_is_found_through_any_number_of_generations(spa
         while around >= 0 and not marked[around]:
             around = int(parents[around])
         assert found == around
+
+
+@given(SPANS, SPANS)
+def test_the_length_within_a_span_counts_the_moments_in_both(spans, asked):
+    of, asked = make(spans), [(min(span), max(span)) for span in asked]
+    starts, ends = (np.array([span[end] for span in asked], np.int64) for end in (0, 1))
+    expected = [len(moments(of) & naive([span])) for span in asked]
+    assert length_within(of, starts, ends).tolist() == expected
+
+
+@given(st.dictionaries(st.integers(0, 20), st.integers(0, 9)), st.lists(st.integers(-1, 21)))
+def test_a_key_that_is_not_there_has_no_value(known, wanted):
+    keys = np.array(sorted(known), np.int64)
+    values = np.array([known[key] for key in keys.tolist()], np.int64)
+    assert lookup(keys, values, np.array(wanted, np.int64)).tolist() == [known.get(key, -1) for key in wanted]
