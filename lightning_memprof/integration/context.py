@@ -141,6 +141,7 @@ def unprofiled_parts(trainer: Trainer, stage: str) -> list[TimedPart]:
     and ``logging`` and ``run_validation`` for actions that contain others, as ``run_training_batch`` does.
     """
     strategy, module = trainer.strategy, trainer.lightning_module
+    can_log = hasattr(module, "log") and not unsupported_method(module, "log")
     shared = _COLLECTIVES if trainer.world_size > 1 else ()
     parts = [
         *_of("Precision", strategy.precision_plugin, _PRECISION),
@@ -150,7 +151,7 @@ def unprofiled_parts(trainer: Trainer, stage: str) -> list[TimedPart]:
         *(part for logger in trainer.loggers for part in _of("Logger", logger, ("save",))),
         *(part for metric in _metrics(trainer) for part in _of("Metric", metric, ("update", "compute"), always=True)),
         *(TimedPart(trainer._logger_connector, method, "logging") for method in _LOGGING),
-        *(() if unsupported_method(module, "log") else _of("LightningModule", module, ("log",))),
+        *(_of("LightningModule", module, ("log",)) if can_log else ()),
     ]
     if stage == "fit":
         loop = trainer.fit_loop.epoch_loop
