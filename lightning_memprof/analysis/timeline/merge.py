@@ -26,7 +26,7 @@ from lightning_memprof.analysis.timeline.events import Reader, Source
 from lightning_memprof.analysis.timeline.plan import Plan, make_plan
 from lightning_memprof.analysis.timeline.rewrite import Numbering
 from lightning_memprof.analysis.timeline.workers import PlanJob, Pool, RewriteJob, Worker
-from lightning_memprof.analysis.timeline.writer import Parts, TraceWriter
+from lightning_memprof.analysis.timeline.writer import TraceWriter, part_files
 from lightning_memprof.analysis.trace.events import Microseconds, decoder
 from lightning_memprof.analysis.trace.text import TraceText
 from lightning_memprof.errors import ArtifactError, ConfigError
@@ -92,19 +92,19 @@ def merge_traces(
             raise ConfigError(f"{out}: is one of the traces to merge; give the result another name")
     reading = _Progress(sources, progress)
     # The workers end before their parts are removed, so that no part appears again.
-    with Parts(out) as parts, Pool(_workers(sources, workers)) as pool:
+    with part_files(out) as part_file, Pool(_workers(sources, workers)) as pool:
         plans = list(pool.map(partial(_plan, reading), [Reader(source) for source in sources]))
         times = _Times(plans)
         numbering = Numbering(plans, times.shifts)
         with TraceWriter(out, times.origin_ns) as writer:
-            writer.write(numbering.metadata())
+            writer.write(numbering.metadata)
             jobs = [
                 RewriteJob(
                     plan=plan,
-                    places=numbering.places(at),
+                    places=numbering.places[at],
                     ids=(at, len(plans)),
                     shift=times.shifts[at],
-                    part=parts.place(at),
+                    part=part_file(at),
                     compressed=out.suffix == ".gz",
                 )
                 for at, plan in enumerate(plans)
@@ -119,7 +119,7 @@ def merge_traces(
         *(f"skipped, because a viewer cannot draw them: {reason} ({count})" for reason, count in skipped.items()),
     ]
     return Merged(
-        events=writer.events - len(numbering.metadata()),
+        events=writer.events - len(numbering.metadata),
         size_bytes=out.stat().st_size,
         start_ns=times.origin_ns,
         end_ns=times.end_ns,

@@ -38,25 +38,16 @@ class Numbering:
     """
 
     def __init__(self, plans: Sequence[Plan], shifts: Sequence[int]) -> None:
-        self._places: list[Places] = [{} for _ in plans]
-        self._rows: list[Row] = []
-        self._processes: dict[Process, int] = {}
-        self._thread = 0
+        self.places: list[Places] = [{} for _ in plans]
+        """Per source the process and track number of each track and lane."""
+        self.metadata: list[Row] = []
+        """The metadata events: names and order of processes and tracks."""
         processes = _in_order(plans)
         self._thread = len(processes)
         for number, process in enumerate(processes, start=1):
-            self._processes[process] = number
             self._name_process(number, process, plans)
-        for process, number in self._processes.items():
+        for number, process in enumerate(processes, start=1):
             self._number_threads(number, process, plans, shifts)
-
-    def places(self, source: int) -> Places:
-        """Return the process and track number of each track and lane of a source."""
-        return self._places[source]
-
-    def metadata(self) -> list[Row]:
-        """Return the metadata events: names and order of processes and tracks."""
-        return self._rows
 
     def _name_process(self, number: int, process: Process, plans: Sequence[Plan]) -> None:
         label, pid = process
@@ -99,11 +90,13 @@ class Numbering:
                     track, spans = rows[lane, again]
                     if moved:
                         spans.append(moved)
-                    self._places[at][(pid, tid), lane] = (number, track)
+                    self.places[at][(pid, tid), lane] = (number, track)
 
     def _add(self, what: str, pid: int, tid: int | None, **args: Any) -> None:
         encode = msgspec.json.encode
-        self._rows.append(Row(ph="M", name=msgspec.Raw(encode(what)), pid=pid, tid=tid, args=msgspec.Raw(encode(args))))
+        self.metadata.append(
+            Row(ph="M", name=msgspec.Raw(encode(what)), pid=pid, tid=tid, args=msgspec.Raw(encode(args)))
+        )
 
 
 def _in_order(plans: Sequence[Plan]) -> list[Process]:

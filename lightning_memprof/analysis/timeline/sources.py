@@ -5,7 +5,6 @@ Series are read line by line when the merger asks for them, so that a run takes 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,13 +12,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from isal import igzip, isal_zlib
 
 from lightning_memprof.analysis.findings import Facts, Finding, examine
 from lightning_memprof.analysis.run.model import Rank, RecordedWindow, Run
 from lightning_memprof.analysis.run.rows import integer, text
 from lightning_memprof.analysis.timeline.clocks import Clocks
 from lightning_memprof.analysis.timeline.events import Source, TimelineEvent
+from lightning_memprof.analysis.trace.text import BASE_TIME, UNREADABLE, open_trace
 from lightning_memprof.artifacts.files import MOST_BYTES, open_plain
 from lightning_memprof.artifacts.naming import regions_name, system_name
 from lightning_memprof.errors import ConfigError, ReportError
@@ -38,9 +37,7 @@ _CURVES: Final = (
     "active_bytes.all.current", "inactive_split_bytes.all.current",
 )  # fmt: skip
 # Kineto writes it before the events.
-_BASE: Final = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d{1,19})\b')
 _HEAD: Final = 1 << 16
-_UNREADABLE: Final[tuple[type[Exception], ...]] = (OSError, EOFError, isal_zlib.error)  # type: ignore[assignment]
 _FETCHES: Final = ("train_dataloader_next", "].val_next", "].test_next", "].predict_next")
 # A larger number is damage, and does not fit into a float.
 _MOST: Final = 1e30
@@ -255,12 +252,9 @@ def _in_trace(trace: Path, span: _Span) -> _Span:
 def _base_ns(trace: Path) -> int:
     """Return the Unix epoch time in ns from which a trace's times count; 0 where it has none or cannot be read."""
     try:
-        with open_plain(trace) as raw:
-            packed = raw.read(2) == b"\x1f\x8b"
-        opened = igzip.open(trace, "rb") if packed else trace.open("rb")  # type: ignore[no-untyped-call]
-        with opened as stream:
-            found = _BASE.search(stream.read(_HEAD))
-    except _UNREADABLE:
+        with open_trace(trace) as stream:
+            found = BASE_TIME.search(stream.read(_HEAD))
+    except UNREADABLE:
         return 0
     return int(found[1]) if found else 0
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Final
@@ -15,7 +17,7 @@ from lightning_memprof.artifacts.files import own_temporary
 from lightning_memprof.artifacts.naming import temporary_name
 from lightning_memprof.errors import ArtifactError
 
-__all__ = ["PartWriter", "Parts", "TraceWriter"]
+__all__ = ["PartWriter", "TraceWriter", "part_files"]
 
 _LEVEL: Final = 1
 _COPY: Final = 1 << 20
@@ -111,30 +113,23 @@ class TraceWriter:
             self._temporary.unlink(missing_ok=True)
 
 
-class Parts:
-    """Files of parts, beside the result; those that remain are removed at the end, when no process writes them.
+@contextmanager
+def part_files(out: Path) -> Iterator[Callable[[int], Path]]:
+    """Yield a function that returns the file of a part, by its number, beside the result ``out``.
 
-    Args:
-        out: the result.
+    Files that remain are removed at the end, when no process writes them.
     """
+    files: list[Path] = []
 
-    def __init__(self, out: Path) -> None:
-        self._out = out
-        self._places: list[Path] = []
+    def file(number: int) -> Path:
+        files.append(own_temporary(out.with_name(f"{out.name}.{number}")))
+        return files[-1]
 
-    def place(self, number: int) -> Path:
-        """Return the file of a part."""
-        self._places.append(own_temporary(self._out.with_name(f"{self._out.name}.{number}")))
-        return self._places[-1]
-
-    def __enter__(self) -> Parts:  # noqa: PYI034 Self needs Python 3.11, or a package more
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for place in self._places:
-            place.unlink(missing_ok=True)
+    try:
+        yield file
+    finally:
+        for path in files:
+            path.unlink(missing_ok=True)
 
 
 class PartWriter:

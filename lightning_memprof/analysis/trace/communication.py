@@ -21,18 +21,15 @@ from statistics import median
 from typing import IO, Any, Final, Literal
 
 import numpy as np
-from isal import igzip, isal_zlib
 
 from lightning_memprof.analysis.trace.columns import Kind, Lane, NamedEvent, TraceColumns, launches
 from lightning_memprof.analysis.trace.device import DeviceEvents
 from lightning_memprof.analysis.trace.intervals import Column, Intervals, length_within, union
 from lightning_memprof.analysis.trace.model import CollectiveTotals, plain_kernel
-from lightning_memprof.artifacts.files import open_plain
+from lightning_memprof.analysis.trace.text import BASE_TIME, UNREADABLE, open_trace
 from lightning_memprof.errors import ArtifactError
 
 __all__ = ["Collective", "CollectiveCall", "collective_calls", "collectives", "trace_arrivals", "trace_collectives"]
-
-_UNREADABLE: Final[tuple[type[Exception], ...]] = (OSError, EOFError, isal_zlib.error)  # type: ignore[assignment]
 
 _CHUNK: Final = 1 << 18
 # Longer than any event of a collective: one of 4,096 ranks names its group in 20 kB.
@@ -40,7 +37,6 @@ _LONGEST: Final = 1 << 16
 _WORDS: Final = (b'"gloo:', b'"mpi:', b'"ucc:', b'"nccl', b'"record_param_comms"', b'"baseTimeNanoseconds"')
 _LARGEST: Final = 1 << 53
 _start: Final = attrgetter("start_ns")
-_BASE: Final = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d{1,19})\b')
 _OPENINGS_TO_TRY: Final = 6
 
 _HOST_BACKENDS: Final = ("gloo:", "mpi:", "ucc:")
@@ -285,26 +281,17 @@ def _nanoseconds(value: Any) -> int | None:
 def _scan(trace: Path, found: _Found) -> Iterator[dict[str, Any]]:
     """Yield the events that contain one of `_WORDS` as a name; set the trace's base time when it is read."""
     try:
-        with _open(trace) as stream:
+        with open_trace(trace) as stream:
             last: dict[str, Any] | None = None
             for text, begin, end in _pieces(stream):
                 for at in sorted(_places(text, begin, end)):
-                    if base := _BASE.match(text, at):
+                    if base := BASE_TIME.match(text, at):
                         found.base_ns = int(base[1])
                     elif (event := _event_around(text, at)) and event != last:  # its arguments may have a word too
                         last = event
                         yield event
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise ArtifactError(f"{trace}: cannot be read ({error}); copy it again, or record the trace again") from error
-
-
-def _open(trace: Path) -> IO[bytes]:
-    with open_plain(trace) as stream:
-        magic = stream.read(2)
-    if magic == b"\x1f\x8b":
-        compressed: IO[bytes] = igzip.open(trace, "rb")  # type: ignore[no-untyped-call]  # isal ships no types for it
-        return compressed
-    return trace.open("rb")
 
 
 def _pieces(stream: IO[bytes]) -> Iterator[tuple[bytes, int, int]]:

@@ -16,19 +16,24 @@ from typing import IO, Any, Final, NamedTuple, TypeVar
 import msgspec
 from isal import igzip, isal_zlib
 
+from lightning_memprof.artifacts.files import open_plain
 from lightning_memprof.artifacts.trace_rewriting import original_categories
 from lightning_memprof.errors import ArtifactError
 
-__all__ = ["TraceText"]
+__all__ = ["BASE_TIME", "UNREADABLE", "TraceText", "open_trace"]
 
 _T = TypeVar("_T")
 
 # isal's stub calls its exception class an instance.
-_UNREADABLE: Final[tuple[type[Exception], ...]] = (OSError, isal_zlib.error)  # type: ignore[assignment]
+UNREADABLE: Final[tuple[type[Exception], ...]] = (OSError, EOFError, isal_zlib.error)  # type: ignore[assignment]
+"""Errors of reading a file that is missing, damaged or truncated."""
+
+BASE_TIME: Final = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d{1,19})\b')
 
 # Bytes inside a string that are not UTF-8 raise Python's own error.
 _UNDECODABLE: Final = (msgspec.DecodeError, UnicodeDecodeError)
 
+_GZIP: Final = b"\x1f\x8b"
 _CHUNK: Final = 1 << 20
 # The text beside the events; for 4,096 ranks with all their groups it is a few MiB.
 _HEAD_LIMIT: Final = 32 << 20
@@ -108,7 +113,7 @@ class TraceText:
             raise _truncated(self.path) from error
         except RecursionError as error:
             raise ArtifactError(f"{self.path}: is damaged, an event is nested too deeply; record it again") from error
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise ArtifactError(
                 f"{self.path}: cannot be read ({error}); a trace is Kineto JSON, plain or gzip: copy it again"
             ) from error
@@ -252,6 +257,18 @@ def _originally(decode: Callable[[bytes], list[_T]]) -> Callable[[bytes], list[_
     return lambda text: decode(original_categories(text))
 
 
+def open_trace(path: Path) -> IO[bytes]:
+    """Open the text of a regular file, whatever it holds; its first bytes show whether it is compressed.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    with open_plain(path) as raw:
+        packed = raw.read(2) == _GZIP
+    opened: IO[bytes] = igzip.open(path, "rb") if packed else path.open("rb")  # type: ignore[no-untyped-call]
+    return opened
+
+
 def _open(path: Path) -> IO[bytes]:
     if not path.is_file():
         raise ArtifactError(f"{path}: no such file; a trace is a file named *.pt.trace.json or *.pt.trace.json.gz")
@@ -265,7 +282,7 @@ def _plain(raw: IO[bytes]) -> IO[bytes]:
     raw.seek(0)
     if not magic:
         raise ArtifactError(f"{path}: is empty; its writer was stopped: record the trace again")
-    if magic == b"\x1f\x8b":
+    if magic == _GZIP:
         untyped: Any = igzip.IGzipFile
         compressed: IO[bytes] = untyped(fileobj=raw, mode="rb")
         return compressed
