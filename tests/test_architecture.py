@@ -27,6 +27,7 @@ LAZY_IMPORTS = {("integration/registration.py", "integration/callback.py")}
 ONE_IMPORTER = {
     "analysis/memory/history.py": "memory over time, of traces and snapshots alike; only the export needs it",
     "analysis/oom/causes.py": "causes and remedies of a failed allocation; the autopsy has the evidence",
+    "analysis/ranks/lateness.py": "comparison of the pulses of all ranks, beside that of recorded collectives",
     "analysis/trace/host.py": "pass over the host's events, beside those of device and idle time",
     "artifacts/tfevents.py": "imports tensorboard",
     "artifacts/upload.py": "runs in a separate process",

@@ -89,6 +89,8 @@ ADDED: Final = (
     "*.device_ledger",
     "*.work",
     "ledger.memory",
+    "across_ranks.straggler.pulse_steps",
+    "across_ranks.waits_ns",
     "traces.program.loop_optimizer",
     "*.cost",
     "*.training.*",

@@ -190,11 +190,12 @@ def _next_steps(
 # As for data: from 30% on the wait decides how long the run takes.
 SEVERE_WAIT: Final = 0.30
 # Causes that a busy core does not slow down.
-NOT_SHARED: Final = frozenset({"data_wait", "callbacks"})
+NOT_SHARED: Final = frozenset({"data_wait", "callbacks", "garbage"})
 SHARED: Final = " All ranks share the cores of one machine: other programs there can delay a rank too."
 WORDS: Final = {
     "data_wait": "its data wait takes",
     "callbacks": "its callbacks take",
+    "garbage": "its GC pauses take",
     "optimizer": "its optimizer takes",
     "other": "its untracked time is",
     "compute": "its forward and backward take",
@@ -202,6 +203,7 @@ WORDS: Final = {
 NEXT: Final = {
     "data_wait": "Check the data of rank {rank}: its share of the samples, its disk, its DataLoader workers{host}.",
     "callbacks": "Share the work of {callback} on rank {rank} among all ranks, or do it less often{host}.",
+    "garbage": "Collect garbage on all ranks in the same step: gc.disable(), gc.collect() every 100 batches{host}.",
     "optimizer": "Compare the parameters that rank {rank} updates with those of the other ranks{host}.",
     "other": "Compare the timeline of rank {rank} between two steps with another rank's{host}.",
     "compute": "Compare rank {rank} with the others: the length of its batches, its device's clock and heat{host}.",
@@ -259,6 +261,12 @@ def _sentence(found: Straggler) -> str:
 
 
 def _why(found: Straggler, share: float) -> str:
+    if found.pulse_steps is not None and found.caused_ns is not None:
+        return (
+            f"In {found.pulse_steps:,} steps of all pulses it is {format_ns(found.caused_ns)} of a "
+            f"{format_ns(found.step_ns)} step later than every other rank ({percent(share)}): "
+            f"{percent(found.caused_share)} of all lateness; the others wait in the collectives of their passes."
+        )
     if found.caused_ns is None:
         return (
             f"No collective was recorded: the phases of its {format_ns(found.step_ns)} step are compared with those of "

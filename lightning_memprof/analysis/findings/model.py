@@ -188,8 +188,9 @@ class Facts:
         """The time ledgers of the ranks that have a pulse, by rank."""
         recorded = {trace.rank: trace.host_ledger for trace in reversed(self.traces)}
         alone = recorded.get(None) if len(self.run.ranks) == 1 else None
+        waits = self.ranks.waits_ns if self.ranks is not None else {}
         found = {
-            rank.rank: run_ledger(rank, recorded.get(rank.rank) or alone)
+            rank.rank: run_ledger(rank, recorded.get(rank.rank) or alone, waits.get(rank.rank))
             for rank in self.run.ranks
             if rank.rank in self.statistics
         }

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["DevicePart", "HostPart", "OperatorWork", "Stall", "TimeLedger", "TimeLine", "TimePart", "grouped", "total"]
 
 # What the training thread does. A module hook is a method of the LightningModule; forward and backward hooks are those
-# that the program registered on modules and parameters.
+# that the program registered on modules and parameters. `rank_wait` is for the late rank, in collectives.
 HostPart = Literal[
     "data_wait",
     "transfer",
@@ -32,6 +32,7 @@ HostPart = Literal[
     "garbage",
     "profiler",
     "stall",
+    "rank_wait",
     "untracked",
 ]
 # The device at work, then the device idle by what the host did meanwhile; unknown where the trace has no host.

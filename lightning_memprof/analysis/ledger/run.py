@@ -57,7 +57,9 @@ _PART_OF_PHASE: Final[Mapping[str, HostPart]] = {
 }
 
 
-def run_ledger(rank: Rank, host: TimeLedger | None = None) -> TimeLedger | None:
+def run_ledger(
+    rank: Rank, host: TimeLedger | None = None, waits_ns: Mapping[str, int] | None = None
+) -> TimeLedger | None:
     """Return the time ledger of a rank's mean step, None where its pulse has no timed step.
 
     The steps are those outside windows, without the first, as long as enough remain. Each phase of the pulse is divided
@@ -68,6 +70,7 @@ def run_ledger(rank: Rank, host: TimeLedger | None = None) -> TimeLedger | None:
     Args:
         rank: the rank.
         host: the host ledger of one of its traces.
+        waits_ns: how long the rank waits for a late one, by phase.
     """
     typical = rank.typical_steps
     if typical is None:
@@ -88,6 +91,8 @@ def run_ledger(rank: Rank, host: TimeLedger | None = None) -> TimeLedger | None:
         mine = [line for line in named.get(phase, ()) if part not in _STEADY or line.part in _WITHIN]
         if phase == "other":
             mine = [*mine, *_restarts(rank, ns - total(mine))]
+        if waits_ns and (wait := min(waits_ns.get(phase, 0), ns - total(mine))) > 0:
+            mine = [*mine, TimeLine(part="rank_wait", name=phase, ns=wait)]
         whole = _divided(ns, mine, TimeLine(part=part, ns=0))
         lines += whole[:-1]
         detail = corrected(inside.of(part, *_INSIDE.get(part, ())), whole[-1].ns) if inside and part in _STEADY else ()

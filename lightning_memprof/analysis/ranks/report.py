@@ -6,7 +6,7 @@ import heapq
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
@@ -20,6 +20,14 @@ from lightning_memprof.analysis.ranks.arrivals import (
     WindowWaits,
     track,
     window_waits,
+)
+from lightning_memprof.analysis.ranks.lateness import (
+    LEAST_SHARE,
+    LEAST_WAIT_NS,
+    MAIN_SHARE,
+    Cause,
+    PulseLateness,
+    pulse_lateness,
 )
 from lightning_memprof.analysis.ranks.summary import Arrivals, Figures, RankSummary, read_summary
 from lightning_memprof.analysis.run.locate import names_in
@@ -35,17 +43,12 @@ if TYPE_CHECKING:
 
 __all__ = ["RankReport", "RankTimes", "Spread", "Straggler", "Waiting", "rank_report"]
 
-# Below this part of the step a rank that never came late would not make the run notably faster.
-NOTABLE_SHARE: Final = 0.05
-# Clocks, schedulers and switches cause some waiting in every run.
-MIN_WAIT_NS: Final = 1_000_000
-# One rank is the straggler where it causes this part of all waiting; else they take turns.
-MAIN_SHARE: Final = 0.5
 # Of fewer steps the first ones, which differ for other reasons, are most.
 FEW_STEPS: Final = 5
+# On shared cores, which rank is last in so few steps is chance.
+COIN_FLIP: Final = 3
 # A phase that explains this part of the lateness is its cause.
 EXPLAINS_SHARE: Final = 0.3
-Cause = Literal["data_wait", "callbacks", "optimizer", "other", "compute"]
 # The phases of Lightning in which a rank does not wait for others; forward and backward hold collectives.
 OWN_PHASES: Final[tuple[Cause, ...]] = ("data_wait", "callbacks", "optimizer", "other")
 _ALONE: Final[tuple[Cause, ...]] = ("data_wait", "callbacks")
@@ -110,7 +113,8 @@ class Straggler:
     ``caused_ns`` is the most by which a step would be shorter without the wait, ``caused_share`` its share of all
     waiting; None and 0 where no collective was recorded and only ``cause`` is known. ``own_ns`` is the cause's
     time per step on this rank, ``others_ns`` the median of the other ranks. ``callback`` is the callback with
-    the largest excess over the other ranks, where callbacks are the cause.
+    the largest excess over the other ranks, where callbacks are the cause. ``pulse_steps`` is the number of steps of
+    the pulse that show it; None where recorded collectives do.
     """
 
     rank: int
@@ -122,11 +126,15 @@ class Straggler:
     own_ns: int | None
     others_ns: int | None
     callback: str | None
+    pulse_steps: int | None = None
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """All ranks of a run. ``spreads`` is by quantity: each phase, ``step_ns``, ``rss_peak_bytes``, ..."""
+    """All ranks of a run. ``spreads`` is by quantity: each phase, ``step_ns``, ``rss_peak_bytes``, ...
+
+    ``waits_ns`` is how long ranks wait for the late one in the mean step of the pulse, by phase.
+    """
 
     ranks: tuple[RankTimes, ...]
     world_size: int
@@ -135,6 +143,7 @@ class RankReport:
     waiting: Waiting | None
     straggler: Straggler | None
     problems: tuple[Problem, ...] = ()
+    waits_ns: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
 
 
 def rank_report(run: Run, pulses: Mapping[int, PulseStatistics]) -> RankReport | None:
@@ -155,15 +164,16 @@ def rank_report(run: Run, pulses: Mapping[int, PulseStatistics]) -> RankReport |
         # Ranks are compared over the same steps only.
         pulses = {rank: pulse for rank, pulse in pulses.items() if rank not in gathered.latest}
     ranks = tuple(times for rank in run.ranks if (times := _times(rank, pulses.get(rank.rank), gathered)) is not None)
-    waiting = gathered.waiting()
+    waiting, pulse = gathered.waiting(), pulse_lateness(run.ranks)
     return RankReport(
         ranks=ranks,
         world_size=max((row.world_size for row in gathered.latest.values()), default=len(run.ranks)),
         summaries=gathered.count,
         spreads=_spreads(ranks),
         waiting=waiting,
-        straggler=_straggler(ranks, waiting),
+        straggler=_straggler(ranks, waiting, pulse, is_cpu=run.lead.facts.is_cpu),
         problems=tuple(gathered.problems),
+        waits_ns=pulse.waits_ns if pulse is not None else {},
     )
 
 
@@ -306,10 +316,37 @@ def _phases(ranks: tuple[RankTimes, ...]) -> list[str]:
     return list(dict.fromkeys(phase for rank in ranks for phase in rank.phases_ns))
 
 
-def _straggler(ranks: tuple[RankTimes, ...], waiting: Waiting | None) -> Straggler | None:
+def _straggler(
+    ranks: tuple[RankTimes, ...], waiting: Waiting | None, pulse: PulseLateness | None, *, is_cpu: bool
+) -> Straggler | None:
+    """Return the late rank of the whole pulse; else that of recorded collectives, if the pulse cannot know it."""
     if len(ranks) < 2:
         return None
     by_rank = {rank.rank: rank for rank in ranks}
+    if pulse is not None and pulse.late is not None and (mine := by_rank.get(pulse.late.rank)) is not None:
+        late = pulse.late
+        own, others = late.own_ns, late.others_ns
+        rest = [rank for rank in ranks if rank is not mine]
+        if late.cause in OWN_PHASES:  # the figures of the page's table
+            own, others = mine.phases_ns.get(late.cause, own), _middle(rest, late.cause)
+        elif late.cause == "compute":
+            computes = [rank.compute_ns for rank in rest if rank.compute_ns is not None]
+            own = mine.compute_ns or sum(mine.phases_ns.get(phase, 0) for phase in ("forward", "backward"))
+            others = statistics.median_low(computes) if computes and mine.compute_ns else max(own - late.caused_ns, 0)
+        cause = _Excess(late.cause, own, others, late.callback)
+        return replace(_found(mine, cause, late.caused_ns, None), caused_share=late.share, pulse_steps=pulse.steps)
+    found = _of_windows(ranks, by_rank, waiting)
+    if found is None or pulse is None:
+        return found
+    # The phases outside the passes, and forward, are those of every step: few recorded ones do not refute them.
+    shares_cores = is_cpu and len({rank.host for rank in ranks}) == 1
+    in_passes = found.cause in {None, "compute"} and found.caused_ns is not None
+    return found if in_passes and not (shares_cores and waiting is not None and waiting.steps < COIN_FLIP) else None
+
+
+def _of_windows(
+    ranks: tuple[RankTimes, ...], by_rank: Mapping[int, RankTimes], waiting: Waiting | None
+) -> Straggler | None:
     # Where some ranks alone record their collectives, one of the others may be the last in all of them.
     unseen = [rank for rank in ranks if rank.wait_ns is None and rank.steps >= FEW_STEPS]
     if waiting is None:
@@ -318,7 +355,7 @@ def _straggler(ranks: tuple[RankTimes, ...], waiting: Waiting | None) -> Straggl
     mine = by_rank.get(rank)
     # Equal ranks take turns, and one hiccup in a few steps is chance: both are subtracted first.
     steady = caused - waiting.largest_ns.get(rank, 0) / max(waiting.steps, 1) - next_ns
-    least = max(MIN_WAIT_NS, waiting.clock_error_ns, NOTABLE_SHARE * mine.step_ns if mine else 0)
+    least = max(LEAST_WAIT_NS, waiting.clock_error_ns, LEAST_SHARE * mine.step_ns if mine else 0)
     if mine is None or caused < MAIN_SHARE * waiting.waited_ns or steady < least:
         return _without_collectives(unseen, ranks)
     cause = _cause(mine, [rank for rank in ranks if rank is not mine], EXPLAINS_SHARE * caused)
@@ -333,7 +370,7 @@ def _without_collectives(unseen: Sequence[RankTimes], ranks: Sequence[RankTimes]
     excesses = [(max(rank.phases_ns.get(key, 0) - middles[key] for key in _ALONE), rank) for rank in unseen]
     for _, rank in heapq.nlargest(4, excesses, lambda entry: entry[0]):
         others = [other for other in ranks if other is not rank]
-        least = max(MIN_WAIT_NS, round(NOTABLE_SHARE * rank.step_ns))
+        least = max(LEAST_WAIT_NS, round(LEAST_SHARE * rank.step_ns))
         cause = _cause(rank, others, least, phases=_ALONE)
         if cause is not None:
             found.append((cause.own_ns - cause.others_ns, rank, cause))

@@ -1,0 +1,199 @@
+"""The late rank of a run by its whole pulse: steps in which it does more than every other rank, who wait meanwhile."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal
+
+from lightning_memprof.analysis.steps.events import action_name
+from lightning_memprof.artifacts.series import GC_PAUSE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from lightning_memprof.analysis.run.model import Rank
+    from lightning_memprof.analysis.steps.typical import Breakdown
+
+__all__ = ["LEAST_SHARE", "LEAST_WAIT_NS", "MAIN_SHARE", "Cause", "Lateness", "PulseLateness", "pulse_lateness"]
+
+# Below this part of the step a rank that is never late would not make the run notably faster.
+LEAST_SHARE: Final = 0.05
+# Clocks, schedulers and switches cause some waiting in every run.
+LEAST_WAIT_NS: Final = 1_000_000
+# One rank is the straggler if it causes this part of all lateness; else they take turns.
+MAIN_SHARE: Final = 0.5
+# In fewer steps, one slow step decides.
+FEW_STEPS: Final = 5
+# The others spend at least this part of a rank's lateness in passes, which hold the collectives.
+WAITED: Final = 0.5
+# GC pauses of this part of the lateness are its cause, in whichever phase they are.
+EXPLAINS: Final = 0.5
+
+Cause = Literal["data_wait", "callbacks", "optimizer", "other", "compute", "garbage"]
+# Phases in which a rank does not wait for others; Lightning's loop, whose time is untracked, reduces a flag over ranks.
+_OWN: Final[tuple[Cause, ...]] = ("data_wait", "callbacks", "optimizer")
+_MEETING: Final = ("forward", "backward", "other")
+_CAUSE: Final[Mapping[str, Cause]] = {"forward": "compute", "other": "other"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lateness:
+    """How late a rank is in the mean step: later than every other rank by ``caused_ns``.
+
+    ``share`` is its part of the lateness of all ranks. ``own_ns`` is the time of the cause on this rank, ``others_ns``
+    the median of the others.
+    """
+
+    rank: int
+    caused_ns: int
+    share: float
+    cause: Cause
+    own_ns: int
+    others_ns: int
+    callback: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PulseLateness:
+    """What the pulses of all ranks tell: ``steps`` that all of them have, and the late rank, None where none is.
+
+    ``waits_ns`` is how long each other rank waits for it in the mean step, by phase.
+    """
+
+    steps: int
+    late: Lateness | None
+    waits_ns: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+
+
+def pulse_lateness(ranks: Sequence[Rank]) -> PulseLateness | None:
+    """Compare the pulses of all ranks, step by step; None where they have too few steps in common on the host's clock.
+
+    A rank is late in a step by the time by which its data wait, callbacks and optimizer exceed those of every other
+    rank, who then wait in collectives, in their other phases. A longer forward, or more untracked time, counts if the
+    others' backward is longer for it. One slow step is chance, and so are ranks that are late in turns: the largest
+    step of a rank, and the lateness of the second rank, are subtracted before the sum counts.
+    """
+    typical = {rank.rank: rank.typical_steps for rank in ranks if rank.in_full}
+    if len(typical) < max(len(ranks), 2) or any(each is None or each.clock != "host" for each in typical.values()):
+        return None
+    found = {rank: {step: phases for step, _, phases in each.steps} for rank, each in typical.items() if each}
+    common = sorted(set.intersection(*(set(steps) for steps in found.values())))
+    if len(common) < FEW_STEPS:
+        return None
+    table = {rank: [steps[step] for step in common] for rank, steps in found.items()}
+    whole = statistics.mean(duration for each in typical.values() if each for _, duration, _ in each.steps)
+    least = max(LEAST_WAIT_NS, LEAST_SHARE * whole)
+    late = _late(table, least) or _late(table, least, "forward") or _late(table, least, "other")
+    if late is None:
+        return PulseLateness(steps=len(common), late=None)
+    rank, caused, share = late
+    by_number = {each.rank: each for each in ranks}
+    cause, own, others = _cause(table, rank, [by_number[each] for each in table], caused)
+    return PulseLateness(
+        steps=len(common),
+        late=Lateness(
+            rank=rank,
+            caused_ns=round(caused),
+            share=share,
+            cause=cause,
+            own_ns=round(own),
+            others_ns=round(others),
+            callback=_callback(by_number[rank], [by_number[each] for each in table if each != rank])
+            if cause == "callbacks"
+            else None,
+        ),
+        waits_ns={each: _waits(table, rank, each, caused) for each in table if each != rank},
+    )
+
+
+def _ns(phases: Breakdown, *names: str) -> int:
+    return sum(phases.get(name) or 0 for name in names)
+
+
+def _late(
+    table: dict[int, list[Breakdown]], least_ns: float, meeting: str | None = None
+) -> tuple[int, float, float] | None:
+    """Return the late rank, its lateness in the mean step, and its share of all ranks'; None where none is late.
+
+    Args:
+        table: the phases of the steps of each rank.
+        least_ns: notable lateness.
+        meeting: compare this phase, in which a rank may wait itself, and not those in which it does not.
+    """
+    steps = len(next(iter(table.values())))
+    caused, largest = Counter[int](), Counter[int]()
+    for at in range(steps):
+        own = {rank: _ns(rows[at], *((meeting,) if meeting else _OWN)) for rank, rows in table.items()}
+        (rank, most), (_, second), *_ = Counter(own).most_common(2)
+        late = most - second
+        if meeting:
+            backward = {each: _ns(rows[at], "backward") for each, rows in table.items()}
+            late = min(late, min(ns for each, ns in backward.items() if each != rank) - backward[rank])
+        if late > 0:
+            caused[rank] += late
+            largest[rank] = max(largest[rank], late)
+    if not caused:
+        return None
+    (rank, ns), (_, next_ns), *_ = (*caused.most_common(2), (-1, 0))
+    if ns - largest[rank] - next_ns < least_ns * steps or ns < MAIN_SHARE * caused.total():
+        return None
+    if not meeting:
+        passes = {each: sum(_ns(phases, *_MEETING) for phases in rows) for each, rows in table.items()}
+        waited = statistics.median(total for each, total in passes.items() if each != rank) - passes[rank]
+        if waited < WAITED * ns:
+            return None
+    return rank, ns / steps, ns / caused.total()
+
+
+def _cause(
+    table: dict[int, list[Breakdown]], rank: int, ranks: Sequence[Rank], caused_ns: float
+) -> tuple[Cause, float, float]:
+    """Return what takes the rank longer, its time there in the mean step, and the median of the other ranks."""
+    pauses = {each.rank: _garbage_ns(each) for each in ranks}
+    usual = statistics.median(ns for each, ns in pauses.items() if each != rank)
+    if pauses[rank] - usual >= EXPLAINS * caused_ns:
+        return "garbage", pauses[rank], usual
+    found: list[tuple[float, Cause, float, float]] = []
+    for phase, cause in (*zip(_OWN, _OWN, strict=True), *_CAUSE.items()):
+        means = {each: statistics.mean(_ns(phases, phase) for phases in rows) for each, rows in table.items()}
+        usual = statistics.median(ns for each, ns in means.items() if each != rank)
+        found.append((means[rank] - usual, cause, means[rank], usual))
+    _, cause, own, usual = max(found)
+    return cause, own, usual
+
+
+def _waits(table: dict[int, list[Breakdown]], late: int, rank: int, caused_ns: float) -> dict[str, int]:
+    """Return how long a rank waits for the late one by phase: by which the phase is longer, at most the lateness."""
+    steps = len(table[rank])
+    more = {
+        phase: sum(_ns(mine, phase) - _ns(its, phase) for mine, its in zip(table[rank], table[late], strict=True))
+        / steps
+        for phase in _MEETING
+    }
+    longer = {phase: ns for phase, ns in more.items() if ns > 0}
+    scale = min(1.0, caused_ns / sum(longer.values())) if longer else 0.0
+    return {phase: round(ns * scale) for phase, ns in longer.items()}
+
+
+def _garbage_ns(rank: Rank) -> float:
+    """Return the GC pauses of a rank in the mean step outside windows."""
+    rows = [row for row in rank.actions if row.action == GC_PAUSE and not row.in_window and row.steps]
+    return sum((row.total_ns or 0) / (row.steps or 1) for row in rows)
+
+
+def _callback(rank: Rank, others: Sequence[Rank]) -> str | None:
+    """Return the callback and hook that takes the rank the longest beyond the other ranks."""
+
+    def spent(each: Rank) -> Counter[str]:
+        found = Counter[str]()
+        for row in each.actions:
+            if row.action and row.phase == "callbacks" and not row.in_window and row.steps:
+                found[action_name(row.action)] += (row.total_ns or 0) // row.steps
+        return found
+
+    mine, usual = spent(rank), [spent(other) for other in others]
+    excess = Counter({name: ns - statistics.median_low([each[name] for each in usual]) for name, ns in mine.items()})
+    name, ns = excess.most_common(1)[0] if excess else ("", 0)
+    return name if ns > 0 else None

@@ -1,0 +1,92 @@
+"""The late rank by the pulses of all ranks: data, callbacks, forward, chance and turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fake_runs import FakeRun, make_run
+from lightning_memprof.analysis.findings import Facts
+from lightning_memprof.analysis.ledger.model import total
+from lightning_memprof.analysis.ranks.lateness import PulseLateness, pulse_lateness
+from lightning_memprof.analysis.run.load import load_run
+
+MS = 1_000_000
+USUAL = {"data_wait": 1, "forward": 20, "backward": 40, "optimizer": 5, "callbacks": 1, "other": 1}
+
+
+def compared(directory: Path, more_ms: Callable[[int, int], dict[str, int]], *, waits: bool = True) -> PulseLateness:
+    """Compare two ranks; who does less in a step than the other has a longer backward, where it waits."""
+
+    def phases(rank: int, step: int) -> dict[str, int]:
+        mine, others = more_ms(rank, step), more_ms(1 - rank, step)
+        wait = max(sum(others.values()) - sum(mine.values()), 0) if waits else 0
+        own = {name: ms + mine.get(name, 0) for name, ms in USUAL.items()}
+        return {name: (ms + wait * (name == "backward")) * MS for name, ms in own.items()}
+
+    found = pulse_lateness(load_run(make_run(directory, FakeRun(world_size=2, phases=phases))).ranks)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("phase", "cause"),
+    [("data_wait", "data_wait"), ("callbacks", "callbacks"), ("other", "other"), ("forward", "compute")],
+)
+def test_a_rank_that_does_more_in_each_step_is_late_by_that_phase(phase: str, cause: str, tmp_path: Path) -> None:
+    late = compared(tmp_path, lambda rank, _: {phase: 30} if rank == 1 else {}).late
+    assert late is not None
+    assert (late.rank, late.cause, late.caused_ns, late.share) == (1, cause, 30 * MS, 1.0)
+    assert late.own_ns - late.others_ns == 30 * MS
+
+
+def test_a_rank_that_is_late_in_each_fifth_step_is_late_on_average(tmp_path: Path) -> None:
+    late = compared(tmp_path, lambda rank, step: {"callbacks": 200} if rank == 0 and step % 5 == 0 else {}).late
+    assert late is not None
+    assert (late.rank, late.cause) == (0, "callbacks")
+    assert 20 * MS < late.caused_ns < 60 * MS
+
+
+@pytest.mark.parametrize(
+    "more_ms",
+    [
+        pytest.param(lambda _rank, _step: {}, id="equal"),
+        pytest.param(lambda rank, step: {"data_wait": 60} if (step % 2) == rank else {}, id="in turns"),
+        pytest.param(lambda rank, step: {"data_wait": 900} if rank == 1 and step == 9 else {}, id="one step"),
+        pytest.param(lambda rank, _step: {"data_wait": 2} if rank == 1 else {}, id="little"),
+    ],
+)
+def test_ranks_that_are_late_by_chance_or_in_turns_or_by_little_are_no_straggler(
+    more_ms: Callable[[int, int], dict[str, int]], tmp_path: Path
+) -> None:
+    assert compared(tmp_path, more_ms).late is None
+
+
+def test_the_others_wait_in_the_phases_that_are_longer_than_the_late_ranks(tmp_path: Path) -> None:
+    found = compared(tmp_path, lambda rank, _: {"callbacks": 30} if rank == 1 else {"other": 30}, waits=False)
+    assert found.late is not None
+    assert (found.late.rank, found.late.cause) == (1, "callbacks")
+    assert found.waits_ns == {0: {"other": 30 * MS}}
+    facts = Facts.of(load_run(next(tmp_path.iterdir())))
+    assert facts.ledgers[0].ns("rank_wait") == 30 * MS
+    assert facts.ledgers[0].ns("untracked") == MS
+    assert not facts.ledgers[1].ns("rank_wait")
+    assert total(facts.ledgers[0].lines) == facts.ledgers[0].step_ns
+
+
+def test_a_rank_for_which_nobody_waits_is_no_straggler(tmp_path: Path) -> None:
+    assert compared(tmp_path, lambda rank, _: {"data_wait": 30} if rank == 1 else {}, waits=False).late is None
+
+
+def test_who_waits_in_forward_is_not_late_by_it(tmp_path: Path) -> None:
+    def more(rank: int, _step: int) -> dict[str, int]:
+        return {"data_wait": 30} if rank == 1 else {"forward": 30}
+
+    late = compared(tmp_path, more, waits=False).late
+    assert late is None or late.rank == 1
+
+
+def test_one_rank_alone_is_compared_with_nobody(tmp_path: Path) -> None:
+    assert pulse_lateness(load_run(make_run(tmp_path, FakeRun(world_size=1))).ranks) is None
