@@ -245,7 +245,7 @@ def _of_module(facts: Facts, rank: Rank, heaviest: Heaviest) -> Achieved | None:
 def _around(ledger: TimeLedger) -> str | None:
     """Return a sentence if callbacks, hooks and untracked time are more of a step than forward and backward."""
     around = ledger.ns("callback", "module_hook", "untracked", "logging", "transfer")
-    if around <= ledger.ns("forward", "backward"):
+    if around <= ledger.ns("forward", "backward", "rank_wait", "stall"):
         return None
     length = "very short" if ledger.step_ns < SHORT_STEP_NS else "short"
     return f"The steps are {length}: callbacks and untracked time take {percent(around / ledger.step_ns)} of each."
