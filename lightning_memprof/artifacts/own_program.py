@@ -1,15 +1,21 @@
-"""Starting modules of this package as separate processes."""
+"""Starting modules of this package as separate processes, and what they answer."""
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import sys
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import lightning_memprof
 
-__all__ = ["ignore_job_signals", "own_program"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["answers", "ignore_job_signals", "own_program"]
 
 # `python -m` searches the directory that the training was started in first: a script there with the name of a needed
 # module would run instead of it, and might train again.
@@ -29,3 +35,19 @@ def ignore_job_signals() -> None:
     """Ignore Ctrl-C and SIGTERM, which reach every process of a job: the parent still needs this one."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def answers() -> Iterator[Callable[..., None]]:
+    """Provide a function that writes its keywords to standard output, as one line of JSON.
+
+    Other output of this process, as of a storage client, goes to standard error. A caller that has ended is ignored.
+    """
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as stream:
+        os.dup2(2, 1)
+
+        def answer(**values: Any) -> None:
+            with suppress(OSError):
+                print(json.dumps(values), file=stream, flush=True)
+
+        yield answer

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, numbered, temporary_name
-from lightning_memprof.artifacts.own_program import own_program
+from lightning_memprof.artifacts.own_program import answers, own_program
 from lightning_memprof.artifacts.secrets import has_password, without_password
 from lightning_memprof.errors import ArtifactError, ConfigError, MemprofError
 
@@ -202,14 +202,11 @@ def claim_url(url: str, patience_s: float = _CLAIM_SECONDS) -> int:
 
 def main(url: str) -> None:
     """Claim a run directory; print its number or the error as JSON."""
-    # Output of a storage client must not mix with the answer.
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
-        os.dup2(2, 1)
+    with answers() as answer:
         try:
-            answer: dict[str, Any] = {"number": claim_remote(Remote(url))}
+            answer(number=claim_remote(Remote(url)))
         except MemprofError as error:
-            answer = {"error": str(error)}
-        print(json.dumps(answer), file=answers)
+            answer(error=str(error))
 
 
 if __name__ == "__main__":

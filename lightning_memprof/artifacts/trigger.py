@@ -8,8 +8,10 @@ import os
 import stat
 import uuid
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+
+import msgspec
 
 from lightning_memprof.artifacts.naming import TRIGGER_PLAN, TRIGGER_REQUEST, temporary_name
 from lightning_memprof.errors import ArtifactError
@@ -32,6 +34,8 @@ MOST_STEPS: Final = 10_000
 """Limit of warmup or recorded steps of a requested window; more is a typing error."""
 _MOST_BYTES: Final = 1 << 16
 _ROOT: Final = 0
+_Active = Annotated[int, msgspec.Meta(ge=1, le=MOST_STEPS)]
+_Warmup = Annotated[int, msgspec.Meta(ge=0, le=MOST_STEPS)]
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,8 @@ class Request:
 
     id: str
     cause: str
-    active: int | None = None
-    warmup: int | None = None
+    active: _Active | None = None
+    warmup: _Warmup | None = None
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,8 @@ class Plan:
     id: str
     cause: str
     step: int
-    warmup: int
-    active: int
+    warmup: _Warmup
+    active: _Active
     seen_at: int
 
     @property
@@ -78,6 +82,9 @@ class Plan:
         """The first and the last step that are recorded."""
         first = self.step + self.warmup
         return first, first + self.active - 1
+
+
+_T = TypeVar("_T", Request, Plan)
 
 
 def check_private(directory: Path) -> None:
@@ -113,17 +120,9 @@ def read_request(directory: Path) -> Request | None:
         ArtifactError: it is not a request, or its owner is neither root nor the user who trains.
 
     """
-    path = directory / TRIGGER_REQUEST
-    row = _read(path)
-    if row is None:
-        return None
-    active, warmup = row.get("active"), row.get("warmup")
-    numbers = (active is None or _count(active, 1)) and (warmup is None or _count(warmup, 0))
-    if not numbers or not isinstance(row.get("id"), str) or not isinstance(row.get("cause"), str):
-        raise _damaged(path)
+    request = _read(directory / TRIGGER_REQUEST, Request)
     # A lone surrogate can be neither logged nor shown.
-    cause = row["cause"].encode("utf-8", "replace").decode()
-    return Request(id=row["id"], cause=cause, active=active, warmup=warmup)
+    return request and replace(request, cause=request.cause.encode("utf-8", "replace").decode())
 
 
 def write_plan(directory: Path, plan: Plan) -> None:
@@ -143,26 +142,7 @@ def read_plan(directory: Path) -> Plan | None:
         ArtifactError: it is not a plan, or its owner is neither root nor the user who trains.
 
     """
-    path = directory / TRIGGER_PLAN
-    row = _read(path)
-    if row is None:
-        return None
-    numbers = _count(row.get("active"), 1) and _count(row.get("warmup"), 0)
-    steps = all(type(row.get(name)) is int for name in ("step", "seen_at"))
-    if not numbers or not steps or not all(isinstance(row.get(name), str) for name in ("id", "cause")):
-        raise _damaged(path)
-    return Plan(
-        id=row["id"],
-        cause=row["cause"],
-        step=row["step"],
-        warmup=row["warmup"],
-        active=row["active"],
-        seen_at=row["seen_at"],
-    )
-
-
-def _count(value: Any, least: int) -> bool:
-    return type(value) is int and least <= value <= MOST_STEPS
+    return _read(directory / TRIGGER_PLAN, Plan)
 
 
 def _write(path: Path, row: dict[str, Any]) -> None:
@@ -178,18 +158,15 @@ def _write(path: Path, row: dict[str, Any]) -> None:
         raise
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path, kind: type[_T]) -> _T | None:
     try:
-        row = json.loads(_content(path))
+        return msgspec.convert(json.loads(_content(path)), kind)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise _damaged(path) from error
-    if not isinstance(row, dict):
-        raise _damaged(path)
-    return row
 
 
 def _content(path: Path) -> bytes:

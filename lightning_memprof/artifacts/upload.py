@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.artifacts.naming import temporary_name
-from lightning_memprof.artifacts.own_program import ignore_job_signals, own_program
+from lightning_memprof.artifacts.own_program import answers, ignore_job_signals, own_program
 from lightning_memprof.artifacts.remote import Remote, protocol_of
 from lightning_memprof.artifacts.secrets import masked
 from lightning_memprof.units import MIB
@@ -352,14 +352,7 @@ def main(task: str) -> None:
         orders.put(_FLUSH)
         orders.put(_END)
 
-    # Output of a storage client must not mix with the reports.
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as reports:
-        os.dup2(2, 1)
-
-        def report(**message: Any) -> None:
-            with suppress(OSError):  # the training has ended
-                print(json.dumps(message), file=reports, flush=True)
-
+    with answers() as report:
         threading.Thread(target=read, daemon=True).start()
         pace = Pace(**options["pace"])
         Mirror(Path(options["root"]), options["url"], tuple(options["live"]), pace, report).run(orders)

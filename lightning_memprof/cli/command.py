@@ -19,6 +19,7 @@ from lightning_memprof.errors import ConfigError
 if TYPE_CHECKING:
     from lightning_memprof.analysis.run.model import Run
     from lightning_memprof.analysis.run.targets import Targets
+    from lightning_memprof.report.document import Document
 
 __all__ = [
     "RUN_HELP",
@@ -31,6 +32,7 @@ __all__ = [
     "opened_run",
     "opened_target",
     "parse_numbers",
+    "write_document",
     "write_json",
 ]
 
@@ -81,6 +83,34 @@ def add_format(parser: ArgumentParser) -> None:
 def write_json(found: object) -> None:
     """Write JSON to standard output."""
     sys.stdout.write(json.dumps(found, indent=2, allow_nan=False) + "\n")
+
+
+def write_document(
+    document: Document, form: Format, as_json: Callable[[], object], *, is_full: bool, is_part: bool = False
+) -> None:
+    """Write a document to standard output.
+
+    Args:
+        document: what Markdown and the terminal show.
+        form: the format.
+        as_json: returns what JSON shows.
+        is_full: whether all sections are shown instead of the short page.
+        is_part: whether the document consists of single sections, without a page around them.
+
+    """
+    if form == "json":
+        write_json(as_json())
+    elif form == "markdown":
+        from lightning_memprof.report.printers.markdown import sections_to_markdown, to_markdown
+
+        sys.stdout.write(sections_to_markdown(document) if is_part else to_markdown(document, is_full=is_full))
+    else:
+        from lightning_memprof.report.printers.terminal import print_document, print_sections
+
+        if is_part:
+            print_sections(document)
+        else:
+            print_document(document, is_full=is_full)
 
 
 def open_in_browser(address: str, noun: str = "address") -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_memprof.cli.command import Command, add_format, opened_target, write_json
+from lightning_memprof.cli.command import Command, add_format, opened_target, write_document
 from lightning_memprof.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def _add_options(parser: ArgumentParser) -> None:
 def _execute(options: Namespace) -> int:
     """Print the comparison; exit code 1 where a limit is exceeded or cannot be checked."""
     from lightning_memprof.analysis.compare.comparison import check, compare, parse_limit
+    from lightning_memprof.report.printers.json import comparison_to_json
     from lightning_memprof.report.sections.comparison import comparison_document
 
     limits = [parse_limit(limit) for limit in options.fail_on or ()]
@@ -44,18 +45,8 @@ def _execute(options: Namespace) -> int:
         comparison = compare(before, after)
     outcomes = [check(comparison, limit) for limit in limits]
     document = comparison_document(comparison, outcomes)
-    if options.format == "json":
-        from lightning_memprof.report.printers.json import comparison_to_json
-
-        write_json(comparison_to_json(comparison, document.verdict, outcomes))
-    elif options.format == "markdown":
-        from lightning_memprof.report.printers.markdown import to_markdown
-
-        sys.stdout.write(to_markdown(document, is_full=True))
-    else:
-        from lightning_memprof.report.printers.terminal import print_document
-
-        print_document(document, is_full=True)
+    as_json = partial(comparison_to_json, comparison, document.verdict, outcomes)
+    write_document(document, options.format, as_json, is_full=True)
     return _BROKEN if any(outcome.is_broken for outcome in outcomes) else 0
 
 

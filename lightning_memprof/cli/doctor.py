@@ -9,11 +9,12 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import psutil
@@ -22,6 +23,7 @@ from jsonargparse import Namespace
 from lightning_memprof import __version__
 from lightning_memprof.cli.command import Command
 from lightning_memprof.cli.terminal import quiet_lightning
+from lightning_memprof.integration.registration import PROFILER_NAME
 from lightning_memprof.units import format_bytes
 
 if TYPE_CHECKING:
@@ -34,7 +36,6 @@ __all__ = ["COMMAND", "Check", "diagnose", "doctor"]
 State = Literal["ok", "no", "broken"]
 
 _FACTORIES: Final = "lightning.pytorch.callbacks_factory"
-_PROFILER: Final = "fts_extended"
 _STYLES: Final[dict[State, str]] = {"ok": "green", "no": "dim", "broken": "bold red"}
 
 
@@ -162,11 +163,13 @@ def _lightning() -> Iterator[Check]:
         yield Check("entry point", "ok", "registered")
     else:
         yield Check("entry point", "broken", f"missing from {_FACTORIES}: install the package with pip")
-    name = f'profiler="{_PROFILER}"'
+    name = f'profiler="{PROFILER_NAME}"'
     try:
         lightning = importlib.import_module("lightning.pytorch")
         with quiet_lightning():
-            trainer = lightning.Trainer(profiler=_PROFILER, accelerator="cpu", logger=False, enable_checkpointing=False)
+            trainer = lightning.Trainer(
+                profiler=PROFILER_NAME, accelerator="cpu", logger=False, enable_checkpointing=False
+            )
         profiler = type(trainer.profiler)
         found = f"{profiler.__module__}.{profiler.__qualname__}"
         yield Check(name, "ok" if found.startswith("lightning_memprof.") else "broken", found)
@@ -200,34 +203,14 @@ def _collectors() -> Iterator[Check]:
             yield Check(collector.name, "no" if reason else "ok", text)
 
 
-class _NoActions:
-    """An action feed without actions."""
-
-    def listen(self, start: Callable[[str], None], stop: Callable[[str], None]) -> AbstractContextManager[None]:
-        """Never call the listeners."""
-        del start, stop
-        return nullcontext()
-
-
-class _NoTensors:
-    """A training feed without batches, losses and optimizers."""
-
-    def listen(self, *, batch: Any = None, loss: Any = None) -> AbstractContextManager[None]:
-        """Never call the listeners."""
-        del batch, loss
-        return nullcontext()
-
-    def optimizers(self) -> tuple[()]:
-        """Return an empty tuple."""
-        return ()
-
-
 def _imagined_run(stack: ExitStack, torch: Any) -> RunContext:
     """Make a run context on the first device of this machine; its files are removed when ``stack`` closes."""
     from lightning_memprof.artifacts.sink import Sink, claim_run_place
     from lightning_memprof.capture.base import RunContext
     from lightning_memprof.capture.faults import Faults
+    from lightning_memprof.integration.feeds import ActionTap, TensorFeed
 
+    trainer: Any = SimpleNamespace(optimizers=())
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning-memprof-doctor-"))
     sink = Sink(claim_run_place(Path(folder)), 0)
     stack.callback(sink.close)
@@ -239,8 +222,8 @@ def _imagined_run(stack: ExitStack, torch: Any) -> RunContext:
         strategy="SingleDeviceStrategy",
         device=torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu"),
         model=type("Model", (torch.nn.Module,), {"training_step": lambda _model, batch: batch})(),
-        actions=_NoActions(),
-        training=_NoTensors(),
+        actions=ActionTap(None, print),
+        training=TensorFeed(trainer),
         sink=sink,
         faults=Faults(sink.manifest, "warn"),
     )

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_memprof.cli.command import TARGET_HELP, Command, Format, add_format, write_json
+from lightning_memprof.cli.command import TARGET_HELP, Command, Format, add_format, write_document, write_json
 from lightning_memprof.cli.terminal import infrequent_gc, reading
 from lightning_memprof.errors import ConfigError
 
 if TYPE_CHECKING:
     from lightning_memprof.report.document import Document
-    from lightning_memprof.report.files_view import FilesView
     from lightning_memprof.report.opened import OpenOptions
-    from lightning_memprof.report.view import View
 
 __all__ = ["COMMAND", "show"]
 
@@ -75,39 +73,19 @@ def show(
 
     """
     from lightning_memprof.report.opened import OpenOptions, opened
+    from lightning_memprof.report.printers.json import document_to_json, to_json
+    from lightning_memprof.report.sections import document_of
 
     names = [targets] if isinstance(targets, str) else list(targets)
     with reading() as progress, infrequent_gc(), opened(names, options or OpenOptions(), progress.update) as view:
         progress.end()
         if format == "json" and not is_full and not sections:
-            from lightning_memprof.report.printers.json import to_json
-
             write_json(to_json(view))
-        else:
-            _write(view, format, is_full=is_full, sections=sections)
+            return 0
+        document = _chosen(document_of(view), sections)
+        as_json = partial(document_to_json, document)
+        write_document(document, format, as_json, is_full=is_full, is_part=bool(sections))
     return 0
-
-
-def _write(view: View | FilesView, form: Format, *, is_full: bool, sections: Sequence[str]) -> None:
-    from lightning_memprof.report.sections import document_of
-
-    document = _chosen(document_of(view), sections)
-    if form == "json":
-        from lightning_memprof.report.printers.json import document_to_json
-
-        write_json(document_to_json(document))
-    elif form == "markdown":
-        from lightning_memprof.report.printers.markdown import sections_to_markdown, to_markdown
-
-        text = sections_to_markdown(document) if sections else to_markdown(document, is_full=is_full)
-        sys.stdout.write(text)
-    else:
-        from lightning_memprof.report.printers.terminal import print_document, print_sections
-
-        if sections:
-            print_sections(document)
-        else:
-            print_document(document, is_full=is_full)
 
 
 def _chosen(document: Document, sections: Sequence[str]) -> Document:

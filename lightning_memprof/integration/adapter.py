@@ -124,7 +124,7 @@ class Adapter(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start recording: loaders and optimizers are known."""
-        self._start(trainer)
+        self._guarded(trainer, Attachment.start, ConfigError)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Pass the batch to the collectors that listen."""
@@ -146,7 +146,7 @@ class Adapter(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start recording, unless validation is part of fit."""
         if trainer.state.fn != "fit":
-            self._start(trainer)
+            self._guarded(trainer, Attachment.start, ConfigError)
 
     on_test_start = on_predict_start = on_validation_start
 
@@ -181,19 +181,6 @@ class Adapter(Callback):
         """Exclude the state of a running process."""
         return {**vars(self), "_attachments": {}, "_log_lines": LogLines()}
 
-    def _start(self, trainer: Trainer) -> None:
-        refused: list[ConfigError] = []
-
-        def start(attachment: Attachment) -> None:
-            try:
-                attachment.start()
-            except ConfigError as error:
-                refused.append(error)
-
-        self._guarded(trainer, start)
-        if refused:
-            raise refused[0]
-
     def _pass(self, trainer: Trainer, kind: Literal["batch", "loss"], value: Any) -> None:
         attachment = self._attachments.get(id(trainer))
         # None outside windows: a training step does not pay for more.
@@ -201,11 +188,13 @@ class Adapter(Callback):
             for listener in tuple(listeners):
                 self._guarded(trainer, lambda _, listener=listener: listener(value))  # type: ignore[misc]
 
-    def _guarded(self, trainer: Trainer, call: Callable[[Attachment], None]) -> None:
+    def _guarded(self, trainer: Trainer, call: Callable[[Attachment], None], *passed: type[Exception]) -> None:
         attachment = self._attachments.get(id(trainer))
         if attachment is not None:
             try:
                 call(attachment)
+            except passed:
+                raise
             except Exception as error:  # noqa: BLE001 a failure here must not stop the training
                 attachment.break_off(error)
 

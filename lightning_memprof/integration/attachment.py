@@ -147,7 +147,9 @@ class Attachment:
             self._oom.end(exception)
             self.stop(reason)
             sink.drain()
-            self._end_curves()
+            if self._curves is not None:
+                with self.run.faults.caught(Curves.name, "exit"):
+                    self._curves.end()
             # After an exception the process should end soon; `show` makes a missing table.
             if exception is None and (self.table is None or self.session.windows > self._tabled):
                 self._write_table()
@@ -169,25 +171,14 @@ class Attachment:
             raise error
         log.warning("recording failed and is disabled; training continues", exc_info=error)
         self.run.faults.report("session", "mark", None, error)
-        try:
+        with self.run.faults.caught("session", "exit"):
             self.stop(f"recording failed: {describe(error)}")
-        except Exception as second:  # noqa: BLE001 the training must not stop
-            self.run.faults.report("session", "exit", None, second)
 
     def _pulse_written(self, rows: Sequence[PulseRow]) -> None:
         if self._curves is not None and Curves.name not in self.run.faults.disabled:
-            try:
+            with self.run.faults.caught(Curves.name, "hook"):
                 device = self.run.device if without_statistics(self.run.device) is None else None
                 self._curves.add_rows(rows, device, in_window=self.session.window is not None)
-            except Exception as error:  # noqa: BLE001 a failure here must not stop the training
-                self.run.faults.report(Curves.name, "hook", None, error)
-
-    def _end_curves(self) -> None:
-        if self._curves is not None:
-            try:
-                self._curves.end()
-            except Exception as error:  # noqa: BLE001 the next files must be written too
-                self.run.faults.report(Curves.name, "exit", None, error)
 
     def _window_closed(self, window: int, steps: Sequence[int], reason: str | None) -> None:
         if self._curves is not None:
@@ -200,16 +191,12 @@ class Attachment:
             self.run.sink.in_background(self._write_table)
 
     def _write_table(self) -> None:
-        try:
+        with self.run.faults.caught("operator_table", "write"):
             self.table = write_operator_table(self.run, self._settings.table)
-        except Exception as error:  # noqa: BLE001 `show` can make the table later
-            self.run.faults.report("operator_table", "write", None, error)
 
 
 def _reserve() -> mmap.mmap | None:
     """Return reserved address space to release when memory has run out; None if the system refuses it."""
-    if sys.platform == "win32":
-        return None
     try:
         return mmap.mmap(-1, _RESERVE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, MemoryError):
@@ -230,11 +217,8 @@ class _MemoryWatch:
         self._stack = ExitStack()
         self._guards: list[OnException] = []
         for collector in collectors:
-            try:
+            with run.faults.caught(collector.name, "enter"):
                 on_exception = self._stack.enter_context(collector.guard(run))
-            except Exception as error:  # noqa: BLE001 a failing collector must not stop the training
-                run.faults.report(collector.name, "enter", None, error)
-            else:
                 self._guards += [] if on_exception is None else [on_exception]
         self._reserve = _reserve() if self._guards else None
 

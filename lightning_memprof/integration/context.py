@@ -93,7 +93,7 @@ def available_collectors(run: RunContext, trainer: Trainer, settings: Settings) 
 
     """
     manifest, place = run.sink.manifest, run.sink.place
-    reasons = [(collector, asked, _unavailable(collector, run, settings)) for collector, asked in settings.collectors]
+    reasons = [(collector, asked, _unavailable(collector, run)) for collector, asked in settings.collectors]
     available = [collector for collector, _, reason in reasons if reason is None]
     manifest.append(
         "run",
@@ -115,14 +115,10 @@ def available_collectors(run: RunContext, trainer: Trainer, settings: Settings) 
     return available
 
 
-def _unavailable(collector: Collector, run: RunContext, settings: Settings) -> str | None:
-    try:
+def _unavailable(collector: Collector, run: RunContext) -> str | None:
+    with run.faults.caught(collector.name, "enter"):
         return collector.unavailable(run)
-    except Exception as error:
-        if settings.output.on_error == "raise":
-            raise
-        run.faults.report(collector.name, "enter", None, error)
-        return None
+    return None
 
 
 def _profiler_conflict(profiler: Any) -> str | None:

@@ -174,10 +174,9 @@ class Curves:
 
     def _draw(self, places: Sequence[int], rows: Sequence[PulseRow], reserved: float | None) -> None:
         if self.name not in self._faults.disabled:
-            try:
+            # An exception in a background thread would be lost.
+            with self._faults.caught(self.name, "write"):
                 self._drawing.draw(places, rows, reserved)
-            except Exception as error:  # noqa: BLE001 an exception in a background thread would be lost
-                self._faults.report(self.name, "write", None, error)
 
     def _log(self) -> None:
         began = time.perf_counter()

@@ -57,12 +57,12 @@ class StageActions:
         batch_start: the module's hook before a batch.
         batch_end: the module's hook after a batch.
         forward: the strategy's step.
+        callbacks: hooks that a callback overrides.
         before_backward: the module's hook; None outside fit. Manual optimization calls it too, but no action of the
             strategy.
         after_backward: the module's hook; None outside fit.
         before_optimizer_step: the module's hook; None outside fit.
         optimizer: all actions of the optimizer; forward and backward may be nested in them.
-        callbacks: hooks that a callback overrides.
         within: actions in the phase of the action around them: checkpoints, and hooks that the module overrides.
         transfers: the same for a batch on its way to the device; those of a validation inside fit belong to it.
         unusual: slow actions that are not part of every step.
@@ -74,11 +74,11 @@ class StageActions:
     batch_start: str
     batch_end: str
     forward: str
-    before_backward: str | None
-    after_backward: str | None
-    before_optimizer_step: str | None
-    optimizer: tuple[str, ...]
     callbacks: tuple[str, ...]
+    before_backward: str | None = None
+    after_backward: str | None = None
+    before_optimizer_step: str | None = None
+    optimizer: tuple[str, ...] = ()
     within: tuple[str, ...] = ()
     transfers: tuple[str, ...] = ()
     unusual: tuple[str, ...] = ()
@@ -112,27 +112,15 @@ def stage_actions(trainer: Trainer, stage: str, ours: type[Callback]) -> StageAc
             validation=f"{strategy}.validation_step",
         )
     prefix = _PREFIX[stage]
-    loop = {
-        "validate": trainer.validate_loop,
-        "test": trainer.test_loop,
-        "predict": trainer.predict_loop,
-    }[stage]
+    hooks = tuple(f"on_{prefix}_{place}" for place in ("batch_start", "batch_end", "epoch_end"))
     fetch = "val_next" if stage == "validate" else f"{stage}_next"
     return StageActions(
-        fetch=f"[{type(loop).__name__}].{fetch}",
+        fetch=f"[{type(getattr(trainer, f'{stage}_loop')).__name__}].{fetch}",
         batch_start=f"{module}.on_{prefix}_batch_start",
         batch_end=f"{module}.on_{prefix}_batch_end",
         forward=f"{strategy}.{prefix}_step",
-        before_backward=None,
-        after_backward=None,
-        before_optimizer_step=None,
-        optimizer=(),
-        callbacks=tuple(
-            _overridden(users, (f"on_{prefix}_batch_start", f"on_{prefix}_batch_end", f"on_{prefix}_epoch_end"))
-        ),
-        within=tuple(
-            _within(trainer, (f"on_{prefix}_batch_start", f"on_{prefix}_batch_end", f"on_{prefix}_epoch_end"))
-        ),
+        callbacks=tuple(_overridden(users, hooks)),
+        within=tuple(_within(trainer, hooks)),
         transfers=tuple(_transfers(trainer)),
     )
 

@@ -60,8 +60,7 @@ def _write_report(sink: Sink) -> tuple[Path, Path]:
     document = json.dumps(to_json(view), indent=2, allow_nan=False) + "\n"
     machine, text = (sink.place.directory / name for name in REPORT_NAMES)
     for path, content in ((machine, document), (text, page.getvalue())):
-        with sink.file(ArtifactSpec(path=path, type="blob", collector="report")) as temporary:
-            temporary.write_text(content, encoding="utf-8")
+        sink.write_text(ArtifactSpec(path=path, type="blob", collector="report"), content)
     return machine, text
 
 

@@ -41,6 +41,27 @@ def test_a_cause_can_always_be_shown(tmp_path: Path) -> None:
     assert request.cause == "?"
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"active": 0}, {"active": True}, {"active": 1.5}, {"active": 10_001}, {"active": "3"}, {"warmup": -1},
+        {"warmup": 10_001}, {"id": 1}, {"cause": None},
+    ],
+)  # fmt: skip
+def test_a_value_that_the_command_does_not_write_is_refused(tmp_path: Path, damage: dict[str, object]) -> None:
+    request = {"id": "a", "cause": "somebody", "active": 3, "warmup": 0}
+    plan = {**request, "step": 4, "seen_at": 2}
+    (tmp_path / TRIGGER_REQUEST).write_text(json.dumps(request))
+    (tmp_path / TRIGGER_PLAN).write_text(json.dumps(plan))
+    assert read_request(tmp_path) == Request("a", "somebody", 3, 0)
+    assert read_plan(tmp_path) == Plan("a", "somebody", 4, 0, 3, 2)
+    (tmp_path / TRIGGER_REQUEST).write_text(json.dumps(request | damage))
+    (tmp_path / TRIGGER_PLAN).write_text(json.dumps(plan | damage))
+    for read in (read_request, read_plan):
+        with pytest.raises(ArtifactError, match="remove the file and ask again"):
+            read(tmp_path)
+
+
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 
 
