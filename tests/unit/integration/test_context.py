@@ -14,6 +14,7 @@ from training import Perceptron, trainer
 def made(directory: Path) -> pl.Trainer:
     loggers = [CSVLogger(directory, name=name) for name in ("a", "b")]
     trained = trainer(directory, logger=loggers)
+    trained.strategy.connect(Perceptron())
     trained.strategy.optimizers = [torch.optim.SGD(Perceptron().parameters(), 0.1)]
     return trained
 
