@@ -209,6 +209,9 @@ class ProcessLog:
 
     def _sample(self, step: int, global_step: int, pids: list[int]) -> None:
         start = perf_counter_ns()
+        if not self._taken:
+            # The first step may come long after the start of the run.
+            self._began_ns = start
         sizes = [size for pid in pids if (size := worker_memory(pid)) is not None]
         spent = perf_counter_ns() - start
         following = [s for s in _FIRST_S if s * 1_000_000_000 > start - self._began_ns]

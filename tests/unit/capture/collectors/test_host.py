@@ -122,7 +122,7 @@ def test_worker_processes_are_sampled_when_their_time_has_come(tmp_path: Path, m
     try:
         assert worker.pid in worker_pids()
         log = ProcessLog(tmp_path / "processes.jsonl", 0)
-        for step, second in enumerate((0.5, 1.1, 1.2, 2.1)):
+        for step, second in enumerate((0.5, 20.1, 20.2, 21.2)):
             now[0] = int(second * 1e9)
             log.on_step(record(step))
             if log._thread is not None:

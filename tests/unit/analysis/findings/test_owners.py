@@ -1,0 +1,104 @@
+"""What adds memory has a name, and a line of the peak is worth a verdict where memory is under pressure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fake_memory import FakeMemory
+from fake_runs import FakeRun, make_run
+from lightning_memprof.analysis.findings import Facts, Finding, Severity, examine
+from lightning_memprof.analysis.memory.report import memory_report
+from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.units import GIB, MIB
+
+HOOK = "[Callback]History.on_train_batch_end"
+FETCH = "[_TrainingEpochLoop].train_dataloader_next"
+GROWING = FakeRun(steps=120, rss_bytes=lambda step: GIB + 4 * MIB * step, memory=None, trace=False)
+
+
+def rows(path: Path, *found: dict[str, Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+
+
+def finding_of(directory: Path, rule: str) -> Finding | None:
+    run = load_run(directory)
+    found = examine(Facts.of(run, memory=memory_report(run)))
+    assert "rule_failed" not in {finding.rule for finding in found}
+    return next((finding for finding in found if finding.rule == rule), None)
+
+
+def growth(root: Path, **changes: tuple[int, int]) -> Finding:
+    directory = make_run(root, GROWING)
+    path = directory / "window000" / "rank00000.action_memory.jsonl"
+    names = {"hook": HOOK, "fetch": FETCH}
+    found = [
+        {"step": step, "recorded": True, "action": names[name], "rss_change_bytes": change}
+        for name, sizes in changes.items()
+        for step, change in zip((2, 3), sizes, strict=True)
+    ]
+    rows(path, *found)
+    with (directory / "manifest.rank00000.jsonl").open("a") as manifest:
+        fact = {"kind": "artifact", "path": "memprofiler/window000/rank00000.action_memory.jsonl", "type": "series"}
+        manifest.write(json.dumps({**fact, "collector": "action_memory", "window": 0, "time_ns": 1}) + "\n")
+    finding = finding_of(directory, "memory_growth")
+    assert finding is not None
+    return finding
+
+
+def test_growth_names_the_hook_that_adds_it_and_recovers_its_line(tmp_path: Path) -> None:
+    finding = growth(tmp_path, hook=(4 * MIB, 3 * MIB), fetch=(0, 0))
+    assert finding.sentence == "Host memory grows by 4.00 MiB per step in History.on_train_batch_end."
+    assert "History.on_train_batch_end" in finding.next_steps[0]
+    assert finding.recovers is not None
+    assert finding.recovers.most == finding.numbers["added_bytes"] < finding.recovers.whole
+
+
+def test_growth_names_the_fetch_that_adds_it(tmp_path: Path) -> None:
+    assert growth(tmp_path, fetch=(4 * MIB, 4 * MIB)).sentence.endswith("in the fetch from the data set.")
+
+
+def test_a_hook_that_adds_memory_once_is_not_accused(tmp_path: Path) -> None:
+    assert growth(tmp_path, hook=(4 * MIB, 0)).sentence == "Host memory grows by 4.00 MiB per step."
+
+
+def test_activations_are_a_verdict_under_pressure_only(tmp_path: Path) -> None:
+    fake = FakeRun(rss_bytes=lambda _: 4 * GIB, memory=FakeMemory(kept_bytes=400 * MIB), trace=False)
+    for limit, severity in ((5 * GIB, Severity.CRITICAL), (64 * GIB, Severity.INFO)):
+        directory = make_run(tmp_path / str(limit), fake)
+        path = directory / "manifest.rank00000.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines[0]["environment"] = {**lines[0].get("environment", {}), "memory_bytes": limit}
+        rows(path, *lines)
+        finding = finding_of(directory, "activation_peak")
+        assert finding is not None
+        assert finding.severity is severity
+        assert ("can hold" in finding.why) == (severity is Severity.CRITICAL)
+        assert finding.recovers is not None
+        assert finding.recovers.most <= finding.numbers["activation_bytes"]
+
+
+def test_workers_that_grow_are_found(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, FakeRun(memory=None, trace=False))
+    sizes = enumerate((50, 100, 200, 300, 400))
+    samples = [
+        {"kind": "workers", "step": 5 * n, "workers": 2, "pss_bytes": size * MIB, "private_bytes": size * MIB}
+        for n, size in sizes
+    ]
+    rows(directory / "processes.rank00000.jsonl", *samples)
+    finding = finding_of(directory, "worker_memory")
+    assert finding is not None
+    assert finding.sentence == "DataLoader workers grow by 20.0 MiB per step."
+    assert finding.recovers is not None
+    assert finding.recovers.most == 300 * MIB
+
+
+def test_a_validation_that_keeps_its_batches_is_found(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, FakeRun(memory=None, trace=False, rss_bytes=lambda _: GIB))
+    sizes = [(500 + 4 * n) * MIB for n in range(32)]
+    rows(directory / "processes.rank00000.jsonl", {"kind": "validation", "step": 9, "batches": 32, "rss_bytes": sizes})
+    finding = finding_of(directory, "validation_memory")
+    assert finding is not None
+    assert finding.sentence == "Validation keeps 4.00 MiB of memory per batch: 120 MiB at its end."
+    assert finding.severity is Severity.WARNING
