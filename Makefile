@@ -14,6 +14,7 @@
 #   make verdicts   score the page on trainings with one known fault each  (ten minutes)
 #   make compatibility  versions, strategies and kinds of training      (half an hour)
 #   make test-gpu   the tests that need a GPU
+#   make test-cuda  the same with a CUDA build of PyTorch and a simulated GPU (minutes; downloads 550 MB once)
 #   make fuzz       the file readers, ten minutes each                  (ARGS=--quick)
 #   make audit      known vulnerabilities of the pinned dependencies    (exit code 3: not audited; 0 with ARGS=--allow-unaudited)
 #   make clean      remove everything built, the environment included
@@ -42,7 +43,7 @@ PARALLEL = --numprocesses $$($(BIN)/python -c 'import os; print(os.cpu_count() +
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo check test-fast test lint docs bench torture power-cut soak fuzz audit clean compatibility test-gpu verdicts
+.PHONY: help demo check test-fast test lint docs bench torture power-cut soak fuzz audit clean compatibility test-gpu test-cuda verdicts
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -97,6 +98,9 @@ compatibility: $(VENV)/wheel.stamp $(VENV)/test.deps
 
 test-gpu: $(VENV)/wheel.stamp $(VENV)/test.deps
 	$(BIN)/python tests/compatibility/gpu.py $(ARGS)
+
+test-cuda: $(VENV)/wheel.stamp $(VENV)/test.deps
+	$(BIN)/python tests/cuda/run.py $(ARGS)
 
 fuzz: $(VENV)/wheel.stamp $(VENV)/fuzz.deps
 	$(BIN)/python tests/fuzz/fuzz.py $(ARGS)

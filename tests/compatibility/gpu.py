@@ -2,8 +2,8 @@
 
     python tests/compatibility/gpu.py [ARGUMENTS OF PYTEST]
 
-Writes ``docs/measured/gpu.md``. Without an accelerator nothing runs; the fragment says so where it says nothing yet,
-and what another machine's accelerator has measured stays.
+Writes ``docs/measured/gpu.md``, or ``cuda.md`` for a simulated device (``make test-cuda``). Without an accelerator
+nothing runs; the fragment says so where it says nothing yet, and what another machine's accelerator has measured stays.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ else:
 import measured
 
 DEVICE: Final = "Device: "
+SIMULATED: Final = "FAKE"
 NONE: Final = "No GPU was at hand. The tests of `tests/gpu` are there, and were not run."
 
 
@@ -40,7 +41,9 @@ def main() -> None:
         command = [sys.executable, "-m", "pytest", str(ROOT / "tests" / "gpu"), f"--junitxml={said}", *asked]
         code = subprocess.run(command, cwd=directory, check=False).returncode
         if said.exists():
-            measured.write_fragment("gpu", "make test-gpu", f"{DEVICE}{device()}.\n\n{results(said)}")
+            name = device()
+            kind = "cuda" if SIMULATED in name else "gpu"
+            measured.write_fragment(kind, f"make test-{kind}", f"{DEVICE}{name}.\n\n{results(said, kind)}")
     sys.exit(code)
 
 
@@ -71,14 +74,15 @@ def device() -> str:
     return str(torch.accelerator.current_accelerator())
 
 
-def results(path: Path) -> str:
-    """Give the tests as a table: outcome, and the figures that a test has measured."""
+def results(path: Path, kind: str) -> str:
+    """Give the tests as a table: outcome, and the figures that a test has measured, unless the device is simulated."""
     rows = []
     for case in ET.parse(path).getroot().iter("testcase"):  # noqa: S314 pytest has just written it
         bad = [kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None]
-        figures = ", ".join(f"{found.get('name')} {found.get('value')}" for found in case.iter("property"))
-        rows.append([f"`{case.get('name')}`", bad[0] if bad else "passed", figures])
-    return measured.table(["test", "outcome", "measured"], rows)
+        rows.append([f"`{case.get('name')}`", bad[0] if bad else "passed"])
+        if kind == "gpu":
+            rows[-1].append(", ".join(f"{found.get('name')} {found.get('value')}" for found in case.iter("property")))
+    return measured.table(["test", "outcome", *(["measured"] if kind == "gpu" else [])], rows)
 
 
 if __name__ == "__main__":
