@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from lightning_memprof.analysis.run.model import Rank
-    from lightning_memprof.analysis.steps.typical import Breakdown
+    from lightning_memprof.analysis.steps.statistics import Breakdown
 
 __all__ = ["LEAST_SHARE", "LEAST_WAIT_NS", "MAIN_SHARE", "Cause", "Lateness", "PulseLateness", "pulse_lateness"]
 

@@ -11,6 +11,7 @@ from lightning_memprof.report.document import (
     Cell,
     Column,
     Document,
+    Facts,
     Phrase,
     Table,
     code,
@@ -104,7 +105,9 @@ def test_a_column_without_a_value_is_not_shown_but_the_first_one() -> None:
 def test_bytes_by_data_type_are_written_as_sizes(tmp_path: Path) -> None:
     view = run_view(load_run(make_run(tmp_path)))
     view = replace(view, training={"parameter_dtypes": {"float32": 3 * MIB, "bfloat16": MIB}})
-    rows = dict(next(part.rows for part in configuration_section(view).parts if part.title == "Training"))
+    (training,) = (part for part in configuration_section(view).parts if part.title == "Training")
+    assert isinstance(training, Facts)
+    rows = dict(training.rows)
     values = text("float32"), size(3 * MIB), text("bfloat16"), size(MIB)
     assert rows["parameter dtypes"] == phrase("{} {}, {} {}", *values)
 

@@ -88,7 +88,7 @@ def test_groups_inside_of_a_groups_blocks_are_left_out() -> None:
     names = [f"x.{outer}.y.{inner}.z" for outer in range(2) for inner in range(3)]
     names += [f"x.{outer}.y.{inner}" for outer in range(2) for inner in range(3)]
     names += [f"x.{outer}{rest}" for outer in range(2) for rest in ("", ".y")]
-    given = dict.fromkeys(names, (9, 1, 1))
+    given: dict[str, tuple[int, int | None, int | None]] = dict.fromkeys(names, (9, 1, 1))
     backward_pass = backward(given)
     assert [group.name for group in checkpointing(backward_pass, [backward_pass])] == ["x.0-1"]
     # Where the outer blocks free nothing, the inner ones can.

@@ -33,11 +33,12 @@ def ranges(model: nn.Module) -> list[str]:
 
 
 def test_hooks_of_modules_and_parameters_are_ranges_with_name_and_line() -> None:
-    model = nn.Sequential(nn.Linear(3, 3))
+    layer = nn.Linear(3, 3)
+    model = nn.Sequential(layer)
     probe = Probe()
-    model[0].register_forward_hook(look)
-    model[0].register_forward_pre_hook(probe)
-    model[0].weight.register_hook(probe.gradient)
+    layer.register_forward_hook(look)
+    layer.register_forward_pre_hook(probe)
+    layer.weight.register_hook(probe.gradient)
     with hook_ranges(model):
         found = ranges(model)
     assert sorted(name.partition(" (test_user_hooks.py:")[0] for name in found) == [
@@ -48,15 +49,16 @@ def test_hooks_of_modules_and_parameters_are_ranges_with_name_and_line() -> None
 
 def test_results_are_those_without_ranges() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 3))
-    model[0].register_forward_hook(look)
-    model[0].weight.register_hook(Probe().gradient)
+    layer = nn.Linear(3, 3)
+    model = nn.Sequential(layer)
+    layer.register_forward_hook(look)
+    layer.weight.register_hook(Probe().gradient)
 
     def gradient() -> torch.Tensor:
         model.zero_grad()
         model(torch.ones(2, 3)).pow(2).sum().backward()
-        assert model[0].weight.grad is not None
-        return model[0].weight.grad.clone()
+        assert layer.weight.grad is not None
+        return layer.weight.grad.clone()
 
     expected = gradient()
     with hook_ranges(model):

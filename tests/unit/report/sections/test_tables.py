@@ -48,7 +48,7 @@ def test_without_rows_there_is_no_table():
 
 
 def test_a_row_of_sums_is_filled_with_empty_cells():
-    fields = [Field("part", "text", lambda part: part[0]) for _ in range(3)]
+    fields: list[Field[tuple[str, int]]] = [Field("part", "text", lambda part: part[0]) for _ in range(3)]
     (table,) = filled(Table("parts", "Parts", footer=[(text("sum"), count(2))]), PARTS, *fields)
     assert table.footer == [(text("sum"), count(2), text(""))]
 
