@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
     from lightning_memprof.analysis.run.model import Rank
+    from lightning_memprof.analysis.trace.model import TraceReport
     from lightning_memprof.artifacts.manifest import OptimizerFacts
 
 __all__ = [
@@ -152,7 +153,9 @@ def python_loop(facts: Facts) -> list[Finding]:
     if worst is None or worst[1].steps < MIN_STEPS:
         return []
     rank, ledger = worst
-    loop = max(_loops(ledger), key=lambda loop: (loop.ns, loop.repeated_ns), default=None)
+    loop = max(
+        _loops(ledger, _recorded(facts, rank) or ledger), key=lambda loop: (loop.ns, loop.repeated_ns), default=None
+    )
     if loop is None or loop.ns < NOTABLE_LOOP * ledger.step_ns:
         return []
     worth = Recovery(unit="ns", least=loop.ns * BATCHED[0], most=loop.ns * BATCHED[1], whole=ledger.step_ns)
@@ -243,14 +246,29 @@ def _python(ledger: TimeLedger) -> float:
 
 
 def _evidence(facts: Facts, rank: Rank) -> tuple[Evidence, ...]:
-    traces = [trace for trace in facts.traces if trace.host_ledger is not None and trace.rank in {rank.rank, None}]
-    return (facts.pulse(rank), *(Evidence(artifact=str(trace.file), rank=rank.rank) for trace in traces[:1]))
+    return (
+        facts.pulse(rank),
+        *(Evidence(artifact=str(trace.file), rank=rank.rank) for trace in _traces(facts, rank)[:1]),
+    )
 
 
-def _loops(ledger: TimeLedger) -> Iterator[_Loop]:
-    """Yield the modules whose forward calls one operator, or one submodule, at least ``LOOP`` times."""
+def _traces(facts: Facts, rank: Rank) -> list[TraceReport]:
+    return [trace for trace in facts.traces if trace.host_ledger is not None and trace.rank in {rank.rank, None}]
+
+
+def _recorded(facts: Facts, rank: Rank) -> TimeLedger | None:
+    return next((trace.host_ledger for trace in _traces(facts, rank)), None)
+
+
+def _loops(ledger: TimeLedger, recorded: TimeLedger) -> Iterator[_Loop]:
+    """Yield the modules whose forward calls one operator, or one submodule, at least ``LOOP`` times.
+
+    Args:
+        ledger: the time of operators.
+        recorded: the ledger of the trace, which has the calls also of modules without self time.
+    """
     together = grouped(ledger.of("forward", "backward"))
-    calls = _calls(together)
+    calls = _calls(grouped(recorded.of("forward")))
     for line in together:
         if line.part == "forward" and line.module is not None and line.operator and line.operator not in VIEWS:
             times = line.called / max(calls[line.module], 1.0)
@@ -260,7 +278,7 @@ def _loops(ledger: TimeLedger) -> Iterator[_Loop]:
                     module=line.module or ROOT, repeated=line.operator, repeated_ns=line.ns, times=times, ns=spent
                 )
     lines = ledger.of("forward", "backward")
-    calls = _calls(lines)
+    calls = _calls(recorded.of("forward"))
     for module, count in calls.items():
         parent = module.rpartition(".")[0]
         while parent and not calls[parent]:

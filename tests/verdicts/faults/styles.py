@@ -36,7 +36,7 @@ class ConditionProbe(lightning.Callback):
                 module.register_forward_pre_hook(self.check)
 
     def check(self, module: nn.Module, inputs: Any) -> None:
-        module.condition = float(torch.linalg.svdvals(inputs[0][:96, :96].detach())[0])  # type: ignore[assignment]
+        module.condition = float(torch.linalg.svdvals(inputs[0][:192, :192].detach())[0])  # type: ignore[assignment]
 
 
 def pre_hook(fault: bool) -> None:

@@ -204,3 +204,16 @@ def test_passes_that_all_reach_two_optimizers_compute_gradients_in_vain(
     if is_found:
         assert "each of 3 backward passes per step reaches all 2 optimizers" in findings["unused_gradients"].sentence
         assert "detach()" in findings["unused_gradients"].next_steps[0]
+
+
+def test_modules_whose_own_time_is_below_the_cost_of_recording_are_no_loop(tmp_path: Path) -> None:
+    layers = [
+        made
+        for at in range(20)
+        for made in (
+            event(f"[pl][module]Net: blocks.{at}.reduce", 90 * at, 90 * at + 80),
+            event("aten::linear", 90 * at + 1, 90 * at + 79),
+        )
+    ]
+    fake = FakeRun(phases=lambda _rank, _step: {**dict.fromkeys(HEALTHY, 0), "forward": 1_000_000})
+    assert "python_loop" not in found(tmp_path, *layers, fake=fake)
