@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from fake_memory import FakeMemory
 from fake_runs import FakeRun, make_run
@@ -29,19 +32,24 @@ def finding_of(directory: Path, rule: str) -> Finding | None:
     return next((finding for finding in found if finding.rule == rule), None)
 
 
+def add_series(directory: Path, name: str, *found: dict[str, Any]) -> None:
+    """Add rows of a series to the first window of a run."""
+    path = f"window000/rank00000.{name}.jsonl"
+    (directory / path).write_text("".join(json.dumps(row) + "\n" for row in found))
+    fact = {"kind": "artifact", "path": f"memprofiler/{path}", "type": "series", "collector": name, "window": 0}
+    with (directory / "manifest.rank00000.jsonl").open("a") as manifest:
+        manifest.write(json.dumps({**fact, "time_ns": 1}) + "\n")
+
+
 def growth(root: Path, **changes: tuple[int, int]) -> Finding:
     directory = make_run(root, GROWING)
-    path = directory / "window000" / "rank00000.action_memory.jsonl"
     names = {"hook": HOOK, "fetch": FETCH}
     found = [
         {"step": step, "recorded": True, "action": names[name], "rss_change_bytes": change}
         for name, sizes in changes.items()
         for step, change in zip((2, 3), sizes, strict=True)
     ]
-    rows(path, *found)
-    with (directory / "manifest.rank00000.jsonl").open("a") as manifest:
-        fact = {"kind": "artifact", "path": "memprofiler/window000/rank00000.action_memory.jsonl", "type": "series"}
-        manifest.write(json.dumps({**fact, "collector": "action_memory", "window": 0, "time_ns": 1}) + "\n")
+    add_series(directory, "action_memory", *found)
     finding = finding_of(directory, "memory_growth")
     assert finding is not None
     return finding
@@ -61,6 +69,23 @@ def test_growth_names_the_fetch_that_adds_it(tmp_path: Path) -> None:
 
 def test_a_hook_that_adds_memory_once_is_not_accused(tmp_path: Path) -> None:
     assert growth(tmp_path, hook=(4 * MIB, 0)).sentence == "Host memory grows by 4.00 MiB per step."
+
+
+@pytest.mark.parametrize(
+    ("steps", "lengths", "severity"),
+    [(60, (64, 80), Severity.INFO), (60, (64, 64), Severity.WARNING), (120, (64, 80), Severity.WARNING)],
+)
+def test_growth_in_a_short_run_with_batches_of_varying_length_may_be_the_allocators(
+    tmp_path: Path, steps: int, lengths: tuple[int, int], severity: Severity
+) -> None:
+    directory = make_run(tmp_path, replace(GROWING, steps=steps))
+    found = [
+        {"step": step, "recorded": True, "positions": 8 * each} for step, each in zip((2, 3), lengths, strict=True)
+    ]
+    add_series(directory, "throughput", *found)
+    finding = finding_of(directory, "memory_growth")
+    assert finding is not None
+    assert finding.severity is severity
 
 
 def test_activations_are_a_verdict_under_pressure_only(tmp_path: Path) -> None:
