@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -24,10 +22,11 @@ from typing import Any, Final
 
 sys.path.append(str(Path(__file__).resolve().parent))
 
+from page_commands import bare, command
 from rich.progress import track
-from run import ENVIRONMENT, HERE, LIMIT_S, command
 from scoring import Expected, expected_of, matches
 
+HERE: Final = Path(__file__).resolve().parent
 TOLERANCE: Final = 0.3
 MS: Final = 1e6
 MIB: Final = 2**20
@@ -120,22 +119,6 @@ def promised(shown: Mapping[str, Any], fault: Expected) -> Promise | None:
                 unit, scale = ("ms", MS) if found["unit"] == "ns" else ("MiB", MIB)
                 return Promise(row["rule"], unit, found["least"] / scale, found["most"] / scale)
     return None
-
-
-def bare(script: str, name: str, directory: Path, *, is_healthy: bool) -> dict[str, float]:
-    """Run a training without the profiler and return its figures."""
-    ended = subprocess.run(
-        [sys.executable, str(HERE / "bare.py"), script, name, *(["--healthy"] if is_healthy else [])],
-        cwd=directory,
-        env=os.environ | ENVIRONMENT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=True,
-    )
-    figures: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
-    return figures
 
 
 def line_of(row: Comparison) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from typing import Final
 
 sys.path.append(str(Path(__file__).resolve().parent))
 
+from page_commands import command
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -46,10 +46,6 @@ from scoring import (
 
 HERE: Final = Path(__file__).resolve().parent
 RESULTS: Final = HERE.parents[1] / "build" / "verdicts.json"
-COMMAND: Final = Path(sys.executable).parent / "lightning-memprof"
-LIMIT_S: Final = 600
-# Two threads that spin while they wait make a step ten times as long where another process has a core.
-ENVIRONMENT: Final = {"OMP_WAIT_POLICY": "passive", "COLUMNS": "200"}
 
 
 @dataclass(frozen=True)
@@ -167,23 +163,6 @@ def read_page(case: Case, directory: Path, result: Result) -> None:
     else:
         points = score(case.expected, page)
         result.cause, result.fix = points.cause, points.fix
-
-
-def command(*arguments: str, directory: Path) -> str:
-    """Run the command line in a directory and give its standard output; raise with its last lines if it fails."""
-    ended = subprocess.run(
-        [str(COMMAND), *arguments],
-        cwd=directory,
-        env=os.environ | ENVIRONMENT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    if ended.returncode:
-        raise ValueError(f"{arguments[0]} ended with {ended.returncode}: {ended.stderr[-600:]}")
-    return ended.stdout
 
 
 def table_of(results: Sequence[Result]) -> Table:

@@ -272,7 +272,7 @@ def test_a_loop_of_multiplications_has_its_operators_in_forward_and_in_backward(
         calls: Counter[str | None] = Counter()
         for line in found.of(part):  # type: ignore[arg-type]
             if line.operator == called:
-                calls[line.module] += round(line.count)
+                calls[line.module] += round(line.called)
         assert calls["net.4"] == 200
 
 

@@ -1,0 +1,47 @@
+"""Programs that the scores run: the command line of the package, and training scripts without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+__all__ = ["bare", "command"]
+
+HERE: Final = Path(__file__).resolve().parent
+COMMAND: Final = Path(sys.executable).parent / "lightning-memprof"
+LIMIT_S: Final = 600
+# Two threads that spin while they wait make a step ten times as long where another process has a core.
+ENVIRONMENT: Final = {"OMP_WAIT_POLICY": "passive", "COLUMNS": "200"}
+
+
+def command(*arguments: str, directory: Path) -> str:
+    """Run the command line in a directory and give its standard output; raise with its last lines if it fails."""
+    return _output([str(COMMAND), *arguments], directory)
+
+
+def bare(script: str, name: str, directory: Path, *, is_healthy: bool) -> dict[str, float]:
+    """Run a training without the profiler and return its figures, those of ``bare.py``."""
+    healthy = ["--healthy"] if is_healthy else []
+    text = _output([sys.executable, str(HERE / "bare.py"), script, name, *healthy], directory)
+    figures: dict[str, float] = json.loads(text.splitlines()[-1])
+    return figures
+
+
+def _output(program: list[str], directory: Path) -> str:
+    ended = subprocess.run(
+        program,
+        cwd=directory,
+        env=os.environ | ENVIRONMENT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    if ended.returncode:
+        raise ValueError(f"{program[1]} ended with {ended.returncode}: {ended.stderr[-600:]}")
+    return ended.stdout
