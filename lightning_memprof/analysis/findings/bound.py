@@ -95,7 +95,7 @@ def nothing_found(facts: Facts) -> Finding:
         rule=NOTHING_FOUND,
         severity=Severity.NONE if around is None else Severity.INFO,
         sentence=around or f"{dominant[0].upper()}{dominant[1:]}.",
-        why=f"{early}{mean}; " + (f"next: {runner_up}.{few}" if around is None else f"{dominant}, {runner_up}.{few}"),
+        why=f"{early}{mean}; {'the second largest part is' if around is None else f'{dominant},'} {runner_up}.{few}",
         next_steps=(_look_further(run),) if around is None else (LARGER, _look_further(run)),
         numbers=numbers,
     )

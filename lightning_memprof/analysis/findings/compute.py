@@ -351,7 +351,8 @@ def small_batch(facts: Facts) -> list[Finding]:
             ),
             why=(
                 f"Of a {format_ns(ledger.step_ns)} step, the optimizer takes {format_ns(optimizer)}, the Trainer "
-                f"{format_ns(around)}, calling {called:,.0f} operators {format_ns(calling)}, for any batch size."
+                f"{format_ns(around)}, and calling {called:,.0f} operators {format_ns(calling)}, whatever the batch "
+                "size."
             ),
             next_steps=(
                 f"Use larger batches: DataLoader(batch_size={samples * TIMES_LARGER}), with a learning rate to match.",

@@ -115,7 +115,7 @@ def _of_run(facts: Facts, rank: Rank) -> Finding | None:
             rule="profiler_overhead",
             severity=Severity.INFO,
             sentence=(
-                f"Windows take {percent(share)} of the run{facts.on_rank(rank)}; other steps pay for the pulse only."
+                f"Windows take {percent(share)} of the run{facts.on_rank(rank)}; other steps have the pulse only."
             ),
             why=(
                 f"{format_count(len(rank.windows), 'window')} took {format_ns(windows_ns)}, all steps "
@@ -130,7 +130,7 @@ def _of_run(facts: Facts, rank: Rank) -> Finding | None:
         return Finding(
             rule="profiler_overhead",
             severity=Severity.INFO,
-            sentence=f"The pulse takes {percent(pulse_ns / run_ns)} of the steps{facts.on_rank(rank)}.",
+            sentence=f"The pulse takes {percent(pulse_ns / run_ns)} of step time{facts.on_rank(rank)}.",
             why=f"{format_ns(pulse_ns / len(rank.pulse))} of a {format_ns(run_ns / len(rank.pulse))} step.",
             next_steps=(NO_PULSE,),
             evidence=(facts.pulse(rank),),

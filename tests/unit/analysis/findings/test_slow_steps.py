@@ -96,7 +96,7 @@ def test_the_pulse_of_very_short_steps_is_told_as_information(tmp_path: Path) ->
     fake = FakeRun(steps=2000, phases=lambda *_: dict.fromkeys(HEALTHY, 60_000), windows=())
     finding = found(tmp_path, fake)["profiler_overhead"]
     assert finding.severity is Severity.INFO
-    assert "of the steps" in finding.sentence
+    assert "of step time" in finding.sentence
 
 
 def pauses(*steps: int, duration_ns: int, generation: int = 2) -> list[dict[str, Any]]:
