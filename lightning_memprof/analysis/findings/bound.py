@@ -55,6 +55,8 @@ DOING: Final = {
     "callbacks": "callbacks",
     "other": "untracked time",
 }
+# A late rank that is no fault of the program's still decides what the others do.
+WAITING: Final = "waiting for the late rank"
 
 
 def nothing_found(facts: Facts) -> Finding:
@@ -87,10 +89,15 @@ def nothing_found(facts: Facts) -> Finding:
     few = f" Only {statistics.steps} steps were recorded." if statistics.steps < FEW_STEPS else ""
     if (bound := _bound(facts, rank)) is not None:
         return replace(bound, why=f"{early}{bound.why}{few}")
-    dominant = f"{DOING[first]} takes {percent(statistics.share(first))} of each step"
+    ledger = facts.ledgers[rank.rank]
+    shares = {DOING[phase]: statistics.share(phase) for phase in (first, second)}
+    if (waiting := ledger.ns("rank_wait") / ledger.step_ns) > shares[DOING[first]] / 2:
+        shares = {WAITING: waiting, DOING[first]: shares[DOING[first]] - waiting, DOING[second]: shares[DOING[second]]}
+    (doing, most), (next_doing, next_most), *_ = sorted(shares.items(), key=lambda item: -item[1])
+    dominant = f"{doing} takes {percent(most)} of each step"
     mean = f"The mean step takes {format_ns(statistics.mean_ns)}"
-    runner_up = f"{DOING[second]} {percent(statistics.share(second))}"
-    around = _around(facts.ledgers[rank.rank])
+    runner_up = f"{next_doing} {percent(next_most)}"
+    around = _around(ledger)
     return Finding(
         rule=NOTHING_FOUND,
         severity=Severity.NONE if around is None else Severity.INFO,

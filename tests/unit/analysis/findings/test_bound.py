@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from device_traces import Recording
-from lightning_memprof.analysis.findings import Finding, nothing_in_files
-from lightning_memprof.analysis.findings.bound import achieved_by
+from fake_runs import FakeRun, make_run
+from lightning_memprof.analysis.findings import Facts, Finding, nothing_in_files
+from lightning_memprof.analysis.findings.bound import achieved_by, nothing_found
 from lightning_memprof.analysis.ledger.model import OperatorWork
 from lightning_memprof.analysis.ledger.peaks import Peaks
+from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.trace.report import trace_report
 
 
@@ -145,3 +147,16 @@ def test_a_busy_device_says_what_its_operators_reach_and_what_makes_them_faster(
     assert finding.why.startswith("aten::mm in float32 reaches 6.87 TFLOP/s, 35% of the 19.5 TFLOP/s of NVIDIA A100")
     assert finding.numbers["flops_per_s"] == pytest.approx(2 * 4096**3 / 0.02)
     assert finding.next_steps[0] == 'Compute in bfloat16: torch.autocast("cuda", torch.bfloat16).'
+
+
+def test_waiting_for_a_late_rank_is_not_called_the_backward_pass(tmp_path: Path) -> None:
+    usual = {"data_wait": 1, "forward": 5, "backward": 10, "optimizer": 2, "callbacks": 1, "other": 1}
+
+    def phases(rank: int, _step: int) -> dict[str, int]:
+        late = {"forward": 30 * (rank == 1), "backward": 30 * (rank == 0)}
+        return {name: (ms + late.get(name, 0)) * 1_000_000 for name, ms in usual.items()}
+
+    run = load_run(make_run(tmp_path, FakeRun(world_size=2, phases=phases, trace=False)))
+    found = nothing_found(Facts.of(run))
+    assert found.sentence == "Waiting for the late rank takes 60% of each step."
+    assert "the second largest part is the backward pass 20%" in found.why
