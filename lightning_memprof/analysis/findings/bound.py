@@ -55,7 +55,7 @@ DOING: Final = {
     "callbacks": "callbacks",
     "other": "untracked time",
 }
-# A late rank that is no fault of the program's still decides what the others do.
+# Also a late rank that the program did not cause decides what the others do.
 WAITING: Final = "waiting for the late rank"
 
 
