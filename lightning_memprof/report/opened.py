@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from lightning_memprof.analysis.ledger.peaks import machine_peaks
 from lightning_memprof.analysis.memory.allocations import run_allocations
 from lightning_memprof.analysis.run.confined import load_confined
 from lightning_memprof.analysis.run.fetch import LocalRun, local_run
@@ -85,7 +86,9 @@ def _run(found: LocalRun, options: OpenOptions, progress: Callable[[Path, int, i
     run = replace(loaded, url=found.url)
     run = ensure_operator_tables(_of_window(_led_by(run, options.rank), options.window))
     run, reports = _with_files(run, options.max_file_bytes, progress)
-    return run_view(run, run_allocations(run), traces=reports.traces, snapshots=reports.snapshots)
+    return run_view(
+        run, run_allocations(run), traces=reports.traces, snapshots=reports.snapshots, measure=machine_peaks
+    )
 
 
 def _led_by(run: Run, rank: int | None) -> Run:

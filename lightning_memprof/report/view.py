@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_memprof.analysis.findings import Facts, Finding, Verdict, conclude, examine
 from lightning_memprof.analysis.ledger.growth import left_by_windows
-from lightning_memprof.analysis.ledger.peaks import machine_peaks
 from lightning_memprof.analysis.memory.report import MemoryReport, memory_report
 from lightning_memprof.analysis.oom.autopsy import Autopsy, autopsies
 from lightning_memprof.analysis.run.locate import (
@@ -36,11 +35,12 @@ from lightning_memprof.report.document import Command
 from lightning_memprof.report.named import NamedMoment, named_moments
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from lightning_memprof.analysis.ledger.memory import ByteLedger
     from lightning_memprof.analysis.ledger.model import TimeLedger
+    from lightning_memprof.analysis.ledger.peaks import Peaks
     from lightning_memprof.analysis.memory.model import WindowAllocations
     from lightning_memprof.analysis.ranks.report import RankReport
     from lightning_memprof.analysis.run.model import Rank, RecordedWindow, Run
@@ -150,6 +150,7 @@ def run_view(
     max_memory_bytes: int | None = None,
     traces: tuple[TraceReport, ...] = (),
     snapshots: tuple[SnapshotReport, ...] = (),
+    measure: Callable[[], Peaks | None] | None = None,
 ) -> View:
     """Analyse a run.
 
@@ -159,10 +160,11 @@ def run_view(
         max_memory_bytes: as ``max_bytes`` of :func:`lightning_memprof.analysis.memory.report.memory_report`.
         traces: those of its traces that were analysed.
         snapshots: those of its snapshots that were analysed.
+        measure: returns what this machine reaches; None in a training, which a measurement would slow down.
 
     """
     memory = memory_report(run.in_full, allocations, max_bytes=max_memory_bytes)
-    facts = Facts.of(run, traces, snapshots, memory, measure=machine_peaks)
+    facts = Facts.of(run, traces, snapshots, memory, measure=measure)
     findings = _named_as_listed(run, examine(facts))
     ranks = _rank_views(facts)
     view = View(

@@ -79,7 +79,7 @@ class _Survivor:
 
 
 def memory_growth(facts: Facts) -> list[Finding]:
-    """Find memory that grows with every step, what adds it, and allocations that outlive their step.
+    """Find memory that grows with every step, its cause, and allocations that outlive their step.
 
     Recovers the line ``growth`` of the byte ledger: all that the slope added to the peak.
     """
@@ -140,7 +140,7 @@ def _severity(rank: Rank, growth: Growth, source: str, *, is_explained: bool) ->
 
 
 class _Cause(NamedTuple):
-    """What adds the memory: where, the evidence, and what to change there; ``action`` is the Trainer's."""
+    """The cause of a growth: place, evidence and remedy; ``action`` is the Trainer's."""
 
     where: str
     why: str
@@ -149,10 +149,10 @@ class _Cause(NamedTuple):
 
 
 def _cause(facts: Facts, rank: Rank, growth: Growth, survivors: Sequence[_Survivor]) -> _Cause | None:
-    """Return what adds memory in the recorded steps as the slope does, None if nothing recorded does.
+    """Return the cause of a slope in the recorded steps, None if nothing recorded explains it.
 
     A hook of the program, or the data set in this process; tensors that outlive their step; or the saved activations
-    of whole steps, which only a kept graph holds.
+    of whole steps, which only a graph that is still alive holds.
     """
     action = _growing_action(facts, rank, growth)
     if action is not None:
@@ -166,7 +166,7 @@ def _cause(facts: Facts, rank: Rank, growth: Growth, survivors: Sequence[_Surviv
     saved = memory.activations if memory is not None else None
     if saved is not None and GRAPH[0] * saved.total_bytes <= growth.bytes_per_step <= GRAPH[1] * saved.total_bytes:
         size = format_bytes(saved.total_bytes)
-        why = f"A step saves {size} of activations: a loss or output that is kept holds its graph."
+        why = f"A step saves {size} of activations: a stored loss or output holds its graph."
         return _Cause("with the saved activations of each step", why, RETAINED)
     return None
 
@@ -199,7 +199,7 @@ def _growing_action(facts: Facts, rank: Rank, growth: Growth) -> _Cause | None:
     measured = f"RSS rises by {format_bytes(fits[action])} over it in each recorded step."
     if not action.endswith(FETCH):
         name = action_name(action)
-        advice = f"Look at what {name} keeps of each batch: keep a number instead, or clear its list or dict."
+        advice = f"Look for data that {name} stores in each batch: store a number instead, or clear its list or dict."
         return _Cause(f"in {name}", measured, advice, action)
     name = dataset_name(rank) or "the data set"
     advice = f"Do not keep samples in {name}.__getitem__, or bound its cache: functools.lru_cache(maxsize=...)."

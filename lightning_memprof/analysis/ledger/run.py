@@ -69,7 +69,7 @@ def run_ledger(
 
     Args:
         rank: the rank.
-        host: the host ledger of one of its traces.
+        host: the host ledger of a trace of the rank.
         waits_ns: how long the rank waits for a late one, by phase.
     """
     typical = rank.typical_steps
