@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import sys
 from contextlib import contextmanager
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
@@ -18,7 +19,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Guard", "Link", "gc_callback", "original_of", "place_of", "take_out", "wrapped"]
+__all__ = ["Guard", "Link", "gc_callback", "kept_interrupts", "original_of", "place_of", "take_out", "wrapped"]
 
 _LINK: Final = "_memprof_link"
 
@@ -105,6 +106,35 @@ def gc_callback(call: Callable[[str, dict[str, int]], None]) -> Iterator[None]:
     finally:
         if call in gc.callbacks:
             gc.callbacks.remove(call)
+
+
+@contextmanager
+def kept_interrupts() -> Iterator[list[BaseException]]:
+    """Collect a Ctrl-C that reaches a function of this package from which Python does not raise, to raise it later.
+
+    Python runs a signal's handler on entry to any function. If that is a function of ``gc.callbacks``, it prints what
+    the handler raised and continues. Only what is no ``Exception`` is collected: the rest may be a failure of ours.
+    """
+    earlier = sys.unraisablehook
+    kept: list[BaseException] = []
+    is_open = True
+
+    def keep(unraisable: sys.UnraisableHookArgs) -> None:
+        error, module = unraisable.exc_value, getattr(unraisable.object, "__module__", None) or ""
+        is_ours = is_open and module.startswith("lightning_memprof.")
+        if is_ours and error is not None and not isinstance(error, Exception):
+            kept.append(error)
+        else:
+            earlier(unraisable)
+
+    sys.unraisablehook = keep
+    try:
+        yield kept
+    finally:
+        # The program may have put a hook above this one, which then stays and passes everything on.
+        is_open = False
+        if sys.unraisablehook is keep:
+            sys.unraisablehook = earlier
 
 
 def take_out(pop: Callable[[], Any], push: Callable[[Any], object], is_own: Callable[[Any], bool]) -> None:

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_memprof.capture.observe import wrapped
+from lightning_memprof.capture.observe import kept_interrupts, wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,11 +50,14 @@ class ActionTap:
             stops: handlers of its stop; called after the listeners.
 
         """
+        kept = self._installed.enter_context(kept_interrupts())
         for name, handlers, listeners in (
             ("start", starts, self._start_listeners),
             ("stop", stops, self._stop_listeners),
         ):
-            wrap = self._wrapper(handlers, listeners, is_idle=_is_idle(self._profiler, name), is_start=name == "start")
+            wrap = self._wrapper(
+                handlers, listeners, kept, is_idle=_is_idle(self._profiler, name), is_start=name == "start"
+            )
             self._installed.enter_context(wrapped(self._profiler, name, wrap))
         self.is_installed = True
 
@@ -75,7 +78,13 @@ class ActionTap:
             self._stop_listeners.remove(stop)
 
     def _wrapper(
-        self, handlers: Handlers, listeners: list[Callable[[str], None]], *, is_idle: bool, is_start: bool
+        self,
+        handlers: Handlers,
+        listeners: list[Callable[[str], None]],
+        kept: list[BaseException],
+        *,
+        is_idle: bool,
+        is_start: bool,
     ) -> Callable[[Link], Callable[[str], None]]:
         on_fault = self._on_fault
         handler_of = handlers.get
@@ -101,6 +110,8 @@ class ActionTap:
                         on_fault(error)
                 if is_after:
                     link.call(action_name)
+                if kept and get_ident() == thread:
+                    raise kept.pop(0)
 
             return action
 

@@ -484,3 +484,39 @@ def test_a_run_that_is_refused_in_setup_says_so_in_its_manifest(tmp_path: Path) 
     end = manifest(only_run(tmp_path))[-1]
     assert (end["kind"], end["status"]) == ("end", "exception")
     assert end["exception"].startswith("ConfigError: not available in this run")
+
+
+def test_ctrl_c_during_a_garbage_collection_ends_the_training(tmp_path: Path, run_program: Callable[..., Any]) -> None:
+    (tmp_path / "train.py").write_text(
+        dedent(f"""
+        import gc
+        import signal
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
+        from pathlib import Path
+        from training import Perceptron, loader, trainer
+        from lightning_memprof import MemProfilerCallback
+
+        class Interrupted(Perceptron):
+            def training_step(self, batch, batch_idx):
+                if batch_idx == 2:
+                    many = [[i] for i in range(1_000_000)]
+                    # The collection takes ten times as long: the signal arrives in it.
+                    signal.setitimer(signal.ITIMER_REAL, 0.005)
+                    gc.collect()
+                return super().training_step(batch, batch_idx)
+
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        hook = sys.unraisablehook
+        try:
+            trainer(Path("."), MemProfilerCallback(), max_steps=8).fit(Interrupted(), loader(8))
+        finally:
+            assert sys.unraisablehook is hook
+        """)
+    )
+    ended = run_program("train.py")
+    assert "Exception ignored" not in ended.stderr
+    assert ended.returncode != 0
+    end = manifest(only_run(tmp_path))[-1]
+    assert end["exception"].startswith("KeyboardInterrupt")
+    assert end["steps"] < 8
