@@ -113,7 +113,7 @@ def kept_interrupts() -> Iterator[list[BaseException]]:
     """Collect a Ctrl-C that reaches a function of this package from which Python does not raise, to raise it later.
 
     Python runs a signal's handler on entry to any function. If that is a function of ``gc.callbacks``, it prints what
-    the handler raised and continues. Only what is no ``Exception`` is collected: the rest may be a failure of ours.
+    the handler raised and continues. An ``Exception`` is left alone: it may be a failure of ours.
     """
     earlier = sys.unraisablehook
     kept: list[BaseException] = []
