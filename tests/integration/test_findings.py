@@ -70,7 +70,7 @@ class Wide(Steady):
         pytest.param(lambda: Training(options={"accumulate_grad_batches": 4}), id="accumulation"),
         pytest.param(
             lambda: Training(
-                options={"max_epochs": 2, "enable_checkpointing": True}, steps=12, callbacks=(ModelCheckpoint(),)
+                options={"max_epochs": 2, "enable_checkpointing": True}, steps=60, callbacks=(ModelCheckpoint(),)
             ),
             id="epochs",
         ),
