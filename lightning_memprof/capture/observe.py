@@ -110,10 +110,14 @@ def gc_callback(call: Callable[[str, dict[str, int]], None]) -> Iterator[None]:
 
 @contextmanager
 def kept_interrupts() -> Iterator[list[BaseException]]:
-    """Collect a Ctrl-C that reaches a function of this package from which Python does not raise, to raise it later.
+    """Collect each Ctrl-C that arrives in a function of ours whose exceptions Python drops, to raise it later.
 
-    Python runs a signal's handler on entry to any function. If that is a function of ``gc.callbacks``, it prints what
-    the handler raised and continues. An ``Exception`` is left alone: it may be a failure of ours.
+    Python may run a signal's handler on entry to any function. In a function of ``gc.callbacks`` it prints what the
+    handler raises and continues. An ``Exception`` is not collected: it may be a failure of ours.
+
+    Raises:
+        BaseException: at the end of the context, the first one that nobody took from the list.
+
     """
     earlier = sys.unraisablehook
     kept: list[BaseException] = []
@@ -135,6 +139,8 @@ def kept_interrupts() -> Iterator[list[BaseException]]:
         is_open = False
         if sys.unraisablehook is keep:
             sys.unraisablehook = earlier
+    if kept:
+        raise kept[0]
 
 
 def take_out(pop: Callable[[], Any], push: Callable[[Any], object], is_own: Callable[[Any], bool]) -> None:

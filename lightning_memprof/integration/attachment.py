@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from lightning_memprof.artifacts.naming import regions_name
 from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.faults import describe
+from lightning_memprof.capture.observe import kept_interrupts
 from lightning_memprof.capture.session import Session
 from lightning_memprof.capture.sources.memory import without_statistics
 from lightning_memprof.capture.triggers.watch import TriggerWatch
@@ -71,6 +72,7 @@ class Attachment:
         self._ended = False
         self._batches_before = 0
         self._tabled = 0
+        self._interrupts = ExitStack()
         self._tap = ActionTap(trainer.profiler, self.break_off)  # type: ignore[attr-defined]
         context = build_context(trainer, stage, settings, place, self._tap, self.tensors)
         self.run: RunContext = replace(context, pulse_written=self._pulse_written)
@@ -112,15 +114,17 @@ class Attachment:
         self._batches_before = self._batches_seen()
         self.session.open()
         self.triggers.start()
-        self._tap.install(*driver.handlers())
+        self._tap.install(*driver.handlers(), self._interrupts.enter_context(kept_interrupts()))
 
     def stop(self, reason: str | None = None) -> None:
         """Stop recording: the loop of the stage has ended."""
         if not self._tap.is_installed:
             return
         self._tap.remove()
-        self.triggers.stop()
-        self.session.close(reason=reason)
+        # Saving the last window takes the longest: a Ctrl-C during that is raised when it is saved.
+        with self._interrupts:
+            self.triggers.stop()
+            self.session.close(reason=reason)
         recorded, seen = self.session.facts()["steps"], self._batches_seen() - self._batches_before
         if self._stage == "fit" and recorded < seen // 2:
             profiler = type(self._trainer.profiler).__name__  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_memprof.capture.observe import kept_interrupts, wrapped
+from lightning_memprof.capture.observe import wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,21 +42,21 @@ class ActionTap:
         self._installed = ExitStack()
         self.is_installed = False
 
-    def install(self, starts: Handlers, stops: Handlers) -> None:
+    def install(self, starts: Handlers, stops: Handlers, interrupts: list[BaseException]) -> None:
         """Install the tap.
 
         Args:
             starts: handlers of the start of an action, by its name; called before the listeners.
             stops: handlers of its stop; called after the listeners.
+            interrupts: see :func:`lightning_memprof.capture.observe.kept_interrupts`; raised by an action.
 
         """
-        kept = self._installed.enter_context(kept_interrupts())
         for name, handlers, listeners in (
             ("start", starts, self._start_listeners),
             ("stop", stops, self._stop_listeners),
         ):
             wrap = self._wrapper(
-                handlers, listeners, kept, is_idle=_is_idle(self._profiler, name), is_start=name == "start"
+                handlers, listeners, interrupts, is_idle=_is_idle(self._profiler, name), is_start=name == "start"
             )
             self._installed.enter_context(wrapped(self._profiler, name, wrap))
         self.is_installed = True
@@ -81,7 +81,7 @@ class ActionTap:
         self,
         handlers: Handlers,
         listeners: list[Callable[[str], None]],
-        kept: list[BaseException],
+        interrupts: list[BaseException],
         *,
         is_idle: bool,
         is_start: bool,
@@ -110,8 +110,8 @@ class ActionTap:
                         on_fault(error)
                 if is_after:
                     link.call(action_name)
-                if kept and get_ident() == thread:
-                    raise kept.pop(0)
+                if interrupts and get_ident() == thread:
+                    raise interrupts.pop(0)
 
             return action
 

@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_memprof.capture.observe import Guard, Link, original_of, place_of, wrapped
+from lightning_memprof.capture.observe import Guard, Link, gc_callback, kept_interrupts, original_of, place_of, wrapped
 
 
 class Base:
@@ -260,3 +262,41 @@ class TestGuardBetween:
             guard.between(lambda inner: inner, original)()
         assert raised.value is error
         assert guard.failure is None
+
+
+def collect_garbage(error: BaseException, module: str) -> None:
+    """Collect garbage while a function of a module raises in ``gc.callbacks``."""
+
+    def on_collection(phase: str, _: dict[str, int]) -> None:
+        if phase == "stop":
+            raise error
+
+    on_collection.__module__ = module
+    with gc_callback(on_collection):
+        gc.collect()
+
+
+def test_an_interrupt_of_our_gc_callback_is_raised_at_the_end_unless_it_was_taken(monkeypatch: Any) -> None:
+    hook: Any = pytest.fail
+    monkeypatch.setattr(sys, "unraisablehook", hook)
+    interrupt = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt) as raised, kept_interrupts():
+        collect_garbage(interrupt, "lightning_memprof.capture.clock")
+    assert raised.value is interrupt
+    with kept_interrupts() as kept:
+        collect_garbage(interrupt, "lightning_memprof.capture.clock")
+        assert kept.pop() is interrupt
+    assert sys.unraisablehook is hook
+
+
+@pytest.mark.parametrize(
+    ("error", "module"),
+    [(KeyboardInterrupt(), "another_program"), (ValueError(), "lightning_memprof.capture.clock")],
+)
+def test_other_errors_that_python_drops_reach_the_earlier_hook(error: Any, module: str, monkeypatch: Any) -> None:
+    passed_on: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: passed_on.append(unraisable.exc_value))
+    with kept_interrupts() as kept:
+        collect_garbage(error, module)
+        assert not kept
+    assert passed_on == [error]

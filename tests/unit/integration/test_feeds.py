@@ -41,7 +41,7 @@ def test_a_tap_that_was_removed_leaves_the_profiler_as_it_was(make: Any) -> None
     profiler = make()
     before = dict(vars(profiler))
     tap = ActionTap(profiler, ignore)
-    tap.install({}, {})
+    tap.install({}, {}, [])
     assert {"start", "stop"} <= set(vars(profiler))
     tap.remove()
     tap.remove()
@@ -54,7 +54,7 @@ def test_what_the_profiler_itself_had_bound_is_bound_again() -> None:
     own: Any = lambda action_name: log.append(f"bound {action_name}")  # noqa: E731 an attribute as users set it
     profiler.start = own  # type: ignore[method-assign]
     tap = ActionTap(profiler, ignore)
-    tap.install({}, {})
+    tap.install({}, {}, [])
     with profiler.profile("a"):
         pass
     tap.remove()
@@ -75,7 +75,7 @@ def test_the_profilers_own_time_holds_none_of_ours() -> None:
     log: list[str] = []
     profiler = Told(log)
     tap = ActionTap(profiler, ignore)
-    tap.install({"a": lambda: log.append("handler start")}, {"a": lambda: log.append("handler stop")})
+    tap.install({"a": lambda: log.append("handler start")}, {"a": lambda: log.append("handler stop")}, [])
     with tap.listen(*listener(log, "first")), tap.listen(*listener(log, "second")), profiler.profile("a"):
         log.append("body")
     tap.remove()
@@ -96,7 +96,7 @@ def test_handlers_hear_of_their_action_only_and_listeners_of_all() -> None:
     log: list[str] = []
     profiler = PassThroughProfiler()
     tap = ActionTap(profiler, ignore)
-    tap.install({"a": lambda: log.append("a starts")}, {})
+    tap.install({"a": lambda: log.append("a starts")}, {}, [])
     with profiler.profile("a"), profiler.profile("b"):
         pass
     with tap.listen(*listener(log, "l")), profiler.profile("b"):
@@ -119,7 +119,7 @@ def test_what_ours_raise_goes_to_the_fault_handler_and_never_to_the_caller(where
     edge, kind = where.split()
     handler = {"a": fail} if kind == "handler" else {}
     tap = ActionTap(profiler, faults.append)
-    tap.install(handler if edge == "start" else {}, handler if edge == "stop" else {})
+    tap.install(handler if edge == "start" else {}, handler if edge == "stop" else {}, [])
     nothing = lambda _: None  # noqa: E731 one that does not fail
     listening = (fail if edge == "start" else nothing, fail if edge == "stop" else nothing)
     with tap.listen(*(listening if kind == "listener" else (nothing, nothing))), profiler.profile("a"):
@@ -131,7 +131,7 @@ def test_what_ours_raise_goes_to_the_fault_handler_and_never_to_the_caller(where
 
 def test_what_the_profiler_itself_raises_is_the_users() -> None:
     tap = ActionTap(profiler := SimpleProfiler(), ignore)
-    tap.install({}, {})
+    tap.install({}, {}, [])
     with pytest.raises(ValueError, match="never started"):
         profiler.stop("never started")
     tap.remove()
@@ -147,7 +147,7 @@ def test_a_listener_may_leave_while_it_is_told() -> None:
         log.append("leaves")
         leaving.pop().__exit__(None, None, None)
 
-    tap.install({}, {})
+    tap.install({}, {}, [])
     leaving.append(tap.listen(leave, lambda _: None))
     leaving[0].__enter__()
     with tap.listen(*listener(log, "other")), profiler.profile("a"), profiler.profile("b"):
@@ -159,7 +159,7 @@ def test_a_listener_may_leave_while_it_is_told() -> None:
 def test_idle_profilers_are_not_called() -> None:
     profiler = Idle([])
     tap = ActionTap(profiler, ignore)
-    tap.install({}, {})
+    tap.install({}, {}, [])
     with profiler.profile("a"):
         pass
     tap.remove()
