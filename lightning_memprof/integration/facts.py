@@ -66,17 +66,18 @@ def run_facts(
             "cpu_count": os.cpu_count(),
             "usable_cpus": _usable_cpus(),
             "torch_threads": torch.get_num_threads(),
-            **_memory_limits(device),
+            **_memory_facts(device),
             "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         },
     }
 
 
-def _memory_limits(device: torch.device) -> dict[str, int | None]:
-    """Return what the machine, the process's control group, and the device can hold."""
+def _memory_facts(device: torch.device) -> dict[str, int | None]:
+    """Return what the machine, the process's control group, and the device can hold, and what the process has."""
     is_cuda = device.type == "cuda"
     return {
         "memory_bytes": psutil.virtual_memory().total,
+        "rss_at_start_bytes": psutil.Process().memory_info().rss,
         "memory_limit_bytes": cgroup_memory()[0],
         "device_memory_bytes": torch.cuda.get_device_properties(device).total_memory if is_cuda else None,
     }

@@ -273,9 +273,9 @@ def test_a_list_that_keeps_tensors_is_found_and_who_made_them(tmp_path: Path) ->
     finding = findings_of(tmp_path / "keeps", training)["memory_growth"]
     # What the C allocator gives back late comes on top.
     assert 3 * MIB < finding.numbers["bytes_per_step"] < 9 * MIB
-    (kept, *_) = finding.numbers["kept"]
-    assert kept["operator"] in ("add", "ones", "fill_", "aten::add")
-    assert kept["bytes"] >= 4 * MIB
+    (survivor, *_) = finding.numbers["survivors"]
+    assert survivor["operator"] in ("add", "ones", "fill_", "aten::add")
+    assert survivor["bytes"] >= 4 * MIB
     assert "are still live" in finding.why
     dropping = Training(model=Dropping(), steps=60, schedule=Schedule(wait=20, active=3))
     assert "memory_growth" not in findings_of(tmp_path / "drops", dropping)

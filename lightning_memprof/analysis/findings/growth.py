@@ -119,7 +119,7 @@ def memory_growth(facts: Facts) -> list[Finding]:
                 "start_bytes": growth.start_bytes,
                 "steps": growth.steps,
                 "action": cause.action if cause else None,
-                "kept": [survivor.numbers for survivor in survivors],
+                "survivors": [survivor.numbers for survivor in survivors],
             },
             weight=share,
             recovers=recovered(facts.byte_ledgers.get(rank.rank), growth.added_bytes, "growth"),
@@ -152,16 +152,16 @@ def _cause(facts: Facts, rank: Rank, growth: Growth, survivors: Sequence[_Surviv
     """Return the cause of a slope in the recorded steps, None if nothing recorded explains it.
 
     A hook of the program, or the data set in this process; tensors that outlive their step; or the saved activations
-    of whole steps, which only a graph that is still alive holds.
+    of whole steps, which only a live autograd graph keeps.
     """
     action = _growing_action(facts, rank, growth)
     if action is not None:
         return action
-    kept = next((found for found in survivors if found.site.bytes >= MATCHES[0] * growth.bytes_per_step), None)
-    if kept is not None and (place := kept.site.line or kept.site.module):
-        made = kept.site.line or f"the output of {place}"
+    survivor = next((each for each in survivors if each.site.bytes >= MATCHES[0] * growth.bytes_per_step), None)
+    if survivor is not None and (place := survivor.site.line or survivor.site.module):
+        made = survivor.site.line or f"the output of {place}"
         advice = f"Find what keeps {made} after its step: detach it, and clear its list or dict."
-        return _Cause(f"in tensors of {place}", kept.shown, advice)
+        return _Cause(f"in tensors of {place}", survivor.shown, advice)
     memory = _memory(facts, rank)
     saved = memory.activations if memory is not None else None
     if saved is not None and GRAPH[0] * saved.total_bytes <= growth.bytes_per_step <= GRAPH[1] * saved.total_bytes:
@@ -207,7 +207,7 @@ def _growing_action(facts: Facts, rank: Rank, growth: Growth) -> _Cause | None:
 
 
 def _is_batch(memory: RankMemory | None, change: float) -> bool:
-    """Return whether the batch itself explains what a fetch adds; the one before is freed elsewhere."""
+    """Return whether the size of a batch explains the change of a fetch; the previous batch is freed elsewhere."""
     held = memory.held.values() if memory is not None else ()
     return change < BATCHES * max((sizes.get("input") or 0 for sizes in held), default=0)
 
@@ -332,7 +332,7 @@ def _device_growth(facts: Facts, rank: int, device: str, levels: Sequence[Level]
     first, last = levels[0], levels[-1]
     added = last.bytes - first.bytes
     share = added / first.bytes if first.bytes else 1.0
-    lines = _grown(levels) or _kept(facts, rank, device, last.window)
+    lines = _grown(levels) or _outliving(facts, rank, device, last.window)
     mostly = f", mostly from {lines[0][0]} ({format_bytes(lines[0][1])})" if lines else ""
     if lines:
         next_steps = (f"Look at {lines[0][0]}: its allocations outlive their step.", DETACH)
@@ -379,12 +379,12 @@ def _lines(device: DeviceReport) -> Counter[str]:
     return live
 
 
-def _kept(facts: Facts, rank: int, device: str, window: int) -> list[tuple[str, int]]:
+def _outliving(facts: Facts, rank: int, device: str, window: int) -> list[tuple[str, int]]:
     """Return the lines whose blocks outlive their step in a window, the largest first."""
-    kept: Counter[str] = Counter()
+    live: Counter[str] = Counter()
     for allocation in _allocations(facts):
         for found in allocation.devices if (allocation.rank, allocation.window) == (rank, window) else ():
             for site in found.sites if found.device == device else ():
                 if site.step is not None and found.peak_step is not None and site.step < found.peak_step:
-                    kept[site.line or site.operator] += site.bytes
-    return [(line, size) for line, size in kept.most_common(MAX_LINES) if line and size >= MIB]
+                    live[site.line or site.operator] += site.bytes
+    return [(line, size) for line, size in live.most_common(MAX_LINES) if line and size >= MIB]

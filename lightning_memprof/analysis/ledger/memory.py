@@ -35,8 +35,9 @@ class ByteLine:
     """Bytes of one owner.
 
     Attributes:
-        category: category of tensors; on the host ``workers``, ``growth`` (added steadily over the steps) and
-            ``validation`` (added over its batches); on a device ``fragmentation`` (reserved and not allocated) and
+        category: category of tensors; on the host ``before_run`` (resident when the recording began, without the
+            parameters), ``workers``, ``growth`` (added steadily over the steps) and ``validation`` (added over its
+            batches); on a device ``fragmentation`` (reserved and not allocated) and
             ``outside_allocator`` (the driver, libraries, other processes); in a snapshot ``requested``, ``rounding``
             and ``free_segments``.
         bytes: its bytes at the peak.
@@ -134,6 +135,7 @@ def _on_host(rank: Rank, tensors: list[ByteLine], step: int | None, sharing: int
     samples = rank.read(ProcessRow).rows
     workers = _most(row.private_bytes for row in samples) or 0
     lines = [*tensors, *_growing(rank, process - sum(line.bytes for line in tensors))]
+    lines.append(_before_run(rank, process - sum(line.bytes for line in lines)))
     found = _ledger(
         max(process, sum(line.bytes for line in lines)) + workers,
         [*lines, ByteLine(category="workers", bytes=workers)],
@@ -144,6 +146,15 @@ def _on_host(rank: Rank, tensors: list[ByteLine], step: int | None, sharing: int
         step=step,
     )
     return replace(found, sharing=sharing)
+
+
+def _before_run(rank: Rank, most: int) -> ByteLine:
+    """Return what was resident when the recording began, at most ``most`` bytes: pages may be freed and used again."""
+    start = rank.facts.environment.get("rss_at_start_bytes")
+    # Parameters that a strategy creates later are not among these bytes: the line is then too short, never too long.
+    parameters = sum(rank.training.parameter_dtypes.values()) if rank.training is not None else 0
+    size = start - parameters if type(start) is int else 0
+    return ByteLine(category="before_run", bytes=max(0, min(size, most)))
 
 
 def _growing(rank: Rank, most: int) -> Iterator[ByteLine]:

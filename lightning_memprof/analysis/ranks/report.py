@@ -215,7 +215,7 @@ class _Gathered:
             self.steps.append(steps)
 
     def waiting(self) -> Waiting | None:
-        """Return the waiting of all windows together, a step; None where no two ranks have the same collective."""
+        """Return the waiting of all windows per step; None where no two ranks have the same collective."""
         meetings: list[Meeting] = [meeting for window in self.windows for meeting in window.meetings]
         total = sum(self.steps)
         if not meetings or not total:
@@ -307,8 +307,8 @@ def _spreads(ranks: tuple[RankTimes, ...]) -> dict[str, Spread]:
     for name, quantity in quantities.items():
         values = sorted((value, rank.rank) for rank in ranks if (value := quantity(rank)) is not None)
         if len(values) > 1:
-            middle = statistics.median_low([value for value, _ in values])
-            spreads[name] = Spread(*values[0], middle, *values[-1])
+            median = statistics.median_low([value for value, _ in values])
+            spreads[name] = Spread(*values[0], median, *values[-1])
     return spreads
 
 
@@ -328,7 +328,7 @@ def _straggler(
         own, others = late.own_ns, late.others_ns
         rest = [rank for rank in ranks if rank is not mine]
         if late.cause in OWN_PHASES:  # the figures of the page's table
-            own, others = mine.phases_ns.get(late.cause, own), _middle(rest, late.cause)
+            own, others = mine.phases_ns.get(late.cause, own), _median(rest, late.cause)
         elif late.cause == "compute":
             computes = [rank.compute_ns for rank in rest if rank.compute_ns is not None]
             own = mine.compute_ns or sum(mine.phases_ns.get(phase, 0) for phase in ("forward", "backward"))
@@ -363,11 +363,11 @@ def _of_windows(
 
 
 def _without_collectives(unseen: Sequence[RankTimes], ranks: Sequence[RankTimes]) -> Straggler | None:
-    """Tell the straggler by the phases in which no rank waits for another; only where one rank stands out."""
+    """Return the straggler by the phases in which no rank waits for another; only where one rank stands out."""
     found: list[tuple[int, RankTimes, _Excess]] = []
-    middles = {phase: _middle(ranks, phase) for phase in _ALONE}
-    # Each is compared with all others, which for thousands takes long: two that stand out say enough.
-    excesses = [(max(rank.phases_ns.get(key, 0) - middles[key] for key in _ALONE), rank) for rank in unseen]
+    medians = {phase: _median(ranks, phase) for phase in _ALONE}
+    # Each is compared with all others, which takes long for thousands: two that stand out are enough.
+    excesses = [(max(rank.phases_ns.get(key, 0) - medians[key] for key in _ALONE), rank) for rank in unseen]
     for _, rank in heapq.nlargest(4, excesses, lambda entry: entry[0]):
         others = [other for other in ranks if other is not rank]
         least = max(LEAST_WAIT_NS, round(LEAST_SHARE * rank.step_ns))
@@ -397,7 +397,7 @@ def _cause(
     A phase of its own comes before computing: that is what remains of forward and backward, and it grows where ranks
     share the cores of a machine.
     """
-    found = [_Excess(phase, mine.phases_ns.get(phase, 0), _middle(others, phase)) for phase in phases]
+    found = [_Excess(phase, mine.phases_ns.get(phase, 0), _median(others, phase)) for phase in phases]
     computes = [rank.compute_ns for rank in others if rank.compute_ns is not None]
     compute = None
     if mine.compute_ns is not None and computes and "other" in phases:
@@ -410,7 +410,7 @@ def _cause(
     return compute if compute is not None and compute.own_ns - compute.others_ns >= least_ns else None
 
 
-def _middle(others: Sequence[RankTimes], phase: str) -> int:
+def _median(others: Sequence[RankTimes], phase: str) -> int:
     return statistics.median_low([rank.phases_ns.get(phase, 0) for rank in others])
 
 

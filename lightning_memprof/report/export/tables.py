@@ -45,9 +45,9 @@ class Table:
     @classmethod
     def of(cls, name: str, rows: Iterable[Row]) -> Table:
         """Return a table of rows that may lack columns; nested values become JSON."""
-        kept = list(rows)
-        columns = tuple(dict.fromkeys(column for row in kept for column in row))
-        return cls(name, columns, [tuple(_value(row.get(column)) for column in columns) for row in kept])
+        found = list(rows)
+        columns = tuple(dict.fromkeys(column for row in found for column in row))
+        return cls(name, columns, [tuple(_value(row.get(column)) for column in columns) for row in found])
 
 
 def _value(value: Any) -> Any:
@@ -155,7 +155,7 @@ def _ranks(run: Run) -> Iterator[Row]:
     across = {rank.rank: rank for rank in facts.ranks.ranks} if facts.ranks else {}
     for rank in run.ranks:
         statistics = facts.statistics.get(rank.rank)
-        times = across.get(rank.rank)
+        summary = across.get(rank.rank)
         yield {
             "rank": rank.rank,
             "host": rank.facts.host,
@@ -163,10 +163,10 @@ def _ranks(run: Run) -> Iterator[Row]:
             "status": rank.status,
             "steps": rank.steps,
             "median_step_ns": statistics.median_ns if statistics else None,
-            "mean_step_ns": statistics.mean_ns if statistics else times.step_ns if times else None,
-            "wait_ns": times.wait_ns if times else None,
-            "rss_peak_bytes": times.rss_peak_bytes if times else None,
-            "device_peak_bytes": times.device_peak_bytes if times else None,
+            "mean_step_ns": statistics.mean_ns if statistics else summary.step_ns if summary else None,
+            "wait_ns": summary.wait_ns if summary else None,
+            "rss_peak_bytes": summary.rss_peak_bytes if summary else None,
+            "device_peak_bytes": summary.device_peak_bytes if summary else None,
         }
 
 

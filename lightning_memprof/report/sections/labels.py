@@ -45,6 +45,7 @@ __all__ = [
 LABELS: Final[Mapping[str, str]] = {
     "allocator": "allocator calls",
     "before": "before the window",
+    "before_run": "before the run",
     "data_loading": "data wait",
     "idle_loading": "idle, data wait",
     "garbage": "GC pauses",

@@ -179,7 +179,7 @@ def _times(lead: RankProgress) -> Iterator[Part]:
     if whole:
         parts = {phase: phases[phase] for phase in PHASES}
         mean = statistics.fmean(_durations(lead))
-        yield Stack("Time of a step", duration(mean), bars(parts, whole, "ns"))
+        yield Stack("Mean step by phase", duration(mean), bars(parts, whole, "ns"))
 
 
 def _memory(lead: RankProgress) -> Iterator[Part]:

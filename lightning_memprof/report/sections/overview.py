@@ -82,7 +82,9 @@ def overview_section(view: View, file_ids: Mapping[str, str], known: Sequence[st
     if (pulse := view.lead.statistics) is not None:
         times = {phase: pulse.breakdown_ns[phase] for phase in PHASES}
         notes = (f"mean of {pulse.basis}, {pulse.clock} clock",)
-        parts.append(Stack("Time of a step", duration(pulse.mean_ns), bars(times, pulse.mean_ns, "ns"), notes=notes))
+        parts.append(
+            Stack("Mean step by phase", duration(pulse.mean_ns), bars(times, pulse.mean_ns, "ns"), notes=notes)
+        )
     if (stack := peak_stack(view)) is not None:
         parts.append(stack)
     if lines := list(_trouble(view)):

@@ -96,6 +96,19 @@ def test_steady_growth_is_a_line_and_at_most_what_tensors_leave(tmp_path: Path) 
     assert found.bytes("growth") == pytest.approx(4 * MIB * 107, rel=0.02)
 
 
+def test_memory_from_before_the_run_is_a_line_without_the_parameters_and_within_the_peak(tmp_path: Path) -> None:
+    training = {"parameter_dtypes": {"float32": 3 * MIB, "bfloat16": MIB}}
+    fake = FakeRun(rss_bytes=lambda _: GIB, memory=FakeMemory(kept_bytes=MIB), training=training)
+    unknown = ledger_of(tmp_path / "unknown", fake)
+    found = ledger_of(tmp_path / "found", fake, rss_at_start_bytes=GIB // 2)
+    assert unknown.bytes("before_run") == 0
+    assert found.bytes("before_run") == GIB // 2 - 4 * MIB
+    assert found.peak_bytes == unknown.peak_bytes
+    large = ledger_of(tmp_path / "large", fake, rss_at_start_bytes=4 * GIB)
+    assert large.bytes("before_run") == unknown.bytes("unattributed") > 0
+    assert large.peak_bytes == unknown.peak_bytes
+
+
 def test_the_limit_is_the_smaller_one_and_ranks_of_a_host_share_it(tmp_path: Path) -> None:
     fake = FakeRun(rss_bytes=lambda _: 5 * GIB, memory=None)
     found = ledger_of(tmp_path, fake, memory_bytes=64 * GIB, memory_limit_bytes=7 * GIB)
