@@ -61,7 +61,9 @@ MAX_DIGITS: Final = 19
 class PulseRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
     """A step of the run: counts, nanoseconds by phase on both clocks, and bytes; ``row["step"]`` is ``row.step``.
 
-    The order of the fields is that of the columns; the phases are those of ``PHASES``, in their order.
+    The order of the fields is that of the columns; the phases are those of ``PHASES``, in their order. A new column is
+    the last one: pulses without it stay readable. ``core_wait_ns`` is how long the training thread was ready to run but
+    waited for a core, since the previous row that has it.
     """
 
     step: int | None
@@ -85,6 +87,7 @@ class PulseRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=F
     device_optimizer_ns: int | None
     device_callbacks_ns: int | None
     device_other_ns: int | None
+    core_wait_ns: int | None
 
     def __getitem__(self, column: str) -> int | None:
         value: int | None = getattr(self, column)
@@ -96,6 +99,8 @@ class PulseRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=F
 
 
 PULSE_COLUMNS: Final = PulseRow.__struct_fields__
+# Of the first version; later ones have more.
+_FIRST_COLUMNS: Final = PULSE_COLUMNS.index("device_other_ns") + 1
 _encode: Final = msgspec.json.Encoder().encode
 _decode_rows: Final = msgspec.json.Decoder(list[PulseRow]).decode
 # Of a field of at most ``MAX_DIGITS`` characters that Python and JSON read alike.
@@ -349,8 +354,11 @@ def decode_pulse(content: bytes) -> tuple[list[PulseRow], str | None]:
     header, newline, body = content[: content.rfind(b"\n") + 1].partition(b"\n")
     if not newline:
         return [], None
-    if header.decode("ascii", "replace").split(",") != list(PULSE_COLUMNS):
+    columns = tuple(header.decode("ascii", "replace").split(","))
+    missing = len(PULSE_COLUMNS) - len(columns)
+    if len(columns) < _FIRST_COLUMNS or columns != PULSE_COLUMNS[: len(columns)]:
         return [], "1: its columns are not those of this version; upgrade lightning-memprof to read it"
+    body = body.replace(b"\n", b"," * missing + b"\n") if missing else body
     if not body.translate(None, b"0123456789-,\n") and _IS_LONG(body) is None:
         with suppress(*DAMAGE):
             return _decode_rows(_as_json(body)), None
@@ -391,16 +399,17 @@ def read_series(path: Path) -> list[dict[str, Any]]:
 
 
 def parse_pulse_row(line: str) -> PulseRow:
-    """Read one line of a pulse.
+    """Read one line of a pulse, also of a version with fewer columns.
 
     Raises:
         ValueError: it is damaged.
 
     """
     fields = line.split(",")
-    if len(fields) != len(PULSE_COLUMNS) or len(max(fields, key=len)) > MAX_DIGITS:
+    if not _FIRST_COLUMNS <= len(fields) <= len(PULSE_COLUMNS) or len(max(fields, key=len)) > MAX_DIGITS:
         raise ValueError(line)
-    return PulseRow(*[int(field) if field else None for field in fields])
+    missing = [None] * (len(PULSE_COLUMNS) - len(fields))
+    return PulseRow(*[int(field) if field else None for field in fields], *missing)
 
 
 def _as_json(lines: bytes) -> bytes:

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS, PulseRow, encode_pulse, read_pulse, read_series
+from lightning_memprof.artifacts.series import (
+    PHASES,
+    PULSE_COLUMNS,
+    PulseRow,
+    decode_pulse,
+    encode_pulse,
+    read_pulse,
+    read_series,
+)
 from lightning_memprof.errors import ArtifactError
 
 HEADER = ",".join(PULSE_COLUMNS) + "\n"
@@ -43,13 +51,23 @@ def test_rows_are_named_by_the_columns(pulse: Path) -> None:
     (row,) = read_pulse(pulse)
     assert row == PulseRow(*ROW)
     assert dict(row) == dict(zip(PULSE_COLUMNS, ROW, strict=True))
-    assert row["device_other_ns"] == row.device_other_ns == ROW[-1]
+    assert row["core_wait_ns"] == row.core_wait_ns == ROW[-1]
 
 
 def test_both_clocks_have_every_phase_in_order(pulse: Path) -> None:
     host, device = ([f"{clock}{phase}_ns" for phase in PHASES] for clock in ("", "device_"))
     memory = ["rss_bytes", "device_peak_bytes", "device_duration_ns"]
-    assert list(PULSE_COLUMNS[PULSE_COLUMNS.index(host[0]) :]) == [*host, *memory, *device]
+    assert list(PULSE_COLUMNS[PULSE_COLUMNS.index(host[0]) :]) == [*host, *memory, *device, "core_wait_ns"]
+
+
+@pytest.mark.parametrize("damage", ["", "x" + "," * 20 + "\n"])
+def test_a_pulse_of_before_the_wait_for_a_core_is_readable(pulse: Path, damage: str) -> None:
+    columns, *lines = (HEADER + encode_pulse([ROW, ROW])).splitlines()
+    assert columns.endswith(",core_wait_ns")
+    pulse.write_text("".join(line.rpartition(",")[0] + "\n" for line in (columns, *lines)) + damage)
+    read, problem = decode_pulse(pulse.read_bytes())
+    assert [tuple(dict(row).values()) for row in read] == [(*ROW[:-1], None)] * 2
+    assert (problem is not None) == bool(damage)
 
 
 def test_a_pulse_of_other_columns_is_refused(pulse: Path) -> None:

@@ -18,7 +18,7 @@ from lightning_memprof.capture.collectors.pulse import device_columns
 
 FORWARD, BACKWARD, CALLBACKS, OTHER = (PHASES.index(name) for name in ("forward", "backward", "callbacks", "other"))
 HOST_ONLY = (CALLBACKS, OTHER)
-DEVICE_COLUMNS = PULSE_COLUMNS[PULSE_COLUMNS.index("device_duration_ns") :]
+DEVICE_COLUMNS = tuple(name for name in PULSE_COLUMNS if name.startswith("device_") and name.endswith("_ns"))
 
 # How long it takes, and the phase to enter then; None leaves.
 moves = st.lists(st.tuples(st.integers(0, 10**12), st.none() | st.integers(0, len(PHASES) - 1)), max_size=40)

@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,7 +16,7 @@ from lightning_memprof.artifacts.rows import read_rows
 from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS, ActionTotalRow, StallRow, read_pulse
 from lightning_memprof.capture.base import StepRecord
 from lightning_memprof.capture.clock import StepClock
-from lightning_memprof.capture.collectors.pulse import ActionTotals, Pulse, PulseWriter
+from lightning_memprof.capture.collectors.pulse import ActionTotals, CoreWait, Pulse, PulseWriter
 from lightning_memprof.schedule import Action, Schedule
 from sessions import context, drive, session
 
@@ -75,7 +80,7 @@ def test_what_the_device_has_not_reached_at_the_end_stays_empty(tmp_path: Path) 
     rows = read_pulse(tmp_path / "p.csv")
     assert [row["device_duration_ns"] for row in rows] == [110, None, None]
     assert [row["duration_ns"] for row in rows] == [6, 6, 6]
-    assert all(rows[2][name] is None for name in PULSE_COLUMNS[PULSE_COLUMNS.index("device_duration_ns") :])
+    assert all(rows[2][name] is None for name in PULSE_COLUMNS if name.startswith("device_") and name.endswith("_ns"))
 
 
 def test_rows_stay_in_order_however_late_the_device_is(tmp_path: Path) -> None:
@@ -112,8 +117,10 @@ def test_memory_is_read_at_most_every_ten_milliseconds(tmp_path: Path) -> None:
         writer.add(StepRecord(step, step, 0, None, start, length, (length, 0, 0, 0, 0, 0), None))
         start += length
     writer.close()
-    read = [row["step"] for row in read_pulse(tmp_path / "p.csv") if row["rss_bytes"] is not None]
-    assert read == [0, 3, 6, 7, 8]
+    rows = read_pulse(tmp_path / "p.csv")
+    assert [row["step"] for row in rows if row["rss_bytes"] is not None] == [0, 3, 6, 7, 8]
+    counted = [] if CoreWait().read() is None else [0, 3, 6, 7, 8]
+    assert [row["step"] for row in rows if row["core_wait_ns"] is not None] == counted
 
 
 def test_on_an_accelerator_a_run_has_both_clocks_and_the_peak_and_never_synchronises(tmp_path: Path) -> None:
@@ -277,3 +284,35 @@ def test_a_full_disk_leaves_no_file_open(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space"):
         writer.close()
     assert open_files() == before
+
+
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """Run this thread and its children on one core."""
+    if not hasattr(os, "sched_setaffinity") or CoreWait().read() is None:
+        pytest.skip("the kernel does not count the wait for a core")
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    yield
+    os.sched_setaffinity(0, before)
+
+
+def test_a_thread_that_shares_its_core_waits_for_it_and_one_that_sleeps_does_not(one_core: None) -> None:
+    program = "print(flush=True)\nwhile True: pass"
+    with (
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as other,
+        closing(CoreWait()) as wait,
+    ):
+        try:
+            assert other.stdout is not None
+            other.stdout.readline()
+            wait.read()
+            ran_ns = time.thread_time_ns()
+            while time.thread_time_ns() - ran_ns < 100_000_000:
+                pass
+            began_ns = time.perf_counter_ns()
+            assert (wait.read() or 0) > 1_000_000
+            time.sleep(0.05)
+            assert (wait.read() or 0) <= time.perf_counter_ns() - began_ns - 50_000_000
+        finally:
+            other.kill()
