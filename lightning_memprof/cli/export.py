@@ -141,9 +141,8 @@ def _tables(source: _Source) -> Iterator[Table]:
 
 def _write_snapshot(source: _Source, out: Path) -> None:
     """Write the last snapshot, or the allocations of the last trace."""
-    from lightning_memprof.analysis.memory.history import history_of_trace
     from lightning_memprof.analysis.snapshot.reader import load_snapshot
-    from lightning_memprof.report.export.memory_viz import viewable, write_snapshot
+    from lightning_memprof.report.export.memory_viz import history_of_trace, viewable, write_snapshot
     from lightning_memprof.report.export.write import whole_file
 
     if source.snapshots:

@@ -1,27 +1,44 @@
 """Snapshots that https://pytorch.org/memory_viz opens: a plain pickle of protocol 4 with all keys that the page reads.
 
 The page reads some thirty opcodes of protocols 2 to 4, wants a recorded history of each device, and looks for
-``frames`` in every event and block. Format: `torch/utils/viz/MemoryViz.js` of torch 2.13.
+``frames`` in every event and block. Formats: `torch/utils/viz/MemoryViz.js` and `torch/csrc/cuda/memory_snapshot.cpp`
+of torch 2.13.
+
+An operator trace has blocks but no segments: each contiguous range of addresses that its blocks cover becomes one.
+Devices are numbered from 0; the host has the last number.
 """
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from lightning_memprof.analysis.memory.columns import (
+    DeviceMemory,
+    MemoryColumns,
+    Origin,
+    Origins,
+    counted_bytes,
+    read_memory,
+)
 from lightning_memprof.analysis.snapshot.reader import parse_snapshot
 from lightning_memprof.errors import ArtifactError
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from typing import IO
 
-__all__ = ["PROTOCOL", "viewable", "write_snapshot"]
+__all__ = ["PROTOCOL", "history_of_trace", "viewable", "write_snapshot"]
 
 PROTOCOL: Final = 4
 _MOST_DEVICES: Final = 1024
+_ADDRESS_MASK: Final = (1 << 62) - 1
+_NO_FILE: Final = ""
+Fields = dict[str, Any]
 
 
-def viewable(data: Any, source: str) -> dict[str, Any]:
+def viewable(data: Any, source: str) -> Fields:
     """Return a snapshot with all keys that the page reads; existing ones are unchanged.
 
     Args:
@@ -33,8 +50,8 @@ def viewable(data: Any, source: str) -> dict[str, Any]:
 
     """
     parse_snapshot(data, source)
-    top: dict[str, Any] = {"segments": data} if isinstance(data, list) else dict(data)
-    top["segments"] = [_segment(segment) for segment in top["segments"]]
+    top: Fields = {"segments": data} if isinstance(data, list) else dict(data)
+    top["segments"] = [_whole_segment(segment) for segment in top["segments"]]
     devices = max((segment.get("device", 0) for segment in top["segments"]), default=-1) + 1
     if devices > _MOST_DEVICES:
         raise ArtifactError(f"{source}: names a device {devices - 1}; the page shows the first {_MOST_DEVICES}")
@@ -43,7 +60,7 @@ def viewable(data: Any, source: str) -> dict[str, Any]:
     return top
 
 
-def _segment(raw: dict[str, Any]) -> dict[str, Any]:
+def _whole_segment(raw: Fields) -> Fields:
     blocks = []
     address = raw.get("address", 0)
     for entry in raw.get("blocks") or ():
@@ -59,10 +76,136 @@ def _segment(raw: dict[str, Any]) -> dict[str, Any]:
     return _with_frames({"stream": 0, "device": 0, **raw, "blocks": blocks})
 
 
-def _with_frames(raw: dict[str, Any]) -> dict[str, Any]:
+def _with_frames(raw: Fields) -> Fields:
     return raw if raw.get("frames") is not None else {**raw, "frames": []}
 
 
-def write_snapshot(data: dict[str, Any], out: IO[bytes]) -> None:
+def write_snapshot(data: Fields, out: IO[bytes]) -> None:
     """Write a snapshot as the page reads it."""
     pickle.dump(data, out, protocol=PROTOCOL)
+
+
+def history_of_trace(path: Path) -> Fields:
+    """Return the allocations of a trace in the form of ``torch.cuda.memory._snapshot()``.
+
+    Raises:
+        ArtifactError: the trace is missing, damaged or truncated, or has no allocations.
+
+    """
+    trace = read_memory(path)
+    if not trace.devices:
+        raise ArtifactError(f"{path}: has no allocations; record it with profile_memory=True")
+    origins = Origins(trace)
+    traces: list[list[Fields]] = []
+    segments: list[Fields] = []
+    for number, (device, memory) in enumerate(sorted(trace.devices.items(), key=_device_order)):
+        events = list(_events(device, memory, origins, trace.origin_ns))
+        traces.append(events)
+        segments += _segments(number, events)
+    return {"segments": segments, "device_traces": traces, "allocator_settings": {}}
+
+
+def _device_order(pair: tuple[DeviceMemory, MemoryColumns]) -> tuple[bool, DeviceMemory]:
+    return pair[0].is_host, pair[0]
+
+
+def _events(device: DeviceMemory, memory: MemoryColumns, origins: Origins, origin_ns: int) -> Iterator[Fields]:
+    deltas = counted_bytes(device, memory)
+    live: dict[int, int] = {}
+    frames: dict[Origin, list[Fields]] = {}
+    for i, (address, size) in enumerate(zip(memory.address, memory.bytes, strict=True)):
+        # Blocks without an address cannot be drawn; host frees of unknown blocks are ignored.
+        if not address or not size or (size < 0 and not deltas[i]):
+            continue
+        time_us = (origin_ns + memory.time[i]) // 1000
+        origin = origins.of(memory, i)._replace(step=None)
+        stack = frames.get(origin)
+        if stack is None:
+            stack = frames[origin] = _frames(origin)
+        at = address & _ADDRESS_MASK
+        common: Fields = {"addr": at, "stream": 0, "time_us": time_us, "frames": stack}
+        if at in live and size > 0:
+            # The block at this address was freed by a thread that is not recorded.
+            yield {**common, "action": "free_requested", "size": live[at]}
+            yield {**common, "action": "free_completed", "size": live.pop(at)}
+        if size > 0:
+            live[at] = size
+            yield {**common, "action": "alloc", "size": size}
+        else:
+            count = live.pop(at, -size)
+            yield {**common, "action": "free_requested", "size": count}
+            yield {**common, "action": "free_completed", "size": count}
+
+
+def _frames(origin: Origin) -> list[Fields]:
+    """Return a stack, innermost first: the operator and the module, which have no file, then the Python frames."""
+    names = [name for name in (origin.operator, origin.module) if name]
+    return [
+        *({"name": name, "filename": _NO_FILE, "line": 0} for name in names),
+        *({"name": frame.name, "filename": frame.filename, "line": frame.line} for frame in origin.stack),
+    ]
+
+
+def _segments(device: int, events: Sequence[Fields]) -> Iterator[Fields]:
+    """Yield a segment for each contiguous range of addresses that blocks cover, with the blocks live at the end."""
+    live: dict[int, Fields] = {}
+    covered: dict[int, int] = {}
+    for event in events:
+        covered[event["addr"]] = max(covered.get(event["addr"], 0), event["size"])
+        if event["action"] == "alloc":
+            live[event["addr"]] = event
+        elif event["action"] == "free_completed":
+            live.pop(event["addr"], None)
+    start = end = 0
+    inside: list[int] = []
+    for address in sorted(covered):
+        if inside and address >= end:
+            yield _segment(device, start, end, inside, live)
+            inside = []
+        if not inside:
+            start, end = address, address
+        end = max(end, address + covered[address])
+        inside.append(address)
+    if inside:
+        yield _segment(device, start, end, inside, live)
+
+
+def _segment(device: int, start: int, end: int, addresses: Sequence[int], live: dict[int, Fields]) -> Fields:
+    blocks: list[Fields] = []
+    at = start
+    allocated = 0
+    for address in addresses:
+        event = live.get(address)
+        if event is None or address < at:
+            continue
+        if address > at:
+            blocks.append(_block(at, address - at, [], is_free=True))
+        blocks.append(_block(address, event["size"], event["frames"], is_free=False))
+        allocated += event["size"]
+        at = address + event["size"]
+    if at < end:
+        blocks.append(_block(at, end - at, [], is_free=True))
+    return {
+        "device": device,
+        "address": start,
+        "total_size": max(at, end) - start,
+        "allocated_size": allocated,
+        "active_size": allocated,
+        "requested_size": allocated,
+        "stream": 0,
+        "segment_type": "large",
+        "segment_pool_id": (0, 0),
+        "is_expandable": False,
+        "frames": [],
+        "blocks": blocks,
+    }
+
+
+def _block(address: int, size: int, frames: list[Fields], *, is_free: bool) -> Fields:
+    return {
+        "address": address,
+        "size": size,
+        "requested_size": 0 if is_free else size,
+        "state": "inactive" if is_free else "active_allocated",
+        "frames": frames,
+    }

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memprof.capture.sources.holders import holder_name, referenced, tracked_tensors
+from lightning_memprof.capture.sources.oom_state import holder_name, referenced, tracked_tensors
 
 CACHE: dict[str, Any] = {}
 
