@@ -91,6 +91,7 @@ ADDED: Final = (
     "ledger.memory",
     "across_ranks.straggler.pulse_steps",
     "across_ranks.waits_ns",
+    "pulse.csv.core_wait_ns",
     "traces.program.loop_optimizer",
     "*.cost",
     "*.training.*",

@@ -72,7 +72,7 @@ class FakeRun:
         actions: further ones of each recorded step, in its optimizer step.
         padding: positions of a recorded batch, those that are padding, and of these the ones beyond the longest sample.
         samples: of a batch, where ``padding`` is set.
-        core_wait_ns: of each step; None is a kernel that does not count it.
+        core_wait_ns: step to the wait for a core since the previous reading; None is a step without a reading.
 
     """
 
@@ -91,7 +91,7 @@ class FakeRun:
     actions: tuple[str, ...] = ()
     padding: tuple[int, int, int] | None = None
     samples: int = 32
-    core_wait_ns: int | None = None
+    core_wait_ns: Callable[[int], int | None] = lambda _: None
 
     @property
     def device(self) -> str:
@@ -214,7 +214,7 @@ def _write_pulse(sink: Sink, fake: FakeRun) -> None:
         rows.append(
             [
                 step, step, 0, window_of.get(step), start, duration, *(phases[name] for name in PHASES),
-                fake.rss_bytes(step), peak, *on_device, fake.core_wait_ns,
+                fake.rss_bytes(step), peak, *on_device, fake.core_wait_ns(step),
             ]
         )  # fmt: skip
         start += duration

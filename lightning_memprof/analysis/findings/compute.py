@@ -20,7 +20,9 @@ __all__ = [
     "anomaly_detection",
     "dense_embedding",
     "double_precision",
+    "is_oversubscribed",
     "optimizer_bound",
+    "ranks_on_host",
     "small_batch",
     "thread_oversubscription",
 ]
@@ -80,6 +82,7 @@ def _double_share(rank: Rank) -> tuple[str, float]:
 
 # With twice as many threads as cores, each parallel region waits for threads that do not run.
 OVERSUBSCRIBED: Final = 2.0
+_COMPUTED: Final = ("forward", "backward", "optimizer", "core_wait")
 LEAST_RECOVERED: Final = 0.1
 
 
@@ -87,17 +90,17 @@ def thread_oversubscription(facts: Facts) -> list[Finding]:
     """Find operators that use many more threads than there are cores.
 
     Recovers at most the share of the threads that cannot run at the same time (1 - cores / threads) of forward,
-    backward and optimizer, at least 10% of them: a parallel region ends with its last thread.
+    backward, optimizer and the wait for a core, at least 10% of them: a parallel region ends with its last thread.
     """
-    heaviest = facts.heaviest(lambda ledger: ledger.ns("forward", "backward", "optimizer"))
+    heaviest = facts.heaviest(lambda ledger: ledger.ns(*_COMPUTED))
     if heaviest is None or not heaviest[0].facts.is_cpu:
         return []
     rank, ledger = heaviest
     cores, threads = rank.facts.cpu_count, _threads(rank)
-    here = sum(other.facts.host == rank.facts.host for other in facts.run.ranks)
-    if not cores or not threads or threads * here < OVERSUBSCRIBED * cores or ledger.steps < MIN_STEPS:
+    here = len(ranks_on_host(facts, rank))
+    if not cores or not threads or not is_oversubscribed(facts, rank) or ledger.steps < MIN_STEPS:
         return []
-    spent = ledger.ns("forward", "backward", "optimizer")
+    spent = ledger.ns(*_COMPUTED)
     most = max(1 - cores / (threads * here), LEAST_RECOVERED)
     worth = Recovery(unit="ns", least=spent * LEAST_RECOVERED, most=spent * most, whole=ledger.step_ns)
     ranks = f" in each of {here} ranks" if here > 1 else ""
@@ -108,8 +111,9 @@ def thread_oversubscription(facts: Facts) -> list[Finding]:
             severity=worth.severity,
             sentence=f"Thread oversubscription: operators use {threads} threads{ranks} on {cores} cores.",
             why=(
-                f"Forward, backward and optimizer take {format_ns(spent)} of a {format_ns(ledger.step_ns)} step; each "
-                "parallel operator waits until all of its threads have had a core."
+                f"Forward, backward, optimizer and waiting for a core take {format_ns(spent)} of a "
+                f"{format_ns(ledger.step_ns)} step; each parallel operator waits until all of its threads have had a "
+                "core."
             ),
             next_steps=(f"Use one thread per core: torch.set_num_threads({wanted}), or OMP_NUM_THREADS={wanted}.",),
             evidence=(facts.pulse(rank),),
@@ -118,6 +122,17 @@ def thread_oversubscription(facts: Facts) -> list[Finding]:
             recovers=worth,
         )
     ]
+
+
+def is_oversubscribed(facts: Facts, rank: Rank) -> bool:
+    """Return whether operators use many more threads than there are cores."""
+    cores, threads = rank.facts.cpu_count or 0, _threads(rank) or 0
+    return bool(cores) and threads * len(ranks_on_host(facts, rank)) >= OVERSUBSCRIBED * cores
+
+
+def ranks_on_host(facts: Facts, rank: Rank) -> list[Rank]:
+    """Return the ranks on the machine of a rank, with it."""
+    return [other for other in facts.run.ranks if other.facts.host == rank.facts.host]
 
 
 def _threads(rank: Rank) -> int | None:
@@ -188,7 +203,7 @@ def optimizer_bound(facts: Facts) -> list[Finding]:
     mean_share = statistics.share("optimizer")
     share = min(mean_share, statistics.median_shares["optimizer"])
     slow = [optimizer for optimizer in (rank.training.optimizers if rank.training else ()) if _loops(optimizer)]
-    spent = share * ledger.step_ns
+    spent = share * (ledger.step_ns - ledger.ns("core_wait"))
     worth = Recovery(unit="ns", least=spent * FASTER[0], most=spent * FASTER[1], whole=ledger.step_ns)
     if worth.share < NOTABLE or statistics.used < MIN_STEPS or not slow:
         return []

@@ -5,10 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from lightning_memprof.analysis.findings.compute import is_oversubscribed, ranks_on_host
 from lightning_memprof.analysis.findings.measures import few_steps
-from lightning_memprof.analysis.findings.model import MIN_STEPS, SHORT_STEP_NS, Facts, Finding, Recovery, Severity
+from lightning_memprof.analysis.findings.model import (
+    MIN_STEPS,
+    NOTABLE,
+    SHORT_STEP_NS,
+    Facts,
+    Finding,
+    Recovery,
+    Severity,
+)
 from lightning_memprof.analysis.ledger.model import total
 from lightning_memprof.analysis.steps.pauses import pauses
+from lightning_memprof.analysis.steps.system import systems
 from lightning_memprof.units import format_bytes, format_count, format_ns, percent
 
 if TYPE_CHECKING:
@@ -18,7 +28,7 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.analysis.steps.pauses import Pauses
 
-__all__ = ["actions_bound", "between_steps", "garbage", "slow_steps"]
+__all__ = ["actions_bound", "between_steps", "core_wait", "garbage", "slow_steps"]
 
 # Below this share of a step there is nothing to gain; an action needs some time, too: the Trainer's own hooks and its
 # progress bar take a millisecond per step, which is much of a short one.
@@ -245,6 +255,87 @@ def between_steps(facts: Facts) -> list[Finding]:
             recovers=worth,
         )
     ]
+
+
+# Of the step; from here on the other figures say little about the training.
+MOSTLY_WAITS: Final = 0.5
+# With less of the machine in use there are free cores, and a limit keeps the training from them.
+IS_FULL: Final = 0.8
+OTHERS: Final = "Find them with top: end them, lower their priority (renice 19), or move them to other cores (taskset)."
+LIMIT: Final = "Use no more threads than the CPU limit of the container or job (cpu.max): torch.set_num_threads(...)."
+FEWER_WORKERS: Final = "Use fewer worker processes: DataLoader(num_workers={count}) for {cores} cores."
+FEWER_THREADS: Final = "Use one thread per core: torch.set_num_threads({count}), or OMP_NUM_THREADS={count}."
+
+
+def core_wait(facts: Facts) -> list[Finding]:
+    """Find a training thread that is ready to run but waits for a core, and whose processes have the cores.
+
+    Recovers half to all of this time. Below half of the step it is the last of the warnings: what the training itself
+    can save remains when the other processes have ended.
+    """
+    worst = facts.heaviest(lambda ledger: ledger.ns("core_wait"))
+    if worst is None or worst[1].steps < MIN_STEPS or is_oversubscribed(facts, worst[0]):
+        return []
+    rank, ledger = worst
+    ns = ledger.ns("core_wait")
+    worth = Recovery(unit="ns", least=ns / 2, most=ns, whole=ledger.step_ns)
+    if worth.share < NOTABLE:
+        return []
+    waits = f"the training thread waits {percent(ns / ledger.step_ns)} of each step for a core{facts.on_rank(rank)}"
+    use, mostly = _core_use(facts, rank), ns >= MOSTLY_WAITS * ledger.step_ns
+    return [
+        Finding(
+            rule="core_wait",
+            severity=worth.severity if mostly else min(worth.severity, Severity.WARNING),
+            sentence=f"{use.owner} the cores: {waits}." if use.owner else f"{waits[0].upper()}{waits[1:]}.",
+            why=f"{format_ns(ns)} of a {format_ns(ledger.step_ns)} step, ready to run{use.text}.",
+            next_steps=use.next_steps,
+            evidence=(facts.pulse(rank), *facts.recorded(rank, "system")),
+            numbers={
+                "rank": rank.rank,
+                "core_wait_ns": round(ns),
+                "duration_ns": round(ledger.step_ns),
+                "cores": rank.facts.cpu_count,
+                "cores_of_training": use.own,
+                "cores_of_others": use.others,
+            },
+            weight=worth.share if mostly else 0.0,
+            recovers=worth,
+        )
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CoreUse:
+    """Who uses the cores in the recorded steps: ``own`` cores by the training, ``others``; None where unknown."""
+
+    next_steps: tuple[str, ...]
+    owner: str = ""
+    text: str = ""
+    own: float | None = None
+    others: float | None = None
+
+
+def _core_use(facts: Facts, rank: Rank) -> _CoreUse:
+    here = {other.rank for other in ranks_on_host(facts, rank)}
+    figures = next((system.figures for system in systems(facts.run) if system.rank in here), {})
+    process, machine = figures.get("process_cpu_percent"), figures.get("machine_cpu_percent")
+    cores, all_cores = rank.facts.cpu_count or 1, rank.facts.environment.get("cpu_count")
+    if process is None or machine is None or not isinstance(all_cores, int):
+        return _CoreUse(next_steps=(OTHERS, LIMIT))
+    workers = figures.get("workers_cpu_percent")
+    # The ranks of a training do the same work.
+    own = len(here) * (process.mean + (workers.mean if workers else 0.0)) / 100
+    busy = machine.mean * all_cores / 100
+    others = max(busy - own, 0.0)
+    text = f"; the training uses {own:.1f} cores, other processes {others:.1f} of {all_cores}"
+    if busy < IS_FULL * all_cores and cores == all_cores:
+        return _CoreUse(next_steps=(LIMIT, OTHERS), text=text, own=own, others=others)
+    if others >= own - process.mean / 100:
+        return _CoreUse(next_steps=(OTHERS, LIMIT), owner="Other processes take", text=text, own=own, others=others)
+    each = max(cores // len(here), 1)
+    fewer = FEWER_WORKERS.format(count=max(each - 1, 1), cores=cores) if workers else FEWER_THREADS.format(count=each)
+    return _CoreUse(next_steps=(fewer, OTHERS), owner="Its own processes share", text=text, own=own, others=others)
 
 
 # A busy machine delays a step by less.

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 __all__ = ["DevicePart", "HostPart", "OperatorWork", "Stall", "TimeLedger", "TimeLine", "TimePart", "grouped", "total"]
 
 # What the training thread does. A module hook is a method of the LightningModule; forward and backward hooks are those
-# that the program registered on modules and parameters. `rank_wait` is for the late rank, in collectives.
+# that the program registered on modules and parameters. `rank_wait` is for the late rank, in collectives;
+# in `core_wait` that thread is ready to run, but another one has the core.
 HostPart = Literal[
     "data_wait",
     "transfer",
@@ -33,6 +34,7 @@ HostPart = Literal[
     "profiler",
     "stall",
     "rank_wait",
+    "core_wait",
     "untracked",
 ]
 # The device at work, then the device idle by what the host did meanwhile; unknown where the trace has no host.

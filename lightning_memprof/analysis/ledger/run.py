@@ -18,10 +18,14 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.ledger.model import HostPart
     from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.analysis.steps.events import Event, StepEvents
-    from lightning_memprof.analysis.steps.statistics import Breakdown
+    from lightning_memprof.analysis.steps.statistics import TypicalSteps
+    from lightning_memprof.artifacts.manifest import DataLoaderFacts
+    from lightning_memprof.artifacts.series import PulseRow
 
 __all__ = ["RESTART", "run_ledger", "typical_in_windows"]
 
+# Number, ns, and ns by phase.
+_Step = tuple[int, float, "Mapping[str, float | None]"]
 # A step of this many times the median is a stall, unless a third of the steps are: then it is the usual step.
 STALL: Final = 2
 RARE: Final = 1 / 3
@@ -65,7 +69,8 @@ def run_ledger(
     The steps are those outside windows, without the first, as long as enough remain. Each phase of the pulse is divided
     among its owners: data wait by the hook timings of the windows; callbacks, hooks, transfers, validation and
     checkpoints by the action totals of the whole run; forward, backward and optimizer by ``host``, less the cost of
-    recording, with the program's hooks on modules. The owners of a phase never sum to more than the phase.
+    recording, with the program's hooks on modules. The owners of a phase never sum to more than the phase. The wait for
+    a core comes from all phases of its step in proportion; no phase includes it.
 
     Args:
         rank: the rank.
@@ -75,20 +80,26 @@ def run_ledger(
     typical = rank.typical_steps
     if typical is None:
         return None
-    steps = typical.steps
-    median = statistics.median(duration for _, duration, _ in steps)
+    steps = _running(rank, typical) if typical.clock == "host" else typical.steps
+    median = statistics.median(duration for _, duration, _ in typical.steps)
     # A step that only accumulates gradients has no optimizer; the others are not stalls for having one.
     accumulates = ((rank.training.accumulate_grad_batches if rank.training else None) or 1) > 1
-    stalls, stalled = _stalls(steps, median, _STEADY[:2] if accumulates else _STEADY)
-    phases = {
-        phase: sum(step[phase] or 0 for _, _, step in steps) / len(steps) - stalled.get(phase, 0.0) for phase in PHASES
-    }
+    stalls, stalled = _stalls(steps, _STEADY[:2] if accumulates else _STEADY)
+    mean, whole_mean = (
+        {phase: sum(step[phase] or 0 for _, _, step in of) / len(of) for phase in PHASES}
+        for of in (steps, typical.steps)
+    )
     named = _named(rank)
     inside = host if host is not None and typical.clock == "host" else None
-    lines = [TimeLine(part="stall", ns=sum(stalled.values()), count=len(stalls) / len(steps))]
-    for phase, ns in phases.items():
-        part = _PART_OF_PHASE[phase]
+    lines = [
+        TimeLine(part="stall", ns=sum(stalled.values()), count=len(stalls) / len(steps)),
+        TimeLine(part="core_wait", ns=max(sum(whole_mean.values()) - sum(mean.values()), 0.0)),
+    ]
+    for phase, running in mean.items():
+        part, ns = _PART_OF_PHASE[phase], running - stalled.get(phase, 0.0)
+        ran = running / whole_mean[phase] if running else 0.0
         mine = [line for line in named.get(phase, ()) if part not in _STEADY or line.part in _WITHIN]
+        mine = [replace(line, ns=line.ns * ran) for line in mine]
         if phase == "other":
             mine = [*mine, *_restarts(rank, ns - total(mine))]
         if waits_ns and (wait := min(waits_ns.get(phase, 0), ns - total(mine))) > 0:
@@ -109,10 +120,41 @@ def run_ledger(
     )
 
 
-def _stalls(
-    steps: Sequence[tuple[int, int, Breakdown]], median: float, parts: Sequence[HostPart]
-) -> tuple[tuple[Stall, ...], dict[str, float]]:
+def _core_waits(pulse: Sequence[PulseRow]) -> dict[int, float]:
+    """Return how long the training thread waits for a core in each step, in ns.
+
+    A reading covers the steps since the previous one, and is shared among them by their duration.
+    """
+    waits: dict[int, float] = {}
+    covered: list[PulseRow] = []
+    for row in pulse:
+        covered.append(row)
+        if row.core_wait_ns is not None:
+            share = row.core_wait_ns / max(sum(each.duration_ns or 0 for each in covered), row.core_wait_ns, 1)
+            waits |= {each.step: share * (each.duration_ns or 0) for each in covered if each.step is not None}
+            covered = []
+    return waits
+
+
+def _running(rank: Rank, typical: TypicalSteps) -> list[_Step]:
+    """Return the steps without their wait for a core.
+
+    A thread that waits for a batch of worker processes sleeps: that phase stays as it is.
+    """
+    waits = _core_waits(rank.pulse)
+    asleep = {"data_wait"} if any(loader.num_workers for loader in _loaders(rank)) else set()
+    steps: list[_Step] = []
+    for step, duration, phases in typical.steps:
+        awake = duration - sum(phases[phase] or 0 for phase in asleep)
+        ran = 1 - min(waits.get(step, 0.0) / awake, 1.0) if awake > 0 else 1.0
+        left = {phase: (ns or 0) * (1.0 if phase in asleep else ran) for phase, ns in phases.items()}
+        steps.append((step, sum(left.values()), left))
+    return steps
+
+
+def _stalls(steps: Sequence[_Step], parts: Sequence[HostPart]) -> tuple[tuple[Stall, ...], dict[str, float]]:
     """Return the stalls, longest first, and the excess of each phase over its median, per step of the run."""
+    median = statistics.median(duration for _, duration, _ in steps)
     slow = [(step, duration, phases) for step, duration, phases in steps if duration > STALL * median]
     if not slow or len(slow) > RARE * len(steps):
         return (), {}
@@ -127,7 +169,7 @@ def _stalls(
         for part, part_ns in more.items():
             excess[part] += part_ns / len(steps)
         owner = max(more, key=lambda part: more[part])
-        found.append(Stall(step=step, duration_ns=duration, excess_ns=round(ns), owner=owner))
+        found.append(Stall(step=step, duration_ns=round(duration), excess_ns=round(ns), owner=owner))
     return tuple(sorted(found, key=lambda stall: -stall.excess_ns)), dict(excess)
 
 
@@ -136,7 +178,7 @@ def _restarts(rank: Rank, untracked: float) -> list[TimeLine]:
 
     It is the untracked time of the last step of each epoch beyond the median one, at most all untracked time.
     """
-    loaders = rank.training.dataloaders if rank.training else []
+    loaders = _loaders(rank)
     rows = [row for row in rank.pulse[1:] if row["window"] is None]
     last = {row["epoch"]: row for row in rows[:-1]}
     if not any(loader.num_workers and loader.persistent_workers is False for loader in loaders) or len(last) < EPOCHS:
@@ -146,6 +188,10 @@ def _restarts(rank: Rank, untracked: float) -> list[TimeLine]:
     ns = min(sum(excess) / len(rows), max(untracked, 0.0))
     count = len(last) / len(rows)
     return [TimeLine(part="data_wait", name=RESTART, ns=ns, count=count, longest_ns=round(max(excess)))]
+
+
+def _loaders(rank: Rank) -> Sequence[DataLoaderFacts]:
+    return rank.training.dataloaders if rank.training else []
 
 
 def _divided(ns: float, lines: Sequence[TimeLine], rest: TimeLine) -> list[TimeLine]:

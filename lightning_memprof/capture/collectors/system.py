@@ -17,7 +17,7 @@ from lightning_memprof.artifacts.naming import system_name
 from lightning_memprof.artifacts.series import encode_rows
 from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector, OnMark, OnStep
-from lightning_memprof.capture.sources.memory import cgroup_memory
+from lightning_memprof.capture.sources.memory import cgroup_memory, worker_pids
 from lightning_memprof.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def _counts() -> dict[str, float | None]:
     disk, network = psutil.disk_io_counters(nowrap=False), psutil.net_io_counters(nowrap=False)
     return {
         "process_s": process.ru_utime + process.ru_stime,
+        "workers_s": _workers_s(),
         "busy_s": machine_s - sum(machine.get(name, 0.0) for name in _IDLE),
         "machine_s": machine_s,
         "disk_read_bytes": getattr(disk, "read_bytes", None),
@@ -60,6 +61,16 @@ def _counts() -> dict[str, float | None]:
         "page_faults": process.ru_minflt + process.ru_majflt,
         "context_switches": process.ru_nvcsw + process.ru_nivcsw,
     }
+
+
+def _workers_s() -> float | None:
+    """Return the processor time of the DataLoader workers; None without any."""
+    found = []
+    for pid in worker_pids():
+        with suppress(psutil.Error):
+            times = psutil.Process(pid).cpu_times()
+            found.append(times.user + times.system)
+    return sum(found) if found else None
 
 
 class _Reader:
@@ -82,11 +93,13 @@ class _Reader:
         elapsed_s = max(now_ns - self._read_ns, 1) / 1e9
         self._read_ns = now_ns
         grown = {name: _grown(before[name], count) for name, count in counts.items()}
+        workers_s = grown.pop("workers_s")
         process_s, busy_s, machine_s = (grown.pop(name) or 0.0 for name in ("process_s", "busy_s", "machine_s"))
         memory = psutil.virtual_memory()
         return {
             "time_ns": now_ns + self._offset_ns,
             "process_cpu_percent": round(100 * process_s / elapsed_s, 1),
+            "workers_cpu_percent": None if workers_s is None else round(100 * workers_s / elapsed_s, 1),
             "machine_cpu_percent": round(min(100.0, 100 * busy_s / machine_s), 1) if machine_s else None,
             "load_1m": round(os.getloadavg()[0], 2),
             "memory_used_bytes": memory.used,
@@ -169,7 +182,8 @@ class SystemStats(Collector):
 
     One sample takes the thread about 1 ms. The last one is taken when the window ends, so a window shorter than the
     interval has one too. Rates cover the time since the previous sample, for the whole machine; processor time, page
-    faults and context switches are those of this process. GPU figures need ``nvidia-ml-py``.
+    faults and context switches are those of this process, and of its DataLoader workers there is the processor time.
+    GPU figures need ``nvidia-ml-py``.
 
     Args:
         interval: seconds between samples, 0.1 to 60.

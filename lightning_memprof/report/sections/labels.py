@@ -46,6 +46,7 @@ LABELS: Final[Mapping[str, str]] = {
     "allocator": "allocator calls",
     "before": "before the window",
     "before_run": "before the run",
+    "core_wait": "waiting for a core",
     "data_loading": "data wait",
     "idle_loading": "idle, data wait",
     "garbage": "GC pauses",

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from lightning_memprof.analysis.findings import Facts, Finding, Severity, examin
 from lightning_memprof.analysis.findings.measures import rhythm
 from lightning_memprof.analysis.ledger.growth import left_by_windows, steady_growth
 from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.artifacts.sink import RunPlace, Sink
+from lightning_memprof.schedule import Window
 from lightning_memprof.units import GIB, MIB, format_ns, percent
 
 
@@ -381,3 +384,74 @@ def test_the_most_severe_finding_makes_the_verdict_and_the_others_stay(tmp_path:
     run = load_run(make_run(tmp_path, fake))
     assert [finding.rule for finding in examine(Facts.of(run))] == ["input_bound", "memory_growth"]
     assert verdict(run).rule == "input_bound"
+
+
+def waits_for_a_core(
+    tmp_path: Path, share: float, *, load: Mapping[str, float] | None = None, **fake: Any
+) -> dict[str, Finding]:
+    """Return the findings of a run on all 8 cores of a machine; ``load`` is in percent of a core."""
+    wait = round(share * sum(HEALTHY.values()))
+    run = make_run(tmp_path, FakeRun(phases=phases(), core_wait_ns=lambda _: wait, **fake))
+    if load is not None:
+        row = {"step": 2, "recorded": True, "time_ns": 1, **load}
+        with closing(Sink(RunPlace(tmp_path, 1), 0)) as sink:
+            sink.write_rows(Window(0, (1,), (2, 3)), "system", [row])
+    return {finding.rule: finding for finding in examine(Facts.of(load_run(run)))}
+
+
+OTHERS_BUSY = {"process_cpu_percent": 100.0, "machine_cpu_percent": 100.0}
+
+
+def test_a_training_whose_cores_are_taken_waits_for_a_core(tmp_path: Path) -> None:
+    rules = waits_for_a_core(tmp_path, 0.6, load=OTHERS_BUSY)
+    finding = rules["core_wait"]
+    assert next(iter(rules)) == "core_wait"
+    assert finding.sentence == "Other processes take the cores: the training thread waits 60% of each step for a core."
+    assert "the training uses 1.0 cores, other processes 7.0 of 8" in finding.why
+    assert "renice" in finding.next_steps[0]
+    assert finding.severity is Severity.CRITICAL
+    assert finding.recovers is not None
+    assert finding.recovers.most == pytest.approx(0.6 * sum(HEALTHY.values()), rel=0.01)
+
+
+def test_a_short_wait_for_a_core_is_no_finding(tmp_path: Path) -> None:
+    assert "core_wait" not in waits_for_a_core(tmp_path, 0.04, load=OTHERS_BUSY)
+
+
+def test_below_half_of_the_step_a_fault_of_the_training_comes_first(tmp_path: Path) -> None:
+    loops = optimizer(parameters=1000)
+    slow = {**HEALTHY, "optimizer": 6_000_000}
+    run = make_run(
+        tmp_path, FakeRun(phases=lambda _rank, _step: slow, core_wait_ns=lambda _: 9_000_000, training=loops)
+    )
+    first, second, *_ = examine(Facts.of(load_run(run)))
+    assert (first.rule, second.rule) == ("optimizer_bound", "core_wait")
+    assert first.weight < (second.recovers.share if second.recovers else 0)
+
+
+def test_worker_processes_that_share_the_cores_are_the_training_s_own(tmp_path: Path) -> None:
+    load = {"process_cpu_percent": 100.0, "workers_cpu_percent": 650.0, "machine_cpu_percent": 99.0}
+    finding = waits_for_a_core(tmp_path, 0.4, load=load, training=loader(num_workers=16))["core_wait"]
+    assert finding.sentence.startswith("Its own processes share the cores: the training thread waits 40%")
+    assert "num_workers=7" in finding.next_steps[0]
+
+
+def test_on_a_machine_with_free_cores_a_limit_is_the_cause(tmp_path: Path) -> None:
+    load = {"process_cpu_percent": 100.0, "machine_cpu_percent": 40.0}
+    finding = waits_for_a_core(tmp_path, 0.4, load=load)["core_wait"]
+    assert finding.sentence.startswith("The training thread waits 40%")
+    assert "cpu.max" in finding.next_steps[0]
+
+
+def test_a_wait_without_the_load_of_the_machine_has_no_owner(tmp_path: Path) -> None:
+    finding = waits_for_a_core(tmp_path, 0.4)["core_wait"]
+    assert finding.sentence == "The training thread waits 40% of each step for a core."
+    assert finding.numbers["cores_of_others"] is None
+
+
+def test_the_wait_for_cores_that_its_own_threads_take_is_theirs(tmp_path: Path) -> None:
+    rules = waits_for_a_core(tmp_path, 0.6, load=OTHERS_BUSY, training={"threads": 32})
+    assert "core_wait" not in rules
+    finding = rules["thread_oversubscription"]
+    assert finding.recovers is not None
+    assert finding.recovers.most > 0.6 * sum(HEALTHY.values())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,51 @@ def test_repeated_blocks_are_one_line_and_the_sum_stays() -> None:
     ]
     assert found[0].longest_ns == 2
     assert total(found) == total(lines) + 2.0
+
+
+def steady(**changes: int) -> Callable[[int, int], Mapping[str, int]]:
+    return lambda _rank, _step: {**HEALTHY, **changes}
+
+
+def test_the_wait_for_a_core_is_a_line_of_its_own_and_taken_from_all_phases_alike(tmp_path: Path) -> None:
+    duration = sum(HEALTHY.values())
+    fake = FakeRun(phases=steady(), training={"dataloaders": []})
+    quiet = ledger(lead(tmp_path / "quiet", fake))
+    found = ledger(lead(tmp_path / "waits", replace(fake, core_wait_ns=lambda _: duration // 2)))
+    assert found.step_ns == pytest.approx(duration)
+    assert found.ns("core_wait") == pytest.approx(duration / 2, rel=1e-3)
+    parts = {line.part for line in quiet.lines}
+    assert parts == {line.part for line in found.lines} - {"core_wait"}
+    for part in parts:
+        assert found.ns(part) == pytest.approx(quiet.ns(part) / 2, rel=1e-3)
+
+
+def test_a_reading_of_the_wait_covers_the_steps_since_the_one_before(tmp_path: Path) -> None:
+    fake = FakeRun(steps=33, phases=steady(), core_wait_ns=lambda step: 4_000_000 if step % 4 == 0 else None)
+    assert ledger(lead(tmp_path, fake)).ns("core_wait") == pytest.approx(1_000_000, rel=1e-3)
+
+
+def test_a_step_that_waits_for_a_core_is_no_stall(tmp_path: Path) -> None:
+    def once(_: int, step: int) -> Mapping[str, int]:
+        return {**HEALTHY, "backward": 710_000_000} if step == 20 else HEALTHY
+
+    found = ledger(lead(tmp_path, FakeRun(phases=once, core_wait_ns=lambda step: 700_000_000 if step == 20 else 0)))
+    assert found.stalls == ()
+    assert found.ns("core_wait") * found.steps == pytest.approx(700_000_000)
+
+
+def test_a_thread_that_waits_for_worker_processes_sleeps(tmp_path: Path) -> None:
+    loader = {"num_workers": 2, "persistent_workers": True}
+    fake = FakeRun(
+        phases=steady(data_wait=20_000_000),
+        core_wait_ns=lambda _: 9_000_000,
+        training={"dataloaders": [loader]},
+    )
+    found = ledger(lead(tmp_path, fake))
+    assert found.ns("data_wait") == pytest.approx(20_000_000)
+    assert found.ns("core_wait") == pytest.approx(9_000_000)
+
+
+def test_on_the_clock_of_a_device_the_wait_of_the_host_is_no_line(tmp_path: Path) -> None:
+    fake = FakeRun(device_bytes=lambda _: 2**30, core_wait_ns=lambda _: 1_000_000)
+    assert ledger(lead(tmp_path, fake)).of("core_wait") == ()
