@@ -12,6 +12,7 @@ from lightning_memprof.analysis.findings.traces import (
 )
 from lightning_memprof.analysis.ledger.growth import validation_growth, worker_growth
 from lightning_memprof.analysis.oom.autopsy import autopsies
+from lightning_memprof.analysis.oom.causes import CAUSES
 from lightning_memprof.artifacts.naming import processes_name, series_path
 from lightning_memprof.artifacts.series import AllocatorRow, ProcessRow
 from lightning_memprof.units import GIB, MIB, format_bytes, format_count, format_ns, percent
@@ -62,7 +63,7 @@ def out_of_memory(facts: Facts) -> list[Finding]:
             severity=Severity.CRITICAL if fatal else Severity.WARNING,
             sentence=(
                 f"{'The host' if autopsy.is_host else autopsy.device}{rank} ran out of memory{often} {where}{phase}: "
-                f"{autopsy.cause}."
+                f"{CAUSES[autopsy.cause]}."
             ),
             why=autopsy.why,
             next_steps=autopsy.next_steps,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from heapq import nlargest
 from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
+from lightning_memprof.analysis.memory.activations import checkpointing, read_saved_steps
 from lightning_memprof.analysis.oom.causes import (
     HOST_REST,
     OTHER_TENSORS,
@@ -33,12 +35,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from lightning_memprof.analysis.oom.events import OomEvent
-    from lightning_memprof.analysis.run.model import Run
+    from lightning_memprof.analysis.run.model import Rank, Run
     from lightning_memprof.analysis.snapshot.replay import Replay
 
 __all__ = ["Autopsy", "Holder", "ModuleStacks", "autopsies", "autopsy"]
 
 TOP: Final = 10
+# Checkpointing less of the saved activations helps little.
+MIN_BLOCKS_SHARE: Final = 0.1
 NO_HISTORY: Final = 'the allocator history was off; OOMAutopsy(history="always") records it for the whole run'
 NO_STACK: Final = "no Python stack: allocated by autograd threads, or while the history was off"
 PLACE: Final = (
@@ -116,11 +120,31 @@ def autopsies(run: Run, *, max_bytes: int | None = None) -> tuple[Autopsy, ...]:
         max_bytes: skip snapshots larger than this; None reads all, at about 20 MB/s.
 
     """
-    ranks = {rank.rank: rank for rank in run.ranks}
+    ranks = {rank.rank: rank for rank in run.ranks if any(event.rank == rank.rank for event in run.ooms)}
+    blocks = {number: _largest_blocks(rank) for number, rank in ranks.items()}
     return tuple(
-        autopsy(event, ranks[event.rank].training, ranks[event.rank].facts.world_size, max_bytes=max_bytes)
+        autopsy(
+            event,
+            ranks[event.rank].training,
+            ranks[event.rank].facts.world_size,
+            blocks=blocks[event.rank],
+            max_bytes=max_bytes,
+        )
         for event in run.ooms
     )
+
+
+def _largest_blocks(rank: Rank) -> tuple[str, ...]:
+    """Return the repeated blocks, else the two modules, that saved the most activations in the recorded steps."""
+    backwards = read_saved_steps(rank).backwards
+    if not backwards:
+        return ()
+    largest = max(backwards, key=lambda backward: backward.total_bytes)
+    groups = checkpointing(largest, backwards)
+    if groups and groups[0].saved_bytes >= MIN_BLOCKS_SHARE * largest.total_bytes:
+        return (groups[0].name,)
+    modules = [module for module in largest.modules if module.name and module.own_activation_bytes]
+    return tuple(module.name for module in nlargest(2, modules, key=lambda module: module.own_activation_bytes))
 
 
 def autopsy(
@@ -128,6 +152,7 @@ def autopsy(
     training: TrainingFacts | None = None,
     world_size: int | None = None,
     *,
+    blocks: tuple[str, ...] = (),
     max_bytes: int | None = None,
 ) -> Autopsy:
     """Return the autopsy of one event.
@@ -136,6 +161,7 @@ def autopsy(
         event: the recorded event.
         training: the ``training`` row of the manifest; remedies depend on it.
         world_size: number of ranks.
+        blocks: modules that saved the most activations in recorded steps; used if the event does not name any.
         max_bytes: skip a snapshot larger than this; None reads it.
 
     """
@@ -153,8 +179,6 @@ def autopsy(
     frames = _frames(facts)
     user = user_frame(frames)
     module = text(facts, "module")
-    if module is None and (module := stacks.name_of(frames)) is not None:
-        facts = {**facts, "module": module}
     found = Autopsy(
         rank=event.rank,
         number=event.number,
@@ -164,7 +188,7 @@ def autopsy(
         exception=text(facts, "exception"),
         time_ns=whole(facts, "time_ns"),
         seen=text(facts, "seen") or "?",
-        place={key: facts.get(key) for key in PLACE},
+        place={key: facts.get(key) for key in PLACE} | {"module": stacks.name_of(frames) if module is None else module},
         line=None if user is None else str(user),
         asked_bytes=asked,
         asked_source=text(facts, "asked_source"),
@@ -181,25 +205,25 @@ def autopsy(
         unavailable=mapping(facts, "unavailable") or {},
     )
     expands = snapshot is not None and snapshot.is_expandable
-    steps = _next_steps(found, training or TrainingFacts(), world_size, is_expandable=expands)
-    return replace(found, next_steps=steps)
+    situation = _situation(found, training or TrainingFacts(), world_size, blocks, is_expandable=expands)
+    return replace(found, next_steps=next_steps(situation))
 
 
-def _next_steps(
-    found: Autopsy, training: TrainingFacts, world_size: int | None, *, is_expandable: bool
-) -> tuple[str, ...]:
-    situation = Situation(
+def _situation(
+    found: Autopsy, training: TrainingFacts, world_size: int | None, blocks: tuple[str, ...], *, is_expandable: bool
+) -> Situation:
+    named = tuple(holder.name for holder in found.by_module[:2] if holder.name not in (OUTSIDE, NO_STACK))
+    return Situation(
         cause=found.cause,
         is_host=found.is_host,
         phase=found.place["phase"] or (SETUP if found.place["step"] is None else None),
         function=found.place["function"],
-        modules=tuple(holder.name for holder in found.by_module[:2] if holder.name not in (OUTSIDE, NO_STACK)),
+        modules=named or blocks,
         largest=max(found.held, key=lambda holder: holder.bytes).name if found.held else None,
         training=training,
         world_size=world_size,
         is_expandable=is_expandable,
     )
-    return next_steps(situation)
 
 
 def _replay(event: OomEvent, device: str, max_bytes: int | None) -> tuple[Replay | None, str | None]:

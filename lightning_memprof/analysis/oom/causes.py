@@ -6,6 +6,7 @@ Each remedy names the Lightning or torch setting that applies it.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -14,12 +15,13 @@ from lightning_memprof.artifacts.manifest import DataLoaderFacts, OptimizerFacts
 from lightning_memprof.units import GIB, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from lightning_memprof.analysis.snapshot.reader import DeviceSnapshot
     from lightning_memprof.artifacts.manifest import TrainingFacts
 
 __all__ = [
+    "CAUSES",
     "HOST_REST",
     "OTHER_TENSORS",
     "SETUP",
@@ -35,11 +37,21 @@ __all__ = [
 ]
 
 Cause = Literal["too large", "fragmented", "other process", "limited", "full"]
+# The causes as the end of "cuda:0 ran out of memory: ...".
+CAUSES: Final[Mapping[Cause, str]] = {
+    "too large": "one allocation is too large",
+    "fragmented": "its free memory is fragmented",
+    "other process": "other processes use its memory",
+    "limited": "a limit of this process was reached",
+    "full": "live memory fills it",
+}
 
 # A CUDA context, its kernels and the libraries' workspaces take this much of a device without torch's allocator.
 CONTEXT_BYTES: Final = GIB
 # With a smaller share of the reserved memory unused, one more tensor of this size would fail without gaps as well.
 FRAGMENTED: Final = 0.1
+# An allocation that needs more of the device must be split: checkpointing other modules does not help.
+LARGE: Final = 0.25
 # torch adds this to its message where the driver shows other processes of the device.
 PROCESS: Final = re.compile(r"Process (\d+) has ([0-9.]+) (bytes|KiB|MiB|GiB) memory in use")
 
@@ -139,7 +151,8 @@ def device_cause(
     """Return the cause of a failed device allocation, and a sentence with its evidence.
 
     An allocation larger than the limit can never succeed. Otherwise unused reserved memory, at least 10% of it, or the
-    memory of other processes is the cause if the allocation would have succeeded with it.
+    memory of other processes is the cause if the allocation would have succeeded with it. Of the rest, an allocation is
+    too large if it exceeds all live tensors together and a quarter of the limit.
     """
     limit, free, reserved, unused = memory.limit_bytes, memory.free_bytes, memory.reserved_bytes, memory.unused_bytes
     named = _bytes(asked)
@@ -178,9 +191,19 @@ def device_cause(
             f"{_bytes(unused)} are reserved but unused{piece}, and {_bytes(room)} are free: together enough for "
             f"{named}, but {none}."
         )
+    return _without_room(asked, memory, limit, room)
+
+
+def _without_room(asked: int, memory: Memory, limit: int, room: int) -> tuple[Cause, str]:
+    named = _bytes(asked)
+    if asked > max(memory.allocated_bytes or 0, LARGE * limit):
+        return "too large", (
+            f"A single allocation of {named} exceeds all live tensors together ({_bytes(memory.allocated_bytes)} of "
+            f"{_bytes(limit)}), and {_bytes(room)} were free."
+        )
     return "full", (
         f"Live tensors use {_bytes(memory.allocated_bytes)} of {_bytes(limit)}; with {_bytes(room)} free and "
-        f"{_bytes(unused)} reserved but unused, {named} more did not fit."
+        f"{_bytes(memory.unused_bytes)} reserved but unused, {named} more did not fit."
     )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal
 
 from lightning_memprof.analysis.oom.events import OomEvent, oom_events
-from lightning_memprof.analysis.run.locate import find_run
+from lightning_memprof.analysis.run.locate import Place, find_run
 from lightning_memprof.analysis.run.model import ArtifactFile, Rank, RecordedWindow, Run, Status, read_lines
 from lightning_memprof.analysis.run.problems import CUT, CollectorError, Note, Problem, Unavailable
 from lightning_memprof.artifacts.manifest import (
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from lightning_memprof.artifacts.manifest import ArtifactRow
 
-__all__ = ["Layout", "artifact_file", "in_full", "load_run"]
+__all__ = ["Layout", "artifact_file", "in_full", "load_rank", "load_run"]
 
 UNCHECKED_TYPES: Final = frozenset({"pulse"})
 # Their pulses and lists of files fit on a page and are read in seconds; of more ranks the windows' summaries are used.
@@ -114,9 +114,29 @@ def load_run(path: str | Path, *, max_pulse_bytes: int | None = None, rank: int 
         for name in names
         if (owner := parse_pulse_name(name)) is not None and owner not in found
     ]
-    if not any(report.rank for report in reports):
-        raise ArtifactError(reports[0].problems[0].message)
+    run = _of_ranks(place, layout, reports)
+    return replace(
+        run,
+        notes=(*run.notes, *_rank_notes(run.ranks, left_out=len(found) - len(chosen))),
+        problems=(*run.problems, *orphans),
+    )
+
+
+def load_rank(directory: Path, number: int) -> Run:
+    """Read a single rank of a run directory.
+
+    Raises:
+        ArtifactError: its manifest cannot be read.
+
+    """
+    layout = Layout(directory)
+    return _of_ranks(find_run(directory), layout, [_read_rank(layout, number, in_full=True)])
+
+
+def _of_ranks(place: Place, layout: Layout, reports: Sequence[_RankReport]) -> Run:
     ranks = tuple(sorted((report.rank for report in reports if report.rank), key=lambda rank: rank.rank))
+    if not ranks:
+        raise ArtifactError(reports[0].problems[0].message)
     return Run(
         directory=place.directory,
         root=layout.root,
@@ -124,11 +144,8 @@ def load_run(path: str | Path, *, max_pulse_bytes: int | None = None, rank: int 
         artifacts=tuple(artifact for report in reports for artifact in report.artifacts),
         errors=tuple(error for report in reports for error in report.errors),
         unavailable=tuple(row for report in reports for row in report.unavailable),
-        notes=(
-            *(note for report in reports for note in report.notes),
-            *_rank_notes(ranks, left_out=len(found) - len(chosen)),
-        ),
-        problems=(*(problem for report in reports for problem in report.problems), *orphans),
+        notes=tuple(note for report in reports for note in report.notes),
+        problems=tuple(problem for report in reports for problem in report.problems),
         others=place.others,
         ooms=tuple(oom for report in reports for oom in report.ooms),
     )

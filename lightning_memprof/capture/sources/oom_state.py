@@ -293,15 +293,27 @@ def referenced(tensors: list[torch.Tensor]) -> set[int]:
     """Return the ``id`` of each tensor that an object refers to; ``tensors`` itself and local variables do not count.
 
     A saved activation often has a Python wrapper that nothing in Python refers to: only autograd refers to it.
+    Nor do the arguments of a running call: a tuple or a cell that only running code refers to.
     Takes about a second per million objects of the program.
     """
     ids = {id(tensor) for tensor in tensors}
     ours = {id(tensors), id(ids)}
     objects = [value for value in gc.get_objects() if not _is_running(value) and id(value) not in ours]
+    tuples = {id(value): value for value in objects if type(value) is tuple and not ids.isdisjoint(map(id, value))}
+    wanted = ids.union(tuples)
+    cells = {
+        id(value): value
+        for value in objects
+        if type(value) is CellType and not wanted.isdisjoint(map(id, gc.get_referents(value)))
+    }
+    wanted.update(cells)
+    objects = [value for value in objects if id(value) not in tuples and id(value) not in cells]
     found: set[int] = set()
     for start in range(0, len(objects), _AT_ONCE):
-        found.update(ids.intersection(map(id, gc.get_referents(*objects[start : start + _AT_ONCE]))))
-    return found
+        found.update(wanted.intersection(map(id, gc.get_referents(*objects[start : start + _AT_ONCE]))))
+    for inside in (cells, tuples):
+        found.update(map(id, gc.get_referents(*(inside[number] for number in found.intersection(inside)))))
+    return found & ids
 
 
 def holder_name(value: Any, ours: Collection[int]) -> str | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.oom.autopsy import Autopsy, autopsy
-from lightning_memprof.analysis.oom.events import oom_events
-from lightning_memprof.artifacts.manifest import read_manifest
-from lightning_memprof.artifacts.naming import manifest_name, oom_name
+from lightning_memprof.analysis.oom.autopsy import Autopsy, autopsies
+from lightning_memprof.analysis.run.load import load_rank
+from lightning_memprof.artifacts.naming import oom_name
 from lightning_memprof.report.document import Cell, Line, Lines, Part, Section, Table, Words, code, phrase, size, text
 from lightning_memprof.report.sections.labels import called, more
 from lightning_memprof.report.sections.tables import Field, filled
@@ -47,14 +47,13 @@ def autopsy_section(directory: Path, rank: int) -> Section | None:
         ArtifactError: its files cannot be read.
 
     """
-    manifest = read_manifest(directory / manifest_name(rank))
-    events = oom_events(directory, rank, manifest)
-    if not events:
+    run = load_rank(directory, rank)
+    if not run.ooms:
         return None
-    event = autopsy(events[-1], manifest.training, manifest.run.world_size if manifest.run else None)
+    (event,) = autopsies(replace(run, ooms=run.ooms[-1:]))
     files = [Line("file", Cell(str(directory / oom_name(rank)), "path"))]
-    if events[-1].snapshot is not None:
-        files.append(Line("snapshot", Cell(f"{events[-1].snapshot}", "path")))
+    if (snapshot := run.ooms[-1].snapshot) is not None:
+        files.append(Line("snapshot", Cell(str(snapshot), "path")))
         files.append(Line("", "the snapshot opens at pytorch.org/memory_viz"))
     return Section("oom", "Out of memory", parts=[*_event(0, event), Lines("", files)], summary=True)
 

@@ -107,6 +107,10 @@ def statistics(allocated: int, reserved: int) -> dict[str, int]:
     [
         ({"asked_bytes": 81 * GIB}, "too large", "A single allocation of 81.0 GiB", "accumulate_grad_batches"),
         (
+            {"asked_bytes": 55 * GIB, "statistics": statistics(29, 30), "free_bytes": 50 * GIB}, "too large",
+            "A single allocation of 55.0 GiB exceeds all live tensors together", "accumulate_grad_batches",
+        ),
+        (
             {"statistics": statistics(70, 79)}, "fragmented", "9.00 GiB are reserved but unused",
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
         ),
@@ -420,7 +424,7 @@ def test_the_verdict_of_a_run_that_ran_out_of_memory_is_that_it_did(tmp_path: Pa
     recorded(tmp_path, facts())
     first = examine(Facts.of(load_run(tmp_path)))[0]
     assert (first.rule, first.severity) == ("out_of_memory", Severity.CRITICAL)
-    assert first.sentence == "cuda:0 ran out of memory in step 4, in forward: full."
+    assert first.sentence == "cuda:0 ran out of memory in step 4, in forward: live memory fills it."
 
 
 def test_events_that_the_program_caught_are_a_warning(tmp_path: Path) -> None:

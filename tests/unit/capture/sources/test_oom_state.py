@@ -71,6 +71,31 @@ def test_a_local_variable_is_no_holder() -> None:
     assert holder_name(local, {id(tracked)}) is None
 
 
+def of_call(*arguments: torch.Tensor) -> tuple[bool, bool]:
+    kept = (torch.ones(82),)
+    model = Model()
+    model.last = kept
+    referred = referenced(tracked_tensors())
+    return id(arguments[0]) in referred, id(kept[0]) in referred
+
+
+def of_closure(*arguments: torch.Tensor, is_kept: bool) -> bool:
+    model = Model()
+    if is_kept:
+        model.last = lambda: arguments
+    found = id(arguments[0]) in referenced(tracked_tensors())
+    return found and bool(arguments)
+
+
+def test_the_arguments_of_a_call_are_no_holder_but_a_tuple_in_an_attribute_is() -> None:
+    assert of_call(torch.ones(81)) == (False, True)
+
+
+def test_a_function_that_an_attribute_keeps_is_a_holder_of_its_closure() -> None:
+    assert of_closure(torch.ones(83), is_kept=True)
+    assert not of_closure(torch.ones(84), is_kept=False)
+
+
 def test_an_object_without_attributes_of_its_own_is_named_by_its_type() -> None:
     nested = [(SimpleNamespace(value=torch.ones(80)),)]
     tracked = tracked_tensors()

@@ -83,10 +83,16 @@ def test_the_autopsy_says_what_was_asked_why_where_who_held_the_rest_and_what_to
     assert "Largest tensors" not in said
 
 
+def test_without_stacks_the_blocks_of_the_recorded_steps_are_to_be_checkpointed(tmp_path: Path) -> None:
+    run = recorded(tmp_path, event(held={"parameter_bytes": GIB}), stack=[])
+    assert "next 1. Checkpoint net.blocks.0-3: wrap their forward" in words(printed(run))
+    assert "next Checkpoint net.blocks.0-3: wrap their forward" in words(shown(run))
+
+
 def test_show_prints_the_autopsy_again_below_the_verdict(tmp_path: Path) -> None:
     run = recorded(tmp_path, event())
     said = words(shown(run))
-    assert said.startswith("verdict cuda:0 ran out of memory in step 412, in backward: full.")
+    assert said.startswith("verdict cuda:0 ran out of memory in step 412, in backward: live memory fills it.")
     assert "memory out of memory on cuda:0 (rank 0), step 412, backward" in said
     assert "line bytes /home/me/model.py(33): forward 70.0 GiB" in said
     page = words(short(run_view(load_run(run))))
