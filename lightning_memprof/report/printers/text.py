@@ -58,8 +58,8 @@ PALETTE: Final = {
         "cyan": ("forward", "parameter", "compute", "requested"),
         "blue": ("backward", "gradient", "memory_copy", "rounding"),
         "magenta": ("optimizer", "optimizer_state", "communication", "pending"),
-        "green": ("callbacks", "input"),
-        "red": ("temporary",),
+        "green": ("callbacks", "input", "before_run"),
+        "red": ("temporary", "growth", "workers", "fragmentation"),
     }.items()
     for name in names
 }

@@ -66,7 +66,8 @@ BEFORE_RECORDING: Final = "(allocated before recording, or no stack)"
 # These have a colour in every format; all others are grey.
 COLOURS: Final = frozenset({
     "data_wait", "transfer", "forward", "backward", "optimizer", "callbacks", "validation", "checkpoint", "logging",
-    "parameter", "gradient", "optimizer_state", "activation", "input", "temporary", "compute", "communication",
+    "parameter", "gradient", "optimizer_state", "activation", "input", "temporary", "before_run", "workers", "growth",
+    "fragmentation", "compute", "communication",
     "memory_copy", "idle", "data_loading", "synchronization", "allocator", "garbage", "python", "operators", "launch",
     "queue", "requested", "rounding", "pending", "inactive_split", "free_segments",
 })  # fmt: skip
