@@ -1,6 +1,7 @@
 """``make test-cuda``: the tests of tests/gpu with a CUDA build of torch and simulated devices.
 
     python tests/cuda/run.py [ARGUMENTS OF PYTEST]
+    python tests/cuda/run.py --is-at-hand       exit code 0 if pip finds the wheel of torch without an index
 
 Makes ``build/cuda``: an environment with PyPI's torch, without NVIDIA's libraries, the stand-ins for them, and
 everything else from the environment that runs this script. Writes ``docs/measured/cuda.md``.
@@ -23,6 +24,8 @@ SOURCES: Final = (Path(__file__), Path(__file__).with_name("stand_ins.py"), *Pat
 
 
 def main() -> int:
+    if sys.argv[1:] == ["--is-at-hand"]:
+        return 0 if is_at_hand() else 1
     stamp = ENVIRONMENT / "made"
     if not stamp.exists() or any(path.stat().st_mtime > stamp.stat().st_mtime for path in SOURCES):
         make()
@@ -33,6 +36,30 @@ def main() -> int:
     return subprocess.run(command, env=environment, check=False).returncode
 
 
+def is_at_hand() -> bool:
+    """Return whether pip has the wheel in its ``find-links``; print one line if it does not."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--dry-run",
+        "--no-deps",
+        "--no-index",
+        "--ignore-installed",
+    ]
+    done = subprocess.run([*pip, TORCH], env=unconstrained(), capture_output=True, check=False)
+    if done.returncode:
+        print(f"test-cuda left out: pip has no wheel of {TORCH} in its find-links", flush=True)
+    return done.returncode == 0
+
+
+def unconstrained() -> dict[str, str]:
+    """Return the environment without the constraints, which name the CPU build."""
+    return {key: value for key, value in os.environ.items() if key != "PIP_CONSTRAINT"}
+
+
 def make() -> None:
     """Make the environment; the torch wheel is about 550 MB."""
     if shutil.which("gcc") is None:
@@ -40,15 +67,13 @@ def make() -> None:
     print(f"Making {ENVIRONMENT.relative_to(ROOT)}", flush=True)
     venv.create(ENVIRONMENT, clear=True, with_pip=True)
     pip = [str(ENVIRONMENT / "bin" / "pip"), "install", "-q", "--no-deps"]
-    # The constraints name the CPU build.
-    free = {key: value for key, value in os.environ.items() if key != "PIP_CONSTRAINT"}
-    subprocess.run([*pip, TORCH, "nvidia-ml-py"], env=free, check=True)
+    subprocess.run([*pip, TORCH, "nvidia-ml-py"], env=unconstrained(), check=True)
     (site,) = ENVIRONMENT.glob("lib/python3*/site-packages")
     # After torch's own folder on the path.
     others = [path for path in sys.path if Path(path).name == "site-packages"]
     (site / "others.pth").write_text("\n".join(others) + "\n", encoding="utf-8")
     script = str(Path(__file__).with_name("stand_ins.py"))
-    subprocess.run([sys.executable, script, str(ENVIRONMENT)], env=free, check=True)
+    subprocess.run([sys.executable, script, str(ENVIRONMENT)], env=unconstrained(), check=True)
 
 
 def libraries() -> Path:
