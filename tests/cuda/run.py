@@ -38,18 +38,9 @@ def main() -> int:
 
 def is_at_hand() -> bool:
     """Return whether pip has the wheel in its ``find-links``; print one line if it does not."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--dry-run",
-        "--no-deps",
-        "--no-index",
-        "--ignore-installed",
-    ]
-    done = subprocess.run([*pip, TORCH], env=unconstrained(), capture_output=True, check=False)
+    options = ("-q", "--dry-run", "--no-deps", "--no-index", "--ignore-installed")
+    command = [sys.executable, "-m", "pip", "install", *options, TORCH]
+    done = subprocess.run(command, env=unconstrained(), capture_output=True, check=False)
     if done.returncode:
         print(f"test-cuda left out: pip has no wheel of {TORCH} in its find-links", flush=True)
     return done.returncode == 0
