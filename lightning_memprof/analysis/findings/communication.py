@@ -14,6 +14,7 @@ from lightning_memprof.analysis.findings.traces import (
     idle_ns,
     longest_in,
     on_rank,
+    recovered_ns,
     remedies,
     remedy,
     seen_in,
@@ -91,11 +92,16 @@ KINDS: Final = {
     "gather_scatter": ("allgather", "reducescatter"),
     "all_to_all": ("alltoall", "sendrecv"),
 }
+OVERLAPPED: Final = (0.0, 1.0)
 COLLECTIVE_NUMBERS: Final = ("name", "group", "bytes_each", "count", "exposed_ns", "median_ns", "max_ns")
 
 
 def communication_exposed(trace: TraceReport) -> list[Finding]:
-    """Find communication that no computation overlaps, and its collectives."""
+    """Find communication that no computation overlaps, and its collectives.
+
+    Recovers at most the exposed collectives, as far as there is computation to hide them; nothing where it depends on
+    their result.
+    """
     window = trace.gpu_window
     if window is None or not window.window_ns:
         return []
@@ -134,6 +140,9 @@ def communication_exposed(trace: TraceReport) -> list[Finding]:
                 ],
             },
             weight=share,
+            recovers=recovered_ns(
+                trace.device_ledger, OVERLAPPED, "collective", recorded_ns=min(exposed_ns, window.compute_ns)
+            ),
         )
     ]
 

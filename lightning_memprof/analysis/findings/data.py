@@ -21,6 +21,7 @@ from lightning_memprof.analysis.findings.traces import (
     exposed_loading,
     longest_in,
     on_rank,
+    recovered_ns,
     remedies,
     remedy,
     seen_in,
@@ -68,6 +69,8 @@ FASTER: Final = {
 
 # One step with this share of the loading is a start of workers or of an epoch, not the usual step.
 ONE_STEP: Final = 0.75
+# Of exposed loading, and of copies from pageable memory: both can run beside the step.
+BESIDE_THE_STEP: Final = (0.5, 1.0)
 WORKERS: Final = (
     "Load in worker processes: DataLoader(num_workers=4, persistent_workers=True); if there are any, use more."
 )
@@ -354,7 +357,10 @@ def padding(facts: Facts) -> list[Finding]:
 
 
 def input_bound_trace(trace: TraceReport) -> list[Finding]:
-    """Find a device that is idle while batches load; without a device, loading that takes much of the steps."""
+    """Find a device that is idle while batches load; without a device, loading that takes much of the steps.
+
+    Recovers half to all of the exposed loading: workers load while the step runs, as far as there are cores for them.
+    """
     loading = exposed_loading(trace)
     if loading is None:
         return []
@@ -363,6 +369,7 @@ def input_bound_trace(trace: TraceReport) -> list[Finding]:
     where = f", {loading.most_ns / loading.total_ns:.1%} of it in one of {steps} steps" if in_one else ""
     longest = next((cause for cause in trace.idle if cause.cause == "data_loading"), None)
     idle = f"; the GPU is idle for {format_ns(loading.exposed_ns)} meanwhile" if has_device else ""
+    ledger = trace.device_ledger if has_device else trace.host_ledger
     part, span = loading.total_ns / loading.span_ns, "the steps" if trace.steps else "the recorded time"
     return [
         Finding(
@@ -381,6 +388,7 @@ def input_bound_trace(trace: TraceReport) -> list[Finding]:
                 "in_one_step": in_one,
             },
             weight=loading.share,
+            recovers=recovered_ns(ledger, BESIDE_THE_STEP, "idle_data", "data_wait", recorded_ns=loading.exposed_ns),
         )
     ]
 
@@ -415,7 +423,10 @@ DIRECTIONS: Final = {"HtoD": "to the GPU", "DtoH": "from the GPU"}
 
 
 def blocking_transfers(trace: TraceReport) -> list[Finding]:
-    """Find copies from or to pageable memory that no computation overlaps, by direction."""
+    """Find copies from or to pageable memory that no computation overlaps, by direction.
+
+    Recovers half to all of their exposed time: from pinned memory they are faster, and run beside kernels.
+    """
     window = trace.gpu_window
     if window is None or not window.window_ns:
         return []
@@ -455,4 +466,11 @@ def _transfer(trace: TraceReport, copies: Copies, window_ns: int) -> Finding | N
             "window_ns": window_ns,
         },
         weight=share,
+        recovers=recovered_ns(
+            trace.device_ledger,
+            BESIDE_THE_STEP,
+            "copy",
+            recorded_ns=share * window_ns,
+            name=f"{copies.kind} (pageable)",
+        ),
     )

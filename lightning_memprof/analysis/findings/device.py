@@ -10,6 +10,8 @@ from lightning_memprof.analysis.findings.profiler import recording_ns
 from lightning_memprof.analysis.findings.traces import (
     NOTABLE_SHARE,
     OPTIMIZER,
+    PARTS,
+    PROFILER,
     SEVERE_SHARE,
     Remedy,
     computing,
@@ -19,6 +21,7 @@ from lightning_memprof.analysis.findings.traces import (
     is_short,
     longest_in,
     on_rank,
+    recovered_ns,
     remedies,
     remedy,
     seen_in,
@@ -30,7 +33,9 @@ from lightning_memprof.analysis.findings.traces import (
 from lightning_memprof.units import format_count, format_ns, percent
 
 if TYPE_CHECKING:
+    from lightning_memprof.analysis.findings.model import Recovery
     from lightning_memprof.analysis.findings.traces import IdleTime
+    from lightning_memprof.analysis.ledger.model import TimePart
     from lightning_memprof.analysis.trace.model import (
         Cause,
         CollectiveTotals,
@@ -47,6 +52,9 @@ LAUNCHING: Final[tuple[Cause, ...]] = ("python", "operators", "launch")
 SHORT_KERNEL_NS: Final = 20_000
 # A cause with this share of the idle time explains it.
 MAIN_PART: Final = 0.5
+# Some of the work before launches and in calls stays; what the device waits for may come no sooner.
+SAVED: Final = (0.5, 1.0)
+SAVED_OF_QUEUE: Final = (0.0, 1.0)
 DOING: Final[dict[Cause, str]] = {
     "data_loading": "the host loads batches",
     "synchronization": "the host is in a blocking call",
@@ -61,29 +69,19 @@ COMPILE: Final = (
     remedy('Launch fewer and longer kernels: torch.compile(model, mode="reduce-overhead").', "eager", "no graphs"),
     remedy('Launch each compiled part at once: torch.compile(model, mode="reduce-overhead").', "compiled", "no graphs"),
 )
+KEEP: Final = "Keep values on the device: loss.detach() instead of loss.item(), torch.where instead of if"
+READS: Final = (
+    remedy(f"{KEEP}, self.log(name, tensor) with Trainer(log_every_n_steps=50).", "lightning"),
+    remedy(f"{KEEP}; read them every 50 steps.", "other program"),
+)
 NEXT: Final[dict[Cause, tuple[Remedy, ...]]] = {
-    "synchronization": (
-        remedy(
-            "Read no device values in a step (.item(), .cpu(), print, if tensor): "
-            "self.log(name, tensor) with Trainer(log_every_n_steps=50).",
-            "lightning",
-        ),
-        remedy("Read no device values in a step: no .item(), .cpu(), print or if of a tensor.", "other program"),
-    ),
+    "synchronization": READS,
     "garbage": (
         remedy("Collect garbage between steps: gc.freeze() after setup, gc.disable(), gc.collect() every 100 steps."),
     ),
     "python": (
         remedy(
-            "Record the Python stacks with ExtendedPyTorchProfiler(with_stack=True), then move that code out of the "
-            "step.",
-            "lightning",
-            "no stacks",
-        ),
-        remedy(
-            "Record the Python stacks with torch.profiler.profile(with_stack=True), then move that code out of the "
-            "step.",
-            "other program",
+            f"Record the Python stacks with {PROFILER}(with_stack=True), then move that code out of the step.",
             "no stacks",
         ),
     ),
@@ -111,7 +109,12 @@ UNKNOWN_NEXT: Final = ("Record the host too: activities=[ProfilerActivity.CPU, P
 
 
 def gpu_idle(trace: TraceReport) -> list[Finding]:
-    """Find an idle device, whether the host cannot launch fast enough, and the host's activity meanwhile."""
+    """Find an idle device, whether the host cannot launch fast enough, and the host's activity meanwhile.
+
+    Recovers half to all of the idle time with the main cause; of a launch-bound program, of all launching. Of queued
+    work nothing to all: the rank or stream that it waits for may not be faster. A cold start recovers nothing: the
+    program pays it once.
+    """
     idle = idle_time(trace)
     if idle is None:
         return []
@@ -156,8 +159,16 @@ def gpu_idle(trace: TraceReport) -> list[Finding]:
                 "mean_kernel_ns": mean_ns,
             },
             weight=share,
+            recovers=None if cold else _recovery(trace, idle, main, launch_bound=launch_bound),
         )
     ]
+
+
+def _recovery(trace: TraceReport, idle: IdleTime, main: IdleCause | None, *, launch_bound: bool) -> Recovery | None:
+    causes = LAUNCHING if launch_bound else (main.cause,) if main else ()
+    parts = [part for part, cause in PARTS.items() if cause in causes]
+    saves = SAVED_OF_QUEUE if causes == ("queue",) else SAVED
+    return recovered_ns(trace.device_ledger, saves, *parts, recorded_ns=idle.certain_ns)
 
 
 def _reported_elsewhere(trace: TraceReport) -> tuple[Cause, ...]:
@@ -244,13 +255,10 @@ def _next_steps(trace: TraceReport, main: IdleCause | None, *, launch_bound: boo
 
 # One value read per step for a progress bar costs about this much, and many programs want it.
 NOTABLE_GAP: Final = 0.02
+# A gap after a wait: the end of the call, and what the host then does up to the next launch.
+AFTER_WAITS: Final[tuple[TimePart, ...]] = tuple(part for part in PARTS if part != "idle_data")
 # A single call may be the program's end, or the profiler's.
 MIN_CALLS: Final = 2
-KEEP: Final = "Keep values on the device: loss.detach() instead of loss.item(), torch.where instead of if"
-READS: Final = (
-    remedy(f"{KEEP}, self.log(name, tensor) with Trainer(log_every_n_steps=50).", "lightning"),
-    remedy(f"{KEEP}; read them every 50 steps.", "other program"),
-)
 ADVICE: Final = {
     "aten::is_nonzero": "Do not branch on a tensor's value in a step: torch.where instead of if.",
     "aten::nonzero": "Avoid value-dependent sizes, which stop the host: torch.where instead of a boolean index.",
@@ -265,7 +273,10 @@ FIND: Final = 'Find the calls: torch.cuda.set_sync_debug_mode("warn") prints the
 
 
 def synchronization(trace: TraceReport) -> list[Finding]:
-    """Find gaps on the device after calls that make the host wait for it, and the calls."""
+    """Find gaps on the device after calls that make the host wait for it, and the calls.
+
+    Recovers at most the gaps; nothing where the host prepares work for longer than the device takes for it.
+    """
     window = trace.gpu_window
     calls = [call for call in trace.synchronizations if call.gap_ns > 0]
     if window is None or not window.window_ns or not calls:
@@ -299,6 +310,7 @@ def synchronization(trace: TraceReport) -> list[Finding]:
                 "by_name": {call.name: {"calls": call.count, "gap_ns": call.gap_ns} for call in calls},
             },
             weight=share,
+            recovers=recovered_ns(trace.device_ledger, (0.0, 1.0), *AFTER_WAITS, recorded_ns=gap_ns),
         )
     ]
 
@@ -350,7 +362,11 @@ SHOWN: Final = 3
 
 
 def allocator_thrash(trace: TraceReport) -> list[Finding]:
-    """Find steps in which the allocator calls the driver, and the collectives that wait meanwhile."""
+    """Find steps in which the allocator calls the driver, and the collectives that wait meanwhile.
+
+    Recovers half to all of the device's idle time in these calls: those that only request memory may remain. Where
+    collectives wait for them, those of the other ranks too.
+    """
     calls, window_ns = _allocator_calls(trace), _steps_ns(trace)
     freed = sum(call.count for call in calls if _bare(call.name) in RETURNING)
     slow = _slow_collectives(trace)
@@ -382,6 +398,13 @@ def allocator_thrash(trace: TraceReport) -> list[Finding]:
                 "waited_ns": _waited_ns(slow),
             },
             weight=share,
+            recovers=recovered_ns(
+                trace.device_ledger,
+                SAVED,
+                "idle_allocator",
+                *(("collective",) if slow else ()),
+                recorded_ns=share * window_ns,
+            ),
         )
     ]
 

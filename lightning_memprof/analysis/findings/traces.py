@@ -8,13 +8,14 @@ import shlex
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from lightning_memprof.analysis.findings.compute import FOREACH, FUSED
-from lightning_memprof.analysis.findings.model import SHORT_STEP_NS, Evidence, Severity
+from lightning_memprof.analysis.findings.model import SHORT_STEP_NS, Evidence, Recovery, Severity
+from lightning_memprof.analysis.ledger.model import total
 from lightning_memprof.analysis.trace.model import IdleCause, plain_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from lightning_memprof.analysis.ledger.model import TimePart
+    from lightning_memprof.analysis.ledger.model import TimeLedger, TimePart
     from lightning_memprof.analysis.trace.model import Cause, Kernel, TraceReport
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "longest_in",
     "on_rank",
     "open_trace",
+    "recovered_ns",
     "remedies",
     "remedy",
     "seen_in",
@@ -82,6 +84,8 @@ Need = Literal[
 
 OPTIMIZER: Final = "{optimizer}"
 """Stands in a remedy that needs an optimizer loop for the call that replaces it."""
+PROFILER: Final = "{profiler}"
+"""Stands in a remedy for the class that records the program."""
 
 
 class Remedy(NamedTuple):
@@ -112,8 +116,9 @@ def remedies(trace: TraceReport, *choices: Remedy | str) -> tuple[str, ...]:
     optimizer = program.loop_optimizer
     holds |= {"optimizer loop"} if optimizer in FOREACH else set()
     faster = f"torch.optim.{optimizer}(..., {'fused' if optimizer in FUSED else 'foreach'}=True)"
+    profiler = "ExtendedPyTorchProfiler" if program.is_lightning else "torch.profiler.profile"
     fitting = [
-        choice if isinstance(choice, str) else choice.text.replace(OPTIMIZER, faster)
+        choice if isinstance(choice, str) else choice.text.replace(OPTIMIZER, faster).replace(PROFILER, profiler)
         for choice in choices
         if isinstance(choice, str) or choice.needs <= holds
     ]
@@ -326,6 +331,29 @@ def on_rank(trace: TraceReport) -> str:
 def times(count: int) -> str:
     """Return a count as an adverb: ``"once"``, ``"12 times"``."""
     return "once" if count == 1 else f"{count:,} times"
+
+
+def recovered_ns(
+    ledger: TimeLedger | None,
+    saves: tuple[float, float],
+    *parts: TimePart,
+    recorded_ns: float | None = None,
+    name: str | None = None,
+) -> Recovery | None:
+    """Return what a remedy recovers: the least and the most share of the time that lines of a ledger hold.
+
+    Args:
+        ledger: of the trace; without one, nobody can tell.
+        saves: the two shares, 0 to 1.
+        parts: of the lines.
+        recorded_ns: the time of the fault in all steps, where it may be less than that of the lines.
+        name: of the lines, if not all.
+    """
+    if ledger is None:
+        return None
+    ns = total(line for line in ledger.of(*parts) if name in {None, line.name})
+    ns = ns if recorded_ns is None else min(ns, max(recorded_ns, 0) / ledger.steps)
+    return Recovery(unit="ns", least=ns * saves[0], most=ns * saves[1], whole=ledger.step_ns) if ns else None
 
 
 def listed(counted: Iterable[tuple[str, int]]) -> str:

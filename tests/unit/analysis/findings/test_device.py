@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from device_traces import BASE_NS, GEMM, Recording
+from ledger_lines import held, out_of_bounds
 from lightning_memprof.analysis.findings import TRACE_RULES, Finding, Severity, examine_files
 from lightning_memprof.analysis.trace.report import trace_report
 
@@ -18,8 +19,15 @@ NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul
 
 
 def found(path: Path) -> dict[str, Finding]:
+    """The findings; each recovers something, and no more than its lines hold, if they hold any."""
     report = trace_report(path)
-    return {finding.rule: finding for rule in TRACE_RULES for finding in rule(report)}
+    findings = {finding.rule: finding for rule in TRACE_RULES for finding in rule(report)}
+    assert not out_of_bounds(findings.values(), report.host_ledger, report.device_ledger)
+    ledger = report.device_ledger or report.host_ledger
+    for rule in findings.keys() - {"recording_overhead"}:
+        nothing = findings[rule].numbers.get("cold_start") or ledger is None or not held(rule, ledger)
+        assert (findings[rule].recovers is None) == bool(nothing)
+    return findings
 
 
 def training(
@@ -71,6 +79,9 @@ def test_short_kernels_leave_the_device_idle(tmp_path: Path) -> None:
     assert finding.numbers["launch_bound"] is True
     assert finding.severity is Severity.CRITICAL
     assert finding.numbers["causes_ns"]["operators"] > finding.numbers["idle_ns"] / 2
+    assert finding.recovers is not None
+    assert (finding.recovers.least, finding.recovers.whole) == (finding.recovers.most / 2, KERNELS * 25_000)
+    assert 0.8 < finding.recovers.most / finding.recovers.whole < 0.85  # 20 of 25 us at each kernel
 
 
 def test_values_that_are_read_in_a_step_leave_the_device_idle_after_them(tmp_path: Path) -> None:

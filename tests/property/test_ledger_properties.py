@@ -1,0 +1,211 @@
+"""Ledgers of recorded files, other people's where the corpus is there: sums, tables, and what findings recover."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import tarfile
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from ledger_lines import out_of_bounds
+from lightning_memprof.analysis.findings import Facts, examine, examine_files
+from lightning_memprof.analysis.ledger.memory import ByteLedger, snapshot_bytes
+from lightning_memprof.analysis.ledger.model import TimeLedger
+from lightning_memprof.analysis.memory.report import memory_report
+from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.analysis.snapshot.report import snapshot_report
+from lightning_memprof.analysis.trace.model import TraceReport
+from lightning_memprof.analysis.trace.report import trace_report
+from lightning_memprof.errors import ArtifactError
+
+RECORDED: Final = Path(__file__).parents[1] / "golden" / "recorded"
+CORPUS: Final = Path(os.environ.get("MEMPROF_CORPUS") or Path(__file__).parents[2].parent / "shared" / "corpus")
+NEAR: Final = 1e-3
+TRACES: Final = (".trace.json", ".json.gz")
+# Of two generations of torch.
+ON_DEVICE: Final = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset", "mtia_ccp_events"})
+OPERATORS: Final = frozenset({"cpu_op", "operator"})
+# torch writes the ranges of a program as operators where it does not know better.
+RANGES: Final = ("[pl]", "enumerate(DataLoader", "Optimizer.")
+FILES_ONLY: Final = ("device_traces", "snapshots")
+OTHERS: Final = sorted((CORPUS / "traces").glob("*/*.json.gz"))
+RUNS: Final = sorted(
+    name for path in RECORDED.glob("*.tar.gz") if (name := path.name.removesuffix(".tar.gz")) not in FILES_ONLY
+)
+
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("golden")
+    for path in sorted(RECORDED.glob("*.tar.gz")):
+        with tarfile.open(path) as archive:
+            archive.extractall(directory, filter="data")
+    return directory
+
+
+def existing(*roots: Path, endings: tuple[str, ...]) -> Iterator[Path]:
+    for root in roots:
+        yield from sorted(path for path in root.rglob("*") if path.name.endswith(endings))
+
+
+def assert_sums(ledger: TimeLedger | ByteLedger, name: str) -> None:
+    if isinstance(ledger, TimeLedger):
+        parts, whole = [line.ns for line in ledger.lines], ledger.step_ns
+    else:
+        parts, whole = [float(line.bytes) for line in ledger.lines], float(ledger.peak_bytes)
+    assert all(part >= 0 for part in parts), name
+    assert sum(parts) == pytest.approx(whole, rel=NEAR), name
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_ledgers_of_a_run_sum_to_its_mean_step_and_its_peak(name: str, recorded: Path) -> None:
+    for directory in sorted((recorded / name).rglob("memprofiler")):
+        run = load_run(directory)
+        files = [run.directory.parent / row.path for row in run.artifacts if row.type == "trace"]
+        facts = Facts.of(run, tuple(trace_report(file) for file in files if file.is_file()), memory=memory_report(run))
+        ranks = {rank.rank: rank for rank in run.ranks}
+        for number, ledger in facts.ledgers.items():
+            assert_sums(ledger, f"{directory}: rank {number}")
+            typical = ranks[number].typical_steps
+            assert typical is not None
+            durations = [duration for _, duration, _ in typical.steps]
+            assert ledger.step_ns == pytest.approx(sum(durations) / len(durations), rel=NEAR)
+        for bytes_ledger in facts.byte_ledgers.values():
+            assert_sums(bytes_ledger, str(directory))
+        assert len(facts.ledgers) == len(ranks)
+        of_files = [ledger for trace in facts.traces for ledger in (trace.host_ledger, trace.device_ledger)]
+        assert not out_of_bounds(
+            examine(facts), *facts.ledgers.values(), *facts.byte_ledgers.values(), *filter(None, of_files)
+        )
+
+
+def test_the_ledgers_of_a_snapshot_sum_to_what_was_reserved_at_its_peak(recorded: Path) -> None:
+    count = 0
+    for path in existing(recorded, CORPUS / "snapshots", endings=(".pickle", ".pickle.gz")):
+        try:
+            report = snapshot_report(path)
+        except ArtifactError:
+            assert path.name == "not_a_snapshot.pickle"
+            continue
+        for device in report.devices:
+            ledger = snapshot_bytes(device)
+            assert_sums(ledger, str(path))
+            live = device.live_at(device.peak_event)
+            assert ledger.peak_bytes == live.reserved_bytes
+            assert ledger.bytes("requested") == pytest.approx(live.requested_bytes, rel=NEAR)
+            count += 1
+    assert count > 5
+
+
+def events_of(path: Path) -> list[dict[str, Any]]:
+    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    found = json.loads(text, parse_float=Decimal)["traceEvents"]
+    return [event for event in found if event.get("ph") == "X" and "dur" in event]
+
+
+def steps_of(events: Iterable[dict[str, Any]]) -> list[tuple[int, int]]:
+    on_host = (event for event in events if not str(event.get("cat")).startswith("gpu_"))
+    return [span(event) for event in on_host if event["name"].startswith("ProfilerStep#")]
+
+
+def is_of(event: dict[str, Any], categories: frozenset[str]) -> bool:
+    return str(event.get("cat")).lower() in categories
+
+
+def span(event: dict[str, Any]) -> tuple[int, int]:
+    start = Decimal(event["ts"])
+    return round(start * 1000), round((start + Decimal(event["dur"])) * 1000)
+
+
+def union_ns(spans: Iterable[tuple[int, int]]) -> int:
+    total = reached = 0
+    for start, end in sorted(spans):
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def clipped(spans: Iterable[tuple[int, int]], start: int, end: int) -> list[tuple[int, int]]:
+    return [(max(first, start), min(last, end)) for first, last in spans if last > start and first < end]
+
+
+def assert_tables(report: TraceReport, events: list[dict[str, Any]]) -> None:
+    """The tables are an independent sum of the trace's events."""
+    kernels: Counter[str] = Counter()
+    for event in events:
+        if is_of(event, ON_DEVICE):
+            kernels[event["name"]] += span(event)[1] - span(event)[0]
+    of_table: Counter[str] = Counter()
+    for row in report.kernels:
+        of_table[row.name] += row.total_ns
+    assert of_table == kernels
+    lanes: dict[Any, list[tuple[int, int]]] = defaultdict(list)
+    for event in events:
+        if report.operators and is_of(event, OPERATORS) and not event["name"].startswith(RANGES):
+            lanes[event["pid"], event["tid"]].append(span(event))
+    own = sum(row.self_ns for row in report.operators)
+    assert own == pytest.approx(sum(union_ns(spans) for spans in lanes.values()), rel=NEAR)
+
+
+def assert_time(report: TraceReport, events: list[dict[str, Any]]) -> None:
+    """The lines sum to the steps, those of work to what ran on the device, and no finding recovers more than its."""
+    for ledger in (report.host_ledger, report.device_ledger):
+        if ledger is not None:
+            assert_sums(ledger, str(report.file))
+    assert not out_of_bounds(examine_files([report], []), report.host_ledger, report.device_ledger)
+    if (of_device := report.device_ledger) is None or not report.steps:
+        return
+    steps = steps_of(events)
+    whole = min(start for start, _ in steps), max(end for _, end in steps)
+    assert of_device.step_ns * of_device.steps == pytest.approx(whole[1] - whole[0], rel=NEAR)
+    works = of_device.ns("compute", "collective", "copy") * of_device.steps
+    busy = [span(event) for event in events if is_of(event, ON_DEVICE)]
+    assert works == pytest.approx(union_ns(clipped(busy, *whole)), rel=NEAR)
+
+
+def assert_modules(report: TraceReport, events: list[dict[str, Any]]) -> int:
+    """The lines of each module sum to its ranges in the steps; return the number of modules."""
+    ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    steps = steps_of(events)
+    for event in events:
+        if event["name"].startswith("[pl][module]"):
+            parts = [part for step in steps for part in clipped([span(event)], *step)]
+            ranges[event["name"].rpartition(": ")[2]] += parts
+    for module, spans in ranges.items():
+        lines = report.host_ledger.lines if report.host_ledger else ()
+        mine = [line for line in lines if f"{line.module}.".startswith(f"{module}.")]
+        ns = sum(line.ns for line in mine if line.part not in {"backward", "backward_hook"})
+        assert ns * len(steps) == pytest.approx(union_ns(spans), rel=NEAR, abs=10), module
+    return len(ranges)
+
+
+def test_recorded_traces_have_ledgers_and_tables_that_are_sums_of_their_events(recorded: Path) -> None:
+    modules = 0
+    for path in existing(recorded, endings=TRACES):
+        if path.name.startswith("cut"):
+            continue
+        report, events = trace_report(path), events_of(path)
+        assert_tables(report, events)
+        assert_time(report, events)
+        modules += assert_modules(report, events)
+    assert modules > 10
+
+
+@pytest.mark.corpus
+@pytest.mark.parametrize("path", OTHERS or [None], ids=lambda path: path.name[:24] if path else "none")
+def test_traces_of_other_people_have_them_too(path: Path | None) -> None:
+    if path is None:
+        pytest.skip(f"no recorded traces in {CORPUS}; set MEMPROF_CORPUS to where they are")
+    report, events = trace_report(path), events_of(path)
+    assert_tables(report, events)
+    assert_time(report, events)

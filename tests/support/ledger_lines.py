@@ -1,0 +1,83 @@
+"""Which lines of a ledger the worth of each finding comes from: none recovers more than they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from lightning_memprof.analysis.findings import Finding
+    from lightning_memprof.analysis.ledger.memory import ByteLedger
+    from lightning_memprof.analysis.ledger.model import TimeLedger
+
+__all__ = ["LINES", "held", "out_of_bounds"]
+
+PASSES: Final = ("forward", "backward")
+WORK: Final = (*PASSES, "optimizer")
+IDLE: Final = (
+    "idle_synchronization", "idle_allocator", "idle_garbage", "idle_python", "idle_operators", "idle_launch",
+    "idle_graph", "idle_loading", "idle_queue",
+)  # fmt: skip
+# Parts of a time ledger, or categories of a byte ledger.
+LINES: Final[Mapping[str, tuple[str, ...]]] = {
+    "activation_peak": ("activation",),
+    "allocator_thrash": ("idle_allocator", "collective"),
+    "anomaly_detection": PASSES,
+    "between_steps": ("untracked",),
+    "blocking_transfers": ("copy",),
+    "callback_bound": ("callback",),
+    "checkpoint_bound": ("checkpoint",),
+    "communication_exposed": ("collective",),
+    "dense_embedding": ("optimizer",),
+    "device_memory_growth": ("growth",),
+    "double_precision": WORK,
+    "garbage": ("garbage",),
+    "gpu_idle": (*IDLE, "idle_data"),
+    "hook_bound": ("module_hook",),
+    "input_bound": ("data_wait",),
+    "input_bound_trace": ("idle_data", "data_wait"),
+    "logging_bound": ("logging", "self_log"),
+    "many_small_kernels": ("compute",),
+    "many_small_operators": (*WORK, "untracked"),
+    "memory_growth": ("growth",),
+    "metric_bound": ("metric",),
+    "optimizer_bound": ("optimizer",),
+    "optimizer_state": ("optimizer_state",),
+    "other_profiler": (*PASSES, "garbage"),
+    "padding": PASSES,
+    "python_loop": PASSES,
+    "python_time": WORK,
+    "registered_hook_bound": ("forward_hook", "backward_hook"),
+    "slow_steps": ("stall", *WORK, "untracked"),
+    "small_batch": (*WORK, "callback", "module_hook", "logging", "transfer", "untracked", "self_log", "data_wait"),
+    "straggler": ("rank_wait",),
+    "straggler_trace": ("rank_wait",),
+    "synchronization": IDLE,
+    "tensor_cores_unused": ("compute",),
+    "thread_oversubscription": (*WORK, "validation", "metric"),
+    "unused_gradients": ("backward",),
+    "validation_bound": ("validation",),
+    "validation_memory": ("validation",),
+    "worker_memory": ("workers",),
+    "workers_restart": ("data_wait",),
+}
+
+
+def held(rule: str, ledger: TimeLedger | ByteLedger) -> float:
+    """Return what the lines of a rule hold."""
+    of: Any = [line for line in ledger.lines if getattr(line, "part", getattr(line, "category", "")) in LINES[rule]]
+    return sum(getattr(line, "ns", getattr(line, "bytes", 0)) for line in of)
+
+
+def out_of_bounds(findings: Iterable[Finding], *ledgers: TimeLedger | ByteLedger | None) -> list[str]:
+    """Return the findings that recover more than the lines of each ledger of their whole hold, or less than nothing."""
+    found = []
+    for finding in findings:
+        if (worth := finding.recovers) is None:
+            continue
+        whole = "step_ns" if worth.unit == "ns" else "peak_bytes"
+        of = [ledger for ledger in ledgers if ledger is not None and getattr(ledger, whole, None) == worth.whole]
+        most = max((held(finding.rule, ledger) for ledger in of), default=-1.0)
+        if not 0 <= worth.least <= worth.most <= most * (1 + 1e-9):
+            found.append(f"{finding.rule}: {worth.least} to {worth.most} of {most} in {worth.whole}")
+    return found
