@@ -44,7 +44,14 @@ class WindowRequest:
 
 
 class RequestSource(Protocol):
-    """Makes window requests during the run."""
+    """Makes window requests during the run.
+
+    Attributes:
+        due_ns: reading of ``time.perf_counter_ns`` from which on ``before_step`` is called.
+
+    """
+
+    due_ns: int
 
     def before_step(self, step: int) -> Iterable[WindowRequest]:
         """Return the new requests at ``step``."""

@@ -50,7 +50,7 @@ class Session:
         collectors: those that are available in this run.
         window_closed: called when a window is saved, with its index, its recorded steps, and why the recording ends
             with it; None if it continues.
-        requests: makes window requests; called once a step.
+        requests: makes window requests.
 
     """
 
@@ -109,7 +109,7 @@ class Session:
         self._end_step()
         began = time.perf_counter_ns()
         was_open = self._recording is not None
-        if self._requests is not None:
+        if self._requests is not None and began >= self._requests.due_ns:
             for request in self._requests.before_step(position.step):
                 self._planner.request(request)
         turn = self._planner.turn(position)

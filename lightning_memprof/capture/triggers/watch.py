@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
+import time
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,7 +29,7 @@ from lightning_memprof.capture.watchdog import caught_elsewhere
 from lightning_memprof.errors import ArtifactError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from types import FrameType
 
     from lightning_memprof.capture.base import RunContext, StepRecord
@@ -39,6 +41,8 @@ log = logging.getLogger(__name__)
 
 # Ranks of one job are within a step or two of each other; the rest is for file systems that show a file late.
 _LEAD_STEPS: Final = 20
+# Between two checks for a file: after a training step, with cold caches, one takes up to 15 µs.
+_CHECK_NS: Final = 50_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +50,7 @@ class Triggers:
     """Causes of windows outside the schedule.
 
     Args:
-        file: check once a step whether ``lightning-memprof trigger`` requests a window.
+        file: check every 50 ms whether ``lightning-memprof trigger`` requests a window.
         signal: SIGUSR2 opens a window on this rank.
         anomalies: anomalies that open a window on this rank.
         warmup: warmup steps, whose records are discarded.
@@ -101,12 +105,16 @@ class TriggerWatch:
         triggers: the configuration.
         run: of this rank.
 
+    Attributes:
+        due_ns: reading of ``time.perf_counter_ns`` from which on :meth:`before_step` is called.
+
     Raises:
         ConfigError: an anomaly cannot be watched in this run.
 
     """
 
     def __init__(self, triggers: Triggers, run: RunContext) -> None:
+        self.due_ns = 0
         self._triggers = triggers
         self._run = run
         self._files = _FileRequests(run, triggers.warmup, triggers.active) if triggers.file else None
@@ -121,7 +129,7 @@ class TriggerWatch:
     def start(self) -> None:
         """Install the signal handler and start watching for anomalies."""
         if self._triggers.signal:
-            usr2 = Usr2()
+            usr2 = Usr2(self._make_due)
             reason = usr2.install()
             if reason is None:
                 self._usr2 = usr2
@@ -144,11 +152,14 @@ class TriggerWatch:
         """Request a window from the program: on all ranks if there are several, else at the next step."""
         cause = "MemProfilerCallback.trigger()"
         if self._run.world_size > 1 and self._files is not None and self._files.write(cause, active):
+            self._make_due()
             return
         self._request(cause, active)
 
     def before_step(self, step: int) -> Iterable[WindowRequest]:
-        """Return the new requests for windows at or after ``step``; costs one ``os.access``."""
+        """Return the new requests for windows at or after ``step``."""
+        # First: a signal may arrive at any point of this method.
+        self.due_ns = sys.maxsize if self._files is None else time.perf_counter_ns() + _CHECK_NS
         if self._files is not None and (request := self._files.read(step)) is not None:
             self._requests.append(request)
         if self._usr2 is not None and self._usr2.received:
@@ -179,13 +190,17 @@ class TriggerWatch:
     def _request(self, cause: str, active: int | None = None) -> None:
         steps = self._triggers.active if active is None else active
         self._requests.append(WindowRequest(cause=cause, warmup=self._triggers.warmup, active=steps))
+        self._make_due()
+
+    def _make_due(self) -> None:
+        self.due_ns = 0
 
 
 class _FileRequests:
     """The requests in a run directory.
 
-    Rank 0 checks for a request once a step and writes a plan: the step at which every rank records, 20 steps after its
-    own. The other ranks check for the plan once a step. There is no collective, and no rank waits.
+    Rank 0 checks for a request and writes a plan: the step at which every rank records, 20 steps after its own and
+    after those between two checks. The other ranks check for the plan. There is no collective, and no rank waits.
 
     Args:
         run: of this rank.
@@ -203,6 +218,9 @@ class _FileRequests:
         self._path = os.fspath(self._directory / (TRIGGER_REQUEST if self._leads else TRIGGER_PLAN))
         self._seen: tuple[int, int] | None = None
         self._plan: Plan | None = None
+        self._checked_step: int | None = None
+        # Most steps between two checks of this rank; the other ranks check as rarely.
+        self._unchecked = 0
 
     def write(self, cause: str, active: int | None) -> bool:
         """Request a window on all ranks; return whether the request was written."""
@@ -215,11 +233,14 @@ class _FileRequests:
 
     def read(self, step: int) -> WindowRequest | None:
         """Return a new request for a window at or after ``step``; costs one ``os.access``."""
-        # The exception of a missing file would cost more than the rest of this in every step.
+        if self._checked_step is not None:
+            self._unchecked = max(self._unchecked, step - self._checked_step - 1)
+        self._checked_step = step
+        # The exception of a missing file would cost more than the rest of this.
         if not os.access(self._path, os.F_OK):
             return None
         try:
-            status = os.stat(self._path)  # noqa: PTH116 a Path object would cost time in every step
+            status = os.stat(self._path)  # noqa: PTH116 a Path object would cost more
         except OSError:
             return None
         seen = (status.st_mtime_ns, status.st_ino)
@@ -244,7 +265,7 @@ class _FileRequests:
                 id=request.id, cause=plan.cause, step=plan.step, warmup=plan.warmup, active=plan.active, seen_at=step
             )
         else:
-            lead = _LEAD_STEPS if self._run.world_size > 1 else 0
+            lead = _LEAD_STEPS + self._unchecked if self._run.world_size > 1 else 0
             warmup = self._warmup if request.warmup is None else request.warmup
             active = self._active if request.active is None else request.active
             plan = Plan(
@@ -288,13 +309,17 @@ class _FileRequests:
 class Usr2:
     """Notes that SIGUSR2 arrived, and calls the previous handler.
 
+    Args:
+        arrived: called in the signal's handler.
+
     Attributes:
         received: whether it arrived; reset it to False after handling it.
 
     """
 
-    def __init__(self) -> None:
+    def __init__(self, arrived: Callable[[], None] = lambda: None) -> None:
         self.received = False
+        self._arrived = arrived
         self._before: Any = None
         self._installed = False
         # One object, so that it can be compared.
@@ -322,5 +347,6 @@ class Usr2:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.received = True
+        self._arrived()
         if callable(self._before):
             self._before(number, frame)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ schedules = st.builds(
 
 class Wanted:
     """Wishes that a test has, by the step at which they are told."""
+
+    due_ns = 0
 
     def __init__(self, *wanted: tuple[int, WindowRequest]) -> None:
         self.wanted = wanted
@@ -145,3 +148,14 @@ def test_a_step_that_holds_a_validation_is_told_as_unusual_and_only_that_one(tmp
             made.mark(Point.BATCH_END)
         made.close()
     assert [record.usual for record in wanted.records] == [True, False, True]
+
+
+def test_requests_are_asked_for_when_they_are_due_and_not_before(tmp_path: Path) -> None:
+    wanted = Wanted((1, WindowRequest("too early", 0, 1)), (3, WindowRequest("due", 0, 1)))
+    with context(tmp_path) as run:
+        made = Session(run, lambda _: NONE, [], requests=wanted)
+        for position in fit(5):
+            wanted.due_ns = sys.maxsize if position.step < 3 else 0
+            made.begin_step(position)
+        made.close()
+        assert closed(read_rows(run.sink.manifest.path)[0]) == [([3], False)]

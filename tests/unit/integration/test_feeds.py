@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+from contextlib import _GeneratorContextManager
 from typing import Any
 
 import pytest
@@ -164,3 +166,135 @@ def test_idle_profilers_are_not_called() -> None:
         pass
     tap.remove()
     assert profiler.log == []
+
+
+def test_an_idle_profiler_makes_no_generator_and_keeps_the_meaning_of_profile() -> None:
+    log: list[str] = []
+    profiler = PassThroughProfiler()
+    tap = ActionTap(profiler, ignore)
+    tap.install({"a": lambda: log.append("a starts")}, {"a": lambda: log.append("a stops")}, [])
+    assert not isinstance(profiler.profile("a"), _GeneratorContextManager)
+    with profiler.profile(action_name="a") as name, profiler.profile("b") as other:
+        assert (name, other) == ("a", "b")
+    with pytest.raises(ValueError, match="of the body"), profiler.profile("a"):
+        raise ValueError("of the body")
+    profiler.profile("a")(lambda: log.append("body"))()
+    tap.remove()
+    assert "profile" not in vars(profiler)
+    assert log == ["a starts", "a stops"] * 2 + ["a starts", "body", "a stops"]
+
+
+def test_a_profiler_of_the_user_keeps_its_own_profile() -> None:
+    for profiler in (SimpleProfiler(), Told([])):
+        tap = ActionTap(profiler, ignore)
+        tap.install({}, {}, [])
+        assert "profile" not in vars(profiler)
+        tap.remove()
+
+
+def test_a_program_that_wraps_start_during_the_run_hears_every_action() -> None:
+    log: list[str] = []
+    profiler = PassThroughProfiler()
+    tap = ActionTap(profiler, ignore)
+    tap.install({"a": lambda: log.append("handler")}, {}, [])
+    below = profiler.start
+
+    def start(action_name: str) -> None:
+        log.append(f"program {action_name}")
+        below(action_name)
+
+    profiler.start = start  # type: ignore[method-assign]
+    with profiler.profile("a"):
+        pass
+    del profiler.start
+    with profiler.profile("a"):
+        pass
+    tap.remove()
+    assert log == ["program a", "handler"]
+
+
+def test_two_runs_at_a_time_share_an_idle_profiler() -> None:
+    log: list[str] = []
+    profiler = PassThroughProfiler()
+    outer, inner = ActionTap(profiler, ignore), ActionTap(profiler, ignore)
+    outer.install({"a": lambda: log.append("outer")}, {}, [])
+    inner.install({"a": lambda: log.append("inner")}, {}, [])
+    with profiler.profile("a"):
+        pass
+    inner.remove()
+    with profiler.profile("a"):
+        pass
+    outer.remove()
+    assert sorted(log[:2]) == ["inner", "outer"]
+    assert log[2:] == ["outer"]
+    assert not {"start", "stop", "profile"} & set(vars(profiler))
+
+
+def test_a_listener_that_an_actions_handler_adds_hears_that_action() -> None:
+    log: list[str] = []
+    profiler = PassThroughProfiler()
+    tap = ActionTap(profiler, ignore)
+    listening = tap.listen(*listener(log, "l"))
+    tap.install({"a": listening.__enter__}, {}, [])
+    with profiler.profile("a"), profiler.profile("b"):
+        pass
+    listening.__exit__(None, None, None)
+    tap.remove()
+    assert log == ["l start a", "l start b", "l stop b", "l stop a"]
+
+
+def test_an_interrupt_in_a_handler_ends_the_action_too() -> None:
+    log: list[str] = []
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    profiler = PassThroughProfiler()
+    tap = ActionTap(profiler, ignore)
+    tap.install({"a": interrupt}, {"a": lambda: log.append("stop")}, [])
+    with pytest.raises(KeyboardInterrupt), profiler.profile("a"):
+        log.append("body")
+    tap.remove()
+    assert log == ["stop"]
+
+
+def test_an_interrupt_that_was_kept_is_raised_by_an_action_of_the_same_thread() -> None:
+    kept: list[BaseException] = [KeyboardInterrupt()]
+    profiler = PassThroughProfiler()
+    tap = ActionTap(profiler, ignore)
+    tap.install({}, {}, kept)
+
+    def other_thread() -> None:
+        with profiler.profile("a"):
+            pass
+
+    thread = threading.Thread(target=other_thread)
+    thread.start()
+    thread.join()
+    assert len(kept) == 1
+    with pytest.raises(KeyboardInterrupt), profiler.profile("a"):
+        pass
+    tap.remove()
+    assert kept == []
+
+
+def test_an_action_that_is_open_when_the_tap_is_removed_calls_no_handler() -> None:
+    log: list[str] = []
+    profiler = PassThroughProfiler()
+    tap = ActionTap(profiler, ignore)
+    tap.install({}, {"a": lambda: log.append("stop")}, [])
+    with profiler.profile("a"):
+        tap.remove()
+    assert log == []
+
+
+def test_names_of_actions_without_end_are_not_kept() -> None:
+    profiler = PassThroughProfiler()
+    tap = ActionTap(profiler, ignore)
+    tap.install({}, {}, [])
+    assert profiler.profile("a") is profiler.profile("a")
+    for number in range(5000):
+        with profiler.profile(f"batch {number}"):
+            pass
+    assert profiler.profile("batch 4999") is not profiler.profile("batch 4999")
+    tap.remove()

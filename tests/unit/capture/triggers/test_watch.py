@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -68,6 +70,33 @@ def test_rank_0_plans_its_step_plus_20_and_the_others_read_it(tmp_path: Path) ->
         assert not (directory(tmp_path) / "trigger.request.json").exists()
 
 
+def test_steps_that_rank_0_does_not_check_are_added_to_its_lead(tmp_path: Path) -> None:
+    with ranks(tmp_path) as (first, second):
+        for step in (0, 100, 101):
+            assert [*first.before_step(step), *second.before_step(step)] == []
+        write_request(directory(tmp_path), Request("id", "somebody"))
+        (demand,) = first.before_step(102)
+        assert demand.step == 102 + 20 + 99
+        assert list(second.before_step(200)) == [demand]
+
+
+def test_a_watch_is_due_50_ms_after_a_check_and_at_once_where_the_program_asks(tmp_path: Path) -> None:
+    with ranks(tmp_path) as (first, _):
+        assert first.due_ns == 0
+        began = time.perf_counter_ns()
+        list(first.before_step(0))
+        assert first.due_ns >= began + 50_000_000
+        first.call(None)
+        assert first.due_ns == 0
+    with ranks(tmp_path, Triggers(signal=True, file=False), world=1) as (only,):
+        only.start()
+        list(only.before_step(0))
+        assert only.due_ns == sys.maxsize
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert only.due_ns == 0
+        only.stop()
+
+
 def test_alone_a_rank_opens_the_window_at_once(tmp_path: Path) -> None:
     with ranks(tmp_path, world=1) as (only,):
         write_request(directory(tmp_path), Request("id", "somebody"))
@@ -97,8 +126,9 @@ def test_requests_while_one_is_planned_get_the_same_window_and_later_ones_a_new_
         assert (plan.id, plan.step, plan.active) == ("b", 20, 2)
         assert list(second.before_step(22)) == []
         write_request(directory(tmp_path), Request("c", "three", 9))
-        assert list(first.before_step(23)) == [WindowRequest("three", 1, 9, 43)]
-        assert list(second.before_step(23)) == [WindowRequest("three", 1, 9, 43)]
+        # 20 steps after the check, and the 21 that were not checked before.
+        expected = WindowRequest("three", 1, 9, 64)
+        assert list(first.before_step(23)) == list(second.before_step(23)) == [expected]
 
 
 def test_trigger_asks_all_ranks_through_rank_0(tmp_path: Path) -> None:
