@@ -200,14 +200,15 @@ def optimizer_bound(facts: Facts) -> list[Finding]:
     rank, statistics = worst
     ledger = facts.ledgers[rank.rank]
     # An optimizer takes about the same time in each of its steps: a mean above the median is due to a few odd steps.
-    mean_share = statistics.share("optimizer")
+    # Hooks inside its phase are lines of their own.
+    mean_share = min(statistics.share("optimizer"), ledger.share("optimizer", "stall"))
     share = min(mean_share, statistics.median_shares["optimizer"])
     slow = [optimizer for optimizer in (rank.training.optimizers if rank.training else ()) if _loops(optimizer)]
-    spent = share * (ledger.step_ns - ledger.ns("core_wait"))
+    spent = share * ledger.step_ns
     worth = Recovery(unit="ns", least=spent * FASTER[0], most=spent * FASTER[1], whole=ledger.step_ns)
     if worth.share < NOTABLE or statistics.used < MIN_STEPS or not slow:
         return []
-    optimizer_ns = statistics.breakdown_ns["optimizer"] or 0
+    optimizer_ns = round(mean_share * ledger.step_ns)
     if statistics.mean_ns < SHORT_STEP_NS and optimizer_ns < MIN_OPTIMIZER_NS:
         return []
     optimizer = slow[0]
@@ -218,7 +219,7 @@ def optimizer_bound(facts: Facts) -> list[Finding]:
             severity=worth.severity,
             sentence=f"Optimizer-bound: {name} takes {percent(mean_share)} of each step{facts.on_rank(rank)}.",
             why=(
-                f"{format_ns(optimizer_ns)} of a {format_ns(statistics.mean_ns)} step: {name} updates its "
+                f"{format_ns(optimizer_ns)} of a {format_ns(ledger.step_ns)} step: {name} updates its "
                 f"{f'{count:,} ' if count else ''}parameter tensors in a Python loop "
                 f"(foreach={optimizer.foreach}, fused={optimizer.fused} on {_device(optimizer)})."
             ),

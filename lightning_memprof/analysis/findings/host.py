@@ -49,6 +49,12 @@ ADVICE: Final = {
     "RichProgressBar": "Draw less often: RichProgressBar(refresh_rate=20).",
     "TQDMProgressBar": "Draw less often: TQDMProgressBar(refresh_rate=20).",
 }
+# Hooks that look at gradients, which are as many tensors as the model has parameters.
+OF_GRADIENTS: Final = frozenset({"on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"})
+AT_ONCE: Final = (
+    "Handle all gradients in one call in {name}, or every N batches: Trainer(gradient_clip_val=1.0), "
+    "torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0), torch._foreach_norm."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,8 +180,9 @@ def _of_action(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy, li
     name = lines[0].name or "of unknown name"
     worth = Recovery(unit="ns", least=ns * remedy.saves[0], most=ns * remedy.saves[1], whole=ledger.step_ns)
     once = 0 < count * ledger.steps < MIN_CALLS
-    special = ADVICE.get(name.partition(".")[0])
-    steps = tuple(step.format(name=name, owner=name.rpartition(".")[0]) for step in remedy.next_steps)
+    owner, _, hook = name.rpartition(".")
+    special = AT_ONCE.format(name=name) if hook in OF_GRADIENTS else ADVICE.get(name.partition(".")[0])
+    steps = tuple(step.format(name=name, owner=owner) for step in remedy.next_steps)
     return Finding(
         rule=remedy.rule,
         severity=Severity.INFO if once else worth.severity,

@@ -42,7 +42,7 @@ _INSIDE: Final[Mapping[HostPart, tuple[HostPart, ...]]] = {
 _METRIC: Final = "[Metric]"
 _MODULE: Final = "[LightningModule]"
 # Actions inside forward, backward and optimizer that are lines of their own.
-_WITHIN: Final = ("garbage", "metric")
+_WITHIN: Final = ("garbage", "metric", "module_hook", "callback")
 _NAMED_PARTS: Final[Mapping[str, HostPart]] = {
     "data_wait": "data_wait",
     "transfer": "transfer",

@@ -162,6 +162,39 @@ EXPECTED: Final = (
         accuse=(r"activations?.*(most|\d+%|dominat|GiB|MiB)", r"(peak|memory).*activations?"),
     ),
     Expected(
+        name="caching_workers",
+        script="memory.py",
+        cause=(r"workers?.*(grow|leak|accumulat|keep|rise)", r"(grow|leak|accumulat|memory).*workers?"),
+        near=(r"memory.*(grow|leak)", r"(grow|leak).*memory"),
+        fix=(r"__getitem__|cach|Remembering|data ?set|each worker",),
+        near_fix=(r"workers|memory",),
+    ),
+    Expected(
+        name="shared_cores",
+        script="machine.py",
+        cause=(
+            r"(other|foreign) (process|program)|(waits?|waiting).*\bcores?\b",
+            r"cores?.*(taken|shared|busy)|CPU contention",
+        ),
+        near=(r"busy machine|\bload\b|interference",),
+        fix=(r"(other|these|those|them).*(end|stop|priority|move|renice|kill)|taskset|renice|quiet|of its own",),
+        near_fix=(r"\btop\b|process",),
+        # Another program on one of the machine's cores takes less than half of the step, and a page may say so.
+        accuse=(r"([5-9]\d|100)% .*\bcores?\b",),
+    ),
+    Expected(
+        name="one_thread",
+        script="machine.py",
+        cause=(
+            r"\b(1|one|single) (\w+ )?thread|single-threaded|(one|1) of (the )?\d+ cores",
+            r"cores? (are )?(idle|unused|free)",
+        ),
+        near=(r"thread|core",),
+        fix=(r"set_num_threads|OMP_NUM_THREADS",),
+        near_fix=(r"thread",),
+        accuse=(r"\b(1|one|single) thread|single-threaded|cores? (are )?(idle|unused)",),
+    ),
+    Expected(
         name="looped_attention",
         script="compute.py",
         cause=(r"attention|softmax|masked_fill|python loop|(small|many|tiny) (op|kernel|operation)",),
@@ -279,5 +312,23 @@ EXPECTED: Final = (
         fix=(r"(larger|bigger|increase|raise).{0,30}batch|batch.?size|accumulate",),
         near_fix=(r"torch\.compile|fuse|batch",),
         accuse=(r"(?<!profiler )overhead|batch size|small(er)? batch",),
+    ),
+    Expected(
+        name="clip_each",
+        script="styles.py",
+        cause=(r"clip|on_before_optimizer_step|gradient norm",),
+        near=(r"\bhook\b|(small|many|tiny) (op|kernel|operation)|python loop|optimi[sz]er",),
+        fix=(r"clip|on_before_optimizer_step|gradient_clip_val|foreach",),
+        near_fix=(r"\bhook\b|loop|fuse",),
+        accuse=(r"clip|on_before_optimizer_step",),
+    ),
+    Expected(
+        name="double_backward",
+        script="styles.py",
+        cause=(r"create_graph|double.?backward|second (derivative|order)|(gradient )?penalty|autograd\.grad",),
+        near=(r"backward",),
+        fix=(r"every \w+ (step|batch)|less often|penalty|create_graph",),
+        near_fix=(r"backward|graph",),
+        accuse=(r"create_graph|double.?backward|second (derivative|order)",),
     ),
 )

@@ -78,5 +78,34 @@ def activations(fault: bool) -> None:
     fit(LongContext(recompute=not fault), DataLoader(Tokens(STEPS * 4, 513), batch_size=4), steps=40)
 
 
+class Remembering(Vectors):
+    """Vectors that a worker process prepares: it keeps each of them for later, or not."""
+
+    def __init__(self, remember: bool) -> None:
+        super().__init__()
+        self.remember = remember
+        self.prepared: dict[int, Tensor] = {}
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        features, label = super().__getitem__(index)
+        prepared = features.repeat(16).sqrt()
+        if self.remember:
+            self.prepared[index] = prepared
+        return prepared[: len(features)].nan_to_num(), label
+
+
+def caching_workers(fault: bool) -> None:
+    """A worker process keeps each sample, 8 MiB per batch; healthy: it keeps none."""
+    loader = DataLoader(Remembering(fault), batch_size=BATCH, num_workers=1, persistent_workers=True)
+    fit(Classifier(), loader)
+
+
 if __name__ == "__main__":
-    main({"host_growth": host_growth, "validation_outputs": validation_outputs, "activations": activations})
+    main(
+        {
+            "host_growth": host_growth,
+            "validation_outputs": validation_outputs,
+            "activations": activations,
+            "caching_workers": caching_workers,
+        }
+    )

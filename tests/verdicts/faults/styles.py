@@ -191,6 +191,53 @@ def single_rows(fault: bool) -> None:
     fit(model, DataLoader(rows, batch_size=batch), steps=200)
 
 
+class Clipped(Classifier):
+    """Clips its gradients in a hook: each parameter on its own, or all at once."""
+
+    def __init__(self, each: bool) -> None:
+        super().__init__()
+        self.each = each
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(WIDTH)) for _ in range(1000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * torch.stack(list(self.scales)).mean(0))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.each:
+            for parameter in self.parameters():
+                nn.utils.clip_grad_norm_([parameter], 1.0)
+        else:
+            nn.utils.clip_grad_norm_(self.parameters(), 1.0, foreach=True)
+
+
+def clip_each(fault: bool) -> None:
+    """Gradients are clipped parameter by parameter; healthy: all in one call."""
+    fit(Clipped(each=fault), DataLoader(Vectors(), batch_size=BATCH))
+
+
+class Smooth(Classifier):
+    """Penalizes the gradient of its output by its input, in each step or in every 16th."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        self.every = every
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        features, labels = batch
+        is_penalized = batch_idx % self.every == 0
+        logits = self(features.requires_grad_(is_penalized))
+        loss = functional.cross_entropy(logits, labels)
+        if is_penalized:
+            (slope,) = torch.autograd.grad(logits.sum(), features, create_graph=True)
+            loss = loss + slope.square().sum(1).mean()
+        return loss
+
+
+def double_backward(fault: bool) -> None:
+    """A gradient penalty in each step differentiates the backward pass; healthy: in every 16th step."""
+    fit(Smooth(every=1 if fault else 16), DataLoader(Vectors(), batch_size=BATCH))
+
+
 if __name__ == "__main__":
     main(
         {
@@ -202,5 +249,7 @@ if __name__ == "__main__":
             "unfrozen_body": unfrozen_body,
             "chatty_log": chatty_log,
             "single_rows": single_rows,
+            "clip_each": clip_each,
+            "double_backward": double_backward,
         }
     )

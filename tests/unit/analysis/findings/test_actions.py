@@ -195,3 +195,12 @@ def test_a_rule_that_fails_is_a_finding_and_hides_no_other(tmp_path: Path, monke
     findings = found(tmp_path, FakeRun(phases=phases(callbacks=65_000_000)), row)
     assert findings["rule_failed"].sentence == "The rule broken failed (KeyError: 'lost')."
     assert "callback_bound" in findings
+
+
+def test_a_hook_inside_the_optimizer_step_is_not_the_optimizer(tmp_path: Path) -> None:
+    row = action("[LightningModule]LitGPT.on_before_optimizer_step", 20_000_000, "optimizer")
+    loops = {"optimizers": [{"name": "SGD", "foreach": None, "fused": None, "parameters": 900, "device": "cpu"}]}
+    rules = found(tmp_path, FakeRun(phases=phases(optimizer=21_000_000), training=loops), row)
+    assert rules["hook_bound"].sentence.startswith("The hook LitGPT.on_before_optimizer_step of the module takes 5")
+    assert "all gradients in one call" in rules["hook_bound"].next_steps[0]
+    assert "optimizer_bound" not in rules
