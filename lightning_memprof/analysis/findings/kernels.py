@@ -192,7 +192,12 @@ ORDINARY: Final = re.compile(
 TENSOR: Final = re.compile(
     r"tensorop|hmma|imma|wmma|884|1688|16816|tf32|bf16|f16f16|hgemm|fp8|e4m3|_h\d+cudnn|flash|fmha|warpgroup",
 )
-# Volta and later; older devices and other vendors have none, or name them differently.
+# NVIDIA's first devices with tensor cores, and the first with bfloat16 and TF32 in them.
+VOLTA: Final = (7, 0)
+AMPERE: Final = (8, 0)
+# Its GTX 16 has the capability, 7.5, and no tensor cores; other vendors number their devices differently.
+WITHOUT_TENSOR_CORES: Final = re.compile(r"GTX 16\d\d|AMD|Radeon|Instinct|\bgfx")
+# For traces without compute capabilities.
 HAS_TENSOR_CORES: Final = re.compile(
     r"\b(V100|T4|TITAN (V|RTX)|Quadro (GV|RTX)|RTX|A\d{1,3}0?G?|L4|L40S?|H\d{2,3}|GH200|B\d{3}|GB\d{3}|PG\d{3})\b",
 )
@@ -218,8 +223,7 @@ def tensor_cores_unused(trace: TraceReport) -> list[Finding]:
         kernel for kernel in kernels if not _is_ordinary(kernel.name) and TENSOR.search(kernel.name.lower())
     )
     ordinary.sort(key=lambda kernel: -kernel.total_ns)
-    # Later devices run kernels with Volta in their name too: the names count only if the device is unknown.
-    early = any(EARLY.search(text) for text in _named_devices(trace) or [kernel.name for kernel in ordinary])
+    early = _is_early(trace, ordinary)
     return [
         Finding(
             rule="tensor_cores_unused",
@@ -255,10 +259,25 @@ def _is_ordinary(name: str) -> bool:
 
 
 def _has_tensor_cores(trace: TraceReport, ordinary: list[Kernel]) -> bool:
+    if capability := _capability(trace):
+        return capability >= VOLTA and not any(map(WITHOUT_TENSOR_CORES.search, trace.devices))
     named = _named_devices(trace)
     if named:
         return any(HAS_TENSOR_CORES.search(device) for device in named)
     return any(BY_KERNEL.search(kernel.name) for kernel in ordinary)
+
+
+def _is_early(trace: TraceReport, ordinary: list[Kernel]) -> bool:
+    """Return whether tensor cores have neither bfloat16 nor TF32."""
+    if capability := _capability(trace):
+        return capability < AMPERE
+    # Later devices run kernels with Volta in their name too: the names count only if the device is unknown.
+    return any(EARLY.search(text) for text in _named_devices(trace) or [kernel.name for kernel in ordinary])
+
+
+def _capability(trace: TraceReport) -> tuple[int, int] | None:
+    """Return the lowest compute capability of the devices, None if none is known."""
+    return min((capability for capability in trace.capabilities if any(capability)), default=None)
 
 
 def _named_devices(trace: TraceReport) -> list[str]:

@@ -248,6 +248,7 @@ class TraceReport:
         file: the trace.
         rank: global rank, None where the trace has none; ``world_size`` likewise.
         devices: names of the devices with events.
+        capabilities: major and minor number of the compute capability of each of them, (0, 0) where the trace has none.
         start_ns: Unix time of the first event; counts from 0 where the trace has no base time.
         end_ns: the same of the last event's end.
         events: number of events in the file.
@@ -293,6 +294,7 @@ class TraceReport:
     collectives: tuple[CollectiveTotals, ...]
     copies: tuple[Copies, ...]
     missing: tuple[str, ...]
+    capabilities: tuple[tuple[int, int], ...] = ()
     synchronizations: tuple[Synchronization, ...] = ()
     profiler_overhead: tuple[RuntimeCall, ...] = ()
     allocator_spans: tuple[tuple[int, int], ...] = ()

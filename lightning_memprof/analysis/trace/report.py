@@ -78,13 +78,15 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
     rank, world_size = _number(columns.metadata, "rank", _RANK), _number(columns.metadata, "world_size", _WORLD)
     ranges = [(step.start, step.end) for step in steps] or ([window] if window else [])
     threads = HostThreads(columns)
+    devices = _devices(columns, device)
     collectives = list(collective_calls(columns, device))
     some = len(columns.starts) > 0
     return TraceReport(
         file=path,
         rank=rank,
         world_size=world_size,
-        devices=_device_names(columns, device),
+        devices=tuple(name for name, _ in devices),
+        capabilities=tuple(capability for _, capability in devices),
         start_ns=columns.origin_ns + (int(np.min(columns.starts)) if some else 0),
         end_ns=columns.origin_ns + (int(np.max(columns.ends)) if some else 0),
         events=columns.events,
@@ -205,16 +207,26 @@ def _number(metadata: dict[str, Any], key: str, pattern: re.Pattern[str]) -> int
     return number if isinstance(number, int) and 0 <= number < _LARGEST_RANK else None
 
 
-def _device_names(columns: TraceColumns, device: DeviceEvents) -> tuple[str, ...]:
-    """Return the names of the devices with events; a device without a name in the trace has its number."""
+def _devices(columns: TraceColumns, device: DeviceEvents) -> list[tuple[str, tuple[int, int]]]:
+    """Return name and compute capability of the devices with events; one without a name has its number."""
     properties = columns.metadata.get("deviceProperties")
+    known: dict[str, tuple[str, tuple[int, int]]] = {}
     if isinstance(properties, list):
-        known = {str(each.get("id")): str(each.get("name")) for each in properties if isinstance(each, dict)}
-    else:
-        known = dict(_DEVICE.findall(properties)) if isinstance(properties, str) else {}
+        for each in properties:
+            if isinstance(each, dict):
+                known[str(each.get("id"))] = (str(each.get("name")), _capability(each))
+    elif isinstance(properties, str):
+        known = {number: (name, (0, 0)) for number, name in _DEVICE.findall(properties)}
     lanes = np.unique(columns.lanes[device.rows])
-    numbers = sorted({str(columns.lane_of[lane][0]) for lane in lanes})
-    return tuple(known.get(number, f"device {number}") for number in numbers)
+    found = sorted({str(columns.lane_of[lane][0]) for lane in lanes})
+    return [known.get(number, (f"device {number}", (0, 0))) for number in found]
+
+
+def _capability(properties: dict[str, Any]) -> tuple[int, int]:
+    match properties.get("computeMajor"), properties.get("computeMinor"):
+        case int() as major, int() as minor:
+            return major, minor
+    return 0, 0
 
 
 def _missing(rank: int | None, columns: TraceColumns, device: DeviceEvents, steps: list[Step]) -> list[str]:

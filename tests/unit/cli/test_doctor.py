@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import importlib
+import warnings
+
 import pytest
+
+from lightning_memprof.cli.terminal import quiet_lightning
 
 
 @pytest.mark.slow
@@ -37,3 +42,12 @@ def test_doctor_names_what_is_broken_and_is_exit_code_1(run_python, tmp_path):
     assert "OSError: libtorch.so: cannot open shared object file" in ended.stdout
     assert "Not ready: torch" in ended.stdout
     assert "Traceback" not in ended.stdout + ended.stderr
+
+
+def test_the_trainer_of_the_check_does_not_warn_that_a_gpu_is_idle() -> None:
+    importlib.import_module("lightning.pytorch")
+    with warnings.catch_warnings(record=True) as caught, quiet_lightning():
+        warnings.simplefilter("always", append=True)
+        warnings.warn("GPU available but not used. You can set it by doing `Trainer(accelerator='gpu')`.", stacklevel=1)
+        warnings.warn("another", stacklevel=1)
+    assert [str(warning.message) for warning in caught] == ["another"]

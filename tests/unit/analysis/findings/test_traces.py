@@ -322,6 +322,24 @@ def test_what_a_device_can_do_decides_what_is_advised() -> None:
     assert "tensor_cores_unused" in found(replace(volta, devices=()))
 
 
+@pytest.mark.parametrize(
+    ("device", "capability", "advice"),
+    [
+        ("NVIDIA Rubin Next", (12, 1), "bf16-mixed"),
+        ("NVIDIA TITAN V", (7, 0), "16-mixed"),
+        ("NVIDIA GeForce GTX 1660", (7, 5), None),
+        ("Tesla P100-PCIE-16GB", (6, 0), None),
+        ("AMD Instinct MI300X", (9, 4), None),
+    ],
+)
+def test_tensor_cores_are_known_by_compute_capability(device: str, capability: tuple[int, int], advice: str) -> None:
+    kernels = (kernel("volta_sgemm_64x64_nt", 200, MS),)
+    rules = found(trace(devices=(device,), capabilities=(capability,), kernels=kernels))
+    assert ("tensor_cores_unused" in rules) is (advice is not None)
+    if advice is not None:
+        assert f'"{advice}"' in rules["tensor_cores_unused"].next_steps[0]
+
+
 def test_many_short_kernels_are_to_be_fused() -> None:
     short = kernel("void at::native::vectorized_elementwise_kernel<4, add>(int)", 5_000, 4_000)
     program = Program(loop_optimizer="AdamW")

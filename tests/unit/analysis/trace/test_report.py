@@ -192,6 +192,12 @@ def test_rank_and_device_are_found_in_an_object_and_in_the_text_of_one(tmp_path)
     assert (plain.rank, plain.world_size, plain.devices) == (3, 8, ("Fast 9",))
 
 
+@pytest.mark.parametrize(("major", "capability"), [(9, (9, 0)), ("9", (0, 0)), (None, (0, 0))])
+def test_the_compute_capability_is_read_where_the_trace_has_it(tmp_path, major, capability):
+    properties = [{"id": 0, "name": "Fast 9", "computeMajor": major, "computeMinor": 0}]
+    assert report(tmp_path, kernel(0, 1), deviceProperties=properties).capabilities == (capability,)
+
+
 def test_a_trace_without_a_device_says_what_it_lacks(tmp_path):
     found = report(tmp_path, event("cpu_op", "aten::mm", 0, 5))
     assert (found.gpu_window, found.step_window, found.idle, found.steps) == (None, None, (), ())
