@@ -271,7 +271,7 @@ IS_FULL: Final = 0.8
 OTHERS: Final = "Find them with top: end them, lower their priority (renice 19), or move them to other cores (taskset)."
 LIMIT: Final = "Use no more threads than the CPU limit of the container or job (cpu.max): torch.set_num_threads(...)."
 FEWER_WORKERS: Final = "Use fewer worker processes: DataLoader(num_workers={count}) for {cores} cores."
-FEWER_THREADS: Final = "Use one thread per core: torch.set_num_threads({count}), or OMP_NUM_THREADS={count}."
+FEWER_THREADS: Final = "Leave them a core: torch.set_num_threads({count}), or OMP_NUM_THREADS={count}."
 
 
 def core_wait(facts: Facts) -> list[Finding]:
@@ -341,8 +341,14 @@ def _core_use(facts: Facts, rank: Rank) -> _CoreUse:
     if others >= own - process.mean / 100:
         return _CoreUse(next_steps=(OTHERS, LIMIT), owner="Other processes take", text=text, own=own, others=others)
     each = max(cores // len(here), 1)
-    fewer = FEWER_WORKERS.format(count=max(each - 1, 1), cores=cores) if workers else FEWER_THREADS.format(count=each)
-    return _CoreUse(next_steps=(fewer, OTHERS), owner="Its own processes share", text=text, own=own, others=others)
+    count = max((loader.num_workers or 0 for loader in rank.training.dataloaders), default=0) if rank.training else 0
+    if count >= each > 1:
+        fewer = FEWER_WORKERS.format(count=each - 1, cores=cores)
+    else:
+        fewer = FEWER_THREADS.format(count=max(each - count, 1))
+    return _CoreUse(
+        next_steps=(fewer, OTHERS), owner="The training's own processes share", text=text, own=own, others=others
+    )
 
 
 # A busy machine delays a step by less.

@@ -29,8 +29,9 @@ __all__ = ["ActionMemory", "HostMemory", "ProcessLog"]
 # Workers that fill a cache do so in the first seconds; later a sample every 10 s shows a leak.
 _FIRST_S: Final = (1, 2, 4, 8)
 _EVERY_S: Final = 10
-# Reading walks the page tables, 40 to 70 ms per GiB: at most 1% of one core.
+# Reading walks the page tables, 40 to 70 ms per GiB: at most 1% of one core, and 5% for the first samples.
 _SHARE: Final = 0.01
+_FIRST_SHARE: Final = 0.05
 _SAMPLES: Final = 32
 _MOST_VALIDATIONS: Final = 1000
 _OWNERS: Final = ("[Callback]", "[LightningModule]")
@@ -42,7 +43,7 @@ class HostMemory(Collector):
 
     In recorded steps RSS is read around each hook that a callback or the module overrides, and around fetches. Over
     the whole run it is read at the batches of a validation inside fit; the memory of DataLoader workers is read in a
-    thread, at windows and at most every 10 s after the first ones.
+    thread, at windows and at most every 10 s after the first ones; in a run of some seconds also at its end.
 
     The unique size (``uss_bytes``) walks the process's page tables, some 40 to 70 ms per GiB: a thread reads it once
     a window, after the last step, while the other collectors save their data.
@@ -160,6 +161,9 @@ class ProcessLog:
         self._began_ns = self._last_ns = perf_counter_ns()
         self._due_ns = self._began_ns + _FIRST_S[0] * 1_000_000_000
         self._taken = 0
+        # The last step and its global step, and the sampled one.
+        self._at: tuple[int, int] | None = None
+        self._sampled: tuple[int, int] | None = None
         self._batches = 0
         self._stride = 1
         self._sizes: list[int] = []
@@ -178,6 +182,7 @@ class ProcessLog:
         """Write the validation of a step, and sample the workers where it is time."""
         if self._batches:
             self._end_validation(record.step, record.global_step)
+        self._at = (record.step, record.global_step)
         now = perf_counter_ns()
         in_window = record.window is not None and now - self._last_ns > 1_000_000_000
         if now >= self._due_ns or in_window:
@@ -185,15 +190,17 @@ class ProcessLog:
             self._due_ns = now + _EVERY_S * 1_000_000_000
             if pids := worker_pids():
                 self._thread = self._thread or ThreadPoolExecutor(max_workers=1, thread_name_prefix="memprof-workers")
-                self._thread.submit(self._sample, record.step, record.global_step, pids)
+                self._thread.submit(self._sample, self._at, pids)
             elif self._taken < len(_FIRST_S):
                 self._due_ns = now + _FIRST_S[0] * 1_000_000_000
 
     def close(self) -> bool:
-        """Finish; return whether anything was written."""
+        """Finish, in a short run with a last sample of the workers; return whether anything was written."""
         if self._batches:
             self._end_validation(None, None)
         if self._thread is not None:
+            if self._at is not None and self._taken <= len(_FIRST_S) and (pids := worker_pids()):
+                self._thread.submit(self._sample, self._at, pids)
             self._thread.shutdown()
         self._resident.close()
         if self._file is not None:
@@ -207,7 +214,10 @@ class ProcessLog:
         if self._validations <= _MOST_VALIDATIONS:
             self._write(row, step, global_step)
 
-    def _sample(self, step: int, global_step: int, pids: list[int]) -> None:
+    def _sample(self, at: tuple[int, int], pids: list[int]) -> None:
+        if at == self._sampled:
+            return
+        self._sampled = at
         start = perf_counter_ns()
         if not self._taken:
             # The first step may come long after the start of the run.
@@ -217,11 +227,11 @@ class ProcessLog:
         following = [s for s in _FIRST_S if s * 1_000_000_000 > start - self._began_ns]
         self._taken += 1
         wait_ns = (following[0] * 1_000_000_000 - (start - self._began_ns)) if following else _EVERY_S * 1_000_000_000
-        self._due_ns = start + max(wait_ns, round(spent / _SHARE))
+        self._due_ns = start + max(wait_ns, round(spent / (_FIRST_SHARE if following else _SHARE)))
         if sizes:
             pss, private = (sum(found) for found in zip(*sizes, strict=True))
             row = ProcessRow(kind="workers", workers=len(sizes), pss_bytes=pss, private_bytes=private)
-            self._write(row, step, global_step)
+            self._write(row, *at)
 
     def _write(self, row: ProcessRow, step: int | None, global_step: int | None) -> None:
         row.step, row.global_step, row.time_ns = step, global_step, perf_counter_ns() + self._offset_ns

@@ -195,9 +195,9 @@ class Clipped(Classifier):
     """Clips its gradients in a hook: each parameter on its own, or all at once."""
 
     def __init__(self, each: bool) -> None:
-        super().__init__()
+        super().__init__(depth=4)
         self.each = each
-        self.scales = nn.ParameterList(nn.Parameter(torch.ones(WIDTH)) for _ in range(1000))
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(WIDTH)) for _ in range(600))
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x * torch.stack(list(self.scales)).mean(0))

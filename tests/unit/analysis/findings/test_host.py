@@ -432,7 +432,7 @@ def test_below_half_of_the_step_a_fault_of_the_training_comes_first(tmp_path: Pa
 def test_worker_processes_that_share_the_cores_are_the_training_s_own(tmp_path: Path) -> None:
     load = {"process_cpu_percent": 100.0, "workers_cpu_percent": 650.0, "machine_cpu_percent": 99.0}
     finding = waits_for_a_core(tmp_path, 0.4, load=load, training=loader(num_workers=16))["core_wait"]
-    assert finding.sentence.startswith("Its own processes share the cores: the training thread waits 40%")
+    assert finding.sentence.startswith("The training's own processes share the cores: the training thread waits 40%")
     assert "num_workers=7" in finding.next_steps[0]
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -134,6 +134,24 @@ def test_worker_processes_are_sampled_when_their_time_has_come(tmp_path: Path, m
     rows = read_series(tmp_path / "processes.jsonl")
     assert [(row["kind"], row["step"], row["workers"]) for row in rows] == [("workers", 1, 1), ("workers", 3, 1)]
     assert all(row["pss_bytes"] >= row["private_bytes"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(("seconds", "sampled"), [((1.5, 1.7), [0, 1]), (range(1, 36), [0, 1, 2, 4, 8, 18, 28])])
+def test_a_short_run_has_a_last_sample_of_its_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: Sequence[float], sampled: list[int]
+) -> None:
+    now = [0]
+    monkeypatch.setattr("lightning_memprof.capture.collectors.host.perf_counter_ns", lambda: now[0])
+    monkeypatch.setattr("lightning_memprof.capture.collectors.host.worker_pids", lambda: [1])
+    monkeypatch.setattr("lightning_memprof.capture.collectors.host.worker_memory", lambda _: (MIB, MIB))
+    log = ProcessLog(tmp_path / "processes.jsonl", 0)
+    for step, second in enumerate(seconds):
+        now[0] = int(second * 1e9)
+        log.on_step(record(step))
+        if log._thread is not None:
+            log._thread.submit(lambda: None).result()
+    assert log.close()
+    assert [row["step"] for row in read_series(tmp_path / "processes.jsonl")] == sampled
 
 
 def test_a_process_that_is_gone_has_no_memory() -> None:
