@@ -210,14 +210,14 @@ WORDS: Final = {
     "compute": "its forward and backward take",
 }
 NEXT: Final = {
-    "data_wait": "Check the data of rank {rank}: its share of the samples, its disk, its DataLoader workers{host}.",
-    "callbacks": "Share the work of {callback} on rank {rank} among all ranks, or do it less often{host}.",
-    "garbage": "Collect garbage on all ranks in the same step: gc.disable(), gc.collect() every 100 batches{host}.",
-    "optimizer": "Compare the parameters that rank {rank} updates with those of the other ranks{host}.",
-    "other": "Compare the timeline of rank {rank} between two steps with another rank's{host}.",
-    "compute": "Compare rank {rank} with the others: the length of its batches, its device's clock and heat{host}.",
+    "data_wait": "Check the data of rank {rank}{host}: its share of the samples, its disk, its DataLoader workers.",
+    "callbacks": "Share the work of {callback} on rank {rank}{host} among all ranks, or do it less often.",
+    "garbage": "Collect garbage on all ranks in the same step: gc.disable(), gc.collect() every 100 batches.",
+    "optimizer": "Compare the parameters that rank {rank}{host} updates with those of the other ranks.",
+    "other": "Compare the timeline of rank {rank}{host} between two steps with that of another rank.",
+    "compute": "Compare rank {rank}{host} with the others: the length of its batches, its device's clock and heat.",
 }
-UNKNOWN: Final = "Compare the timeline of rank {rank} before a collective with another rank's{host}."
+UNKNOWN: Final = "Compare the timeline of rank {rank}{host} before a collective with that of another rank."
 
 
 def straggler(facts: Facts) -> list[Finding]:
@@ -230,7 +230,8 @@ def straggler(facts: Facts) -> list[Finding]:
     by_chance = found.cause not in NOT_SHARED and _share_cores(facts)
     severity = Severity.CRITICAL if share >= SEVERE_WAIT else Severity.WARNING
     next_step = NEXT.get(found.cause, UNKNOWN) if found.cause else UNKNOWN
-    host = f", on {found.host}" if found.host else ""
+    several = len({rank.facts.host for rank in facts.run.ranks}) > 1
+    host = f" on {found.host}" if found.host and several else ""
     return [
         Finding(
             rule="straggler",
@@ -272,9 +273,9 @@ def _sentence(found: Straggler) -> str:
 def _why(found: Straggler, share: float) -> str:
     if found.pulse_steps is not None and found.caused_ns is not None:
         return (
-            f"In {found.pulse_steps:,} steps of all pulses it is {format_ns(found.caused_ns)} of a "
-            f"{format_ns(found.step_ns)} step later than every other rank ({percent(share)}): "
-            f"{percent(found.caused_share)} of all lateness; the others wait in the collectives of their passes."
+            f"Over {found.pulse_steps:,} steps, rank {found.rank} is {format_ns(found.caused_ns)} later than any other "
+            f"rank ({percent(share)} of a {format_ns(found.step_ns)} step), {percent(found.caused_share)} of all "
+            "lateness; the others wait in collectives."
         )
     if found.caused_ns is None:
         return (
@@ -282,8 +283,8 @@ def _why(found: Straggler, share: float) -> str:
             "the other ranks; a window with the operator trace shows which rank waits for which."
         )
     return (
-        f"In collectives the other ranks wait {format_ns(found.caused_ns)} of a {format_ns(found.step_ns)} step for it "
-        f"({percent(share)}): {percent(found.caused_share)} of all such waiting"
+        f"The other ranks wait {format_ns(found.caused_ns)} per step in collectives for it ({percent(share)} of a "
+        f"{format_ns(found.step_ns)} step), {percent(found.caused_share)} of all such waiting"
         + (f"; it runs on {found.host}." if found.host else ".")
     )
 

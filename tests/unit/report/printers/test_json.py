@@ -154,7 +154,7 @@ def test_sentence_figures_and_breakdown_are_of_one_step(tmp_path: Path) -> None:
     )
     shown = document(tmp_path, fake)
     share = shown["pulse"]["breakdown_ns"]["optimizer"] / shown["pulse"]["duration_ns"]["mean"]
-    assert shown["findings"][0]["numbers"]["optimizer_share"] == share
+    assert shown["findings"][0]["numbers"]["optimizer_share"] == pytest.approx(share)
     assert f"takes {share * 100:.0f}% of each step" in shown["verdict"]["sentence"]
 
 
