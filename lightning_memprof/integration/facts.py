@@ -65,6 +65,7 @@ def run_facts(
             "platform": platform.platform(),
             "cpu_count": os.cpu_count(),
             "usable_cpus": _usable_cpus(),
+            "physical_cpus": psutil.cpu_count(logical=False),
             "torch_threads": torch.get_num_threads(),
             **_memory_facts(device),
             "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,

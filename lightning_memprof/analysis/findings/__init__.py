@@ -17,6 +17,7 @@ from lightning_memprof.analysis.findings.compute import (
     anomaly_detection,
     dense_embedding,
     double_precision,
+    idle_cores,
     optimizer_bound,
     small_batch,
     thread_oversubscription,
@@ -41,7 +42,7 @@ from lightning_memprof.analysis.findings.memory import (
     worker_memory,
 )
 from lightning_memprof.analysis.findings.model import NOTHING_FOUND, Evidence, Facts, Finding, Rule, Severity, Verdict
-from lightning_memprof.analysis.findings.modules import python_loop, python_time, unused_gradients
+from lightning_memprof.analysis.findings.modules import double_backward, python_loop, python_time, unused_gradients
 from lightning_memprof.analysis.findings.profiler import other_profiler, profiler_overhead, recording_overhead
 from lightning_memprof.analysis.findings.snapshot import (
     allocator_churn,
@@ -91,7 +92,9 @@ RULES: Final[tuple[Rule, ...]] = (
     python_loop,
     python_time,
     unused_gradients,
+    double_backward,
     thread_oversubscription,
+    idle_cores,
     dense_embedding,
     optimizer_bound,
     small_batch,

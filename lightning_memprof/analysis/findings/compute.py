@@ -11,6 +11,7 @@ from lightning_memprof.artifacts.series import SavedTensorsRow, ThroughputRow
 from lightning_memprof.units import format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
+    from lightning_memprof.analysis.ledger.model import TimeLedger
     from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.artifacts.manifest import OptimizerFacts, ParameterFacts
 
@@ -20,6 +21,7 @@ __all__ = [
     "anomaly_detection",
     "dense_embedding",
     "double_precision",
+    "idle_cores",
     "is_oversubscribed",
     "optimizer_bound",
     "ranks_on_host",
@@ -122,6 +124,66 @@ def thread_oversubscription(facts: Facts) -> list[Finding]:
             recovers=worth,
         )
     ]
+
+
+# The parts of a shorter call cost more to hand out and to wait for than they save.
+PARALLEL_NS: Final = 100_000
+# Of what threads save if all work is divided: products of large matrices nearly all, other operators wait for memory.
+SAVED_BY_THREADS: Final = (0.3, 1.0)
+
+
+def idle_cores(facts: Facts) -> list[Finding]:
+    """Find operators with fewer threads than half of the cores that other ranks and workers leave.
+
+    Recovers 30% to all of ``1 - threads / cores`` of the operators that take 0.1 ms or longer per call.
+    """
+    heaviest = facts.heaviest(_parallel)
+    if heaviest is None or not heaviest[0].facts.is_cpu or heaviest[1].steps < MIN_STEPS:
+        return []
+    rank, ledger = heaviest
+    threads, cores, spent = _threads(rank), _cores_for(facts, rank), _parallel(ledger)
+    if not threads or cores < 2 * threads or not spent:
+        return []
+    saved = spent * (1 - threads / cores)
+    worth = Recovery(
+        unit="ns", least=saved * SAVED_BY_THREADS[0], most=saved * SAVED_BY_THREADS[1], whole=ledger.step_ns
+    )
+    if worth.share < NOTABLE:
+        return []
+    return [
+        Finding(
+            rule="idle_cores",
+            severity=worth.severity,
+            sentence=(
+                f"Operators use {threads} of {cores} cores{facts.on_rank(rank)}: {percent(spent / ledger.step_ns)} of "
+                "each step can run in parallel."
+            ),
+            why=(
+                f"Operators of {format_ns(PARALLEL_NS)} per call and longer take {format_ns(spent)} of a "
+                f"{format_ns(ledger.step_ns)} step; torch.get_num_threads() is {threads}."
+            ),
+            next_steps=(f"Use all cores: torch.set_num_threads({cores}), or OMP_NUM_THREADS={cores}.",),
+            evidence=(facts.pulse(rank), *facts.recorded(rank, "operator_trace")),
+            numbers={"rank": rank.rank, "threads": threads, "cores": cores, "parallel_ns": round(spent)},
+            weight=worth.share,
+            recovers=worth,
+        )
+    ]
+
+
+def _parallel(ledger: TimeLedger) -> float:
+    """Return the time of forward and backward in long calls of operators."""
+    lines = (line for line in ledger.of("forward", "backward") if line.operator)
+    return total(line for line in lines if line.ns >= PARALLEL_NS * max(line.count, 1))
+
+
+def _cores_for(facts: Facts, rank: Rank) -> int:
+    """Return the cores for the operators of a rank: without hyperthreads, other ranks and DataLoader workers."""
+    cores, physical = rank.facts.cpu_count or 0, rank.facts.environment.get("physical_cpus")
+    here = len(ranks_on_host(facts, rank))
+    loaders = rank.training.dataloaders if rank.training else []
+    workers = max((loader.num_workers or 0 for loader in loaders), default=0)
+    return (min(cores, physical) if isinstance(physical, int) else cores // 2) // here - workers
 
 
 def is_oversubscribed(facts: Facts, rank: Rank) -> bool:

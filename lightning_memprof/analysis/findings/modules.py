@@ -349,6 +349,45 @@ def unused_gradients(facts: Facts) -> list[Finding]:
     ]
 
 
+# Of a penalty in every 16th step a sixteenth remains; in every second one half.
+LESS_OFTEN: Final = (1 / 2, 15 / 16)
+LAZY: Final = "Apply the gradient penalty in every 16th step, with 16 times its weight (lazy regularization)."
+NO_GRAPH: Final = "Remove create_graph=True where nothing differentiates the gradients."
+
+
+def double_backward(facts: Facts) -> list[Finding]:
+    """Find gradients of gradients in each step: a penalty on gradients, or a graph of them that nothing uses.
+
+    Recovers half of the nodes that build or run the graph of gradients, to 15/16 of them. Lost: a penalty applies less
+    often.
+    """
+    worst = facts.heaviest(lambda ledger: ledger.double_backward_ns)
+    if worst is None or worst[1].steps < MIN_STEPS:
+        return []
+    rank, ledger = worst
+    ns = ledger.double_backward_ns
+    worth = Recovery(unit="ns", least=ns * LESS_OFTEN[0], most=ns * LESS_OFTEN[1], whole=ledger.step_ns)
+    if worth.share < NOTABLE:
+        return []
+    share = percent(ns / ledger.step_ns)
+    return [
+        Finding(
+            rule="double_backward",
+            severity=worth.severity,
+            sentence=f"Double backward: gradients of gradients take {share} of each step{facts.on_rank(rank)}.",
+            why=(
+                f"{format_ns(ns)} of a {format_ns(ledger.step_ns)} step: backward builds a graph of the gradients "
+                "(create_graph=True), and a second backward runs through it."
+            ),
+            next_steps=(LAZY, NO_GRAPH),
+            evidence=_evidence(facts, rank),
+            numbers={"rank": rank.rank, "double_backward_ns": round(ns), "duration_ns": round(ledger.step_ns)},
+            weight=worth.share,
+            recovers=worth,
+        )
+    ]
+
+
 def _not_optimized(modules: Iterable[str], ledger: TimeLedger) -> _Unused | None:
     """Return the module in no optimizer with the longest backward."""
     path, ns = max(((path, _backward(ledger, [path])) for path in modules), key=lambda pair: pair[1], default=("", 0.0))

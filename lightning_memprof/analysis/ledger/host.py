@@ -109,6 +109,7 @@ def host_ledger(
         basis=basis,
         lines=_summed(found, joined(tables), count),
         work=operator_work(columns, computed, _PARTS, found.modules.path, count),
+        double_backward_ns=_double_backward(found, steps),
     )
 
 
@@ -292,6 +293,29 @@ def _table(columns: TraceColumns, thread: _Thread, own: Column, spans: Intervals
     label = np.where(np.isin(part, _LABELLED), thread.label, np.int32(_NONE))
     longest = columns.ends[thread.rows] - starts
     return summed(part, label, thread.module, thread.operator, own, counted, counted & thread.called, longest)
+
+
+def _double_backward(threads: _Threads, steps: Sequence[Step]) -> float:
+    """Return the time per step of the training thread's nodes that build a graph of gradients, and of that graph's.
+
+    With ``create_graph=True`` the operators of a node make nodes, which a later backward runs; those of a recomputed
+    forward run inside their node, or never. 0 unless each step has such nodes: a penalty in few steps may have missed
+    the recorded ones, or hit them.
+    """
+    columns, thread = threads.columns, threads.training
+    starts, sequences = columns.starts[thread.rows], columns.sequences[thread.rows]
+    runs = (sequences >= 0) & columns.runs_node[thread.rows]
+    node = nearest(thread.parents, runs)
+    outer = runs & ((thread.parents < 0) | (node[thread.parents] < 0))
+    makes = np.flatnonzero((sequences >= 0) & ~runs)
+    # Operators only look at the next number; the last one to see it is the one that takes it.
+    makes = makes[np.lexsort((starts[makes], sequences[makes]))]
+    makes = makes[np.append(sequences[makes][1:] != sequences[makes][:-1], True)[: len(makes)]]
+    makes = makes[(node[makes] >= 0) & np.isin(sequences[makes], sequences[outer])]
+    built = nearest(thread.parents, outer)[makes]
+    found = np.union1d(built, np.flatnonzero(outer & np.isin(sequences, sequences[makes])))
+    in_steps = [np.any((starts[found] >= step.start) & (starts[found] < step.end)) for step in steps]
+    return float(np.sum(thread.ends[found] - starts[found])) / max(len(steps), 1) if all(in_steps) else 0.0
 
 
 def _summed(threads: _Threads, table: Table, steps: int) -> tuple[TimeLine, ...]:

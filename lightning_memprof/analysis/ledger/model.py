@@ -133,6 +133,7 @@ class TimeLedger:
         lines: the owners.
         stalls: the steps whose excess is the line ``stall``, longest first.
         work: of the operators whose inputs were recorded, most time first; beside the lines, not one of them.
+        double_backward_ns: of nodes that build or run a graph of gradients; beside the lines.
         window_factor: duration of a recorded step divided by ``median_ns``, None without a recorded step.
     """
 
@@ -144,6 +145,7 @@ class TimeLedger:
     stalls: tuple[Stall, ...] = ()
     window_factor: float | None = None
     work: tuple[OperatorWork, ...] = ()
+    double_backward_ns: float = 0.0
 
     def of(self, *parts: TimePart) -> tuple[TimeLine, ...]:
         """Return the lines of some parts."""

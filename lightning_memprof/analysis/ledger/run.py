@@ -117,7 +117,16 @@ def run_ledger(
         stalls=stalls,
         window_factor=_window_factor(rank, median),
         work=inside.work if inside is not None else (),
+        double_backward_ns=_of_passes(inside, sum(mean[phase] for phase in ("forward", "backward"))),
     )
+
+
+def _of_passes(recorded: TimeLedger | None, passes_ns: float) -> float:
+    """Return the time of double backward in forward and backward, of which it has the share that it has in a trace."""
+    whole = (
+        recorded.ns("forward", "backward", *_INSIDE["forward"], *_INSIDE["backward"]) if recorded is not None else 0.0
+    )
+    return recorded.double_backward_ns / whole * passes_ns if recorded is not None and whole else 0.0
 
 
 def _core_waits(pulse: Sequence[PulseRow]) -> dict[int, float]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from fake_runs import HEALTHY, FakeRun, make_run
 from kineto import write_trace
 from lightning_memprof.analysis.findings import Facts, Finding, Severity, examine
+from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.trace.report import trace_report
 
@@ -133,3 +135,46 @@ def test_a_larger_batch_recovers_half_of_the_fixed_work_or_more(tmp_path: Path) 
     assert fixed == pytest.approx(20_000_000 + HEALTHY["callbacks"] + HEALTHY["other"] + 20_000, rel=0.01)
     assert (finding.recovers.least, finding.recovers.most) == (fixed / 2, fixed * 7 / 8)
     assert "DataLoader(batch_size=16)" in finding.next_steps[0]
+
+
+def with_ledger(tmp_path: Path, fake: FakeRun, **changes: Any) -> dict[str, Finding]:
+    """The findings of a run whose trace has one operator of 10 ms in backward, in ``count`` calls."""
+    count = changes.pop("count", 1.0)
+    line = TimeLine(part="backward", module="", operator="aten::mm", ns=10e6, count=count, called=count)
+    host = TimeLedger(step_ns=10e6, median_ns=10e6, steps=2, basis="", lines=(line,), **changes)
+    run = load_run(make_run(tmp_path, fake))
+    trace = replace(trace_report(write_trace(tmp_path / "made.json", [])), host_ledger=host)
+    return {finding.rule: finding for finding in examine(Facts.of(run, (trace,)))}
+
+
+@pytest.mark.parametrize(
+    ("threads", "count", "workers", "is_found"),
+    [(1, 1.0, 0, True), (2, 1.0, 0, True), (4, 1.0, 0, False), (1, 500.0, 0, False), (1, 1.0, 3, False)],
+    ids=["one thread", "half of the cores", "the cores without hyperthreads", "short calls", "workers have the cores"],
+)
+def test_long_operators_on_few_of_the_cores_are_found(
+    tmp_path: Path, threads: int, count: float, workers: int, is_found: bool
+) -> None:
+    loaders = [{"num_workers": workers, "persistent_workers": True}]
+    rules = with_ledger(tmp_path, FakeRun(training={"threads": threads, "dataloaders": loaders}), count=count)
+    assert ("idle_cores" in rules) == is_found
+    if is_found:
+        finding = rules["idle_cores"]
+        assert f"Operators use {threads} of 4 cores" in finding.sentence
+        assert "torch.set_num_threads(4)" in finding.next_steps[0]
+        assert finding.recovers is not None
+        assert finding.recovers.most == pytest.approx(10e6 * (1 - threads / 4), rel=0.1)
+
+
+def test_the_ranks_of_a_host_share_its_cores(tmp_path: Path) -> None:
+    assert "idle_cores" not in with_ledger(tmp_path, FakeRun(world_size=4, training={"threads": 1}))
+
+
+def test_double_backward_has_its_share_of_forward_and_backward(tmp_path: Path) -> None:
+    rules = with_ledger(tmp_path / "double", FakeRun(training={"threads": 8}), double_backward_ns=5e6)
+    finding = rules["double_backward"]
+    assert finding.sentence == "Double backward: gradients of gradients take 44% of each step."
+    assert "every 16th step" in finding.next_steps[0]
+    assert finding.recovers is not None
+    assert finding.recovers.most == pytest.approx(15 / 16 * (6e6 + 10e6) / 2, rel=0.05)
+    assert "double_backward" not in with_ledger(tmp_path / "single", FakeRun(training={"threads": 8}))

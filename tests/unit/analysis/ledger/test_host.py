@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -367,3 +368,53 @@ def test_logging_and_metrics_in_forward_own_their_time(tmp_path: Path) -> None:
         ("callback", "Norms.on_train_batch_end"): 15,
         ("logging", "Net.log"): 5,
     }
+
+
+def penalized(net: Any, batch: Any) -> Any:
+    import torch
+
+    given = batch.clone().requires_grad_()
+    out = net(given)
+    (slope,) = torch.autograd.grad(out.sum(), given, create_graph=True)
+    return out.square().mean() + slope.square().mean()
+
+
+def checkpointed(net: Any, batch: Any, *, use_reentrant: bool) -> Any:
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(lambda x: net(x).sin(), batch.clone().requires_grad_(), use_reentrant=use_reentrant).sum()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+@pytest.mark.parametrize(
+    ("losses", "is_found"),
+    [
+        ([penalized, penalized], True),
+        ([penalized, lambda net, batch: net(batch).sum()], False),
+        ([lambda net, batch: net(batch).square().mean()] * 2, False),
+        ([partial(checkpointed, use_reentrant=True)] * 2, False),
+        ([partial(checkpointed, use_reentrant=False)] * 2, False),
+    ],
+    ids=["penalty in each step", "in every second", "none", "reentrant checkpoint", "checkpoint"],
+)
+def test_gradients_of_gradients_in_each_step_are_double_backward(
+    tmp_path: Path, losses: list[Any], is_found: bool
+) -> None:
+    import torch
+
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+    batch = torch.randn(4, 8)
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=2)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU],
+        schedule=schedule,
+        on_trace_ready=lambda ready: ready.export_chrome_trace(str(tmp_path / "made.json")),
+    ) as recorded:
+        for loss in (losses[0], *losses):
+            loss(net, batch).backward()
+            recorded.step()
+    found = trace_report(tmp_path / "made.json").host_ledger
+    assert found is not None
+    assert (found.double_backward_ns > 0) == is_found
+    assert found.double_backward_ns < found.step_ns
