@@ -146,12 +146,17 @@ class HostRow(SeriesRow, gc=False, omit_defaults=False):
 
 
 class ActionMemoryRow(SeriesRow, gc=False):
-    """The change of RSS over one action of the program in a recorded step: a hook of a callback or of the module."""
+    """What one action of the program adds in a recorded step, a hook of a callback or of the module or a fetch.
+
+    The bytes that the C allocator has handed out are exact where it has them; RSS does not rise where freed memory is
+    used again.
+    """
 
     series = "action_memory"
 
     action: str | None = None
     rss_change_bytes: Int64 | None = None
+    heap_change_bytes: Int64 | None = None
 
 
 class ProcessRow(SeriesRow, gc=False):

@@ -15,7 +15,7 @@ from lightning_memprof.artifacts.series import ActionMemoryRow, HookRow, Through
 from lightning_memprof.units import GIB, MIB, format_bytes, format_count, percent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from lightning_memprof.analysis.ledger.growth import Growth
     from lightning_memprof.analysis.ledger.memory import ByteLedger
@@ -177,26 +177,23 @@ def _memory(facts: Facts, rank: Rank) -> RankMemory | None:
 
 
 def _growing_action(facts: Facts, rank: Rank, growth: Growth) -> _Cause | None:
-    """Return the program's hook over which RSS changes by about the slope in the recorded steps, or the fetch."""
-    changes: dict[str, list[int]] = defaultdict(list)
-    steps = sum(len(window.steps) for window in rank.windows)
-    for row in rank.recorded(ActionMemoryRow):
-        if row.action is not None and row.rss_change_bytes is not None:
-            changes[row.action].append(row.rss_change_bytes)
-    # The first steps also reuse freed memory: a hook adds less there than later.
-    fits = {
-        action: mean
-        for action, found in changes.items()
-        if steps
-        and min(found) > 0
-        and (FETCHED if action.endswith(FETCH) else HOOKED)
-        <= (mean := sum(found) / steps) / growth.bytes_per_step
-        <= MATCHES[1]
-    }
+    """Return the program's hook that adds about the slope in the recorded steps, or the fetch.
+
+    By what the C allocator hands out, else by RSS: in the first steps that also reuses freed memory, and a hook adds
+    less than later.
+    """
+    rows = rank.recorded(ActionMemoryRow)
+    found = (
+        _fitting([(row.action, row.heap_change_bytes) for row in rows], rank, growth, MATCHES[0]),
+        _fitting([(row.action, row.rss_change_bytes) for row in rows], rank, growth, HOOKED),
+    )
+    fits, measured = next(
+        ((fits, name) for fits, name in zip(found, ("The heap", "RSS"), strict=True) if fits), ({}, "")
+    )
     action = max(fits, key=lambda action: (not action.endswith(FETCH), fits[action]), default=None)
     if action is None or (action.endswith(FETCH) and _is_batch(_memory(facts, rank), fits[action])):
         return None
-    measured = f"RSS rises by {format_bytes(fits[action])} over it in each recorded step."
+    measured = f"{measured} rises by {format_bytes(fits[action])} over it in each recorded step."
     if not action.endswith(FETCH):
         name = action_name(action)
         advice = f"Look for data that {name} stores in each batch: store a number instead, or clear its list or dict."
@@ -204,6 +201,26 @@ def _growing_action(facts: Facts, rank: Rank, growth: Growth) -> _Cause | None:
     name = dataset_name(rank) or "the data set"
     advice = f"Do not keep samples in {name}.__getitem__, or bound its cache: functools.lru_cache(maxsize=...)."
     return _Cause(f"in the fetch from {name}", measured, advice, action)
+
+
+def _fitting(
+    rows: Iterable[tuple[str | None, int | None]], rank: Rank, growth: Growth, hooked: float
+) -> dict[str, float]:
+    """Return the actions that add memory in each recorded step, and their mean, if it is about the slope."""
+    changes: dict[str, list[int]] = defaultdict(list)
+    for action, change in rows:
+        if action is not None and change is not None:
+            changes[action].append(change)
+    steps = sum(len(window.steps) for window in rank.windows)
+    return {
+        action: mean
+        for action, found in changes.items()
+        if steps
+        and min(found) > 0
+        and (FETCHED if action.endswith(FETCH) else hooked)
+        <= (mean := sum(found) / steps) / growth.bytes_per_step
+        <= MATCHES[1]
+    }
 
 
 def _is_batch(memory: RankMemory | None, change: float) -> bool:

@@ -265,7 +265,7 @@ def between_steps(facts: Facts) -> list[Finding]:
 
 
 # Of the step; from here on the other figures say little about the training.
-MOSTLY_WAITS: Final = 0.5
+MOSTLY_WAITS: Final = 2 / 3
 # With less of the machine in use there are free cores, and a limit keeps the training from them.
 IS_FULL: Final = 0.8
 OTHERS: Final = "Find them with top: end them, lower their priority (renice 19), or move them to other cores (taskset)."
@@ -277,8 +277,8 @@ FEWER_THREADS: Final = "Leave them a core: torch.set_num_threads({count}), or OM
 def core_wait(facts: Facts) -> list[Finding]:
     """Find a training thread that is ready to run but waits for a core, and whose processes have the cores.
 
-    Recovers half to all of this time. Below half of the step it is the last of the warnings: what the training itself
-    can save remains when the other processes have ended.
+    Recovers half to all of this time. Below two thirds of the step it is the last of the warnings: what the training
+    itself can save remains when the other processes have ended.
     """
     worst = facts.heaviest(lambda ledger: ledger.ns("core_wait"))
     if worst is None or worst[1].steps < MIN_STEPS or is_oversubscribed(facts, worst[0]):

@@ -14,7 +14,7 @@ from lightning_memprof.artifacts.naming import processes_name
 from lightning_memprof.artifacts.series import ActionMemoryRow, HostRow, ProcessRow, columns_of, encode_rows
 from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector, OnMark, OnStep
-from lightning_memprof.capture.sources.memory import ResidentSize, peak_rss_bytes, worker_memory, worker_pids
+from lightning_memprof.capture.sources.memory import HeapSize, ResidentSize, peak_rss_bytes, worker_memory, worker_pids
 from lightning_memprof.schedule import Point
 
 if TYPE_CHECKING:
@@ -41,9 +41,10 @@ _FETCH: Final = ".train_dataloader_next"
 class HostMemory(Collector):
     """Resident, unique and virtual size of this process at every mark, its peak RSS, and what changes it.
 
-    In recorded steps RSS is read around each hook that a callback or the module overrides, and around fetches. Over
-    the whole run it is read at the batches of a validation inside fit; the memory of DataLoader workers is read in a
-    thread, at windows and at most every 10 s after the first ones; in a run of some seconds also at its end.
+    In recorded steps RSS and the C allocator's bytes are read around each hook that a callback or the module overrides,
+    and around fetches. Over the whole run RSS is read at the batches of a validation inside fit; the memory of
+    DataLoader workers is read in a thread, at windows and at most every 10 s after the first ones; in a run of some
+    seconds also at its end.
 
     The unique size (``uss_bytes``) walks the process's page tables, some 40 to 70 ms per GiB: a thread reads it once
     a window, after the last step, while the other collectors save their data.
@@ -97,7 +98,7 @@ def _save(run: RunContext, window: Window, actions: ActionMemory) -> None:
 
 
 class ActionMemory:
-    """Reads RSS around the program's own actions, some 5 µs each.
+    """Reads RSS and the C allocator's bytes around the program's own actions, some 6 µs each.
 
     Args:
         known: actions with a slot in the step's clock: hooks that the program overrides.
@@ -113,7 +114,8 @@ class ActionMemory:
             if name.endswith(_FETCH) or (name.startswith(_OWNERS) and not name.endswith(".optimizer_step"))
         }
         self._resident = ResidentSize()
-        self._open: list[tuple[str, int]] = []
+        self._heap = HeapSize()
+        self._open: list[tuple[str, int, int | None]] = []
         self._mark: Mark | None = None
 
     def mark(self, mark: Mark) -> None:
@@ -121,20 +123,26 @@ class ActionMemory:
         self._mark = mark
 
     def start(self, name: str) -> None:
-        """Read RSS before an action."""
+        """Read memory before an action."""
         if name in self._known:
-            self._open.append((name, self._resident.read()))
+            self._open.append((name, self._resident.read(), self._heap.read()))
 
     def stop(self, name: str) -> None:
         """Write the change over the action that ends."""
         if name not in self._known or not self._open or self._open[-1][0] != name:
             return
-        _, before = self._open.pop()
+        _, resident, heap = self._open.pop()
         mark = self._mark
         if mark is not None:
-            change = self._resident.read() - before
-            row = ActionMemoryRow(action=name, rss_change_bytes=change, step=mark.step, global_step=mark.global_step)
-            row.recorded = mark.recorded
+            allocated = self._heap.read()
+            row = ActionMemoryRow(
+                action=name,
+                rss_change_bytes=self._resident.read() - resident,
+                heap_change_bytes=None if heap is None or allocated is None else allocated - heap,
+                step=mark.step,
+                global_step=mark.global_step,
+                recorded=mark.recorded,
+            )
             self.rows.append(row)
 
     def close(self) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import sys
 from multiprocessing import process
 from pathlib import Path
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Final
 
 import psutil
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "NATIVE",
     "NO_ACCELERATOR",
+    "HeapSize",
     "ResidentSize",
     "allocator_backend",
     "cgroup_memory",
@@ -36,6 +39,7 @@ NO_ACCELERATOR: Final = "no accelerator"
 # torch's name of its own caching allocator.
 NATIVE: Final = "native"
 
+_SLOW_NS: Final = 500_000
 _MEMBERSHIP: Final = Path("/proc/self/cgroup")
 _MOUNT: Final = Path("/sys/fs/cgroup")
 # Version 1 writes "no limit" as the largest number of pages that fits into 63 bits.
@@ -64,6 +68,38 @@ class ResidentSize:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+class _MallInfo(ctypes.Structure):
+    """``struct mallinfo2`` of glibc 2.33 and later."""
+
+    # Bytes of mapped blocks and of blocks of arenas are the ones that count.
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in ("arena", "free", "fast", "maps", "mapped", "_", "fast_bytes", "used", "free_bytes", "keepcost")
+    )
+
+
+class HeapSize:
+    """Reads the bytes that the C allocator has handed out and not got back; about 1 µs with glibc.
+
+    It walks the free blocks: a heap with very many of them is not read again.
+    """
+
+    def __init__(self) -> None:
+        self._info: Any = getattr(ctypes.CDLL(None), "mallinfo2", None) if sys.platform == "linux" else None
+        if self._info is not None:
+            self._info.restype = _MallInfo
+
+    def read(self) -> int | None:
+        """Return the bytes, None where they are not available."""
+        if self._info is None:
+            return None
+        began = perf_counter_ns()
+        info = self._info()
+        if perf_counter_ns() - began > _SLOW_NS:
+            self._info = None
+        return int(info.used) + int(info.mapped)
 
 
 def peak_rss_bytes(at_least: int) -> int:

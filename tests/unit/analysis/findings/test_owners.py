@@ -63,6 +63,19 @@ def test_growth_names_the_hook_that_adds_it_and_recovers_its_line(tmp_path: Path
     assert finding.recovers.most == finding.numbers["added_bytes"] < finding.recovers.whole
 
 
+def test_growth_names_the_hook_that_uses_freed_memory_again(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, GROWING)
+    found = [
+        {"step": step, "action": HOOK, "rss_change_bytes": 0, "heap_change_bytes": 4 * MIB, "recorded": True}
+        for step in (2, 3)
+    ]
+    add_series(directory, "action_memory", *found)
+    finding = finding_of(directory, "memory_growth")
+    assert finding is not None
+    assert finding.sentence == "Host memory grows by 4.00 MiB per step in History.on_train_batch_end."
+    assert "The heap rises by 4.00 MiB over it in each recorded step." in finding.why
+
+
 def test_growth_names_the_fetch_that_adds_it(tmp_path: Path) -> None:
     assert growth(tmp_path, fetch=(4 * MIB, 4 * MIB)).sentence.endswith("in the fetch from the data set.")
 

@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 
 import psutil
 import pytest
+import torch
 
 from lightning_memprof import Collector, RunContext
 from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.base import StepRecord
 from lightning_memprof.capture.collectors.host import ActionMemory, HostMemory, ProcessLog
-from lightning_memprof.capture.sources.memory import ResidentSize, worker_memory, worker_pids
+from lightning_memprof.capture.sources.memory import HeapSize, ResidentSize, worker_memory, worker_pids
 from lightning_memprof.collectors import Window
 from lightning_memprof.schedule import Mark, Point, Schedule
 from lightning_memprof.units import GIB, MIB
@@ -152,6 +153,29 @@ def test_a_short_run_has_a_last_sample_of_its_workers(
             log._thread.submit(lambda: None).result()
     assert log.close()
     assert [row["step"] for row in read_series(tmp_path / "processes.jsonl")] == sampled
+
+
+def test_the_heap_has_what_is_allocated_whether_or_not_its_memory_was_freed_before() -> None:
+    heap = HeapSize()
+    before = heap.read()
+    if before is None:
+        pytest.skip("needs glibc 2.33 or later")
+    size = 3 * MIB
+    first = torch.ones(size // 4)
+    assert size <= (heap.read() or 0) - before < size + MIB
+    del first
+    again = torch.ones(size // 4)
+    assert size <= (heap.read() or 0) - before < size + MIB
+    del again
+
+
+def test_a_heap_that_takes_long_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter((0, 10_000_000))
+    monkeypatch.setattr("lightning_memprof.capture.sources.memory.perf_counter_ns", lambda: next(now))
+    heap = HeapSize()
+    first = heap.read()
+    assert heap.read() is None
+    assert first is None or first > 0
 
 
 def test_a_process_that_is_gone_has_no_memory() -> None:
