@@ -89,6 +89,10 @@ def read_files(
             taken.append(snapshot_report(path))
         except ArtifactError as error:
             problems.append(Problem(os.fspath(path), _without(error, path)))
+    if len(read) > 1:
+        from lightning_memprof.analysis.ledger.ranks import across_ranks
+
+        read = [*across_ranks(read)]
     return FileReports(tuple(read), tuple(taken), tuple(problems))
 
 

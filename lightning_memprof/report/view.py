@@ -192,7 +192,7 @@ def run_view(
         pauses=pauses(run.lead),
         throughput=throughputs(run),
         system=systems(run),
-        traces=traces,
+        traces=facts.traces,
         snapshots=snapshots,
     )
     # Now all series have been read that any part needs.

@@ -88,6 +88,7 @@ ADDED: Final = (
     "*.host_ledger",
     "*.device_ledger",
     "*.work",
+    "*ledger.communication",
     "ledger.memory",
     "across_ranks.straggler.pulse_steps",
     "across_ranks.waits_ns",

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from lightning_memprof.analysis.ledger.model import TimeLedger
+
 if TYPE_CHECKING:
     from lightning_memprof.analysis.findings import Finding
     from lightning_memprof.analysis.ledger.memory import ByteLedger
-    from lightning_memprof.analysis.ledger.model import TimeLedger
 
 __all__ = ["LINES", "held", "out_of_bounds"]
 
@@ -65,6 +66,8 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
 
 def held(rule: str, ledger: TimeLedger | ByteLedger) -> float:
     """Return what the lines of a rule hold."""
+    if LINES[rule] == ("rank_wait",) and isinstance(ledger, TimeLedger):
+        return ledger.communicates("rank_wait")
     of: Any = [line for line in ledger.lines if getattr(line, "part", getattr(line, "category", "")) in LINES[rule]]
     return sum(getattr(line, "ns", getattr(line, "bytes", 0)) for line in of)
 

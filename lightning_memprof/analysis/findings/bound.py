@@ -29,7 +29,7 @@ from lightning_memprof.units import format_bytes, format_count, format_ns, perce
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from lightning_memprof.analysis.ledger.model import OperatorWork, TimeLedger
+    from lightning_memprof.analysis.ledger.model import OperatorWork, TimeLedger, TimePart
     from lightning_memprof.analysis.run.model import Rank, Run
     from lightning_memprof.analysis.snapshot.report import SnapshotReport
     from lightning_memprof.analysis.trace.model import TraceReport
@@ -56,7 +56,7 @@ DOING: Final = {
     "other": "untracked time",
 }
 # Also a late rank that the program did not cause decides what the others do.
-WAITING: Final = "waiting for the late rank"
+MEETING: Final[Mapping[str, TimePart]] = {"waiting for the late rank": "rank_wait", "communication": "collective"}
 
 
 def nothing_found(facts: Facts) -> Finding:
@@ -91,8 +91,9 @@ def nothing_found(facts: Facts) -> Finding:
         return replace(bound, why=f"{early}{bound.why}{few}")
     ledger = facts.ledgers[rank.rank]
     shares = {DOING[phase]: statistics.share(phase) for phase in (first, second)}
-    if (waiting := ledger.ns("rank_wait") / ledger.step_ns) > shares[DOING[first]] / 2:
-        shares = {WAITING: waiting, DOING[first]: shares[DOING[first]] - waiting, DOING[second]: shares[DOING[second]]}
+    for words, part in MEETING.items():
+        if (met := ledger.communicates(part) / ledger.step_ns) > shares[DOING[first]] / 2:
+            shares |= {words: met, DOING[first]: shares[DOING[first]] - met}
     (doing, most), (next_doing, next_most), *_ = sorted(shares.items(), key=lambda item: -item[1])
     dominant = f"{doing} takes {percent(most)} of each step"
     mean = f"The mean step takes {format_ns(statistics.mean_ns)}"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import statistics
-from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.model import Facts, Finding, Severity
+from lightning_memprof.analysis.findings.model import Facts, Finding, Recovery, Severity
 from lightning_memprof.analysis.findings.traces import (
     NOTABLE_SHARE,
     idle_ns,
@@ -22,13 +21,15 @@ from lightning_memprof.analysis.findings.traces import (
     shorter_name,
     times,
 )
-from lightning_memprof.analysis.ranks.arrivals import RankTrack, window_waits
+from lightning_memprof.analysis.ledger.ranks import meeting_ranks
 from lightning_memprof.units import MIB, format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from lightning_memprof.analysis.findings.model import Evidence
+    from lightning_memprof.analysis.ledger.model import TimeLedger
+    from lightning_memprof.analysis.ranks.arrivals import WindowWaits
     from lightning_memprof.analysis.ranks.report import Straggler
     from lightning_memprof.analysis.trace.model import CollectiveTotals, TraceReport
 
@@ -99,13 +100,14 @@ COLLECTIVE_NUMBERS: Final = ("name", "group", "bytes_each", "count", "exposed_ns
 def communication_exposed(trace: TraceReport) -> list[Finding]:
     """Find communication that no computation overlaps, and its collectives.
 
-    Recovers at most the exposed collectives, as far as there is computation to hide them; nothing where it depends on
-    their result.
+    Without the wait for other ranks, where their traces tell it. Recovers at most the exposed collectives, as far as
+    there is computation to hide them; nothing where it depends on their result.
     """
-    window = trace.gpu_window
+    window, ledger = trace.gpu_window, trace.device_ledger
     if window is None or not window.window_ns:
         return []
-    exposed_ns = window.communication_exposed_ns
+    waited_ns = round(ledger.communicates("rank_wait") * ledger.steps) if ledger is not None else 0
+    exposed_ns = max(window.communication_exposed_ns - waited_ns, 0)
     share = exposed_ns / window.window_ns
     if share <= NOTABLE_SHARE:
         return []
@@ -114,6 +116,7 @@ def communication_exposed(trace: TraceReport) -> list[Finding]:
     overlapped = window.communication_overlapped_ns / window.communication_ns if window.communication_ns else 0.0
     late = _late(collectives)
     mostly = f", mostly {_plain(worst.name)}" if worst else ""
+    waited = f", and {format_ns(waited_ns)} wait for other ranks" if waited_ns else ""
     return [
         Finding(
             rule="communication_exposed",
@@ -121,14 +124,16 @@ def communication_exposed(trace: TraceReport) -> list[Finding]:
             sentence=f"Communication-bound: exposed collectives take {percent(share)} of the time"
             f"{on_rank(trace)}{mostly}.",
             why=(
-                f"{format_ns(exposed_ns)} of {format_ns(window.window_ns)} are exposed; {percent(overlapped)} of all "
-                f"communication overlaps kernels{''.join(f'; {_shown(found)}' for found in collectives[:SHOWN])}."
+                f"{format_ns(exposed_ns)} of {format_ns(window.window_ns)} are exposed{waited}; {percent(overlapped)} "
+                "of all communication overlaps kernels"
+                f"{''.join(f'; {_shown(found)}' for found in collectives[:SHOWN])}."
             ),
             next_steps=_next_steps(trace, collectives, late),
             evidence=longest_in(trace, worst.longest_start_ns if worst else None, worst.max_ns if worst else 0),
             numbers={
                 "exposed_share": share,
                 "exposed_ns": exposed_ns,
+                "waited_ns": waited_ns,
                 "communication_ns": window.communication_ns,
                 "overlapped_ns": window.communication_overlapped_ns,
                 "overlapped_share": overlapped,
@@ -140,9 +145,7 @@ def communication_exposed(trace: TraceReport) -> list[Finding]:
                 ],
             },
             weight=share,
-            recovers=recovered_ns(
-                trace.device_ledger, OVERLAPPED, "collective", recorded_ns=min(exposed_ns, window.compute_ns)
-            ),
+            recovers=recovered_ns(ledger, OVERLAPPED, "collective", recorded_ns=min(exposed_ns, window.compute_ns)),
         )
     ]
 
@@ -221,7 +224,10 @@ UNKNOWN: Final = "Compare the timeline of rank {rank}{host} before a collective 
 
 
 def straggler(facts: Facts) -> list[Finding]:
-    """Find the rank that the others wait for, and its activity meanwhile."""
+    """Find the rank that the others wait for, and its activity meanwhile.
+
+    Recovers what it causes, at most the waits of the other ranks: of the shortest one to the longest one.
+    """
     found = facts.ranks.straggler if facts.ranks else None
     if found is None:
         return []
@@ -243,8 +249,18 @@ def straggler(facts: Facts) -> list[Finding]:
             numbers={**dataclasses.asdict(found), "share": share},
             # Its slow phase is found too, as if all ranks had it: fixing the straggler comes first.
             weight=1.0 + share,
+            recovers=_recovery(at_stake, [ledger for rank, ledger in facts.ledgers.items() if rank != found.rank]),
         )
     ]
+
+
+def _recovery(caused_ns: float, others: Sequence[TimeLedger]) -> Recovery | None:
+    """Return what the ranks regain that wait in each step for the late one."""
+    waiting = sorted(others, key=lambda ledger: ledger.communicates("rank_wait"))
+    if not waiting or not (most := min(waiting[-1].communicates("rank_wait"), caused_ns)):
+        return None
+    least = min(waiting[0].communicates("rank_wait"), most)
+    return Recovery(unit="ns", least=least, most=most, whole=waiting[-1].step_ns)
 
 
 def _share_cores(facts: Facts) -> bool:
@@ -304,19 +320,17 @@ LATE_BY: Final = {
 
 
 def straggler_trace(traces: Sequence[TraceReport]) -> list[Finding]:
-    """Find the rank that arrives last at the collectives of several ranks' traces."""
-    groups: dict[tuple[int, ...], dict[int, TraceReport]] = defaultdict(dict)
-    for trace in traces:
-        if trace.rank is not None and trace.arrivals:
-            groups[tuple(step.number for step in trace.steps)].setdefault(trace.rank, trace)
-    found = [finding for ranks in groups.values() if (finding := _late_rank(ranks)) is not None]
+    """Find the rank that arrives last at the collectives of several ranks' traces.
+
+    Recovers what it causes, at most the waits of the other ranks: of the shortest one to the longest one.
+    """
+    found = [finding for group in meeting_ranks(traces) if (finding := _late_rank(*group)) is not None]
     return [max(found, key=lambda finding: (finding.severity, finding.weight))] if found else []
 
 
-def _late_rank(ranks: Mapping[int, TraceReport]) -> Finding | None:
-    steps = max(len(trace.steps) for trace in ranks.values())
-    waits = window_waits([_track(rank, trace) for rank, trace in sorted(ranks.items())], steps or 1)
+def _late_rank(ranks: Mapping[int, TraceReport], waits: WindowWaits) -> Finding | None:
     span_ns = max(trace.end_ns - trace.start_ns for trace in ranks.values())
+    steps = max(len(ranks[min(ranks)].steps), 1)
     if not waits.waited_ns or len(waits.meetings) < FEW_COLLECTIVES:
         return None
     rank, caused_ns = waits.caused_ns.most_common(1)[0]
@@ -327,6 +341,7 @@ def _late_rank(ranks: Mapping[int, TraceReport]) -> Finding | None:
     last = sum(meeting.last_rank == rank for meeting in waits.meetings)
     own_ns = waits.own_wait_ns[rank]
     others_ns = round(statistics.median(ns for other, ns in waits.own_wait_ns.items() if other != rank))
+    ledgers = [trace.device_ledger or trace.host_ledger for other, trace in ranks.items() if other != rank]
     files = " ".join(shlex.quote(str(trace.file)) for trace in list(ranks.values())[:SHOWN])
     return Finding(
         rule="straggler_trace",
@@ -341,7 +356,7 @@ def _late_rank(ranks: Mapping[int, TraceReport]) -> Finding | None:
         why=(
             f"In collectives rank {rank} waits {format_ns(own_ns)} and the median of the other ranks "
             f"{format_ns(others_ns)} of {format_ns(span_ns)}; it causes {percent(caused_ns / waits.waited_ns)} of the "
-            "waiting."
+            f"waiting{_transfers(ledgers)}."
         ),
         next_steps=(
             *_lateness(rank, ranks, caused_ns),
@@ -360,19 +375,15 @@ def _late_rank(ranks: Mapping[int, TraceReport]) -> Finding | None:
         },
         # Its collectives are found too, as if all ranks had to change them: fixing the straggler comes first.
         weight=1.0 + share,
+        recovers=_recovery(caused_ns / steps, [ledger for ledger in ledgers if ledger is not None]),
     )
 
 
-def _track(rank: int, trace: TraceReport) -> RankTrack:
-    """Return a trace's collectives; each is a host of its own, for traces need not share a clock."""
-    return RankTrack(
-        rank=rank,
-        host=str(rank),
-        keys=tuple((found.kind, found.sequence) for found in trace.arrivals),
-        base_ns=trace.start_ns,
-        start_ns=[found.start_ns - trace.start_ns for found in trace.arrivals],
-        duration_ns=[found.duration_ns for found in trace.arrivals],
-    )
+def _transfers(ledgers: Sequence[TimeLedger | None]) -> str:
+    """Return the time of the transfers themselves on the waiting ranks, where it is known."""
+    known = [ledger for ledger in ledgers if ledger is not None and ledger.communicates("rank_wait")]
+    found = [ledger.communicates("collective") for ledger in known]
+    return f"; the transfers themselves take {format_ns(statistics.median(found))} per step" if found else ""
 
 
 def _lateness(rank: int, ranks: Mapping[int, TraceReport], caused_ns: int) -> tuple[str, ...]:
@@ -383,12 +394,30 @@ def _lateness(rank: int, ranks: Mapping[int, TraceReport], caused_ns: int) -> tu
         host = idle_ns(trace, "python", "operators", "launch", "synchronization", "allocator", "garbage")
         return {"kernels": computed, "data": idle_ns(trace, "data_loading"), "host": host}
 
+    if all(trace.gpu_window is None for trace in ranks.values()):
+        return _longer_on_host(rank, ranks, caused_ns)
     own, others = spent(ranks[rank]), [spent(trace) for other, trace in ranks.items() if other != rank]
     usual = {name: round(statistics.median(each[name] for each in others)) for name in own}
     name = max(own, key=lambda name: own[name] - usual[name])
     if own[name] - usual[name] < EXPLAINS * caused_ns:
         return ()
     return (LATE_BY[name].format(rank=rank, own=format_ns(own[name]), others=format_ns(usual[name])),)
+
+
+def _longer_on_host(rank: int, ranks: Mapping[int, TraceReport], caused_ns: int) -> tuple[str, ...]:
+    """Return the part of its step that takes a late rank without a device longer than the others."""
+    ledgers = {each: trace.host_ledger for each, trace in ranks.items() if trace.host_ledger is not None}
+    if rank not in ledgers or len(ledgers) < len(ranks):
+        return ()
+    mine = ledgers.pop(rank)
+    parts = {line.part for line in mine.lines}
+    usual = {part: statistics.median(ledger.ns(part) for ledger in ledgers.values()) for part in parts}
+    part = max(parts, key=lambda part: mine.ns(part) - usual[part])
+    own, others = mine.ns(part), usual[part]
+    if (own - others) * mine.steps < EXPLAINS * caused_ns:
+        return ()
+    words = part.replace("_", " ")
+    return (f"Compare rank {rank} with the others: its {words} takes {format_ns(own)}, theirs {format_ns(others)}.",)
 
 
 # Ranks of one kind differ by the lengths of their batches and by rank 0's extra work: by less than this on a device.

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from lightning_memprof.analysis.ledger.memory import run_bytes
+from lightning_memprof.analysis.ledger.ranks import with_waits
 from lightning_memprof.analysis.ledger.run import run_ledger
 from lightning_memprof.analysis.ranks.report import rank_report
 from lightning_memprof.analysis.steps.statistics import pulse_statistics
@@ -173,11 +174,13 @@ class Facts:
         """Return the facts of a run."""
         found = {rank.rank: pulse_statistics(rank) for rank in run.ranks}
         pulses = {rank: statistics for rank, statistics in found.items() if statistics is not None}
+        ranks = rank_report(run, pulses)
+        waits = ranks.lead_waits_ns if ranks is not None else {}
         return cls(
             run=run,
             statistics=pulses,
-            ranks=rank_report(run, pulses),
-            traces=traces,
+            ranks=ranks,
+            traces=tuple(with_waits(trace, waits) for trace in traces) if waits else traces,
             snapshots=snapshots,
             memory=memory,
             measure=measure,

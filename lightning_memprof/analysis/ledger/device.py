@@ -34,6 +34,7 @@ from lightning_memprof.analysis.trace.intervals import (
     length,
     length_before,
     nearest,
+    stretches,
     union,
 )
 from lightning_memprof.analysis.trace.modules import HostThreads, Modules
@@ -96,14 +97,17 @@ def device_ledger(
     lines = _Lines(columns, host.modules)
     computed = _add_busy(lines, host, work)
     _add_idle(lines, host, work)
+    owners = lines.lines(len(ranges))
     durations = [end - start for start, end in ranges]
     return TimeLedger(
         step_ns=(end - start) / len(ranges),
         median_ns=float(np.median(durations)),
         steps=len(ranges),
         basis=basis,
-        lines=lines.lines(len(ranges)),
+        lines=owners,
+        communication=tuple(line for line in owners if line.part == "collective"),
         work=operator_work(columns, [computed], _PARTS, host.modules.path, len(ranges)),
+        exposed=stretches(difference(intersection(device.communication, spans), device.compute), columns.origin_ns),
     )
 
 

@@ -17,18 +17,22 @@ from lightning_memprof.analysis.ledger.table import Table, joined, summed
 from lightning_memprof.analysis.ledger.work import operator_work, shaped
 from lightning_memprof.analysis.steps.events import action_name, is_profiler, part_of
 from lightning_memprof.analysis.trace.columns import STEP_NAME, Kind
+from lightning_memprof.analysis.trace.communication import common_name
 from lightning_memprof.analysis.trace.intervals import (
     Intervals,
     difference,
     intersection,
+    length,
     length_before,
+    length_within,
     nearest,
+    stretches,
     union,
 )
 from lightning_memprof.analysis.trace.modules import HostThreads, Modules
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -58,6 +62,9 @@ _ACTIONS: Final[Mapping[HostPart, re.Pattern[str]]] = {
 }
 _OF_PART: Final[Mapping[str, HostPart]] = {"callbacks": "callback", "other": "untracked"}
 _NONE: Final = -1
+# Collectives of the host run on threads of their backend; the training thread waits in the call, or in no operator.
+_COLLECTIVES: Final = ("gloo:", "mpi:", "ucc:")
+_CALLS: Final = "c10d::"
 # A validation inside a fit is one part, as in the hook timings, less these.
 _VALIDATION: Final = _PARTS.index("validation")
 _BESIDE_VALIDATION: Final = tuple(
@@ -101,6 +108,7 @@ def host_ledger(
         return None
     found = _Threads(columns, lane, threads or HostThreads(columns), stage)
     tables, computed = _tables(found, spans)
+    exposed = _exposed(found, spans)
     durations = [step.end - step.start for step in steps] or [whole]
     return TimeLedger(
         step_ns=whole / count,
@@ -110,6 +118,8 @@ def host_ledger(
         lines=_summed(found, joined(tables), count),
         work=operator_work(columns, computed, _PARTS, found.modules.path, count),
         double_backward_ns=_double_backward(found, steps),
+        communication=tuple(_communication(columns, exposed, count)),
+        exposed=stretches(exposed, columns.origin_ns),
     )
 
 
@@ -231,6 +241,38 @@ def _part(name: str, stage: str) -> int:
     if not found:
         return _PARTS.index("module_hook") if action.startswith("[LightningModule]") else _NONE
     return [*_PARTS].index(_OF_PART.get(found, found))  # type: ignore[arg-type]
+
+
+def _exposed(threads: _Threads, spans: Intervals) -> Intervals:
+    """Return the time in which a collective of the host runs, and no operator but the call of a collective."""
+    columns = threads.columns
+    rows = np.concatenate([thread.rows for thread in (threads.training, *threads.autograd)])
+    rows = rows[columns.kinds[rows] == Kind.OPERATOR]
+    calls = columns.named(lambda name: name.startswith(_CALLS))[columns.names[rows]]
+    works = difference(columns.when(rows[~calls]), columns.when(rows[calls]))
+    return difference(intersection(spans, columns.when(_collectives(columns))), works)
+
+
+def _collectives(columns: TraceColumns) -> Column:
+    return columns.rows_named(lambda name: name.startswith(_COLLECTIVES), Kind.ANNOTATION)
+
+
+def _communication(columns: TraceColumns, exposed: Intervals, steps: int) -> Iterator[TimeLine]:
+    """Yield the time of collectives of the host; where several run at once, it belongs to the first of their names."""
+    rows = _collectives(columns)
+    for name in np.unique(columns.names[rows]).tolist():
+        mine = rows[columns.names[rows] == name]
+        taken = intersection(exposed, columns.when(mine))
+        exposed = difference(exposed, taken)
+        inside = mine[length_within(taken, columns.starts[mine], columns.ends[mine]) > 0]
+        if len(inside):
+            yield TimeLine(
+                part="collective",
+                name=common_name(columns.name_of[name].partition(":")[2]),
+                ns=length(taken) / steps,
+                count=len(inside) / steps,
+                longest_ns=int(np.max(columns.ends[inside] - columns.starts[inside])),
+            )
 
 
 def _tables(threads: _Threads, spans: Intervals) -> tuple[list[Table], list[Table]]:

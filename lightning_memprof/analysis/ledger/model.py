@@ -135,6 +135,9 @@ class TimeLedger:
         work: of the operators whose inputs were recorded, most time first; beside the lines, not one of them.
         double_backward_ns: of nodes that build or run a graph of gradients; beside the lines.
         window_factor: duration of a recorded step divided by ``median_ns``, None without a recorded step.
+        communication: time in collectives that nothing hides: ``rank_wait`` until the last rank has come, where that is
+            known, and ``collective``, the transfer. The lines have this time too; the rest is the rank's own work.
+        exposed: of a trace, start and end (Unix ns) of the stretches of that time.
     """
 
     step_ns: float
@@ -146,6 +149,12 @@ class TimeLedger:
     window_factor: float | None = None
     work: tuple[OperatorWork, ...] = ()
     double_backward_ns: float = 0.0
+    communication: tuple[TimeLine, ...] = ()
+    exposed: tuple[tuple[int, int], ...] = ()
+
+    def communicates(self, part: TimePart) -> float:
+        """Return the time per step in which a rank waits for others (``rank_wait``), or transfers (``collective``)."""
+        return total(line for line in self.communication if line.part == part)
 
     def of(self, *parts: TimePart) -> tuple[TimeLine, ...]:
         """Return the lines of some parts."""

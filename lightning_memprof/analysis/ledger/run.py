@@ -39,6 +39,8 @@ _INSIDE: Final[Mapping[HostPart, tuple[HostPart, ...]]] = {
     "forward": ("forward_hook", "self_log"),
     "backward": ("backward_hook",),
 }
+# The parts in which ranks meet.
+_MEETING: Final = (*_STEADY, "untracked", "rank_wait")
 _METRIC: Final = "[Metric]"
 _MODULE: Final = "[LightningModule]"
 # Actions inside forward, backward and optimizer that are lines of their own.
@@ -118,6 +120,7 @@ def run_ledger(
         window_factor=_window_factor(rank, median),
         work=inside.work if inside is not None else (),
         double_backward_ns=_of_passes(inside, sum(mean[phase] for phase in ("forward", "backward"))),
+        communication=_communication(lines, inside),
     )
 
 
@@ -127,6 +130,20 @@ def _of_passes(recorded: TimeLedger | None, passes_ns: float) -> float:
         recorded.ns("forward", "backward", *_INSIDE["forward"], *_INSIDE["backward"]) if recorded is not None else 0.0
     )
     return recorded.double_backward_ns / whole * passes_ns if recorded is not None and whole else 0.0
+
+
+def _communication(lines: Sequence[TimeLine], recorded: TimeLedger | None) -> tuple[TimeLine, ...]:
+    """Return the waits for a late rank in every step, else those that were recorded, and the recorded transfers.
+
+    They are no longer than the lines that hold them.
+    """
+    waits = [line for line in lines if line.part == "rank_wait"]
+    found = [
+        *waits,
+        *(line for line in (recorded.communication if recorded else ()) if line.part == "collective" or not waits),
+    ]
+    most = total(line for line in lines if line.part in _MEETING)
+    return tuple(_divided(most, found, TimeLine(part="untracked", ns=0))[:-1])
 
 
 def _core_waits(pulse: Sequence[PulseRow]) -> dict[int, float]:

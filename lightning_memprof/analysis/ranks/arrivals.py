@@ -86,7 +86,8 @@ class WindowWaits:
 
     ``waited_ns`` is the total wait of the median rank, ``caused_ns`` its part by the rank that arrived last, and
     ``largest_ns`` the maximum of that within one step. ``own_wait_ns`` is the wait of each rank. ``clock_error_ns`` is
-    the median distance of the ends of one collective on the aligned clocks.
+    the median distance of the ends of one collective on the aligned clocks. ``last_ns`` is when the last rank came to
+    each collective, on the clock of the first track, and ``shifts`` by how many collectives tracks begin later.
     """
 
     meetings: list[Meeting] = field(default_factory=list)
@@ -96,6 +97,23 @@ class WindowWaits:
     own_wait_ns: Counter[int] = field(default_factory=Counter)
     clock_offsets_ns: dict[str, int] = field(default_factory=dict)
     clock_error_ns: int = 0
+    last_ns: dict[Key, int] = field(default_factory=dict)
+    shifts: dict[int, int] = field(default_factory=dict)
+
+    def of(self, track: RankTrack) -> dict[int, int]:
+        """Return a rank's wait in each collective that another rank has too, by its start on the rank's own clock.
+
+        Where the ends of collectives do not agree, nobody knows who waits.
+        """
+        if self.clock_error_ns > _SAME_NS:
+            return {}
+        offset, shift = self.clock_offsets_ns.get(track.host, 0), self.shifts.get(track.rank, 0)
+        found = {}
+        for (kind, number), begin, ns in zip(track.keys, track.start_ns, track.duration_ns, strict=True):
+            start = track.base_ns + begin
+            if (last := self.last_ns.get((kind, number + shift))) is not None:
+                found[start] = max(0, min(last + offset - start, ns))
+        return found
 
     def by_kind(self) -> list[CollectiveWait]:
         """Return the waiting by kind of collective, the longest together first."""
@@ -154,7 +172,8 @@ def window_waits(tracks: Sequence[RankTrack], steps: float = 1.0) -> WindowWaits
         agreed = alike.get(track.rank)
         if agreed is None or agreed.spread_ns > _SAME_NS:
             agreed = _agreement(track, lead)
-        shift = agreed.shift
+        if shift := agreed.shift:
+            waits.shifts[track.rank] = shift
         placed.append(
             replace(track, keys=tuple((kind, number + shift) for kind, number in track.keys)) if shift else track
         )
@@ -272,6 +291,7 @@ def _meet(waits: WindowWaits, tracks: Sequence[RankTrack]) -> None:
     for key in sorted(came, key=last_ns.__getitem__):
         if (found := _wait(key[0], came[key], last_ns[key])) is not None:
             waits.meetings.append(replace(found, middle_ns=zero + found.middle_ns, last_ns=zero + found.last_ns))
+            waits.last_ns[key] = zero + last_ns[key]
     for group in groups:
         waits.own_wait_ns.update(dict(zip(group.ranks, group.waited_ns.tolist(), strict=True)))
 

@@ -133,7 +133,8 @@ class Straggler:
 class RankReport:
     """All ranks of a run. ``spreads`` is by quantity: each phase, ``step_ns``, ``rss_peak_bytes``, ...
 
-    ``waits_ns`` is how long ranks wait for the late one in the mean step of the pulse, by phase.
+    ``waits_ns`` is how long ranks wait for the late one in the mean step of the pulse, by phase. ``lead_waits_ns`` is
+    the wait of the leading rank in recorded collectives, by their start (Unix ns).
     """
 
     ranks: tuple[RankTimes, ...]
@@ -144,6 +145,7 @@ class RankReport:
     straggler: Straggler | None
     problems: tuple[Problem, ...] = ()
     waits_ns: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    lead_waits_ns: Mapping[int, int] = field(default_factory=dict)
 
 
 def rank_report(run: Run, pulses: Mapping[int, PulseStatistics]) -> RankReport | None:
@@ -156,7 +158,7 @@ def rank_report(run: Run, pulses: Mapping[int, PulseStatistics]) -> RankReport |
     """
     if len(run.ranks) < 2:
         return None
-    gathered = _Gathered()
+    gathered = _Gathered(run.lead.rank)
     here = {rank.rank for rank in run.ranks}
     for window in _windows(run.directory):
         gathered.add([(rank, path) for rank, path in window if rank in here])
@@ -174,13 +176,16 @@ def rank_report(run: Run, pulses: Mapping[int, PulseStatistics]) -> RankReport |
         straggler=_straggler(ranks, waiting, pulse, is_cpu=run.lead.facts.is_cpu),
         problems=tuple(gathered.problems),
         waits_ns=pulse.waits_ns if pulse is not None else {},
+        lead_waits_ns=gathered.lead_waits_ns,
     )
 
 
 @dataclass
 class _Gathered:
-    """The summaries, window after window."""
+    """The summaries, window after window; the waits in single collectives are of the rank that leads."""
 
+    lead: int
+    lead_waits_ns: dict[int, int] = field(default_factory=dict)
     latest: dict[int, RankSummary] = field(default_factory=dict)
     peaks: dict[int, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
     windows: list[WindowWaits] = field(default_factory=list)
@@ -211,7 +216,10 @@ class _Gathered:
             # Of thousands of ranks the collectives would take most of the memory.
             self.latest[rank] = msgspec.structs.replace(summary, rank=rank, arrivals=Arrivals())
         if len(tracks) > 1:
-            self.windows.append(window_waits(tracks, steps))
+            waits = window_waits(tracks, steps)
+            for each in tracks:
+                self.lead_waits_ns |= waits.of(each) if each.rank == self.lead else {}
+            self.windows.append(waits)
             self.steps.append(steps)
 
     def waiting(self) -> Waiting | None:

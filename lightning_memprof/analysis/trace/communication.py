@@ -29,7 +29,15 @@ from lightning_memprof.analysis.trace.model import CollectiveTotals, plain_kerne
 from lightning_memprof.analysis.trace.text import BASE_TIME, UNREADABLE, open_trace
 from lightning_memprof.errors import ArtifactError
 
-__all__ = ["Collective", "CollectiveCall", "collective_calls", "collectives", "trace_arrivals", "trace_collectives"]
+__all__ = [
+    "Collective",
+    "CollectiveCall",
+    "collective_calls",
+    "collectives",
+    "common_name",
+    "trace_arrivals",
+    "trace_collectives",
+]
 
 _CHUNK: Final = 1 << 18
 # Longer than any event of a collective: one of 4,096 ranks names its group in 20 kB.
@@ -159,7 +167,7 @@ class _Found:
         elif (host := _ON_HOST.match(name)) and category == "user_annotation" and host[2] not in _POINT_TO_POINT:
             self.on_host.append(
                 Collective(
-                    name=_common(host[2]),
+                    name=common_name(host[2]),
                     group="",
                     bytes=_input_bytes(event.args),
                     start_ns=event.start_ns,
@@ -216,7 +224,7 @@ def _device_name(
     if annotation:
         name = _called(annotation)
     elif args.get("Collective name"):
-        name = _common(str(args["Collective name"]))
+        name = common_name(str(args["Collective name"]))
     else:
         name = _of_kernel(kernel.name) or ""
         # An all-to-all is made of sends; where the program sends nothing else, they are all-to-alls.
@@ -225,12 +233,13 @@ def _device_name(
     return None if not name or name in _POINT_TO_POINT else name
 
 
-def _common(name: str) -> str:
+def common_name(name: str) -> str:
+    """Return one name for the spellings of a collective."""
     return _CALL_NAMES.get(name, name)
 
 
 def _called(annotation: NamedEvent) -> str:
-    return _common(annotation.name.partition(":")[2])
+    return common_name(annotation.name.partition(":")[2])
 
 
 def _latest(events: list[NamedEvent], moment: int) -> NamedEvent | None:

@@ -31,12 +31,15 @@ __all__ = [
     "nest",
     "nesting_order",
     "outermost",
+    "stretches",
     "union",
 ]
 
 Column: TypeAlias = NDArray[np.int64]
 
 _BLOCK: Final = 1 << 14
+
+_MOST: Final = 20_000
 
 ROUNDING_NS: Final = 1_000
 """Kineto rounds starts and durations separately: a child may seem to outlast its parent by this much."""
@@ -116,6 +119,11 @@ def difference(first: Intervals, second: Intervals) -> Intervals:
     start, end = int(first.starts[0]), int(first.ends[-1])
     starts, ends = np.append(start, second.ends), np.append(second.starts, end)
     return intersection(first, _not_empty(starts, ends))
+
+
+def stretches(of: Intervals, origin_ns: int) -> tuple[tuple[int, int], ...]:
+    """Return start and end of the intervals in Unix ns, at most 20,000 of them."""
+    return tuple(zip((origin_ns + of.starts[:_MOST]).tolist(), (origin_ns + of.ends[:_MOST]).tolist(), strict=True))
 
 
 def _not_empty(starts: Column, ends: Column) -> Intervals:

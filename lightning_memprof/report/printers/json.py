@@ -186,7 +186,7 @@ def _run(view: View) -> dict[str, Any]:
         "unavailable": view.run.unavailable,
         "overhead": view.lead.overhead,
         "memory": _memory(view.memory),
-        "across_ranks": None if across is None else _without(across, "problems"),
+        "across_ranks": None if across is None else _without(across, "problems", "lead_waits_ns"),
         "events": _events(view),
         "throughput": view.throughput,
         "system": view.system,
@@ -346,6 +346,7 @@ def _ledger(ledger: TimeLedger | None) -> dict[str, Any] | None:
         **_fields(ledger, "step_ns", "median_ns", "steps", "basis", "stalls", "window_factor"),
         "parts_ns": {part: ledger.ns(part) for part in parts},
         "lines": ledger.lines[:MAX_LEDGER_LINES],
+        "communication": ledger.communication[:MAX_LEDGER_LINES],
         "other_lines": len(ledger.lines[MAX_LEDGER_LINES:]),
         "other_ns": total(ledger.lines[MAX_LEDGER_LINES:]),
     }

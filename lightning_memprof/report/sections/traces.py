@@ -26,6 +26,7 @@ from lightning_memprof.report.sections.tables import MAX_ROWS, Field, filled, ra
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from lightning_memprof.analysis.ledger.model import TimePart
     from lightning_memprof.analysis.trace.model import GpuTimes, StepTimes, TraceReport
 
 __all__ = ["busy_share", "device_stack", "kernel_names", "traces_section"]
@@ -64,11 +65,19 @@ def _overview(traces: Sequence[TraceReport]) -> Iterator[Table]:
         Field("busy", "share", lambda row: row[1][0]),
         Field("compute", "share", lambda row: row[1][1], priority=2),
         Field("exposed communication", "share", lambda row: row[1][2], priority=3),
+        Field("waiting for ranks", "share", lambda row: _met(row[0], "rank_wait"), priority=2),
+        Field("transfer", "share", lambda row: _met(row[0], "collective"), priority=2),
         Field(called("memory_copy"), "share", lambda row: row[1][3], priority=1),
         Field("mean step", "ns", lambda row: row[2].mean_step_ns if row[2] else None),
         Field(called("data_loading"), "share", lambda row: _waits(row[2]) if row[2] else None, priority=4),
         most=None,
     )
+
+
+def _met(trace: TraceReport, part: TimePart) -> float | None:
+    """Return the share of the steps that a part of the collectives has, of traces whose collectives are in a ledger."""
+    ledger = trace.device_ledger or trace.host_ledger
+    return ratio(ledger.communicates(part), ledger.step_ns) if ledger is not None and ledger.communication else None
 
 
 def _shares(times: GpuTimes | None) -> Sequence[float | None]:

@@ -418,3 +418,25 @@ def test_gradients_of_gradients_in_each_step_are_double_backward(
     assert found is not None
     assert (found.double_backward_ns > 0) == is_found
     assert found.double_backward_ns < found.step_ns
+
+
+def test_a_collective_of_the_host_has_the_time_in_which_no_operator_computes(tmp_path: Path) -> None:
+    found = ledger(
+        tmp_path,
+        step(0, 100),
+        action(FORWARD, 0, 30),
+        operator("aten::mm", 0, 30),
+        action(BACKWARD, 30, 90),
+        operator("aten::mm", 30, 50),
+        operator("c10d::allreduce_", 50, 52),
+        event("user_annotation", "gloo:all_reduce", 45, 80, 7),
+        operator("aten::add", 60, 65),
+    )
+    (line,) = found.communication
+    assert (line.part, line.name, line.ns, line.count, line.longest_ns) == (
+        "collective",
+        "all_reduce",
+        25_000,
+        1,
+        35_000,
+    )

@@ -148,3 +148,21 @@ def test_a_thread_that_waits_for_worker_processes_sleeps(tmp_path: Path) -> None
 def test_on_the_clock_of_a_device_the_wait_of_the_host_is_no_line(tmp_path: Path) -> None:
     fake = FakeRun(device_bytes=lambda _: 2**30, core_wait_ns=lambda _: 1_000_000)
     assert ledger(lead(tmp_path, fake)).of("core_wait") == ()
+
+
+def test_the_transfers_of_a_run_are_those_of_its_trace_beside_the_waits_of_every_step(tmp_path: Path) -> None:
+    transfer = TimeLine(part="collective", name="all_reduce", ns=3_000_000)
+    wait = TimeLine(part="rank_wait", name="all_reduce", ns=2_000_000)
+    host = TimeLedger(step_ns=0, median_ns=0, steps=1, basis="", lines=(), communication=(transfer, wait))
+    rank = lead(tmp_path, FakeRun(phases=steady()))
+
+    def communicates(host: TimeLedger, waits_ns: Mapping[str, int] | None = None) -> tuple[float, float]:
+        found = run_ledger(rank, host, waits_ns)
+        assert found is not None
+        assert total(found.lines) == pytest.approx(sum(HEALTHY.values()))
+        return found.communicates("rank_wait"), found.communicates("collective")
+
+    assert communicates(host) == (2_000_000, 3_000_000)
+    assert communicates(host, {"backward": 6_000_000}) == (6_000_000, 3_000_000)
+    long = replace(host, communication=(replace(transfer, ns=10**9),))
+    assert sum(communicates(long)) < sum(HEALTHY.values())

@@ -1,0 +1,90 @@
+"""Collectives of several ranks: each waits in them until the last one has come, then they transfer."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lightning_memprof.analysis.ranks.arrivals import RankTrack, window_waits
+from lightning_memprof.analysis.trace.intervals import Intervals, difference, intersection, length_within, union
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
+    from lightning_memprof.analysis.ranks.arrivals import WindowWaits
+    from lightning_memprof.analysis.trace.communication import Collective
+    from lightning_memprof.analysis.trace.model import TraceReport
+
+__all__ = ["across_ranks", "meeting_ranks", "with_waits"]
+
+
+def meeting_ranks(traces: Sequence[TraceReport]) -> Iterator[tuple[dict[int, TraceReport], WindowWaits]]:
+    """Yield traces of several ranks and the same steps, by rank, with the waiting in their collectives."""
+    groups: dict[tuple[int, ...], dict[int, TraceReport]] = defaultdict(dict)
+    for trace in traces:
+        if trace.rank is not None and trace.arrivals:
+            groups[tuple(step.number for step in trace.steps)].setdefault(trace.rank, trace)
+    for steps, ranks in groups.items():
+        if len(ranks) > 1:
+            yield ranks, window_waits([_track(rank, ranks[rank]) for rank in sorted(ranks)], len(steps) or 1)
+
+
+def _track(rank: int, trace: TraceReport) -> RankTrack:
+    """Return a trace's collectives; each is a host of its own, for traces need not share a clock."""
+    return RankTrack(
+        rank=rank,
+        host=str(rank),
+        keys=tuple((found.kind, found.sequence) for found in trace.arrivals),
+        base_ns=trace.start_ns,
+        start_ns=[found.start_ns - trace.start_ns for found in trace.arrivals],
+        duration_ns=[found.duration_ns for found in trace.arrivals],
+    )
+
+
+def across_ranks(traces: Sequence[TraceReport]) -> tuple[TraceReport, ...]:
+    """Return traces in their order; where their ranks meet, the wait for the last one is a line of communication."""
+    found: dict[int, TraceReport] = {}
+    for ranks, waits in meeting_ranks(traces):
+        found |= {id(trace): with_waits(trace, waits.of(_track(rank, trace))) for rank, trace in ranks.items()}
+    return tuple(found.get(id(trace), trace) for trace in traces)
+
+
+def with_waits(trace: TraceReport, waits_ns: Mapping[int, int]) -> TraceReport:
+    """Return a trace whose ledgers divide their communication into ``rank_wait`` and the transfer itself.
+
+    Args:
+        trace: of one rank.
+        waits_ns: the wait in each collective by its start (Unix ns); the others are transfers.
+    """
+    on_host = [call for call in trace.arrivals if call.device == "host"]
+    on_device = [call for call in trace.arrivals if call.device != "host"]
+    return replace(
+        trace,
+        host_ledger=_divided(trace.host_ledger, on_host, waits_ns),
+        device_ledger=_divided(trace.device_ledger, on_device, waits_ns),
+    )
+
+
+def _divided(ledger: TimeLedger | None, calls: Sequence[Collective], waits_ns: Mapping[int, int]) -> TimeLedger | None:
+    """Return a ledger with each line of communication in two; while another collective transfers, none waits."""
+    if ledger is None or not ledger.exposed or not calls:
+        return ledger
+    starts, ends = (np.array([getattr(call, name) for call in calls], np.int64) for name in ("start_ns", "end_ns"))
+    ready = starts + np.array([waits_ns.get(call.start_ns, 0) for call in calls], np.int64)
+    exposed = Intervals(*np.array(ledger.exposed, np.int64).T)
+    waiting = difference(intersection(exposed, union(starts, ready)), union(ready, ends))
+    reached = np.maximum.accumulate(np.append(starts[0], ends[:-1]))
+    own = length_within(waiting, np.maximum(starts, reached), np.maximum(ends, reached))
+    waited: Counter[str] = Counter()
+    for call, ns in zip(calls, own.tolist(), strict=True):
+        waited[call.name] += ns
+    divided: list[TimeLine] = []
+    for line in ledger.communication:
+        ns = min(waited[line.name] / ledger.steps, line.ns)
+        divided += [replace(line, part="rank_wait", ns=ns), replace(line, ns=line.ns - ns)]
+    kept = sorted((line for line in divided if line.ns), key=lambda line: -line.ns)
+    return replace(ledger, communication=tuple(kept))
