@@ -11,7 +11,7 @@ import yaml
 
 from lightning_memprof.artifacts.naming import fsdp_log_name, fsdp_stats_name, module_log_name
 from lightning_memprof.artifacts.sink import ArtifactSpec
-from lightning_memprof.capture.base import Collector, OnMark, SkipWindow, no_training_step
+from lightning_memprof.capture.base import Collector, OnMark, no_training_step
 from lightning_memprof.capture.sources.module_calls import skip_compiled
 from lightning_memprof.capture.tracker.report import Layout
 from lightning_memprof.errors import ConfigError
@@ -45,7 +45,8 @@ class ModuleMemory(Collector):
     trace and the timings of the same window.
 
     In the step that allocates an optimizer's state, its temporaries count as optimizer_state too: track a later step,
-    as the default schedule does. A module that is called twice and by no other module ends the tracking, with a reason.
+    as the default schedule does. Each call of a module is a call of its own in the series; one inside another call of
+    the same module is part of that.
 
     Args:
         step: number of the recorded step of each window, from 0.
@@ -282,7 +283,7 @@ class _Step:
             return None
         self._leave(tracker)
         failure = tracker.guard.failure
-        if failure is not None and not isinstance(failure, (SkipWindow, NotImplementedError)):
+        if failure is not None and not isinstance(failure, NotImplementedError):
             raise failure
         return failure
 

@@ -3,8 +3,10 @@
 Differences from torch's tracker:
 
 - Lightning runs forward and backward inside ``optimizer.step(closure)``, which torch counts as optimizer state.
-- torch raises into the user's forward or backward: for a module that is called twice, a frozen parameter, a leaf
-  passed to ``torch.autograd.grad``. Here nothing is raised; the first failure ends the tracking.
+- torch raises into the user's forward or backward: for a module that is called twice by no other module, a frozen
+  parameter, a leaf passed to ``torch.autograd.grad``. Here nothing is raised; the first failure ends the tracking.
+- A module may be called any number of times. A call inside another call of the same module is part of it: under DDP
+  and FSDP1 the LightningModule is called for the step, and by its own ``self(batch)`` in it.
 - torch updates all modules after every operator; here only those that run.
 
 """
@@ -12,6 +14,7 @@ Differences from torch's tracker:
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -30,7 +33,6 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from lightning_memprof.capture.base import SkipWindow
 from lightning_memprof.capture.observe import Guard, Link, take_out, wrapped
 from lightning_memprof.capture.sources.tensors import dense_parts, tensors_in
 from lightning_memprof.capture.tracker.report import Figures, ModuleFigures, TrackerReport
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
 __all__ = ["CategoryTracker", "Kind", "Kinds", "ModuleTracker"]
 
 _TOTAL: Final = "Total"
+# A parent of every module: torch takes a second call by "Global" alone for the next iteration.
+_STEP: Final = "Step"
 
 
 class _PathTracker(ModTracker):
@@ -58,6 +62,7 @@ class _PathTracker(ModTracker):
         super().__init__()  # type: ignore[no-untyped-call]
         self._guard = guard
         self._handles: list[Any] = []
+        self._inner: Counter[str] = Counter()
         name = type(root).__name__
         for path, module in root.named_modules():
             self._known_modules[module] = f"{name}.{path}" if path else name
@@ -78,13 +83,17 @@ class _PathTracker(ModTracker):
         self._post_bw_callbacks_to_enqueue.clear()
 
     def _forward_begins(self, module: nn.Module, args: Any) -> None:
-        self._push(self._known_modules[module])
+        name = self._known_modules[module]
+        if name in self.parents and not self.is_bw:
+            self._inner[name] += 1
+            return
+        self._push(name)
         if self._user_pre_fw_hook is not None:
             self._user_pre_fw_hook(module, args)
         if self.is_bw:
             return
         # The backward of a module ends when the gradients of all its inputs have arrived.
-        leave = self._leaver(weakref.ref(module), self._known_modules[module])
+        leave = self._leaver(weakref.ref(module), name)
         nodes = _nodes(args)
         awaited = len(nodes)
 
@@ -100,13 +109,16 @@ class _PathTracker(ModTracker):
             self._post_bw_callbacks_to_enqueue.append(lambda: self._guard.run(leave))
 
     def _forward_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        reference, name = weakref.ref(module), self._known_modules[module]
+        if self._inner[name] and not self.is_bw:
+            self._inner[name] -= 1
+            return
         if self._user_post_fw_hook is not None:
             self._user_post_fw_hook(module, args, output)
-        self._pop(self._known_modules[module])
+        self._pop(name)
         if self.is_bw:
             return
         begun = False
-        reference, name = weakref.ref(module), self._known_modules[module]
 
         def begins() -> None:
             nonlocal begun
@@ -414,13 +426,12 @@ class ModuleTracker(CategoryTracker):  # type: ignore[no-untyped-call]
 
     def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None:
         self._module_begins()
+        parents = self._mod_tracker.parents
+        parents.add(_STEP)
         try:
             super()._pre_fw_hook(module, inputs)
-        except NotImplementedError as error:
-            name = self._mod_tracker.get_known_fqn(module)
-            raise SkipWindow(
-                f"{name} is called twice in one step and by no other module, which torch's MemTracker does not support"
-            ) from error
+        finally:
+            parents.discard(_STEP)
         stats = self.memory_tracking[module]
         self._stats_by_name[stats.mod_fqn] = stats
 

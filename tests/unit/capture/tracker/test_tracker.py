@@ -12,8 +12,10 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from lightning_memprof.capture.base import SkipWindow
+from lightning_memprof.capture.tracker.report import TrackerReport
 from lightning_memprof.capture.tracker.tracker import ModuleTracker
+
+STATES = ("Pre-Forward", "Post-Forward", "Pre-Backward", "Post-Backward")
 
 
 def network() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
@@ -119,15 +121,48 @@ def test_a_leaf_that_autograd_is_asked_for_is_no_obstacle() -> None:
     assert tracker.guard.failure is None
 
 
-def test_a_module_that_is_called_twice_ends_the_tracking_and_not_the_forward() -> None:
-    model, optimizer, batch = network()
+def bytes_of(report: TrackerReport, name: str, state: str, kind: str) -> list[int]:
+    """Bytes of a category at each call of a module."""
+    return [entry.figures[0].by_kind[kind] for entry in report.modules if entry.name == name and entry.state == state]
+
+
+@pytest.mark.parametrize("calls", [1, 2, 5])
+def test_a_module_is_called_any_number_of_times_in_a_step(calls: int) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
+    batch = torch.randn(4, 8)
     tracker = ModuleTracker(model)
-    with tracker.tracking(model, [optimizer], batch):
-        model(batch)
-        model(batch).sum().backward()
-        optimizer.step()
-    assert isinstance(tracker.guard.failure, SkipWindow)
-    assert str(tracker.guard.failure).startswith("Sequential is called twice in one step")
+    with tracker.tracking(model, [], batch):
+        losses = [model(batch).sum() for _ in range(calls)]
+        torch.stack(losses).sum().backward()
+        report = tracker.report()
+    assert tracker.guard.failure is None
+    # Each earlier call has saved the result of its ReLU, and left its sum: 4 x 16 and 1 numbers of four bytes.
+    expected = [call * (4 * 16 + 1) * 4 for call in range(calls)]
+    assert bytes_of(report, "Sequential", "Pre-Forward", "Activation") == expected
+    assert [len(bytes_of(report, "Sequential", state, "Activation")) for state in STATES] == [calls] * len(STATES)
+
+
+def test_a_call_inside_a_call_of_the_same_module_is_part_of_it() -> None:
+    class Redirected(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.inside = False
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            if self.inside:
+                return self.layer(batch)
+            self.inside = True
+            return self(batch).square().mean()
+
+    model, batch = Redirected(), torch.randn(4, 8)
+    tracker = ModuleTracker(model)
+    with tracker.tracking(model, [], batch):
+        model(batch).backward()
+        report = tracker.report()
+    assert tracker.guard.failure is None
+    assert [len(bytes_of(report, "Redirected", state, "Activation")) for state in STATES] == [1] * len(STATES)
+    assert [len(bytes_of(report, "Redirected.layer", state, "Activation")) for state in STATES] == [1] * len(STATES)
 
 
 def test_a_failure_of_the_tracker_does_not_reach_the_users_operator(monkeypatch: pytest.MonkeyPatch) -> None:
