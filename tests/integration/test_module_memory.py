@@ -183,22 +183,35 @@ class CalledTwice(Mlp):
         return self.net(batch).square().mean() + self.net(batch.flip(0)).abs().mean()
 
 
-@pytest.mark.parametrize("on_error", ["warn", "raise"])
-def test_a_module_that_is_called_twice_ends_the_collector_and_not_the_training(tmp_path: Path, on_error: Any) -> None:
+def test_a_network_that_the_step_calls_twice_has_both_calls_and_the_training_is_the_same(tmp_path: Path) -> None:
     bare = fit(CalledTwice, tmp_path / "bare")
-    schedule = Schedule(wait=1, warmup=0, active=1, repeat=2)
     ours = MemProfilerCallback(
-        schedule=schedule, collectors=[ModuleMemory()], output=OutputOptions(on_error=on_error, summary=False)
+        schedule=Schedule(wait=1, warmup=0, active=1, repeat=2),
+        collectors=[ModuleMemory()],
+        output=OutputOptions(on_error="raise", summary=False),
     )
     recorded = fit(CalledTwice, tmp_path / "ours", ours)
     assert all(torch.equal(expected, other) for expected, other in zip(bare, recorded, strict=True))
     run = only_run(tmp_path / "ours")
-    (row,) = rows_of(run, "unavailable")
-    assert (row["collector"], row["window"]) == ("module_memory", 0)
-    assert "CalledTwice.net is called twice" in row["reason"]
-    assert rows_of(run, "error") == []
-    assert not list(run.rglob("*module_mem*"))
-    assert rows_of(run, "end")[0]["status"] == "finished"
+    assert rows_of(run, "unavailable") == rows_of(run, "error") == []
+    rows = [row for row in read_series(run / SERIES) if row.get("module") == "net" and row["state"] == "pre_forward"]
+    first, second = (row["categories"]["activation"] for row in sorted(rows, key=lambda row: row["call"]))
+    assert first == 0 < second
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_the_closed_forms_hold_without_a_backward(tmp_path: Path, stage: str) -> None:
+    ours = MemProfilerCallback(
+        schedule=Schedule(wait=1, warmup=1, active=1),
+        collectors=[ModuleMemory()],
+        output=OutputOptions(on_error="raise", summary=False),
+    )
+    model = Sized(64)
+    getattr(trainer(tmp_path, ours), stage)(model, loader())
+    found = categories(only_run(tmp_path), "peak")
+    # A layer's result and that of its ReLU live side by side, nothing else: no backward needs the earlier ones.
+    assert (found["parameter"], found["gradient"]) == (parameter_bytes(model), 0)
+    assert found["activation"] == 2 * 4 * 64 * 4
 
 
 @pytest.mark.parametrize("kind", [Mlp, InPlaceCnn, SharedEmbeddings, Lstm, GradientPenalty])

@@ -70,9 +70,9 @@ class ModuleMemory(Collector):
             raise ConfigError(f"ModuleMemory(step={self.step!r}): must be the number of a recorded step, from 0")
         Layout(depth=self.depth, units=self.units)
 
-    def unavailable(self, run: RunContext) -> str | None:
-        """Return a reason outside fit, which alone has gradients, and without torch's tracker."""
-        return no_training_step(run) or _missing_tracker()
+    def unavailable(self, run: RunContext) -> str | None:  # noqa: ARG002 every stage of every run
+        """Return a reason without torch's tracker."""
+        return _missing_tracker()
 
     @contextmanager
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:

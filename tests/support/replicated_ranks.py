@@ -1,0 +1,50 @@
+"""One rank of a fit under DDP on gloo: ``python replicated_ranks.py DIRECTORY [bare] [static] [unused]``.
+
+Writes ``rank{R}.json``: the losses, a digest of the weights, the bytes of the model's parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+
+from training import Perceptron, loader, trainer
+
+
+def main(directory: Path, options: set[str]) -> None:
+    rank, world = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.manual_seed(3)
+    model, losses = Perceptron(), []
+    callbacks: list[pl.Callback] = []
+    if "bare" not in options:
+        from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
+        from lightning_memprof.collectors import ModuleMemory
+
+        schedule = Schedule(wait=1, warmup=1, active=2)
+        output = OutputOptions(on_error="raise", summary=False)
+        callbacks.append(MemProfilerCallback(schedule=schedule, collectors=[ModuleMemory()], output=output))
+    note = pl.callbacks.LambdaCallback(
+        on_train_batch_end=lambda _, __, outputs, *___: losses.append(float(outputs["loss"]))
+    )
+    strategy = DDPStrategy(static_graph="static" in options, find_unused_parameters="unused" in options)
+    trainer(directory, note, *callbacks, devices=world, strategy=strategy).fit(model, loader(12))
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    facts = {
+        "losses": losses,
+        "weights": digest.hexdigest(),
+        "parameter_bytes": sum(4 * parameter.numel() for parameter in model.parameters()),
+    }
+    (directory / f"rank{rank}.json").write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), set(sys.argv[2:]))
