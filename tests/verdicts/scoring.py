@@ -29,6 +29,7 @@ class Expected:
         fix: patterns of which one must be in the first next step: 2 points.
         near_fix: patterns of a step that leads to the fix or removes part of the cost: 1 point.
         accuse: patterns that no finding of the healthy twin may match; default: ``cause`` and ``near``.
+        is_note: whether the page names it among its findings, not in the first line: memory that fits costs nothing.
 
     """
 
@@ -39,6 +40,7 @@ class Expected:
     near: tuple[str, ...] = ()
     near_fix: tuple[str, ...] = ()
     accuse: tuple[str, ...] = ()
+    is_note: bool = False
 
     @property
     def domain(self) -> str:
@@ -47,11 +49,12 @@ class Expected:
 
 @dataclass(frozen=True)
 class Page:
-    """The first line, the first next step, and the sentences of all findings that report a problem."""
+    """The first line, the first next step, and the sentences of all findings that report a problem, with theirs."""
 
     sentence: str
     next_step: str
     findings: tuple[str, ...]
+    next_steps: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,14 +68,24 @@ class Score:
 def page_of(shown: Mapping[str, Any]) -> Page:
     """Read the JSON object of ``lightning-memprof show RUN --format json``."""
     verdict = shown["verdict"]
-    findings = tuple(row["sentence"] for row in shown["findings"] if row["severity"] != "none")
-    return Page(verdict["sentence"], verdict["next"] or "", findings)
+    rows = [row for row in shown["findings"] if row["severity"] != "none"]
+    return Page(
+        verdict["sentence"],
+        verdict["next"] or "",
+        tuple(row["sentence"] for row in rows),
+        tuple(row["next_steps"][0] for row in rows),
+    )
 
 
 def score(expected: Expected, page: Page) -> Score:
-    return Score(
-        points(page.sentence, expected.cause, expected.near), points(page.next_step, expected.fix, expected.near_fix)
-    )
+    lines = [(page.sentence, page.next_step)]
+    if expected.is_note:
+        lines = [*zip(page.findings, page.next_steps, strict=True)] or lines
+    scores = [
+        Score(points(line, expected.cause, expected.near), points(step, expected.fix, expected.near_fix))
+        for line, step in lines
+    ]
+    return max(scores, key=lambda found: (found.cause, found.fix))
 
 
 def points(text: str, full: Iterable[str], partial: Iterable[str]) -> int:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,9 +62,12 @@ def test_accusations_can_be_narrower_than_the_causes():
 def test_a_page_is_read_from_the_json_of_show_without_findings_that_report_no_problem():
     shown = {
         "verdict": {"sentence": "a", "next": None},
-        "findings": [{"severity": "none", "sentence": "a"}, {"severity": "info", "sentence": "b"}],
+        "findings": [
+            {"severity": "none", "sentence": "a"},
+            {"severity": "info", "sentence": "b", "next_steps": ["do"]},
+        ],
     }
-    assert page_of(shown) == Page("a", "", ("b",))
+    assert page_of(shown) == Page("a", "", ("b",), ("do",))
 
 
 def test_a_first_line_about_computation_finds_no_fault():
@@ -106,3 +110,14 @@ def test_a_promise_is_that_of_the_finding_that_names_the_fault() -> None:
 def test_a_promise_is_kept_if_the_gain_is_within_30_percent_of_its_range(after: float, is_kept: bool) -> None:
     compared = Comparison("padding", Promise("a", "ms", 2.0, 5.5), before=10.0, after=after)
     assert compared.is_kept is is_kept
+
+
+def test_a_note_is_scored_by_the_finding_that_names_it():
+    findings, steps = (
+        ("Compute-bound: 71%.", "18% of each batch is padding."),
+        ("Compile.", "Bucket samples by length."),
+    )
+    page = Page("Compute-bound: 71%.", "Compile.", findings, steps)
+    assert score(replace(PADDING, is_note=True), page) == Score(2, 2)
+    assert score(PADDING, page) == Score(0, 0)
+    assert score(replace(PADDING, is_note=True), Page("Compute-bound: 71%.", "Compile.", ())) == Score(0, 0)

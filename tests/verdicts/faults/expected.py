@@ -159,6 +159,7 @@ EXPECTED: Final = (
         near=(r"peak memory|memory-bound|memory",),
         fix=(r"checkpoint",),
         near_fix=(r"batch|sequence|bf16|precision|recompute|offload",),
+        is_note=True,
         accuse=(r"activations?.*(most|\d+%|dominat|GiB|MiB)", r"(peak|memory).*activations?"),
     ),
     Expected(
