@@ -209,3 +209,30 @@ def test_traces_of_other_people_have_them_too(path: Path | None) -> None:
     report, events = trace_report(path), events_of(path)
     assert_tables(report, events)
     assert_time(report, events)
+
+
+def ranges(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield the fields beside each other that are a mean, median or percentile, a minimum and a maximum."""
+    if isinstance(value, dict):
+        for key in value:
+            of = key.partition("mean")
+            if of[1] and (
+                found := {name: value.get(of[0] + name + of[2]) for name in ("min", "mean", "median", "max")}
+            ):
+                yield f"{path}.{key}", {name: each for name, each in found.items() if isinstance(each, int | float)}
+        for key, each in value.items():
+            yield from ranges(each, f"{path}.{key}")
+    elif isinstance(value, list):
+        for each in value:
+            yield from ranges(each, path)
+
+
+def test_no_mean_in_the_documents_is_outside_its_range() -> None:
+    count = 0
+    for path in sorted((RECORDED.parent / "expected").glob("*.json.gz")):
+        for place, found in ranges(json.loads(gzip.decompress(path.read_bytes()))):
+            if len(found) > 1:
+                least, most = found.get("min", float("-inf")), found.get("max", float("inf"))
+                assert all(least <= found[name] <= most for name in found), (path.name, place, found)
+                count += "max" in found
+    assert count > 10

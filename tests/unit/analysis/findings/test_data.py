@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from fake_runs import HEALTHY, FakeRun, make_run
-from lightning_memprof.analysis.findings import Facts, Finding, examine
+from lightning_memprof.analysis.findings import Facts, Finding, examine, examine_files
 from lightning_memprof.analysis.run.load import load_run
+from trace_reports import MS, idle, trace
 
 
 def found(tmp_path: Path, fake: FakeRun) -> dict[str, Finding]:
@@ -32,6 +33,13 @@ def test_padding_recovers_its_share_of_forward_and_backward_at_most(tmp_path: Pa
 def test_the_remedy_depends_on_where_the_padding_is(tmp_path: Path, beyond: int, advice: str) -> None:
     finding = found(tmp_path, FakeRun(padding=(1000, 500, beyond)))["padding"]
     assert advice in finding.next_steps[0]
+
+
+def test_loading_in_a_recorded_window_is_not_the_runs_whose_pulse_has_every_step(tmp_path: Path) -> None:
+    window = trace(2, loading_ns=80 * MS, causes=(idle("data_loading", 80 * MS),))
+    assert "input_bound_trace" in {finding.rule for finding in examine_files([window], [])}
+    facts = Facts.of(load_run(make_run(tmp_path, FakeRun(trace=False))), traces=(window,))
+    assert not {"input_bound", "input_bound_trace"} & {finding.rule for finding in examine(facts)}
 
 
 NO_WORKERS = {"dataloaders": [{"num_workers": 0}]}

@@ -248,6 +248,33 @@ def test_a_rank_that_computes_longer_than_others_on_the_same_cores_is_an_info(
     assert ("cores of one machine" in found.why) == (severity is Severity.INFO)
 
 
+@pytest.mark.parametrize(("steps", "late"), [([2, 3], None), ([2, 3, 4], 1)])
+def test_who_is_last_in_two_steps_on_shared_cores_is_chance(tmp_path: Path, steps: list[int], late: int | None) -> None:
+    directory = make_run(tmp_path, FakeRun(world_size=2))
+    ends = [20.0 * at + 15 for at in range(2 * len(steps))]
+    for rank in (0, 1):
+        found = summary(rank, [end - (1 if rank == 1 else 14) for end in ends], ends)
+        path = directory / summary_path(0, rank)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(encode_summary(msgspec.structs.replace(found, steps=steps)))
+    report = Facts.of(load_run(directory)).ranks
+    assert report is not None
+    assert report.waiting is not None
+    assert report.waiting.caused_ns[1] > report.waiting.caused_ns.get(0, 0)
+    assert (report.straggler.rank if report.straggler else None) == late
+
+
+def test_the_waits_of_the_leading_rank_are_known_by_the_start_of_each_collective(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, FakeRun(world_size=2))
+    for rank, starts in enumerate(([0.0, 20.0, 41.0], [8.0, 20.0, 40.0])):
+        path = directory / summary_path(0, rank)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(encode_summary(summary(rank, starts, [10, 30, 50])))
+    report = Facts.of(load_run(directory)).ranks
+    assert report is not None
+    assert report.lead_waits_ns == {0: 8 * MS, 20 * MS: 0, 41 * MS: 0}
+
+
 def test_one_rank_and_equal_ranks_have_no_straggler(tmp_path: Path) -> None:
     alone = load_run(make_run(tmp_path / "one", FakeRun()))
     assert Facts.of(alone).ranks is None
