@@ -95,6 +95,10 @@ class Session:
         """Where the current step began, or None between steps."""
         return self._progress.position
 
+    def reschedule(self, schedule: Callable[[int], Action]) -> None:
+        """Replace the schedule before the first step."""
+        self._planner = WindowPlanner(schedule)
+
     def open(self) -> None:
         """Enter the collectors that follow the whole run.
 

@@ -22,11 +22,11 @@ from lightning_memprof.integration.background import RankSummaries, write_operat
 from lightning_memprof.integration.context import available_collectors, build_context
 from lightning_memprof.integration.curves import Curves, curves_of
 from lightning_memprof.integration.driver import StepDriver, position_source, stage_actions
-from lightning_memprof.integration.facts import training_facts, unreachable
+from lightning_memprof.integration.facts import steps_ahead, training_facts, unreachable
 from lightning_memprof.integration.feeds import ActionTap, TensorFeed
 from lightning_memprof.integration.place import release_place
 from lightning_memprof.schedule import Schedule
-from lightning_memprof.units import MIB
+from lightning_memprof.units import MIB, format_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,6 +106,8 @@ class Attachment:
         if self._stage == "fit":
             sink.manifest.append("training", **training_facts(trainer))
         if message := unreachable(trainer, self._stage, self._settings.schedule):
+            if self._settings.fits_short_runs:
+                message = self._record_every_step(max(steps_ahead(trainer, self._stage) or 0, 1))
             sink.manifest.append("note", collector="schedule", message=message)
             if trainer.is_global_zero:
                 log.warning("%s", message)
@@ -115,6 +117,14 @@ class Attachment:
         self.session.open()
         self.triggers.start()
         self._tap.install(*driver.handlers(), self._interrupts.enter_context(kept_interrupts()))
+
+    def _record_every_step(self, steps: int) -> str:
+        schedule = Schedule(wait=0, warmup=0, active=steps, repeat=1)
+        self._settings = replace(self._settings, schedule=schedule)
+        self.session.reschedule(schedule)
+        return (
+            f"every step is recorded: {self._stage} has {format_count(steps, 'step')}, too few for the default schedule"
+        )
 
     def stop(self, reason: str | None = None) -> None:
         """Stop recording: the loop of the stage has ended."""

@@ -162,7 +162,7 @@ class MemProfilerCallback(Adapter):
     def ended(self, trainer: Trainer, attachment: Attachment, exception: BaseException | None) -> None:
         """Print the summary."""
         if isinstance(profiler := trainer.profiler, ExtendedPyTorchProfiler):  # type: ignore[attr-defined]
-            profiler.table_path = attachment.table
+            profiler.take(attachment)
         if not trainer.is_global_zero:
             return
         place = attachment.place

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.trainer.states import TrainerStatus
+from torch.profiler import ProfilerAction
 
 from lightning_memprof.analysis.trace.operators import AVAILABLE_SORT_KEYS, TableOptions
+from lightning_memprof.artifacts.remote import is_url
 from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory
 from lightning_memprof.capture.collectors.hook_timings import HookTimings
 from lightning_memprof.capture.collectors.oom import OOMAutopsy
@@ -22,6 +26,7 @@ from lightning_memprof.capture.collectors.operator_trace import DEFAULT_FILENAME
 from lightning_memprof.capture.collectors.pulse import Pulse
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.adapter import Adapter
+from lightning_memprof.integration.function_events import function_events
 from lightning_memprof.integration.settings import (
     OutputOptions,
     Ranks,
@@ -33,13 +38,18 @@ from lightning_memprof.integration.settings import (
 from lightning_memprof.schedule import Schedule, StageSchedules
 
 if TYPE_CHECKING:
+    from torch.autograd.profiler_util import EventList
+
     from lightning_memprof.capture.base import Collector
+    from lightning_memprof.integration.attachment import Attachment
 
 __all__ = ["ExtendedPyTorchProfiler"]
 
 log = logging.getLogger(__name__)
 
 _DEFAULT_SCHEDULE: Final = Schedule()
+# Actions of a Trainer before `setup`, and after it was interrupted.
+_OUTSIDE_OF_RUNS: Final = (".configure_callbacks", ".on_exception")
 _TRACE_OPTIONS = frozenset(
     ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules", "activities",
      "experimental_config", "on_trace_ready")
@@ -51,14 +61,15 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
 
     It takes the arguments of :class:`lightning.pytorch.profilers.PyTorchProfiler` and those below. With a
     :class:`MemProfilerCallback` on the same Trainer, the callback's schedule leads and this profiler's options
-    apply to the operator trace.
+    apply to the operator trace. Without a Trainer it records from the first ``profile(action)`` to ``describe()``.
 
     Args:
         dirpath: directory for traces and tables; None is the Trainer's ``log_dir``.
-        filename: middle part of the file names.
+        filename: middle part of the file names; if given, a run of one process also writes Lightning's
+            ``{stage}-{filename}.txt``.
         group_by_input_shapes: one row per shape in the operator table; needs ``record_shapes=True``.
         emit_nvtx: emit NVTX ranges for an outer profiler instead of recording a trace.
-        export_to_chrome: write traces.
+        export_to_chrome: write traces; in a run, the operator table and ``function_events`` are made from them.
         row_limit: rows of the operator table; -1 is all.
         sort_by_key: sort key of the operator table; every key of torch's table is accepted.
         record_module_names: record module forwards by name in the trace.
@@ -98,8 +109,11 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
         max_name_column_width: int = 55,
         **profiler_kwargs: Any,
     ) -> None:
+        self._traces: tuple[Path, ...] = ()
+        self.table_path: Path | None = None
+        self._events: EventList | None = None
         super().__init__(
-            dirpath=dirpath,
+            dirpath=dirpath if dirpath is None or isinstance(dirpath, str) else Path(dirpath),
             filename=filename or DEFAULT_FILENAME,
             group_by_input_shapes=group_by_input_shapes,
             emit_nvtx=emit_nvtx,
@@ -107,9 +121,12 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
             row_limit=row_limit,
             sort_by_key=sort_by_key,
             record_module_names=record_module_names,
-            table_kwargs=table_kwargs,
+            table_kwargs={"max_name_column_width": max_name_column_width, **(table_kwargs or {})},
             **profiler_kwargs,
         )
+        # Lightning's wrapper of a schedule ignores its `repeat`, and its export fails for stacks: ours have both.
+        self._schedule, self._has_on_trace_ready = None, True
+        self._is_named = filename not in {None, DEFAULT_FILENAME}
         # YAML passes every default: a value that equals its default counts as unset.
         if schedule_cfg is not None and schedule != _DEFAULT_SCHEDULE:
             raise ConfigError("schedule and schedule_cfg are two names of the same option; use one")
@@ -120,20 +137,54 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
             sort_by=self._sort_by_key,
             row_limit=row_limit,
             group_by_input_shapes=self._group_by_input_shapes,
-            **{"max_name_column_width": max_name_column_width, **(table_kwargs or {})},
+            **self._table_kwargs,
         )
-        self.table_path: Path | None = None
+
+    @property
+    def function_events(self) -> EventList | None:
+        """The events of the last recording, torch's ``EventList``; None before the first.
+
+        After a run they are read from its traces when asked for: seconds, and some kilobytes of memory per event.
+
+        Raises:
+            ArtifactError: a trace was removed, as budgets and uploads do.
+
+        """
+        if self._events is None and self._traces:
+            self._events = function_events(self._traces)
+        return self._events
+
+    @function_events.setter
+    def function_events(self, events: EventList | None) -> None:
+        self._events = events
 
     def start(self, action_name: str) -> None:
-        """Do nothing: during a recorded run, a tap on this instance listens to the actions."""
+        """Record an action outside of a Trainer; during a run, a tap on this instance listens to the actions."""
+        if self.profiler is None:
+            if self._in_trainer() or action_name.endswith(_OUTSIDE_OF_RUNS):
+                return
+            if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+                warnings.warn(f"{action_name!r} is not recorded: another torch profiler is running", stacklevel=2)
+                return
+            self._traces, self.table_path, self._events = (), None, None
+        super().start(action_name)
 
     def stop(self, action_name: str) -> None:
-        """Do nothing, like :meth:`start`."""
+        """End an action that :meth:`start` records."""
+        if self._recording_map:
+            super().stop(action_name)
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         """Lend the collectors to the Trainer's MemProfilerCallback; without one, record alone."""
+        # A recording that the program began outside ends here.
+        self._delete_profilers()
         self._stage = stage
         self._local_rank = local_rank
+        if not self._export_to_chrome and not self._emit_nvtx and local_rank in (None, 0):
+            log.warning(
+                "export_to_chrome=False: without traces there are no operator table and no function_events; "
+                "use True and delete the traces afterwards"
+            )
         trainer = self._trainer()
         if trainer is None or any(adapter.leads(trainer) for adapter in _adapters(trainer)):
             return
@@ -156,22 +207,67 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
             ranks=self._ranks,
             output=OutputOptions(dirpath=self.dirpath),
             table=self._table,
+            fits_short_runs=self._chosen_schedule == _DEFAULT_SCHEDULE,
         )
 
+    def take(self, attachment: Attachment) -> None:
+        """Keep the paths of the operator table and of the traces of a run that has ended."""
+        self.table_path = attachment.table
+        self._traces = tuple(artifact.path for artifact in attachment.run.sink.artifacts if artifact.type == "trace")
+        self._events = None
+
     def summary(self) -> str:
-        """Return the operator table of the last run, as in the run's text file."""
-        path = self.table_path
-        return path.read_text(encoding="utf-8") if path is not None and path.exists() else ""
+        """Return the operator table of the last recording, with Lightning's heading."""
+        if self.table_path is None or not self.table_path.exists():
+            return super().summary()
+        return self._stats_to_str({"records": self.table_path.read_text(encoding="utf-8")})
 
     def describe(self) -> None:
-        """Do nothing: the operator table was written when the run ended."""
+        """Write the table of a recording outside of a Trainer; of a run, Lightning's file if it has a name of yours."""
+        if self.profiler is not None or self._events is not None:
+            super().describe()
+        elif self.table_path is not None and self._is_named and self._local_rank is None:
+            with self.table_path.with_name(self._prepare_filename()).open("a", encoding="utf-8") as file:
+                file.write(self.summary())
 
     def teardown(self, stage: str | None) -> None:
-        """Do nothing; works after an ``__init__`` that failed."""
+        """End a recording outside of a Trainer; works after an ``__init__`` that failed."""
+        if hasattr(self, "_recording_map"):
+            super().teardown(stage)
 
     def _trainer(self) -> Trainer | None:
-        module = getattr(self, "_lightning_module", None)
-        return None if module is None else module.trainer
+        try:
+            return getattr(self._lightning_module, "_trainer", None)
+        except ReferenceError:  # Lightning keeps a weak proxy of the last run's module
+            self._lightning_module = None
+            return None
+
+    def _in_trainer(self) -> bool:
+        trainer = self._trainer()
+        return trainer is not None and trainer.state.status is TrainerStatus.RUNNING
+
+    def _create_profiler(self, profiler: type[Any]) -> Any:
+        """Return the profiler of a recording outside of a Trainer, which the default schedule does not limit."""
+        if self._emit_nvtx:
+            return super()._create_profiler(profiler)
+        plain = self._chosen_schedule in (_DEFAULT_SCHEDULE, parse_schedule(None))
+        schedule = None if plain else schedule_of(self._chosen_schedule, "fit")
+        return self._trace.profiler(
+            schedule=None if schedule is None else lambda step: ProfilerAction[schedule(step).name],
+            on_trace_ready=self._trace.on_trace_ready or self._export,
+        )
+
+    def _export(self, profiler: torch.profiler.profile) -> None:
+        """Write the trace of a recording outside of a Trainer into ``dirpath``, if it is a directory."""
+        if self.dirpath is None or is_url(str(self.dirpath)):
+            return
+        directory = Path(self.dirpath)
+        if self._export_to_chrome:
+            torch.profiler.tensorboard_trace_handler(str(directory), self._prepare_filename(extension=""))(profiler)
+        if self._trace.stacks_metric is not None:
+            profiler.export_stacks(
+                str(directory / self._prepare_filename(extension=".stack")), self._trace.stacks_metric
+            )
 
     def _operator_trace(self, profiler_kwargs: dict[str, Any]) -> OperatorTrace:
         asked = {name: value for name, value in profiler_kwargs.items() if name in _TRACE_OPTIONS}
@@ -205,7 +301,7 @@ class _ProfilerHost(Adapter):
 
     def ended(self, trainer: Trainer, attachment: Any, exception: BaseException | None) -> None:
         """Leave the Trainer. The list is new: Lightning is iterating over the old one."""
-        self._profiler.table_path = attachment.table
+        self._profiler.take(attachment)
         log.info("recorded in %s; show it with: lightning-memprof show %s", *[attachment.place.location] * 2)
         trainer.callbacks = [other for other in trainer.callbacks if other is not self]  # type: ignore[attr-defined]
 

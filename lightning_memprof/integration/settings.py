@@ -117,6 +117,7 @@ class Settings:
         budget: limits on the cost of traces.
         output: destination of the results, and the policy for failing collectors.
         table: options of the operator table.
+        fits_short_runs: whether a run that is too short for the schedule records every step.
 
     """
 
@@ -128,6 +129,7 @@ class Settings:
     budget: Budget = field(default_factory=Budget)
     output: OutputOptions = field(default_factory=OutputOptions)
     table: TableOptions = field(default_factory=TableOptions)
+    fits_short_runs: bool = False
 
 
 def default_collectors() -> list[Collector]:

@@ -27,31 +27,26 @@ __all__ = ["compare", "reasons"]
 # Why a test may differ, and why that is right: numbered below the table, as several tests share one.
 WHY: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "events": "The test reads `function_events`, which ours does not keep: torch takes seconds and hundreds of "
-        "megabytes for them at the end of the training. The same events are in the trace, and summed up in the table "
-        "that ours has written.",
-        "outside": "The test calls `profile()` without a Trainer, which ours does not record: its windows are those of "
-        "a run's steps.",
-        "expected": "Lightning expects its own class to fail here.",
-        "validation": "Validation inside a fit is no step of it, and comes into its trace only where a window is open.",
-        "schedule": "In a short run Lightning's drops the schedule, and warns that it records every step. Ours keeps "
-        "to the schedule, and where it reaches no step says so in one line of the log and in the run directory.",
-        "path": "The test gives a `dirpath` that is neither text nor a `Path`, which Lightning's class up to 2.6.6 "
-        "does not take.",
-        "width": "In a run the table of ours has the width that was asked for.",
+        "expected": "A defect of Lightning's class, which its own test expects: outside of a Trainer nothing is "
+        "recorded under the default schedule. Ours records.",
+        "compressed": "The test looks for files named `*.json`; ours are `*.pt.trace.json.gz`, which TensorBoard, "
+        "Perfetto and `chrome://tracing` open. What the test checks before that passes: events and table.",
+        "validation": "A defect of Lightning's class: validation inside a fit counts as steps of its schedule. In ours "
+        "it is part of the trace only while a window is open, which with 5 batches it is not.",
+        "schedule": "A defect of Lightning's class: fewer than 5 batches of any kind end the schedule of all of them. "
+        "The default schedule of ours needs 3 steps, which these runs have; a shorter run records every step, and says "
+        "so.",
+        "path": "A defect of Lightning's class up to 2.6.6: a `dirpath` that is neither text nor a `Path` names "
+        "another directory. Ours takes it.",
     }
 )
 REASONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
-        "test_pytorch_profiler_describe": ("outside", "expected"),
-        "test_pytorch_profiler_trainer_fit": ("events", "validation"),
-        "test_pytorch_profiler_trainer": ("events",),
-        "test_pytorch_profiler_nested": ("outside", "events"),
-        "test_register_record_function": ("outside", "events"),
+        "test_pytorch_profiler_describe": ("expected",),
+        "test_pytorch_profiler_trainer_fit": ("compressed", "validation"),
+        "test_pytorch_profiler_trainer": ("compressed",),
         "test_pytorch_profiler_raises_warning_for_limited_steps": ("schedule",),
-        "test_profile_callbacks": ("events",),
-        "test_profiler_table_kwargs_summary_length": ("outside", "width"),
-        "test_pytorch_profiler_chrome_export_with_pathlike_dirpath": ("outside", "path"),
+        "test_pytorch_profiler_chrome_export_with_pathlike_dirpath": ("path",),
     }
 )
 
@@ -104,7 +99,7 @@ def _row(name: str, lightnings: list[dict[str, Any]], ours: list[dict[str, Any]]
 def _difference(own: dict[str, int], said: dict[str, int]) -> Verdict:
     """Say what becomes of a test that differs: wholly, in part, or because it works with neither class."""
     if not own.get("passed"):
-        return Verdict.FAILS if not said.get("passed") else Verdict.IN_PART
+        return Verdict.FAILS if not said.get("passed") else Verdict.RAN if set(said) == {"passed"} else Verdict.IN_PART
     return Verdict.IN_PART if said.get("passed") else Verdict.DIFFERS
 
 

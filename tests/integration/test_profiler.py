@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import gzip
 import json
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.autograd.profiler_util import EventList
 
 from lightning_memprof import ConfigError, ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
+from lightning_memprof.analysis.trace.key_averages import collect_rows
 from lightning_memprof.collectors import OperatorTrace
 from training import Perceptron, loader, only_run, rows_of, trainer
 
@@ -43,7 +47,7 @@ def test_it_is_lightnings_profiler_and_takes_all_its_arguments(tmp_path: Path) -
     table = (tmp_path / "traces/fit-mine-0.txt").read_text()
     assert "Input Shapes" in table
     assert "CPU Mem" in table
-    assert profiler.summary() == table
+    assert profiler.summary().endswith(table)
 
 
 def test_a_path_of_ones_own_kind_is_taken_for_what_it_says(tmp_path: Path) -> None:
@@ -195,12 +199,179 @@ def test_folded_stacks_are_written_where_asked(tmp_path: Path) -> None:
     assert artifact["type"] == "blob"
 
 
-def test_it_works_outside_of_a_trainer_as_an_idle_profiler() -> None:
-    profiler = ExtendedPyTorchProfiler()
-    with profiler.profile("something") as name:
-        assert name == "something"
+def test_outside_of_a_trainer_it_records_from_the_first_action_until_it_is_described(tmp_path: Path) -> None:
+    profiler = ExtendedPyTorchProfiler(
+        dirpath=tmp_path, filename="mine", activities=["cpu"], table_kwargs={"header": "H"}
+    )
+    with profiler.profile("outer") as name:
+        assert name == "outer"
+        with profiler.profile("inner"):
+            torch.zeros(42)
+    profiler.describe()
+    assert profiler.function_events is not None
+    names = {event.name for event in profiler.function_events}
+    assert names >= {"[pl][profile]outer", "[pl][profile]inner", "aten::zeros"}
+    assert not any(name.startswith("ProfilerStep") for name in names)
+    report = (tmp_path / "mine.txt").read_text()
+    assert report == profiler.summary()
+    assert report.startswith("Profiler Report\nProfile stats for: records\n")
+    assert "[pl][profile]inner" in report
+    assert "\nH\n" in report
+    assert [path.name.startswith("mine.") for path in tmp_path.glob("*.pt.trace.json")] == [True]
+    assert not torch.autograd._profiler_enabled()
+    deepcopy(profiler)
+
+
+def test_outside_of_a_trainer_a_path_of_ones_own_kind_is_taken_for_what_it_says(tmp_path: Path) -> None:
+    class Elsewhere:
+        def __fspath__(self) -> str:
+            return str(tmp_path / "elsewhere")
+
+    place: Any = Elsewhere()
+    profiler = ExtendedPyTorchProfiler(dirpath=place, filename="mine")
+    with profiler.profile("training_step"):
+        torch.zeros(42)
+    profiler.describe()
+    assert {path.name.partition(".")[0] for path in (tmp_path / "elsewhere").iterdir()} == {"mine"}
+
+
+def test_outside_of_a_trainer_every_method_works_without_a_recording(tmp_path: Path) -> None:
+    profiler = ExtendedPyTorchProfiler(dirpath=tmp_path)
+    profiler.setup("fit", log_dir=str(tmp_path))
+    profiler.stop("never started")
     assert profiler.summary() == ""
     profiler.describe()
+    profiler.teardown("fit")
+    assert profiler.function_events is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_outside_of_a_trainer_a_schedule_counts_the_step_actions_and_repeats(tmp_path: Path) -> None:
+    windows: list[int] = []
+    profiler = ExtendedPyTorchProfiler(
+        schedule=Schedule(wait=0, warmup=1, active=1, repeat=2),
+        on_trace_ready=lambda made: windows.append(made.step_num),
+    )
+    for _ in range(8):
+        with profiler.profile("training_step"):
+            torch.zeros(42)
+    profiler.describe()
+    assert windows == [2, 4]
+
+
+def test_outside_of_a_trainer_folded_stacks_are_written(tmp_path: Path) -> None:
+    profiler = ExtendedPyTorchProfiler(dirpath=tmp_path, filename="mine", export_to_flame_graph=True)
+    with profiler.profile("training_step"):
+        torch.zeros(42)
+    profiler.describe()
+    assert (tmp_path / "mine.stack").exists()
+
+
+def test_outside_of_a_trainer_it_leaves_a_profiler_of_the_program_alone() -> None:
+    profiler = ExtendedPyTorchProfiler()
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as users,
+        pytest.warns(UserWarning, match="'mine' is not recorded: another torch profiler is running"),
+        profiler.profile("mine"),
+    ):
+        torch.zeros(42)
+    assert "aten::zeros" in {event.name for event in users.events()}
+    assert profiler.summary() == ""
+
+
+def test_a_run_inside_an_action_of_the_program_is_recorded_as_any_other(tmp_path: Path) -> None:
+    profiler = ExtendedPyTorchProfiler()
+    with profiler.profile("everything"):
+        trainer(tmp_path, profiler=profiler).fit(Perceptron(), loader())
+    assert len(traces(tmp_path / "log")) == 1
+    with profiler.profile("afterwards"):
+        torch.zeros(42)
+    profiler.describe()
+    assert profiler.function_events is not None
+    assert "[pl][profile]afterwards" in {event.name for event in profiler.function_events}
+    assert not torch.autograd._profiler_enabled()
+
+
+def test_actions_of_a_trainer_outside_of_its_run_start_nothing(tmp_path: Path) -> None:
+    class Failing(Perceptron):
+        def configure_callbacks(self) -> list[Any]:
+            assert not torch.autograd._profiler_enabled()
+            return [Watching()]
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            raise RuntimeError("mine")
+
+    class Watching(Callback):
+        def on_exception(self, *_: Any) -> None:
+            assert not torch.autograd._profiler_enabled()
+
+    profiler = ExtendedPyTorchProfiler()
+    with pytest.raises(RuntimeError, match="mine"):
+        trainer(tmp_path, profiler=profiler).fit(Failing(), loader())
+    assert profiler.profiler is None
+
+
+@pytest.mark.parametrize("by_shapes", [False, True])
+def test_the_events_of_a_run_are_read_when_asked_for_and_sum_up_to_its_table(tmp_path: Path, by_shapes: bool) -> None:
+    profiler = ExtendedPyTorchProfiler(
+        dirpath=tmp_path / "mine", filename="mine", record_shapes=True, profile_memory=True, row_limit=-1,
+        group_by_input_shapes=by_shapes, schedule=Schedule(wait=0, warmup=1, active=2, repeat=2),
+    )  # fmt: skip
+    trainer(tmp_path, profiler=profiler).fit(Perceptron(), loader())
+    assert profiler._events is None
+    assert profiler.summary().startswith("FIT Profiler Report\nProfile stats for: records\n-")
+    assert (tmp_path / "mine/fit-mine.txt").read_text() == profiler.summary()
+    events = profiler.function_events
+    assert isinstance(events, EventList)
+    assert sum(event.name == "[pl][profile][Strategy]SingleDeviceStrategy.training_step" for event in events) == 4
+    averages = events.key_averages(group_by_input_shapes=by_shapes)
+    shown = {(row.key, str(row.input_shapes) if by_shapes else ""): row for row in averages}
+    rows = collect_rows(traces(tmp_path / "mine"), group_by_input_shapes=by_shapes).rows
+    assert shown.keys() == {(row.name, row.input_shapes) for row in rows}
+    for row in rows:
+        same = shown[row.name, row.input_shapes]
+        assert (same.count, same.cpu_memory_usage, same.self_cpu_memory_usage) == (
+            row.count, row.cpu_bytes, row.self_cpu_bytes,
+        )  # fmt: skip
+        times = (same.cpu_time_total, same.self_cpu_time_total)
+        assert times == pytest.approx((row.cpu_ns / 1000, row.self_cpu_ns / 1000), abs=1e-6)
+
+
+def test_with_the_callback_the_profiler_has_the_events_and_the_table_too(tmp_path: Path) -> None:
+    profiler = ExtendedPyTorchProfiler(row_limit=-1)
+    callback = MemProfilerCallback(output=OutputOptions(summary=False, on_error="raise"))
+    trainer(tmp_path, callback, profiler=profiler).fit(Perceptron(), loader())
+    assert "aten::addmm" in profiler.summary()
+    assert profiler.function_events is not None
+    assert "aten::addmm" in {event.name for event in profiler.function_events}
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_run_too_short_for_the_default_schedule_records_every_step(
+    tmp_path: Path, steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    profiler = ExtendedPyTorchProfiler()
+    trainer(tmp_path, profiler=profiler).fit(Perceptron(), loader(steps), loader(1))
+    (closed,) = [row for row in rows_of(only_run(tmp_path), "window") if row["event"] == "close"]
+    assert closed["steps"] == list(range(steps))
+    assert f"every step is recorded: fit has {steps} step" in caplog.text
+    assert profiler.function_events is not None
+    assert "[pl][profile][Strategy]SingleDeviceStrategy.validation_step" in {e.name for e in profiler.function_events}
+
+
+def test_a_run_too_short_for_a_schedule_of_the_program_records_nothing(tmp_path: Path) -> None:
+    profiler = ExtendedPyTorchProfiler(schedule=Schedule(wait=2))
+    trainer(tmp_path, profiler=profiler).fit(Perceptron(), loader(2))
+    assert traces(tmp_path / "log") == []
+    assert profiler.summary() == ""
+    assert profiler.function_events is None
+
+
+def test_without_traces_one_line_says_what_is_missing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    profiler = ExtendedPyTorchProfiler(export_to_chrome=False)
+    trainer(tmp_path, profiler=profiler).fit(Perceptron(), loader())
+    assert "without traces there are no operator table and no function_events" in caplog.text
+    assert profiler.function_events is None
 
 
 def test_a_model_that_is_compiled_is_not_cut_or_compiled_again_by_a_window(tmp_path: Path) -> None:

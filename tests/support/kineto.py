@@ -29,6 +29,24 @@ class Made:
     shapes: list[Any] = field(default_factory=list)
 
 
+ACCELERATED = [
+    Made("ProfilerStep#4", 0, 1000, "user_annotation", id=1),
+    Made("aten::linear", 10, 300, id=2, shapes=[[8, 4], [4]]),
+    Made("aten::addmm", 20, 280, id=3, shapes=[[8, 4], [4]]),
+    Made("cudaLaunchKernel", 100, 150, "cuda_runtime", link=3),
+    Made("cudaDeviceSynchronize", 900, 990, "cuda_runtime"),
+    Made("aten::copy_", 400, 500, id=4),
+    Made("aten::add", 400, 480, thread=8, id=5),
+    Made("gemm<float>", 160, 1160, "kernel", 1, link=3),
+    Made("gemm<float>", 1200, 1450, "kernel", 1, link=5),
+    Made("Memcpy HtoD", 1500, 1600, "gpu_memcpy", 1, link=4),
+    Made("ProfilerStep#4", 160, 1600, "gpu_user_annotation", 1, id=1),
+    Made("[memory]", 30, 30, "cpu_instant_event", bytes=4096, device_type=1),
+    Made("[memory]", 450, 450, "cpu_instant_event", bytes=-1024, device_type=0),
+    Made("[memory]", 5000, 5000, "cpu_instant_event", bytes=-2048, device_type=1),
+]
+
+
 def write_trace(path: Path, events: Sequence[dict[str, Any]], *, gap: str = ",\n  ", **metadata: Any) -> Path:
     """Write events as Kineto lays them out: metadata before and behind the event array."""
     head = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in metadata.items())

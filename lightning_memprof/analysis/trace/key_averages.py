@@ -24,11 +24,21 @@ from numpy.typing import NDArray
 from lightning_memprof.analysis.trace.events import OperatorEvent, Trace, read_trace
 from lightning_memprof.analysis.trace.intervals import Column, nest
 
-__all__ = ["OperatorRow", "OperatorRows", "collect_rows"]
+__all__ = [
+    "CPU",
+    "CPU_MEMORY",
+    "DEVICE",
+    "DEVICE_MEMORY",
+    "HIDDEN",
+    "MEMORY",
+    "OperatorRow",
+    "OperatorRows",
+    "collect_rows",
+]
 
-_MEMORY: Final = "[memory]"
+MEMORY: Final = "[memory]"
 _OUT_OF_MEMORY: Final = "[OutOfMemory]"
-_HIDDEN: Final = frozenset(
+HIDDEN: Final = frozenset(
     {
         "profiler::_record_function_enter",
         "profiler::_record_function_enter_new",
@@ -51,14 +61,14 @@ _OTHER_CPU: Final = frozenset(
         "privateuse1_driver",
     }
 )
-_CPU: Final = _OPERATORS | _RUNTIME | _OTHER_CPU
-_DEVICE: Final = frozenset(
+CPU: Final = _OPERATORS | _RUNTIME | _OTHER_CPU
+DEVICE: Final = frozenset(
     {"kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation", "cuda_sync", "Kernel", "Memcpy", "Memset"}
 )
 _ANNOTATIONS: Final = frozenset({"user_annotation", "gpu_user_annotation"})
 # c10::DeviceType: CPU, MKLDNN, IDEEP; CUDA, HIP, XPU, PrivateUse1
-_CPU_MEMORY: Final = frozenset({0, 2, 5})
-_DEVICE_MEMORY: Final = frozenset({1, 6, 12, 20})
+CPU_MEMORY: Final = frozenset({0, 2, 5})
+DEVICE_MEMORY: Final = frozenset({1, 6, 12, 20})
 
 _Place = tuple[int, int, int]  # start, -end, position in the file
 _LATEST: Final = (1 << 62, 0, 0)
@@ -143,7 +153,7 @@ class _Collector:
         for batch in trace.batches():
             for event in batch:
                 self._take(event, window)
-        window.finish(self._rows, self._rows[self._number(_MEMORY, "")])
+        window.finish(self._rows, self._rows[self._number(MEMORY, "")])
         new = sorted((row for row in self._rows if row.count and not row.is_listed), key=lambda row: row.first)
         for row in new:
             row.list_it()
@@ -155,14 +165,14 @@ class _Collector:
 
     def _take(self, event: OperatorEvent, window: _Window) -> None:
         category = event.cat
-        if category in _CPU:
-            if event.ph == "X" and event.name not in _HIDDEN:
+        if category in CPU:
+            if event.ph == "X" and event.name not in HIDDEN:
                 dims = bytes(event.args.input_dims) if self._by_shapes else b""
                 window.add_cpu(event, self._number(event.name, category, dims))
-        elif category in _DEVICE:
+        elif category in DEVICE:
             if event.ph == "X":
                 window.add_device(event, self._rows[self._number(event.name, category)])
-        elif event.name == _MEMORY:
+        elif event.name == MEMORY:
             window.add_memory(event)
         elif event.name == _OUT_OF_MEMORY:
             row = self._rows[self._number(event.name, category)]
@@ -170,7 +180,7 @@ class _Collector:
 
     def _number(self, name: str, category: str, dims: bytes = b"") -> int:
         """Return the number of the row that counts events of this kind."""
-        on_device, is_annotation = category in _DEVICE, category in _ANNOTATIONS
+        on_device, is_annotation = category in DEVICE, category in _ANNOTATIONS
         written = (name, on_device, is_annotation, dims)
         number = self._numbers.get(written)
         if number is None:
@@ -263,7 +273,7 @@ class _Window:
         """Torch's name of the accelerator in the table, None where the trace has none."""
         if "xpu_runtime" in self._categories:
             return "XPU"
-        return "CUDA" if self._categories & (_DEVICE | _RUNTIME) else None
+        return "CUDA" if self._categories & (DEVICE | _RUNTIME) else None
 
     def add_cpu(self, event: OperatorEvent, row: int) -> None:
         category = event.cat
@@ -299,8 +309,8 @@ class _Window:
     def add_memory(self, event: OperatorEvent) -> None:
         args = event.args
         self.memory.time.append(event.start_ns)
-        self.memory.cpu.append(args.bytes if args.device_type in _CPU_MEMORY else 0)
-        self.memory.device.append(args.bytes if args.device_type in _DEVICE_MEMORY else 0)
+        self.memory.cpu.append(args.bytes if args.device_type in CPU_MEMORY else 0)
+        self.memory.device.append(args.bytes if args.device_type in DEVICE_MEMORY else 0)
 
     def finish(self, rows: Sequence[OperatorRow], free_memory: OperatorRow) -> None:
         """Add the window's events to their rows; memory events while no operator ran go to `free_memory`."""

@@ -121,7 +121,7 @@ class OperatorTrace(Collector):
             level = _plan(run, window)
             within = self._within(level)
             trace = WindowTrace(
-                within._profiler(),  # noqa: SLF001 of this class
+                within.profiler(),
                 lambda finished: within._save(run, window, finished),  # noqa: SLF001 of this class
                 level.active_steps,
             )
@@ -154,7 +154,8 @@ class OperatorTrace(Collector):
         if self.on_trace_ready is None and profiler.profiler is not None:
             profiler.profiler.kineto_results = None
 
-    def _profiler(self) -> profile:
+    def profiler(self, **more: Any) -> profile:
+        """Return torch's profiler with these options, and with ``more`` keyword arguments."""
         return profile(
             activities=_activities(self.activities),
             record_shapes=self.record_shapes,
@@ -164,6 +165,7 @@ class OperatorTrace(Collector):
             with_modules=self.with_modules,
             experimental_config=self.experimental_config,
             **self.options,
+            **more,
         )
 
     def _within(self, level: TraceLevel) -> OperatorTrace:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kineto import Made, event_fields, torch_table, write_trace
+from kineto import ACCELERATED, Made, event_fields, torch_table, write_trace
 from lightning_memprof.analysis.trace.columns import read_columns
 from lightning_memprof.analysis.trace.host import operators
 from lightning_memprof.analysis.trace.key_averages import OperatorRow, collect_rows
@@ -203,24 +203,6 @@ def test_threads_do_not_mix(tmp_path):
     for key, average in averages.items():
         assert rows[key].self_cpu_ns / 1000 == near(average.self_cpu_time_total), key
         assert rows[key].self_cpu_bytes == average.self_cpu_memory_usage, key
-
-
-ACCELERATED = [
-    Made("ProfilerStep#4", 0, 1000, "user_annotation", id=1),
-    Made("aten::linear", 10, 300, id=2, shapes=[[8, 4], [4]]),
-    Made("aten::addmm", 20, 280, id=3, shapes=[[8, 4], [4]]),
-    Made("cudaLaunchKernel", 100, 150, "cuda_runtime", link=3),
-    Made("cudaDeviceSynchronize", 900, 990, "cuda_runtime"),
-    Made("aten::copy_", 400, 500, id=4),
-    Made("aten::add", 400, 480, thread=8, id=5),
-    Made("gemm<float>", 160, 1160, "kernel", 1, link=3),
-    Made("gemm<float>", 1200, 1450, "kernel", 1, link=5),
-    Made("Memcpy HtoD", 1500, 1600, "gpu_memcpy", 1, link=4),
-    Made("ProfilerStep#4", 160, 1600, "gpu_user_annotation", 1, id=1),
-    Made("[memory]", 30, 30, "cpu_instant_event", bytes=4096, device_type=1),
-    Made("[memory]", 450, 450, "cpu_instant_event", bytes=-1024, device_type=0),
-    Made("[memory]", 5000, 5000, "cpu_instant_event", bytes=-2048, device_type=1),
-]
 
 
 @pytest.mark.parametrize("by_shapes", [False, True])
