@@ -1,4 +1,4 @@
-"""ModuleMemory under DDP: two real processes on gloo."""
+"""ModuleMemory under DDP and FSDP1: two real processes on gloo."""
 
 from __future__ import annotations
 
@@ -45,3 +45,22 @@ def test_each_rank_has_its_memory_by_module_and_the_training_is_the_same(
         # The wrapper calls the LightningModule, whose training_step runs inside.
         assert calls["", "pre_forward"] == 1
         assert {module for module, _ in calls} > {"", "net"}
+
+
+def test_gathered_parameters_are_parameters_and_modules_have_the_names_of_the_program(tmp_path: Path) -> None:
+    bare, ranks = train(tmp_path / "bare", "fsdp1", "bare"), train(tmp_path / "ours", "fsdp1")
+    run = only_run(tmp_path / "ours")
+    shards = []
+    for rank in (0, 1):
+        assert (ranks[rank]["losses"], ranks[rank]["weights"]) == (bare[rank]["losses"], bare[rank]["weights"])
+        assert rows_of(run, "error", rank) == rows_of(run, "unavailable", rank) == []
+        rows = read_series(run / f"window000/rank{rank:05d}.module_memory.jsonl")
+        (shard,) = [row["categories"]["parameter"] for row in rows if row["kind"] == "end"]
+        shards.append(shard)
+        modules = {(row["module"], row["state"]): row["categories"] for row in rows if row["kind"] == "module"}
+        assert {module for module, _ in modules} == {"", "net", "net.0", "net.1", "net.2", "net.3"}
+        # All parameters are in `net`: each of its layers runs with the shard and the whole.
+        whole = ranks[rank]["parameter_bytes"]
+        assert modules["net", "pre_forward"]["parameter"] == shard
+        assert 0 <= modules["net.0", "pre_forward"]["parameter"] - shard - whole < 64
+    assert 0 <= sum(shards) - ranks[0]["parameter_bytes"] < 64  # padding

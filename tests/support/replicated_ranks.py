@@ -1,4 +1,4 @@
-"""One rank of a fit under DDP on gloo: ``python replicated_ranks.py DIRECTORY [bare] [static] [unused]``.
+"""One rank of a fit under DDP or FSDP1 on gloo: ``python replicated_ranks.py DIRECTORY [bare] [static|unused|fsdp1]``.
 
 Writes ``rank{R}.json``: the losses, a digest of the weights, the bytes of the model's parameters.
 """
@@ -13,9 +13,18 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, Strategy
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from training import Perceptron, loader, trainer
+
+
+class FSDPOnCpu(FSDPStrategy):
+    """FSDP1 on a CPU: Lightning refuses its own class there, and torch needs the device."""
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
 
 
 def main(directory: Path, options: set[str]) -> None:
@@ -33,16 +42,22 @@ def main(directory: Path, options: set[str]) -> None:
     note = pl.callbacks.LambdaCallback(
         on_train_batch_end=lambda _, __, outputs, *___: losses.append(float(outputs["loss"]))
     )
-    strategy = DDPStrategy(static_graph="static" in options, find_unused_parameters="unused" in options)
-    trainer(directory, note, *callbacks, devices=world, strategy=strategy).fit(model, loader(12))
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().numpy().tobytes())
-    facts = {
-        "losses": losses,
-        "weights": digest.hexdigest(),
-        "parameter_bytes": sum(4 * parameter.numel() for parameter in model.parameters()),
-    }
+    strategy: Strategy = DDPStrategy(static_graph="static" in options, find_unused_parameters="unused" in options)
+    if "fsdp1" in options:
+        strategy = FSDPOnCpu(auto_wrap_policy={nn.Sequential}, use_orig_params=True)
+    whole = sum(4 * parameter.numel() for parameter in model.parameters())
+    kept: list[str] = []
+
+    def keep(*_: object) -> None:
+        digest = hashlib.sha256()
+        for parameter in model.parameters():
+            digest.update(parameter.detach().numpy().tobytes())
+        kept.append(digest.hexdigest())
+
+    # FSDP1 returns its shards when the fit has ended.
+    end = pl.callbacks.LambdaCallback(on_train_end=keep)
+    trainer(directory, note, end, *callbacks, devices=world, strategy=strategy).fit(model, loader(12))
+    facts = {"losses": losses, "weights": kept[0], "parameter_bytes": whole}
     (directory / f"rank{rank}.json").write_text(json.dumps(facts))
 
 

@@ -22,6 +22,7 @@ import torch
 from torch._guards import active_fake_mode
 from torch.distributed._tools.mem_tracker import MemTracker, _ModState, _RefType, _State, _UpdateType
 from torch.distributed._tools.mod_tracker import ModTracker
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -47,13 +48,16 @@ __all__ = ["CategoryTracker", "Kind", "Kinds", "ModuleTracker"]
 _TOTAL: Final = "Total"
 # A parent of every module: torch takes a second call by "Global" alone for the next iteration.
 _STEP: Final = "Step"
+# The attribute of FSDP1's wrapper that has the wrapped module.
+_FSDP1: Final = "_fsdp_wrapped_module"
 
 
 class _PathTracker(ModTracker):
     """The modules of one model that are in forward or backward, by name; its hooks never raise.
 
     Args:
-        root: the model; its modules are named by its class and their path, ``Net.layers.0``. Others are ignored.
+        root: the model; its modules are named by its class and their path, ``Net.layers.0``. Others are ignored. A
+            module and the wrapper of FSDP1 around it have one name, and are one module.
         guard: runs the hooks.
 
     """
@@ -65,7 +69,8 @@ class _PathTracker(ModTracker):
         self._inner: Counter[str] = Counter()
         name = type(root).__name__
         for path, module in root.named_modules():
-            self._known_modules[module] = f"{name}.{path}" if path else name
+            parts = [part for part in path.split(".") if part and part != _FSDP1]
+            self._known_modules[module] = ".".join([name, *parts])
 
     def _fw_pre_hook(self, mod: nn.Module, input: Any) -> None:  # noqa: A002 torch's name
         if not torch.compiler.is_compiling() and mod in self._known_modules:
@@ -403,6 +408,8 @@ class ModuleTracker(CategoryTracker):  # type: ignore[no-untyped-call]
 
     def _hook(self, model: nn.Module, undo: ExitStack) -> None:
         super()._hook(model, undo)
+        for gathered in _gathered(model):
+            self._update_and_maybe_create_winfos(gathered, Kind.PARAM)
         for parameter in model.parameters():
             if not isinstance(parameter, UninitializedParameter) and parameter.requires_grad and parameter.is_leaf:
                 self._hook_gradient(parameter, undo)
@@ -450,6 +457,16 @@ class ModuleTracker(CategoryTracker):  # type: ignore[no-untyped-call]
 
 def _pop() -> TorchDispatchMode | None:
     return _pop_mode() if _get_current_dispatch_mode_stack() else None
+
+
+def _gathered(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the tensors into which FSDP1 gathers parameters; outside the forward of their module they are empty."""
+    for module in model.modules():
+        handle = module._handle if isinstance(module, FullyShardedDataParallel) else None  # noqa: SLF001 no other way
+        for name in ("_full_param_padded", "_full_prec_full_param_padded"):
+            tensor = getattr(handle.flat_param, name, None) if handle is not None else None
+            if isinstance(tensor, torch.Tensor):
+                yield tensor
 
 
 def _padding(model: nn.Module) -> dict[torch.device, int]:
