@@ -163,7 +163,8 @@ class ProcessRow(SeriesRow, gc=False):
     """Memory outside the training steps of this process, over the whole run.
 
     ``kind`` is ``workers``, the DataLoader workers (``workers`` of them): their proportional set size and the bytes
-    that only they have; or ``validation``, one inside fit: ``rss_bytes`` at its batches, at most 32 of ``batches``.
+    that only they have; or ``validation``, one inside fit: ``rss_bytes`` at its batches, at most 32 of ``batches``, and
+    the bytes that the C allocator has handed out, empty where these are unknown.
     """
 
     series = "processes"
@@ -174,6 +175,7 @@ class ProcessRow(SeriesRow, gc=False):
     private_bytes: Int64 | None = None
     batches: Int64 | None = None
     rss_bytes: list[Int64] = msgspec.field(default_factory=list)
+    heap_bytes: list[Int64] = msgspec.field(default_factory=list)
 
 
 class AllocatorRow(SeriesRow, gc=False):

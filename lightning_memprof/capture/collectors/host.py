@@ -174,16 +174,17 @@ class ProcessLog:
         self._sampled: tuple[int, int] | None = None
         self._batches = 0
         self._stride = 1
-        self._sizes: list[int] = []
+        self._sizes: list[tuple[int, int | None]] = []
+        self._heap = HeapSize()
         self._validations = 0
 
     def validation_batch(self) -> None:
-        """Read RSS at a batch of a validation inside fit; of many batches at every second, fourth, ... one."""
+        """Read memory at a batch of a validation inside fit; of many batches at every second, fourth, ... one."""
         if self._batches % self._stride == 0:
             if len(self._sizes) == _SAMPLES:
                 del self._sizes[1::2]
                 self._stride *= 2
-            self._sizes.append(self._resident.read())
+            self._sizes.append((self._resident.read(), self._heap.read()))
         self._batches += 1
 
     def on_step(self, record: StepRecord) -> None:
@@ -216,7 +217,13 @@ class ProcessLog:
         return self._file is not None
 
     def _end_validation(self, step: int | None, global_step: int | None) -> None:
-        row = ProcessRow(kind="validation", batches=self._batches, rss_bytes=self._sizes)
+        heap = [size for _, size in self._sizes if size is not None]
+        row = ProcessRow(
+            kind="validation",
+            batches=self._batches,
+            rss_bytes=[size for size, _ in self._sizes],
+            heap_bytes=heap if len(heap) == len(self._sizes) else [],
+        )
         self._batches, self._stride, self._sizes = 0, 1, []
         self._validations += 1
         if self._validations <= _MOST_VALIDATIONS:

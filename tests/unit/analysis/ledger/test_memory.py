@@ -184,3 +184,11 @@ def test_a_validation_that_keeps_nothing_does_not_grow(sizes: list[int]) -> None
 def test_lines_of_repeated_blocks_are_joined() -> None:
     lines = [ByteLine(category="activation", bytes=n + 1, module=f"layers.{n}.norm") for n in range(3)]
     assert grouped_bytes(lines) == [ByteLine(category="activation", bytes=6, module="layers.0-2.norm")]
+
+
+@pytest.mark.parametrize(("kept", "is_found"), [(4 * MIB, True), (2 * MIB, True), (64 * 1024, False)])
+def test_a_fragmented_heap_is_not_kept_by_a_validation(kept: int, is_found: bool) -> None:
+    sizes = [500 * MIB + batch * 4 * MIB for batch in range(32)]
+    heap = [100 * MIB + batch * kept for batch in range(32)]
+    row = ProcessRow(kind="validation", batches=32, rss_bytes=sizes, heap_bytes=heap)
+    assert (validation_growth([row]) is not None) == is_found
