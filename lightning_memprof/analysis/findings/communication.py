@@ -310,6 +310,8 @@ MAIN_SHARE: Final = 0.5
 LEAST_WAIT_SHARE: Final = 0.05
 MIN_WAIT_NS: Final = 1_000_000
 FEW_COLLECTIVES: Final = 4
+# Of fewer steps, the longest wait is most of the waiting.
+FEW_STEPS: Final = 3
 EXPLAINS: Final = 0.3
 # Differences of the late rank that explain its lateness, by the time in which they show.
 LATE_BY: Final = {
@@ -333,10 +335,13 @@ def _late_rank(ranks: Mapping[int, TraceReport], waits: WindowWaits) -> Finding 
     steps = max(len(ranks[min(ranks)].steps), 1)
     if not waits.waited_ns or len(waits.meetings) < FEW_COLLECTIVES:
         return None
-    rank, caused_ns = waits.caused_ns.most_common(1)[0]
-    share = caused_ns / span_ns
+    (rank, caused_ns), (_, next_ns), *_ = (*waits.caused_ns.most_common(2), (-1, 0))
+    # Equal ranks take turns, and one hiccup is chance.
+    hiccup_ns = waits.largest_ns.get(rank, 0) if steps >= FEW_STEPS else 0
+    steady_ns = caused_ns - next_ns
+    share = steady_ns / span_ns
     least_ns = max(MIN_WAIT_NS, LEAST_WAIT_SHARE * span_ns, waits.clock_error_ns * len(waits.meetings))
-    if caused_ns < MAIN_SHARE * waits.waited_ns or caused_ns < least_ns:
+    if caused_ns < MAIN_SHARE * waits.waited_ns or steady_ns - hiccup_ns < least_ns:
         return None
     last = sum(meeting.last_rank == rank for meeting in waits.meetings)
     own_ns = waits.own_wait_ns[rank]
@@ -375,7 +380,7 @@ def _late_rank(ranks: Mapping[int, TraceReport], waits: WindowWaits) -> Finding 
         },
         # Its collectives are found too, as if all ranks had to change them: fixing the straggler comes first.
         weight=1.0 + share,
-        recovers=_recovery(caused_ns / steps, [ledger for ledger in ledgers if ledger is not None]),
+        recovers=_recovery(steady_ns / steps, [ledger for ledger in ledgers if ledger is not None]),
     )
 
 

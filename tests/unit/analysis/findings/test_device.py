@@ -10,6 +10,8 @@ import pytest
 from device_traces import BASE_NS, GEMM, Recording
 from ledger_lines import held, out_of_bounds
 from lightning_memprof.analysis.findings import TRACE_RULES, Finding, Severity, examine_files
+from lightning_memprof.analysis.ledger.ranks import across_ranks
+from lightning_memprof.analysis.trace.model import TraceReport
 from lightning_memprof.analysis.trace.report import trace_report
 
 STEPS = 4
@@ -380,6 +382,40 @@ def test_the_rank_that_arrives_last_in_bare_traces_is_the_straggler(tmp_path: Pa
     assert finding.numbers["own_wait_ns"] < 100_000
     assert finding.next_steps[0].startswith("Rank 3 computes for")
     assert finding.next_steps[1].startswith("See all ranks on one timeline: lightning-memprof merge")
+
+
+@pytest.mark.parametrize(
+    ("late_us", "is_found"),
+    [
+        ([(0, 5_000)] * 6, True),  # rank 1 in each step
+        ([(0, 6_000), (5_000, 0)] * 3, False),  # one after the other
+        ([(0, 0), (0, 30_000), *[(0, 0)] * 4], False),  # once
+    ],
+)
+def test_equal_ranks_that_take_turns_and_a_hiccup_have_no_straggler(
+    tmp_path: Path, late_us: list[tuple[int, int]], *, is_found: bool
+) -> None:
+    reports = []
+    for rank in range(2):
+        made = Recording()
+        for step, late in enumerate(late_us):
+            with made.inside(f"ProfilerStep#{step}"):
+                made.launch(5_000 + late[rank])
+                made.launch(max(late) - late[rank] + 1_000, NCCL, 21, made.free)
+                made.free = made.now = made.free + max(late) - late[rank] + 1_000
+        info = {"backend": "nccl", "rank": rank, "world_size": 2}
+        path = made.write(tmp_path / f"rank{rank}.pt.trace.json", distributedInfo=info)
+        reports.append(trace_report(path))
+    found = {finding.rule: finding for finding in across(reports)}
+    assert ("straggler_trace" in found) == is_found
+    if is_found:
+        worth = found["straggler_trace"].recovers
+        assert worth is not None
+        assert (worth.least, worth.most) == (5_000_000, 5_000_000)
+
+
+def across(reports: list[TraceReport]) -> tuple[Finding, ...]:
+    return examine_files(across_ranks(reports), [])
 
 
 def test_ranks_that_take_turns_have_no_straggler(tmp_path: Path) -> None:
