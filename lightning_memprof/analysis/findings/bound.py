@@ -379,6 +379,7 @@ def _device_bound(trace: TraceReport) -> tuple[str | None, str | None]:
 
 # From this share of the recorded time on, collectives decide how long it takes.
 COMMUNICATION_BOUND: Final = 0.5
+COLLECTIVE: Final = "c10d::"
 RECORD_DEVICE: Final = "Record the device too: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]."
 
 
@@ -397,9 +398,16 @@ def _of_host(trace: TraceReport) -> Finding:
         call = trace.runtime_calls[0].name
         sentence = f"Device activity was not recorded: the host calls {call}, and no kernel is in the trace."
         next_steps = (RECORD_DEVICE, *next_steps)
-    elif communicates_ns >= COMMUNICATION_BOUND * span_ns:
-        name = max(trace.collectives, key=lambda found: found.total_ns).name
+    elif communicates_ns >= COMMUNICATION_BOUND * span_ns or (heaviest and heaviest.family.startswith(COLLECTIVE)):
+        names = [found.name for found in sorted(trace.collectives, key=lambda found: -found.total_ns)]
+        name = names[0] if names else heaviest.family if heaviest else "a collective"
         sentence = f"Communication-bound: {name} runs for {percent(communicates_ns / span_ns)} of the time."
+        if ledger is not None and ledger.communication:
+            waiting, transfer = (ledger.communicates(part) for part in MEETING.values())
+            wait = (
+                f"{format_ns(waiting)} are waiting for other ranks" if waiting else "any wait for other ranks included"
+            )
+            why = f"Beside no operator, {format_ns(waiting + transfer)} of a step are collectives; {wait}. {why}"
     elif ledger is None or heaviest is None:
         sentence = "No device activity in this trace."
     elif heaviest.family == "Python":

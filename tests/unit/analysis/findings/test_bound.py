@@ -61,6 +61,19 @@ def test_collectives_of_a_host_that_overlap_count_once(tmp_path: Path) -> None:
         made.work(2_000, "aten::relu")
     finding = bound(made, tmp_path)
     assert finding.sentence == "Communication-bound: all_reduce runs for 80% of the time."
+    assert finding.why.startswith(
+        "Beside no operator, 8.00 ms of a step are collectives; any wait for other ranks included."
+    )
+
+
+def test_the_call_of_a_collective_computes_nothing(tmp_path: Path) -> None:
+    made = Recording()
+    with made.inside("ProfilerStep#1"):
+        made.work(3_000, "aten::relu")
+        with made.inside("c10d::allreduce_", "cpu_op"), made.inside("gloo:all_reduce"):
+            made.python(4_000)
+        made.work(2_500, "aten::sin")
+    assert bound(made, tmp_path).sentence == "Communication-bound: all_reduce runs for 42% of the time."
 
 
 def test_the_operators_of_a_busy_device_count_by_what_they_do(tmp_path: Path) -> None:
