@@ -33,6 +33,8 @@ SHORT_RUN_MIN_SHARE: Final = 0.1
 SETTLING_STEPS: Final = 5
 # Between two quarters a steady slope adds a third of the total; a jump or a cache that fills adds next to nothing once.
 MIN_QUARTER: Final = 1 / 9
+# A leak rises between almost any two steps; where memory goes up and down, its trend in a few steps is chance.
+MIN_RISING: Final = 0.8
 # Pairs grow with the square: 200 points are 20,000 pairs, a few milliseconds.
 MAX_POINTS: Final = 200
 MAX_SEGMENTS: Final = 50
@@ -63,8 +65,8 @@ def steady_growth(rows: Sequence[PulseRow], column: str) -> Growth | None:
     """Return the slope of a column of bytes if it rises steadily after the warmup, else None.
 
     Steps in windows are excluded, and so is memory that a window leaves behind. The slope is the Theil-Sen median over
-    pairs of steps with no window between them; steady means that the medians of the four quarters rise one after the
-    other.
+    pairs of steps with no window between them; steady means that most of these pairs rise, and that the medians of the
+    four quarters rise one after the other.
     """
     segments = _segments(rows, column, max(WARMUP_STEPS, round(WARMUP_SHARE * len(rows))))
     if sum(map(len, segments)) < MIN_STEPS:
@@ -76,6 +78,8 @@ def steady_growth(rows: Sequence[PulseRow], column: str) -> Growth | None:
     added = round(slope * steps)
     min_share = MIN_SHARE if len(points) >= SHORT_RUN_STEPS else SHORT_RUN_MIN_SHARE
     if not _rises([value for _, value in points]) or added < max(MIN_BYTES, min_share * start):
+        return None
+    if _rising_share(segments) < MIN_RISING:
         return None
     return Growth(bytes_per_step=slope, added_bytes=added, start_bytes=start, steps=steps)
 
@@ -186,12 +190,29 @@ def _joined(segments: Sequence[Sequence[Point]], slope: float) -> list[tuple[int
 
 
 def _median_slope(segments: Sequence[Sequence[Point]]) -> float:
-    longest = sorted(segments, key=len, reverse=True)[:MAX_SEGMENTS]
-    most = max(MAX_POINTS // len(longest), MIN_STEPS)
     slopes = [
         (later - earlier) / (after - before)
-        for segment in longest
-        for (before, earlier), (after, later) in itertools.combinations(segment[:: -(-len(segment) // most)], 2)
+        for segment in _thinned(segments)
+        for (before, earlier), (after, later) in itertools.combinations(segment, 2)
         if after > before
     ]
     return statistics.median(slopes) if slopes else 0.0
+
+
+def _rising_share(segments: Sequence[Sequence[Point]]) -> float:
+    """Return the share of rising pairs among those half a segment or more apart, equal ones excluded."""
+    rising = falling = 0
+    for segment in _thinned(segments):
+        values = [value for _, value in segment]
+        for apart in range((len(values) + 1) // 2, len(values)):
+            changes = [after - before for before, after in zip(values, values[apart:], strict=False)]
+            rising += sum(change > 0 for change in changes)
+            falling += sum(change < 0 for change in changes)
+    return rising / (rising + falling) if rising else 0.0
+
+
+def _thinned(segments: Sequence[Sequence[Point]]) -> list[Sequence[Point]]:
+    """Return the longest segments, with some of their points if they have many."""
+    longest = sorted(segments, key=len, reverse=True)[:MAX_SEGMENTS]
+    most = max(MAX_POINTS // len(longest), MIN_STEPS)
+    return [segment[:: -(-len(segment) // most)] for segment in longest]

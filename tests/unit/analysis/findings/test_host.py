@@ -374,6 +374,19 @@ def test_few_steps_cannot_show_growth(tmp_path: Path) -> None:
     assert steady_growth(run.lead.pulse, "rss_bytes") is None
 
 
+def test_memory_that_goes_up_and_down_between_windows_does_not_grow(tmp_path: Path) -> None:
+    # A recorded healthy training on a busy machine: the allocator's pools move, and windows leave memory behind.
+    levels = [533, 533, 540, 545, 548, 548, 553, 546, 553, 555, 555, 600, 613, 600, 590, 580, 570, 568, 568, 568]
+    levels += [571, 585, 576, 590, 600, 637, 620, 571, 575, 580, 585, 590, 570, 581, 584, 589, 583, 593, 593, 573]
+    fake = FakeRun(
+        steps=len(levels),
+        rss_bytes=lambda step: levels[step] * MIB,
+        windows=((11, 12), (24, 25)),
+    )
+    run = load_run(make_run(tmp_path, fake))
+    assert steady_growth(run.lead.pulse, "rss_bytes") is None
+
+
 def test_the_most_severe_finding_makes_the_verdict_and_the_others_stay(tmp_path: Path) -> None:
     fake = FakeRun(
         steps=60,
