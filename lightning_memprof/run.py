@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from lightning_memprof.analysis.run import load, model
+from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,8 +54,14 @@ class Run(model.Run):
     def _repr_html_(self) -> str:
         from lightning_memprof.report.printers.html import to_html
 
-        # In a frame, so that the style of the notebook and that of the report stay apart.
-        return _FRAME.format(page=html.escape(to_html(self._view)))
+        # In a frame, so that the style of the notebook and that of the report stay apart. Without a base of its own, a
+        # link within the report opens the notebook in the frame.
+        page = to_html(self._view).replace("<head>", '<head>\n<base href="about:srcdoc">', 1)
+        return _FRAME.format(page=html.escape(page))
+
+    def __repr__(self) -> str:
+        lead = self.lead
+        return f"Run({str(self.directory)!r}: {lead.facts.stage}, {format_count(lead.steps, 'step')}, {self.status})"
 
     @cached_property
     def _view(self) -> View:

@@ -413,6 +413,9 @@ class Document:
     incomplete: str = ""
     update: str = ""
 
+    def __repr__(self) -> str:
+        return f"Document({self.title!r}, sections={[section.id for section in self.sections]})"
+
     def section(self, section_id: str) -> Section | None:
         """Return the section of an id."""
         return next((section for section in self.sections if section.id == section_id), None)

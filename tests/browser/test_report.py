@@ -7,6 +7,7 @@ import pytest
 
 from fake_memory import FakeMemory
 from fake_runs import FakeRun, make_run
+from lightning_memprof import load_run
 from lightning_memprof.report.opened import opened
 from lightning_memprof.report.printers.html import to_html
 from lightning_memprof.units import MIB
@@ -214,3 +215,15 @@ def test_a_file_by_itself_has_a_page(tmp_path, open_page, heard):
     assert page.is_visible("#traces")
     page.wait_for_timeout(300)
     assert outside(heard) == []
+
+
+def test_in_a_notebook_links_of_the_report_stay_in_its_frame(open_page, tmp_path):
+    run = load_run(make_run(tmp_path / "run", FakeRun()))
+    notebook = tmp_path / "notebook.html"
+    notebook.write_text(f"<!doctype html><h1>notebook</h1>{run._repr_html_()}", encoding="utf-8")
+    page = open_page(notebook)
+    frame = page.frames[1]
+    frame.click("nav a[href='#steps']")
+    frame.wait_for_function("window.scrollY > 0")
+    assert frame.url == "about:srcdoc#steps"
+    assert len(page.frames) == 2

@@ -134,6 +134,9 @@ class Finding:
     evidence: tuple[Evidence, ...] = ()
     recovers: Recovery | None = None
 
+    def __repr__(self) -> str:
+        return f"Finding({self.rule}, {self.severity.name.lower()}: {self.sentence!r})"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
