@@ -181,7 +181,9 @@ def _of_traces(traces: Iterable[TraceReport]) -> list[Finding]:
             for finding in _guarded(rule, trace):
                 # A rule about two directions names the direction.
                 found.setdefault((finding.rule, finding.numbers.get("kind")), []).append(finding)
-    return [_merged(alike) for alike in found.values()]
+    merged = map(_merged, found.values())
+    # As those of a run: of one severity, what recovers most comes first.
+    return [replace(each, weight=each.recovers.share) if each.recovers else each for each in merged]
 
 
 def _guarded(rule: Callable[..., list[Finding] | Finding | None], *facts: object) -> list[Finding]:

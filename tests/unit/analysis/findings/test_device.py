@@ -414,6 +414,20 @@ def test_equal_ranks_that_take_turns_and_a_hiccup_have_no_straggler(
         assert (worth.least, worth.most) == (5_000_000, 5_000_000)
 
 
+def test_of_one_severity_the_finding_that_recovers_most_comes_first(tmp_path: Path) -> None:
+    def read(made: Recording, kernel: int) -> None:
+        made.copy(500, "Memcpy HtoD (Pageable -> Device)", 16 << 20)
+        if kernel % 5 == 0:
+            made.synchronize("aten::item")
+            made.python(800)
+
+    path = training(tmp_path / "both.pt.trace.json", read)
+    findings = [each for each in examine_files([trace_report(path)], []) if each.severity is Severity.WARNING]
+    shares = [each.recovers.share for each in findings if each.recovers]
+    assert len(shares) > 1
+    assert shares == sorted(shares, reverse=True) == [each.weight for each in findings]
+
+
 def across(reports: list[TraceReport]) -> tuple[Finding, ...]:
     return examine_files(across_ranks(reports), [])
 
