@@ -24,6 +24,7 @@ from lightning_memprof.capture.collectors.hook_timings import HookTimings
 from lightning_memprof.capture.collectors.oom import OOMAutopsy
 from lightning_memprof.capture.collectors.operator_trace import DEFAULT_FILENAME, NvtxRanges, OperatorTrace
 from lightning_memprof.capture.collectors.pulse import Pulse
+from lightning_memprof.capture.faults import describe as fault_text
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.adapter import Adapter
 from lightning_memprof.integration.function_events import function_events
@@ -48,8 +49,8 @@ __all__ = ["ExtendedPyTorchProfiler"]
 log = logging.getLogger(__name__)
 
 _DEFAULT_SCHEDULE: Final = Schedule()
-# Actions of a Trainer before `setup`, and after it was interrupted.
-_OUTSIDE_OF_RUNS: Final = (".configure_callbacks", ".on_exception")
+# A Trainer has actions before `setup`, after an exception, and in `save_checkpoint` after a run.
+_OF_TRAINERS: Final = ("[LightningModule]", "[LightningDataModule]", "[Callback]", "[Strategy]")
 _TRACE_OPTIONS = frozenset(
     ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules", "activities",
      "experimental_config", "on_trace_ready")
@@ -161,7 +162,7 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
     def start(self, action_name: str) -> None:
         """Record an action outside of a Trainer; during a run, a tap on this instance listens to the actions."""
         if self.profiler is None:
-            if self._in_trainer() or action_name.endswith(_OUTSIDE_OF_RUNS):
+            if self._is_trainers(action_name):
                 return
             if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
                 warnings.warn(f"{action_name!r} is not recorded: another torch profiler is running", stacklevel=2)
@@ -176,8 +177,12 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         """Lend the collectors to the Trainer's MemProfilerCallback; without one, record alone."""
-        # A recording that the program began outside ends here.
-        self._delete_profilers()
+        try:
+            # A recording that the program began outside ends here.
+            self._delete_profilers()
+        except Exception as error:  # noqa: BLE001 nothing of ours may stop the training
+            log.warning("the recording before this run cannot be saved (%s)", fault_text(error))
+            self.profiler = None
         self._stage = stage
         self._local_rank = local_rank
         if not self._export_to_chrome and not self._emit_nvtx and local_rank in (None, 0):
@@ -227,8 +232,12 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
         if self.profiler is not None or self._events is not None:
             super().describe()
         elif self.table_path is not None and self._is_named and self._local_rank is None:
-            with self.table_path.with_name(self._prepare_filename()).open("a", encoding="utf-8") as file:
-                file.write(self.summary())
+            copy = self.table_path.with_name(self._prepare_filename())
+            try:
+                with copy.open("a", encoding="utf-8") as file:
+                    file.write(self.summary())
+            except OSError as error:
+                log.warning("%s cannot be written (%s)", copy, fault_text(error))
 
     def teardown(self, stage: str | None) -> None:
         """End a recording outside of a Trainer; works after an ``__init__`` that failed."""
@@ -242,9 +251,12 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
             self._lightning_module = None
             return None
 
-    def _in_trainer(self) -> bool:
-        trainer = self._trainer()
-        return trainer is not None and trainer.state.status is TrainerStatus.RUNNING
+    def _is_trainers(self, action_name: str) -> bool:
+        if (trainer := self._trainer()) is not None and (
+            trainer.state.status is TrainerStatus.RUNNING or action_name == "save_checkpoint"
+        ):
+            return True
+        return action_name.startswith(_OF_TRAINERS)
 
     def _create_profiler(self, profiler: type[Any]) -> Any:
         """Return the profiler of a recording outside of a Trainer, which the default schedule does not limit."""

@@ -309,6 +309,10 @@ def test_actions_of_a_trainer_outside_of_its_run_start_nothing(tmp_path: Path) -
     with pytest.raises(RuntimeError, match="mine"):
         trainer(tmp_path, profiler=profiler).fit(Failing(), loader())
     assert profiler.profiler is None
+    training = trainer(tmp_path / "saved", profiler=profiler)
+    training.fit(Perceptron(), loader(1))
+    training.save_checkpoint(tmp_path / "saved.ckpt")
+    assert profiler.profiler is None
 
 
 @pytest.mark.parametrize("by_shapes", [False, True])
@@ -337,6 +341,21 @@ def test_the_events_of_a_run_are_read_when_asked_for_and_sum_up_to_its_table(tmp
         assert times == pytest.approx((row.cpu_ns / 1000, row.self_cpu_ns / 1000), abs=1e-6)
 
 
+def test_a_file_that_cannot_be_written_does_not_stop_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(_: Any) -> None:
+        raise OSError("disk full")
+
+    (tmp_path / "fit-mine.txt").mkdir()
+    profiler = ExtendedPyTorchProfiler(dirpath=tmp_path, filename="mine", on_trace_ready=failing)
+    profiler.start("outside")
+    trainer(tmp_path, profiler=profiler).fit(Perceptron(), loader())
+    assert "the recording before this run cannot be saved (OSError: disk full)" in caplog.text
+    assert "fit-mine.txt cannot be written (IsADirectoryError" in caplog.text
+    assert "aten::" in profiler.summary()
+
+
 def test_with_the_callback_the_profiler_has_the_events_and_the_table_too(tmp_path: Path) -> None:
     profiler = ExtendedPyTorchProfiler(row_limit=-1)
     callback = MemProfilerCallback(output=OutputOptions(summary=False, on_error="raise"))
@@ -357,6 +376,15 @@ def test_a_run_too_short_for_the_default_schedule_records_every_step(
     assert f"every step is recorded: fit has {steps} step" in caplog.text
     assert profiler.function_events is not None
     assert "[pl][profile][Strategy]SingleDeviceStrategy.validation_step" in {e.name for e in profiler.function_events}
+
+
+def test_a_stage_too_short_for_the_default_schedule_records_every_step(tmp_path: Path) -> None:
+    profiler = ExtendedPyTorchProfiler(dirpath=tmp_path / "mine", filename="mine")
+    trainer(tmp_path, profiler=profiler).validate(Perceptron(), loader(2), verbose=False)
+    assert profiler.summary().startswith("VALIDATE Profiler Report")
+    assert profiler.function_events is not None
+    names = [event.name for event in profiler.function_events]
+    assert names.count("[pl][profile][Strategy]SingleDeviceStrategy.validation_step") == 2
 
 
 def test_a_run_too_short_for_a_schedule_of_the_program_records_nothing(tmp_path: Path) -> None:
