@@ -295,7 +295,7 @@ def core_wait(facts: Facts) -> list[Finding]:
             rule="core_wait",
             severity=worth.severity if mostly else min(worth.severity, Severity.WARNING),
             sentence=f"{use.owner} the cores: {waits}." if use.owner else f"{waits[0].upper()}{waits[1:]}.",
-            why=f"{format_ns(ns)} of a {format_ns(ledger.step_ns)} step, ready to run{use.text}.",
+            why=f"It is ready but has no core for {format_ns(ns)} of a {format_ns(ledger.step_ns)} step.{use.text}",
             next_steps=use.next_steps,
             evidence=(facts.pulse(rank), *facts.recorded(rank, "system")),
             numbers={
@@ -335,7 +335,7 @@ def _core_use(facts: Facts, rank: Rank) -> _CoreUse:
     own = len(here) * (process.mean + (workers.mean if workers else 0.0)) / 100
     busy = machine.mean * all_cores / 100
     others = max(busy - own, 0.0)
-    text = f"; the training uses {own:.1f} cores, other processes {others:.1f} of {all_cores}"
+    text = f" In recorded steps the training used {own:.1f} of {all_cores} cores, other processes {others:.1f}."
     if busy < IS_FULL * all_cores and cores == all_cores:
         return _CoreUse(next_steps=(LIMIT, OTHERS), text=text, own=own, others=others)
     if others >= own - process.mean / 100:

@@ -220,8 +220,8 @@ def activation_peak(facts: Facts) -> list[Finding]:
             rule="activation_peak",
             severity=_severity(ledger, recovers),
             sentence=(
-                f"Saved activations are {percent(saved / total)} of peak memory{facts.on_rank(rank)}: "
-                f"{format_bytes(saved)}."
+                f"Saved activations are {percent(saved / total)} of the tensor peak{facts.on_rank(rank)}: "
+                f"{format_bytes(saved)} of {format_bytes(total)}."
             ),
             why=_why_activations(memory.activations, group) + _pressure(ledger),
             next_steps=_next_for_activations(group),

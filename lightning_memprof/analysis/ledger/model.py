@@ -113,12 +113,17 @@ class OperatorWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Stall:
-    """A step of a multiple of the median duration; ``owner`` is the part or action that took the excess, if known."""
+    """A step of a multiple of the median duration.
+
+    ``owner`` is the part or action that took the excess, if known. ``core_wait_ns`` of the duration the training thread
+    waited for a core; the excess is without it.
+    """
 
     step: int
     duration_ns: int
     excess_ns: int
     owner: str | None
+    core_wait_ns: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,7 +116,7 @@ def run_ledger(
         steps=len(steps),
         basis=f"{typical.basis}, {typical.clock} clock",
         lines=tuple(sorted((line for line in lines if line.ns > 0 or line.called), key=lambda line: -line.ns)),
-        stalls=stalls,
+        stalls=tuple(_with_core_wait(stall, typical) for stall in stalls),
         window_factor=_window_factor(rank, median),
         work=inside.work if inside is not None else (),
         double_backward_ns=_of_passes(inside, sum(mean[phase] for phase in ("forward", "backward"))),
@@ -176,6 +176,12 @@ def _running(rank: Rank, typical: TypicalSteps) -> list[_Step]:
         left = {phase: (ns or 0) * (1.0 if phase in asleep else ran) for phase, ns in phases.items()}
         steps.append((step, sum(left.values()), left))
     return steps
+
+
+def _with_core_wait(stall: Stall, typical: TypicalSteps) -> Stall:
+    """Return a stall with the whole duration of its step."""
+    whole = next((duration for step, duration, _ in typical.steps if step == stall.step), stall.duration_ns)
+    return replace(stall, duration_ns=whole, core_wait_ns=max(whole - stall.duration_ns, 0))
 
 
 def _stalls(steps: Sequence[_Step], parts: Sequence[HostPart]) -> tuple[tuple[Stall, ...], dict[str, float]]:

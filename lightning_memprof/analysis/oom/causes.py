@@ -52,6 +52,7 @@ CONTEXT_BYTES: Final = GIB
 FRAGMENTED: Final = 0.1
 # An allocation that needs more of the device must be split: checkpointing other modules does not help.
 LARGE: Final = 0.25
+NEARLY: Final = 0.1
 # torch adds this to its message where the driver shows other processes of the device.
 PROCESS: Final = re.compile(r"Process (\d+) has ([0-9.]+) (bytes|KiB|MiB|GiB) memory in use")
 
@@ -210,7 +211,8 @@ def _without_room(asked: int, memory: Memory, limit: int, room: int) -> tuple[Ca
 def host_cause(asked: int | None, facts: Mapping[str, Any], memory: Memory) -> tuple[Cause, str]:
     """Return the cause of a failed host allocation, and a sentence with its evidence.
 
-    A limit is the cause only where the machine had more memory than the limit left.
+    A limit is the cause only where the machine had more memory than the limit left, and less than the allocation or a
+    tenth of the limit was left: the C allocator reserves more than it returns.
     """
     host = mapping(facts, "host") or {}
     named = "the allocation" if asked is None else f"an allocation of {_bytes(asked)}"
@@ -229,7 +231,7 @@ def host_cause(asked: int | None, facts: Mapping[str, Any], memory: Memory) -> t
         if limit is None or (room is not None and limit - taken > room):
             continue
         # Python's MemoryError does not state the size.
-        if asked is None or taken + asked > limit:
+        if asked is None or limit - taken < max(asked, NEARLY * limit):
             return "limited", (
                 f"{name} limits this process to {_bytes(limit)}; with {_bytes(taken)} in use there was no room for "
                 f"{named}, although the machine had {_bytes(room)} available."

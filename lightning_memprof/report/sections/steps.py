@@ -239,14 +239,23 @@ def _ledger(view: View) -> Iterator[Table]:
 def _ledger_notes(ledger: TimeLedger) -> Iterator[Words]:
     yield phrase("each instant has one owner; mean of {}: {}", text(ledger.basis), duration(ledger.step_ns))
     if ledger.window_factor is not None and ledger.window_factor > SLOWER:
-        yield f"recorded steps take {ledger.window_factor:.1f} times as long; their cost of recording is not included"
+        yield f"recorded steps take {ledger.window_factor:.1f} times the median; this table is without that excess"
     if ledger.communication:
         times = [ledger.communicates("rank_wait"), ledger.communicates("collective")]
         own = ledger.step_ns - sum(times)
         yield phrase("own work {}, waiting for other ranks {}, transfer {}", *map(duration, (own, *times)))
     for stall in ledger.stalls[:MAX_STALLS]:
         owner = f", mostly {called(stall.owner)}" if stall.owner else ""
-        yield phrase("stall: step {} took {}{}", index(stall.step), duration(stall.duration_ns), text(owner))
+        values = [index(stall.step), duration(stall.duration_ns), text(owner)]
+        if stall.core_wait_ns:
+            yield phrase(
+                "stall: step {} took {}, with {} of waiting for a core{}",
+                *values[:2],
+                duration(stall.core_wait_ns),
+                values[2],
+            )
+        else:
+            yield phrase("stall: step {} took {}{}", *values)
 
 
 def _pauses(view: View) -> Iterator[Words]:

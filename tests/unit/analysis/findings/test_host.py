@@ -420,7 +420,7 @@ def test_a_training_whose_cores_are_taken_waits_for_a_core(tmp_path: Path) -> No
     finding = rules["core_wait"]
     assert next(iter(rules)) == "core_wait"
     assert finding.sentence == "Other processes take the cores: the training thread waits 70% of each step for a core."
-    assert "the training uses 1.0 cores, other processes 7.0 of 8" in finding.why
+    assert "the training used 1.0 of 8 cores, other processes 7.0." in finding.why
     assert "renice" in finding.next_steps[0]
     assert finding.severity is Severity.CRITICAL
     assert finding.recovers is not None

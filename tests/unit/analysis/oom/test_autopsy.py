@@ -263,6 +263,9 @@ def test_the_asking_line_is_the_programs_and_the_module_is_known_by_its_stack() 
         (host(asked_bytes=65 * GIB), "too large", "the machine's 64.0 GiB"),
         (host(rlimit_as_bytes=10 * GIB), "limited", "RLIMIT_AS (ulimit -v) limits this process to 10.0 GiB"),
         (host(rlimit_as_bytes=10 * GIB, asked_bytes=None), "limited", "no room for the allocation"),
+        # 0.5 GiB below the limit: the allocator asks for more than it returns.
+        (host(rlimit_as_bytes=19 * GIB // 2, asked_bytes=GIB // 8), "limited", "limits this process to 9.50 GiB"),
+        (host(rlimit_as_bytes=20 * GIB, asked_bytes=GIB // 8), "full", "were available when"),
         (
             host(cgroup_limit_bytes=6 * GIB, cgroup_used_bytes=5 * GIB), "limited",
             "memory.max of the control group limits this process to 6.00 GiB",
