@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from fake_runs import HEALTHY, FakeRun, make_run
 from ledger_lines import out_of_bounds
 from lightning_memprof.analysis.findings import Facts, examine, examine_files
 from lightning_memprof.analysis.ledger.memory import ByteLedger, snapshot_bytes
@@ -87,6 +90,36 @@ def test_the_ledgers_of_a_run_sum_to_its_mean_step_and_its_peak(name: str, recor
         assert not out_of_bounds(
             examine(facts), *facts.ledgers.values(), *facts.byte_ledgers.values(), *filter(None, of_files)
         )
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> FakeRun:
+    """Runs of any phases, waits, padding and settings."""
+    spent = st.fixed_dictionaries({phase: st.integers(0, 60_000_000) for phase in HEALTHY})
+    steps = draw(st.lists(spent, min_size=6, max_size=20))
+    core_wait_ns, slower = draw(st.integers(0, 40_000_000)), draw(st.integers(0, 2))
+    workers = draw(st.integers(0, 4))
+    return FakeRun(
+        world_size=draw(st.integers(1, 2)),
+        steps=len(steps),
+        phases=lambda rank, step: {name: ns * (1 + rank * slower) for name, ns in steps[step].items()},
+        core_wait_ns=lambda _: core_wait_ns,
+        padding=(1000, draw(st.integers(0, 1000)), 0),
+        training={"dataloaders": [{"num_workers": workers, "persistent_workers": False}]},
+    )
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(fake=runs())
+def test_no_finding_of_a_run_recovers_more_than_its_lines_hold(
+    fake: FakeRun, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    run = load_run(make_run(tmp_path_factory.mktemp("run"), fake))
+    facts = Facts.of(run, memory=memory_report(run))
+    ledgers: list[TimeLedger | ByteLedger] = [*facts.ledgers.values(), *facts.byte_ledgers.values()]
+    for ledger in ledgers:
+        assert_sums(ledger, "run")
+    assert not out_of_bounds(examine(facts), *ledgers)
 
 
 def test_the_ledgers_of_a_snapshot_sum_to_what_was_reserved_at_its_peak(recorded: Path) -> None:

@@ -1,0 +1,37 @@
+"""Every fault of these tests is also one of the property that no finding recovers more than its lines hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import pytest
+
+from ledger_lines import out_of_bounds
+from lightning_memprof.analysis import findings
+from lightning_memprof.analysis.findings import Facts, Finding
+from lightning_memprof.analysis.ledger.memory import ByteLedger
+from lightning_memprof.analysis.ledger.model import TimeLedger
+
+
+@pytest.fixture(autouse=True)
+def bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check what the rules return where a test examines a run or files."""
+    guarded = findings._guarded
+
+    def checked(rule: Callable[..., Any], *facts: Any) -> list[Finding]:
+        found = guarded(rule, *facts)
+        if any(each.recovers for each in found):
+            assert out_of_bounds(found, *ledgers(facts[0])) == []
+        return found
+
+    monkeypatch.setattr(findings, "_guarded", checked)
+
+
+def ledgers(facts: Any) -> list[TimeLedger | ByteLedger]:
+    if isinstance(facts, Facts):
+        return [*facts.ledgers.values(), *facts.byte_ledgers.values()]
+    traces = facts if isinstance(facts, tuple) else (facts,)
+    of_traces = chain.from_iterable((trace.host_ledger, trace.device_ledger) for trace in traces)
+    return [ledger for ledger in of_traces if ledger is not None]
