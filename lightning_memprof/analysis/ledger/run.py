@@ -72,7 +72,7 @@ def run_ledger(
     among its owners: data wait by the hook timings of the windows; callbacks, hooks, transfers, validation and
     checkpoints by the action totals of the whole run; forward, backward and optimizer by ``host``, less the cost of
     recording, with the program's hooks on modules. The owners of a phase never sum to more than the phase. The wait for
-    a core comes from all phases of its step in proportion; no phase includes it.
+    a core is a line of its own; no phase includes it.
 
     Args:
         rank: the rank.
@@ -101,7 +101,10 @@ def run_ledger(
         part, ns = _PART_OF_PHASE[phase], running - stalled.get(phase, 0.0)
         ran = running / whole_mean[phase] if running else 0.0
         mine = [line for line in named.get(phase, ()) if part not in _STEADY or line.part in _WITHIN]
-        mine = [replace(line, ns=line.ns * ran) for line in mine]
+        mine = [
+            replace(line, ns=line.ns * ran, longest_ns=line.longest_ns and round(line.longest_ns * ran))
+            for line in mine
+        ]
         if phase == "other":
             mine = [*mine, *_restarts(rank, ns - total(mine))]
         if waits_ns and (wait := min(waits_ns.get(phase, 0), ns - total(mine))) > 0:
@@ -165,16 +168,24 @@ def _core_waits(pulse: Sequence[PulseRow]) -> dict[int, float]:
 def _running(rank: Rank, typical: TypicalSteps) -> list[_Step]:
     """Return the steps without their wait for a core.
 
-    A thread that waits for a batch of worker processes sleeps: that phase stays as it is.
+    A wait makes a phase longer than it is elsewhere: it comes from what each phase takes beyond its fastest step, in
+    proportion, and what is more than that from all phases alike. A thread that waits for a batch of worker processes
+    sleeps: that phase stays as it is.
     """
     waits = _core_waits(rank.pulse)
-    asleep = {"data_wait"} if any(loader.num_workers for loader in _loaders(rank)) else set()
+    awake = [phase for phase in PHASES if phase != "data_wait" or not any(each.num_workers for each in _loaders(rank))]
+    fastest = {phase: min(phases[phase] or 0 for _, _, phases in typical.steps) for phase in awake}
     steps: list[_Step] = []
-    for step, duration, phases in typical.steps:
-        awake = duration - sum(phases[phase] or 0 for phase in asleep)
-        ran = 1 - min(waits.get(step, 0.0) / awake, 1.0) if awake > 0 else 1.0
-        left = {phase: (ns or 0) * (1.0 if phase in asleep else ran) for phase, ns in phases.items()}
-        steps.append((step, sum(left.values()), left))
+    for step, _, phases in typical.steps:
+        left: dict[str, float | None] = {phase: ns or 0 for phase, ns in phases.items()}
+        wait = waits.get(step, 0.0)
+        for least in (fastest, dict.fromkeys(awake, 0)):
+            beyond = {phase: max((left[phase] or 0) - least[phase], 0) for phase in awake}
+            whole = sum(beyond.values())
+            taken = min(wait / whole, 1.0) if whole else 0.0
+            left |= {phase: (left[phase] or 0) - ns * taken for phase, ns in beyond.items()}
+            wait -= whole * taken
+        steps.append((step, sum(ns or 0 for ns in left.values()), left))
     return steps
 
 
