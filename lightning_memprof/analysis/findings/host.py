@@ -444,7 +444,8 @@ def garbage(facts: Facts) -> list[Finding]:
     rank, ledger = worst
     ns, count = ledger.ns("garbage"), sum(line.count for line in ledger.of("garbage"))
     longest = max((line.longest_ns or 0 for line in ledger.of("garbage")), default=0)
-    if ns * ledger.steps < MIN_PAUSES * longest:
+    # The longest pause includes its wait for a core.
+    if ns * ledger.steps < MIN_PAUSES * longest * (1 - ledger.share("core_wait")):
         return []
     found = pauses(rank)
     worth = Recovery(unit="ns", least=ns * COLLECTED[0], most=ns * COLLECTED[1], whole=ledger.step_ns)

@@ -101,10 +101,7 @@ def run_ledger(
         part, ns = _PART_OF_PHASE[phase], running - stalled.get(phase, 0.0)
         ran = running / whole_mean[phase] if running else 0.0
         mine = [line for line in named.get(phase, ()) if part not in _STEADY or line.part in _WITHIN]
-        mine = [
-            replace(line, ns=line.ns * ran, longest_ns=line.longest_ns and round(line.longest_ns * ran))
-            for line in mine
-        ]
+        mine = [replace(line, ns=line.ns * ran) for line in mine]
         if phase == "other":
             mine = [*mine, *_restarts(rank, ns - total(mine))]
         if waits_ns and (wait := min(waits_ns.get(phase, 0), ns - total(mine))) > 0:
