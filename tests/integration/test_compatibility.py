@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
-from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
-from lightning_memprof.collectors import ModuleMemory
+from lightning_memprof import Collector, MemProfilerCallback, OutputOptions, Schedule
+from lightning_memprof.capture.base import RunContext, no_training_step
+from lightning_memprof.schedule import Window
 from training import Perceptron, loader, rows_of, trainer
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -51,9 +54,22 @@ def test_simple():
 """
 
 
+class OfTrainingSteps(Collector):
+    """Available in a fit only."""
+
+    name: ClassVar[str] = "of_training_steps"
+
+    def unavailable(self, run: RunContext) -> str | None:
+        return no_training_step(run)
+
+    @contextmanager
+    def record(self, run: RunContext, window: Window) -> Iterator[None]:
+        yield None
+
+
 def test_what_was_asked_for_a_fit_does_not_stop_the_test_after_it(tmp_path: Path) -> None:
     ours = MemProfilerCallback(
-        Schedule(wait=0, warmup=1, active=1), [ModuleMemory()], output=OutputOptions(summary=False)
+        Schedule(wait=0, warmup=1, active=1), [OfTrainingSteps()], output=OutputOptions(summary=False)
     )
     made = trainer(tmp_path, ours)
     model = Perceptron()
@@ -62,7 +78,7 @@ def test_what_was_asked_for_a_fit_does_not_stop_the_test_after_it(tmp_path: Path
     assert rows_of(ours.run_directory, "unavailable") == []
     made.test(model, loader(4), verbose=False)
     (row,) = rows_of(ours.run_directory, "unavailable")
-    assert (row["collector"], row["reason"]) == ("module_memory", "test has no training step")
+    assert (row["collector"], row["reason"]) == ("of_training_steps", "test has no training step")
 
 
 def test_lightnings_own_tests_meet_our_class_and_each_difference_has_its_reason(tmp_path: Path) -> None:
