@@ -34,6 +34,7 @@ __all__ = [
     "RunContext",
     "SkipWindow",
     "StepRecord",
+    "StepTimes",
     "TimedPart",
     "TrainingFeed",
     "no_training_step",
@@ -122,13 +123,24 @@ class Progress:
         self.validation_batch: Callable[[], None] | None = None
 
 
+class StepTimes(Protocol):
+    """Host time of a finished step."""
+
+    @property
+    def phases_ns(self) -> Sequence[int]:
+        """Self time of each of ``artifacts.series.PHASES``; the sum is the step's duration."""
+
+    @property
+    def actions(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Self time in nanoseconds by slot of the run's clock, and number of entries by slot."""
+
+
 class StepRecord(NamedTuple):
     """One finished step of the run.
 
-    ``phases_ns`` holds the exclusive host time of each of ``artifacts.series.PHASES`` and sums to ``duration_ns``.
-    ``moments`` holds ``(index of the phase that begins, device timestamp, nanoseconds after it to exclude)`` in order,
-    and a last one that ends the step; None without a device clock. ``usual`` is False if it contains a validation, a
-    checkpoint or the end of an epoch. ``actions`` are those of :class:`lightning_memprof.capture.clock.StepTimes`.
+    ``times`` are computed when they are first read. ``moments`` holds ``(index of the phase that begins, device
+    timestamp, nanoseconds after it to exclude)`` in order, and a last one that ends the step; None without a device
+    clock. ``usual`` is False if it contains a validation, a checkpoint or the end of an epoch.
     """
 
     step: int
@@ -137,10 +149,14 @@ class StepRecord(NamedTuple):
     window: int | None
     start_ns: int
     duration_ns: int
-    phases_ns: tuple[int, ...]
+    times: StepTimes
     moments: list[tuple[int, Any, int]] | None
     usual: bool = True
-    actions: tuple[Sequence[int], Sequence[int]] = ((), ())
+
+    @property
+    def phases_ns(self) -> Sequence[int]:
+        """Self time of each of ``artifacts.series.PHASES``; the sum is ``duration_ns``."""
+        return self.times.phases_ns
 
 
 OnStep = Callable[[StepRecord], None]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from contextlib import contextmanager
+from functools import partial
 from threading import get_ident
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -15,38 +16,95 @@ from lightning_memprof.artifacts.series import GC_PAUSE, PHASES, UNTRACKED
 from lightning_memprof.capture.observe import gc_callback
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from lightning_memprof.capture.base import DeviceTimer
 
-__all__ = ["AcceleratorTimer", "RecentMedian", "StepClock", "StepTimes", "device_timer", "gc_pauses"]
+    Handler = Callable[[], None] | int
+
+__all__ = ["AcceleratorTimer", "LoggedTimes", "RecentMedian", "StepClock", "device_timer", "gc_pauses"]
 
 _OTHER: Final = PHASES.index("other")
+# Codes of a clock's log.
+_LEAVE: Final = -1
+_LEAVE_OUT: Final = -2
+_WITHIN: Final = -3
 _HOST_ONLY: Final = (PHASES.index("callbacks"), _OTHER)
 
 
-class StepTimes(NamedTuple):
-    """Times of a finished step.
+class LoggedTimes:
+    """Self times of a finished step, computed from its log at the first use; a :class:`StepTimes`.
 
-    Attributes:
-        end_ns: reading of ``time.perf_counter_ns``.
-        phases_ns: self time by phase; the sum is the step's duration.
-        actions: self time in nanoseconds by slot, whose sum is the step's duration, and number of entries by slot.
-        moments: the device timestamps, see :class:`lightning_memprof.capture.base.StepRecord`.
+    Args:
+        clock: has the slots of the actions.
+        log: see :class:`StepClock`.
+        start_ns: reading of ``time.perf_counter_ns``.
+        end_ns: another.
 
     """
 
-    end_ns: int
-    phases_ns: tuple[int, ...]
-    actions: tuple[list[int], list[int]]
-    moments: list[tuple[int, Any, int]] | None
+    __slots__ = ("_clock", "_end_ns", "_log", "_start_ns", "_times")
+
+    def __init__(self, clock: StepClock, log: list[int], start_ns: int, end_ns: int) -> None:
+        self._clock = clock
+        self._log = log
+        self._start_ns = start_ns
+        self._end_ns = end_ns
+        self._times: tuple[list[int], list[int]] | None = None
+
+    @property
+    def actions(self) -> tuple[list[int], list[int]]:
+        """Self time in nanoseconds by slot, whose sum is the step's duration, and number of entries by slot."""
+        if self._times is None:
+            self._times = self._computed()
+        return self._times
+
+    @property
+    def phases_ns(self) -> tuple[int, ...]:
+        """Self time by phase; the sum is the step's duration."""
+        phases = [0] * len(PHASES)
+        for (_, phase), ns in zip(self._clock.actions, self.actions[0], strict=False):
+            if ns:
+                phases[phase] += ns
+        return tuple(phases)
+
+    def _computed(self) -> tuple[list[int], list[int]]:
+        actions = self._clock.actions
+        spent, entries = [0] * len(actions), [0] * len(actions)
+        entries[0] = 1
+        current, last = 0, self._start_ns
+        stack: list[int] = []
+        pairs = iter(self._log)
+        for code, value in zip(pairs, pairs, strict=True):
+            if code == _LEAVE_OUT:
+                last += value
+                continue
+            if code == _LEAVE:
+                if not stack:
+                    continue
+                following = stack.pop()
+            else:
+                following = code
+                if code <= _WITHIN:
+                    following = self._clock.slot(self._clock.within[_WITHIN - code], actions[current][1])
+                    missing = len(actions) - len(spent)
+                    spent += [0] * missing
+                    entries += [0] * missing
+                stack.append(current)
+                entries[following] += 1
+            spent[current] += value - last
+            last, current = value, following
+        spent[current] += self._end_ns - last
+        return spent, entries
 
 
 class StepClock:
     """Splits a step into actions that may nest; time in an inner action does not count for the outer one.
 
     An action in a phase has a slot, its index in :attr:`actions`; time outside all actions has slot 0. ``enter`` and
-    ``leave`` run some dozens of times in every step of the run: about 0.2 µs each.
+    ``leave`` run some dozens of times in every step of the run: they only log. The log is flat, for the garbage
+    collector: a slot and the time of its start, ``_LEAVE`` and the time, ``_LEAVE_OUT`` and the nanoseconds, or
+    ``_WITHIN`` less the index of an action that takes the phase around it, and its start.
 
     Args:
         timer: the device's clock, or None to use the host's only. Callback phases get no device timestamps: each one
@@ -54,6 +112,9 @@ class StepClock:
 
     Attributes:
         actions: name and index of the phase of each slot.
+        start_ns: reading of ``time.perf_counter_ns`` where the step began.
+        within: the actions that take the phase around them, by the index in their codes.
+        log: adds to the log; without a device the cheapest way to enter and leave.
 
     """
 
@@ -62,21 +123,27 @@ class StepClock:
         self.start_ns = 0
         self._timer = timer
         self._slots: dict[tuple[str, int], int] = {}
-        self._phase_of: list[int] = []
-        # Between two steps both are one list that nobody reads.
-        self._idle: list[int] = []
-        self._spent = self._entries = self._idle
-        self._stack: list[int] = []
-        self._current = self.slot(UNTRACKED, _OTHER)
-        self._last = 0
-        # The innermost phase with device timestamps.
+        self._within: dict[str, int] = {}
+        self.within: list[str] = []
+        self._log: list[int] = []
+        self.log: Callable[[tuple[int, int]], None] = self._log.extend
+        self._first_ns = 0
+        self.slot(UNTRACKED, _OTHER)
+        # With a device: the phases around, and the innermost one that has device timestamps.
+        self._phases: list[int] = []
         self._device_phase = _OTHER
         self._moments: list[tuple[int, Any, int]] = []
 
     @property
     def phase(self) -> str:
         """The innermost current phase."""
-        return PHASES[self._phase_of[self._current]]
+        stack = [_OTHER]
+        for code in self._log[::2]:
+            if code == _LEAVE:
+                del stack[max(len(stack) - 1, 1) :]
+            elif code != _LEAVE_OUT:
+                stack.append(stack[-1] if code < 0 else self.actions[code][1])
+        return PHASES[stack[-1]]
 
     def slot(self, action: str, phase: int) -> int:
         """Return the slot of an action in a phase, a new one at its first use."""
@@ -84,62 +151,65 @@ class StepClock:
         if slot is None:
             slot = self._slots[action, phase] = len(self.actions)
             self.actions.append((action, phase))
-            self._phase_of.append(phase)
-            for counts in (self._idle, self._spent, self._entries):
-                counts.append(0)
         return slot
 
     def enter(self, slot: int) -> None:
         """Begin an action inside the current one."""
-        now = perf_counter_ns()
-        current = self._current
-        self._spent[current] += now - self._last
-        self._last = now
-        self._stack.append(current)
-        self._current = slot
-        self._entries[slot] += 1
+        # One call: a GC pause or a signal may come between two.
+        self._log.extend((slot, perf_counter_ns()))
         if self._timer is not None:
+            self._phases.append(self.actions[slot][1])
             self._switch_device(self._timer)
 
     def enter_within(self, action: str) -> None:
         """Begin an action in the phase of the current one."""
-        self.enter(self.slot(action, self._phase_of[self._current]))
+        self._log.extend((self._within_code(action), perf_counter_ns()))
+        if self._timer is not None:
+            self._phases.append(self._phases[-1] if self._phases else _OTHER)
 
     def leave(self) -> None:
         """End the current action and continue the one around it."""
-        if not self._stack:
-            return
-        now = perf_counter_ns()
-        self._spent[self._current] += now - self._last
-        self._last = now
-        self._current = self._stack.pop()
-        if self._timer is not None:
+        self._log.extend((_LEAVE, perf_counter_ns()))
+        if self._timer is not None and self._phases:
+            self._phases.pop()
             self._switch_device(self._timer)
 
-    def interrupt(self, action: str, ns: int) -> None:
-        """Count time that ended now for an action that interrupted the current one, in its phase."""
-        slot = self.slot(action, self._phase_of[self._current])
-        self._spent[slot] += ns
-        self._entries[slot] += 1
-        self._last += ns
+    def entering(self, slot: int) -> Handler:
+        """Return what enters the slot: a code for :attr:`log`, or with a device a function."""
+        return slot if self._timer is None else partial(self.enter, slot)
+
+    def leaving(self) -> Handler:
+        """Return what leaves the current action, in the same way."""
+        return _LEAVE if self._timer is None else self.leave
+
+    def calling(self, handler: Handler) -> Callable[[], None]:
+        """Return either as a function."""
+        if not isinstance(handler, int):
+            return handler
+        log, code = self.log, handler
+
+        def call() -> None:
+            log((code, perf_counter_ns()))
+
+        return call
+
+    def interrupt(self, action: str, start_ns: int) -> None:
+        """Count the time since ``start_ns`` for an action that interrupted the current one, in its phase."""
+        self._log.extend((self._within_code(action), start_ns, _LEAVE, perf_counter_ns()))
 
     def start(self) -> None:
         """Begin a step now, outside all actions."""
-        # A GC pause may interrupt this method: it must find no half of the new step.
-        spent, entries = [0] * len(self.actions), [0] * len(self.actions)
-        entries[0] = 1
-        self._stack.clear()
-        self._current = 0
-        self._device_phase = _OTHER
         if self._timer is not None:
+            self._phases.clear()
+            self._device_phase = _OTHER
             self._moments = [(_OTHER, self._timer.record(), 0)]
-        self.start_ns = self._last = perf_counter_ns()
-        self._spent = spent
-        self._entries = entries
+        # A GC pause may interrupt this method: what it logs is not of the new step.
+        self.start_ns = self._first_ns = perf_counter_ns()
+        self._log.clear()
 
     def leave_out(self, ns: int) -> None:
         """Exclude time that ended now from the current step: it was not the training's."""
-        self._last += ns
+        self._log.extend((_LEAVE_OUT, ns))
         self.start_ns += ns
         moments = self._moments
         if moments:
@@ -149,31 +219,27 @@ class StepClock:
             phase, moment, excluded_ns = moments[last]
             moments[last] = (phase, moment, excluded_ns + ns)
 
-    def stop(self) -> StepTimes:
-        """End the step now; return its times."""
+    def stop(self) -> tuple[int, LoggedTimes, list[tuple[int, Any, int]] | None]:
+        """End the step now; return the reading of ``time.perf_counter_ns``, the times and the device timestamps."""
         now = perf_counter_ns()
-        spent, entries = self._spent, self._entries
-        spent[self._current] += now - self._last
-        self._last = now
-        self._spent = self._entries = self._idle
+        log = self._log.copy()
+        self._log.clear()
         moments = None
         if self._timer is not None:
             self._moments.append((_OTHER, self._timer.record(), 0))
             moments, self._moments = self._moments, []
-        phases = [0] * len(PHASES)
-        for phase, ns in zip(self._phase_of, spent, strict=False):
-            if ns:
-                phases[phase] += ns
-        return StepTimes(now, tuple(phases), (spent, entries), moments)
+        return now, LoggedTimes(self, log, self._first_ns, now), moments
+
+    def _within_code(self, action: str) -> int:
+        code = self._within.get(action)
+        if code is None:
+            code = self._within[action] = _WITHIN - len(self.within)
+            self.within.append(action)
+        return code
 
     def _switch_device(self, timer: DeviceTimer) -> None:
         """Record a timestamp if the innermost phase that has them is another one now."""
-        for slot in (self._current, *reversed(self._stack)):
-            phase = self._phase_of[slot]
-            if phase not in _HOST_ONLY:
-                break
-        else:
-            phase = _OTHER
+        phase = next((phase for phase in reversed(self._phases) if phase not in _HOST_ONLY), _OTHER)
         if phase != self._device_phase:
             self._device_phase = phase
             self._moments.append((phase, timer.record(), 0))
@@ -192,7 +258,7 @@ def gc_pauses(clock: StepClock) -> Iterator[None]:
         if phase == "start":
             began = perf_counter_ns()
         elif began:
-            clock.interrupt(GC_PAUSE, perf_counter_ns() - began)
+            clock.interrupt(GC_PAUSE, began)
             began = 0
 
     with gc_callback(on_collection):

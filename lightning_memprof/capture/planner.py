@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from lightning_memprof.schedule import Action, Schedule, Window, plan_window
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from lightning_memprof.capture.base import Position, StepRecord
 
@@ -52,6 +52,10 @@ class RequestSource(Protocol):
     """
 
     due_ns: int
+
+    @property
+    def watched(self) -> Sequence[object]:
+        """Whatever needs ``after_step``; it is not called while this is empty."""
 
     def before_step(self, step: int) -> Iterable[WindowRequest]:
         """Return the new requests at ``step``."""
@@ -118,7 +122,7 @@ class Turn(NamedTuple):
     request: WindowRequest | None
 
 
-_NOTHING: Final = Turn(action=Action.NONE, closes=False, cut_by=None, opens=None, request=None)
+_QUIET_STEPS: Final = 64
 
 
 class WindowPlanner:
@@ -136,6 +140,8 @@ class WindowPlanner:
         self._last_step: int | None = None
         self._window: Window | None = None
         self._resumed_inside = False
+        # Steps for which a :class:`Schedule` plans nothing.
+        self._quiet = range(0)
         self.windows = 0
 
     @property
@@ -152,14 +158,14 @@ class WindowPlanner:
         """Add a request, before the turn of its step."""
         self._requests.pending.append(request)
 
+    def is_quiet(self, schedule_step: int) -> bool:
+        """Whether nothing happens at a step; then the turn may be left out."""
+        requests = self._requests
+        return schedule_step in self._quiet and not requests.pending and requests.open is None
+
     def turn(self, position: Position) -> Turn:
         """Return what happens where the step at ``position`` begins."""
         scheduled = self._scheduled(position.schedule_step)
-        requests = self._requests
-        if scheduled is Action.NONE and self._window is None and requests.open is None and not requests.pending:
-            # Most steps of a run.
-            self._action, self._last_step = scheduled, position.schedule_step
-            return _NOTHING
         action, request = self._requests.turn(position.step, scheduled)
         closes, cut_by = self._closes(position.schedule_step, action, request)
         if closes:
@@ -169,6 +175,8 @@ class WindowPlanner:
             opens = self._window = self._next_window(position, request)
             self.windows += 1
         self._action, self._last_step = action, position.schedule_step
+        if action is Action.NONE and self._window is None:
+            self._quiet = self._quiet_from(position.schedule_step)
         return Turn(action, closes, cut_by, opens, request)
 
     def _scheduled(self, step: int) -> Action:
@@ -181,6 +189,13 @@ class WindowPlanner:
         elif self._resumed_inside:
             self._resumed_inside = action in _RECORDING and self._schedule(step - 1) is not Action.RECORD_AND_SAVE
         return Action.NONE if self._resumed_inside else action
+
+    def _quiet_from(self, step: int) -> range:
+        """Return the next steps for which nothing is planned; a user's function is never called ahead."""
+        if not isinstance(self._schedule, Schedule):
+            return range(0)
+        ahead = range(step, step + _QUIET_STEPS)
+        return range(step, next((at for at in ahead if self._schedule(at) is not Action.NONE), ahead.stop))
 
     def _closes(self, schedule_step: int, action: Action, request: WindowRequest | None) -> tuple[bool, str | None]:
         if self._window is None:

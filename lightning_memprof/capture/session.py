@@ -110,12 +110,18 @@ class Session:
 
     def begin_step(self, position: Position) -> None:
         """End the current step, if there is one, and begin the next."""
-        self._end_step()
-        began = time.perf_counter_ns()
-        was_open = self._recording is not None
-        if self._requests is not None and began >= self._requests.due_ns:
-            for request in self._requests.before_step(position.step):
+        began = self._end_step()
+        progress, requests = self._progress, self._requests
+        if requests is not None and began >= requests.due_ns:
+            for request in requests.before_step(position.step):
                 self._planner.request(request)
+        if self._recording is None and self._planner.is_quiet(position.schedule_step):
+            # Most steps of a run.
+            progress.position, progress.point = position, Point.STEP_START
+            self.clock.start()
+            self._pulse_ns += self.clock.start_ns - began
+            return
+        was_open = self._recording is not None
         turn = self._planner.turn(position)
         if turn.closes:
             self._close_window(turn.cut_by, truncated=turn.cut_by is not None)
@@ -124,7 +130,7 @@ class Session:
         in_window = was_open or self._recording is not None
         if in_window:
             self._windows_ns += time.perf_counter_ns() - began
-        self._progress.position, self._progress.point = position, Point.STEP_START
+        progress.position, progress.point = position, Point.STEP_START
         if self._recording is not None:
             if turn.action is not Action.WARMUP:
                 self._recording.steps.append(position.step)
@@ -165,6 +171,18 @@ class Session:
         self.clock.leave()
         self._windows_ns += time.perf_counter_ns() - began
 
+    def marking(self, point: Point) -> Callable[[], None]:
+        """Return :meth:`mark` of one point, for every step of a run."""
+        progress = self._progress
+
+        def mark() -> None:
+            if self._recording is None:
+                progress.point = point
+            else:
+                self.mark(point)
+
+        return mark
+
     def close(self, *, reason: str | None = None) -> None:
         """End the current step, the open window and the followers; list the pending requests in the manifest.
 
@@ -186,36 +204,41 @@ class Session:
         )
         return {"steps": self._steps, "overhead": msgspec.structs.asdict(overhead)}
 
-    def _end_step(self) -> None:
-        position = self._progress.position
+    def _end_step(self) -> int:
+        """End the current step, if there is one; return the time from which on nothing is counted yet."""
+        progress = self._progress
+        position = progress.position
         if position is None:
-            return
+            return time.perf_counter_ns()
         start = self.clock.start_ns
-        times = self.clock.stop()
-        now = times.end_ns
+        now, times, moments = self.clock.stop()
         self._steps += 1
-        is_usual, self._is_usual = self._is_usual, True
         # By position: it is made in every step.
         record = StepRecord(
             position.step,
             position.global_step,
             position.epoch,
-            self._progress.window,
+            progress.window,
             start + self._run.unix_offset_ns,
             now - start,
-            times.phases_ns,
-            times.moments,
-            is_usual,
-            times.actions,
+            times,
+            moments,
+            self._is_usual,
         )
+        self._is_usual = True
         self._followers.step(record)
-        if self._requests is not None:
+        if self._requests is not None and self._requests.watched:
             self._requests.after_step(record)
-        self._pulse_ns += time.perf_counter_ns() - now
+        if self._recording is None:
+            progress.position = None
+            return now
+        began = time.perf_counter_ns()
+        self._pulse_ns += began - now
         try:
             self.mark(Point.STEP_END, at_ns=now)
         finally:
-            self._progress.position = None
+            progress.position = None
+        return time.perf_counter_ns()
 
     def _open_window(self, window: Window, turn: Turn, position: Position) -> None:
         manifest = self._run.sink.manifest
@@ -284,7 +307,8 @@ class _Followers:
     def __init__(self, run: RunContext) -> None:
         self._run = run
         self._faults = run.faults
-        self._open: dict[str, tuple[AbstractContextManager[OnStep | None], OnStep | None]] = {}
+        self._open: dict[str, AbstractContextManager[OnStep | None]] = {}
+        self._on_step: list[tuple[str, OnStep]] = []
 
     def open(self, collectors: Sequence[Collector]) -> None:
         """Enter the collectors that are not disabled.
@@ -298,7 +322,9 @@ class _Followers:
                 continue
             try:
                 follow = collector.follow(self._run)
-                self._open[collector.name] = (follow, follow.__enter__())
+                on_step = follow.__enter__()
+                self._open[collector.name] = follow
+                self._on_step += [] if on_step is None else [(collector.name, on_step)]
             except ConfigError:
                 raise
             except Exception as error:  # noqa: BLE001 a collector of anybody's must not stop the training
@@ -306,8 +332,9 @@ class _Followers:
 
     def step(self, record: StepRecord) -> None:
         """Pass a finished step to the collectors."""
-        for name, (_, on_step) in self._open.items():
-            if on_step is not None and name not in self._faults.disabled:
+        disabled = self._faults.disabled
+        for name, on_step in self._on_step:
+            if name not in disabled:
                 try:
                     on_step(record)
                 except Exception as error:  # noqa: BLE001 a collector of anybody's must not stop the training
@@ -316,10 +343,10 @@ class _Followers:
     def close(self) -> None:
         """Leave the collectors, in reverse order."""
         with ExitStack() as stack:
-            for name, (follow, _) in self._open.items():
+            for name, follow in self._open.items():
                 stack.enter_context(self._faults.caught(name, "exit"))
                 stack.callback(follow.__exit__, None, None, None)
-            self._open = {}
+            self._open, self._on_step = {}, []
 
 
 class _Recording:

@@ -116,7 +116,8 @@ class Attachment:
         self._batches_before = self._batches_seen()
         self.session.open()
         self.triggers.start()
-        self._tap.install(*driver.handlers(), self._interrupts.enter_context(kept_interrupts()))
+        kept = self._interrupts.enter_context(kept_interrupts())
+        self._tap.install(*driver.handlers(), kept, self.session.clock.log)
 
     def _record_every_step(self, steps: int) -> str:
         schedule = Schedule(wait=0, warmup=0, active=steps, repeat=1)

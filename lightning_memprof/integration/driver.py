@@ -45,7 +45,7 @@ _MODULE_HOOKS: Final = (
 )  # fmt: skip
 _PREFIX: Final = {"validate": "validation", "test": "test", "predict": "predict"}
 
-Handlers = dict[str, "Callable[[], None]"]
+Handlers = dict[str, "Callable[[], None] | int"]
 
 
 @dataclass(frozen=True)
@@ -175,6 +175,7 @@ class StepDriver:
 
     def __init__(self, session: Session, actions: StageActions, position: Callable[[int], Position]) -> None:
         self._session = session
+        self._mark_batch_end = session.marking(Point.BATCH_END)
         self._actions = actions
         self._position = position
         self._between_steps = True
@@ -189,43 +190,42 @@ class StepDriver:
             (_FORWARD, (actions.forward,)),
             (_DATA_WAIT, (actions.fetch,)),
         ):
-            starts |= {name: partial(clock.enter, clock.slot(name, phase)) for name in names}
-        stops: Handlers = dict.fromkeys(starts, clock.leave)
+            starts |= {name: clock.entering(clock.slot(name, phase)) for name in names}
+        stops: Handlers = dict.fromkeys(starts, clock.leaving())
         for name in actions.transfers:
             starts[name], stops[name] = partial(self._transfer_start, name), self._transfer_stop
         before, after = self._points()
         for name in actions.unusual:
             before.setdefault(name, self._session.unusual)
-        return _joined(before, starts), _joined(stops, after)
+        return self._joined(before, starts), self._joined(stops, after)
 
     def _points(self) -> tuple[Handlers, Handlers]:
         """Return what happens before the start and after the stop of an action."""
-        actions, clock, mark = self._actions, self._session.clock, self._session.mark
+        actions, clock, marking = self._actions, self._session.clock, self._session.marking
         starts: Handlers = {actions.fetch: self._fetch, actions.batch_start: self._batch_start}
         stops: Handlers = {
-            actions.batch_start: partial(mark, Point.BATCH_START),
-            actions.forward: partial(mark, Point.AFTER_FORWARD),
+            actions.batch_start: marking(Point.BATCH_START),
+            actions.forward: marking(Point.AFTER_FORWARD),
             actions.batch_end: self._batch_end,
             "run_training_epoch": self._epoch_end,
         }
         if actions.validation is not None:
             starts[actions.validation] = self._session.validation_batch
         if actions.before_backward is not None and actions.after_backward is not None:
-            backward = clock.slot("backward", _BACKWARD)
-
-            def backward_start() -> None:
-                mark(Point.BEFORE_BACKWARD)
-                clock.enter(backward)
-
-            def backward_stop() -> None:
-                clock.leave()
-                mark(Point.AFTER_BACKWARD)
-
-            stops[actions.before_backward] = backward_start
-            starts[actions.after_backward] = backward_stop
+            backward = clock.calling(clock.entering(clock.slot("backward", _BACKWARD)))
+            stops[actions.before_backward] = _both(marking(Point.BEFORE_BACKWARD), backward)
+            starts[actions.after_backward] = _both(clock.calling(clock.leaving()), marking(Point.AFTER_BACKWARD))
         if actions.before_optimizer_step is not None:
-            starts[actions.before_optimizer_step] = partial(mark, Point.BEFORE_OPTIMIZER_STEP)
+            starts[actions.before_optimizer_step] = marking(Point.BEFORE_OPTIMIZER_STEP)
         return starts, stops
+
+    def _joined(self, first: Handlers, second: Handlers) -> Handlers:
+        """Return the handlers of both, where an action has two as one."""
+        call = self._session.clock.calling
+        return first | {
+            name: _both(call(first[name]), call(handler)) if name in first else handler
+            for name, handler in second.items()
+        }
 
     def _fetch(self) -> None:
         if self._between_steps:
@@ -251,21 +251,16 @@ class StepDriver:
         self._between_steps = True
 
     def _batch_end(self) -> None:
-        self._session.mark(Point.BATCH_END)
+        self._mark_batch_end()
         self._between_steps = True
 
 
-def _joined(first: Handlers, second: Handlers) -> Handlers:
-    """Return the handlers of both, where an action has two as one."""
+def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def handle() -> None:
+        first()
+        second()
 
-    def both(one: Callable[[], None], other: Callable[[], None]) -> Callable[[], None]:
-        def handle() -> None:
-            one()
-            other()
-
-        return handle
-
-    return first | {name: both(first[name], call) if name in first else call for name, call in second.items()}
+    return handle
 
 
 def position_source(trainer: Trainer, stage: str, schedule: Callable[[int], Action]) -> Callable[[int], Position]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.artifacts.sink import Sink, claim_run_place
 from lightning_memprof.capture.base import Collector, Position, RunContext
 from lightning_memprof.capture.clock import device_timer
@@ -18,7 +19,7 @@ from lightning_memprof.capture.faults import Faults, OnError
 from lightning_memprof.capture.session import Session
 from lightning_memprof.schedule import Action, Point
 
-__all__ = ["POINTS", "Feed", "Tensors", "context", "drive", "positions", "session"]
+__all__ = ["POINTS", "Feed", "Tensors", "Times", "context", "drive", "positions", "session"]
 
 POINTS = (
     Point.BATCH_START,
@@ -28,6 +29,14 @@ POINTS = (
     Point.BEFORE_OPTIMIZER_STEP,
     Point.BATCH_END,
 )
+
+
+@dataclass
+class Times:
+    """Times of a step that the test knows."""
+
+    phases_ns: Sequence[int] = (0,) * len(PHASES)
+    actions: tuple[Sequence[int], Sequence[int]] = ((), ())
 
 
 @dataclass

@@ -57,7 +57,8 @@ class HostMemory(Collector):
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
         """Sample at every mark, and around the program's hooks."""
         process = psutil.Process()
-        actions = ActionMemory({name for name, _ in run.progress.clock.actions} if run.progress.clock else set())
+        clock = run.progress.clock
+        actions = ActionMemory(set() if clock is None else {*(name for name, _ in clock.actions), *clock.within})
         with (
             run.sink.series(window, self.name) as write,
             ThreadPoolExecutor(max_workers=1, thread_name_prefix="memprof-uss") as thread,

@@ -43,6 +43,7 @@ _CHUNK_NS: Final = 10_000_000_000
 # After a training step the caches are cold, and reading memory costs as much as the rest of the pulse.
 _MEMORY_NS: Final = 10_000_000
 _CALLBACKS: Final = PHASES.index("callbacks")
+_UNREAD: Final = (None, None, None)
 _NO_DEVICE: Final = (None,) * (1 + len(PHASES))
 _ACTIONS_NS: Final = 60_000_000_000
 # The typical step is the median of the last ones.
@@ -124,22 +125,22 @@ class PulseWriter:
         self._resident = ResidentSize()
         self._core_wait = CoreWait()
         self._file.write((",".join(PULSE_COLUMNS) + "\n").encode())
-        self._waiting: deque[tuple[StepRecord, tuple[int | None, int | None], int | None]] = deque()
+        # A step, and RSS, device peak and wait for a core where they were read.
+        self._waiting: deque[tuple[StepRecord, tuple[int | None, int | None, int | None]]] = deque()
         self._complete: list[tuple[PulseRow, StepRecord]] = []
         self._added = 0
         self._flushed_ns = 0
-        self._memory_read_ns = 0
+        self._memory_due_ns = 0
 
     def add(self, record: StepRecord) -> None:
         """Add one step; its row is made with those of the chunk: after a training step the caches are cold."""
-        memory: tuple[int | None, int | None] = (None, None)
-        core_wait_ns = None
         end_ns = record.start_ns + record.duration_ns
-        if end_ns - self._memory_read_ns >= _MEMORY_NS:
-            self._memory_read_ns = end_ns
-            memory = (self._resident.read(), None if self._device is None else peak_allocated_bytes(self._device))
-            core_wait_ns = self._core_wait.read()
-        self._waiting.append((record, memory, core_wait_ns))
+        if end_ns < self._memory_due_ns:
+            self._waiting.append((record, _UNREAD))
+        else:
+            self._memory_due_ns = end_ns + _MEMORY_NS
+            peak = None if self._device is None else peak_allocated_bytes(self._device)
+            self._waiting.append((record, (self._resident.read(), peak, self._core_wait.read())))
         if self._timer is not None:
             self._make_rows()
         self._added += 1
@@ -173,11 +174,11 @@ class PulseWriter:
     def _make_rows(self) -> None:
         timer, waiting = self._timer, self._waiting
         while waiting:
-            record, memory, core_wait_ns = waiting[0]
+            record, (*memory, core_wait_ns) = waiting[0]
             if timer is not None and record.moments and not timer.reached(record.moments[-1][1]):
                 return
             device = _NO_DEVICE if timer is None else device_columns(record, timer)
-            row: tuple[int | None, ...] = (*record[:6], *record.phases_ns, *memory, *device, core_wait_ns)
+            row: tuple[int | None, ...] = (*record[:6], *record.times.phases_ns, *memory, *device, core_wait_ns)
             self._complete.append((PulseRow(*row), record))
             waiting.popleft()
 
@@ -256,7 +257,7 @@ class ActionTotals:
             self._add_stall(record, median)
 
     def _add_stall(self, record: StepRecord, median_ns: int) -> None:
-        spent, _ = record.actions
+        spent, _ = record.times.actions
         slot = max(range(len(spent)), key=lambda slot: spent[slot] - self._outside.mean_ns(slot))
         action, phase = self._actions[slot]
         row = StallRow(
@@ -285,7 +286,7 @@ class _Totals:
     def add(self, record: StepRecord) -> None:
         self.steps += 1
         of, step = self.of, record.step
-        spent, entries = record.actions
+        spent, entries = record.times.actions
         for slot in compress(range(len(entries)), entries):
             ns = spent[slot]
             if slot in of:

@@ -107,6 +107,7 @@ class TriggerWatch:
 
     Attributes:
         due_ns: reading of ``time.perf_counter_ns`` from which on :meth:`before_step` is called.
+        watched: the anomalies that may still open a window.
 
     Raises:
         ConfigError: an anomaly cannot be watched in this run.
@@ -120,7 +121,7 @@ class TriggerWatch:
         self._files = _FileRequests(run, triggers.warmup, triggers.active) if triggers.file else None
         self._usr2: Usr2 | None = None
         self._requests: list[WindowRequest] = []
-        self._watched: list[_Watched] = []
+        self.watched: list[_Watched] = []
         missing = [(anomaly, anomaly.unavailable(run)) for anomaly in triggers.anomalies]
         if refused := [f"{type(anomaly).__name__} ({reason})" for anomaly, reason in missing if reason is not None]:
             msg = f"cannot be watched in this run: {', '.join(refused)}; remove it from Triggers(anomalies=...)"
@@ -137,13 +138,13 @@ class TriggerWatch:
                 log.info("SIGUSR2 opens no window: %s", reason)
         for anomaly in self._triggers.anomalies:
             try:
-                self._watched.append(_Watched(anomaly, anomaly.watch(self._run), anomaly.limit))
+                self.watched.append(_Watched(anomaly, anomaly.watch(self._run), anomaly.limit))
             except Exception as error:  # noqa: BLE001 an anomaly of anybody's must not stop the training
                 self._run.faults.report(anomaly.name, "enter", None, error)
 
     def stop(self) -> None:
         """Stop watching and restore the signal's handler."""
-        self._watched.clear()
+        self.watched.clear()
         usr2, self._usr2 = self._usr2, None
         if usr2 is not None:
             usr2.remove()
@@ -174,18 +175,18 @@ class TriggerWatch:
         """Check a step for anomalies, except in windows, where the profiler overhead slows steps."""
         if record.window is not None:
             return
-        for watched in tuple(self._watched):
+        for watched in tuple(self.watched):
             try:
                 finding = watched.watch(record)
             except Exception as error:  # noqa: BLE001 an anomaly of anybody's must not stop the training
-                self._watched.remove(watched)
+                self.watched.remove(watched)
                 self._run.faults.report(watched.anomaly.name, "mark", None, error)
                 continue
             if finding is not None:
                 self._request(f"{type(watched.anomaly).__name__}: {finding}")
                 watched.left -= 1
                 if watched.left <= 0:
-                    self._watched.remove(watched)
+                    self.watched.remove(watched)
 
     def _request(self, cause: str, active: int | None = None) -> None:
         steps = self._triggers.active if active is None else active

@@ -29,6 +29,7 @@ class Wanted:
     """Wishes that a test has, by the step at which they are told."""
 
     due_ns = 0
+    watched = (None,)
 
     def __init__(self, *wanted: tuple[int, WindowRequest]) -> None:
         self.wanted = wanted

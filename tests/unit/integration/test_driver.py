@@ -34,7 +34,9 @@ class Trainer:
 
     def __init__(self, made: Session, actions: StageActions = FIT) -> None:
         self.asked: list[int] = []
-        self.starts, self.stops = StepDriver(made, actions, self.position).handlers()
+        starts, stops = StepDriver(made, actions, self.position).handlers()
+        self.starts = {name: made.clock.calling(handler) for name, handler in starts.items()}
+        self.stops = {name: made.clock.calling(handler) for name, handler in stops.items()}
 
     def position(self, counted: int) -> Position:
         self.asked.append(counted)
@@ -105,12 +107,12 @@ def test_a_hook_at_a_point_of_a_step_is_an_action_of_the_phase_around_it(made: S
     (record,) = fake.steps
     ran = {
         action: PHASES[phase]
-        for (action, phase), count in zip(made.clock.actions, record.actions[1], strict=True)
+        for (action, phase), count in zip(made.clock.actions, record.times.actions[1], strict=True)
         if count
     }
     assert {hook: ran[hook] for hook in hooks} == dict.fromkeys(hooks[:3], "optimizer") | {"batch_end": "other"}
     assert ran["backward"] == "backward"
-    assert sum(record.actions[0]) == record.duration_ns
+    assert sum(record.times.actions[0]) == record.duration_ns
     assert [mark.point for mark in fake.marks if mark.point in POINTS] == list(POINTS)
 
 
@@ -120,8 +122,8 @@ def test_a_transfer_after_the_batch_belongs_to_the_validation_around_it(made: Se
     trainer.batch(("run_validation", "to_device", "to_device"))  # type: ignore[arg-type]
     made.close()
     (record,) = fake.steps
-    slot = [action for action, _ in made.clock.actions].index("to_device")
-    assert record.actions[1][slot] == 1
+    _, entries = record.times.actions
+    assert entries[[action for action, _ in made.clock.actions].index("to_device")] == 1
 
 
 def test_what_comes_after_the_batch_belongs_to_it_and_the_fetch_to_the_next(made: Session, fake: FakeCollector) -> None:

@@ -19,7 +19,7 @@ from lightning_memprof.capture.sources.memory import HeapSize, ResidentSize, wor
 from lightning_memprof.collectors import Window
 from lightning_memprof.schedule import Mark, Point, Schedule
 from lightning_memprof.units import GIB, MIB
-from sessions import POINTS, context, drive, session
+from sessions import POINTS, Times, context, drive, session
 from training import manifest
 
 PEAK = "from lightning_memprof.capture.collectors.host import peak_rss_bytes; print(peak_rss_bytes(0))"
@@ -85,7 +85,7 @@ def record(step: int, window: int | None = None) -> StepRecord:
         window=window,
         start_ns=0,
         duration_ns=1,
-        phases_ns=(0,) * 6,
+        times=Times(),
         moments=None,
     )
 

@@ -18,7 +18,7 @@ from lightning_memprof.capture.base import StepRecord
 from lightning_memprof.capture.clock import StepClock
 from lightning_memprof.capture.collectors.pulse import ActionTotals, CoreWait, Pulse, PulseWriter
 from lightning_memprof.schedule import Action, Schedule
-from sessions import context, drive, session
+from sessions import Times, context, drive, session
 
 CUDA = torch.device("cuda", 0)
 FORWARD, OTHER = PHASES.index("forward"), PHASES.index("other")
@@ -41,7 +41,7 @@ def record(step: int, timer: FakeTimer | None) -> StepRecord:
         moments.append((OTHER, timer.record(), 0))
         timer.work(10)
         moments.append((OTHER, timer.record(), 0))
-    return StepRecord(step, step, 0, None, step, 6, (1,) * len(PHASES), moments)
+    return StepRecord(step, step, 0, None, step, 6, Times((1,) * len(PHASES)), moments)
 
 
 def steps_on_disk(path: Path) -> list[int | None]:
@@ -114,7 +114,7 @@ def test_memory_is_read_at_most_every_ten_milliseconds(tmp_path: Path) -> None:
     lengths = [4_000_000] * 6 + [18_000_000] * 3
     start = 1_000_000_000
     for step, length in enumerate(lengths):
-        writer.add(StepRecord(step, step, 0, None, start, length, (length, 0, 0, 0, 0, 0), None))
+        writer.add(StepRecord(step, step, 0, None, start, length, Times((length, 0, 0, 0, 0, 0)), None))
         start += length
     writer.close()
     rows = read_pulse(tmp_path / "p.csv")
@@ -177,9 +177,7 @@ ACTIONS = [("untracked", OTHER), ("hook", FORWARD), ("callback", PHASES.index("c
 def acted(step: int, *spent: int, window: int | None = None) -> StepRecord:
     """A step in which each action ran once, or not at all where its time is 0."""
     entries = [int(ns > 0) for ns in spent]
-    return StepRecord(
-        step, step, 0, window, step * 10**9, sum(spent), (0,) * len(PHASES), None, actions=(spent, entries)
-    )
+    return StepRecord(step, step, 0, window, step * 10**9, sum(spent), Times(actions=(spent, entries)), None)
 
 
 def totals_of(*records: StepRecord) -> list[ActionTotalRow | StallRow]:

@@ -15,14 +15,14 @@ from lightning_memprof import ConfigError
 from lightning_memprof.capture.base import StepRecord
 from lightning_memprof.triggers import AllocatorRetries, Anomaly, MemoryGrowth, NearOOM, SlowStep
 from lightning_memprof.units import GIB, MIB
-from sessions import context
+from sessions import Times, context
 
 MS = 1_000_000
 
 
 def step(number: int, duration_ns: int = 10 * MS, *, epoch: int = 0, usual: bool = True) -> StepRecord:
     start = number * 1000 * MS
-    return StepRecord(number, number, epoch, None, start, duration_ns, (0,) * 6, None, usual)
+    return StepRecord(number, number, epoch, None, start, duration_ns, Times(), None, usual)
 
 
 def said(watch: Any, durations: list[int], **of: Any) -> list[int]:

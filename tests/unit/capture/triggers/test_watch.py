@@ -20,7 +20,7 @@ from lightning_memprof.capture.base import RunContext, StepRecord
 from lightning_memprof.capture.planner import WindowRequest
 from lightning_memprof.capture.triggers.watch import TriggerWatch
 from lightning_memprof.triggers import Anomaly
-from sessions import context
+from sessions import Times, context
 
 QUIET = Triggers(signal=False)
 
@@ -55,7 +55,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def record(step: int, window: int | None = None) -> StepRecord:
-    return StepRecord(step, step, 0, window, 0, 1, (0,) * 6, None)
+    return StepRecord(step, step, 0, window, 0, 1, Times(), None)
 
 
 def test_rank_0_plans_its_step_plus_20_and_the_others_read_it(tmp_path: Path) -> None:
