@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.artifacts.series import read_series
@@ -197,6 +198,85 @@ def test_a_network_that_the_step_calls_twice_has_both_calls_and_the_training_is_
     rows = [row for row in read_series(run / SERIES) if row.get("module") == "net" and row["state"] == "pre_forward"]
     first, second = (row["categories"]["activation"] for row in sorted(rows, key=lambda row: row["call"]))
     assert first == 0 < second
+
+
+class TwoLoaders(Mlp):
+    """Its batch is a mapping of what two loaders yield; one network sees both."""
+
+    def build(self) -> None:
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return self.net(batch["a"]).sum() + self.net(batch["b"]).sum()
+
+    def train_dataloader(self) -> Any:
+        return {"a": loader(6), "b": loader(6)}
+
+
+class Gan(Adversaries):
+    """The discriminator judges real and made values, and the made ones again for the generator."""
+
+    def __init__(self) -> None:
+        super().__init__(16)
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        generator, discriminator = self.optimizers()
+        made = self.one(batch)
+        for optimizer, loss in (
+            (discriminator, lambda: self.other(made.detach()).mean() - self.other(batch).mean()),
+            (generator, lambda: -self.other(made).mean()),
+        ):
+            optimizer.zero_grad()
+            self.manual_backward(loss())
+            optimizer.step()
+
+
+class CheckpointedSized(Sized):
+    """Computes its network again in the backward."""
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.net, batch, use_reentrant=False).square().mean()
+
+
+def module_rows(run: Path, module: str, state: str) -> list[dict[str, int]]:
+    """Return the bytes by category at each call."""
+    rows = [row for row in read_series(run / SERIES) if row.get("module") == module and row["state"] == state]
+    return [row["categories"] for row in sorted(rows, key=lambda row: row["call"])]
+
+
+def test_a_network_that_sees_two_loaders_has_a_call_for_each(tmp_path: Path) -> None:
+    ours = MemProfilerCallback(
+        schedule=Schedule(wait=1, warmup=1, active=1),
+        collectors=[ModuleMemory()],
+        output=OutputOptions(on_error="raise", summary=False),
+    )
+    trainer(tmp_path, ours).fit(TwoLoaders())
+    run = only_run(tmp_path)
+    # The second call finds what the first left: the result of its ReLU, and a sum.
+    relu = 4 * 16 * 4
+    assert [found["activation"] for found in module_rows(run, "net", "pre_forward")] == [0, relu + 4]
+    assert [found["activation"] for found in module_rows(run, "net", "post_forward")] == [relu, 2 * relu + 4]
+    assert categories(run, "peak")["input"] == 2 * 6 * 4 * 8 * 4  # each batch is a view of its data set's storage
+
+
+def test_a_discriminator_is_called_three_times_and_its_gradients_count_once(tmp_path: Path) -> None:
+    model = Gan()
+    run = record(tmp_path, model)
+    assert [len(module_rows(run, "other", state)) for state in ("pre_forward", "post_forward")] == [3, 3]
+    assert len(module_rows(run, "one", "pre_forward")) == 1
+    found = categories(run, "end")
+    assert found["parameter"] == found["gradient"] == parameter_bytes(model)
+    assert found["optimizer_state"] == 2 * parameter_bytes(model) + scalars(model)
+
+
+def test_a_checkpointed_network_saves_its_result_alone(tmp_path: Path) -> None:
+    run = record(tmp_path, CheckpointedSized(160))
+    (after,) = module_rows(run, "net", "post_forward")
+    assert after["activation"] == 4 * 4
+    # Its backward begins with the results of both ReLUs, made again.
+    before, after = (module_rows(run, "net", f"{moment}_forward_ac")[0] for moment in ("pre", "post"))
+    assert after["activation"] - before["activation"] == 2 * 4 * 160 * 4
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
