@@ -101,6 +101,23 @@ def test_module_memory_counts_this_ranks_shards(tmp_path: Path) -> None:
     assert sum(figures(run, rank, "end", "module_memory")["parameter"] for rank in (0, 1)) == facts["parameter_bytes"]
 
 
+@pytest.mark.parametrize("modules", [(), ("modules",)])
+def test_a_checkpointed_model_is_recorded_and_trains_the_same(
+    tmp_path: Path, bare: Ranks, modules: tuple[str, ...]
+) -> None:
+    collector = "module_memory" if modules else "fsdp_memory"
+    said = train(tmp_path / "ours", "checkpoint", *modules)
+    run = only_run(tmp_path / "ours")
+    for rank in (0, 1):
+        # What is computed again has the same bits.
+        assert (said[rank]["losses"], said[rank]["weights"]) == (bare[rank]["losses"], bare[rank]["weights"])
+        assert said[rank]["hooks_are_back"]
+        assert rows_of(run, "error", rank) == rows_of(run, "unavailable", rank) == []
+    ranks = [figures(run, rank, "peak", collector) for rank in (0, 1)]
+    assert sum(found["parameter"] for found in ranks) == said[0]["parameter_bytes"]
+    assert all(found["activation"] > 0 for found in ranks)
+
+
 def test_one_process_holds_the_whole_and_writes_tables_if_asked(tmp_path: Path) -> None:
     (facts,) = train(tmp_path / "ours", "tabulate", world=1)
     run = only_run(tmp_path / "ours")

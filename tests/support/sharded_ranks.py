@@ -1,6 +1,7 @@
 """One rank of a fit under ModelParallelStrategy (FSDP2) on gloo: ``python sharded_ranks.py DIRECTORY [OPTION...]``.
 
-Options: ``bare`` without us, ``root=PATH`` another root module, ``group`` shards two modules as one group.
+Options: ``bare`` without us, ``root=PATH`` another root module, ``group`` shards two modules as one group,
+``checkpoint`` computes the model again in the backward.
 Writes ``rank{R}.json``: the losses, a digest of this rank's weights, the bytes of the model's parameters.
 """
 
@@ -18,6 +19,7 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from training import loader, trainer
 
@@ -25,11 +27,11 @@ from training import loader, trainer
 class Sharded(pl.LightningModule):
     """Blocks of eight by eight, and a last layer that two ranks cannot halve."""
 
-    def __init__(self, group: bool) -> None:
+    def __init__(self, *, group: bool, checkpointed: bool) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.Linear(8, 5))
-        self.group = group
+        self.group, self.checkpointed = group, checkpointed
         self.losses: list[float] = []
 
     def configure_model(self) -> None:
@@ -39,7 +41,8 @@ class Sharded(pl.LightningModule):
         fully_shard(self.model, mesh=mesh)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        loss: torch.Tensor = self.model(batch).square().mean()
+        out = checkpoint(self.model, batch, use_reentrant=False) if self.checkpointed else self.model(batch)
+        loss: torch.Tensor = out.square().mean()
         self.losses.append(loss.item())
         return loss
 
@@ -56,7 +59,7 @@ def hooks_of(model: nn.Module) -> list[Any]:
 
 def main(directory: Path, options: dict[str, str]) -> None:
     rank, world = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
-    model = Sharded("group" in options)
+    model = Sharded(group="group" in options, checkpointed="checkpoint" in options)
     callbacks: list[pl.Callback] = []
     if "bare" not in options:
         from lightning_memprof import Collector, MemProfilerCallback, OutputOptions, Schedule
