@@ -279,6 +279,42 @@ def test_a_checkpointed_network_saves_its_result_alone(tmp_path: Path) -> None:
     assert after["activation"] - before["activation"] == 2 * 4 * 160 * 4
 
 
+class Closures(Mlp):
+    """LBFGS calls its closure, and with it the network, several times in a step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=1e-2, max_iter=4)
+
+
+class Averaged(Mlp):
+    """A callback of Lightning 2.6 keeps an exponential moving average of the weights."""
+
+    def configure_callbacks(self) -> Any:
+        return [pytest.importorskip("lightning.pytorch.callbacks.weight_averaging").EMAWeightAveraging()]
+
+
+@pytest.mark.parametrize(("kind", "calls"), [(Closures, 4), (Averaged, 1)])
+def test_each_call_of_the_closure_is_recorded_and_the_training_is_the_same(
+    tmp_path: Path, kind: type[Mlp], calls: int
+) -> None:
+    bare = fit(kind, tmp_path / "bare")
+    ours = MemProfilerCallback(
+        schedule=Schedule(wait=1, warmup=1, active=1),
+        collectors=[ModuleMemory()],
+        output=OutputOptions(on_error="raise", summary=False),
+    )
+    recorded = fit(kind, tmp_path / "ours", ours)
+    assert all(torch.equal(expected, other) for expected, other in zip(bare, recorded, strict=True))
+    run = only_run(tmp_path / "ours")
+    assert rows_of(run, "unavailable") == rows_of(run, "error") == []
+    before = module_rows(run, "net", "pre_forward")
+    # The backward of the call before has freed its activations; the result of a ReLU would be 256 bytes, a loss is 4.
+    assert len(before) == calls
+    assert all(found["activation"] < 4 * 16 * 4 for found in before)
+    found = categories(run, "end")
+    assert found["parameter"] == found["gradient"] == parameter_bytes(kind())
+
+
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_the_closed_forms_hold_without_a_backward(tmp_path: Path, stage: str) -> None:
     ours = MemProfilerCallback(
