@@ -68,7 +68,7 @@ class _Source:
 
 def _execute(options: Namespace) -> int:
     if options.to is None:
-        raise ArgumentError(None, f"export: name the form with --to: {', '.join(_FORMS)}")
+        raise ArgumentError(None, f"export: --to is required: {', '.join(_FORMS)}")
     if options.to == "parquet":
         from lightning_memprof.report.export.write import require_parquet
 

@@ -32,7 +32,7 @@ def _execute(options: Namespace) -> int:
     from lightning_memprof.analysis.timeline.sources import file_sources
 
     if options.output is None:
-        raise ArgumentError(None, "merge: name the output file, as in: lightning-memprof merge RUN -o merged.json.gz")
+        raise ArgumentError(None, "merge: -o is required, as in: lightning-memprof merge RUN -o merged.json.gz")
     out = Path(options.output)
     ranks = None if options.ranks is None else parse_numbers("--ranks", options.ranks)
     files = _trace_files(options.RUN)

@@ -92,5 +92,5 @@ def _chosen(document: Document, sections: Sequence[str]) -> Document:
     known = [section.id for section in document.sections]
     for name in sections:
         if name not in known:
-            raise ConfigError(f"--section {name}: there is no such section here; there are {', '.join(known)}")
+            raise ConfigError(f"--section {name}: unknown section; this document has {', '.join(known)}")
     return document.only(sections) if sections else document

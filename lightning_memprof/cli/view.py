@@ -84,7 +84,7 @@ def _execute(options: Namespace) -> int:
                 flush=True,
             )
         with contextlib.suppress(KeyboardInterrupt), _served(trace, processor, options.port) as served:
-            print(f"{trace.name} is open at {served.url}", flush=True)
+            print(f"Serving {trace.name} at {served.url}", flush=True)
             print("Press Ctrl-C to stop.", flush=True)
             if not options.no_browser:
                 open_in_browser(served.url)

@@ -111,7 +111,7 @@ def available_collectors(run: RunContext, trainer: Trainer, settings: Settings) 
     for collector, _, reason in missing:
         manifest.append("unavailable", collector=collector.name, reason=reason)
         if trainer.is_global_zero:
-            log.info("%s: not recording %s", reason, collector.name.replace("_", " "))
+            log.info("%s: collector %s is disabled", reason, collector.name)
     return available
 
 

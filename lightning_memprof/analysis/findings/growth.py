@@ -45,6 +45,7 @@ LOADER: Final = "[DataLoader]"
 RSS: Final = "RSS"
 COLUMNS: Final = (("rss_bytes", "Host memory", RSS), ("device_peak_bytes", "Device memory", "device peak"))
 DETACH: Final = "Store loss.item() or loss.detach(), not the loss, and clear lists of outputs in on_train_epoch_end."
+LINE: Final = "ExtendedPyTorchProfiler(with_stack=True) records its line."
 APPENDS: Final = "Find callbacks and metrics that append to a list in each batch."
 
 
@@ -158,10 +159,12 @@ def _cause(facts: Facts, rank: Rank, growth: Growth, survivors: Sequence[_Surviv
     if action is not None:
         return action
     survivor = next((each for each in survivors if each.site.bytes >= MATCHES[0] * growth.bytes_per_step), None)
-    if survivor is not None and (place := survivor.site.line or survivor.site.module):
-        made = survivor.site.line or f"the output of {place}"
-        advice = f"Find what keeps {made} after its step: detach it, and clear its list or dict."
-        return _Cause(f"in tensors of {place}", survivor.shown, advice)
+    if survivor is not None:
+        site = survivor.site
+        made = site.line or f"the output of {site.module or site.operator}"
+        record = "" if site.line else f" {LINE}"
+        advice = f"Find what keeps {made} after its step: detach it, and clear its list or dict.{record}"
+        return _Cause(f"in tensors of {site.line or site.module or site.operator}", survivor.shown, advice)
     memory = _memory(facts, rank)
     saved = memory.activations if memory is not None else None
     if saved is not None and GRAPH[0] * saved.total_bytes <= growth.bytes_per_step <= GRAPH[1] * saved.total_bytes:

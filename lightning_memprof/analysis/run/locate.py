@@ -118,7 +118,7 @@ def find_run(path: Path) -> Place:
     if len(homes) > 1 or found is None:
         listed = ", ".join(str(home) for home in homes[:MAX_LISTED])
         more = f" and {len(homes) - MAX_LISTED} more" if len(homes) > MAX_LISTED else ""
-        raise ArtifactError(f"{path}: {len(homes)} runs are in it, name one of them: {listed}{more}")
+        raise ArtifactError(f"{path}: contains {len(homes)} runs; choose one: {listed}{more}")
     return found
 
 

@@ -134,6 +134,4 @@ def test_a_merge_that_is_ended_leaves_nothing_behind_and_says_nothing(tmp_path: 
 
 def test_without_a_result_the_option_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["merge", *two(tmp_path)]) == 2
-    assert (
-        "merge: name the output file, as in: lightning-memprof merge RUN -o merged.json.gz" in capsys.readouterr().err
-    )
+    assert "merge: -o is required, as in: lightning-memprof merge RUN -o merged.json.gz" in capsys.readouterr().err

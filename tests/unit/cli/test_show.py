@@ -140,7 +140,7 @@ def test_sections_and_the_full_document_are_json_too_and_an_unknown_section_is_r
     assert section["id"] == "memory"
     assert show(str(tmp_path), "json", is_full=True) == 0
     assert len(json.loads(capsys.readouterr().out)["sections"]) > 5
-    with pytest.raises(ConfigError, match="--section nope: there is no such section here; there are overview, steps"):
+    with pytest.raises(ConfigError, match="--section nope: unknown section; this document has overview, steps"):
         show(str(tmp_path), sections=["nope"])
 
 

@@ -32,7 +32,7 @@ def test_one_look_is_a_page_of_at_most_80_columns(tmp_path: Path, capsys: pytest
     assert main(["watch", str(tmp_path), "--once"]) == 0
     page = capsys.readouterr().out
     labels = [line.split()[0] for line in page.splitlines() if line[:1].strip()]
-    assert labels == ["Run", "run", "now", "steps", "Steps", "Step", "Step", "Time", "Memory", "RSS", "RSS", "Windows",
+    assert labels == ["Run", "run", "now", "steps", "Steps", "Step", "Step", "Mean", "Memory", "RSS", "RSS", "Windows",
                       "windows", "critical"]  # fmt: skip
     assert "finished" in page
     assert "1 recorded · 0: steps 2–3" in page
