@@ -63,7 +63,7 @@ def viewing(
         printed = []
         for line in process.stdout:
             printed.append(line)
-            if found := re.search(r"open at (http://127\.0\.0\.1:\d+/\S*)", line):
+            if found := re.search(r" at (http://127\.0\.0\.1:\d+/\S*)", line):
                 break
         else:
             pytest.fail("".join(printed))
