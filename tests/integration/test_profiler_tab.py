@@ -96,7 +96,8 @@ def test_the_overviews_steps_last_as_long_as_the_pulse_says(tab: Tab, logdir: Pa
     durations = {str(row["step"]): (row["duration_ns"] or 0) / 1000 for row in pulse}
     for row in table(tab.ask("overview", **tab.window("plain/log"))["steps"]):
         total = sum(row[name] for name in ("DataLoader", "CPU Exec", "Other"))
-        assert total == pytest.approx(durations[row["Step"]], rel=0.1, abs=300)
+        # Their ends are some events apart: another process may run between them.
+        assert total == pytest.approx(durations[row["Step"]], rel=0.3, abs=2_000)
 
 
 @pytest.mark.parametrize("run", ["plain/log", "stacks/log", "ranks/log"])

@@ -98,7 +98,8 @@ def run_ledger(
         TimeLine(part="core_wait", ns=max(sum(whole_mean.values()) - sum(mean.values()), 0.0)),
     ]
     for phase, running in mean.items():
-        part, ns = _PART_OF_PHASE[phase], running - stalled.get(phase, 0.0)
+        # A phase that stalls in each step leaves nothing, by rounding less.
+        part, ns = _PART_OF_PHASE[phase], max(running - stalled.get(phase, 0.0), 0.0)
         ran = running / whole_mean[phase] if running else 0.0
         mine = [line for line in named.get(phase, ()) if part not in _STEADY or line.part in _WITHIN]
         mine = [replace(line, ns=line.ns * ran) for line in mine]

@@ -62,6 +62,19 @@ def test_a_single_long_backward_is_a_stall_and_not_the_backward_of_every_step(tm
     assert found.ns("backward") == pytest.approx(HEALTHY["backward"])
 
 
+@pytest.mark.parametrize("steps", range(20, 40))
+def test_a_phase_that_only_stalled_steps_have_leaves_nothing(tmp_path: Path, steps: int) -> None:
+    # By rounding, the sum of the parts may exceed the mean.
+    stalled = {number * 3 + 4: 171_000_001 + number * 333_333 for number in range(5)}
+
+    def rarely(_: int, step: int) -> Mapping[str, int]:
+        return {**HEALTHY, "backward": stalled.get(step, 0)}
+
+    found = ledger(lead(tmp_path, FakeRun(steps=steps, phases=rarely)))
+    assert len(found.stalls) == len(stalled)
+    assert found.ns("backward") == pytest.approx(0, abs=1)
+
+
 def test_long_backwards_in_every_second_step_are_the_backward_of_the_run(tmp_path: Path) -> None:
     def often(_: int, step: int) -> Mapping[str, int]:
         return {**HEALTHY, "backward": 710_000_000} if step % 2 == 0 else HEALTHY
