@@ -94,10 +94,12 @@ def test_the_overview_has_our_steps_and_our_share_of_data_loading(tab: Tab, logd
 def test_the_overviews_steps_last_as_long_as_the_pulse_says(tab: Tab, logdir: Path) -> None:
     pulse = read_pulse(logdir / "plain/log/memprofiler/pulse.rank00000.csv")
     durations = {str(row["step"]): (row["duration_ns"] or 0) / 1000 for row in pulse}
+    over = []
     for row in table(tab.ask("overview", **tab.window("plain/log"))["steps"]):
         total = sum(row[name] for name in ("DataLoader", "CPU Exec", "Other"))
-        # Their ends are some events apart: another process may run between them.
-        assert total == pytest.approx(durations[row["Step"]], rel=0.3, abs=2_000)
+        over.append(total / durations[row["Step"]])
+    # The profiler's step ends some events after the pulse's: on a busy machine another process may run between them.
+    assert 0.99 < min(over) < 1.2
 
 
 @pytest.mark.parametrize("run", ["plain/log", "stacks/log", "ranks/log"])
