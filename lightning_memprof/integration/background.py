@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -10,9 +11,11 @@ import subprocess
 import sys
 from collections import deque
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
+
+from torch.autograd.profiler_util import EventList
 
 from lightning_memprof.analysis.ranks.summary import RankSummary, StepTime, WindowFiles, encode_summary, summarise
 from lightning_memprof.artifacts.naming import TraceName, summary_path, table_name
@@ -108,6 +111,10 @@ def write_operator_table(run: RunContext, options: TableOptions) -> Path | None:
     name = TraceName.parse(traces[-1].name) if traces else None
     if name is None:
         return None
+    if options.include_python_functions is None:
+        # Torch has the parameter since it leaves them out.
+        leaves_out = "include_python_functions" in inspect.signature(EventList.key_averages).parameters
+        options = replace(options, include_python_functions=not leaves_out)
     table = traces[-1].with_name(table_name(name.stage, name.filename, run.rank))
     order = {"traces": [str(path) for path in traces], "out": str(table), "options": asdict(options)}
     try:

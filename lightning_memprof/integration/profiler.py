@@ -75,7 +75,8 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
         sort_by_key: sort key of the operator table; every key of torch's table is accepted.
         record_module_names: record module forwards by name in the trace.
         table_kwargs: further arguments of torch's table: ``max_src_column_width``, ``max_name_column_width``,
-            ``max_shapes_column_width``, ``header``, ``top_level_events_only``.
+            ``max_shapes_column_width``, ``header``, ``top_level_events_only``, and ``include_python_functions`` of
+            ``key_averages()``, whose default is torch's.
         schedule: when windows open; a :class:`Schedule`, a mapping of its fields, a function from step to
             ``torch.profiler.ProfilerAction``, or :class:`StageSchedules` with a schedule for each stage. From Python
             also None, which records every step.
@@ -113,6 +114,9 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
         self._traces: tuple[Path, ...] = ()
         self.table_path: Path | None = None
         self._events: EventList | None = None
+        table_kwargs = dict(table_kwargs or {})
+        # Lightning knows the arguments of torch's table alone; this one is of `key_averages()`.
+        python_functions = table_kwargs.pop("include_python_functions", None)
         super().__init__(
             dirpath=dirpath if dirpath is None or isinstance(dirpath, str) else Path(dirpath),
             filename=filename or DEFAULT_FILENAME,
@@ -122,7 +126,7 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
             row_limit=row_limit,
             sort_by_key=sort_by_key,
             record_module_names=record_module_names,
-            table_kwargs={"max_name_column_width": max_name_column_width, **(table_kwargs or {})},
+            table_kwargs={"max_name_column_width": max_name_column_width, **table_kwargs},
             **profiler_kwargs,
         )
         # Lightning's wrapper of a schedule ignores its `repeat`, and its export fails for stacks: ours have both.
@@ -138,6 +142,7 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
             sort_by=self._sort_by_key,
             row_limit=row_limit,
             group_by_input_shapes=self._group_by_input_shapes,
+            include_python_functions=python_functions,
             **self._table_kwargs,
         )
 

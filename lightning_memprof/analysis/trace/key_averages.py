@@ -83,6 +83,7 @@ class OperatorRow:
     Attributes:
         is_nested: whether the first event ran inside another one.
         first: place of the first event, which orders the rows.
+        is_left_out: whether the row is not part of the result.
     """
 
     name: str
@@ -100,6 +101,7 @@ class OperatorRow:
     self_device_bytes: int = 0
     is_nested: bool = False
     first: _Place = _LATEST
+    is_left_out: bool = False
 
     @property
     def is_listed(self) -> bool:
@@ -128,23 +130,31 @@ class OperatorRows:
     device_name: str | None = None
 
 
-def collect_rows(traces: Iterable[Path], *, group_by_input_shapes: bool) -> OperatorRows:
+def collect_rows(
+    traces: Iterable[Path], *, group_by_input_shapes: bool, include_python_functions: bool = True
+) -> OperatorRows:
     """Read every trace once and sum up its events by name, or by name and shapes of the inputs.
+
+    Args:
+        traces: files of `torch.profiler`, one a window.
+        group_by_input_shapes: whether each shape of the inputs has a row.
+        include_python_functions: whether Python functions have rows; either way they count as callers of operators.
 
     Raises:
         ArtifactError: a trace is missing, damaged or truncated.
     """
-    collector = _Collector(group_by_input_shapes=group_by_input_shapes)
+    collector = _Collector(group_by_input_shapes, include_python_functions)
     for path in traces:
         collector.add(read_trace(path))
     return collector.result
 
 
 class _Collector:
-    def __init__(self, *, group_by_input_shapes: bool) -> None:
+    def __init__(self, by_shapes: bool, python_functions: bool) -> None:  # noqa: FBT001 private
         self.result = OperatorRows()
-        self._by_shapes = group_by_input_shapes
-        self._numbers: dict[tuple[str, bool, bool, bytes | str], int] = {}
+        self._by_shapes = by_shapes
+        self._left_out = frozenset[str]() if python_functions else frozenset({"python_function"})
+        self._numbers: dict[tuple[str, bool, bool, bool, bytes | str], int] = {}
         self._rows: list[OperatorRow] = []
 
     def add(self, trace: Trace) -> None:
@@ -154,7 +164,10 @@ class _Collector:
             for event in batch:
                 self._take(event, window)
         window.finish(self._rows, self._rows[self._number(MEMORY, "")])
-        new = sorted((row for row in self._rows if row.count and not row.is_listed), key=lambda row: row.first)
+        new = sorted(
+            (row for row in self._rows if row.count and not row.is_listed and not row.is_left_out),
+            key=lambda row: row.first,
+        )
         for row in new:
             row.list_it()
         result = self.result
@@ -180,16 +193,22 @@ class _Collector:
 
     def _number(self, name: str, category: str, dims: bytes = b"") -> int:
         """Return the number of the row that counts events of this kind."""
-        on_device, is_annotation = category in DEVICE, category in _ANNOTATIONS
-        written = (name, on_device, is_annotation, dims)
+        on_device, is_annotation, is_left_out = category in DEVICE, category in _ANNOTATIONS, category in self._left_out
+        written = (name, on_device, is_annotation, is_left_out, dims)
         number = self._numbers.get(written)
         if number is None:
             # Several spellings in the file can be one row: it is looked up by the text of the table.
             shown = "ProfilerStep*" if name.startswith("ProfilerStep#") else name
             shapes = _shapes_text(dims) if self._by_shapes else ""
-            number = self._numbers.setdefault((shown, on_device, is_annotation, shapes), len(self._rows))
+            number = self._numbers.setdefault((shown, on_device, is_annotation, is_left_out, shapes), len(self._rows))
             if number == len(self._rows):
-                row = OperatorRow(name=shown, on_device=on_device, is_annotation=is_annotation, input_shapes=shapes)
+                row = OperatorRow(
+                    name=shown,
+                    on_device=on_device,
+                    is_annotation=is_annotation,
+                    input_shapes=shapes,
+                    is_left_out=is_left_out,
+                )
                 self._rows.append(row)
             self._numbers[written] = number
         return number

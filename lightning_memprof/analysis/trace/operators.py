@@ -80,6 +80,8 @@ class TableOptions:
         max_shapes_column_width: longer shapes are truncated; None truncates none.
         header: a line above the table.
         top_level_events_only: whether to skip operators that others called.
+        include_python_functions: whether Python functions have rows. None is the default of the torch that records,
+            which has no rows for them since 2.14; without torch it is True.
         time_unit: unit of all times; None picks the unit by size.
 
     Raises:
@@ -94,6 +96,7 @@ class TableOptions:
     max_shapes_column_width: int | None = 80
     header: str | None = None
     top_level_events_only: bool = False
+    include_python_functions: bool | None = None
     time_unit: Literal["s", "ms", "us"] | None = None
 
     def __post_init__(self) -> None:
@@ -114,7 +117,11 @@ def operator_table(traces: Sequence[Path], options: TableOptions) -> str:
     Raises:
         ArtifactError: a trace is missing, damaged or truncated, or none of them has an operator.
     """
-    collected = collect_rows(traces, group_by_input_shapes=options.group_by_input_shapes)
+    collected = collect_rows(
+        traces,
+        group_by_input_shapes=options.group_by_input_shapes,
+        include_python_functions=options.include_python_functions is not False,
+    )
     if not collected.rows:
         names = ", ".join(str(path) for path in traces) or "no trace"
         raise ArtifactError(f"{names}: has no operators; record at least one step with the CPU activity")

@@ -156,13 +156,14 @@ class OperatorTrace(Collector):
 
     def profiler(self, **more: Any) -> profile:
         """Return torch's profiler with these options, and with ``more`` keyword arguments."""
+        if self.with_modules:
+            more["with_modules"] = True  # deprecated in torch 2.15: never passed unless it is set
         return profile(
             activities=_activities(self.activities),
             record_shapes=self.record_shapes,
             profile_memory=self.profile_memory,
             with_stack=self.with_stack or self.stacks_metric is not None,
             with_flops=self.with_flops,
-            with_modules=self.with_modules,
             experimental_config=self.experimental_config,
             **self.options,
             **more,

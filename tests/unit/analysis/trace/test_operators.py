@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import threading
@@ -34,7 +35,12 @@ class Recorded:
     options: dict[str, bool]
 
     def averages(self, *, by_shapes: bool) -> Any:
-        return self.profile.key_averages(group_by_input_shape=by_shapes)
+        from torch.profiler import profile
+
+        options: dict[str, Any] = {"group_by_input_shape": by_shapes}
+        if "include_python_functions" in inspect.signature(profile.key_averages).parameters:
+            options["include_python_functions"] = True
+        return self.profile.key_averages(**options)
 
 
 def training(steps: int = 3) -> None:
@@ -212,6 +218,22 @@ def test_device_times_and_memory_are_torchs(tmp_path, by_shapes, sort_by):
     found = operator_table([path], TableOptions(sort_by=sort_by, row_limit=-1, group_by_input_shapes=by_shapes))
     assert found == torch_table(ACCELERATED, by_shapes=by_shapes, sort_by=sort_by, row_limit=-1) + "Windows: 1\n"
     assert "Self CUDA time total: 1.350ms\n" in found
+
+
+def test_python_functions_without_rows_still_separate_operators_from_their_callers(tmp_path):
+    made = (
+        Made("aten::linear", 0, 100),
+        Made("train.py(3): inner", 10, 50, "python_function"),
+        Made("aten::addmm", 20, 30),
+    )
+    path = write_trace(tmp_path / "t.json", [event_fields(event) for event in made])
+    every = {row.name: row for row in collect_rows([path], group_by_input_shapes=False).rows}
+    without = collect_rows([path], group_by_input_shapes=False, include_python_functions=False).rows
+    assert sorted(every) == ["aten::addmm", "aten::linear", "train.py(3): inner"]
+    assert [row.name for row in without] == ["aten::linear", "aten::addmm"]
+    assert [row.self_cpu_ns for row in without] == [every[row.name].self_cpu_ns for row in without] == [60_000, 10_000]
+    assert "inner" in operator_table([path], ALL)
+    assert "inner" not in operator_table([path], TableOptions(include_python_functions=False))
 
 
 def test_device_work_belongs_to_the_operator_that_launched_it(tmp_path):

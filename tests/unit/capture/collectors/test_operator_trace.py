@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_memprof.artifacts.rows import read_rows
+from lightning_memprof.capture.collectors import operator_trace
 from lightning_memprof.capture.collectors.operator_trace import NvtxRanges, OperatorTrace
 from lightning_memprof.capture.sources.kineto import module_ranges
 from lightning_memprof.errors import ConfigError
@@ -153,6 +154,17 @@ def test_module_ranges_leave_no_hook_behind_where_the_body_raises() -> None:
     with pytest.raises(ValueError):
         fail()
     assert not is_hooked()
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_torch_is_given_its_deprecated_option_only_when_it_is_set(
+    wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(operator_trace, "profile", given.update)
+    OperatorTrace(with_modules=wanted).profiler()
+    assert given.get("with_modules", False) is wanted
+    assert ("with_modules" in given) is wanted
 
 
 def test_nvtx_ranges_need_cuda(tmp_path: Path) -> None:
