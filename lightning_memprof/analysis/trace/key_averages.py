@@ -83,7 +83,6 @@ class OperatorRow:
     Attributes:
         is_nested: whether the first event ran inside another one.
         first: place of the first event, which orders the rows.
-        is_left_out: whether the row is not part of the result.
     """
 
     name: str
@@ -101,7 +100,6 @@ class OperatorRow:
     self_device_bytes: int = 0
     is_nested: bool = False
     first: _Place = _LATEST
-    is_left_out: bool = False
 
     @property
     def is_listed(self) -> bool:
@@ -156,6 +154,7 @@ class _Collector:
         self._left_out = frozenset[str]() if python_functions else frozenset({"python_function"})
         self._numbers: dict[tuple[str, bool, bool, bool, bytes | str], int] = {}
         self._rows: list[OperatorRow] = []
+        self._left_out_rows: set[int] = set()
 
     def add(self, trace: Trace) -> None:
         """Add one window."""
@@ -164,10 +163,8 @@ class _Collector:
             for event in batch:
                 self._take(event, window)
         window.finish(self._rows, self._rows[self._number(MEMORY, "")])
-        new = sorted(
-            (row for row in self._rows if row.count and not row.is_listed and not row.is_left_out),
-            key=lambda row: row.first,
-        )
+        kept = (row for number, row in enumerate(self._rows) if number not in self._left_out_rows)
+        new = sorted((row for row in kept if row.count and not row.is_listed), key=lambda row: row.first)
         for row in new:
             row.list_it()
         result = self.result
@@ -202,14 +199,10 @@ class _Collector:
             shapes = _shapes_text(dims) if self._by_shapes else ""
             number = self._numbers.setdefault((shown, on_device, is_annotation, is_left_out, shapes), len(self._rows))
             if number == len(self._rows):
-                row = OperatorRow(
-                    name=shown,
-                    on_device=on_device,
-                    is_annotation=is_annotation,
-                    input_shapes=shapes,
-                    is_left_out=is_left_out,
-                )
+                row = OperatorRow(name=shown, on_device=on_device, is_annotation=is_annotation, input_shapes=shapes)
                 self._rows.append(row)
+                if is_left_out:
+                    self._left_out_rows.add(number)
             self._numbers[written] = number
         return number
 
