@@ -42,9 +42,9 @@ QUICK: Final = ("features/plain", "features/accumulate", "distributions/class pa
 UNTESTED: Final = (
     Row("DeepSpeed", Verdict.UNTESTED, "it needs a GPU and is not installed"),
     Row(
-        "torch 2.9 to 2.12",
+        "torch 2.10 to 2.12",
         Verdict.UNTESTED,
-        "only the version of constraints.txt was installed; `torch>=2.9` is allowed",
+        "only the version of constraints.txt was installed; `torch>=2.10` is allowed",
     ),
     Row("TPU, MPS, XPU, ROCm", Verdict.UNTESTED, "not at hand"),
 )
