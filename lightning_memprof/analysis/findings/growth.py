@@ -240,7 +240,7 @@ def dataset_name(rank: Rank) -> str | None:
 
 
 def recovered(ledger: ByteLedger | None, size: float, category: str) -> Recovery | None:
-    """Return bytes of the peak, at most those of a category; None if the ledger has none."""
+    """Return bytes of the peak, at most those of a category; None without a ledger or without such bytes."""
     size = min(size, ledger.bytes(category)) if ledger is not None else 0
     return Recovery(unit="bytes", least=size, most=size, whole=ledger.peak_bytes) if ledger and size > 0 else None
 
@@ -344,8 +344,8 @@ def _grows(levels: Sequence[Level]) -> bool:
         return False
     steps = [after.bytes - before.bytes for before, after in itertools.pairwise(levels)]
     added = levels[-1].bytes - levels[0].bytes
-    least = MIN_OF_MEAN * added / len(steps)
-    return added >= max(MIN_BYTES, MIN_LIVE_SHARE * levels[0].bytes) and min(steps) >= least
+    min_step = MIN_OF_MEAN * added / len(steps)
+    return added >= max(MIN_BYTES, MIN_LIVE_SHARE * levels[0].bytes) and min(steps) >= min_step
 
 
 def _device_growth(facts: Facts, rank: int, device: str, levels: Sequence[Level]) -> Finding:

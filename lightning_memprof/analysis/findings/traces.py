@@ -46,7 +46,7 @@ __all__ = [
 
 # Below 10%, even work that costs nothing would make the program less than 1.12 times as fast.
 NOTABLE_SHARE: Final = 0.10
-# From 30% on, it decides how long the run takes: without it the program is at least 1.4 times as fast.
+# From 30% on, it decides how long the run takes: the program would be 1.4x as fast or faster without it.
 SEVERE_SHARE: Final = 0.30
 # The Trainer fetches a batch that is ready in less; beside a device a ready one is fetched in less than the second.
 MIN_COST_NS: Final = 2_000_000
@@ -83,9 +83,9 @@ Need = Literal[
 
 
 OPTIMIZER: Final = "{optimizer}"
-"""Stands in a remedy that needs an optimizer loop for the call that replaces it."""
+"""Placeholder in a remedy for an optimizer loop: the call that replaces the loop."""
 PROFILER: Final = "{profiler}"
-"""Stands in a remedy for the class that records the program."""
+"""Placeholder in a remedy: the class that records the program."""
 
 
 class Remedy(NamedTuple):
@@ -340,7 +340,7 @@ def recovered_ns(
     recorded_ns: float | None = None,
     name: str | None = None,
 ) -> Recovery | None:
-    """Return what a remedy recovers: the least and the most share of the time that lines of a ledger hold.
+    """Return what a remedy recovers: the min and max share of the time of lines of a ledger.
 
     Args:
         ledger: of the trace; without one, nobody can tell.

@@ -100,9 +100,7 @@ def run_ledger(
     for phase, running in mean.items():
         # A phase that stalls in each step leaves nothing, by rounding less.
         part, ns = _PART_OF_PHASE[phase], max(running - stalled.get(phase, 0.0), 0.0)
-        ran = running / whole_mean[phase] if running else 0.0
         mine = [line for line in named.get(phase, ()) if part not in _STEADY or line.part in _WITHIN]
-        mine = [replace(line, ns=line.ns * ran) for line in mine]
         if phase == "other":
             mine = [*mine, *_restarts(rank, ns - total(mine))]
         if waits_ns and (wait := min(waits_ns.get(phase, 0), ns - total(mine))) > 0:
@@ -177,8 +175,8 @@ def _running(rank: Rank, typical: TypicalSteps) -> list[_Step]:
     for step, _, phases in typical.steps:
         left: dict[str, float | None] = {phase: ns or 0 for phase, ns in phases.items()}
         wait = waits.get(step, 0.0)
-        for least in (fastest, dict.fromkeys(awake, 0)):
-            beyond = {phase: max((left[phase] or 0) - least[phase], 0) for phase in awake}
+        for floor in (fastest, dict.fromkeys(awake, 0)):
+            beyond = {phase: max((left[phase] or 0) - floor[phase], 0) for phase in awake}
             whole = sum(beyond.values())
             taken = min(wait / whole, 1.0) if whole else 0.0
             left |= {phase: (left[phase] or 0) - ns * taken for phase, ns in beyond.items()}

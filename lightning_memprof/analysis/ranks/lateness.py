@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.analysis.steps.statistics import Breakdown
 
-__all__ = ["LEAST_SHARE", "LEAST_WAIT_NS", "MAIN_SHARE", "Cause", "Lateness", "PulseLateness", "pulse_lateness"]
+__all__ = ["MAIN_SHARE", "MIN_WAIT_NS", "MIN_WAIT_SHARE", "Cause", "Lateness", "PulseLateness", "pulse_lateness"]
 
 # Below this part of the step a rank that is never late would not make the run notably faster.
-LEAST_SHARE: Final = 0.05
+MIN_WAIT_SHARE: Final = 0.05
 # Clocks, schedulers and switches cause some waiting in every run.
-LEAST_WAIT_NS: Final = 1_000_000
+MIN_WAIT_NS: Final = 1_000_000
 # One rank is the straggler if it causes this part of all lateness; else they take turns.
 MAIN_SHARE: Final = 0.5
 # In fewer steps, one slow step decides.
@@ -84,8 +84,8 @@ def pulse_lateness(ranks: Sequence[Rank]) -> PulseLateness | None:
         return None
     table = {rank: [steps[step] for step in common] for rank, steps in found.items()}
     whole = statistics.mean(duration for each in typical.values() if each for _, duration, _ in each.steps)
-    least = max(LEAST_WAIT_NS, LEAST_SHARE * whole)
-    late = _late(table, least) or _late(table, least, "forward") or _late(table, least, "other")
+    threshold_ns = max(MIN_WAIT_NS, MIN_WAIT_SHARE * whole)
+    late = _late(table, threshold_ns) or _late(table, threshold_ns, "forward") or _late(table, threshold_ns, "other")
     if late is None:
         return PulseLateness(steps=len(common), late=None)
     rank, caused, share = late

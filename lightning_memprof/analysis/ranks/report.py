@@ -22,9 +22,9 @@ from lightning_memprof.analysis.ranks.arrivals import (
     window_waits,
 )
 from lightning_memprof.analysis.ranks.lateness import (
-    LEAST_SHARE,
-    LEAST_WAIT_NS,
     MAIN_SHARE,
+    MIN_WAIT_NS,
+    MIN_WAIT_SHARE,
     Cause,
     PulseLateness,
     pulse_lateness,
@@ -110,7 +110,7 @@ class Waiting:
 class Straggler:
     """The rank for which the others wait, and the cause.
 
-    ``caused_ns`` is the most by which a step would be shorter without the wait, ``caused_share`` its share of all
+    ``caused_ns`` is the maximum by which a step would be shorter without the wait, ``caused_share`` its share of all
     waiting; None and 0 where no collective was recorded and only ``cause`` is known. ``own_ns`` is the cause's
     time per step on this rank, ``others_ns`` the median of the other ranks. ``callback`` is the callback with
     the largest excess over the other ranks, where callbacks are the cause. ``pulse_steps`` is the number of steps of
@@ -363,8 +363,8 @@ def _of_windows(
     mine = by_rank.get(rank)
     # Equal ranks take turns, and one hiccup in a few steps is chance: both are subtracted first.
     steady = caused - waiting.largest_ns.get(rank, 0) / max(waiting.steps, 1) - next_ns
-    least = max(LEAST_WAIT_NS, waiting.clock_error_ns, LEAST_SHARE * mine.step_ns if mine else 0)
-    if mine is None or caused < MAIN_SHARE * waiting.waited_ns or steady < least:
+    threshold_ns = max(MIN_WAIT_NS, waiting.clock_error_ns, MIN_WAIT_SHARE * mine.step_ns if mine else 0)
+    if mine is None or caused < MAIN_SHARE * waiting.waited_ns or steady < threshold_ns:
         return _without_collectives(unseen, ranks)
     cause = _cause(mine, [rank for rank in ranks if rank is not mine], EXPLAINS_SHARE * caused)
     return _found(mine, cause, caused, waiting)
@@ -378,8 +378,8 @@ def _without_collectives(unseen: Sequence[RankTimes], ranks: Sequence[RankTimes]
     excesses = [(max(rank.phases_ns.get(key, 0) - medians[key] for key in _ALONE), rank) for rank in unseen]
     for _, rank in heapq.nlargest(4, excesses, lambda entry: entry[0]):
         others = [other for other in ranks if other is not rank]
-        least = max(LEAST_WAIT_NS, round(LEAST_SHARE * rank.step_ns))
-        cause = _cause(rank, others, least, phases=_ALONE)
+        threshold_ns = max(MIN_WAIT_NS, round(MIN_WAIT_SHARE * rank.step_ns))
+        cause = _cause(rank, others, threshold_ns, phases=_ALONE)
         if cause is not None:
             found.append((cause.own_ns - cause.others_ns, rank, cause))
     if not found:
@@ -398,9 +398,9 @@ class _Excess:
 
 
 def _cause(
-    mine: RankTimes, others: list[RankTimes], least_ns: float, phases: tuple[Cause, ...] = OWN_PHASES
+    mine: RankTimes, others: list[RankTimes], threshold_ns: float, phases: tuple[Cause, ...] = OWN_PHASES
 ) -> _Excess | None:
-    """Return the phase that takes this rank longer than the others by at least so many ns.
+    """Return the phase that takes this rank longer than the others by ``threshold_ns`` or more.
 
     A phase of its own comes before computing: that is what remains of forward and backward, and it grows where ranks
     share the cores of a machine.
@@ -411,11 +411,11 @@ def _cause(
     if mine.compute_ns is not None and computes and "other" in phases:
         compute = _Excess("compute", mine.compute_ns, statistics.median_low(computes))
     best = max(found, key=lambda excess: excess.own_ns - excess.others_ns)
-    if best.own_ns - best.others_ns >= least_ns:
+    if best.own_ns - best.others_ns >= threshold_ns:
         if best.cause != "callbacks":
             return best
         return _Excess("callbacks", best.own_ns, best.others_ns, _callback(mine, others))
-    return compute if compute is not None and compute.own_ns - compute.others_ns >= least_ns else None
+    return compute if compute is not None and compute.own_ns - compute.others_ns >= threshold_ns else None
 
 
 def _median(others: Sequence[RankTimes], phase: str) -> int:

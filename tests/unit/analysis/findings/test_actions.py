@@ -204,3 +204,10 @@ def test_a_hook_inside_the_optimizer_step_is_not_the_optimizer(tmp_path: Path) -
     assert rules["hook_bound"].sentence.startswith("The hook LitGPT.on_before_optimizer_step of the module takes 5")
     assert "all gradients in one call" in rules["hook_bound"].next_steps[0]
     assert "optimizer_bound" not in rules
+
+
+def test_the_wait_for_a_core_comes_from_the_rest_of_a_phase_before_its_measured_actions(tmp_path: Path) -> None:
+    # A logger that sleeps is not ready to run.
+    logger, slept = "[Logger]CSVLogger.log_metrics", 10_000_000
+    shared = FakeRun(phases=lambda _, __: {**HEALTHY, "other": 14_000_000}, core_wait_ns=lambda _: 3_000_000)
+    assert found(tmp_path, shared, action(logger, slept))["logging_bound"].numbers["ns"] == slept
