@@ -123,14 +123,16 @@ def load_run(path: str | Path, *, max_pulse_bytes: int | None = None, rank: int 
 
 
 def load_rank(directory: Path, number: int) -> Run:
-    """Read a single rank of a run directory.
+    """Read a single rank of a run directory, without its pulse.
+
+    It is read where memory ran out: a pulse of a million steps would take ten seconds and some hundred megabytes.
 
     Raises:
         ArtifactError: its manifest cannot be read.
 
     """
     layout = Layout(directory)
-    return _of_ranks(find_run(directory), layout, [_read_rank(layout, number, in_full=True)])
+    return _of_ranks(find_run(directory), layout, [_read_rank(layout, number, in_full=True, with_pulse=False)])
 
 
 def _of_ranks(place: Place, layout: Layout, reports: Sequence[_RankReport]) -> Run:
@@ -180,13 +182,13 @@ class _RankReport:
     ooms: tuple[OomEvent, ...] = ()
 
 
-def _read_rank(layout: Layout, number: int, *, in_full: bool) -> _RankReport:
+def _read_rank(layout: Layout, number: int, *, in_full: bool, with_pulse: bool = True) -> _RankReport:
     manifest = read_manifest(layout.directory / manifest_name(number), with_artifacts=in_full)
     problems = [Problem(manifest.path.name, manifest.damage, number)] if manifest.damage else []
     if manifest.run is None:
         return _RankReport(None, problems)
     path = layout.directory / pulse_name(number)
-    has_pulse = in_full and path.exists()
+    has_pulse = in_full and with_pulse and path.exists()
     pulse, pulse_problems = read_lines(path, number, "step", decode_pulse) if has_pulse else ([], ())
     artifacts, artifact_problems = _artifacts(layout, manifest, number)
     end = manifest.end

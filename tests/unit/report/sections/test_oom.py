@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fake_runs import FakeRun, make_run
-from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.analysis.run.load import load_rank, load_run
 from lightning_memprof.artifacts.sink import RunPlace, Sink
 from lightning_memprof.report.printers.json import to_json
 from lightning_memprof.report.summary import print_autopsy
@@ -81,6 +81,13 @@ def test_the_autopsy_says_what_was_asked_why_where_who_held_the_rest_and_what_to
         assert part in said
     assert all(f" {number}. " in said for number in (1, 2, 3))
     assert "Largest tensors" not in said
+
+
+def test_the_autopsy_of_a_training_that_ran_out_of_memory_does_not_read_its_pulse(tmp_path: Path) -> None:
+    run = recorded(tmp_path, event())
+    assert load_run(run).lead.pulse
+    assert load_rank(run, 0).lead.pulse == ()
+    assert load_rank(run, 0).ooms == load_run(run).ooms
 
 
 def test_without_stacks_the_blocks_of_the_recorded_steps_are_to_be_checkpointed(tmp_path: Path) -> None:
