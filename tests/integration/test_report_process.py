@@ -152,17 +152,18 @@ def test_starting_it_takes_milliseconds_and_no_pipe_is_held(tmp_path, environmen
         "import time; from pathlib import Path; from lightning_memprof.artifacts.sink import RunPlace\n"
         "from lightning_memprof.integration.background import start_report\n"
         "import sys; start = time.perf_counter(); done = start_report(RunPlace(Path(sys.argv[1]), 1))\n"
-        "print(done, time.perf_counter() - start, 'bokeh' in sys.modules, 'jinja2' in sys.modules)\n"
+        "seconds, is_there = time.perf_counter() - start, Path(sys.argv[2]).exists()\n"
+        "print(done, seconds, is_there, 'bokeh' in sys.modules, 'jinja2' in sys.modules)\n"
     )
     # Reading to the end of its output would wait for whoever still holds it.
     said = subprocess.run(
-        [sys.executable, "-c", program, str(run.parent)], capture_output=True, text=True, check=True, env=environment
-    )
-    done, seconds, *loaded = said.stdout.split()
+        [sys.executable, "-c", program, str(run.parent), str(run / "report.html")],
+        capture_output=True, text=True, check=True, env=environment,
+    )  # fmt: skip
+    done, seconds, is_there, *loaded = said.stdout.split()
     assert done == "True"
     assert float(seconds) < 1
-    assert loaded[0] == "False"
-    assert not (run / "report.html").exists()
+    assert (is_there, loaded[0]) == ("False", "False")
     wait_for(run / "report.html")
     wait_until_ended(run)
 

@@ -171,7 +171,7 @@ def test_the_heap_has_what_is_allocated_whether_or_not_its_memory_was_freed_befo
 
 def test_a_heap_that_takes_long_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter((0, 10_000_000))
-    monkeypatch.setattr("lightning_memprof.capture.sources.memory.perf_counter_ns", lambda: next(now))
+    monkeypatch.setattr("lightning_memprof.capture.sources.memory.thread_time_ns", lambda: next(now))
     heap = HeapSize()
     first = heap.read()
     assert heap.read() is None
