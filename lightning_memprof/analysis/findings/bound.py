@@ -405,9 +405,11 @@ def _of_host(trace: TraceReport) -> Finding:
         if ledger is not None and ledger.communication:
             waiting, transfer = (ledger.communicates(part) for part in MEETING.values())
             wait = (
-                f"{format_ns(waiting)} are waiting for other ranks" if waiting else "any wait for other ranks included"
+                f"{format_ns(waiting)} of it waiting for other ranks"
+                if waiting
+                else "any wait for other ranks included"
             )
-            why = f"Beside no operator, {format_ns(waiting + transfer)} of a step are collectives; {wait}. {why}"
+            why = f"Collectives take {format_ns(waiting + transfer)} per step while no operator runs, {wait}. {why}"
     elif ledger is None or heaviest is None:
         sentence = "No device activity in this trace."
     elif heaviest.family == "Python":

@@ -100,7 +100,7 @@ COLLECTIVE_NUMBERS: Final = ("name", "group", "bytes_each", "count", "exposed_ns
 def communication_exposed(trace: TraceReport) -> list[Finding]:
     """Find communication that no computation overlaps, and its collectives.
 
-    Without the wait for other ranks, where their traces tell it. Recovers at most the exposed collectives, as far as
+    Excludes the wait for other ranks where their traces show it. Recovers at most the exposed collectives, as far as
     there is computation to hide them; nothing where it depends on their result.
     """
     window, ledger = trace.gpu_window, trace.device_ledger

@@ -275,10 +275,10 @@ FEWER_THREADS: Final = "Leave them a core: torch.set_num_threads({count}), or OM
 
 
 def core_wait(facts: Facts) -> list[Finding]:
-    """Find a training thread that is ready to run but waits for a core, and whose processes have the cores.
+    """Find a training thread that is ready to run but waits for a core, and the processes that use the cores.
 
-    Recovers half to all of this time. Below two thirds of the step it is the last of the warnings: what the training
-    itself can save remains when the other processes have ended.
+    Recovers half to all of this time. Below two thirds of the step it is the last of the warnings: findings about the
+    training itself still apply when the other processes have ended.
     """
     worst = facts.heaviest(lambda ledger: ledger.ns("core_wait"))
     if worst is None or not _matters(worst[1], worst[1].of("core_wait")) or is_oversubscribed(facts, worst[0]):

@@ -33,7 +33,7 @@ SHORT_RUN_MIN_SHARE: Final = 0.1
 SETTLING_STEPS: Final = 5
 # Between two quarters a steady slope adds a third of the total; a jump or a cache that fills adds next to nothing once.
 MIN_QUARTER: Final = 1 / 9
-# A leak rises between almost any two steps; where memory goes up and down, its trend in a few steps is chance.
+# A leak rises between almost any two steps; in a short run, memory that goes up and down has a trend by chance.
 MIN_RISING: Final = 0.8
 # Pairs grow with the square: 200 points are 20,000 pairs, a few milliseconds.
 MAX_POINTS: Final = 200

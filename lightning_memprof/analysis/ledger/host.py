@@ -350,7 +350,7 @@ def _double_backward(threads: _Threads, steps: Sequence[Step]) -> float:
     node = nearest(thread.parents, runs)
     outer = runs & ((thread.parents < 0) | (node[thread.parents] < 0))
     makes = np.flatnonzero((sequences >= 0) & ~runs)
-    # Operators only look at the next number; the last one to see it is the one that takes it.
+    # Operators read the next sequence number without taking it; the last operator that reads a number takes it.
     makes = makes[np.lexsort((starts[makes], sequences[makes]))]
     makes = makes[np.append(sequences[makes][1:] != sequences[makes][:-1], True)[: len(makes)]]
     makes = makes[(node[makes] >= 0) & np.isin(sequences[makes], sequences[outer])]

@@ -1,4 +1,4 @@
-"""Collectives of several ranks: each waits in them until the last one has come, then they transfer."""
+"""Collectives of several ranks: each rank waits until the last one arrives, then they transfer."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def run_ledger(
         TimeLine(part="core_wait", ns=max(sum(whole_mean.values()) - sum(mean.values()), 0.0)),
     ]
     for phase, running in mean.items():
-        # A phase that stalls in each step leaves nothing, by rounding less.
+        # Of a phase that only stalls have nothing is left; rounding can make it negative.
         part, ns = _PART_OF_PHASE[phase], max(running - stalled.get(phase, 0.0), 0.0)
         mine = [line for line in named.get(phase, ()) if part not in _STEADY or line.part in _WITHIN]
         if phase == "other":

@@ -106,7 +106,7 @@ class Modules:
     def _made(self, rows: Column, runs: NDArray[np.bool_], makers: Makers) -> Column:
         """Return the module of the operator that made the node of each event that runs one, -1 for none."""
         sequences = self._columns.sequences[rows]
-        # Operators only look at the next number; the last one to see it is the one that takes it.
+        # Operators read the next sequence number without taking it; the last operator that reads a number takes it.
         order = np.lexsort((self._columns.starts[makers.rows], self._columns.sequences[makers.rows]))
         numbers = self._columns.sequences[makers.rows][order]
         last = np.append(numbers[1:] != numbers[:-1], True)[: len(numbers)]

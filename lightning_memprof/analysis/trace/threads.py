@@ -94,7 +94,7 @@ class Ranges:
         if event.args.forward_thread:
             self.nodes[position] = (event.args.forward_thread, sequence)
         else:
-            # Operators only look at the next number; the last one to see it is the one that takes it.
+            # Operators read the next sequence number without taking it; the last operator that reads a number takes it.
             before = self.created.get(sequence)
             if before is None or self.start[before] <= start:
                 self.created[sequence] = position

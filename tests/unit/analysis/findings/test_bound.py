@@ -62,7 +62,7 @@ def test_collectives_of_a_host_that_overlap_count_once(tmp_path: Path) -> None:
     finding = bound(made, tmp_path)
     assert finding.sentence == "Communication-bound: all_reduce runs for 80% of the time."
     assert finding.why.startswith(
-        "Beside no operator, 8.00 ms of a step are collectives; any wait for other ranks included."
+        "Collectives take 8.00 ms per step while no operator runs, any wait for other ranks included."
     )
 
 
