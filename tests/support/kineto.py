@@ -96,6 +96,8 @@ class _KinetoEvent:
             "device_type": device,
             "correlation_id": made.id,
             "linked_correlation_id": linked,
+            # Torch 2.15 looks for device work only at events that have one.
+            "external_id": linked or made.id,
             "nbytes": made.bytes,
             "shapes": [[] if any(isinstance(size, list) for size in shape) else shape for shape in made.shapes],
             "is_user_annotation": made.cat.endswith("user_annotation"),
