@@ -1,0 +1,433 @@
+"""A model of torch's native CUDA caching allocator: the same requests reserve the same bytes, without a device.
+
+Modeled: rounding, a small and a large pool for each stream, best fit, splitting, coalescing, expandable segments,
+release of cached blocks and retry at capacity, and the settings of `AllocatorSettings`. Not modeled: `record_stream`,
+private pools (CUDA graphs), `backend:cudaMallocAsync`.
+
+Among free blocks of one size the one in the oldest segment is taken, as in torch 2.14. Before, it was the one at the
+lowest address, which the driver chooses: its order is a part of `perturbed`.
+
+Source: `c10/cuda/CUDACachingAllocator.cpp` and `c10/core/AllocatorConfig.h` of torch 2.14.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from lightning_memprof.errors import MemprofError
+from lightning_memprof.units import MIB, format_bytes
+
+__all__ = [
+    "INTERVALS",
+    "LARGE_SEGMENT",
+    "OWN_SEGMENT",
+    "AllocatorSettings",
+    "Block",
+    "CachingAllocator",
+    "OutOfMemoryError",
+]
+
+_ROUND: Final = 512
+_SMALL: Final = MIB
+_SMALL_SEGMENT: Final = 2 * MIB
+OWN_SEGMENT: Final = 10 * MIB  # from here on a request gets a segment of its own size
+LARGE_SEGMENT: Final = 20 * MIB
+INTERVALS: Final = 16  # of roundup_power2_divisions: powers of two from 1 MiB to 64 GiB
+_FIRST_ADDRESS: Final = 1 << 45
+_DEVICE_BYTES: Final = 1 << 42  # of an unknown device
+
+_LIVE: Final = 0
+_FREE: Final = 1
+_UNMAPPED: Final = 2  # a range of an expandable segment without memory
+
+
+@dataclass(frozen=True)
+class AllocatorSettings:
+    """Settings of the native allocator, sizes in bytes.
+
+    `roundup_power2_divisions` has one number per power of two from 1 MiB to 64 GiB; 0 and 1 disable it. `ignored` are
+    the settings that change no figure of this model, or that it does not know.
+    """
+
+    max_split_size: int = sys.maxsize
+    max_non_split_rounding_size: int = LARGE_SEGMENT
+    roundup_power2_divisions: tuple[int, ...] = (0,) * INTERVALS
+    expandable_segments: bool = False
+    garbage_collection_threshold: float = 0.0
+    large_segment_size: int = LARGE_SEGMENT
+    ignored: tuple[str, ...] = ()
+
+    def rounded(self, nbytes: int) -> int:
+        """Return the size of the block for a request."""
+        divisions = self.roundup_power2_divisions[min(max(nbytes.bit_length() - 21, 0), INTERVALS - 1)]
+        if divisions < 2 or nbytes <= _ROUND * divisions:
+            return max(-(-nbytes // _ROUND), 1) * _ROUND
+        step = max((1 << (nbytes.bit_length() - 1)) // divisions, 1)
+        return -(-nbytes // step) * step
+
+
+class OutOfMemoryError(MemprofError):
+    """A request that failed after every cached block was released: its bytes, and those in use and reserved then."""
+
+    def __init__(self, requested_bytes: int, allocated_bytes: int, reserved_bytes: int) -> None:
+        super().__init__(
+            f"out of memory: {format_bytes(requested_bytes)} requested with {format_bytes(allocated_bytes)} allocated"
+            f" and {format_bytes(reserved_bytes)} reserved"
+        )
+        self.requested_bytes = requested_bytes
+        self.allocated_bytes = allocated_bytes
+        self.reserved_bytes = reserved_bytes
+
+
+class Block:
+    """A block of a segment, and the handle of an allocation; `size` in bytes, with rounding."""
+
+    __slots__ = ("address", "after", "before", "pool", "size", "state")
+
+    def __init__(self, pool: _Pool, address: int, size: int, state: int) -> None:
+        self.pool = pool
+        self.address = address
+        self.size = size
+        self.state = state
+        self.before: Block | None = None
+        self.after: Block | None = None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the block is allocated."""
+        return self.state == _LIVE
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the block has memory; False only in expandable segments."""
+        return self.state != _UNMAPPED
+
+    def split(self, size: int, state: int) -> Block:
+        """Keep the first `size` bytes; return the rest, in the given state."""
+        rest = Block(self.pool, self.address + size, self.size - size, state)
+        rest.before, rest.after = self, self.after
+        if rest.after is not None:
+            rest.after.before = rest
+        self.after, self.size = rest, size
+        return rest
+
+
+class _Pool:
+    """Free blocks of one stream and size class."""
+
+    __slots__ = ("free", "is_small", "lookups", "unmapped")
+
+    def __init__(self, *, is_small: bool) -> None:
+        self.is_small = is_small
+        # Size, address, block, and the number of lookups when it was freed: its age for garbage collection.
+        self.free: list[tuple[int, int, Block, int]] = []
+        self.unmapped: list[tuple[int, Block]] = []  # by address
+        self.lookups = 0
+
+    def remove(self, block: Block) -> None:
+        if block.state == _FREE:
+            del self.free[bisect_left(self.free, (block.size, block.address))]
+        else:
+            del self.unmapped[bisect_left(self.unmapped, (block.address,))]
+
+    def insert(self, block: Block) -> Block:
+        """Add a free or unmapped block, coalesced with neighbors in the same state; return the whole."""
+        state, after, before = block.state, block.after, block.before
+        if after is not None and after.state == state:
+            self.remove(after)
+            _absorb(block, after)
+        if before is not None and before.state == state:
+            self.remove(before)
+            _absorb(before, block)
+            block = before
+        if state == _FREE:
+            insort(self.free, (block.size, block.address, block, self.lookups))
+        else:
+            insort(self.unmapped, (block.address, block))
+        return block
+
+
+def _absorb(block: Block, after: Block) -> None:
+    block.size += after.size
+    block.after = after.after
+    if after.after is not None:
+        after.after.before = block
+
+
+class CachingAllocator:
+    """The allocator of one device; all quantities in bytes.
+
+    Args:
+        settings: the allocator's settings.
+        capacity_bytes: memory that the driver can give to this process; None: unlimited.
+        limit_bytes: what `torch.cuda.set_per_process_memory_fraction` allows, which also switches on
+            `garbage_collection_threshold`; None: not set.
+        place: returns the address of a new segment of the given size; None: ascending addresses.
+
+    """
+
+    def __init__(
+        self,
+        settings: AllocatorSettings | None = None,
+        capacity_bytes: int | None = None,
+        limit_bytes: int | None = None,
+        place: Callable[[int], int] | None = None,
+    ) -> None:
+        self.settings = settings or AllocatorSettings()
+        self.capacity_bytes = sys.maxsize if capacity_bytes is None else capacity_bytes
+        self.limit_bytes = sys.maxsize if limit_bytes is None else limit_bytes
+        self.allocated_bytes = self.reserved_bytes = 0
+        self.peak_allocated_bytes = self.peak_reserved_bytes = 0
+        self.retries = 0
+        self._place = place or self._ascending
+        self._next_address = _FIRST_ADDRESS
+        self._pools: dict[int, tuple[_Pool, _Pool]] = {}
+        self._segments: dict[int, Block] = {}
+        self._collects = limit_bytes is not None and self.settings.garbage_collection_threshold > 0
+        self._splits_to_round = self.settings.expandable_segments
+
+    def malloc(self, nbytes: int, stream: int = 0) -> Block:
+        """Return a block for a request of at least one byte.
+
+        Raises:
+            OutOfMemoryError: capacity or limit do not allow it.
+
+        """
+        settings = self.settings
+        size = settings.rounded(nbytes)
+        pools = self._pools.get(stream) or self._new_pools(stream)
+        pool = pools[size <= _SMALL]
+        block = self._cached(pool, size) or self._reserve(pool, size)
+        if block is None:
+            raise OutOfMemoryError(nbytes, self.allocated_bytes, self.reserved_bytes)
+        rest = block.size - size
+        if (
+            rest >= _ROUND
+            if pool.is_small or self._splits_to_round
+            else rest > _SMALL and size < settings.max_split_size
+        ):
+            left = block.split(size, _FREE)
+            insort(pool.free, (rest, left.address, left, pool.lookups))
+        block.state = _LIVE
+        self.allocated_bytes += block.size
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Return a live block to its pool.
+
+        Raises:
+            ValueError: the block is not live.
+
+        """
+        if block.state != _LIVE:
+            raise ValueError(f"the block at {block.address:#x} is not live")
+        self.allocated_bytes -= block.size
+        block.state = _FREE
+        block.pool.insert(block)
+
+    def empty_cache(self) -> None:
+        """Release the segments, and the pages of expandable segments, that have no live block."""
+        for pools in self._pools.values():
+            for pool in pools:
+                for _, _, block, _ in tuple(pool.free):
+                    if self.settings.expandable_segments:
+                        self._unmap(block)
+                    elif block.before is None and block.after is None:
+                        self._release(block)
+
+    def segments(self) -> list[list[Block]]:
+        """Return the blocks of each segment in order of addresses."""
+        found = []
+        for head in self._segments.values():
+            blocks, block = [head], head.after
+            while block is not None:
+                blocks.append(block)
+                block = block.after
+            found.append(blocks)
+        return found
+
+    def _new_pools(self, stream: int) -> tuple[_Pool, _Pool]:
+        pools = self._pools[stream] = (_Pool(is_small=False), _Pool(is_small=True))
+        return pools
+
+    def _ascending(self, size: int) -> int:
+        address = self._next_address
+        self._next_address += -(-size // _SMALL_SEGMENT) * _SMALL_SEGMENT
+        return address
+
+    def _cached(self, pool: _Pool, size: int) -> Block | None:
+        """Take the best free block out of its pool; None if there is none."""
+        pool.lookups += 1
+        free, settings = pool.free, self.settings
+        i = bisect_left(free, (size,))
+        if i == len(free):
+            return None
+        if settings.expandable_segments:
+            # A block before an unmapped range counts as large as it can become.
+            while i + 1 < len(free) and _expanded(free[i + 1][2]) < _expanded(free[i][2]):
+                i += 1
+        found = free[i][0]
+        if size < settings.max_split_size:
+            if found >= settings.max_split_size:
+                return None
+        elif found >= size + settings.max_non_split_rounding_size:
+            return None
+        return free.pop(i)[2]
+
+    def _reserve(self, pool: _Pool, size: int) -> Block | None:
+        """Get a block from the driver, if need be after releasing cached blocks; None if memory is exhausted."""
+        if self._collects:
+            self._collect_garbage()
+        block = self._grow(pool, size)
+        if block is None and self._release_oversize(pool, size):
+            block = self._grow(pool, size)
+        if block is None:
+            self.empty_cache()
+            self.retries += 1
+            block = self._grow(pool, size)
+        return block
+
+    def _grow(self, pool: _Pool, size: int) -> Block | None:
+        if pool.is_small:
+            segment = _SMALL_SEGMENT
+        elif size < OWN_SEGMENT:
+            segment = self.settings.large_segment_size
+        else:
+            segment = -(-size // _SMALL_SEGMENT) * _SMALL_SEGMENT
+        if self.reserved_bytes + segment > self.limit_bytes:
+            return None
+        if self.settings.expandable_segments:
+            return self._expand(pool, size)
+        return self._new_segment(pool, segment, _FREE) if self._charge(segment) else None
+
+    def _charge(self, nbytes: int) -> bool:
+        """Count bytes from the driver; False if it has no more."""
+        if self.reserved_bytes + nbytes > self.capacity_bytes:
+            return False
+        self.reserved_bytes += nbytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        return True
+
+    def _new_segment(self, pool: _Pool, size: int, state: int) -> Block:
+        block = Block(pool, self._place(size), size, state)
+        self._segments[block.address] = block
+        return block
+
+    def _release(self, block: Block) -> None:
+        block.pool.remove(block)
+        self.reserved_bytes -= block.size
+        del self._segments[block.address]
+
+    def _release_oversize(self, pool: _Pool, size: int) -> bool:
+        """Release as many cached blocks of `max_split_size` and above as the request needs; False if too few."""
+        least = self.settings.max_split_size
+        if least == sys.maxsize or self.settings.expandable_segments:
+            return False
+        wanted = max(size, least)
+        i = bisect_left(pool.free, (wanted,))
+        if i < len(pool.free):
+            self._release(pool.free[i][2])
+            return True
+        released = 0
+        while released < wanted and pool.free and pool.free[-1][0] >= least:
+            released += pool.free[-1][0]
+            self._release(pool.free[-1][2])
+        return released >= wanted
+
+    def _collect_garbage(self) -> None:
+        """Release whole large segments above the threshold, those first that are cached longer than the average."""
+        wanted = self.reserved_bytes - int(self.settings.garbage_collection_threshold * self.limit_bytes)
+        if wanted <= 0:
+            return
+        ages = [
+            (pool.lookups - at, block)
+            for pool, _ in self._pools.values()
+            for _, _, block, at in pool.free
+            if block.before is None and block.after is None and not self.settings.expandable_segments
+        ]
+        while ages and wanted > 0:
+            total, count, kept = sum(age for age, _ in ages), len(ages), []
+            mean = total / count
+            for age, block in ages:
+                if age >= mean:
+                    wanted -= block.size
+                    self._release(block)
+                else:
+                    kept.append((age, block))
+            ages = kept
+
+    def _expand(self, pool: _Pool, size: int) -> Block | None:
+        """Map pages of an expandable segment up to a free block of the size, and take it; None if memory is exhausted.
+
+        Pages that were mapped before a failure stay mapped.
+        """
+        block: Block | None = self._room(pool, size)
+        while block is not None and (block.state == _UNMAPPED or block.size < size):
+            mapped = 0 if block.state == _UNMAPPED else block.size
+            following = block.after if mapped else block
+            block = following and self._map(following, min(following.size, size - mapped))
+        if block is not None:
+            pool.remove(block)
+        return block
+
+    def _room(self, pool: _Pool, size: int) -> Block:
+        """Return the block at the lowest address where free and unmapped blocks together have the size."""
+        for _, block in pool.unmapped:
+            first = block.before if block.before is not None and block.before.state == _FREE else block
+            room = 0
+            at: Block | None = first
+            while room < size and at is not None and at.state != _LIVE:
+                room += at.size
+                at = at.after
+            if room >= size:
+                return first
+        page = self._page(pool)
+        device = _DEVICE_BYTES if self.capacity_bytes == sys.maxsize else self.capacity_bytes
+        return pool.insert(self._new_segment(pool, -(-device * 9 // 8 // page) * page, _UNMAPPED))
+
+    def _map(self, block: Block, size: int) -> Block | None:
+        """Back the start of an unmapped range by whole pages; return the free block they are part of."""
+        page = self._page(block.pool)
+        mapped = -(-size // page) * page
+        if not self._charge(mapped):
+            return None
+        block.pool.remove(block)
+        rest = block.split(mapped, _UNMAPPED) if mapped < block.size else None
+        block.state = _FREE
+        if rest is not None:
+            block.pool.insert(rest)
+        return block.pool.insert(block)
+
+    def _unmap(self, block: Block) -> None:
+        """Release the whole pages inside a free block of an expandable segment."""
+        page, pool = self._page(block.pool), block.pool
+        base = max(address for address in self._segments if address <= block.address)
+        start = base + -(-(block.address - base) // page) * page
+        size = (block.address + block.size - base) // page * page - (start - base)
+        if size <= 0:
+            return
+        pool.remove(block)
+        middle = block.split(start - block.address, _UNMAPPED) if start > block.address else block
+        middle.state = _UNMAPPED
+        rest = middle.split(size, _FREE) if size < middle.size else None
+        for free in (block, rest):
+            if free is not None and free is not middle:
+                pool.insert(free)
+        self.reserved_bytes -= size
+        whole = pool.insert(middle)
+        if whole.before is None and whole.after is None:
+            pool.remove(whole)
+            del self._segments[whole.address]
+
+    def _page(self, pool: _Pool) -> int:
+        return _SMALL_SEGMENT if pool.is_small else self.settings.large_segment_size
+
+
+def _expanded(block: Block) -> int:
+    after = block.after
+    return block.size + (after.size if after is not None and after.state == _UNMAPPED else 0)

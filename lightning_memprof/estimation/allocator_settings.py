@@ -1,0 +1,100 @@
+"""Settings of torch's native CUDA caching allocator, and the parser of their environment variables.
+
+Source: `c10/core/AllocatorConfig.cpp` of torch 2.14.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from lightning_memprof.errors import ConfigError
+from lightning_memprof.estimation.allocator import INTERVALS, LARGE_SEGMENT, OWN_SEGMENT, AllocatorSettings
+from lightning_memprof.units import MIB
+
+__all__ = ["AllocatorSettings", "parse_settings"]
+
+
+def parse_settings(text: str) -> AllocatorSettings:
+    """Parse the value of `PYTORCH_CUDA_ALLOC_CONF` or `PYTORCH_ALLOC_CONF` by torch's rules.
+
+    Raises:
+        ConfigError: a value is missing or out of range.
+
+    """
+    values = dict(_pairs(text))
+    segment = _megabytes(values, "large_segment_size_mb", LARGE_SEGMENT, least=OWN_SEGMENT + MIB)
+    threshold = _number(values, "garbage_collection_threshold", float) or 0.0
+    if "garbage_collection_threshold" in values and not 0 < threshold < 1:
+        raise _wrong("garbage_collection_threshold", str(threshold), "a number between 0 and 1")
+    expandable = values.get("expandable_segments", "False")
+    if expandable not in {"True", "False"}:
+        raise _wrong("expandable_segments", expandable, "True or False")
+    known = {"expandable_segments", "garbage_collection_threshold", "large_segment_size_mb"}
+    known |= {"max_split_size_mb", "max_non_split_rounding_mb", "roundup_power2_divisions"}
+    return AllocatorSettings(
+        max_split_size=_megabytes(values, "max_split_size_mb", sys.maxsize, least=segment),
+        max_non_split_rounding_size=_megabytes(values, "max_non_split_rounding_mb", segment, least=segment),
+        roundup_power2_divisions=_divisions(values.get("roundup_power2_divisions", "0")),
+        expandable_segments=expandable == "True",
+        garbage_collection_threshold=threshold,
+        large_segment_size=segment,
+        ignored=tuple(f"{key}:{value}" for key, value in values.items() if key not in known),
+    )
+
+
+def _pairs(text: str) -> Iterator[tuple[str, str]]:
+    """Yield key and value of each setting; commas in brackets belong to the value."""
+    depth, start = 0, 0
+    text = "".join(text.split()) + ","
+    for i, char in enumerate(text):
+        depth += (char == "[") - (char == "]")
+        if char == "," and depth <= 0:
+            key, colon, value = text[start:i].partition(":")
+            if key and not (colon and value):
+                raise _wrong(key, value, f"a value, as in {key}:VALUE")
+            start = i + 1
+            if key:
+                yield key, value
+    if depth:
+        raise _wrong("setting", text[start:-1], "balanced brackets")
+
+
+def _wrong(key: str, value: str, wanted: str) -> ConfigError:
+    return ConfigError(f"allocator settings: {key} is {value!r}; it must be {wanted}")
+
+
+def _number(values: dict[str, str], key: str, kind: type[int | float]) -> float | None:
+    try:
+        return kind(values[key]) if key in values else None
+    except ValueError:
+        raise _wrong(key, values[key], "a number") from None
+
+
+def _megabytes(values: dict[str, str], key: str, default: int, least: int) -> int:
+    number = _number(values, key, int)
+    if number is None:
+        return default
+    if number * MIB < least:
+        raise _wrong(key, values[key], f"at least {least // MIB}")
+    return min(int(number) * MIB, sys.maxsize)
+
+
+def _divisions(text: str) -> tuple[int, ...]:
+    """Parse `roundup_power2_divisions`: a number, or `[256:1,512:2,>:8]` with upper bounds in MiB."""
+    key, table = "roundup_power2_divisions", [0] * INTERVALS
+    pairs = [pair.partition(":") for pair in text.strip("[]").split(",")] if text[:1] == "[" else [(">", ":", text)]
+    last = -1
+    for bound, _, value in pairs:
+        if not value.isdecimal() or int(value).bit_count() > 1:
+            raise _wrong(key, text, "powers of 2, as in 8 or [256:1,512:2,>:8]")
+        if bound == ">":
+            table[last + 1 :] = [int(value)] * (INTERVALS - 1 - last)
+            continue
+        if not bound.isdecimal() or int(bound).bit_count() != 1:
+            raise _wrong(key, text, "powers of 2, as in 8 or [256:1,512:2,>:8]")
+        first, last = last < 0, min(int(bound).bit_length() - 1, INTERVALS - 1)
+        if first:
+            table[:last] = [int(value)] * last
+        table[last] = int(value)
+    return tuple(table)

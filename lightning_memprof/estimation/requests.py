@@ -1,0 +1,143 @@
+"""Requests to the allocator: their recording, and their replay on `CachingAllocator` for peaks and a band."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+from lightning_memprof.estimation.allocator import AllocatorSettings, Block, CachingAllocator, OutOfMemoryError
+from lightning_memprof.units import MIB
+
+__all__ = ["Band", "Peaks", "Requests", "perturbed", "replay"]
+
+_CHANGED: Final = 16  # requests that a perturbation changes
+
+
+class Requests:
+    """Allocations and frees in order, 8 bytes each: a number of bytes, or `~n` to free allocation `n`.
+
+    Allocations are numbered from 0. An allocation of 0 bytes has a number and takes no memory.
+    """
+
+    def __init__(self) -> None:
+        self.events = array("q")
+        self.streams: dict[int, int] = {}
+        self._allocations = 0
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    def allocate(self, nbytes: int, stream: int = 0) -> int:
+        """Append an allocation; return its number."""
+        number = self._allocations
+        self._allocations += 1
+        self.events.append(nbytes)
+        if stream:
+            self.streams[number] = stream
+        return number
+
+    def free(self, number: int) -> None:
+        """Append the free of an allocation."""
+        self.events.append(~number)
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What a replay reached, in bytes; the events are the first at each peak, -1 without allocations.
+
+    After `out_of_memory`, at event `failed_event`, nothing was replayed.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    allocated_event: int
+    reserved_event: int
+    retries: int
+    failed_event: int | None = None
+    out_of_memory: OutOfMemoryError | None = None
+
+
+@dataclass(frozen=True)
+class Band:
+    """Peaks of the reserved bytes over perturbed replays; `failed` of `replays` ran out of memory."""
+
+    low_bytes: int
+    high_bytes: int
+    replays: int
+    failed: int
+
+
+def replay(requests: Requests, allocator: CachingAllocator | None = None) -> Peaks:
+    """Return what requests reach on an allocator, by default an unlimited one with default settings."""
+    allocator = allocator or CachingAllocator()
+    malloc, free, streams = allocator.malloc, allocator.free, requests.streams
+    live: list[Block | None] = []
+    allocated = reserved = 0
+    allocated_event = reserved_event = failed_event = -1
+    failure = None
+    for i, event in enumerate(requests.events):
+        if event < 0:
+            block = live[~event]
+            if block is not None:
+                free(block)
+                live[~event] = None
+            continue
+        try:
+            live.append(malloc(event, streams.get(len(live), 0)) if event else None)
+        except OutOfMemoryError as error:
+            failed_event, failure = i, error
+            break
+        if allocator.allocated_bytes > allocated:
+            allocated, allocated_event = allocator.allocated_bytes, i
+        if allocator.reserved_bytes > reserved:
+            reserved, reserved_event = allocator.reserved_bytes, i
+    return Peaks(
+        allocated_bytes=allocator.peak_allocated_bytes,
+        reserved_bytes=allocator.peak_reserved_bytes,
+        allocated_event=allocated_event,
+        reserved_event=reserved_event,
+        retries=allocator.retries,
+        failed_event=failed_event if failure else None,
+        out_of_memory=failure,
+    )
+
+
+def perturbed(
+    requests: Requests,
+    settings: AllocatorSettings | None = None,
+    capacity_bytes: int | None = None,
+    replays: int = 9,
+) -> Band:
+    """Replay requests as they are and with small deterministic changes: fragmentation depends on details.
+
+    A perturbed replay starts with a live block of up to 10 MiB, places segments in another order of addresses, and has
+    up to 64 KiB more in its first large requests. The bytes of the block are subtracted.
+    """
+    peaks = [replay(requests, CachingAllocator(settings, capacity_bytes))]
+    reached = [peaks[0].reserved_bytes]
+    for seed in range(1, replays):
+        chance = random.Random(seed)  # noqa: S311 - a repeatable choice, nothing is secret
+        allocator = CachingAllocator(settings, capacity_bytes, place=_anywhere(chance))
+        extra = allocator.malloc(chance.randrange(1, (MIB, 10 * MIB)[seed % 2]))
+        peaks.append(replay(_larger(requests, chance), allocator))
+        reached.append(peaks[-1].reserved_bytes - extra.size)
+    failed = sum(peak.out_of_memory is not None for peak in peaks)
+    return Band(low_bytes=min(reached), high_bytes=max(reached), replays=replays, failed=failed)
+
+
+def _anywhere(chance: random.Random) -> Callable[[int], int]:
+    return lambda _: chance.getrandbits(30) << 50
+
+
+def _larger(requests: Requests, chance: random.Random) -> Requests:
+    """Return the requests with slightly larger first large allocations."""
+    changed = Requests()
+    changed.events, changed.streams = requests.events[:], requests.streams
+    large = (i for i, event in enumerate(changed.events) if event > MIB)
+    for i in islice(large, _CHANGED):
+        changed.events[i] += 512 * chance.randrange(128)
+    return changed

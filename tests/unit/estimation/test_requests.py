@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import pytest
+
+from lightning_memprof.estimation.allocator import CachingAllocator
+from lightning_memprof.estimation.requests import Requests, perturbed, replay
+from lightning_memprof.units import MIB
+
+
+def recorded(*sizes: int) -> Requests:
+    """Requests of so many MiB; a negative number frees that allocation, counted from 1."""
+    requests = Requests()
+    for size in sizes:
+        if size < 0:
+            requests.free(-size - 1)
+        else:
+            requests.allocate(size * MIB)
+    return requests
+
+
+def test_a_replay_says_where_the_peaks_are():
+    peaks = replay(recorded(40, 30, -1, 20, 20, -2))
+    assert (peaks.allocated_bytes, peaks.allocated_event) == (70 * MIB, 1)
+    assert (peaks.reserved_bytes, peaks.reserved_event) == (70 * MIB, 1)
+    assert (peaks.retries, peaks.failed_event, peaks.out_of_memory) == (0, None, None)
+
+
+def test_a_replay_ends_at_the_request_that_fails():
+    peaks = replay(recorded(40, 30, -1, 60, 20), CachingAllocator(capacity_bytes=80 * MIB))
+    assert peaks.failed_event == 3
+    assert peaks.out_of_memory.requested_bytes == 60 * MIB
+    assert peaks.retries == 1
+    assert peaks.reserved_bytes == 70 * MIB
+
+
+def test_an_allocation_of_no_bytes_has_a_number_and_no_memory():
+    requests = Requests()
+    empty, full = requests.allocate(0), requests.allocate(1)
+    assert (empty, full, len(requests)) == (0, 1, 2)
+    requests.free(empty)
+    requests.free(full)
+    assert replay(requests).allocated_bytes == 512
+
+
+def test_requests_of_another_stream_use_its_own_pool():
+    requests = Requests()
+    requests.free(requests.allocate(4 * MIB, stream=7))
+    requests.allocate(4 * MIB)
+    assert replay(requests).reserved_bytes == 40 * MIB
+
+
+def test_the_band_is_repeatable_and_contains_the_plain_replay():
+    requests = Requests()
+    for step in range(3):
+        numbers = [requests.allocate((size + step) * MIB // 2) for size in range(1, 60)]
+        for number in numbers[::2] + numbers[1::2]:
+            requests.free(number)
+    band = perturbed(requests)
+    assert band == perturbed(requests)
+    assert band.low_bytes <= replay(requests).reserved_bytes <= band.high_bytes
+    assert band.low_bytes < band.high_bytes
+    assert (band.replays, band.failed) == (9, 0)
+
+
+def test_a_perturbation_leaves_the_requests_as_they_are():
+    requests = recorded(40, 30, -1, 60, 20)
+    before = requests.events[:]
+    perturbed(requests)
+    assert requests.events == before
+
+
+@pytest.mark.parametrize(("capacity", "failed"), [(150, 0), (60, 3)])
+def test_the_band_counts_the_replays_that_run_out_of_memory(capacity, failed):
+    assert perturbed(recorded(40, 30), capacity_bytes=capacity * MIB, replays=3).failed == failed
