@@ -86,10 +86,11 @@ class OutOfMemoryError(MemprofError):
 class Block:
     """A block of a segment, and the handle of an allocation; `size` in bytes, with rounding."""
 
-    __slots__ = ("address", "after", "before", "pool", "size", "state")
+    __slots__ = ("address", "after", "before", "pool", "size", "state", "stream")
 
-    def __init__(self, pool: _Pool, address: int, size: int, state: int) -> None:
+    def __init__(self, pool: _Pool, stream: int, address: int, size: int, state: int) -> None:
         self.pool = pool
+        self.stream = stream
         self.address = address
         self.size = size
         self.state = state
@@ -108,7 +109,7 @@ class Block:
 
     def split(self, size: int, state: int) -> Block:
         """Keep the first `size` bytes; return the rest, in the given state."""
-        rest = Block(self.pool, self.address + size, self.size - size, state)
+        rest = Block(self.pool, self.stream, self.address + size, self.size - size, state)
         rest.before, rest.after = self, self.after
         if rest.after is not None:
             rest.after.before = rest
@@ -117,22 +118,26 @@ class Block:
 
 
 class _Pool:
-    """Free blocks of one stream and size class."""
+    """Free blocks of one size class."""
 
-    __slots__ = ("free", "is_small", "lookups", "unmapped")
+    __slots__ = ("free", "is_small", "lookups", "page", "unmapped")
 
-    def __init__(self, *, is_small: bool) -> None:
+    def __init__(self, page: int, *, is_small: bool) -> None:
         self.is_small = is_small
-        # Size, address, block, and the number of lookups when it was freed: its age for garbage collection.
-        self.free: list[tuple[int, int, Block, int]] = []
-        self.unmapped: list[tuple[int, Block]] = []  # by address
+        self.page = page  # of expandable segments
+        # Stream, size, address, block, and the number of lookups when it was freed: its age for garbage collection.
+        self.free: list[tuple[int, int, int, Block, int]] = []
+        self.unmapped: list[tuple[int, int, Block]] = []  # stream, address, block
         self.lookups = 0
+
+    def add(self, block: Block) -> None:
+        insort(self.free, (block.stream, block.size, block.address, block, self.lookups))
 
     def remove(self, block: Block) -> None:
         if block.state == _FREE:
-            del self.free[bisect_left(self.free, (block.size, block.address))]
+            del self.free[bisect_left(self.free, (block.stream, block.size, block.address))]
         else:
-            del self.unmapped[bisect_left(self.unmapped, (block.address,))]
+            del self.unmapped[bisect_left(self.unmapped, (block.stream, block.address))]
 
     def insert(self, block: Block) -> Block:
         """Add a free or unmapped block, coalesced with neighbors in the same state; return the whole."""
@@ -145,9 +150,9 @@ class _Pool:
             _absorb(before, block)
             block = before
         if state == _FREE:
-            insort(self.free, (block.size, block.address, block, self.lookups))
+            self.add(block)
         else:
-            insort(self.unmapped, (block.address, block))
+            insort(self.unmapped, (block.stream, block.address, block))
         return block
 
 
@@ -185,7 +190,8 @@ class CachingAllocator:
         self.retries = 0
         self._place = place or self._ascending
         self._next_address = _FIRST_ADDRESS
-        self._pools: dict[int, tuple[_Pool, _Pool]] = {}
+        self._large = _Pool(self.settings.large_segment_size, is_small=False)
+        self._small = _Pool(_SMALL_SEGMENT, is_small=True)
         self._segments: dict[int, Block] = {}
         self._collects = limit_bytes is not None and self.settings.garbage_collection_threshold > 0
         self._splits_to_round = self.settings.expandable_segments
@@ -199,9 +205,8 @@ class CachingAllocator:
         """
         settings = self.settings
         size = settings.rounded(nbytes)
-        pools = self._pools.get(stream) or self._new_pools(stream)
-        pool = pools[size <= _SMALL]
-        block = self._cached(pool, size) or self._reserve(pool, size)
+        pool = self._small if size <= _SMALL else self._large
+        block = self._cached(pool, stream, size) or self._reserve(pool, stream, size)
         if block is None:
             raise OutOfMemoryError(nbytes, self.allocated_bytes, self.reserved_bytes)
         rest = block.size - size
@@ -210,8 +215,7 @@ class CachingAllocator:
             if pool.is_small or self._splits_to_round
             else rest > _SMALL and size < settings.max_split_size
         ):
-            left = block.split(size, _FREE)
-            insort(pool.free, (rest, left.address, left, pool.lookups))
+            pool.add(block.split(size, _FREE))
         block.state = _LIVE
         self.allocated_bytes += block.size
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
@@ -232,13 +236,11 @@ class CachingAllocator:
 
     def empty_cache(self) -> None:
         """Release the segments, and the pages of expandable segments, that have no live block."""
-        for pools in self._pools.values():
-            for pool in pools:
-                for _, _, block, _ in tuple(pool.free):
-                    if self.settings.expandable_segments:
-                        self._unmap(block)
-                    elif block.before is None and block.after is None:
-                        self._release(block)
+        for _, _, _, block, _ in (*self._large.free, *self._small.free):
+            if self.settings.expandable_segments:
+                self._unmap(block)
+            elif block.before is None and block.after is None:
+                self._release(block)
 
     def segments(self) -> list[list[Block]]:
         """Return the blocks of each segment in order of addresses."""
@@ -251,59 +253,55 @@ class CachingAllocator:
             found.append(blocks)
         return found
 
-    def _new_pools(self, stream: int) -> tuple[_Pool, _Pool]:
-        pools = self._pools[stream] = (_Pool(is_small=False), _Pool(is_small=True))
-        return pools
-
     def _ascending(self, size: int) -> int:
         address = self._next_address
-        self._next_address += -(-size // _SMALL_SEGMENT) * _SMALL_SEGMENT
+        self._next_address += _round_up(size, _SMALL_SEGMENT)
         return address
 
-    def _cached(self, pool: _Pool, size: int) -> Block | None:
+    def _cached(self, pool: _Pool, stream: int, size: int) -> Block | None:
         """Take the best free block out of its pool; None if there is none."""
         pool.lookups += 1
         free, settings = pool.free, self.settings
-        i = bisect_left(free, (size,))
-        if i == len(free):
+        i, end = bisect_left(free, (stream, size)), len(free)
+        if i == end or free[i][0] != stream:
             return None
         if settings.expandable_segments:
             # A block before an unmapped range counts as large as it can become.
-            while i + 1 < len(free) and _expanded(free[i + 1][2]) < _expanded(free[i][2]):
+            while i + 1 < end and free[i + 1][0] == stream and _expanded(free[i + 1][3]) < _expanded(free[i][3]):
                 i += 1
-        found = free[i][0]
+        found = free[i][1]
         if size < settings.max_split_size:
             if found >= settings.max_split_size:
                 return None
         elif found >= size + settings.max_non_split_rounding_size:
             return None
-        return free.pop(i)[2]
+        return free.pop(i)[3]
 
-    def _reserve(self, pool: _Pool, size: int) -> Block | None:
+    def _reserve(self, pool: _Pool, stream: int, size: int) -> Block | None:
         """Get a block from the driver, if need be after releasing cached blocks; None if memory is exhausted."""
         if self._collects:
             self._collect_garbage()
-        block = self._grow(pool, size)
-        if block is None and self._release_oversize(pool, size):
-            block = self._grow(pool, size)
+        block = self._grow(pool, stream, size)
+        if block is None and self._release_oversize(pool, stream, size):
+            block = self._grow(pool, stream, size)
         if block is None:
             self.empty_cache()
             self.retries += 1
-            block = self._grow(pool, size)
+            block = self._grow(pool, stream, size)
         return block
 
-    def _grow(self, pool: _Pool, size: int) -> Block | None:
+    def _grow(self, pool: _Pool, stream: int, size: int) -> Block | None:
         if pool.is_small:
             segment = _SMALL_SEGMENT
         elif size < OWN_SEGMENT:
             segment = self.settings.large_segment_size
         else:
-            segment = -(-size // _SMALL_SEGMENT) * _SMALL_SEGMENT
+            segment = _round_up(size, _SMALL_SEGMENT)
         if self.reserved_bytes + segment > self.limit_bytes:
             return None
         if self.settings.expandable_segments:
-            return self._expand(pool, size)
-        return self._new_segment(pool, segment, _FREE) if self._charge(segment) else None
+            return self._expand(pool, stream, size)
+        return self._new_segment(pool, stream, segment, _FREE) if self._charge(segment) else None
 
     def _charge(self, nbytes: int) -> bool:
         """Count bytes from the driver; False if it has no more."""
@@ -313,8 +311,8 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return True
 
-    def _new_segment(self, pool: _Pool, size: int, state: int) -> Block:
-        block = Block(pool, self._place(size), size, state)
+    def _new_segment(self, pool: _Pool, stream: int, size: int, state: int) -> Block:
+        block = Block(pool, stream, self._place(size), size, state)
         self._segments[block.address] = block
         return block
 
@@ -323,20 +321,21 @@ class CachingAllocator:
         self.reserved_bytes -= block.size
         del self._segments[block.address]
 
-    def _release_oversize(self, pool: _Pool, size: int) -> bool:
+    def _release_oversize(self, pool: _Pool, stream: int, size: int) -> bool:
         """Release as many cached blocks of `max_split_size` and above as the request needs; False if too few."""
         least = self.settings.max_split_size
         if least == sys.maxsize or self.settings.expandable_segments:
             return False
         wanted = max(size, least)
-        i = bisect_left(pool.free, (wanted,))
-        if i < len(pool.free):
-            self._release(pool.free[i][2])
+        i = bisect_left(pool.free, (stream, wanted))
+        if i < len(pool.free) and pool.free[i][0] == stream:
+            self._release(pool.free[i][3])
             return True
         released = 0
-        while released < wanted and pool.free and pool.free[-1][0] >= least:
-            released += pool.free[-1][0]
-            self._release(pool.free[-1][2])
+        while released < wanted and i > 0 and pool.free[i - 1][:2] >= (stream, least):
+            i -= 1
+            released += pool.free[i][1]
+            self._release(pool.free[i][3])
         return released >= wanted
 
     def _collect_garbage(self) -> None:
@@ -344,29 +343,26 @@ class CachingAllocator:
         wanted = self.reserved_bytes - int(self.settings.garbage_collection_threshold * self.limit_bytes)
         if wanted <= 0:
             return
-        ages = [
+        pool = self._large
+        cached = [
             (pool.lookups - at, block)
-            for pool, _ in self._pools.values()
-            for _, _, block, at in pool.free
+            for _, _, _, block, at in pool.free
             if block.before is None and block.after is None and not self.settings.expandable_segments
         ]
-        while ages and wanted > 0:
-            total, count, kept = sum(age for age, _ in ages), len(ages), []
-            mean = total / count
-            for age, block in ages:
+        while cached and wanted > 0:
+            mean = sum(age for age, _ in cached) / len(cached)
+            for age, block in cached:
                 if age >= mean:
                     wanted -= block.size
                     self._release(block)
-                else:
-                    kept.append((age, block))
-            ages = kept
+            cached = [(age, block) for age, block in cached if age < mean]
 
-    def _expand(self, pool: _Pool, size: int) -> Block | None:
+    def _expand(self, pool: _Pool, stream: int, size: int) -> Block | None:
         """Map pages of an expandable segment up to a free block of the size, and take it; None if memory is exhausted.
 
         Pages that were mapped before a failure stay mapped.
         """
-        block: Block | None = self._room(pool, size)
+        block: Block | None = self._room(pool, stream, size)
         while block is not None and (block.state == _UNMAPPED or block.size < size):
             mapped = 0 if block.state == _UNMAPPED else block.size
             following = block.after if mapped else block
@@ -375,9 +371,11 @@ class CachingAllocator:
             pool.remove(block)
         return block
 
-    def _room(self, pool: _Pool, size: int) -> Block:
+    def _room(self, pool: _Pool, stream: int, size: int) -> Block:
         """Return the block at the lowest address where free and unmapped blocks together have the size."""
-        for _, block in pool.unmapped:
+        for owner, _, block in pool.unmapped:
+            if owner != stream:
+                continue
             first = block.before if block.before is not None and block.before.state == _FREE else block
             room = 0
             at: Block | None = first
@@ -386,14 +384,13 @@ class CachingAllocator:
                 at = at.after
             if room >= size:
                 return first
-        page = self._page(pool)
         device = _DEVICE_BYTES if self.capacity_bytes == sys.maxsize else self.capacity_bytes
-        return pool.insert(self._new_segment(pool, -(-device * 9 // 8 // page) * page, _UNMAPPED))
+        space = _round_up(device + device // 8, pool.page)
+        return pool.insert(self._new_segment(pool, stream, space, _UNMAPPED))
 
     def _map(self, block: Block, size: int) -> Block | None:
         """Back the start of an unmapped range by whole pages; return the free block they are part of."""
-        page = self._page(block.pool)
-        mapped = -(-size // page) * page
+        mapped = _round_up(size, block.pool.page)
         if not self._charge(mapped):
             return None
         block.pool.remove(block)
@@ -405,9 +402,9 @@ class CachingAllocator:
 
     def _unmap(self, block: Block) -> None:
         """Release the whole pages inside a free block of an expandable segment."""
-        page, pool = self._page(block.pool), block.pool
+        pool, page = block.pool, block.pool.page
         base = max(address for address in self._segments if address <= block.address)
-        start = base + -(-(block.address - base) // page) * page
+        start = base + _round_up(block.address - base, page)
         size = (block.address + block.size - base) // page * page - (start - base)
         if size <= 0:
             return
@@ -424,10 +421,11 @@ class CachingAllocator:
             pool.remove(whole)
             del self._segments[whole.address]
 
-    def _page(self, pool: _Pool) -> int:
-        return _SMALL_SEGMENT if pool.is_small else self.settings.large_segment_size
-
 
 def _expanded(block: Block) -> int:
     after = block.after
     return block.size + (after.size if after is not None and after.state == _UNMAPPED else 0)
+
+
+def _round_up(size: int, step: int) -> int:
+    return -(-size // step) * step
