@@ -4,8 +4,9 @@ Modeled: rounding, a small and a large pool for each stream, best fit, splitting
 release of cached blocks and retry at capacity, and the settings of `AllocatorSettings`. Not modeled: `record_stream`,
 private pools (CUDA graphs), `backend:cudaMallocAsync`.
 
-Among free blocks of one size the one in the oldest segment is taken, as in torch 2.14. Before, it was the one at the
-lowest address, which the driver chooses: its order is a part of `perturbed`.
+Among free blocks of one size torch 2.14 takes the one in the oldest segment. Before, it took the lowest address, which
+the driver chooses: on Linux it places newer segments at lower addresses (recorded snapshots), which is
+`newest_segment_first`.
 
 Source: `c10/cuda/CUDACachingAllocator.cpp` and `c10/core/AllocatorConfig.h` of torch 2.14.
 """
@@ -49,8 +50,9 @@ _UNMAPPED: Final = 2  # a range of an expandable segment without memory
 class AllocatorSettings:
     """Settings of the native allocator, sizes in bytes.
 
-    `roundup_power2_divisions` has one number per power of two from 1 MiB to 64 GiB; 0 and 1 disable it. `ignored` are
-    the settings that change no figure of this model, or that it does not know.
+    `roundup_power2_divisions` has one number per power of two from 1 MiB to 64 GiB; 0 and 1 disable it.
+    `garbage_collection_threshold` has an effect only with a limit of the process. `ignored` are the settings that
+    change no figure of this model, or that it does not know.
     """
 
     max_split_size: int = sys.maxsize
@@ -59,6 +61,8 @@ class AllocatorSettings:
     expandable_segments: bool = False
     garbage_collection_threshold: float = 0.0
     large_segment_size: int = LARGE_SEGMENT
+    per_process_memory_fraction: float = 1.0
+    newest_segment_first: bool = False
     ignored: tuple[str, ...] = ()
 
     def rounded(self, nbytes: int) -> int:
@@ -169,9 +173,9 @@ class CachingAllocator:
     Args:
         settings: the allocator's settings.
         capacity_bytes: memory that the driver can give to this process; None: unlimited.
-        limit_bytes: what `torch.cuda.set_per_process_memory_fraction` allows, which also switches on
-            `garbage_collection_threshold`; None: not set.
-        place: returns the address of a new segment of the given size; None: ascending addresses.
+        limit_bytes: what `torch.cuda.set_per_process_memory_fraction` or the setting of that name allows; None: not
+            set.
+        place: returns the address of a new segment of the given size; None: in the order of the settings.
 
     """
 
@@ -188,7 +192,7 @@ class CachingAllocator:
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.retries = 0
-        self._place = place or self._ascending
+        self._place = place or self._next_place
         self._next_address = _FIRST_ADDRESS
         self._large = _Pool(self.settings.large_segment_size, is_small=False)
         self._small = _Pool(_SMALL_SEGMENT, is_small=True)
@@ -253,10 +257,13 @@ class CachingAllocator:
             found.append(blocks)
         return found
 
-    def _ascending(self, size: int) -> int:
-        address = self._next_address
-        self._next_address += _round_up(size, _SMALL_SEGMENT)
-        return address
+    def _next_place(self, size: int) -> int:
+        size = _round_up(size, _SMALL_SEGMENT)
+        if self.settings.newest_segment_first:
+            self._next_address -= size
+            return self._next_address
+        self._next_address += size
+        return self._next_address - size
 
     def _cached(self, pool: _Pool, stream: int, size: int) -> Block | None:
         """Take the best free block out of its pool; None if there is none."""

@@ -24,21 +24,20 @@ def parse_settings(text: str) -> AllocatorSettings:
     """
     values = dict(_pairs(text))
     segment = _megabytes(values, "large_segment_size_mb", LARGE_SEGMENT, least=OWN_SEGMENT + MIB)
-    threshold = _number(values, "garbage_collection_threshold", float) or 0.0
-    if "garbage_collection_threshold" in values and not 0 < threshold < 1:
-        raise _wrong("garbage_collection_threshold", str(threshold), "a number between 0 and 1")
     expandable = values.get("expandable_segments", "False")
     if expandable not in {"True", "False"}:
         raise _wrong("expandable_segments", expandable, "True or False")
     known = {"expandable_segments", "garbage_collection_threshold", "large_segment_size_mb"}
-    known |= {"max_split_size_mb", "max_non_split_rounding_mb", "roundup_power2_divisions"}
+    known |= {"max_split_size_mb", "max_non_split_rounding_mb", "per_process_memory_fraction"}
+    known |= {"roundup_power2_divisions"}
     return AllocatorSettings(
         max_split_size=_megabytes(values, "max_split_size_mb", sys.maxsize, least=segment),
         max_non_split_rounding_size=_megabytes(values, "max_non_split_rounding_mb", segment, least=segment),
         roundup_power2_divisions=_divisions(values.get("roundup_power2_divisions", "0")),
         expandable_segments=expandable == "True",
-        garbage_collection_threshold=threshold,
+        garbage_collection_threshold=_share(values, "garbage_collection_threshold", 0.0),
         large_segment_size=segment,
+        per_process_memory_fraction=_share(values, "per_process_memory_fraction", 1.0),
         ignored=tuple(f"{key}:{value}" for key, value in values.items() if key not in known),
     )
 
@@ -78,6 +77,13 @@ def _megabytes(values: dict[str, str], key: str, default: int, least: int) -> in
     if number * MIB < least:
         raise _wrong(key, values[key], f"at least {least // MIB}")
     return min(int(number) * MIB, sys.maxsize)
+
+
+def _share(values: dict[str, str], key: str, default: float) -> float:
+    number = _number(values, key, float)
+    if number is not None and not 0 < number < 1 and number != default:
+        raise _wrong(key, values[key], "a number between 0 and 1")
+    return default if number is None else number
 
 
 def _divisions(text: str) -> tuple[int, ...]:

@@ -66,6 +66,14 @@ def test_the_smallest_block_that_fits_is_taken_and_among_equals_the_lowest():
     assert allocator.malloc(31 * MIB).address == blocks[0].address
 
 
+def test_before_torch_2_14_the_newest_of_equal_blocks_is_taken():
+    allocator = CachingAllocator(AllocatorSettings(newest_segment_first=True))
+    blocks = [allocator.malloc(30 * MIB) for _ in range(3)]
+    for block in blocks:
+        allocator.free(block)
+    assert [allocator.malloc(30 * MIB).address for _ in blocks] == [block.address for block in reversed(blocks)]
+
+
 def test_freed_neighbors_become_one_block():
     allocator = CachingAllocator()
     parts = [allocator.malloc(5 * MIB) for _ in range(4)]

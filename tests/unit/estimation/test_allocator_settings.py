@@ -18,7 +18,8 @@ def test_no_settings_are_the_defaults(text):
 def test_every_setting_is_parsed():
     found = parse_settings(
         "max_split_size_mb:40, max_non_split_rounding_mb:30,garbage_collection_threshold:0.5,"
-        "roundup_power2_divisions:[64:8,128:2,256:4,512:2,1024:4,>:1],expandable_segments:True,large_segment_size_mb:24"
+        "roundup_power2_divisions:[64:8,128:2,256:4,512:2,1024:4,>:1],expandable_segments:True,large_segment_size_mb:24,"
+        "per_process_memory_fraction:0.8"
     )
     assert found == AllocatorSettings(
         max_split_size=40 * MIB,
@@ -27,6 +28,7 @@ def test_every_setting_is_parsed():
         roundup_power2_divisions=(8, 8, 8, 8, 8, 8, 8, 2, 4, 2, 4, 1, 1, 1, 1, 1),
         expandable_segments=True,
         large_segment_size=24 * MIB,
+        per_process_memory_fraction=0.8,
     )
 
 
@@ -56,7 +58,8 @@ def test_the_rounding_of_large_segments_follows_their_size():
         ("large_segment_size_mb:10", "at least 11"),
         ("max_split_size_mb:20,large_segment_size_mb:24", "at least 24"),
         ("garbage_collection_threshold:1.5", "a number between 0 and 1"),
-        ("garbage_collection_threshold:0", "a number between 0 and 1"),
+        ("garbage_collection_threshold:-1", "a number between 0 and 1"),
+        ("per_process_memory_fraction:2", "per_process_memory_fraction is '2'; it must be a number between 0 and 1"),
         ("expandable_segments:true", "expandable_segments is 'true'; it must be True or False"),
         ("roundup_power2_divisions:3", "powers of 2"),
         ("roundup_power2_divisions:[64:x]", "powers of 2"),
