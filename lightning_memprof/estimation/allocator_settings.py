@@ -6,13 +6,24 @@ Source: `c10/core/AllocatorConfig.cpp` of torch 2.14.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.estimation.allocator import INTERVALS, LARGE_SEGMENT, OWN_SEGMENT, AllocatorSettings
 from lightning_memprof.units import MIB
 
-__all__ = ["AllocatorSettings", "parse_settings"]
+__all__ = ["environment_settings", "parse_settings"]
+
+
+def environment_settings(environment: Mapping[str, str]) -> AllocatorSettings:
+    """Parse the variable that torch reads: the first of its three names that is set.
+
+    Raises:
+        ConfigError: a value is missing or out of range.
+
+    """
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    return parse_settings(next((environment[name] for name in names if name in environment), ""))
 
 
 def parse_settings(text: str) -> AllocatorSettings:

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from lightning_memprof.errors import ConfigError
-from lightning_memprof.estimation.allocator_settings import AllocatorSettings, parse_settings
+from lightning_memprof.estimation.allocator_settings import AllocatorSettings, environment_settings, parse_settings
 from lightning_memprof.units import KIB, MIB
 
 
@@ -36,6 +36,13 @@ def test_settings_without_a_model_are_listed():
     found = parse_settings("backend:native,max_split_size_mb:64,pinned_use_background_threads:True,list:[1,2]")
     assert found.ignored == ("backend:native", "pinned_use_background_threads:True", "list:[1,2]")
     assert found.max_split_size == 64 * MIB
+
+
+def test_the_variable_of_cuda_comes_before_the_general_one():
+    general = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
+    assert environment_settings({}) == AllocatorSettings()
+    assert environment_settings(general).max_split_size == 64 * MIB
+    assert environment_settings(general | {"PYTORCH_CUDA_ALLOC_CONF": ""}) == AllocatorSettings()
 
 
 def test_one_number_of_divisions_holds_for_every_size():
