@@ -12,7 +12,7 @@ from lightning_memprof.errors import ConfigError
 from lightning_memprof.estimation.allocator import INTERVALS, LARGE_SEGMENT, OWN_SEGMENT, AllocatorSettings
 from lightning_memprof.units import MIB
 
-__all__ = ["environment_settings", "parse_settings"]
+__all__ = ["AllocatorSettings", "environment_settings", "parse_settings"]
 
 
 def environment_settings(environment: Mapping[str, str]) -> AllocatorSettings:
