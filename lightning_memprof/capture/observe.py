@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
+from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -172,7 +172,7 @@ class Guard:
         """Call it unless something failed before, without the program's ``__torch_function__``."""
         if self.failure is None:
             try:
-                with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 torch has no public one
+                with DisableTorchFunctionSubclass():
                     call(*values)
             except Exception as error:  # noqa: BLE001 nothing of ours may raise into the user's code
                 self.failure = error

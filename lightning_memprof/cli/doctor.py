@@ -195,12 +195,23 @@ def _collectors() -> Iterator[Check]:
         return
     kineto = torch.profiler.kineto_available()
     yield Check("kineto", "ok" if kineto else "no", f"{'' if kineto else 'not '}in this build of torch")
+    yield from _internals(torch.__version__)
     with ExitStack() as stack:
         run = _imagined_run(stack, torch)
         for collector in default_collectors():
             reason = collector.unavailable(run)
             text = reason or (type(collector).__doc__ or "").strip().partition("\n")[0]
             yield Check(collector.name, "no" if reason else "ok", text)
+
+
+def _internals(version: str) -> Iterator[Check]:
+    """Check the private APIs of torch that this package uses: a line for each that is missing, with what it costs."""
+    from lightning_memprof.capture.torch_internals import expected, missing
+
+    for path, cost in (gone := missing()).items():
+        yield Check("torch internals", "no", f"{path} is missing from torch {version}: {cost}")
+    if not gone:
+        yield Check("torch internals", "ok", f"all {len(list(expected()))} private APIs of torch are there")
 
 
 def _imagined_run(stack: ExitStack, torch: Any) -> RunContext:

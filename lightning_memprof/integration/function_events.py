@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
-from torch._C._autograd import DeviceType
+from torch.autograd import DeviceType  # type: ignore[attr-defined] # torch's stubs do not re-export it
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from lightning_memprof.analysis.trace.events import read_trace

@@ -25,6 +25,7 @@ from lightning_memprof.capture.collectors.oom import OOMAutopsy
 from lightning_memprof.capture.collectors.operator_trace import DEFAULT_FILENAME, NvtxRanges, OperatorTrace
 from lightning_memprof.capture.collectors.pulse import Pulse
 from lightning_memprof.capture.faults import describe as fault_text
+from lightning_memprof.capture.torch_internals import _profiler_enabled
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.adapter import Adapter
 from lightning_memprof.integration.function_events import function_events
@@ -169,7 +170,7 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
         if self.profiler is None:
             if self._is_trainers(action_name):
                 return
-            if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            if _profiler_enabled():
                 warnings.warn(f"{action_name!r} is not recorded: another torch profiler is running", stacklevel=2)
                 return
             self._traces, self.table_path, self._events = (), None, None

@@ -20,7 +20,7 @@ from lightning_memprof.schedule import Point
 from lightning_memprof.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from lightning_memprof.capture.base import RunContext
     from lightning_memprof.schedule import Mark, Window
@@ -70,10 +70,11 @@ def _without_history(device: torch.device) -> str | None:
 
 
 def _start_memory_history(max_entries: int, stacks: Literal["python", "all"]) -> None:
+    from lightning_memprof.capture.torch_internals import _record_memory_history
+
     wanted: dict[str, Any] = {"enabled": "all", "context": "all", "stacks": stacks, "max_entries": max_entries}
-    record = torch.cuda.memory._record_memory_history  # noqa: SLF001 torch documents it under this name
-    known = inspect.signature(record).parameters
-    record(**{key: value for key, value in wanted.items() if key in known})
+    known = inspect.signature(_record_memory_history).parameters
+    _record_memory_history(**{key: value for key, value in wanted.items() if key in known})
 
 
 @contextmanager
@@ -110,20 +111,24 @@ def memory_history(*, max_entries: int = _MAX_ENTRIES, stacks: Literal["python",
 
 
 def _is_recording() -> bool:
-    # A build without CUDA and older versions of torch do not have it.
-    asked: Callable[[], bool] = getattr(torch._C, "_cuda_isHistoryEnabled", lambda: False)  # noqa: SLF001
-    return asked()
+    from lightning_memprof.capture.torch_internals import _cuda_isHistoryEnabled
+
+    return _cuda_isHistoryEnabled()
 
 
 def _stop_memory_history() -> None:
-    torch.cuda.memory._record_memory_history(enabled=None)  # noqa: SLF001 torch documents it under this name
+    from lightning_memprof.capture.torch_internals import _record_memory_history
+
+    _record_memory_history(enabled=None)
 
 
 def write_snapshot(
     run: RunContext, name: str, window: int | None, device: torch.device | None = None, collector: str = _NAME
 ) -> Any:
     """Write the segments and recorded history of a device's allocator into the run directory, and return them."""
-    snapshot: Any = torch.cuda.memory._snapshot(device or run.device)  # noqa: SLF001 torch documents it under this name
+    from lightning_memprof.capture.torch_internals import _snapshot
+
+    snapshot: Any = _snapshot(device or run.device)
     path = run.sink.place.directory / name
     artifact = ArtifactSpec(path=path, type="snapshot", collector=collector, window=window)
     with run.sink.file(artifact) as temporary, temporary.open("wb") as file:

@@ -9,13 +9,13 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 import torch
-from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_memprof.artifacts.series import DeadTensorRow, GarbageRow
 from lightning_memprof.capture.base import Collector, OnMark
 from lightning_memprof.capture.observe import gc_callback
 from lightning_memprof.capture.sources.tensors import PLAIN_TENSORS, local_bytes, storages
+from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubclass, set_eval_frame
 from lightning_memprof.schedule import Point
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def _tensors_up_to(generation: int) -> list[_Watched]:
 
 def _watch(tensor: torch.Tensor) -> _Watched | None:
     """Return the description of a tensor; None if a compiler traces it or it has no shape."""
-    with torch._C.DisableTorchFunctionSubclass(), suppress(NotImplementedError, RuntimeError):  # noqa: SLF001 torch has no public one
+    with DisableTorchFunctionSubclass(), suppress(NotImplementedError, RuntimeError):
         shape = tuple(tensor.shape)
         # Reading a symbolic size would specialize it to a number.
         if any(type(size) is not int for size in shape) or type(tensor).__module__.startswith("torch._subclasses"):

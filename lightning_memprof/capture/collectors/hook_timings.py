@@ -13,12 +13,16 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from torch.compiler import is_compiling
-from torch.utils.data import dataloader
-from torch.utils.data._utils import fetch
 
 from lightning_memprof.artifacts.series import HookRow
 from lightning_memprof.capture.base import Collector, OnMark, unix_offset_ns
 from lightning_memprof.capture.observe import wrapped
+from lightning_memprof.capture.torch_internals import (
+    _BaseDataLoaderIter,
+    _IterableDatasetFetcher,
+    _MapDatasetFetcher,
+    _MultiProcessingDataLoaderIter,
+)
 from lightning_memprof.schedule import Point
 
 if TYPE_CHECKING:
@@ -41,10 +45,10 @@ _MARK: Final = "[MemProfiler]"
 _FETCH: Final = "fetch"
 # torch's classes and methods, and their names in actions; torch has no public ones.
 _FETCHES: Final = (
-    (dataloader._BaseDataLoaderIter, "_next_index", "sampler"),  # noqa: SLF001
-    (dataloader._MultiProcessingDataLoaderIter, "_get_data", "workers"),  # noqa: SLF001
-    (fetch._MapDatasetFetcher, "fetch", _FETCH),  # noqa: SLF001
-    (fetch._IterableDatasetFetcher, "fetch", _FETCH),  # noqa: SLF001
+    (_BaseDataLoaderIter, "_next_index", "sampler"),
+    (_MultiProcessingDataLoaderIter, "_get_data", "workers"),
+    (_MapDatasetFetcher, "fetch", _FETCH),
+    (_IterableDatasetFetcher, "fetch", _FETCH),
 )
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
 from lightning_memprof.capture.base import Collector, OnMark
 from lightning_memprof.capture.sources.memory import ResidentSize
 from lightning_memprof.capture.sources.module_calls import module_calls, skip_compiled
+from lightning_memprof.capture.torch_internals import _current_graph_task_id
 from lightning_memprof.schedule import Point
 
 if TYPE_CHECKING:
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from lightning_memprof.schedule import Mark, Window
 
 __all__ = ["ModuleRss"]
-
-_graph_task = torch._C._current_graph_task_id  # noqa: SLF001 torch has no public one
 
 
 class ModuleRss(Collector):
@@ -65,7 +62,7 @@ def _hooks(
     def before(path: str, args: tuple[Any, ...]) -> None:  # noqa: ARG001 `after` needs the path only
         size = None
         try:
-            if _graph_task() == -1:
+            if _current_graph_task_id() == -1:
                 size = read()
         except OSError as error:
             failed(error)

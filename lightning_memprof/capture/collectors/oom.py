@@ -120,8 +120,8 @@ class _Observer:
 
     @contextmanager
     def listen(self, listener: Callable[[int, int, int, int], None]) -> Iterator[None]:
-        # torch has no public name for it, and a build without CUDA does not have it.
-        attach: Any = getattr(torch._C, "_cuda_attach_out_of_memory_observer")  # noqa: B009,SLF001
+        from lightning_memprof.capture.torch_internals import _cuda_attach_out_of_memory_observer as attach
+
         if attach is not self._attached_by:
             attach(self)
             self._attached_by = attach

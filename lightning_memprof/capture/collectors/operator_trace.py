@@ -29,6 +29,7 @@ from lightning_memprof.capture.sources.kineto import (
     yields_to_others,
 )
 from lightning_memprof.capture.sources.user_hooks import hook_ranges
+from lightning_memprof.capture.torch_internals import _profiler_enabled
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.units import format_bytes
 
@@ -111,7 +112,7 @@ class OperatorTrace(Collector):
 
         If the program starts a torch profiler meanwhile, that one gets Kineto, and the trace ends there.
         """
-        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # noqa: SLF001 no public way to ask
+        if _profiler_enabled():
             raise SkipWindow("another torch profiler is running")
         if (spent := run.ledger.refusal()) is not None:
             raise SkipWindow(spent)

@@ -14,6 +14,11 @@ from lightning_memprof.capture.base import Collector, OnMark, SkipWindow
 from lightning_memprof.capture.sources.module_calls import COMPILED, module_calls
 from lightning_memprof.capture.sources.saved_graph import SavedGraph, can_read
 from lightning_memprof.capture.sources.tensors import ModelTensors, PersistentBytes, batch_bytes, fold, tensors_in
+from lightning_memprof.capture.torch_internals import (
+    DisableTorchFunctionSubclass,
+    _current_graph_task_id,
+    _get_sequence_nr,
+)
 from lightning_memprof.schedule import Point
 
 if TYPE_CHECKING:
@@ -29,11 +34,6 @@ __all__ = ["NO_BACKWARD", "SavedTensors"]
 NO_BACKWARD: Final = (
     "no backward of this step went through Lightning: saved activations of other backwards are not recorded"
 )
-
-_sequence_number = torch._C._autograd._get_sequence_nr  # noqa: SLF001 torch has no public one
-# Tensor subclasses of the program are read without their `__torch_function__`.
-_plainly = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001 torch has no public one
-_graph_task = torch._C._current_graph_task_id  # noqa: SLF001 torch has no public one
 
 
 class SavedTensors(Collector):
@@ -108,7 +108,7 @@ class _ForwardLog:
 
     def begin_step(self) -> None:
         """Discard the previous step."""
-        self.sequences[:] = [_sequence_number()]
+        self.sequences[:] = [_get_sequence_nr()]
         self.owners[:] = [self._inside[-1][0] if self._inside else ""]
         self._rows.clear()
         self.read_timer()
@@ -127,7 +127,7 @@ class _ForwardLog:
 
         def before(path: str, args: tuple[Any, ...]) -> None:
             nonlocal recomputed
-            if _graph_task() != -1:
+            if _current_graph_task_id() != -1:
                 recomputed += 1
                 return
             size = args[0].nbytes if len(args) == 1 and type(args[0]) is torch.Tensor else self._size(args)
@@ -137,7 +137,7 @@ class _ForwardLog:
             else:
                 row[_CALLS] += 1
                 row[_INPUT] += size
-            sequences.append(_sequence_number())
+            sequences.append(_get_sequence_nr())
             owners.append(path)
             inside.append((path, now(), row))
 
@@ -151,14 +151,14 @@ class _ForwardLog:
                     row[_FORWARD] += now() - start
                 else:
                     self._timed.append((row, start, now()))
-                sequences.append(_sequence_number())
+                sequences.append(_get_sequence_nr())
                 owners.append(inside[-1][0] if inside else "")
 
         return before, after
 
     def _size(self, args: tuple[Any, ...]) -> int:
         try:
-            with _plainly():
+            with DisableTorchFunctionSubclass():
                 return sum(tensor.nbytes for tensor in tensors_in(args))
         except Exception as error:  # noqa: BLE001 nothing of ours may raise into the user's code
             self._failed(error)
@@ -211,13 +211,13 @@ class _Recorder:
         self._backwards = 0
 
     def batch(self, batch: Any) -> None:
-        with _plainly():
+        with DisableTorchFunctionSubclass():
             self._input_bytes = batch_bytes(batch)
 
     def loss(self, loss: torch.Tensor) -> None:
         """Read the graph of a loss; its row is written at the next mark."""
         self._backwards += 1
-        with _plainly():
+        with DisableTorchFunctionSubclass():
             saved = self._graph.read(loss, self._model.storage_keys())
         total = unattributed = 0
         dtypes: dict[torch.dtype, int] = {}
@@ -248,7 +248,7 @@ class _Recorder:
             self._write(mark, self._row)
             self._row = None
         elif mark.point is Point.STEP_END:
-            with _plainly():
+            with DisableTorchFunctionSubclass():
                 sizes: tuple[dict[str, int], dict[str, Any]] = self._persistent.count(self._run.training.optimizers())
             row = SavedTensorsRow(
                 parameters=sizes[1],

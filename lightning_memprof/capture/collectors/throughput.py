@@ -8,9 +8,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
-from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry
 
 from lightning_memprof.artifacts.series import ThroughputRow
@@ -18,6 +15,12 @@ from lightning_memprof.capture.base import Collector, OnMark
 from lightning_memprof.capture.sources.methods import compiled_methods
 from lightning_memprof.capture.sources.module_calls import is_compiled
 from lightning_memprof.capture.sources.padding import batch_padding, batch_parts
+from lightning_memprof.capture.torch_internals import (
+    FakeTensor,
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    active_fake_mode,
+)
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Point
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from isal import igzip
-from torch._C._profiler import _RecordFunctionFast
 from torch.autograd.profiler import profile as autograd_profile
 
 from lightning_memprof.artifacts.trace_rewriting import FAST_LEVEL
 from lightning_memprof.capture.observe import wrapped
 from lightning_memprof.capture.sources.module_calls import module_calls
+from lightning_memprof.capture.torch_internals import _RecordFunctionFast
 from lightning_memprof.schedule import Point
 from lightning_memprof.units import format_bytes
 

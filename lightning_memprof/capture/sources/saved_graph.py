@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from lightning_memprof.capture.sources.tensors import PLAIN_TENSORS, storage_sizes, storages
+from lightning_memprof.capture.torch_internals import SavedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 __all__ = ["Checkpoint", "SavedGraph", "SavedStorage", "SavedStorages", "can_read"]
 
-# torch's stub has no `data`.
-_SavedTensor: Any = torch._C._autograd.SavedTensor  # noqa: SLF001 torch has no public one
 _SAVED: Final = "_raw_saved_"
 _LEAF: Final = "variable"
 # Where torch.compile stores saved tensors that need no version check.
@@ -135,7 +134,7 @@ class SavedGraph:
 
 def can_read() -> bool:
     """Return whether this torch version shows saved tensors without unpacking."""
-    return hasattr(_SavedTensor, "data") and hasattr(_SavedTensor, "unpack_hook")
+    return hasattr(SavedTensor, "data") and hasattr(SavedTensor, "unpack_hook")
 
 
 class _Collected:
@@ -170,7 +169,7 @@ class _Collected:
 
     def _add(self, number: int, value: Any, checkpoint: Checkpoint | None) -> None:
         """Add a node's saved value: a saved tensor, a plain tensor, several of them, or nothing."""
-        if isinstance(value, _SavedTensor):
+        if isinstance(value, SavedTensor):
             try:
                 data = value.data
             except RuntimeError:

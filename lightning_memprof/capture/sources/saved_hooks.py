@@ -8,13 +8,18 @@ import torch
 
 from lightning_memprof.capture.observe import take_out
 from lightning_memprof.capture.sources.tensors import local_bytes, local_storage
+from lightning_memprof.capture.torch_internals import (
+    _current_graph_task_id,
+    _pop_saved_tensors_default_hooks,
+    _push_saved_tensors_default_hooks,
+    _top_saved_tensors_default_hooks,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
 
-_stack: Any = torch._C._autograd  # noqa: SLF001 the functions behind torch.autograd.graph.saved_tensors_hooks
 
 __all__ = ["SavedBytes", "checked_pack", "checked_unpack"]
 
@@ -112,7 +117,7 @@ class SavedBytes:
         self._seen, self._own = {}, set()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        if torch._C._current_graph_task_id() == -1:  # noqa: SLF001 -1 outside of backward
+        if _current_graph_task_id() == -1:  # outside of backward
             self._count(tensor)
         if self._functions is None:
             return checked_pack(tensor)
@@ -150,11 +155,11 @@ class SavedBytes:
 
 
 def _pop() -> tuple[Any, Any] | None:
-    top: tuple[Any, Any] | None = _stack._top_saved_tensors_default_hooks(True)  # noqa: SLF001, FBT003 torch has no public one
+    top = _top_saved_tensors_default_hooks(True)  # noqa: FBT003 torch's signature
     if top is not None:
-        _stack._pop_saved_tensors_default_hooks()  # noqa: SLF001 torch has no public one
+        _pop_saved_tensors_default_hooks()
     return top
 
 
 def _push(hooks: tuple[Any, Any]) -> None:
-    _stack._push_saved_tensors_default_hooks(*hooks)  # noqa: SLF001 torch's context manager removes those on top
+    _push_saved_tensors_default_hooks(*hooks)  # torch's context manager removes those on top

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubclass, is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +48,7 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """
     found: list[torch.Tensor] = []
     pending = [tensor]
-    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 torch has no public one
+    with DisableTorchFunctionSubclass():
         while pending:
             part = pending.pop()
             if parts := _parts(part):
@@ -61,7 +62,7 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     """Return the storages of a tensor's :func:`dense_parts`."""
-    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 torch has no public one
+    with DisableTorchFunctionSubclass():
         return [part.untyped_storage() for part in dense_parts(tensor)]
 
 
@@ -101,7 +102,7 @@ def local_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor's own elements on this rank, not of its whole storage."""
     if type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided:
         return 0 if tensor.is_meta else tensor.nbytes
-    with suppress(NotImplementedError, RuntimeError, ValueError), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 torch has no public one
+    with suppress(NotImplementedError, RuntimeError, ValueError), DisableTorchFunctionSubclass():
         parts = _parts(tensor)
         return sum(map(local_bytes, parts)) if parts else tensor.nbytes
     return 0

@@ -10,10 +10,10 @@ from pathlib import PurePath
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Final
 
-from torch._C._profiler import _RecordFunctionFast
 from torch.nn.modules import module as torch_module
 
 from lightning_memprof.capture.sources.module_calls import is_compiled
+from lightning_memprof.capture.torch_internals import _RecordFunctionFast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, MutableMapping

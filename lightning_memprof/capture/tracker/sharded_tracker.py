@@ -10,10 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPModState, _FSDPRefType, _FSDPState
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_memprof.capture.observe import Link, wrapped
+from lightning_memprof.capture.torch_internals import FSDPMemTracker, _FSDPModState, _FSDPRefType, _FSDPState
 from lightning_memprof.capture.tracker.tracker import CategoryTracker, Kinds
 
 if TYPE_CHECKING:

@@ -19,23 +19,28 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
-from torch._guards import active_fake_mode
-from torch.distributed._tools.mem_tracker import MemTracker, _ModState, _RefType, _State, _UpdateType
-from torch.distributed._tools.mod_tracker import ModTracker
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
-from torch.utils._pytree import tree_leaves
 
 from lightning_memprof.capture.observe import Guard, Link, take_out, wrapped
 from lightning_memprof.capture.sources.tensors import dense_parts, tensors_in
+from lightning_memprof.capture.torch_internals import (
+    DisableTorchFunctionSubclass,
+    MemTracker,
+    ModTracker,
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _ModState,
+    _pop_mode,
+    _push_mode,
+    _RefType,
+    _State,
+    _UpdateType,
+    active_fake_mode,
+    tree_leaves,
+)
 from lightning_memprof.capture.tracker.report import Figures, ModuleFigures, TrackerReport
 
 if TYPE_CHECKING:
@@ -292,7 +297,7 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
     ) -> set[Any]:
         # torch's own supports neither sparse tensors nor those without storage.
         add = super()._update_and_maybe_create_winfos
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 torch has no public one
+        with DisableTorchFunctionSubclass():
             return {info for part in dense_parts(t) for info in add(part, reftype, update_existing)}
 
     def _track(self, reftype: _RefType, t: torch.Tensor) -> None:
