@@ -61,6 +61,8 @@ static long stub(const char *name, int *named, long code) {
 STUB: Final = '__attribute__((weak)) long {0}(void) {{ static int named; return stub("{0}", &named, {1}); }}\n'
 ERROR_TEXT: Final = '__attribute__((weak)) const char *{0}(void) {{ return "error of a stand-in"; }}\n'
 HEADERS: Final = ("nvidia-cuda-runtime", "nvidia-cuda-crt", "nvidia-cuda-cupti")
+# CUDA 12 has no wheel of the runtime's internal headers alone: the compiler's (40 MB) has them.
+HEADERS_12: Final = ("nvidia-cuda-runtime-cu12", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-cupti-cu12")
 
 
 def main() -> None:
@@ -70,8 +72,9 @@ def main() -> None:
     build.mkdir(exist_ok=True)
     needed = needed_symbols(site / "torch" / "lib")
     needed.setdefault(NVML, {})
-    include = headers(environment, build, cuda_version(site))
-    target = site / "nvidia" / include.parent.name / "lib"
+    version = cuda_version(site)
+    include = headers(environment, build, version)
+    target = site / "nvidia" / f"cu{version.partition('.')[0]}" / "lib"
     target.mkdir(parents=True, exist_ok=True)
     # The others are linked to the runtime.
     for soname in sorted(needed, key=lambda name: not name.startswith("libcudart")):
@@ -107,15 +110,17 @@ def cuda_version(site: Path) -> str:
 
 def headers(environment: Path, build: Path, version: str) -> Path:
     """Return the folder of CUDA's headers, from the wheels that have them (13 MB)."""
-    major = version.partition(".")[0]
-    names = [f"{name}{'' if int(major) >= 13 else f'-cu{major}'}=={version}.*" for name in HEADERS]
-    wheels = build / "wheels"
+    names = [f"{name}=={version}.*" for name in (HEADERS_12 if version.startswith("12.") else HEADERS)]
+    wheels, include = build / "wheels", build / "include"
     output(str(environment / "bin" / "pip"), "download", "-q", "--no-deps", "-d", str(wheels), *names)
     for path in wheels.glob("*.whl"):
         with zipfile.ZipFile(path) as wheel:
-            wheel.extractall(build / "headers")
-    (found,) = (build / "headers" / "nvidia").glob("*/include/cuda_runtime_api.h")
-    return found.parent
+            for name in wheel.namelist():
+                _, found, rest = name.partition("/include/")
+                if found and rest and not rest.endswith("/"):
+                    (include / rest).parent.mkdir(parents=True, exist_ok=True)
+                    (include / rest).write_bytes(wheel.read(name))
+    return include
 
 
 def build_library(soname: str, symbols: dict[str, str], build: Path, include: Path, target: Path) -> None:

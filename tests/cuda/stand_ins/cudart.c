@@ -379,12 +379,18 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *
     return cudaSuccess;
 }
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatus *status, unsigned long long *id,
-                                     cudaGraph_t *graph, const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges, size_t *count) {
+                                     cudaGraph_t *graph, const cudaGraphNode_t **nodes,
+#if CUDART_VERSION >= 13000
+                                     const cudaGraphEdgeData **edges,
+#endif
+                                     size_t *count) {
     cudaStreamIsCapturing(s, status);
     if (id) *id = capture_of(s) ? capture_of(s)->id : 0;
     if (graph) *graph = capture_of(s);
     if (nodes) *nodes = NULL;
+#if CUDART_VERSION >= 13000
     if (edges) *edges = NULL;
+#endif
     if (count) *count = 0;
     return cudaSuccess;
 }
