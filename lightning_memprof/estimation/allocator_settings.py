@@ -35,21 +35,18 @@ def parse_settings(text: str) -> AllocatorSettings:
     """
     values = dict(_pairs(text))
     segment = _megabytes(values, "large_segment_size_mb", LARGE_SEGMENT, least=OWN_SEGMENT + MIB)
-    expandable = values.get("expandable_segments", "False")
+    expandable = values.pop("expandable_segments", "False")
     if expandable not in {"True", "False"}:
         raise _wrong("expandable_segments", expandable, "True or False")
-    known = {"expandable_segments", "garbage_collection_threshold", "large_segment_size_mb"}
-    known |= {"max_split_size_mb", "max_non_split_rounding_mb", "per_process_memory_fraction"}
-    known |= {"roundup_power2_divisions"}
     return AllocatorSettings(
         max_split_size=_megabytes(values, "max_split_size_mb", sys.maxsize, least=segment),
         max_non_split_rounding_size=_megabytes(values, "max_non_split_rounding_mb", segment, least=segment),
-        roundup_power2_divisions=_divisions(values.get("roundup_power2_divisions", "0")),
+        roundup_power2_divisions=_divisions(values.pop("roundup_power2_divisions", "0")),
         expandable_segments=expandable == "True",
         garbage_collection_threshold=_share(values, "garbage_collection_threshold", 0.0),
         large_segment_size=segment,
         per_process_memory_fraction=_share(values, "per_process_memory_fraction", 1.0),
-        ignored=tuple(f"{key}:{value}" for key, value in values.items() if key not in known),
+        ignored=tuple(f"{key}:{value}" for key, value in values.items()),
     )
 
 
@@ -75,10 +72,12 @@ def _wrong(key: str, value: str, wanted: str) -> ConfigError:
 
 
 def _number(values: dict[str, str], key: str, kind: type[int | float]) -> float | None:
+    """Take a number out of the settings that are not parsed yet."""
+    value = values.pop(key, None)
     try:
-        return kind(values[key]) if key in values else None
+        return None if value is None else kind(value)
     except ValueError:
-        raise _wrong(key, values[key], "a number") from None
+        raise _wrong(key, str(value), "a number") from None
 
 
 def _megabytes(values: dict[str, str], key: str, default: int, least: int) -> int:
@@ -86,32 +85,37 @@ def _megabytes(values: dict[str, str], key: str, default: int, least: int) -> in
     if number is None:
         return default
     if number * MIB < least:
-        raise _wrong(key, values[key], f"at least {least // MIB}")
+        raise _wrong(key, str(number), f"at least {least // MIB}")
     return min(int(number) * MIB, sys.maxsize)
 
 
 def _share(values: dict[str, str], key: str, default: float) -> float:
     number = _number(values, key, float)
     if number is not None and not 0 < number < 1 and number != default:
-        raise _wrong(key, values[key], "a number between 0 and 1")
+        raise _wrong(key, str(number), "a number between 0 and 1")
     return default if number is None else number
 
 
 def _divisions(text: str) -> tuple[int, ...]:
-    """Parse `roundup_power2_divisions`: a number, or `[256:1,512:2,>:8]` with upper bounds in MiB."""
-    key, table = "roundup_power2_divisions", [0] * INTERVALS
-    pairs = [pair.partition(":") for pair in text.strip("[]").split(",")] if text[:1] == "[" else [(">", ":", text)]
-    last = -1
-    for bound, _, value in pairs:
-        if not value.isdecimal() or int(value).bit_count() > 1:
-            raise _wrong(key, text, "powers of 2, as in 8 or [256:1,512:2,>:8]")
+    """Parse `roundup_power2_divisions`: a number, or `[256:1,512:2,>:8]` with bounds in MiB."""
+    wrong = _wrong("roundup_power2_divisions", text, "powers of 2, as in 8 or [256:1,512:2,>:8]")
+    if text[:1] != "[":
+        return (_power_of_two(text, wrong),) * INTERVALS
+    table = [0] * INTERVALS
+    last, is_first = 0, True
+    for pair in text.strip("[]").split(","):
+        bound, _, value = pair.partition(":")
+        divisions = _power_of_two(value, wrong)
         if bound == ">":
-            table[last + 1 :] = [int(value)] * (INTERVALS - 1 - last)
+            table[last + 1 :] = [divisions] * (INTERVALS - 1 - last)
             continue
-        if not bound.isdecimal() or int(bound).bit_count() != 1:
-            raise _wrong(key, text, "powers of 2, as in 8 or [256:1,512:2,>:8]")
-        first, last = last < 0, min(int(bound).bit_length() - 1, INTERVALS - 1)
-        if first:
-            table[:last] = [int(value)] * last
-        table[last] = int(value)
+        last = min(max(_power_of_two(bound, wrong), 1).bit_length(), INTERVALS) - 1
+        table[0 if is_first else last : last + 1] = [divisions] * (last + 1 if is_first else 1)
+        is_first = False
     return tuple(table)
+
+
+def _power_of_two(text: str, wrong: ConfigError) -> int:
+    if not text.isdecimal() or int(text).bit_count() > 1:
+        raise wrong
+    return int(text)

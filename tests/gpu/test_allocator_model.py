@@ -25,6 +25,7 @@ CONFIGURATIONS = [
     "expandable_segments:False,max_split_size_mb:20,max_non_split_rounding_mb:40",
     "expandable_segments:False,roundup_power2_divisions:4",
     "expandable_segments:False,roundup_power2_divisions:[4:2,16:8,>:1]",
+    "expandable_segments:False,roundup_power2_divisions:[>:2]",
     "expandable_segments:False,garbage_collection_threshold:0.6",
     "expandable_segments:True",
     "expandable_segments:True,max_split_size_mb:32,roundup_power2_divisions:8",
@@ -45,6 +46,7 @@ def device() -> Iterator[torch.device]:
     if torch.__version__ < "2.14":
         pytest.skip("blocks of one size were ordered by address before torch 2.14, and the driver chooses addresses")
     torch.cuda.init()
+    gc.collect()
     yield torch.device("cuda", 0)
     configure(DEFAULT)
     torch.cuda.set_per_process_memory_fraction(1.0, 0)

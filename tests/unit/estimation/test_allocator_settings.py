@@ -45,8 +45,18 @@ def test_the_variable_of_cuda_comes_before_the_general_one():
     assert environment_settings(general | {"PYTORCH_CUDA_ALLOC_CONF": ""}) == AllocatorSettings()
 
 
-def test_one_number_of_divisions_holds_for_every_size():
-    assert parse_settings("roundup_power2_divisions:4").roundup_power2_divisions == (4,) * 16
+@pytest.mark.parametrize(
+    ("text", "divisions"),
+    [
+        ("4", (4,) * 16),
+        ("[4:2,16:8]", (2, 2, 2, 0, 8) + (0,) * 11),
+        ("[4:2,16:8,>:1]", (2, 2, 2, 0, 8) + (1,) * 11),
+        ("[>:8]", (0,) + (8,) * 15),
+        ("[131072:2]", (2,) * 16),
+    ],
+)
+def test_divisions_hold_up_to_their_bounds(text, divisions):
+    assert parse_settings(f"roundup_power2_divisions:{text}").roundup_power2_divisions == divisions
 
 
 def test_the_rounding_of_large_segments_follows_their_size():
@@ -66,7 +76,7 @@ def test_the_rounding_of_large_segments_follows_their_size():
         ("max_split_size_mb:20,large_segment_size_mb:24", "at least 24"),
         ("garbage_collection_threshold:1.5", "a number between 0 and 1"),
         ("garbage_collection_threshold:-1", "a number between 0 and 1"),
-        ("per_process_memory_fraction:2", "per_process_memory_fraction is '2'; it must be a number between 0 and 1"),
+        ("per_process_memory_fraction:2", "per_process_memory_fraction is '2.0'; it must be a number between 0 and 1"),
         ("expandable_segments:true", "expandable_segments is 'true'; it must be True or False"),
         ("roundup_power2_divisions:3", "powers of 2"),
         ("roundup_power2_divisions:[64:x]", "powers of 2"),
