@@ -120,7 +120,8 @@ class TrainingFacts(OpenRow):
     """The ``training`` row: the loop and the model, as known when training starts.
 
     ``parameters`` counts numbers, ``threads`` are those of one operator, ``parameter_dtypes`` has bytes by dtype,
-    ``not_optimized`` the paths of modules whose parameters need gradients and are in no optimizer.
+    ``not_optimized`` the paths of modules whose parameters need gradients and are in no optimizer, ``compiled`` those
+    of the modules that torch.compile has compiled, ``""`` for the model.
     """
 
     num_batches: Int64 | None = None
@@ -135,6 +136,7 @@ class TrainingFacts(OpenRow):
     parameter_dtypes: dict[str, Int64] = msgspec.field(default_factory=dict)
     largest_parameters: list[ParameterFacts] = msgspec.field(default_factory=list)
     not_optimized: list[str] = msgspec.field(default_factory=list)
+    compiled: list[str] = msgspec.field(default_factory=list)
     detect_anomaly: bool | None = None
     threads: Int64 | None = None
 

@@ -19,7 +19,7 @@ from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubcla
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Guard", "Link", "gc_callback", "kept_interrupts", "original_of", "place_of", "take_out", "wrapped"]
+__all__ = ["Guard", "Link", "gc_callback", "kept_interrupts", "original_of", "place_of", "put", "take_out", "wrapped"]
 
 _LINK: Final = "_memprof_link"
 
@@ -64,7 +64,7 @@ def wrapped(place: Any, name: str, wrap: Callable[[Link], Callable[..., Any]]) -
     link = Link(place, name)
     wrapper = wrap(link)
     vars(wrapper)[_LINK] = link
-    _put(place, name, wrapper)
+    put(place, name, wrapper)
     try:
         yield
     finally:
@@ -75,7 +75,7 @@ def wrapped(place: Any, name: str, wrap: Callable[[Link], Callable[..., Any]]) -
             if above is not None:
                 above.take_over(link)
         elif link.is_own:
-            _put(place, name, link.below)
+            put(place, name, link.below)
         elif isinstance(place, type):
             delattr(place, name)
         else:
@@ -212,7 +212,8 @@ def _link_of(method: Any) -> Link | None:
     return link if isinstance(link, Link) else None
 
 
-def _put(place: Any, name: str, value: Any) -> None:
+def put(place: Any, name: str, value: Any) -> None:
+    """Set the attribute of a class or an instance."""
     if isinstance(place, type):
         setattr(place, name, value)
     else:

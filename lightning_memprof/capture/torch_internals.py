@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     _MapDatasetFetcher: type
     _MultiProcessingDataLoaderIter: type
     _cuda_attach_out_of_memory_observer: Callable[[Callable[[int, int, int, int], None]], None]
+    Reducer: type
+    _FrameAction: Any
+    _FrameExecStrategy: Any
     _cuda_isHistoryEnabled: Callable[[], bool]  # noqa: N816 torch's name
     _current_graph_task_id: Callable[[], int]
     _get_sequence_nr: Callable[[], int]
@@ -55,6 +58,8 @@ if TYPE_CHECKING:
     _profiler_enabled: Callable[[], bool]
     _push_saved_tensors_default_hooks: Callable[[Any, Any], None]
     _top_saved_tensors_default_hooks: Callable[[bool], tuple[Any, Any] | None]
+    callback_handler: Any
+    set_code_exec_strategy: Callable[[Any, Any], None]
     set_eval_frame: Callable[[Any], Any]
 
 
@@ -222,6 +227,33 @@ INTERNALS: Final = (
         used_for="keep Dynamo from compiling the garbage collector's callback",
         without="Dynamo may compile the callback",
         fallback=lambda _callback: None,
+    ),
+    Internal(
+        owner="torch._C._dynamo.eval_frame",
+        names="_FrameAction _FrameExecStrategy set_code_exec_strategy",
+        used_for="keep Dynamo from compiling wrappers of forwards",
+        without="collectors by module are disabled and reported once torch has compiled something",
+        fallback=None,
+    ),
+    Internal(
+        owner="torch._dynamo.callback",
+        names="callback_handler",
+        used_for="remove wrappers of forwards while torch compiles",
+        without="collectors by module are disabled and reported once torch has compiled something",
+        fallback=None,
+    ),
+    Internal(
+        owner="torch._C._distributed_c10d",
+        names="Reducer",
+        used_for="recognize DDP's gradient buckets",
+        without=_NO_TRACKER,
+        fallback=None,
+    ),
+    Internal(
+        owner="torch._C._distributed_c10d:Reducer",
+        names="_rebuild_buckets",
+        used_for="recognize DDP's gradient buckets",
+        without="ModuleMemory and FSDPMemory are disabled and reported",
     ),
     Internal(
         owner="torch._dynamo.eval_frame",

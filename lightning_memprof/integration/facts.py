@@ -19,6 +19,7 @@ import torch
 
 import lightning_memprof
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION
+from lightning_memprof.capture.sources.compiled import compiled_modules
 from lightning_memprof.capture.sources.memory import cgroup_memory
 from lightning_memprof.schedule import Schedule, no_window
 from lightning_memprof.units import format_count
@@ -121,6 +122,7 @@ def training_facts(trainer: Trainer) -> dict[str, Any]:
         "matmul_precision": torch.get_float32_matmul_precision(),
         "profiler": type(trainer.profiler).__name__,  # type: ignore[attr-defined]
         "threads": torch.get_num_threads(),
+        "compiled": sorted(compiled_modules(module)),
     }
 
 

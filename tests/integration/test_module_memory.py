@@ -348,10 +348,11 @@ def test_shared_parameters_count_once(tmp_path: Path) -> None:
     assert categories(run, "end")["parameter"] == categories(run, "end")["gradient"] == parameter_bytes(model)
 
 
-def test_a_compiled_model_is_not_tracked_and_it_is_said(tmp_path: Path) -> None:
-    run = record(tmp_path, Compiled())
-    (row,) = rows_of(run, "unavailable")
-    assert "compiled" in row["reason"]
+def test_a_model_with_a_compiled_part_has_the_figures_of_the_model_without_it(tmp_path: Path) -> None:
+    runs = [record(tmp_path / kind.__name__, kind()) for kind in (Mlp, Compiled)]
+    for kind in ("peak", "end"):
+        eager, compiled = (categories(run, kind) for run in runs)
+        assert compiled == eager
 
 
 class Fails(Perceptron):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning_memprof.capture.base import Collector, OnMark
 from lightning_memprof.capture.sources.memory import ResidentSize
-from lightning_memprof.capture.sources.module_calls import module_calls, skip_compiled
+from lightning_memprof.capture.sources.module_calls import module_calls
 from lightning_memprof.capture.torch_internals import _current_graph_task_id
 from lightning_memprof.schedule import Point
 
@@ -32,13 +32,7 @@ class ModuleRss(Collector):
 
     @contextmanager
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
-        """Read at every forward and write at the end of each step.
-
-        Raises:
-            SkipWindow: a part of the model is compiled.
-
-        """
-        skip_compiled(run.model)
+        """Read at every forward and write at the end of each step."""
         failed = run.on_fault(self.name, window)
         with closing(ResidentSize()) as resident, run.sink.series(window, self.name) as write:
             modules: dict[str, list[int]] = {}
@@ -55,7 +49,7 @@ class ModuleRss(Collector):
 
 def _hooks(
     modules: dict[str, list[int]], read: Callable[[], int], failed: Callable[[Exception], None]
-) -> tuple[Callable[[str, tuple[Any, ...]], None], Callable[[str], None]]:
+) -> tuple[Callable[[str, tuple[Any, ...]], None], Callable[[str, Any], None]]:
     """Return the functions for before and after a forward: closures, since every module calls them in each step."""
     started: list[int | None] = []
 
@@ -68,7 +62,7 @@ def _hooks(
             failed(error)
         started.append(size)
 
-    def after(path: str) -> None:
+    def after(path: str, output: Any) -> None:  # noqa: ARG001 the path is enough
         start = started.pop()
         if start is not None:
             try:

@@ -11,7 +11,8 @@ import torch
 
 from lightning_memprof.artifacts.series import SavedTensorsRow
 from lightning_memprof.capture.base import Collector, OnMark, SkipWindow
-from lightning_memprof.capture.sources.module_calls import COMPILED, module_calls
+from lightning_memprof.capture.sources.compiled import module_paths
+from lightning_memprof.capture.sources.module_calls import module_calls
 from lightning_memprof.capture.sources.saved_graph import SavedGraph, can_read
 from lightning_memprof.capture.sources.tensors import ModelTensors, PersistentBytes, batch_bytes, fold, tensors_in
 from lightning_memprof.capture.torch_internals import (
@@ -41,8 +42,8 @@ class SavedTensors(Collector):
 
     Read from the graph of the loss, without saved-tensor hooks, which restrict user code. Every storage counts once,
     for the module whose forward saved it first; storages of parameters and buffers do not count. Tensors saved in the
-    step outside every module's forward belong to the root. If a part of the model is compiled nothing is attributed;
-    tensors saved before the step are unattributed too.
+    step outside every module's forward belong to the root, and those saved in a compiled module to that module. Tensors
+    saved before the step are unattributed.
 
     Not included: tensors that a custom function stores on its ``ctx`` without ``save_for_backward``, tensors saved by
     an in-place operation on a view, and branches that do not lead to the loss.
@@ -74,9 +75,8 @@ class SavedTensors(Collector):
             try:
                 with (
                     run.training.listen(batch=guarded(recorder.batch), loss=guarded(recorder.loss)),
-                    module_calls(run.model, *log.hooks()) as has_calls,
+                    module_calls(run.model, *log.hooks()),
                 ):
-                    recorder.attribution = None if has_calls else COMPILED
                     yield recorder.mark
             finally:
                 log.close()
@@ -113,7 +113,7 @@ class _ForwardLog:
         self._rows.clear()
         self.read_timer()
 
-    def hooks(self) -> tuple[Callable[[str, tuple[Any, ...]], None], Callable[[str], None]]:
+    def hooks(self) -> tuple[Callable[[str, tuple[Any, ...]], None], Callable[[str, Any], None]]:
         """Return the functions for before and after a module's forward.
 
         They are closures, since every module of the model calls them in each step. A forward inside a backward is a
@@ -141,7 +141,7 @@ class _ForwardLog:
             owners.append(path)
             inside.append((path, now(), row))
 
-        def after(path: str) -> None:  # noqa: ARG001 the innermost one ends
+        def after(path: str, output: Any) -> None:  # noqa: ARG001 the innermost one ends
             nonlocal recomputed
             if recomputed:
                 recomputed -= 1
@@ -198,14 +198,13 @@ class _Recorder:
     """Writes the rows of one window."""
 
     def __init__(self, run: RunContext, log: _ForwardLog, write: SeriesWriter) -> None:
-        self.attribution: str | None = None
         self._run = run
         self._log = log
         self._write = write
         self._graph = SavedGraph()
         self._model = ModelTensors(run.model)
         self._persistent = PersistentBytes(self._model)
-        self._paths = {id(module): path for path, module in run.model.named_modules()}
+        self._paths = {id(module): path for path, module in module_paths(run.model).items()}
         self._input_bytes: int | None = None
         self._row: SavedTensorsRow | None = None
         self._backwards = 0
@@ -235,8 +234,7 @@ class _Recorder:
             storages=len(saved.storages),
             uncounted=saved.uncounted,
             dtypes={str(dtype).removeprefix("torch."): size for dtype, size in dtypes.items()},
-            modules={} if self.attribution else self._modules(own),
-            attribution=self.attribution,
+            modules=self._modules(own),
         )
 
     def mark(self, mark: Mark) -> None:
@@ -270,8 +268,6 @@ class _Recorder:
     def _owned(self, saved: SavedStorages) -> Iterator[tuple[str | None, int, torch.dtype]]:
         """Yield ``(owner or None, bytes, dtype)`` of each storage."""
         sequences, owners = self._log.sequences, self._log.owners
-        if self.attribution is not None:
-            sequences = []
         after = 0
         for sequence, size, dtype, checkpoint in saved.storages:
             while after < len(sequences) and sequences[after] <= sequence:

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_memprof.artifacts.series import ThroughputRow
 from lightning_memprof.capture.base import Collector, OnMark
+from lightning_memprof.capture.sources.compiled import is_compiled
 from lightning_memprof.capture.sources.methods import compiled_methods
-from lightning_memprof.capture.sources.module_calls import is_compiled
 from lightning_memprof.capture.sources.padding import batch_padding, batch_parts
 from lightning_memprof.capture.torch_internals import (
     FakeTensor,

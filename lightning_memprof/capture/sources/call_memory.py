@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 import psutil
 from torch import nn
 
+from lightning_memprof.capture.sources.compiled import COMPILED, is_compiled
 from lightning_memprof.capture.sources.memory import ResidentSize
 from lightning_memprof.capture.sources.methods import compiled_methods
-from lightning_memprof.capture.sources.module_calls import COMPILED, Forwards, ForwardWatch, is_compiled, module_hooks
+from lightning_memprof.capture.sources.module_calls import Forwards, ForwardWatch, module_hooks
 from lightning_memprof.capture.sources.saved_hooks import SavedBytes
 
 if TYPE_CHECKING:

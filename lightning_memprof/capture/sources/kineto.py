@@ -18,6 +18,7 @@ from torch.autograd.profiler import profile as autograd_profile
 
 from lightning_memprof.artifacts.trace_rewriting import FAST_LEVEL
 from lightning_memprof.capture.observe import wrapped
+from lightning_memprof.capture.sources.compiled import WRAPPED, compiled_modules, module_paths
 from lightning_memprof.capture.sources.module_calls import module_calls
 from lightning_memprof.capture.torch_internals import _RecordFunctionFast
 from lightning_memprof.schedule import Point
@@ -138,15 +139,13 @@ def yields_to_others(owner: object, give_way: Callable[[], bool]) -> Iterator[No
 
 @contextmanager
 def module_ranges(model: nn.Module) -> Iterator[None]:
-    """Name every sub-module's forward ``[pl][module]{type}: {path}`` in the trace.
-
-    If a part of the model is compiled there are no names.
-    """
-    names = {
-        path: _quoteless(f"[pl][module]{type(module).__module__}.{type(module).__qualname__}: {path}")
-        for path, module in model.named_modules()
-        if path
-    }
+    """Name every sub-module's forward ``[pl][module]{type}: {path}`` in the trace; a compiled one has one range."""
+    compiled = compiled_modules(model)
+    names = {}
+    for path, module in module_paths(model).items():
+        kind = type(getattr(module, WRAPPED, module))
+        name = f"{kind.__module__}.{kind.__qualname__}{' (compiled)' if path in compiled else ''}"
+        names[path] = _quoteless(f"[pl][module]{name}: {path}")
     ranges: list[Any] = []
 
     def before(path: str, args: tuple[Any, ...]) -> None:  # noqa: ARG001 the name is enough
@@ -154,7 +153,7 @@ def module_ranges(model: nn.Module) -> Iterator[None]:
             ranges.append(_RecordFunctionFast(names[path]))
             ranges[-1].__enter__()
 
-    def after(path: str) -> None:
+    def after(path: str, output: Any) -> None:  # noqa: ARG001 the path is enough
         if path:
             ranges.pop().__exit__(None, None, None)
 

@@ -2,75 +2,50 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Final
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from lightning_memprof.capture.base import SkipWindow
 from lightning_memprof.capture.observe import wrapped
+from lightning_memprof.capture.sources.compiled import (
+    COMPILED_CALL,
+    compiled_modules,
+    is_compiled,
+    module_paths,
+    outside_of_compilers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from lightning_memprof.capture.observe import Link
 
-__all__ = ["COMPILED", "ForwardWatch", "Forwards", "is_compiled", "module_calls", "module_hooks", "skip_compiled"]
-
-COMPILED: Final = "a part of the model is compiled: torch would recompile it when hooks come or go"
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Return whether the model or a part of it is compiled."""
-    if getattr(model, "_compiler_ctx", None) is not None:
-        return True
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    optimized: type | tuple[()] = getattr(dynamo, "OptimizedModule", ())
-    return any(
-        isinstance(module, optimized) or getattr(module, "_compiled_call_impl", None) is not None
-        for module in model.modules()
-    )
-
-
-def skip_compiled(model: nn.Module) -> None:
-    """Check that hooks of the model's modules are possible.
-
-    Raises:
-        SkipWindow: a part of the model is compiled.
-
-    """
-    if is_compiled(model):
-        raise SkipWindow(COMPILED)
+__all__ = ["ForwardWatch", "Forwards", "module_calls", "module_hooks"]
 
 
 @contextmanager
 def module_calls(
-    model: nn.Module, before: Callable[[str, tuple[Any, ...]], None], after: Callable[[str], None]
-) -> Iterator[bool]:
+    model: nn.Module, before: Callable[[str, tuple[Any, ...]], None], after: Callable[[str, Any], None]
+) -> Iterator[None]:
     """Call ``before`` and ``after`` around the forward of every module of ``model``.
 
-    They get the module's path, ``""`` for the model itself, and ``before`` also the positional arguments. Each
-    ``before`` has its ``after``, also if a forward raises or the context ends inside one. Forwards in other threads
-    than the one that opens the context are not reported.
+    They get the module's path, ``""`` for the model itself, and the positional arguments or the output. Each ``before``
+    has its ``after``, also if a forward raises or the context ends inside one: the output is None then. Forwards in
+    other threads than the one that opens the context are not reported, nor those inside compiled code.
 
     It wraps ``nn.Module._call_impl``: torch's global hooks send every module of the process through its slow path,
     5 µs per forward, twice the cost of this. Not ``__call__``: torch's profiler recognizes its code when it records
     stacks, would read ``self`` from our frame, and crash. Copies, pickles and scripted versions of the model contain
-    nothing of this.
-
-    Yields:
-        Whether forwards are reported: they are not if a part of the model is compiled, see :data:`COMPILED`.
-
+    nothing of this. The call that a module's ``compile()`` makes is on the instance, and is wrapped there.
     """
-    if is_compiled(model):
-        yield False
-        return
-    paths = {id(module): path for path, module in model.named_modules()}
+    paths = {id(module): path for path, module in module_paths(model).items()}
     path_of = paths.get
     inside: list[str] = []
     is_compiling = torch.compiler.is_compiling
@@ -82,22 +57,52 @@ def module_calls(
                 return link.call(module, *args, **keywords)
             before(path, args)
             inside.append(path)
+            output = None
             try:
-                return link.call(module, *args, **keywords)
+                output = link.call(module, *args, **keywords)
+                return output
             finally:
                 if inside:
-                    after(inside.pop())
+                    after(inside.pop(), output)
 
         return call
 
-    with wrapped(nn.Module, "_call_impl", wrap):
-        try:
-            yield True
-        finally:
-            # A wrapper that is still in a forward, or cannot be removed, passes through from now on.
-            paths.clear()
-            while inside:
-                after(inside.pop())
+    with ExitStack() as wrappers:
+        wrappers.callback(_end_all, paths, inside, after)
+        wrappers.enter_context(wrapped(nn.Module, "_call_impl", wrap))
+        places: list[tuple[Any, str]] = [(nn.Module, "_call_impl")]
+        for module in _with_compiled_calls(model):
+            wrappers.enter_context(wrapped(module, COMPILED_CALL, partial(_bound, module, wrap)))
+            places.append((module, COMPILED_CALL))
+        functions = vars(nn.Module)["_call_impl"], before, after
+        wrappers.enter_context(outside_of_compilers(functions, *places))
+        yield
+
+
+def _end_all(paths: dict[int, str], inside: list[str], after: Callable[[str, Any], None]) -> None:
+    # A wrapper that is still in a forward, or cannot be removed, passes through from now on.
+    paths.clear()
+    while inside:
+        after(inside.pop(), None)
+
+
+def _with_compiled_calls(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost modules whose ``compile()`` was called; the code of a compiled model calls no other."""
+    if getattr(model, "_compiler_ctx", None) is None:
+        compiled = compiled_modules(model)
+        for path, module in compiled.items():
+            is_inner = any(not other or path.startswith(f"{other}.") for other in compiled if other != path)
+            if not is_inner and vars(module).get(COMPILED_CALL) is not None:
+                yield module
+
+
+def _bound(module: nn.Module, wrap: Callable[[Any], Callable[..., Any]], link: Link) -> Callable[..., Any]:
+    """Return the wrapper of a call that has its module already."""
+
+    def call(_: nn.Module, *args: Any, **keywords: Any) -> Any:
+        return link.call(*args, **keywords)
+
+    return partial(wrap(SimpleNamespace(call=call)), module)
 
 
 @contextmanager
@@ -110,7 +115,7 @@ def module_hooks(
     results are ignored, and the modules hold no reference to them.
 
     Yields:
-        Whether they are called: not if a part of ``root`` is compiled, see :data:`COMPILED`.
+        Whether they are called: not if a part of ``root`` is compiled.
 
     """
     if is_compiled(root):

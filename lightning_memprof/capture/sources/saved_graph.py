@@ -14,12 +14,14 @@ from lightning_memprof.capture.sources.tensors import PLAIN_TENSORS, storage_siz
 from lightning_memprof.capture.torch_internals import SavedTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["Checkpoint", "SavedGraph", "SavedStorage", "SavedStorages", "can_read"]
+__all__ = ["Checkpoint", "SavedGraph", "SavedStorage", "SavedStorages", "can_read", "saved_by_functions"]
 
 _SAVED: Final = "_raw_saved_"
 _LEAF: Final = "variable"
+# The sequence number of a leaf.
+_LEAF_NUMBER: Final = 1 << 62
 # Where torch.compile stores saved tensors that need no version check.
 _COMPILED: Final = "_tensors_no_vc_check"
 _WRAPPED_NUMBER_BYTES: Final = 16
@@ -135,6 +137,30 @@ class SavedGraph:
 def can_read() -> bool:
     """Return whether this torch version shows saved tensors without unpacking."""
     return hasattr(SavedTensor, "data") and hasattr(SavedTensor, "unpack_hook")
+
+
+def saved_by_functions(roots: Iterable[torch.Tensor], since: int) -> Iterator[torch.Tensor]:
+    """Yield the tensors that compiled code and other functions in Python saved in the graphs of ``roots``.
+
+    Args:
+        roots: results of a forward.
+        since: sequence number of autograd; what earlier nodes saved is not included.
+
+    """
+    pending = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            with suppress(RuntimeError):  # its values are released
+                for value in (*node._raw_saved_tensors, *getattr(node, _COMPILED, ())):  # noqa: SLF001 torch has no public one
+                    data = value.data
+                    if isinstance(data, torch.Tensor):
+                        yield data
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen and since <= following._sequence_nr() < _LEAF_NUMBER:  # noqa: SLF001 torch has no public one
+                seen.add(following)
+                pending.append(following)
 
 
 class _Collected:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 
+from lightning_memprof.capture.sources.compiled import plain_path
 from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubclass, is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
@@ -190,8 +191,11 @@ class ModelTensors:
         # Parameters with several places, such as tied weights: each counts once in every module with a place.
         self._tied: list[tuple[dict[str, nn.Parameter | None], str, set[str]]] = []
         places: dict[int, tuple[dict[str, nn.Parameter | None], str, list[str]]] = {}
-        for path, module in model.named_modules(remove_duplicate=False):
-            self.paths.append(path)
+        for found, module in model.named_modules(remove_duplicate=False):
+            path = plain_path(found)
+            # A compiled module's wrapper comes first.
+            if path == found or not self.paths or self.paths[-1] != path:
+                self.paths.append(path)
             for name, parameter in module._parameters.items():  # noqa: SLF001 the place, not the tensor
                 if parameter is not None:
                     places.setdefault(id(parameter), (_places(module._parameters), name, []))[2].append(path)  # noqa: SLF001

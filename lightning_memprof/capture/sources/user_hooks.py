@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch.nn.modules import module as torch_module
 
-from lightning_memprof.capture.sources.module_calls import is_compiled
+from lightning_memprof.capture.sources.compiled import is_compiled
 from lightning_memprof.capture.torch_internals import _RecordFunctionFast
 
 if TYPE_CHECKING:

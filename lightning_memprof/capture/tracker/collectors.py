@@ -11,8 +11,8 @@ import yaml
 
 from lightning_memprof.artifacts.naming import fsdp_log_name, fsdp_stats_name, module_log_name
 from lightning_memprof.artifacts.sink import ArtifactSpec
-from lightning_memprof.capture.base import Collector, OnMark, no_training_step
-from lightning_memprof.capture.sources.module_calls import skip_compiled
+from lightning_memprof.capture.base import Collector, OnMark, SkipWindow, no_training_step
+from lightning_memprof.capture.sources.compiled import COMPILED, is_compiled
 from lightning_memprof.capture.tracker.report import Layout
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Point
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
+    import torch
     from torch import nn
 
     from lightning_memprof.capture.base import OnStep, RunContext
@@ -77,7 +78,6 @@ class ModuleMemory(Collector):
     @contextmanager
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
         """Track one step; write the series and the log."""
-        skip_compiled(run.model)
         from lightning_memprof.capture.tracker.tracker import ModuleTracker
 
         layout = Layout(depth=self.depth, units=self.units)
@@ -148,8 +148,14 @@ class FSDPMemory(Collector):
 
     @contextmanager
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
-        """Track the first recorded step; write the series, the log and this rank's mapping."""
-        skip_compiled(run.model)
+        """Track the first recorded step; write the series, the log and this rank's mapping.
+
+        Raises:
+            SkipWindow: a part of the model is compiled.
+
+        """
+        if is_compiled(run.model):
+            raise SkipWindow(COMPILED)
         from lightning_memprof.capture.tracker.sharded_tracker import ShardedTracker
 
         path, root = self._root(run.model)
@@ -244,7 +250,7 @@ def _track(run: RunContext, window: Window, wanted: _Wanted) -> Iterator[OnMark]
                     file = ArtifactSpec(path=path, type="blob", collector=wanted.collector, window=window.index)
                     run.sink.write_text(file, text)
 
-        with run.training.listen(batch=step.on_batch):
+        with run.training.listen(batch=step.on_batch, loss=step.on_loss):
             yield on_mark
 
 
@@ -263,6 +269,10 @@ class _Step:
     def on_batch(self, batch: Any) -> None:
         if self._tracker is None and self._steps <= self._wanted.number:
             self._batch = batch
+
+    def on_loss(self, loss: torch.Tensor) -> None:
+        if (tracker := self._tracker) is not None and is_compiled(self._run.model):
+            tracker.guard.run(tracker.add_saved, loss)
 
     def on_mark(self, mark: Mark) -> Exception | None:
         """Enter, update or leave; return why the step cannot be tracked."""

@@ -13,8 +13,6 @@ Differences from torch's tracker:
 
 from __future__ import annotations
 
-import weakref
-from collections import Counter
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -25,13 +23,16 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_memprof.capture.observe import Guard, Link, take_out, wrapped
+from lightning_memprof.capture.sources.compiled import is_compiled
+from lightning_memprof.capture.sources.saved_graph import saved_by_functions
 from lightning_memprof.capture.sources.tensors import dense_parts, tensors_in
 from lightning_memprof.capture.torch_internals import (
     DisableTorchFunctionSubclass,
     MemTracker,
-    ModTracker,
+    Reducer,
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
+    _get_sequence_nr,
     _ModState,
     _pop_mode,
     _push_mode,
@@ -41,6 +42,7 @@ from lightning_memprof.capture.torch_internals import (
     active_fake_mode,
     tree_leaves,
 )
+from lightning_memprof.capture.tracker.paths import PathTracker
 from lightning_memprof.capture.tracker.report import Figures, ModuleFigures, TrackerReport
 
 if TYPE_CHECKING:
@@ -53,116 +55,6 @@ __all__ = ["CategoryTracker", "Kind", "Kinds", "ModuleTracker"]
 _TOTAL: Final = "Total"
 # A parent of every module: torch takes a second call by "Global" alone for the next iteration.
 _STEP: Final = "Step"
-# The attribute of FSDP1's wrapper that has the wrapped module.
-_FSDP1: Final = "_fsdp_wrapped_module"
-
-
-class _PathTracker(ModTracker):
-    """The modules of one model that are in forward or backward, by name; its hooks never raise.
-
-    Args:
-        root: the model; its modules are named by its class and their path, ``Net.layers.0``. Others are ignored. A
-            module and the wrapper of FSDP1 around it have one name, and are one module.
-        guard: runs the hooks.
-
-    """
-
-    def __init__(self, root: nn.Module, guard: Guard) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._guard = guard
-        self._handles: list[Any] = []
-        self._inner: Counter[str] = Counter()
-        name = type(root).__name__
-        for path, module in root.named_modules():
-            parts = [part for part in path.split(".") if part and part != _FSDP1]
-            self._known_modules[module] = ".".join([name, *parts])
-
-    def _fw_pre_hook(self, mod: nn.Module, input: Any) -> None:  # noqa: A002 torch's name
-        if not torch.compiler.is_compiling() and mod in self._known_modules:
-            self._guard.run(self._forward_begins, mod, input)
-
-    def _fw_post_hook(self, mod: nn.Module, input: Any, output: Any) -> None:  # noqa: A002 torch's name
-        if not torch.compiler.is_compiling() and mod in self._known_modules:
-            self._guard.run(self._forward_ends, mod, input, output)
-
-    def __exit__(self, *args: object) -> None:
-        super().__exit__(*args)  # type: ignore[no-untyped-call]
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._post_bw_callbacks_to_enqueue.clear()
-
-    def _forward_begins(self, module: nn.Module, args: Any) -> None:
-        name = self._known_modules[module]
-        if name in self.parents and not self.is_bw:
-            self._inner[name] += 1
-            return
-        self._push(name)
-        if self._user_pre_fw_hook is not None:
-            self._user_pre_fw_hook(module, args)
-        if self.is_bw:
-            return
-        # The backward of a module ends when the gradients of all its inputs have arrived.
-        leave = self._leaver(weakref.ref(module), name)
-        nodes = _nodes(args)
-        awaited = len(nodes)
-
-        def arrived() -> None:
-            nonlocal awaited
-            awaited -= 1
-            if awaited == 0:
-                leave()
-
-        for node in nodes:
-            self._before(node, arrived)
-        if not nodes:
-            self._post_bw_callbacks_to_enqueue.append(lambda: self._guard.run(leave))
-
-    def _forward_ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        reference, name = weakref.ref(module), self._known_modules[module]
-        if self._inner[name] and not self.is_bw:
-            self._inner[name] -= 1
-            return
-        if self._user_post_fw_hook is not None:
-            self._user_post_fw_hook(module, args, output)
-        self._pop(name)
-        if self.is_bw:
-            return
-        begun = False
-
-        def begins() -> None:
-            nonlocal begun
-            if not begun:
-                begun = True
-                self._maybe_set_engine_callback()  # type: ignore[no-untyped-call]
-                self._push(name)
-                if self._user_pre_bw_hook is not None and (owner := reference()) is not None:
-                    self._user_pre_bw_hook(owner, ())
-
-        for node in _nodes(output):
-            self._before(node, begins)
-
-    def _leaver(self, reference: weakref.ref[nn.Module], name: str) -> Callable[[], None]:
-        def leave() -> None:
-            if name in self.parents:
-                if self._user_post_bw_hook is not None and (owner := reference()) is not None:
-                    self._user_post_bw_hook(owner, ())
-                self._pop(name)
-
-        return leave
-
-    def _before(self, node: Any, call: Callable[[], None]) -> None:
-        self._handles.append(node.register_prehook(lambda _grads: self._guard.run(call)))
-
-    def _push(self, name: str) -> None:
-        self._active_module_cnt[name] = self._active_module_cnt.get(name, 0) + 1 if name in self.parents else 1
-        self.parents.add(name)
-
-    def _pop(self, name: str) -> None:
-        if name in self.parents:
-            self._active_module_cnt[name] -= 1
-            if self._active_module_cnt[name] == 0:
-                self.parents.remove(name)
 
 
 class Kind(_RefType):
@@ -206,10 +98,15 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
         super().__init__(*args)
         self.guard = Guard()
         self._root = root
-        self._mod_tracker: Any = _PathTracker(root, self.guard)
+        self._mod_tracker: Any = PathTracker(root, self.guard)
         self._stats_by_name: dict[str, Any] = {}
         self._last_totals: dict[torch.device, int] = {}
         self._makes_state = False
+        self._is_compiled = is_compiled(root)
+        # Autograd's number of the first node of the step.
+        self._first_node = _get_sequence_nr()
+        # The category of every operator's result, while torch makes buffers of its own.
+        self._kind: _RefType | None = None
         self._padding: dict[torch.device, int] = {}
 
     @contextmanager
@@ -245,6 +142,13 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
     def ignore_compile_internals(cls) -> bool:
         """Keep compiled regions compiled: under other modes torch runs them uncompiled."""
         return True
+
+    def add_saved(self, outputs: Any) -> None:
+        """Add results of a forward, and the tensors that its compiled parts saved: compiled code runs no operators."""
+        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        for tensor in (*tensors, *saved_by_functions(tensors, self._first_node)):
+            self._track(self.kinds.activation, tensor)
+        self._update_peak_stats(self.peaks[False])
 
     def before_optimizer_step(self) -> None:
         """Note that the closure's forward and backward are done: the optimizer follows."""
@@ -326,6 +230,21 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
         undo.callback(register_optimizer_step_pre_hook(lambda *values: self.guard.run(before, *values)).remove)
         undo.callback(register_optimizer_step_post_hook(lambda it, *_: self.guard.run(after, it)).remove)
         self._watch_resize(undo)
+        self._watch_buckets(undo)
+
+    def _watch_buckets(self, undo: ExitStack) -> None:
+        # In its second forward DDP allocates gradient buckets in the order of the first backward.
+        def wrap(link: Link) -> Callable[..., Any]:
+            def rebuild(reducer: Any) -> Any:
+                earlier, self._kind = self._kind, self.kinds.gradient
+                try:
+                    return link.call(reducer)
+                finally:
+                    self._kind = earlier
+
+            return rebuild
+
+        undo.enter_context(wrapped(Reducer, "_rebuild_buckets", wrap))
 
     def _watch_resize(self, undo: ExitStack) -> None:
         # No dispatch mode sees a storage change its size.
@@ -349,7 +268,9 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
     def _see(self, func: Any, args: Any, result: Any) -> None:  # noqa: ARG002 for overriding
         kinds = self.kinds
         backward = self._mod_tracker.is_bw
-        if backward and not self._in_ac:
+        if self._kind is not None:
+            kind = self._kind
+        elif backward and not self._in_ac:
             kind = kinds.temporary
         elif self._in_opt:
             # An optimizer's first step mostly allocates its state, which is added after the step.
@@ -447,6 +368,11 @@ class ModuleTracker(CategoryTracker):  # type: ignore[no-untyped-call]
         stats = self.memory_tracking[module]
         self._stats_by_name[stats.mod_fqn] = stats
 
+    def _post_fw_hook(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if self._is_compiled and not self._mod_tracker.is_bw:
+            self.add_saved(outputs)
+        super()._post_fw_hook(module, inputs, outputs)
+
     def _pre_bw_hook(self, module: nn.Module, args: Any) -> None:
         self._last_totals.clear()
         super()._pre_bw_hook(module, args)
@@ -488,9 +414,3 @@ def _padding(model: nn.Module) -> dict[torch.device, int]:
     for device, count in held.values():
         padding[device] += count
     return padding
-
-
-def _nodes(value: Any) -> list[Any]:
-    """Return the graph nodes of tensors; a leaf has none."""
-    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]

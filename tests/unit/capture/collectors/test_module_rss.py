@@ -16,7 +16,6 @@ from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.collectors import ModuleRss
 from lightning_memprof.units import MIB
 from sessions import context, drive, session
-from training import rows_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,10 +69,8 @@ def test_what_a_checkpoint_runs_again_does_not_count(tmp_path: Path) -> None:
     assert [calls for _, calls in rows[0]["modules"].values()] == [1, 1, 1]
 
 
-def test_a_compiled_model_gives_the_reason(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
+def test_a_compiled_model_is_one_forward(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
     model.compile(backend="eager")
-    with context(tmp_path) as run, session(replace(run, model=model), EVERY_STEP, [ModuleRss()]) as made:
-        drive(made, range(2), lambda _: model(torch.ones(1, 2)))
-    (row,) = rows_of(tmp_path / "memprofiler", "unavailable")
-    assert "compiled" in row["reason"]
+    rows = recorded(tmp_path, model, lambda _: model(torch.ones(1, 2)))
+    assert [calls for _, calls in rows[0]["modules"].values()] == [1]

@@ -18,7 +18,6 @@ from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.collectors.saved_tensors import NO_BACKWARD, SavedTensors
 from lightning_memprof.capture.session import Session
-from lightning_memprof.capture.sources.module_calls import COMPILED
 from lightning_memprof.schedule import Point, Schedule
 from sessions import context, positions, session
 from training import manifest
@@ -201,14 +200,20 @@ def test_what_was_saved_before_the_step_is_unattributed(tmp_path: Path) -> None:
     assert (row["activation_bytes"], row["unattributed_bytes"], own(row)) == (320, 160, {"a": 160, "": 0})
 
 
-def test_a_compiled_part_leaves_all_unattributed_and_says_why(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
-    model[0].compile(backend="aot_eager")
+@pytest.mark.parametrize("wraps", [False, True])
+def test_what_compiled_code_saves_belongs_to_the_compiled_module(tmp_path: Path, wraps: bool) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.GELU())
+    if wraps:
+        model[0] = torch.compile(model[0], backend="aot_eager")
+    else:
+        model[0].compile(backend="aot_eager")
     batch = torch.randn(5, 8)
     row = one_step(tmp_path, model, lambda: model(batch).sum())
-    assert row["attribution"] == COMPILED
-    assert "modules" not in row
-    assert row["activation_bytes"] == row["unattributed_bytes"] == 2 * 160
+    # The batch and the first layer's result. torch runs the loop of its own class as it is, and compiles the layers.
+    parts = {"0": 320} if wraps else {"0": 0, "0.0": 160, "0.1": 160}
+    assert own(row) == {**parts, "1": 160, "": 0}
+    assert row["modules"]["0"][1:3] == [320, 1]
+    assert row["activation_bytes"] == 480
 
 
 def test_the_row_of_a_step_has_what_is_held_and_the_batch(tmp_path: Path) -> None:

@@ -39,13 +39,10 @@ class Fails(nn.Module):
 def test_each_forward_begins_and_ends_also_of_a_module_that_is_called_twice():
     told: list[str] = []
     model = Twice()
-    with module_calls(
-        model, lambda path, _: told.append(f"+{path}"), lambda path: told.append(f"-{path}")
-    ) as told_at_all:
+    with module_calls(model, lambda path, _: told.append(f"+{path}"), lambda path, _: told.append(f"-{path}")):
         model(torch.ones(1, 2))
         nn.Linear(2, 2)(torch.ones(1, 2))  # no part of the model
     model(torch.ones(1, 2))
-    assert told_at_all
     assert told == ["+", "+inner", "-inner", "+inner", "-inner", "-"]
 
 
@@ -53,7 +50,7 @@ def test_a_forward_that_raises_has_its_end():
     told: list[str] = []
     model = Fails()
     with (
-        module_calls(model, lambda path, _: told.append(f"+{path}"), lambda path: told.append(f"-{path}")),
+        module_calls(model, lambda path, _: told.append(f"+{path}"), lambda path, _: told.append(f"-{path}")),
         pytest.raises(ArithmeticError),
     ):
         model(torch.ones(1, 2))
@@ -63,7 +60,7 @@ def test_a_forward_that_raises_has_its_end():
 def test_a_context_that_ends_inside_a_forward_ends_it():
     told: list[str] = []
     model = Twice()
-    context = module_calls(model, lambda path, _: told.append(f"+{path}"), lambda path: told.append(f"-{path}"))
+    context = module_calls(model, lambda path, _: told.append(f"+{path}"), lambda path, _: told.append(f"-{path}"))
     context.__enter__()
 
     def leave(*_: object) -> None:
@@ -79,27 +76,66 @@ def test_a_context_that_ends_inside_a_forward_ends_it():
 def test_other_threads_are_not_told():
     told: list[str] = []
     model = Twice()
-    with module_calls(model, lambda path, _: told.append(path), told.append):
+    with module_calls(model, lambda path, _: told.append(path), lambda path, _: told.append(path)):
         thread = Thread(target=lambda: model(torch.ones(1, 2)))
         thread.start()
         thread.join()
     assert told == []
 
 
-def test_nothing_is_told_of_a_model_with_a_compiled_part():
+class Net(nn.Module):
+    """A part between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pre, self.part, self.post = nn.Linear(2, 2), Twice(), nn.Linear(2, 2)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.post(self.part(self.pre(value)))
+
+
+def compiled_net(kind: str) -> nn.Module:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model: Any = Net()
+    if "torch's own class" in kind:
+        # torch compiles another frame than that of a class of the program.
+        model.part = nn.Sequential(nn.Linear(2, 2), Twice())
+    if "wrapped" in kind:
+        model.part = torch.compile(model.part, backend="eager")
+    else:
+        model.part.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("opens_first", [False, True])
+@pytest.mark.parametrize("kind", ["wrapped", "called", "wrapped, torch's own class", "called, torch's own class"])
+def test_a_compiled_part_is_one_forward_and_is_compiled_once(kind: str, opens_first: bool) -> None:
     told: list[str] = []
-    model = Twice()
-    model.inner.compile(backend="eager")
-    with module_calls(model, lambda path, _: told.append(path), told.append) as told_at_all:
-        model(torch.ones(1, 2))
-    assert not told_at_all
-    assert told == []
+    value = torch.ones(1, 2)
+    compiled_net(kind)(value)
+    bare = dict(torch._dynamo.utils.counters["stats"])
+    model = compiled_net(kind)
+    if not opens_first:
+        model(value)
+    for _ in range(2):
+        told.clear()
+        with module_calls(model, lambda path, _: told.append(f"+{path}"), lambda path, _: told.append(f"-{path}")):
+            model(value)
+        model(value)
+    # torch runs the loop of its own class as it is, and compiles the parts.
+    outer = [call for call in told if not call[1:].startswith("part.")]
+    assert outer == ["+", "+pre", "-pre", "+part", "-part", "+post", "-post", "-"]
+    assert torch._dynamo.utils.counters["stats"] == bare
+    assert bare["unique_graphs"] == 1
+    assert nn.Module._call_impl.__module__ == "torch.nn.modules.module"
+    torch._dynamo.reset()
 
 
 def test_a_model_is_copied_and_pickled_without_anything_of_ours():
     model = Twice()
     original = nn.Module._call_impl
-    with module_calls(model, lambda *_: None, lambda _: None):
+    with module_calls(model, lambda *_: None, lambda *_: None):
         twin = copy.deepcopy(model)
         pickle.dumps(nn.Linear(2, 2))
         assert vars(twin.inner).keys() == vars(model.inner).keys()
@@ -113,7 +149,7 @@ def test_contexts_end_in_any_order(first: int):
     original = nn.Module._call_impl
 
     def telling(name: str):
-        return module_calls(model, lambda *_: told.append(name), lambda _: None)
+        return module_calls(model, lambda *_: told.append(name), lambda *_: None)
 
     contexts = [telling("a"), telling("b")]
     for context in contexts:
@@ -132,7 +168,7 @@ def test_somebody_elses_function_in_front_of_ours_stays_and_ours_does_nothing(mo
     model = Twice()
     # What is undone at the end of the test, with ours in it.
     monkeypatch.setattr(nn.Module, "_call_impl", nn.Module._call_impl)
-    context = module_calls(model, lambda path, _: told.append(path), lambda _: None)
+    context = module_calls(model, lambda path, _: told.append(path), lambda *_: None)
     context.__enter__()
     ours: Any = nn.Module._call_impl
 
@@ -150,7 +186,7 @@ def test_a_model_is_traced_and_scripted_meanwhile():
     told: list[str] = []
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     value = torch.ones(1, 2)
-    with module_calls(model, lambda path, _: told.append(path), lambda _: None):
+    with module_calls(model, lambda path, _: told.append(path), lambda *_: None):
         assert torch.equal(torch.fx.symbolic_trace(model)(value), model(value))
         assert torch.equal(torch.jit.script(model)(value), model(value))
     assert set(told) == {"", "0", "1"}

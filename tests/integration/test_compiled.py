@@ -1,0 +1,152 @@
+"""Fits of compiled models: time and memory of a compiled part by its path, and nothing is compiled again."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
+from lightning_memprof.artifacts.series import read_series
+from lightning_memprof.collectors import ModuleMemory, ModuleRss, SavedTensors
+from training import loader, manifest, only_run, rows_of, trainer
+
+ROWS = 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value + self.down(torch.tanh(self.up(value)))
+
+
+class Net(pl.LightningModule):
+    """Two blocks between two layers; ``kind`` says which part is compiled, and how."""
+
+    def __init__(self, kind: str, backend: str) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.pre, self.post = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.net: Any = nn.Sequential(Block(), Block())
+        if kind == "wrapped":
+            self.net = torch.compile(self.net, backend=backend)
+        elif kind == "wrapped blocks":
+            for index, block in enumerate(self.net):
+                self.net[index] = torch.compile(block, backend=backend)  # type: ignore[assignment]
+        elif kind == "blocks":
+            for block in self.net:
+                block.compile(backend=backend)
+        elif kind == "part":
+            self.net.compile(backend=backend)
+        elif kind == "model":
+            self.compile(backend=backend)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.post(self.net(self.pre(batch)))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+class Losses(pl.Callback):
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.values.append(outputs["loss"].item())
+
+
+@pytest.fixture(autouse=True)
+def compiler() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def fit(directory: Path, kind: str, *callbacks: pl.Callback, backend: str = "aot_eager", **options: Any) -> list[Any]:
+    """Train; give the counts of compiled frames and graphs, the losses and the weights."""
+    torch._dynamo.reset()
+    counters.clear()
+    model, losses = Net(kind, backend), Losses()
+    fitted: Any = torch.compile(model, backend=backend) if kind == "step" else model
+    trainer(directory, losses, *callbacks, **options).fit(fitted, loader(8))
+    counts = [dict(counters[name]) for name in ("frames", "stats", "graph_break")]
+    return [counts, losses.values, [weight.tolist() for weight in model.parameters()]]
+
+
+def record(directory: Path, kind: str, schedule: Schedule, **options: Any) -> list[Any]:
+    callback = MemProfilerCallback(
+        schedule, [SavedTensors(), ModuleMemory(), ModuleRss()], output=OutputOptions(on_error="raise", summary=False)
+    )
+    return fit(directory, kind, callback, profiler=ExtendedPyTorchProfiler(), **options)
+
+
+# Saved bytes by module. All batches are one storage; the loss saves what it squares, outside of the modules.
+BATCH, VALUE, WIDER, LOSS = 8 * ROWS * 8 * 4, ROWS * 8 * 4, ROWS * 16 * 4, ROWS * 4
+OUTSIDE = {"pre": BATCH, "post": VALUE, "": LOSS}
+BLOCKS = {**OUTSIDE, "net.0": VALUE + WIDER, "net.1": VALUE + WIDER}
+ALL = {"": BATCH + 3 * VALUE + 2 * WIDER + LOSS}
+KNOWN: dict[str, dict[str, int]] = {
+    "wrapped": {**OUTSIDE, "net": 2 * (VALUE + WIDER)},
+    "wrapped blocks": BLOCKS,
+    "blocks": BLOCKS,
+    # torch runs the loop of a Sequential as it is, and compiles the blocks.
+    "part": BLOCKS,
+    "model": ALL,
+    "step": ALL,
+}
+COMPILED = {
+    "wrapped": ["net"], "wrapped blocks": ["net.0", "net.1"], "blocks": ["net.0", "net.1"], "part": ["net"],
+    "model": [""], "step": [""],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+def test_a_compiled_part_has_its_memory_and_time_and_nothing_is_compiled_again(tmp_path: Path, kind: str) -> None:
+    bare = fit(tmp_path / "bare", kind)
+    # The first window is open when torch compiles, the second opens later.
+    assert record(tmp_path / "ours", kind, Schedule(wait=0, warmup=0, active=2, repeat=2)) == bare
+    run = only_run(tmp_path / "ours")
+    assert rows_of(run, "error") == []
+    assert {row["collector"] for row in rows_of(run, "unavailable")} <= {"allocator_history"}
+    (training,) = [row for row in manifest(run) if row["kind"] == "training"]
+    assert training["compiled"] == COMPILED[kind]
+    for window in (0, 1):
+        place = run / f"window{window:03d}"
+        saved = [row for row in read_series(place / "rank00000.saved_tensors.jsonl") if row["point"] != "step_end"]
+        for row in saved:
+            found = {path: values[0] for path, values in row["modules"].items() if values[0]}
+            assert found == KNOWN[kind]
+            assert sum(values[0] for values in row["modules"].values()) == row["activation_bytes"]
+        tracked = read_series(place / "rank00000.module_memory.jsonl")
+        assert all(sum(row["categories"].values()) == row["total_bytes"] for row in tracked)
+        assert len(read_series(place / "rank00000.module_rss.jsonl")) == 2
+
+
+def ranges(directory: Path) -> set[str]:
+    """Give the names of the modules' ranges in the first trace."""
+    trace = min(directory.rglob("*.pt.trace.json.gz"))
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    return {event["name"] for event in events if event.get("name", "").startswith("[pl][module]")}
+
+
+def test_ranges_of_the_trace_name_the_compiled_part(tmp_path: Path) -> None:
+    record(tmp_path, "wrapped", Schedule(wait=1, warmup=1, active=1))
+    assert ranges(tmp_path) == {
+        "[pl][module]torch.nn.modules.linear.Linear: pre",
+        "[pl][module]torch.nn.modules.container.Sequential (compiled): net",
+        "[pl][module]torch.nn.modules.linear.Linear: post",
+    }
