@@ -40,7 +40,9 @@ def test_each_rank_has_its_memory_by_module_and_the_training_is_the_same(
         rows = read_series(run / f"window000/rank{rank:05d}.module_memory.jsonl")
         assert all(sum(row["categories"].values()) == row["total_bytes"] for row in rows)
         (end,) = [row["categories"] for row in rows if row["kind"] == "end"]
-        assert end["parameter"] == end["gradient"] == ranks[rank]["parameter_bytes"]
+        assert end["parameter"] == ranks[rank]["parameter_bytes"]
+        # With a static graph DDP makes its bucket again in the third step, the tracked one.
+        assert end["gradient"] == ranks[rank]["parameter_bytes"] * (2 if variant == "static" else 1)
         calls = {(row["module"], row["state"]): row["call"] for row in rows if row["kind"] == "module"}
         # The wrapper calls the LightningModule, whose training_step runs inside.
         assert calls["", "pre_forward"] == 1
@@ -48,9 +50,7 @@ def test_each_rank_has_its_memory_by_module_and_the_training_is_the_same(
         found = {(row["module"], row["state"]): row["categories"] for row in rows if row["kind"] == "module"}
         # Saved by ReLU its result, by dropout its mask (four bytes each), by the last layer its input; and the result.
         before, after = (found["net", f"{moment}_forward"]["activation"] for moment in ("pre", "post"))
-        assert after - before == 3 * 4 * 16 * 4 + 4 * 4
-        # DDP may make its gradient bucket again before the forward.
-        assert before in {0, ranks[rank]["parameter_bytes"]}
+        assert (before, after) == (0, 3 * 4 * 16 * 4 + 4 * 4)
 
 
 def test_gathered_parameters_are_parameters_and_modules_have_the_names_of_the_program(tmp_path: Path) -> None:
