@@ -78,6 +78,14 @@ def _report(before: leaks.State, directory: Path | None, name: str) -> None:
         pytest.fail("\n  - ".join([f"{name} left behind:", *found]), pytrace=False)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # A browser draws and stores in its own time, and other programs' pages do not say when they are done. What fails
+    # twice is a defect; pytest's summary counts the second runs.
+    for item in items:
+        if item.get_closest_marker("browser") is not None:
+            item.add_marker(pytest.mark.flaky(reruns=1))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is not None:
         import torch
