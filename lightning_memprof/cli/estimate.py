@@ -1,0 +1,69 @@
+"""``lightning-memprof estimate``: the memory of a training before it runs."""
+
+from __future__ import annotations
+
+from argparse import ArgumentError
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from jsonargparse import ArgumentParser, Namespace
+
+from lightning_memprof.cli.command import Command, add_format, write_document
+
+__all__ = ["COMMAND"]
+
+_DESCRIPTION: Final = """\
+Estimate the memory of a training without a GPU: run the program up to its
+Trainer.fit, then a few steps of the fit on tensors without data.
+
+  SCRIPT ARGS...        the program; everything after SCRIPT belongs to it, but
+                        for --device-memory, --what-if and --batch-size max
+  -m MODULE ARGS...     the program as a module, as with python -m
+  fit ARGS...           a LightningCLI without a script, with --config FILE
+"""
+
+
+def _add_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--device", metavar="NAME", default=None, help="a GPU such as 'H100 80GB', or cpu")
+    parser.add_argument("--device-memory", metavar="SIZE", default=None, help="its memory, as in 24GiB")
+    parser.add_argument("--batch-size", metavar="N", default=None, help="samples in a batch, or max: as many as fit")
+    parser.add_argument("--sequence-length", metavar="N", type=int, default=None, help="tokens in a sample")
+    parser.add_argument(
+        "--what-if", metavar="CHANGE", action="append", default=None, help="also with a change, as in precision=bf16-mixed"
+    )
+    parser.add_argument("--output", "-o", metavar="FILE", default=None, help="also write an HTML page")
+    add_format(parser)
+    parser.add_argument("--all", action="store_true", help="all sections instead of the page that fits one screen")
+
+
+def _execute(options: Namespace) -> int:
+    if not options.program:
+        raise ArgumentError(None, "estimate: name a program, as in: lightning-memprof estimate train.py")
+    from lightning_memprof.estimation.estimator import Wanted, estimate_program
+    from lightning_memprof.report.printers.html import render_document
+    from lightning_memprof.report.printers.json import estimate_to_json
+    from lightning_memprof.report.sections.estimate import estimate_document
+
+    wanted = Wanted(
+        device=options.device,
+        device_memory=options.device_memory,
+        batch_size=options.batch_size,
+        sequence_length=options.sequence_length,
+        what_if=tuple(options.what_if or ()),
+    )
+    estimate = estimate_program(options.program, wanted)
+    document = estimate_document(estimate)
+    if options.output is not None:
+        Path(options.output).write_text(render_document(document, {}), encoding="utf-8")
+    write_document(document, options.format, partial(estimate_to_json, estimate), is_full=options.all)
+    return 0 if estimate.fit != "does not fit" else 3
+
+
+COMMAND: Final = Command(
+    summary="estimate the memory of a training before it runs",
+    description=_DESCRIPTION,
+    add_options=_add_options,
+    execute=_execute,
+    usage="lightning-memprof estimate [options] SCRIPT ARGS...",
+)

@@ -1,0 +1,53 @@
+"""Modules whose large tensors are made without memory."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["LargeOnMeta"]
+
+# Constructors read values of small tensors, such as the rates of stochastic depth.
+_MIN_NUMEL: Final = 4096
+_FACTORIES: Final = frozenset({torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full})
+
+
+class LargeOnMeta(TorchFunctionMode):
+    """Puts large tensors that constructors of modules make on torch's device ``meta``, which has no data.
+
+    Args:
+        everywhere: not only in constructors.
+
+    """
+
+    def __init__(self, *, everywhere: bool = False) -> None:
+        super().__init__()
+        self._everywhere = everywhere
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTORIES and kwargs.get("device") is None and _numel(args, kwargs) >= _MIN_NUMEL:
+            if self._everywhere or _in_constructor():
+                kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+def _numel(args: Any, kwargs: Any) -> int:
+    size = kwargs.get("size", args[0] if args and isinstance(args[0], (tuple, list)) else args)
+    if isinstance(size, int):
+        return size
+    return math.prod(size) if size and all(isinstance(length, int) for length in size) else 0
+
+
+def _in_constructor() -> bool:
+    frame: Any = sys._getframe(2)  # noqa: SLF001 inspect.stack() reads source files
+    while frame is not None:
+        if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), nn.Module):
+            return True
+        frame = frame.f_back
+    return False

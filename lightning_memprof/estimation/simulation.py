@@ -1,0 +1,237 @@
+"""One estimate: a fit on the simulated device, in a child process that leaves the program as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import multiprocessing
+import os
+import pickle  # nosec B403
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning_utilities.core.apply_func import apply_to_collection
+
+from lightning_memprof.analysis.estimate import Device, Estimate, Reserved
+from lightning_memprof.errors import MemprofError
+from lightning_memprof.estimation.allocator import CachingAllocator
+from lightning_memprof.estimation.allocator_settings import AllocatorSettings, parse_settings
+from lightning_memprof.estimation.requests import perturbed, replay
+from lightning_memprof.estimation.simulated_device import Target
+from lightning_memprof.estimation.trainer import STEPS, SimulatedStrategy, trainer_options
+
+if TYPE_CHECKING:
+    from lightning_memprof.estimation.storage_log import Peak, StorageLog
+
+__all__ = ["Fit", "Variation", "simulate"]
+
+_CURVE: Final = 400
+_ADVICE: Final = "--debug shows the traceback"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """A call of ``Trainer.fit``.
+
+    Attributes:
+        trainer: the Trainer's arguments by name.
+        model: what is trained.
+        data: further arguments of ``fit`` by name.
+        program: what the call belongs to, in words.
+
+    """
+
+    trainer: Mapping[str, Any]
+    model: LightningModule
+    data: Mapping[str, Any]
+    program: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variation:
+    """What is changed about the fit.
+
+    Attributes:
+        trainer: arguments of the Trainer that replace those of the program.
+        batch_size: samples in a batch; None keeps the loader's.
+        sequence_length: length of the batch's second dimension; None keeps the loader's.
+
+    """
+
+    trainer: Mapping[str, Any] | None = None
+    batch_size: int | None = None
+    sequence_length: int | None = None
+
+
+def simulate(fit: Fit, device: Device, variation: Variation | None = None) -> Estimate:
+    """Return the estimate of a fit; the program's objects stay as they are.
+
+    Raises:
+        MemprofError: the training cannot run without data, or the platform cannot fork.
+
+    """
+    if "fork" not in multiprocessing.get_all_start_methods():
+        raise MemprofError("estimate: needs a platform that can fork a process, such as Linux")
+    return _in_child(lambda: _simulated(fit, device, variation or Variation()))
+
+
+def _in_child(work: Callable[[], Estimate]) -> Estimate:
+    context = multiprocessing.get_context("fork")
+    mine, theirs = context.Pipe(duplex=False)
+
+    def run() -> None:
+        try:
+            with _quiet():
+                found: Estimate | str = work()
+        except MemprofError as error:
+            found = str(error)
+        except BaseException as error:  # noqa: BLE001 any failure of the program's code becomes one line
+            found = _failure(error)
+        theirs.send_bytes(pickle.dumps(found))
+        theirs.close()
+        # The program's exit handlers are the parent's.
+        os._exit(0)
+
+    child = context.Process(target=run)
+    with warnings.catch_warnings():
+        # Python 3.12 warns of threads: the child computes nothing, and takes no lock of theirs.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child.start()
+    theirs.close()
+    try:
+        found = pickle.loads(mine.recv_bytes())  # noqa: S301 from our own child  # nosec B301
+    except EOFError:
+        child.join()
+        raise MemprofError(f"estimate: the simulation ended with exit code {child.exitcode}") from None
+    finally:
+        mine.close()
+        if child.is_alive():
+            child.join()
+    if isinstance(found, str):
+        raise MemprofError(found)
+    result: Estimate = found
+    return result
+
+
+@contextlib.contextmanager
+def _quiet() -> Any:
+    """Drop what the program prints: it runs again for each estimate."""
+    logging.disable(logging.CRITICAL)
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _failure(error: BaseException) -> str:
+    import traceback
+
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = (os.sep + "torch" + os.sep, os.sep + "lightning" + os.sep, os.sep + "lightning_memprof" + os.sep)
+    own = [frame for frame in frames if not any(part in frame.filename for part in ours)]
+    place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+    words = " ".join(str(error).split())[:300]
+    return f"estimate: the training cannot run without data{place}: {type(error).__name__}: {words} ({_ADVICE})"
+
+
+def _simulated(fit: Fit, device: Device, variation: Variation) -> Estimate:
+    began = time.monotonic()
+    target = Target(is_gpu=device.name != "CPU", workspace_bytes=device.workspace_bytes)
+    strategy = SimulatedStrategy(target, lambda batch: _resized(batch, variation))
+    options = trainer_options({**fit.trainer, **(variation.trainer or {})}, strategy, target)
+    try:
+        Trainer(**options).fit(fit.model, **fit.data)
+        log, assumed = strategy.tracer.log, strategy.tracer.assumed
+    finally:
+        strategy.teardown()
+    if not any(part.step == STEPS - 1 for part in log.parts):
+        raise MemprofError(f"estimate: the training ended before {STEPS} steps")
+    peak = log.peak()
+    part = log.part_at(peak.position)
+    module_bytes = log.by(peak, "module", "category")
+    return Estimate(
+        program=fit.program,
+        device=device,
+        allocated_bytes=peak.live_bytes,
+        reserved=_reserved(log, device),
+        step=0 if part is None else part.step,
+        part="setup" if part is None else part.name,
+        operator=log.label(peak.numbers[-1], "operator", peak.position) if peak.numbers else "",
+        categories={name: count for (name,), count in log.by(peak, "category").most_common()},
+        modules=[(module, category, count) for (module, category), count in module_bytes.most_common()],
+        dtypes={name.removeprefix("torch."): count for (name,), count in log.by(peak, "dtype").most_common()},
+        live=_curve(log, peak),
+        batch=_shapes(strategy.batch),
+        batch_size=_batch_size(strategy.batch),
+        parameters=sum(parameter.numel() for parameter in fit.model.parameters()),
+        steps=STEPS,
+        assumptions=[
+            f"{place}: {operator.split('.')[1]} reads a value of a tensor; 1 was assumed, False for a condition"
+            for operator, place in assumed
+        ],
+        seconds=time.monotonic() - began,
+    )
+
+
+def _reserved(log: StorageLog, device: Device) -> Reserved:
+    if device.name == "CPU":
+        likely = log.peak().live_bytes
+        return Reserved(likely, likely, likely)
+    settings = _settings()
+    likely = replay(log.requests, CachingAllocator(settings)).reserved_bytes
+    band = perturbed(log.requests, settings)
+    return Reserved(min(band.low_bytes, likely), likely, max(band.high_bytes, likely))
+
+
+def _settings() -> AllocatorSettings:
+    return parse_settings(os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "")
+
+
+def _curve(log: StorageLog, peak: Peak) -> Sequence[int]:
+    """Return the live bytes of the last step as the largest value of each of equal ranges of requests."""
+    first = next(part.position for part in log.parts if part.step == STEPS - 1)
+    values = list(log.live())[first:]
+    width = max(1, -(-len(values) // _CURVE))
+    return [max(values[at : at + width]) for at in range(0, len(values), width)]
+
+
+def _shapes(batch: Any) -> list[str]:
+    found: list[str] = []
+
+    def add(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {str(tensor.dtype).removeprefix('torch.')}")
+        return tensor
+
+    apply_to_collection(batch, torch.Tensor, add)
+    return found
+
+
+def _batch_size(batch: Any) -> int | None:
+    with contextlib.suppress(Exception):
+        return extract_batch_size(batch)
+    return None
+
+
+def _resized(batch: Any, variation: Variation) -> Any:
+    """Return the batch with another number of samples or another length, without its values."""
+    samples = _batch_size(batch)
+
+    def resized(tensor: torch.Tensor) -> torch.Tensor:
+        shape = list(tensor.shape)
+        if variation.batch_size is not None and shape and shape[0] == samples:
+            shape[0] = variation.batch_size
+        if variation.sequence_length is not None and len(shape) > 1 and not tensor.is_floating_point():
+            shape[1] = variation.sequence_length
+        return torch.zeros(1, dtype=tensor.dtype).expand(shape) if shape != list(tensor.shape) else tensor
+
+    if variation.batch_size is None and variation.sequence_length is None:
+        return batch
+    if variation.batch_size is not None and samples is None:
+        raise MemprofError("estimate: the batch does not tell its number of samples: no tensor in it has a dimension")
+    return apply_to_collection(batch, torch.Tensor, resized)
