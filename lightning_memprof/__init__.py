@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from lightning_memprof.errors import ConfigError as ConfigError
     from lightning_memprof.errors import MemprofError as MemprofError
     from lightning_memprof.errors import ReportError as ReportError
+    from lightning_memprof.estimation.estimator import Estimate as Estimate
+    from lightning_memprof.estimation.estimator import estimate as estimate
     from lightning_memprof.integration.callback import MemProfilerCallback as MemProfilerCallback
     from lightning_memprof.integration.profiler import ExtendedPyTorchProfiler as ExtendedPyTorchProfiler
     from lightning_memprof.integration.settings import OutputOptions as OutputOptions
@@ -45,6 +47,7 @@ _MODULES = (
     ("capture.sources.methods", "memprofilable"),
     ("capture.triggers.watch", "Triggers"),
     ("errors", "ArtifactError", "ConfigError", "MemprofError", "ReportError"),
+    ("estimation.estimator", "Estimate", "estimate"),
     ("integration.callback", "MemProfilerCallback"),
     ("integration.settings", "OutputOptions"),
     ("integration.profiler", "ExtendedPyTorchProfiler"),
@@ -64,7 +67,7 @@ if not TYPE_CHECKING:
             raise AttributeError(msg)
         import importlib
 
-        if module.startswith("integration."):
+        if module.startswith(("estimation.", "integration.")):
             import sys
 
             from lightning_memprof.integration.registration import check_lightning

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -18,10 +17,6 @@ if TYPE_CHECKING:
     from lightning_memprof.report.view import View
 
 __all__ = ["Run", "load_run"]
-
-_FRAME = (
-    '<iframe srcdoc="{page}" style="width: 100%; height: 48em; border: 0" title="lightning-memprof report"></iframe>'
-)
 
 
 @dataclass(frozen=True)
@@ -52,12 +47,9 @@ class Run(model.Run):
         return document_of(self._view)
 
     def _repr_html_(self) -> str:
-        from lightning_memprof.report.printers.html import to_html
+        from lightning_memprof.report.printers.html import framed, to_html
 
-        # In a frame, so that the style of the notebook and that of the report stay apart. Without a base of its own, a
-        # link within the report opens the notebook in the frame.
-        page = to_html(self._view).replace("<head>", '<head>\n<base href="about:srcdoc">', 1)
-        return _FRAME.format(page=html.escape(page))
+        return framed(to_html(self._view))
 
     def __repr__(self) -> str:
         lead = self.lead

@@ -1,14 +1,61 @@
-"""What the estimate of a training's memory says."""
+"""The estimate of a training's memory, and the memory of known devices."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from types import MappingProxyType
+from typing import Final, Literal
 
-__all__ = ["Alternative", "Device", "Estimate", "Fit", "Reserved"]
+from lightning_memprof.errors import ConfigError
+from lightning_memprof.units import GIB, KIB, MIB
 
-Fit = Literal["fits", "does not fit", "too close to call", "no limit"]
+__all__ = [
+    "DEVICES",
+    "Alternative",
+    "Conclusion",
+    "Device",
+    "Estimate",
+    "Reserved",
+    "device_named",
+    "device_of",
+    "parse_bytes",
+]
+
+# CUDA's context and what the driver keeps beside torch's allocator; 0.3 to 0.5 GiB on the devices that were measured.
+_CONTEXT_BYTES: Final = 450 * MIB
+# Source: torch's default of CUBLAS_WORKSPACE_CONFIG, :4096:2:16:8, and :4096:8 on compute capability 9.
+_WORKSPACE: Final = 8_320 * KIB
+_WORKSPACE_HOPPER: Final = 32 * MIB
+
+# MiB as torch.cuda.get_device_properties() gives them. Source: the vendors' data sheets, less what the driver hides.
+_TOTAL_MIB: Final = MappingProxyType(
+    {
+        "NVIDIA B200": 182_642,
+        "NVIDIA H200": 143_156,
+        "NVIDIA H100 80GB": 81_079,
+        "NVIDIA A100 80GB": 81_038,
+        "NVIDIA A100 40GB": 40_330,
+        "NVIDIA L40S": 45_480,
+        "NVIDIA A40": 45_403,
+        "NVIDIA A10": 22_502,
+        "NVIDIA L4": 22_563,
+        "NVIDIA T4": 14_912,
+        "NVIDIA V100 32GB": 32_494,
+        "NVIDIA V100 16GB": 16_144,
+        "NVIDIA GeForce RTX 5090": 32_111,
+        "NVIDIA GeForce RTX 4090": 24_110,
+        "NVIDIA GeForce RTX 4080": 15_962,
+        "NVIDIA GeForce RTX 4060": 7_933,
+        "NVIDIA GeForce RTX 3090": 24_246,
+        "NVIDIA GeForce RTX 3080": 9_992,
+        "NVIDIA GeForce RTX 3060": 12_037,
+    }
+)
+_HOPPER: Final = ("H100", "H200", "B200", "5090")
+
+Conclusion = Literal["fits", "does not fit", "too close to call", "no limit"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +153,7 @@ class Estimate:
     seconds: float = 0.0
 
     @property
-    def fit(self) -> Fit:
+    def fit(self) -> Conclusion:
         """Whether the training fits into the device."""
         limit = self.device.usable_bytes
         if limit is None:
@@ -114,3 +161,57 @@ class Estimate:
         if self.reserved.high_bytes <= limit:
             return "fits"
         return "does not fit" if self.reserved.low_bytes > limit else "too close to call"
+
+
+def device_of(name: str, total_bytes: int, source: str) -> Device:
+    """Return a GPU of a size."""
+    return Device(
+        name=name,
+        total_bytes=total_bytes,
+        usable_bytes=max(total_bytes - _CONTEXT_BYTES, 0),
+        workspace_bytes=_WORKSPACE_HOPPER if any(part in name for part in _HOPPER) else _WORKSPACE,
+        source=source,
+    )
+
+
+DEVICES: Final = MappingProxyType(
+    {name: device_of(name, total * MIB, "table of devices") for name, total in _TOTAL_MIB.items()}
+)
+"""Known GPUs by name."""
+
+
+def device_named(name: str) -> Device:
+    """Return the device whose name has all words of ``name``, or the CPU.
+
+    Raises:
+        ConfigError: no name has them, or several have.
+
+    """
+    if name.lower() == "cpu":
+        return Device(name="CPU", source="no limit was given")
+    wanted = set(_words(name))
+    found = [device for known, device in DEVICES.items() if wanted <= set(_words(known))]
+    exact = [device for device in found if set(_words(device.name)) - {"nvidia", "geforce", "rtx"} == wanted]
+    if len(exact or found) == 1:
+        return (exact or found)[0]
+    several = "several devices have this name" if found else "no such device is known"
+    names = ", ".join(device.name.removeprefix("NVIDIA ") for device in found or DEVICES.values())
+    raise ConfigError(f"--device {name!r}: {several}: {names}; or give --device-memory, as in 24GiB")
+
+
+def _words(name: str) -> list[str]:
+    return [word for word in re.split(r"[^0-9a-z]+|(?<=[0-9])(?=gi?b)", name.lower().replace("gib", "gb")) if word]
+
+
+def parse_bytes(option: str, text: str) -> int:
+    """Return the bytes in a text such as ``24GiB`` or ``16 GB``.
+
+    Raises:
+        ConfigError: it is not a number with a unit.
+
+    """
+    units = {"kib": KIB, "mib": MIB, "gib": GIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)\s*", text.lower())
+    if found is None or found[2] not in units or float(found[1]) <= 0:
+        raise ConfigError(f"{option} {text!r}: must be a positive number and a unit, as in 24GiB or 16GB")
+    return round(float(found[1]) * units[found[2]])

@@ -30,7 +30,11 @@ def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--batch-size", metavar="N", default=None, help="samples in a batch, or max: as many as fit")
     parser.add_argument("--sequence-length", metavar="N", type=int, default=None, help="tokens in a sample")
     parser.add_argument(
-        "--what-if", metavar="CHANGE", action="append", default=None, help="also with a change, as in precision=bf16-mixed"
+        "--what-if",
+        metavar="CHANGE",
+        action="append",
+        default=None,
+        help="also with a change, as in precision=bf16-mixed",
     )
     parser.add_argument("--output", "-o", metavar="FILE", default=None, help="also write an HTML page")
     add_format(parser)
@@ -43,7 +47,6 @@ def _execute(options: Namespace) -> int:
     from lightning_memprof.estimation.estimator import Wanted, estimate_program
     from lightning_memprof.report.printers.html import render_document
     from lightning_memprof.report.printers.json import estimate_to_json
-    from lightning_memprof.report.sections.estimate import estimate_document
 
     wanted = Wanted(
         device=options.device,
@@ -53,7 +56,7 @@ def _execute(options: Namespace) -> int:
         what_if=tuple(options.what_if or ()),
     )
     estimate = estimate_program(options.program, wanted)
-    document = estimate_document(estimate)
+    document = estimate.document()
     if options.output is not None:
         Path(options.output).write_text(render_document(document, {}), encoding="utf-8")
     write_document(document, options.format, partial(estimate_to_json, estimate), is_full=options.all)

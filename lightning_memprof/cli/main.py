@@ -21,10 +21,23 @@ if TYPE_CHECKING:
 
 __all__ = ["COMMANDS", "main", "split_program"]
 
-COMMANDS: Final = ("demo", "show", "trigger", "merge", "view", "watch", "report", "compare", "export", "doctor", "run")
+COMMANDS: Final = (
+    "demo", "show", "trigger", "merge", "view", "watch", "report", "compare", "export", "estimate", "doctor", "run",
+)  # fmt: skip
 """The commands in the order of the help; each is a module of this package."""
 
 PROGRAM: Final = "lightning-memprof"
+# By command: its options with a value, and those that may also stand after the program's name.
+_WITH_PROGRAM: Final = {
+    "run": (("--config",), ()),
+    "estimate": (
+        (
+            "--device", "--device-memory", "--batch-size", "--sequence-length", "--what-if", "--output", "-o",
+            "--format",
+        ),
+        ("--device", "--device-memory", "--batch-size", "--what-if"),
+    ),
+}  # fmt: skip
 FAILED: Final = 1
 USAGE: Final = 2
 INTERRUPTED: Final = 130
@@ -76,24 +89,42 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate our arguments from those of the program that ``run`` starts, which our parser must not see.
+    """Separate our arguments from those of the program that a command starts, which our parser must not see.
 
     Returns:
         Our arguments, and those for the interpreter: ``[SCRIPT, ...]`` or ``["-m", MODULE, ...]``.
 
     """
     index = next((index for index, argument in enumerate(arguments) if not argument.startswith("-")), len(arguments))
-    if list(arguments[index : index + 1]) != ["run"]:
+    command = arguments[index] if index < len(arguments) else ""
+    if command not in _WITH_PROGRAM:
         return list(arguments), []
+    valued, shared = _WITH_PROGRAM[command]
     index += 1
     while index < len(arguments):
         argument = arguments[index]
         if argument == "--":
             return list(arguments[:index]), list(arguments[index + 1 :])
         if not argument.startswith("-") or (argument.startswith("-m") and not argument.startswith("--")):
-            return list(arguments[:index]), list(arguments[index:])
-        index += 2 if argument == "--config" else 1
+            own, program = _shared(arguments[index:], shared)
+            return [*arguments[:index], *own], program
+        index += 2 if argument in valued else 1
     return list(arguments), []
+
+
+def _shared(arguments: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Take options of ours with their values out of what follows a program's name."""
+    own: list[str] = []
+    program: list[str] = []
+    index = 0
+    while index < len(arguments):
+        name, equals, value = arguments[index].partition("=")
+        following = value if equals else "".join(arguments[index + 1 : index + 2])
+        is_ours = name in names and (name != "--batch-size" or following == "max")
+        length = 1 if equals or not is_ours else 2
+        (own if is_ours else program).extend(arguments[index : index + length])
+        index += length
+    return own, program
 
 
 def _execute(own: list[str], program: list[str]) -> int:

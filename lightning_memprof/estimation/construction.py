@@ -31,9 +31,9 @@ class LargeOnMeta(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _FACTORIES and kwargs.get("device") is None and _numel(args, kwargs) >= _MIN_NUMEL:
-            if self._everywhere or _in_constructor():
-                kwargs = {**kwargs, "device": "meta"}
+        is_large = func in _FACTORIES and kwargs.get("device") is None and _numel(args, kwargs) >= _MIN_NUMEL
+        if is_large and (self._everywhere or _in_constructor()):
+            kwargs = {**kwargs, "device": "meta"}
         return func(*args, **kwargs)
 
 

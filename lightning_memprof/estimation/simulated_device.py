@@ -9,31 +9,58 @@ from __future__ import annotations
 import types
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional
 from torch.optim.optimizer import _foreach_supported_types
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from lightning_memprof.capture.observe import Link, wrapped
 from lightning_memprof.errors import MemprofError
-from lightning_memprof.estimation.attention import CudaAttention
-from lightning_memprof.estimation.autocast import cuda_autocast
-from lightning_memprof.estimation.storage_log import GRANULE
+from lightning_memprof.estimation.storages import GRANULE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import nn
 
 __all__ = ["NAME", "Target", "without_data"]
 
 NAME: Final = "simgpu"
+_ALIGNMENT: Final = 8
+_MAX_FLASH_HEAD: Final = 256
+# Source: the AT_FORALL macros of aten/src/ATen/autocast_mode.h.
+_LOWER: Final = (
+    "_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d",
+    "conv_transpose3d", "convolution", "prelu", "addmm", "addmv", "addr", "matmul", "einsum", "mm", "mv",
+    "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot",
+    "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention", "scaled_dot_product_attention",
+)  # fmt: skip
+_FLOAT: Final = (
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
+    "tan", "pow", "softplus", "layer_norm", "native_layer_norm", "group_norm", "frobenius_norm", "nuclear_norm",
+    "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d",
+    "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss",
+    "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss",
+    "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp", "upsample_nearest1d",
+    "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d",
+    "upsample_bicubic2d", "prod", "softmax", "log_softmax", "cumprod", "cumsum", "sum", "norm",
+)  # fmt: skip
+_WIDEST: Final = (
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sample", "index_put", "tensordot",
+    "scatter_add",
+)  # fmt: skip
+_HALVES: Final = (torch.float16, torch.bfloat16)
 
 
-class _Mode(FakeTensorMode):
+class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
     # A constant is made on the CPU and copied: the device cannot make one.
-    avoid_device_init: ClassVar[property] = property(lambda _: True)  # type: ignore[assignment]
+    avoid_device_init: ClassVar[property] = property(lambda _: True)
 
 
 def _register() -> None:
@@ -99,8 +126,8 @@ class Target:
         with ExitStack() as undo:
             if self.is_gpu:
                 _register()
-                undo.enter_context(cuda_autocast(NAME))
-                undo.enter_context(CudaAttention())
+                undo.enter_context(_cuda_autocast(NAME))
+                undo.enter_context(_cuda_attention())
                 _foreach_supported_types.append(FakeTensor)
                 undo.callback(_foreach_supported_types.remove, FakeTensor)
             undo.enter_context(_Mode(allow_non_fake_inputs=True))
@@ -128,3 +155,164 @@ def without_data(model: nn.Module, device: torch.device) -> None:
             for name, tensor in tensors.items():
                 if tensor is not None:
                     tensors[name] = replaced(tensor)
+
+
+@contextmanager
+def _cuda_autocast(kind: str) -> Iterator[None]:
+    """Apply CUDA's rules under ``torch.autocast`` of the device ``kind``, which is torch's PrivateUse1 backend."""
+    casts = _Casts(kind)
+    key = "AutocastPrivateUse1"
+    rest = _library("_", key)
+    rules = _library("aten", key)
+    rest.fallback(torch.library.fallthrough_kernel)
+    for names, casting in ((_LOWER, casts.lower), (_FLOAT, casts.full), (_WIDEST, casts.widest)):
+        for name in names:
+            for overload in _overloads(name):
+                found = getattr(getattr(torch.ops.aten, name), overload)
+                rules.impl(name if overload == "default" else f"{name}.{overload}", _with_cast(found, casting))
+
+    def forgetting(link: Link) -> Callable[[], None]:
+        def clear() -> None:
+            casts.weights.clear()
+            link.call()
+
+        return clear
+
+    try:
+        with wrapped(torch, "clear_autocast_cache", forgetting):
+            yield
+    finally:
+        casts.weights.clear()
+        rules._destroy()  # noqa: SLF001 no public one
+        rest._destroy()  # noqa: SLF001 no public one
+
+
+def _library(namespace: str, key: str) -> Any:
+    """Return torch's registry of an operator namespace's implementations for a dispatch key, which is not typed."""
+    make: Any = torch.library.Library
+    return make(namespace, "IMPL", key)
+
+
+class _Casts:
+    """The casts of the arguments of an operator.
+
+    Attributes:
+        weights: the 16-bit copies of parameters, by the parameter's id, that autocast keeps until it ends.
+
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.weights: dict[int, tuple[Tensor, Tensor]] = {}
+        self._kind = kind
+
+    def lower(self, values: Any) -> Any:
+        return tree_map(self._lower, values)
+
+    def full(self, values: Any) -> Any:
+        return tree_map(self._full, values)
+
+    def widest(self, values: Any) -> Any:
+        has_full = any(self._is_float(leaf) and leaf.dtype == torch.float32 for leaf in tree_leaves(values))
+        return self.full(values) if has_full else values
+
+    def _lower(self, value: Any) -> Any:
+        dtype = torch.get_autocast_dtype(self._kind)
+        if not self._is_float(value) or value.dtype in {dtype, torch.float64}:
+            return value
+        is_weight = value.is_leaf and value.requires_grad and value.dtype == torch.float32
+        if not is_weight or not torch.is_autocast_cache_enabled():
+            return value.to(dtype)
+        if id(value) not in self.weights:
+            self.weights[id(value)] = (value.to(dtype), value)
+        return self.weights[id(value)][0]
+
+    def _full(self, value: Any) -> Any:
+        return value.float() if self._is_float(value) and value.dtype in _HALVES else value
+
+    def _is_float(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.device.type == self._kind and value.is_floating_point()
+
+
+def _with_cast(operator: Any, casting: Callable[[Any], Any]) -> Callable[..., Any]:
+    keys: Any = torch._C.DispatchKey  # noqa: SLF001 no public one
+    excluded = torch._C.DispatchKeySet(keys.AutocastPrivateUse1)  # noqa: SLF001 no public one
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(excluded):  # noqa: SLF001 no public one
+            args, kwargs = casting((args, kwargs))
+            return operator(*args, **kwargs)
+
+    return call
+
+
+def _overloads(name: str) -> Iterator[str]:
+    packet = getattr(torch.ops.aten, name, None)
+    for overload in packet.overloads() if packet is not None else ():
+        if "out" not in overload and "name" not in overload.lower():
+            yield overload
+
+
+@contextmanager
+def _cuda_attention() -> Iterator[None]:
+    """Call flash attention for 16-bit operands without a mask, memory-efficient attention otherwise.
+
+    Both keep one number per row for backward instead of the attention matrix, which the CPU's kernel keeps. Source:
+    ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``. Registered with the dispatcher: a mode would be off while
+    backward recomputes checkpointed modules.
+    """
+    rules = _library("aten", "AutogradPrivateUse1")
+    rules.impl("scaled_dot_product_attention", _attention)
+    try:
+        yield
+    finally:
+        rules._destroy()  # noqa: SLF001 no public one
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The rest of the operator's arguments, in its order."""
+
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Tensor:
+    options = _Options(*rest, **named)
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if options.enable_gqa:
+        key, value = _repeated(key, query), _repeated(value, query)
+    is_half, head = query.dtype in _HALVES, query.size(-1)
+    scale = head**-0.5 if options.scale is None else options.scale
+    if is_half and options.attn_mask is None and head <= _MAX_FLASH_HEAD:
+        query, key, value = (_padded(tensor) for tensor in (query, key, value))
+        flash = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001 the operator's name
+        found: Tensor = flash(query, key, value, options.dropout_p, options.is_causal, False, scale=scale)[0]  # noqa: FBT003
+        return found[..., :head]
+    mask = None if options.attn_mask is None else _bias(options.attn_mask, query, key)
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention  # noqa: SLF001 the operator's name
+    needs_sums = any(tensor.requires_grad for tensor in (query, key, value))
+    result = efficient(query, key, value, mask, needs_sums, options.dropout_p, options.is_causal, scale=scale)
+    return cast("Tensor", result[0])
+
+
+def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Return what is added to the scores."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
+    return mask.expand(*query.shape[:-1], key.shape[-2])
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    """Return the tensor with its last dimension padded to what the kernel reads at once."""
+    rest = -tensor.size(-1) % _ALIGNMENT
+    return functional.pad(tensor, (0, rest)) if rest else tensor
+
+
+def _repeated(tensor: Tensor, query: Tensor) -> Tensor:
+    return tensor.repeat_interleave(query.size(-3) // tensor.size(-3), -3)

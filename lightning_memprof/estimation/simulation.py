@@ -10,48 +10,32 @@ import os
 import pickle  # nosec B403
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch import Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_memprof.analysis.estimate import Device, Estimate, Reserved
+from lightning_memprof.capture.sources.batches import batch_samples
+from lightning_memprof.capture.sources.tensors import tensors_in
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.estimation.allocator import CachingAllocator
-from lightning_memprof.estimation.allocator_settings import AllocatorSettings, parse_settings
+from lightning_memprof.estimation.allocator_settings import environment_settings
+from lightning_memprof.estimation.changes import Change, checkpoint_blocks
 from lightning_memprof.estimation.requests import perturbed, replay
 from lightning_memprof.estimation.simulated_device import Target
-from lightning_memprof.estimation.trainer import STEPS, SimulatedStrategy, trainer_options
+from lightning_memprof.estimation.trainer import STEPS, Fit, SimulatedStrategy, trainer_options
 
 if TYPE_CHECKING:
-    from lightning_memprof.estimation.storage_log import Peak, StorageLog
+    from lightning_memprof.estimation.storages import StorageLog
 
-__all__ = ["Fit", "Variation", "simulate"]
+__all__ = ["Variation", "simulate"]
 
 _CURVE: Final = 400
 _ADVICE: Final = "--debug shows the traceback"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fit:
-    """A call of ``Trainer.fit``.
-
-    Attributes:
-        trainer: the Trainer's arguments by name.
-        model: what is trained.
-        data: further arguments of ``fit`` by name.
-        program: what the call belongs to, in words.
-
-    """
-
-    trainer: Mapping[str, Any]
-    model: LightningModule
-    data: Mapping[str, Any]
-    program: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +43,13 @@ class Variation:
     """What is changed about the fit.
 
     Attributes:
-        trainer: arguments of the Trainer that replace those of the program.
+        change: what else is changed; None for nothing.
         batch_size: samples in a batch; None keeps the loader's.
         sequence_length: length of the batch's second dimension; None keeps the loader's.
 
     """
 
-    trainer: Mapping[str, Any] | None = None
+    change: Change | None = None
     batch_size: int | None = None
     sequence_length: int | None = None
 
@@ -124,7 +108,11 @@ def _in_child(work: Callable[[], Estimate]) -> Estimate:
 def _quiet() -> Any:
     """Drop what the program prints: it runs again for each estimate."""
     logging.disable(logging.CRITICAL)
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
         warnings.simplefilter("ignore")
         yield
 
@@ -143,8 +131,11 @@ def _failure(error: BaseException) -> str:
 def _simulated(fit: Fit, device: Device, variation: Variation) -> Estimate:
     began = time.monotonic()
     target = Target(is_gpu=device.name != "CPU", workspace_bytes=device.workspace_bytes)
-    strategy = SimulatedStrategy(target, lambda batch: _resized(batch, variation))
-    options = trainer_options({**fit.trainer, **(variation.trainer or {})}, strategy, target)
+    change = variation.change or Change(name="", costs="")
+    if change.is_checkpointed and not checkpoint_blocks(fit.model):
+        raise MemprofError("estimate: the model has no blocks that repeat")
+    strategy = SimulatedStrategy(target, lambda batch: _resized(batch, variation), change.optimizers)
+    options = trainer_options({**fit.trainer, **(change.trainer or {})}, strategy, target)
     try:
         Trainer(**options).fit(fit.model, **fit.data)
         log, assumed = strategy.tracer.log, strategy.tracer.assumed
@@ -166,9 +157,9 @@ def _simulated(fit: Fit, device: Device, variation: Variation) -> Estimate:
         categories={name: count for (name,), count in log.by(peak, "category").most_common()},
         modules=[(module, category, count) for (module, category), count in module_bytes.most_common()],
         dtypes={name.removeprefix("torch."): count for (name,), count in log.by(peak, "dtype").most_common()},
-        live=_curve(log, peak),
+        live=_curve(log),
         batch=_shapes(strategy.batch),
-        batch_size=_batch_size(strategy.batch),
+        batch_size=batch_samples(strategy.batch),
         parameters=sum(parameter.numel() for parameter in fit.model.parameters()),
         steps=STEPS,
         assumptions=[
@@ -183,17 +174,13 @@ def _reserved(log: StorageLog, device: Device) -> Reserved:
     if device.name == "CPU":
         likely = log.peak().live_bytes
         return Reserved(likely, likely, likely)
-    settings = _settings()
+    settings = environment_settings(os.environ)
     likely = replay(log.requests, CachingAllocator(settings)).reserved_bytes
     band = perturbed(log.requests, settings)
     return Reserved(min(band.low_bytes, likely), likely, max(band.high_bytes, likely))
 
 
-def _settings() -> AllocatorSettings:
-    return parse_settings(os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "")
-
-
-def _curve(log: StorageLog, peak: Peak) -> Sequence[int]:
+def _curve(log: StorageLog) -> Sequence[int]:
     """Return the live bytes of the last step as the largest value of each of equal ranges of requests."""
     first = next(part.position for part in log.parts if part.step == STEPS - 1)
     values = list(log.live())[first:]
@@ -202,25 +189,15 @@ def _curve(log: StorageLog, peak: Peak) -> Sequence[int]:
 
 
 def _shapes(batch: Any) -> list[str]:
-    found: list[str] = []
-
-    def add(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {str(tensor.dtype).removeprefix('torch.')}")
-        return tensor
-
-    apply_to_collection(batch, torch.Tensor, add)
-    return found
-
-
-def _batch_size(batch: Any) -> int | None:
-    with contextlib.suppress(Exception):
-        return extract_batch_size(batch)
-    return None
+    return [
+        f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {str(tensor.dtype).removeprefix('torch.')}"
+        for tensor in tensors_in(batch)
+    ]
 
 
 def _resized(batch: Any, variation: Variation) -> Any:
     """Return the batch with another number of samples or another length, without its values."""
-    samples = _batch_size(batch)
+    samples = batch_samples(batch)
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
         shape = list(tensor.shape)

@@ -3,31 +3,73 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.callbacks import (
+    BasePredictionWriter,
+    Checkpoint,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelSummary,
+    ProgressBar,
+    Timer,
+)
+from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_memprof.capture.observe import wrapped
 from lightning_memprof.capture.sources.tensors import tensors_in
 from lightning_memprof.estimation.construction import LargeOnMeta
 from lightning_memprof.estimation.simulated_device import NAME, without_data
 from lightning_memprof.estimation.storages import StorageTracer
+from lightning_memprof.integration.callback import MemProfilerCallback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    from torch.optim import Optimizer
+
     from lightning_memprof.estimation.simulated_device import Target
 
-__all__ = ["STEPS", "SimulatedStrategy", "trainer_options"]
+__all__ = ["STEPS", "Fit", "SimulatedStrategy", "trainer_options"]
 
 STEPS: Final = 3
 """The second step has the optimizer's state; the third has the allocator's cache of a whole one before it."""
+
+
+_MANY: Final = 1_000_000
+_KEPT: Final = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "overfit_batches")
+# They write files, read values, or watch a real device; none keeps tensors.
+_LEFT_OUT: Final = (
+    BasePredictionWriter, Checkpoint, DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, MemProfilerCallback,
+    ModelSummary, ProgressBar, SaveConfigCallback, Timer,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """A call of ``Trainer.fit``.
+
+    Attributes:
+        trainer: the Trainer's arguments by name.
+        model: what is trained.
+        data: further arguments of ``fit`` by name.
+        program: what the call belongs to, in words.
+
+    """
+
+    trainer: Mapping[str, Any]
+    model: LightningModule
+    data: Mapping[str, Any]
+    program: str
 
 
 class _SimulatedAccelerator(Accelerator):
@@ -41,10 +83,10 @@ class _SimulatedAccelerator(Accelerator):
 
     @staticmethod
     def parse_devices(devices: Any) -> Any:
-        return [0]
+        return devices
 
     @staticmethod
-    def get_parallel_devices(devices: Any) -> Any:
+    def get_parallel_devices(_: Any) -> Any:
         return [torch.device("cpu")]
 
     @staticmethod
@@ -61,42 +103,53 @@ class _SimulatedAccelerator(Accelerator):
 
 
 class _Repeated:
-    """A loader that gives one real batch again and again."""
+    """A loader that gives a batch like the first one again and again, without its values."""
 
     def __init__(self, loader: Any, resize: Callable[[Any], Any]) -> None:
         self.batch = resize(next(iter(loader)))
 
     def __len__(self) -> int:
-        return 1_000_000
+        return _MANY
 
     def __iter__(self) -> Iterator[Any]:
         while True:
-            yield self.batch
+            yield apply_to_collection(self.batch, torch.Tensor, _like)
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
 
 class SimulatedStrategy(SingleDeviceStrategy):
     """One device; everything from the model's setup to the end of the fit runs without data.
 
     Attributes:
-        tracer: the requests of the fit.
+        tracer: the storages of the fit.
         batch: shapes and dtypes of the batch.
 
     Args:
         target: the device to imitate.
         resize: returns the batch to train on, from the loader's first one.
+        optimizers: returns the optimizers to train with, from the program's.
 
     """
 
-    def __init__(self, target: Target, resize: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        target: Target,
+        resize: Callable[[Any], Any],
+        optimizers: Callable[[Iterable[Optimizer]], list[Optimizer]],
+    ) -> None:
         super().__init__(accelerator=_SimulatedAccelerator(), device="cpu")
         self.tracer: StorageTracer
         self.batch: Any = None
         self._target = target
         self._resize = resize
+        self._replaced = optimizers
         self._simulation = ExitStack()
 
     def setup(self, trainer: Trainer) -> None:
-        # The program's data are real: its loaders are set up before.
+        """Set up the program's loaders, whose data are real, and then the model without data."""
         trainer.fit_loop.setup_data()
         device = self._simulation.enter_context(self._target.simulated())
         self._root_device = device
@@ -108,54 +161,57 @@ class SimulatedStrategy(SingleDeviceStrategy):
         super().setup(trainer)
 
     @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:  # noqa: ARG002, FBT001 Lightning's
+        """Let ``configure_model`` make large tensors without data."""
         with LargeOnMeta(everywhere=True):
             yield
 
     def process_dataloader(self, dataloader: object) -> object:
+        """Read one batch, and repeat it."""
         loader = _Repeated(dataloader, self._resize)
         self.batch = loader.batch
         return loader
 
     def model_to_device(self) -> None:
-        assert self.model is not None
-        without_data(self.model, self.root_device)
-        for module in self.model.modules():
+        """Replace the model's tensors, and tell the tracer what they are."""
+        model: Any = self.model
+        without_data(model, self.root_device)
+        for module in model.modules():
             if isinstance(module, LightningModule):
                 module._device = self.root_device  # noqa: SLF001 what its .to() does
-        self.tracer.name_modules(self.model)
-        self.tracer.label(_owned(self.model.named_parameters()), "parameter")
-        self.tracer.label(_owned(self.model.named_buffers()), "buffer")
-        for path, parameter in _owned(self.model.named_parameters()):
+        self.tracer.name_modules(model)
+        self.tracer.label(_owned(model.named_parameters()), "parameter")
+        self.tracer.label(_owned(model.named_buffers()), "buffer")
+        for path, parameter in _owned(model.named_parameters()):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(
                     lambda owner, path=path: self.tracer.label([(path, owner.grad)], "gradient")
                 )
 
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Create the program's optimizers, and replace them."""
+        super().setup_optimizers(trainer)
+        self.optimizers = self._replaced(self.optimizers)
+
     def teardown(self) -> None:
+        """End the simulation."""
         self._simulation.close()
-
-
-def _owned(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield tensors with the path of their module instead of their name."""
-    for name, tensor in named:
-        yield name.rpartition(".")[0], tensor
 
 
 class _Parts(Callback):
     """Tells the tracer the parts of each step and what its tensors are."""
 
-    def __init__(self, strategy: SimulatedStrategy) -> None:
-        self._strategy = strategy
+    def __init__(self, tracer: Callable[[], StorageTracer]) -> None:
+        self._tracer = tracer
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, _module: LightningModule, batch: Any, _index: int) -> None:
         self._mark(trainer, "forward")
-        self._strategy.tracer.label(((None, tensor) for tensor in tensors_in(batch)), "input")
+        self._tracer().label(((None, tensor) for tensor in tensors_in(batch)), "input")
 
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+    def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
         self._mark(trainer, "backward")
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
         self._mark(trainer, "optimizer")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -166,14 +222,16 @@ class _Parts(Callback):
             for parameter, state in optimizer.state.items()
             for tensor in tensors_in(state)
         )
-        self._strategy.tracer.label(states, "optimizer_state")
+        self._tracer().label(states, "optimizer_state")
 
     def _mark(self, trainer: Trainer, part: str) -> None:
-        self._strategy.tracer.mark(trainer.global_step, part)
+        self._tracer().mark(trainer.global_step, part)
 
 
-def _ignore(*_: object, **__: object) -> None:
-    """Do nothing."""
+def _owned(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield tensors with the path of their module instead of their name."""
+    for name, tensor in named:
+        yield name.rpartition(".")[0], tensor
 
 
 def trainer_options(given: Mapping[str, Any], strategy: SimulatedStrategy, target: Target) -> dict[str, Any]:
@@ -182,23 +240,18 @@ def trainer_options(given: Mapping[str, Any], strategy: SimulatedStrategy, targe
     Args:
         given: the program's arguments by name; what decides no bytes is replaced.
         strategy: replaces the program's.
+        target: the device to imitate.
 
     """
     callbacks = given.get("callbacks") or []
     callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
-    kept = [callback for callback in callbacks if not isinstance(callback, (Checkpoint, ProgressBar))]
-    options = {
-        name: given[name]
-        for name in ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "overfit_batches")
-        if given.get(name) is not None
-    }
-    precision = str(given.get("precision") or "32-true")
-    options |= _precision(precision, target.kind)
+    kept = [callback for callback in callbacks if not isinstance(callback, _LEFT_OUT)]
     return {
-        **options,
+        **{name: given[name] for name in _KEPT if given.get(name) is not None},
+        **_precision(given, target.kind),
         "strategy": strategy,
         "max_steps": STEPS,
-        "callbacks": [*kept, _Parts(strategy)],
+        "callbacks": [*kept, _Parts(lambda: strategy.tracer)],
         "logger": DummyLogger(),
         "limit_val_batches": 0,
         "num_sanity_val_steps": 0,
@@ -208,9 +261,21 @@ def trainer_options(given: Mapping[str, Any], strategy: SimulatedStrategy, targe
     }
 
 
-def _precision(precision: str, kind: str) -> dict[str, Any]:
-    mixed = {"16": "16-mixed", "bf16": "bf16-mixed"}.get(precision, precision)
-    if not mixed.endswith("-mixed"):
+def _precision(given: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Return the arguments of the precision; mixed precision names the device."""
+    plugins = given.get("plugins") or []
+    plugins = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
+    plugin = next((plugin for plugin in plugins if isinstance(plugin, Precision)), None)
+    if plugin is not None and not isinstance(plugin, MixedPrecision):
+        return {"plugins": plugin}
+    precision = str(plugin.precision if plugin is not None else given.get("precision") or "32-true")
+    precision = {"16": "16-mixed", "bf16": "bf16-mixed"}.get(precision, precision)
+    if not precision.endswith("-mixed"):
         return {"precision": precision}
-    scaler = torch.amp.GradScaler("cpu", enabled=False) if mixed == "16-mixed" else None
-    return {"plugins": MixedPrecision(mixed, kind, scaler)}  # type: ignore[arg-type]
+    # A scaler keeps a few numbers, and would read values.
+    scaler = torch.amp.GradScaler("cpu", enabled=False) if precision == "16-mixed" else None
+    return {"plugins": MixedPrecision(precision, kind, scaler)}  # type: ignore[arg-type]
+
+
+def _ignore(*_: object, **__: object) -> None:
+    """Do nothing."""

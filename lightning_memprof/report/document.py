@@ -378,7 +378,7 @@ class Document:
 
     Args:
         title: its name.
-        kind: ``run``, ``files``, ``comparison`` or ``live``.
+        kind: ``run``, ``files``, ``comparison``, ``live`` or ``estimate``.
         about: what ran.
         status: how it ended.
         status_style: how the status looks.
@@ -397,7 +397,7 @@ class Document:
     """
 
     title: str
-    kind: Literal["run", "files", "comparison", "live"]
+    kind: Literal["run", "files", "comparison", "live", "estimate"]
     about: Words = ""
     status: str = ""
     status_style: Style = ""

@@ -19,8 +19,8 @@ from lightning_memprof.integration.settings import default_collectors
 ROOT = {
     "ArtifactError", "Budget", "Collector", "ConfigError", "ExtendedPyTorchProfiler", "Finding", "Mark",
     "MemProfilerCallback", "MemprofError", "SkipWindow", "OnMark", "OutputOptions", "Point", "ReportError", "Run",
-    "RunContext", "Schedule", "Severity", "StageSchedules", "Triggers", "load_run", "memprofilable",
-    "start_memory_history",
+    "Estimate", "RunContext", "Schedule", "Severity", "StageSchedules", "Triggers", "estimate", "load_run",
+    "memprofilable", "start_memory_history",
 }  # fmt: skip
 NAMESPACES = {
     "collectors": {

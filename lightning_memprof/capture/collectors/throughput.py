@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -12,9 +12,9 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_memprof.artifacts.series import ThroughputRow
 from lightning_memprof.capture.base import Collector, OnMark
+from lightning_memprof.capture.sources.batches import batch_padding, batch_samples
 from lightning_memprof.capture.sources.compiled import is_compiled
 from lightning_memprof.capture.sources.methods import compiled_methods
-from lightning_memprof.capture.sources.padding import batch_padding, batch_parts
 from lightning_memprof.capture.torch_internals import (
     FakeTensor,
     TorchDispatchMode,
@@ -28,35 +28,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from lightning_memprof.capture.base import RunContext
-    from lightning_memprof.capture.sources.padding import Padding
+    from lightning_memprof.capture.sources.batches import Padding
     from lightning_memprof.schedule import Mark, Window
 
-__all__ = ["FlopCount", "Throughput", "batch_samples"]
+__all__ = ["FlopCount", "Throughput"]
 
 log = logging.getLogger(__name__)
 
 _COMPILED: Final = "operations are not counted: a part of the model is compiled, and counting would change how it runs"
 _MODES: Final = "operations are not counted: another torch dispatch mode was active in every step"
 _NOTHING: Final = "operations are not counted: no matrix product, convolution or attention ran"
-_DEPTH: Final = 4
 _NONE: Final = (None, None, None)
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
-
-
-def batch_samples(batch: Any, depth: int = _DEPTH) -> int | None:
-    """Return the first dimension of the first tensor in a batch, in its order; None without a tensor.
-
-    A batch of texts has as many samples as its first list of them.
-    """
-    if isinstance(batch, torch.Tensor):
-        return int(batch.shape[0]) if batch.ndim else None
-    if depth == 0 or isinstance(batch, (str, bytes)):
-        return None
-    if isinstance(batch, Sequence) and batch and all(isinstance(part, (str, bytes)) for part in batch):
-        return len(batch)
-    return next(
-        (samples for _, part in batch_parts(batch) if (samples := batch_samples(part, depth - 1)) is not None), None
-    )
 
 
 class Throughput(Collector):

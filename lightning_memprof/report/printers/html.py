@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import html
 import re
 import secrets
 from dataclasses import replace
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from lightning_memprof.report.document import Cell, Column, Document
     from lightning_memprof.report.view import View
 
-__all__ = ["render_document", "to_html"]
+__all__ = ["framed", "render_document", "to_html"]
 
 # No host, no plug-in, no frame, no form; only the scripts that carry this page's nonce.
 POLICY: Final = (
@@ -34,6 +35,9 @@ POLICY: Final = (
 )
 # A script's text cannot hold its own end, so this finds each whole script, and nothing inside one.
 SCRIPT: Final = re.compile(r"<script\b([^>]*)>(.*?)</script>", re.DOTALL | re.IGNORECASE)
+FRAME: Final = (
+    '<iframe srcdoc="{page}" style="width: 100%; height: 48em; border: 0" title="lightning-memprof report"></iframe>'
+)
 # Longer texts are not names; --format json has all of them.
 MAX_TEXT: Final = 4000
 
@@ -75,6 +79,13 @@ def render_document(document: Document, drawn: Mapping[str, Chart]) -> str:
         style=_source("page.css"),
         script=_source("page.js"),
     )
+
+
+def framed(page: str) -> str:
+    """Return a page for a notebook: in a frame, where the styles of both stay apart."""
+    # Without a base of its own, a link within the report opens the notebook in the frame.
+    page = page.replace("<head>", '<head>\n<base href="about:srcdoc">', 1)
+    return FRAME.format(page=html.escape(page))
 
 
 class _Drawn:

@@ -27,6 +27,7 @@ from lightning_memprof.report.sections.tables import mean
 if TYPE_CHECKING:
     from lightning_memprof.analysis.compare.comparison import Outcome
     from lightning_memprof.analysis.compare.model import Comparison
+    from lightning_memprof.analysis.estimate import Estimate
     from lightning_memprof.analysis.ledger.memory import ByteLedger
     from lightning_memprof.analysis.ledger.model import TimeLedger
     from lightning_memprof.analysis.memory.functions import FunctionReport
@@ -94,6 +95,12 @@ def comparison_to_json(comparison: Comparison, verdict: Words, outcomes: Sequenc
             ],
         }
     )
+    return found
+
+
+def estimate_to_json(estimate: Estimate) -> dict[str, Any]:
+    """Return an estimate: bytes, seconds."""
+    found: dict[str, Any] = encode({"fit": estimate.fit, **_without(estimate)})
     return found
 
 

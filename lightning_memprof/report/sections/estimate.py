@@ -34,7 +34,7 @@ from lightning_memprof.units import format_count
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lightning_memprof.analysis.estimate import Alternative, Estimate, Reserved
+    from lightning_memprof.analysis.estimate import Alternative, Estimate
 
 __all__ = ["estimate_document"]
 
@@ -154,20 +154,20 @@ def _alternatives(estimate: Estimate) -> Iterator[Section]:
             Column("difference", "bytes change"),
             Column("cost", priority=2),
         ),
-        rows=[tuple(_alternative(one, estimate)) for one in estimate.alternatives],
+        rows=[tuple(_alternative(changed, estimate)) for changed in estimate.alternatives],
         is_sortable=False,
         top=None,
     )
     yield Section("alternatives", "Alternatives", parts=[table], summary=True)
 
 
-def _alternative(one: Alternative, estimate: Estimate) -> Iterator[Cell]:
-    likely = None if one.reserved is None else one.reserved.likely_bytes
-    yield text(one.change)
-    yield size(one.allocated_bytes)
+def _alternative(changed: Alternative, estimate: Estimate) -> Iterator[Cell]:
+    likely = None if changed.reserved is None else changed.reserved.likely_bytes
+    yield text(changed.change)
+    yield size(changed.allocated_bytes)
     yield size(likely)
     yield Cell(None if likely is None else likely - estimate.reserved.likely_bytes, "bytes change")
-    yield text(one.problem or one.costs)
+    yield text(changed.problem or changed.costs)
 
 
 def _basis(estimate: Estimate) -> Section:

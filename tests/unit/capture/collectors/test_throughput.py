@@ -16,7 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.base import RunContext
-from lightning_memprof.capture.collectors.throughput import FlopCount, batch_samples
+from lightning_memprof.capture.collectors.throughput import FlopCount
+from lightning_memprof.capture.sources.batches import batch_samples
 from lightning_memprof.collectors import Throughput
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Point, Schedule

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_memprof.capture.sources.padding import batch_padding
+from lightning_memprof.capture.sources.batches import batch_padding
 
 LENGTHS = (10, 4, 7, 7)
 TEXTS = [torch.arange(1, length + 1) * 40 for length in LENGTHS]

@@ -1,4 +1,4 @@
-"""Padding in a batch of sequences, as far as the values of its tensors show it."""
+"""Samples in a batch, and padding in one of sequences, as far as the values of its tensors show it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Padding", "batch_padding", "batch_parts"]
+__all__ = ["Padding", "batch_padding", "batch_samples"]
 
 # A shorter dimension is one of features or classes.
 _LEAST_LENGTH: Final = 8
@@ -34,6 +34,20 @@ class Padding(NamedTuple):
     positions: int
     padded: Any
     beyond_longest: Any
+
+
+def batch_samples(batch: Any, depth: int = _DEPTH) -> int | None:
+    """Return the first dimension of the first tensor in a batch, in its order; None without a tensor.
+
+    A batch of texts has as many samples as its first list of them.
+    """
+    if isinstance(batch, torch.Tensor):
+        return int(batch.shape[0]) if batch.ndim else None
+    if depth == 0 or isinstance(batch, (str, bytes)):
+        return None
+    if isinstance(batch, Sequence) and batch and all(isinstance(part, (str, bytes)) for part in batch):
+        return len(batch)
+    return next((samples for _, part in _parts(batch) if (samples := batch_samples(part, depth - 1)) is not None), None)
 
 
 def batch_padding(batch: Any) -> Padding | None:
@@ -74,11 +88,11 @@ def _tensors(name: str, batch: Any, depth: int) -> Iterator[tuple[str, torch.Ten
         if is_plain and batch.ndim in {2, 3} and batch.shape[0] and batch.shape[1] >= _LEAST_LENGTH:
             yield name, batch
     elif depth:
-        for key, part in batch_parts(batch):
+        for key, part in _parts(batch):
             yield from _tensors(key.lower(), part, depth - 1)
 
 
-def batch_parts(batch: Any) -> list[tuple[str, Any]]:
+def _parts(batch: Any) -> list[tuple[str, Any]]:
     """Return the parts of a batch, each with its key where it has one."""
     if isinstance(batch, Mapping):
         return [(str(key), part) for key, part in batch.items()]

@@ -1,0 +1,363 @@
+"""Estimates of a program's training, or of a model in Python: the device, the changes, the largest batch."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+
+from lightning_memprof.analysis import estimate as model
+from lightning_memprof.analysis.estimate import Alternative, Device, device_named, device_of, parse_bytes
+from lightning_memprof.capture.observe import Link, wrapped
+from lightning_memprof.errors import ConfigError, MemprofError
+from lightning_memprof.estimation.allocator_settings import environment_settings
+from lightning_memprof.estimation.changes import Change, parse_change
+from lightning_memprof.estimation.construction import LargeOnMeta
+from lightning_memprof.estimation.simulation import Variation, simulate
+from lightning_memprof.estimation.trainer import Fit
+from lightning_memprof.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+    from lightning_memprof.report.document import Document
+
+__all__ = ["Estimate", "Wanted", "estimate", "estimate_program"]
+
+_USUAL: Final = ("precision=bf16-mixed", "checkpointing", "accumulate=2", "optimizer=adamw8bit")
+_MOST_SAMPLES: Final = 1 << 20
+_CLI: Final = ("fit",)
+_DATA: Final = ("train_dataloaders", "val_dataloaders", "datamodule")
+# The program gets a Trainer that needs no device; the simulation makes its own from the same arguments.
+_HARMLESS: Final = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "num_nodes": 1,
+    "strategy": "auto",
+    "precision": None,
+    "plugins": None,
+    "profiler": None,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate(model.Estimate):
+    """The memory of a training on one device, and its document.
+
+    In a notebook it is displayed as the HTML page.
+    """
+
+    def document(self) -> Document:
+        """Return the estimate as data: sections, tables and figures, whose values have units."""
+        from lightning_memprof.report.sections.estimate import estimate_document
+
+        return estimate_document(self)
+
+    def _repr_html_(self) -> str:
+        from lightning_memprof.report.printers.html import framed, render_document
+
+        return framed(render_document(self.document(), {}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What is asked, in the words of the command line.
+
+    Attributes:
+        device: name of the device; None takes this machine's GPU, and otherwise gives no limit.
+        device_memory: its memory, as in ``24GiB``.
+        batch_size: samples in a batch, ``max`` for as many as fit; None keeps the program's.
+        sequence_length: length of integer tensors' second dimension; None keeps the program's.
+        what_if: changes; empty for the usual ones, ``none`` alone for none.
+        progress: gets a line before each simulation.
+
+    Raises:
+        ConfigError: a value is invalid.
+
+    """
+
+    device: str | None = None
+    device_memory: str | None = None
+    batch_size: str | int | None = None
+    sequence_length: int | None = None
+    what_if: Sequence[str] = ()
+    progress: Callable[[str], None] = lambda _: None
+
+    def __post_init__(self) -> None:
+        """Validate the values before the program runs."""
+        self.target()
+        self.changes()
+        environment_settings(os.environ)
+        if self.batch_size == "max" and self.target().usable_bytes is None:
+            raise ConfigError("--batch-size max: needs --device or --device-memory")
+        self.samples()
+        if self.sequence_length is not None and self.sequence_length < 1:
+            raise ConfigError(f"--sequence-length {self.sequence_length}: must be at least 1")
+
+    def target(self) -> Device:
+        """Return the device."""
+        if self.device_memory is None:
+            return device_named(self.device) if self.device is not None else _here()
+        total = parse_bytes("--device-memory", self.device_memory)
+        name = self.device or "GPU"
+        if name.lower() == "cpu":
+            return replace(device_named("cpu"), total_bytes=total, usable_bytes=total, source="--device-memory")
+        return device_of(f"{name} with {format_bytes(total)}", total, "--device-memory")
+
+    def changes(self) -> list[Change]:
+        """Return the changes."""
+        names = _USUAL if not self.what_if else () if tuple(self.what_if) == ("none",) else self.what_if
+        return [parse_change(name) for name in names]
+
+    def samples(self) -> int | None:
+        """Return the samples in a batch; None for the program's, or as many as fit."""
+        if self.batch_size is None or self.batch_size == "max":
+            return None
+        text = str(self.batch_size)
+        if not text.isdecimal() or int(text) < 1:
+            raise ConfigError(f"--batch-size {text}: must be a number of at least 1, or max")
+        return int(text)
+
+
+def _here() -> Device:
+    """Return this machine's first GPU, or an unlimited one."""
+    import torch
+
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        return device_of(properties.name, properties.total_memory, "this machine")
+    return replace(device_of("a GPU", 0, "none was named"), total_bytes=None, usable_bytes=None)
+
+
+def estimate_program(program: Sequence[str], wanted: Wanted) -> Estimate:
+    """Run a program up to its first ``Trainer.fit``, and estimate that.
+
+    Raises:
+        MemprofError: the program has no fit, or its training cannot run without data.
+
+    """
+    found: list[Estimate] = []
+    _run_to_fit(program, lambda fit: found.append(_estimate(fit, wanted)))
+    return found[0]
+
+
+def estimate(
+    model: LightningModule,
+    data: LightningDataModule | Any,
+    *,
+    trainer: Trainer | None = None,
+    device: str | None = None,
+    **wanted: Any,
+) -> Estimate:
+    """Estimate the memory of ``trainer.fit(model, data)`` without running it; the objects stay as they are.
+
+    Args:
+        model: what is trained; its tensors may be on ``meta``.
+        data: a datamodule, or a loader of batches; one real batch is read for its shapes.
+        trainer: precision, accumulation, clipping and callbacks are its own; None is Lightning's default.
+        device: name of a GPU, or ``cpu``; None takes this machine's GPU, and otherwise gives no limit.
+        **wanted: further attributes of :class:`Wanted`.
+
+    Raises:
+        ConfigError: a value is invalid.
+        MemprofError: the training cannot run without data.
+
+    """
+    name = "datamodule" if isinstance(data, LightningDataModule) else "train_dataloaders"
+    fit = Fit(trainer=_arguments(trainer), model=model, data={name: data}, program=type(model).__name__)
+    return _estimate(fit, Wanted(device=device, **wanted))
+
+
+def _arguments(trainer: Trainer | None) -> dict[str, Any]:
+    """Return the arguments of a Trainer that decide bytes."""
+    if trainer is None:
+        return {}
+    return {
+        "precision": trainer.precision,
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "gradient_clip_val": trainer.gradient_clip_val,
+        "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
+        "callbacks": list(getattr(trainer, "callbacks", ())),
+    }
+
+
+def _estimate(fit: Fit, wanted: Wanted) -> Estimate:
+    device = wanted.target()
+    variation = Variation(batch_size=wanted.samples(), sequence_length=wanted.sequence_length)
+    wanted.progress("the training as it is")
+    found = simulate(fit, device, variation)
+    if wanted.batch_size == "max":
+        found = _largest(fit, wanted, found)
+        variation = replace(variation, batch_size=found.batch_size)
+    alternatives = []
+    for change in wanted.changes():
+        wanted.progress(change.name)
+        alternatives.append(_alternative(fit, device, variation, change, found.batch_size))
+    values = {field.name: getattr(found, field.name) for field in fields(found)}
+    return Estimate(**{**values, "alternatives": alternatives})
+
+
+def _alternative(fit: Fit, device: Device, variation: Variation, change: Change, samples: int | None) -> Alternative:
+    if change.batch_divisor > 1:
+        if samples is None or samples < change.batch_divisor:
+            return Alternative(change=change.name, problem="the batch has too few samples")
+        variation = replace(variation, batch_size=samples // change.batch_divisor)
+    try:
+        found = simulate(fit, device, replace(variation, change=change))
+    except MemprofError as error:
+        return Alternative(change=change.name, problem=str(error).removeprefix("estimate: "))
+    return Alternative(
+        change=change.name, allocated_bytes=found.allocated_bytes, reserved=found.reserved, costs=change.costs
+    )
+
+
+def _largest(fit: Fit, wanted: Wanted, first: model.Estimate) -> model.Estimate:
+    """Return the estimate with the largest batch that fits.
+
+    Doubled while it fits, then halved between a size that fits and one that does not.
+
+    Raises:
+        MemprofError: not even one sample fits.
+
+    """
+
+    def tried(samples: int) -> model.Estimate:
+        wanted.progress(f"batches of {samples}")
+        variation = Variation(batch_size=samples, sequence_length=wanted.sequence_length)
+        return simulate(fit, first.device, variation)
+
+    best: model.Estimate | None = None
+    fitting, failing = 0, _MOST_SAMPLES
+    samples = first.batch_size or 1
+    while failing - fitting > 1:
+        found = tried(samples)
+        if found.fit == "fits":
+            best, fitting = found, samples
+        else:
+            failing = samples
+        samples = fitting * 2 if failing == _MOST_SAMPLES else (fitting + failing) // 2
+        samples = min(max(samples, 1), _MOST_SAMPLES - 1)
+    if best is None:
+        raise MemprofError(f"estimate: not even one sample fits into {first.device.name}")
+    return best
+
+
+class _Reached(BaseException):
+    """The program called ``fit``; a BaseException, so that its handlers of errors pass it on."""
+
+    def __init__(self, fit: Fit) -> None:
+        super().__init__()
+        self.fit = fit
+
+
+class _FailedEarlyError(MemprofError):
+    """The program raised an exception before ``fit``."""
+
+
+def _run_to_fit(program: Sequence[str], use: Callable[[Fit], None]) -> None:
+    """Run a program; at its first ``Trainer.fit`` call ``use`` instead, and end it.
+
+    Args:
+        program: ``[SCRIPT, *ARGS]``, ``["-m", MODULE, *ARGS]``, or ``["fit", *ARGS]`` for a bare ``LightningCLI``.
+        use: gets the fit.
+
+    Raises:
+        MemprofError: the program is missing, fails, or ends without ``Trainer.fit``.
+
+    """
+    try:
+        _to_fit(program, use, LargeOnMeta())
+    except _FailedEarlyError:
+        # A constructor that reads values of a large tensor fails without them: it gets them.
+        _to_fit(program, use, nullcontext())
+
+
+def _to_fit(program: Sequence[str], use: Callable[[Fit], None], construction: AbstractContextManager[object]) -> None:
+    name = " ".join(program)
+    with _watched(name), construction:
+        try:
+            _run(program)
+        except _Reached as reached:
+            found = reached.fit
+        except SystemExit as stop:
+            if stop.code not in {None, 0}:
+                raise MemprofError(f"estimate: {name} ended with exit code {stop.code} before Trainer.fit") from stop
+            found = None
+        except MemprofError:
+            raise
+        except Exception as error:
+            words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            raise _FailedEarlyError(f"estimate: {name} failed before Trainer.fit: {words}") from error
+        else:
+            found = None
+    if found is None:
+        raise MemprofError(
+            f"estimate: {name} ended without Trainer.fit of lightning.pytorch, which is what is estimated"
+        )
+    use(found)
+
+
+@contextmanager
+def _watched(name: str) -> Iterator[None]:
+    """Give the program Trainers that need no device, and end it where it calls ``fit``; it runs no other stage."""
+    arguments: dict[int, dict[str, Any]] = {}
+
+    def init(link: Link) -> Callable[..., None]:
+        def construct(trainer: Trainer, **given: Any) -> None:
+            arguments[id(trainer)] = given
+            link.call(trainer, **{**given, **_HARMLESS})
+
+        return construct
+
+    def fit(_: Link) -> Callable[..., None]:
+        def reached(trainer: Trainer, model: LightningModule, *given: Any, **named: Any) -> None:
+            data = {**dict(zip(_DATA, given, strict=False)), **named}
+            data = {key: value for key, value in data.items() if key in _DATA}
+            raise _Reached(Fit(trainer=arguments[id(trainer)], model=model, data=data, program=name))
+
+        return reached
+
+    def skipped(_: Link) -> Callable[..., list[Any]]:
+        return lambda *_args, **_named: []
+
+    with ExitStack() as undo:
+        undo.enter_context(wrapped(Trainer, "__init__", init))
+        undo.enter_context(wrapped(Trainer, "fit", fit))
+        for other in ("validate", "test", "predict"):
+            undo.enter_context(wrapped(Trainer, other, skipped))
+        yield
+
+
+def _run(program: Sequence[str]) -> None:
+    argv, path = sys.argv, list(sys.path)
+    first, rest = program[0], list(program[1:])
+    try:
+        if first.startswith("-m"):
+            module, rest = (first[2:], rest) if first[2:] else (rest[0] if rest else "", rest[1:])
+            if not module:
+                raise MemprofError("estimate: -m needs the name of a module")
+            sys.argv = [module, *rest]
+            sys.path.insert(0, os.getcwd())  # noqa: PTH109 what python -m inserts
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        elif not Path(first).is_file() and first in _CLI:
+            from lightning.pytorch.cli import LightningCLI
+
+            sys.argv = ["lightning", first, *rest]
+            sys.path.insert(0, os.getcwd())  # noqa: PTH109 configurations name the user's own modules
+            LightningCLI(save_config_callback=None)
+        elif not Path(first).is_file():
+            raise MemprofError(f"estimate: {first}: no such file")
+        else:
+            sys.argv = [first, *rest]
+            sys.path.insert(0, str(Path(first).resolve().parent))
+            runpy.run_path(first, run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = argv, path
