@@ -4,9 +4,9 @@ Modeled: rounding, a small and a large pool for each stream, best fit, splitting
 release of cached blocks and retry at capacity, and the settings of `AllocatorSettings`. Not modeled: `record_stream`,
 private pools (CUDA graphs), `backend:cudaMallocAsync`.
 
-Among free blocks of one size torch 2.14 takes the one in the oldest segment. Before, it took the lowest address, which
-the driver chooses: on Linux it places newer segments at lower addresses (recorded snapshots), which is
-`newest_segment_first`.
+Among free blocks of one size torch takes the one in the oldest segment since 2.13, and that of the lowest address up to
+2.11 (2.12: the oldest block, which is not modeled). The driver chooses addresses: on Linux it places newer segments
+lower, as recorded snapshots show, which is `newest_segment_first`.
 
 Source: `c10/cuda/CUDACachingAllocator.cpp` and `c10/core/AllocatorConfig.h` of torch 2.14.
 """

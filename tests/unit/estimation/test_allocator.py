@@ -66,7 +66,7 @@ def test_the_smallest_block_that_fits_is_taken_and_among_equals_the_lowest():
     assert allocator.malloc(31 * MIB).address == blocks[0].address
 
 
-def test_before_torch_2_14_the_newest_of_equal_blocks_is_taken():
+def test_up_to_torch_2_11_the_newest_of_equal_blocks_is_taken():
     allocator = CachingAllocator(AllocatorSettings(newest_segment_first=True))
     blocks = [allocator.malloc(30 * MIB) for _ in range(3)]
     for block in blocks:
