@@ -14,7 +14,7 @@ import torch
 from lightning_memprof.artifacts.naming import SnapshotName
 from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector, OnMark
-from lightning_memprof.capture.sources.memory import NATIVE, allocator_backend
+from lightning_memprof.capture.sources.memory import NATIVE, NO_CUDA, allocator_backend
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Point
 from lightning_memprof.units import format_bytes
@@ -65,6 +65,8 @@ def start_memory_history(*, max_entries: int = _MAX_ENTRIES, stacks: Literal["py
 
 
 def _without_history(device: torch.device) -> str | None:
+    if not torch.cuda.is_available():
+        return NO_CUDA  # the snapshot of a build without a device is empty
     backend = allocator_backend(device)
     return None if backend == NATIVE else f"the {backend} allocator keeps no history"
 
@@ -113,7 +115,8 @@ def memory_history(*, max_entries: int = _MAX_ENTRIES, stacks: Literal["python",
 def _is_recording() -> bool:
     from lightning_memprof.capture.torch_internals import _cuda_isHistoryEnabled
 
-    return _cuda_isHistoryEnabled()
+    # Before CUDA is initialized it ends the process.
+    return torch.cuda.is_initialized() and _cuda_isHistoryEnabled()  # type: ignore[no-untyped-call]
 
 
 def _stop_memory_history() -> None:
@@ -156,9 +159,9 @@ class AllocatorHistory(Collector):
 
     def unavailable(self, run: RunContext) -> str | None:
         """Return a reason on other devices and with other allocators: only CUDA's native one has a history."""
-        if run.device.type == "cuda":
+        if run.device.type == "cuda" or not torch.cuda.is_available():
             return _without_history(run.device)
-        return "CUDA is not available" if not torch.cuda.is_available() else f"the model is on {run.device}"
+        return f"the model is on {run.device}"
 
     @contextmanager
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "NATIVE",
     "NO_ACCELERATOR",
+    "NO_CUDA",
     "HeapSize",
     "ResidentSize",
     "allocator_backend",
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 NO_ACCELERATOR: Final = "no accelerator"
+NO_CUDA: Final = "CUDA is not available"
 # torch's name of its own caching allocator.
 NATIVE: Final = "native"
 
@@ -140,6 +142,8 @@ def without_statistics(device: torch.device) -> str | None:
     """Return why there are no statistics of an allocator, None if there are."""
     if device.type == "cpu":
         return NO_ACCELERATOR
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return NO_CUDA  # where a build without CUDA raises, one without a device answers with zeros
     return "a CUDAPluggableAllocator has no statistics" if allocator_backend(device) == "pluggable" else None
 
 

@@ -6,6 +6,7 @@ import pickletools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -247,3 +248,14 @@ def test_other_allocators_keep_no_history(cuda: FakeCuda, run: RunContext, backe
     with pytest.raises(ConfigError, match="use the native allocator"):
         start_memory_history()
     assert cuda.calls == []
+
+
+def test_before_cuda_is_initialized_torch_is_not_asked_for_a_history(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fatal = mock.Mock(side_effect=AssertionError("torch ends the process here"))
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", fatal)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    with memory_history():
+        pass
+    assert [call for call, _ in cuda.calls] == ["on", "off"]
