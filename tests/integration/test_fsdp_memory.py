@@ -90,7 +90,8 @@ def test_forward_and_backward_are_in_it_and_all_that_is_sharded_is_told_apart(ou
     before, after = states["model.0", "before_pre_forward"], states["model.0", "after_pre_forward"]
     assert after["unsharded_parameter"] - before["unsharded_parameter"] >= first
     assert states["model.0", "before_post_backward"]["unsharded_gradient"] >= first
-    assert figures(run, 0, "peak")["all_gather"] > 0
+    # torch 2.15 frees the buffer of the previous all-gather: there is none at the peak.
+    assert max(categories["all_gather"] for categories in states.values()) > 0
     assert figures(run, 0, "end")["gradient"] >= figures(run, 0, "end")["parameter"]
     assert figures(run, 0, "end")["unsharded_parameter"] == 0
 
