@@ -200,18 +200,27 @@ def test_what_was_saved_before_the_step_is_unattributed(tmp_path: Path) -> None:
     assert (row["activation_bytes"], row["unattributed_bytes"], own(row)) == (320, 160, {"a": 160, "": 0})
 
 
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(self.first(value))
+        return out
+
+
 @pytest.mark.parametrize("wraps", [False, True])
 def test_what_compiled_code_saves_belongs_to_the_compiled_module(tmp_path: Path, wraps: bool) -> None:
-    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.GELU())
+    model = nn.Sequential(TwoLayers(), nn.GELU())
     if wraps:
-        model[0] = torch.compile(model[0], backend="aot_eager")
+        model[0] = torch.compile(model[0], backend="aot_eager")  # type: ignore[assignment]
     else:
         model[0].compile(backend="aot_eager")
     batch = torch.randn(5, 8)
     row = one_step(tmp_path, model, lambda: model(batch).sum())
-    # The batch and the first layer's result. torch runs the loop of its own class as it is, and compiles the layers.
-    parts = {"0": 320} if wraps else {"0": 0, "0.0": 160, "0.1": 160}
-    assert own(row) == {**parts, "1": 160, "": 0}
+    # The batch and the first layer's result.
+    assert own(row) == {"0": 320, "1": 160, "": 0}
     assert row["modules"]["0"][1:3] == [320, 1]
     assert row["activation_bytes"] == 480
 
