@@ -19,7 +19,14 @@ from lightning_memprof.analysis.findings.model import (
     Finding,
     Severity,
 )
-from lightning_memprof.analysis.findings.modules import ROOT, Heaviest, faster, heaviest_module, operator_family
+from lightning_memprof.analysis.findings.modules import (
+    ROOT,
+    Heaviest,
+    faster,
+    heaviest_module,
+    in_compiled,
+    operator_family,
+)
 from lightning_memprof.analysis.findings.traces import Remedy, open_trace, remedies, remedy, shorter_name
 from lightning_memprof.analysis.ledger.peaks import Peaks, device_peaks
 from lightning_memprof.analysis.run.locate import shown_path, shown_place
@@ -125,8 +132,9 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
         steps: tuple[str, ...] = (_look_further(facts.run),)
     else:
         achieved = _of_module(facts, rank, heaviest)
+        compiled = " (compiled)" if in_compiled(heaviest.module, rank) else ""
         sentence = (
-            f"Compute-bound: {heaviest.module} takes {percent(heaviest.ns / ledger.step_ns)} of each step "
+            f"Compute-bound: {heaviest.module}{compiled} takes {percent(heaviest.ns / ledger.step_ns)} of each step "
             f"({format_ns(heaviest.ns)} of {format_ns(ledger.step_ns)}), "
             f"{percent(heaviest.family_ns / heaviest.ns)} of it in {heaviest.family}{achieved.on if achieved else ''}"
         )

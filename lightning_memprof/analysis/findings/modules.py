@@ -42,6 +42,7 @@ FAMILIES: Final = (
     ),
     ("convolution", re.compile(r"aten::\w*conv\w*\Z")),
     ("attention", re.compile(r"aten::_?\w*(?:scaled_dot_product|flash|efficient)_attention\w*\Z")),
+    ("compiled code", re.compile(r"## Call CompiledFxGraph|CompiledFunction|Torch-Compiled Region|TorchDynamo")),
     ("recurrent layers", re.compile(r"aten::\w*(?:lstm|gru|rnn)\w*\Z")),
 )
 
@@ -96,16 +97,34 @@ def operator_family(operator: str | None) -> str:
     return next((name for name, matches in FAMILIES if matches.match(operator)), operator or "Python")
 
 
+def in_compiled(module: str, rank: Rank) -> bool:
+    """Return whether torch.compile has compiled a module, or one around it."""
+    found = _places(module)
+    return any(found[: len(place)] == place for place in _compiled(rank))
+
+
+def _compiled(rank: Rank) -> list[list[str]]:
+    return [_places(path) for path in (rank.training.compiled if rank.training else ())]
+
+
+def _places(module: str) -> list[str]:
+    """Return the parts of a path; numbers and ranges of numbers, ``0-5``, are alike."""
+    parts = module.split(".") if module not in {"", ROOT} else []
+    return ["" if part.replace("-", "").isdigit() else part for part in parts]
+
+
 def faster(heaviest: Heaviest, rank: Rank) -> tuple[str, ...]:
     """Return what makes the operators of a module faster on this run's device."""
     precision = (rank.training.precision if rank.training else None) or "32-true"
-    compiled = f"Fuse its operators: compile {heaviest.module} with torch.compile(module)."
+    found = _places(heaviest.module)
+    overlaps = any(all(a == b for a, b in zip(found, place, strict=False)) for place in _compiled(rank))
+    compiled = () if overlaps else (f"Fuse its operators: compile {heaviest.module} with torch.compile(module).",)
     lower = ("Compute in bfloat16: Trainer(precision='bf16-mixed').",) if precision == "32-true" else ()
     if heaviest.family == "convolution":
         return ("Store images as channels_last: model.to(memory_format=torch.channels_last), inputs too.", *lower)
     if heaviest.family in {"matrix multiplication", "attention"}:
-        return (*lower, compiled) if not rank.facts.is_cpu else (compiled, *lower)
-    return (compiled, *lower)
+        return (*lower, *compiled) if not rank.facts.is_cpu else (*compiled, *lower)
+    return (*compiled, *lower)
 
 
 # Fewer calls of one operator in a forward are its layers.
@@ -153,9 +172,9 @@ def python_loop(facts: Facts) -> list[Finding]:
     if worst is None or worst[1].steps < MIN_STEPS:
         return []
     rank, ledger = worst
-    loop = max(
-        _loops(ledger, _recorded(facts, rank) or ledger), key=lambda loop: (loop.ns, loop.repeated_ns), default=None
-    )
+    loops = _loops(ledger, _recorded(facts, rank) or ledger)
+    eager = [loop for loop in loops if not in_compiled(loop.module, rank)]
+    loop = max(eager, key=lambda loop: (loop.ns, loop.repeated_ns), default=None)
     if loop is None or loop.ns < NOTABLE_LOOP * ledger.step_ns:
         return []
     worth = Recovery(unit="ns", least=loop.ns * BATCHED[0], most=loop.ns * BATCHED[1], whole=ledger.step_ns)

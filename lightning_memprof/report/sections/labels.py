@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -31,6 +31,7 @@ __all__ = [
     "bars",
     "called",
     "category",
+    "compiled_note",
     "counter",
     "device_parts",
     "file_command",
@@ -173,6 +174,19 @@ def span(steps: tuple[int, ...]) -> str:
 def place(path: Path, run: Run) -> str:
     """Return a path that means the same wherever the page is read: absolute, or its URL."""
     return shown_place(path, run.root, run.url) if run.url is not None else str(path.absolute())
+
+
+# Compiled modules that a note names.
+MOST_COMPILED: Final = 4
+
+
+def compiled_note(training: Mapping[str, object] | None) -> Iterator[str]:
+    """Yield which modules are compiled, from the manifest's ``training`` row; nothing if none is."""
+    found = (training or {}).get("compiled")
+    if isinstance(found, list) and found:
+        shown = ", ".join(str(path) or "the model" for path in found[:MOST_COMPILED])
+        rest = f" and {len(found) - MOST_COMPILED} more" if len(found) > MOST_COMPILED else ""
+        yield f"compiled by torch.compile, each with the submodules in its compiled code: {shown}{rest}"
 
 
 def file_command(where: str, kind: str) -> str:

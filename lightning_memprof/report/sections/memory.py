@@ -24,7 +24,7 @@ from lightning_memprof.report.document import (
     text,
 )
 from lightning_memprof.report.named import summarize
-from lightning_memprof.report.sections.labels import PEAKS, Peak, bars, called, category, peak_note
+from lightning_memprof.report.sections.labels import PEAKS, Peak, bars, called, category, compiled_note, peak_note
 from lightning_memprof.report.sections.tables import Field, filled, mean, ratio, rest
 
 if TYPE_CHECKING:
@@ -385,6 +385,7 @@ def modules_section(view: View) -> Section:
         words = ", ".join(f"{name} {{}} ({{}})" for name, _ in types)
         values = [cell for _, total in types for cell in (size(total), share(total / saved.total_bytes))]
         parts.append(Paragraph(phrase(f"By data type: {words}.", *values)))
+    parts += [Paragraph(f"{note[0].upper()}{note[1:]}.") for note in compiled_note(view.training)]
     if saved.attribution:
         parts.append(Paragraph(phrase(f"{{}} are unattributed: {saved.attribution}.", size(saved.unattributed_bytes))))
     if saved.uncounted:

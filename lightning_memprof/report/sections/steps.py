@@ -28,7 +28,7 @@ from lightning_memprof.report.document import (
     size,
     text,
 )
-from lightning_memprof.report.sections.labels import MORE, PEAKS, bars, called, span
+from lightning_memprof.report.sections.labels import MORE, PEAKS, bars, called, compiled_note, span
 from lightning_memprof.report.sections.tables import Field, filled, grid, mean, rest
 from lightning_memprof.units import format_count
 
@@ -225,7 +225,7 @@ def _ledger(view: View) -> Iterator[Table]:
         return
     found = [line for line in grouped(ledger.lines) if line.ns >= LEAST_SHARE * ledger.step_ns]
     yield from filled(
-        Table("ledger", "Step time by owner", notes=list(_ledger_notes(ledger)), top=12),
+        Table("ledger", "Step time by owner", notes=[*_ledger_notes(ledger), *compiled_note(view.training)], top=12),
         found,
         Field("part", "text", lambda line: called(line.part)),
         Field("owner", "code", lambda line: line.module or line.name or ("" if line.module is None else "(the model)")),

@@ -9,7 +9,7 @@ import pytest
 from fake_runs import HEALTHY, FakeRun, make_run
 from kineto import write_trace
 from lightning_memprof.analysis.findings import Facts, Finding, examine
-from lightning_memprof.analysis.findings.modules import heaviest_module, operator_family
+from lightning_memprof.analysis.findings.modules import Heaviest, faster, heaviest_module, in_compiled, operator_family
 from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.trace.report import trace_report
@@ -59,12 +59,35 @@ def test_a_ledger_without_operators_has_no_heaviest_module() -> None:
         ("aten::mkldnn_convolution", "convolution"),
         ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
         ("aten::mul", "aten::mul"),
+        ("## Call CompiledFxGraph fa6wywn4x5jyarehth5g74ynnob2yd7p4t7zswy3mbfqlezuhfcp ##", "compiled code"),
+        ("CompiledFunctionBackward", "compiled code"),
         ("", "Python"),
         (None, "unprofiled"),
     ],
 )
 def test_operators_of_the_same_work_have_one_name(operator: str | None, family: str) -> None:
     assert operator_family(operator) == family
+
+
+@pytest.mark.parametrize(
+    ("compiled", "module", "is_compiled", "is_advised"),
+    [
+        ([], "net", False, True),
+        (["head"], "net", False, True),
+        (["net"], "net", True, False),
+        (["net"], "net.blocks.0", True, False),
+        ([f"blocks.{number}" for number in range(6)], "blocks.0-5.norm", True, False),
+        (["net.blocks.0"], "net", False, False),
+        ([""], "the model", True, False),
+    ],
+)
+def test_a_compiled_module_is_named_as_compiled_and_not_to_be_compiled(
+    tmp_path: Path, compiled: list[str], module: str, is_compiled: bool, is_advised: bool
+) -> None:
+    run = load_run(make_run(tmp_path, FakeRun(training={"compiled": compiled})))
+    heaviest = Heaviest(module=module, ns=9.0, family="aten::mul", family_ns=9.0)
+    assert in_compiled(module, run.lead) == is_compiled
+    assert any("torch.compile" in step for step in faster(heaviest, run.lead)) == is_advised
 
 
 FORWARD = "[pl][profile][Strategy]SingleDeviceStrategy.training_step"

@@ -138,6 +138,12 @@ def test_of_many_modules_the_text_page_shows_ten(tmp_path: Path) -> None:
     assert "  4 more" in page
 
 
+def test_compiled_modules_are_listed_with_the_modules(tmp_path: Path) -> None:
+    compiled = [f"blocks.{number}" for number in range(6)]
+    shown = view(tmp_path, FakeRun(memory=FakeMemory(), training={"compiled": compiled}))
+    assert "blocks.0, blocks.1, blocks.2, blocks.3 and 2 more." in full(shown)
+
+
 def test_where_nothing_is_attributed_the_reason_is_shown(tmp_path: Path) -> None:
     shown = view(tmp_path, FakeRun(memory=FakeMemory(attribution="it is compiled")))
     assert "8.52 MiB are unattributed: it is compiled." in full(shown)
