@@ -122,7 +122,7 @@ class Estimate:
         categories: bytes at the peak by category; they add up to ``allocated_bytes``.
         modules: bytes at the peak by module and category.
         dtypes: bytes at the peak by dtype.
-        live: bytes of tensors during the last step, in the order of its requests.
+        live: bytes by category during the last step, in the order of its requests.
         batch: shapes and dtypes of a batch.
         batch_size: samples in a batch; None where the batch does not say.
         parameters: number of parameters.
@@ -143,7 +143,7 @@ class Estimate:
     categories: Mapping[str, int]
     modules: Sequence[tuple[str, str, int]]
     dtypes: Mapping[str, int]
-    live: Sequence[int]
+    live: Mapping[str, Sequence[int]]
     batch: Sequence[str]
     batch_size: int | None
     parameters: int

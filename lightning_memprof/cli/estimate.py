@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentError
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -10,6 +12,7 @@ from typing import Final
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_memprof.cli.command import Command, add_format, write_document
+from lightning_memprof.cli.terminal import estimating, quiet_lightning
 
 __all__ = ["COMMAND"]
 
@@ -45,22 +48,24 @@ def _execute(options: Namespace) -> int:
     if not options.program:
         raise ArgumentError(None, "estimate: name a program, as in: lightning-memprof estimate train.py")
     from lightning_memprof.estimation.estimator import Wanted, estimate_program
-    from lightning_memprof.report.printers.html import render_document
+    from lightning_memprof.report.printers.html import estimate_to_html
     from lightning_memprof.report.printers.json import estimate_to_json
 
-    wanted = Wanted(
-        device=options.device,
-        device_memory=options.device_memory,
-        batch_size=options.batch_size,
-        sequence_length=options.sequence_length,
-        what_if=tuple(options.what_if or ()),
-    )
-    estimate = estimate_program(options.program, wanted)
+    with estimating() as progress, redirect_stdout(sys.stderr), quiet_lightning():
+        wanted = Wanted(
+            device=options.device,
+            device_memory=options.device_memory,
+            batch_size=options.batch_size,
+            sequence_length=options.sequence_length,
+            what_if=tuple(options.what_if or ()),
+            progress=progress,
+        )
+        estimate = estimate_program(options.program, wanted)
     document = estimate.document()
     if options.output is not None:
-        Path(options.output).write_text(render_document(document, {}), encoding="utf-8")
+        Path(options.output).write_text(estimate_to_html(estimate), encoding="utf-8")
     write_document(document, options.format, partial(estimate_to_json, estimate), is_full=options.all)
-    return 0 if estimate.fit != "does not fit" else 3
+    return 0
 
 
 COMMAND: Final = Command(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ClosedOutput",
     "Reading",
+    "estimating",
     "infrequent_gc",
     "merge_progress",
     "quiet_lightning",
@@ -115,6 +116,24 @@ def merge_progress() -> Iterator[Callable[[int, int], None] | None]:
     with _bar("merging", sys.stderr) as bar:
         task = bar.add_task("merging")
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def estimating() -> Iterator[Callable[[str, int, int], None]]:
+    """Provide a function that shows what is simulated, and how many simulations are done of how many.
+
+    Where standard error is not a terminal it shows nothing.
+    """
+    if not sys.stderr.isatty():
+        yield lambda _text, _done, _total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
+        task = bar.add_task("the program", total=None)
+        yield lambda text, done, total: bar.update(task, description=text, completed=done, total=total)
 
 
 def _bar(text: str, stream: TextIO) -> Progress:

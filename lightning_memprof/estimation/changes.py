@@ -93,17 +93,17 @@ def parse_change(text: str) -> Change:
     if name == "precision":
         if value not in _PRECISIONS:
             raise ConfigError(f"--what-if {text}: the precision must be one of {', '.join(_PRECISIONS)}")
-        costs = "all values are rounded" if value.endswith("true") and value[0] != "3" else "operators round"
+        costs = "memory" if value == "64-true" else "" if value == "32-true" else "precision"
         return Change(name=text, costs=costs, trainer={"precision": value, "plugins": None})
     if name == "optimizer":
         if value not in _OPTIMIZERS:
             raise ConfigError(f"--what-if {text}: the optimizer must be one of {', '.join(_OPTIMIZERS)}")
-        return Change(name=text, costs="other updates", optimizer=value)
+        return Change(name=text, costs="different updates", optimizer=value)
     if name == "accumulate":
         if not value.isdecimal() or int(value) < 1:
             raise ConfigError(f"--what-if {text}: must be a number of batches, as in accumulate=4")
         return Change(
-            name=text, costs="smaller batches per call",
+            name=text, costs=f"{value} passes per step",
             trainer={"accumulate_grad_batches": int(value)}, batch_divisor=int(value),
         )  # fmt: skip
     known = "checkpointing, precision=, optimizer= and accumulate="

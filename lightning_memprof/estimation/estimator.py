@@ -62,9 +62,9 @@ class Estimate(model.Estimate):
         return estimate_document(self)
 
     def _repr_html_(self) -> str:
-        from lightning_memprof.report.printers.html import framed, render_document
+        from lightning_memprof.report.printers.html import estimate_to_html, framed
 
-        return framed(render_document(self.document(), {}))
+        return framed(estimate_to_html(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class Wanted:
         batch_size: samples in a batch, ``max`` for as many as fit; None keeps the program's.
         sequence_length: length of integer tensors' second dimension; None keeps the program's.
         what_if: changes; empty for the usual ones, ``none`` alone for none.
-        progress: gets a line before each simulation.
+        progress: gets, before each simulation, its name, how many are done, and how many there are; 0 is unknown.
 
     Raises:
         ConfigError: a value is invalid.
@@ -89,7 +89,7 @@ class Wanted:
     batch_size: str | int | None = None
     sequence_length: int | None = None
     what_if: Sequence[str] = ()
-    progress: Callable[[str], None] = lambda _: None
+    progress: Callable[[str, int, int], None] = lambda _name, _done, _total: None
 
     def __post_init__(self) -> None:
         """Validate the values before the program runs."""
@@ -192,14 +192,15 @@ def _arguments(trainer: Trainer | None) -> dict[str, Any]:
 def _estimate(fit: Fit, wanted: Wanted) -> Estimate:
     device = wanted.target()
     variation = Variation(batch_size=wanted.samples(), sequence_length=wanted.sequence_length)
-    wanted.progress("the training as it is")
+    changes = wanted.changes()
+    wanted.progress("the training as it is", 0, len(changes) + 1)
     found = simulate(fit, device, variation)
     if wanted.batch_size == "max":
         found = _largest(fit, wanted, found)
         variation = replace(variation, batch_size=found.batch_size)
     alternatives = []
-    for change in wanted.changes():
-        wanted.progress(change.name)
+    for done, change in enumerate(changes, start=1):
+        wanted.progress(change.name, done, len(changes) + 1)
         alternatives.append(_alternative(fit, device, variation, change, found.batch_size))
     values = {field.name: getattr(found, field.name) for field in fields(found)}
     return Estimate(**{**values, "alternatives": alternatives})
@@ -230,7 +231,7 @@ def _largest(fit: Fit, wanted: Wanted, first: model.Estimate) -> model.Estimate:
     """
 
     def tried(samples: int) -> model.Estimate:
-        wanted.progress(f"batches of {samples}")
+        wanted.progress(f"batches of {samples}", 0, 0)
         variation = Variation(batch_size=samples, sequence_length=wanted.sequence_length)
         return simulate(fit, first.device, variation)
 

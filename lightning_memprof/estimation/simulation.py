@@ -10,7 +10,7 @@ import os
 import pickle  # nosec B403
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Variation", "simulate"]
 
-_CURVE: Final = 400
+_POINTS: Final = 300
 _ADVICE: Final = "--debug shows the traceback"
 
 
@@ -157,7 +157,7 @@ def _simulated(fit: Fit, device: Device, variation: Variation) -> Estimate:
         categories={name: count for (name,), count in log.by(peak, "category").most_common()},
         modules=[(module, category, count) for (module, category), count in module_bytes.most_common()],
         dtypes={name.removeprefix("torch."): count for (name,), count in log.by(peak, "dtype").most_common()},
-        live=_curve(log),
+        live=log.curve(next(part.position for part in log.parts if part.step == STEPS - 1), _POINTS),
         batch=_shapes(strategy.batch),
         batch_size=batch_samples(strategy.batch),
         parameters=sum(parameter.numel() for parameter in fit.model.parameters()),
@@ -178,14 +178,6 @@ def _reserved(log: StorageLog, device: Device) -> Reserved:
     likely = replay(log.requests, CachingAllocator(settings)).reserved_bytes
     band = perturbed(log.requests, settings)
     return Reserved(min(band.low_bytes, likely), likely, max(band.high_bytes, likely))
-
-
-def _curve(log: StorageLog) -> Sequence[int]:
-    """Return the live bytes of the last step as the largest value of each of equal ranges of requests."""
-    first = next(part.position for part in log.parts if part.step == STEPS - 1)
-    values = list(log.live())[first:]
-    width = max(1, -(-len(values) // _CURVE))
-    return [max(values[at : at + width]) for at in range(0, len(values), width)]
 
 
 def _shapes(batch: Any) -> list[str]:

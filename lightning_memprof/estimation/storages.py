@@ -84,6 +84,9 @@ class _Names:
     def __getitem__(self, number: int) -> str:
         return self._names[number]
 
+    def __len__(self) -> int:
+        return len(self._names)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StorageLog:
@@ -146,6 +149,36 @@ class StorageLog:
         for event in self.requests.events:
             live += -self.rounded(~event) if event < 0 else -(-event // self.granule) * self.granule
             yield live
+
+    def curve(self, first: int, points: int) -> dict[str, list[int]]:
+        """Return live bytes by category among the requests from position ``first``.
+
+        Args:
+            first: where the curve begins.
+            points: at most so many; each is the moment with most live bytes of a range of requests, in order.
+
+        """
+        events = self.requests.events
+        width = max(1, -(-(len(events) - first) // points))
+        live = dict.fromkeys(range(len(self._names)), 0)
+        number, total, highest = 0, 0, -1
+        found: list[dict[int, int]] = []
+        category = self._labels["category"]
+        for position, event in enumerate(events):
+            made = event >= 0
+            owner, number = (number, number + 1) if made else (~event, number)
+            size = self.rounded(owner) if made else -self.rounded(owner)
+            live[category[owner]] += size
+            total += size
+            if position < first:
+                continue
+            if (position - first) % width == 0:
+                found.append({})
+                highest = -1
+            if total > highest:
+                highest, found[-1] = total, dict(live)
+        used = [name for name in live if any(moment[name] for moment in found)]
+        return {self._names[name]: [moment[name] for moment in found] for name in used}
 
     def peak(self, first: int = 0) -> Peak:
         """Return the first moment with most live bytes among the requests from position ``first``."""

@@ -28,13 +28,15 @@ from lightning_memprof.report.charts.style import (
 from lightning_memprof.units import format_bytes, format_count, format_ns
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from bokeh.plotting import figure
 
     from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.artifacts.series import PulseRow
     from lightning_memprof.report.view import View
 
-__all__ = ["run_memory_chart", "steps_chart", "throughput_chart"]
+__all__ = ["live_chart", "run_memory_chart", "steps_chart", "throughput_chart"]
 
 _HEIGHT: Final = 300
 _LOW: Final = 220
@@ -181,6 +183,31 @@ def run_memory_chart(lead: Rank) -> Chart | None:
     legend(plot, drawn)
     summary = f"Rank {lead.rank}, maximum (marked): {', '.join(peaks)}."
     return made("memory-run", "Memory over the run", summary, plot, height=_LOW)
+
+
+def live_chart(live: Mapping[str, Sequence[int]]) -> Chart | None:
+    """Return the bytes of a step by category, in the order of the allocator's requests; None without."""
+    if not live:
+        return None
+    names = sorted(live, key=lambda name: -min(live[name]))
+    count = len(live[names[0]])
+    plot = new_figure(_HEIGHT, "allocations and frees of the step, in order", "")
+    bytes_axis(plot)
+    plot.xaxis.major_label_text_font_size = "0pt"
+    places = [place + 0.5 for place in range(count)]
+    totals = [sum(live[name][place] for name in names) for place in range(count)]
+    columns = {
+        "x": places,
+        "width": [1.0] * count,
+        "left": [place - 0.5 for place in places],
+        "right": [place + 0.5 for place in places],
+        "top": totals,
+        **live,
+    }
+    legend(plot, stacked(plot, names, columns, [], "{0.[00] b}", line_color=None))
+    from_zero(plot, max(1, 1.2 * max(totals)))
+    summary = f"Peak of the step: {format_bytes(max(totals))}."
+    return made("live", "Memory of tensors during a step", summary, plot, height=_HEIGHT)
 
 
 def throughput_chart(view: View, lead: Rank) -> Chart | None:

@@ -58,7 +58,7 @@ PALETTE: Final = {
         "cyan": ("forward", "parameter", "compute", "requested"),
         "blue": ("backward", "gradient", "memory_copy", "rounding"),
         "magenta": ("optimizer", "optimizer_state", "communication", "pending"),
-        "green": ("callbacks", "input", "before_run"),
+        "green": ("callbacks", "input", "before_run", "workspace"),
         "red": ("temporary", "growth", "workers", "fragmentation"),
     }.items()
     for name in names

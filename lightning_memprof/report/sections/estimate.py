@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.report.document import (
     Badge,
-    Bar,
     Cell,
     Chart,
     Column,
     Command,
     Document,
     Facts,
-    Paragraph,
+    Figure,
+    Figures,
+    Line,
+    Lines,
     Part,
     Phrase,
     Section,
@@ -21,15 +23,16 @@ from lightning_memprof.report.document import (
     Style,
     Table,
     Words,
+    change,
     code,
-    count,
     duration,
     phrase,
     rate,
     size,
     text,
 )
-from lightning_memprof.units import format_count
+from lightning_memprof.report.sections.labels import bars, category
+from lightning_memprof.units import format_bytes, format_count, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,92 +41,122 @@ if TYPE_CHECKING:
 
 __all__ = ["estimate_document"]
 
-_BADGES: Final[dict[str, Badge]] = {
-    "fits": "none", "does not fit": "critical", "too close to call": "warning", "no limit": "none",
-}  # fmt: skip
-_STYLES: Final[dict[str, Style]] = {
-    "fits": "good", "does not fit": "bad", "too close to call": "warn", "no limit": "",
-}  # fmt: skip
-_CATEGORIES: Final = {
-    "parameter": "parameters",
-    "buffer": "buffers",
-    "gradient": "gradients",
-    "optimizer_state": "optimizer state",
-    "activation": "activations",
-    "input": "batch",
-    "temporary": "temporaries",
-    "workspace": "library workspaces",
+_LOOKS: Final[dict[str, tuple[Badge, Style]]] = {
+    "fits": ("none", "good"),
+    "does not fit": ("critical", "bad"),
+    "too close to call": ("warning", "warn"),
+    "no limit": ("none", ""),
 }
+_NAMED: Final = 3
 
 
 def estimate_document(estimate: Estimate) -> Document:
     """Return the document of an estimate."""
+    badge, style = _LOOKS[estimate.fit]
     return Document(
         title=f"{estimate.program} on {estimate.device.name}",
         kind="estimate",
         about=_about(estimate),
-        status=estimate.fit if estimate.device.usable_bytes is not None else "estimated",
-        status_style=_STYLES[estimate.fit],
-        badge=_BADGES[estimate.fit],
+        status="estimated" if estimate.fit == "no limit" else estimate.fit,
+        status_style=style,
+        badge=badge,
         verdict=_verdict(estimate),
-        sections=[_memory(estimate), _modules(estimate), *_alternatives(estimate), _basis(estimate)],
+        why=_why(estimate),
+        next=_next(estimate),
+        sections=list(_sections(estimate)),
         commands=[Command("lightning-memprof", f"run {estimate.program}")],
     )
 
 
+def _sections(estimate: Estimate) -> Iterator[Section]:
+    yield _overview(estimate)
+    yield _memory(estimate)
+    yield _modules(estimate)
+    if estimate.alternatives:
+        yield _alternatives(estimate)
+    yield _basis(estimate)
+
+
 def _about(estimate: Estimate) -> Words:
-    parts: list[str | Cell] = [rate(estimate.parameters, "parameters"), " · batch of "]
-    parts.append("unknown size" if estimate.batch_size is None else format_count(estimate.batch_size, "sample"))
-    parts.append(f" ({', '.join(estimate.batch)})" if estimate.batch else "")
-    return Phrase((*parts, f" · {format_count(estimate.steps, 'step')} simulated"))
+    samples = "batch" if estimate.batch_size is None else f"batch of {format_count(estimate.batch_size, 'sample')}"
+    shapes = f" ({', '.join(estimate.batch)})" if estimate.batch else ""
+    parts: list[str | Cell] = [f"{estimate.program} on {estimate.device.name} · "]
+    return Phrase((*parts, rate(estimate.parameters, "parameters"), f" · {samples}{shapes}"))
 
 
 def _verdict(estimate: Estimate) -> Words:
     limit, reserved = estimate.device.usable_bytes, estimate.reserved
     if limit is None:
-        return phrase("The tensors of a step need {} at their peak.", size(estimate.allocated_bytes))
+        return phrase("A step needs {} of memory at its peak.", size(reserved.likely_bytes))
     if estimate.fit == "fits":
         return phrase("Fits: the peak is {} of {} usable.", size(reserved.likely_bytes), size(limit))
     if estimate.fit == "does not fit":
-        return phrase(
-            "Does not fit: the peak is {}, {} more than is usable.",
-            size(reserved.likely_bytes), size(reserved.likely_bytes - limit),
-        )  # fmt: skip
-    return phrase(
-        "Too close to call: the peak is between {} and {}, and {} are usable.",
-        size(reserved.low_bytes), size(reserved.high_bytes), size(limit),
-    )  # fmt: skip
+        over = size(reserved.likely_bytes - limit)
+        return phrase("Does not fit: the peak is {}, {} more than is usable.", size(reserved.likely_bytes), over)
+    low, high = size(reserved.low_bytes), size(reserved.high_bytes)
+    return phrase("Too close to call: the peak is between {} and {}, and {} are usable.", low, high, size(limit))
+
+
+def _why(estimate: Estimate) -> str:
+    """Name the categories that are most of the peak."""
+    whole = estimate.allocated_bytes
+    largest = sorted(estimate.categories.items(), key=lambda entry: -entry[1])[:_NAMED]
+    parts = [f"{category(name)} {format_bytes(count)} ({percent(count / whole)})" for name, count in largest if whole]
+    return f"At the peak, in {estimate.part} of step {estimate.step}: {', '.join(parts)}."
+
+
+def _next(estimate: Estimate) -> str:
+    """Name the changes that make a training fit, or else the one that saves most."""
+    limit = estimate.device.usable_bytes
+    if limit is None or estimate.fit == "fits":
+        return ""
+    known = [changed for changed in estimate.alternatives if changed.reserved is not None]
+    fitting = [changed.change for changed in known if changed.reserved and changed.reserved.high_bytes <= limit]
+    if fitting:
+        return f"It fits with {' or '.join(fitting)}."
+    return "None of the changes below makes it fit alone; try --batch-size max." if known else ""
+
+
+def _overview(estimate: Estimate) -> Section:
+    reserved, device = estimate.reserved, estimate.device
+    between = phrase("between {} and {}", size(reserved.low_bytes), size(reserved.high_bytes))
+    figures = [
+        Figure("reserved", size(reserved.likely_bytes), between),
+        Figure("tensors", size(estimate.allocated_bytes), phrase("reached by {}", code(estimate.operator))),
+    ]
+    if device.usable_bytes is not None and device.total_bytes is not None:
+        kept = phrase("of {}; the rest is CUDA's and the driver's", size(device.total_bytes))
+        figures.append(Figure("usable", size(device.usable_bytes), kept if device.name != "CPU" else device.source))
+    parts: list[Part] = [Figures(figures)]
+    if estimate.alternatives:
+        parts.append(Lines("Alternatives", [_line(changed, estimate) for changed in estimate.alternatives]))
+    if estimate.assumptions:
+        count = format_count(len(estimate.assumptions), "assumption")
+        parts.append(Lines("Assumptions", [Line("assumed", f"{count}: --all lists them", "warn")]))
+    whole = estimate.allocated_bytes
+    parts.append(Stack("Peak memory by category", size(whole), bars(estimate.categories, whole, "bytes")))
+    return Section("overview", "Overview", parts=parts, summary=True)
+
+
+def _line(changed: Alternative, estimate: Estimate) -> Line:
+    if changed.reserved is None:
+        return Line(changed.change, changed.problem, "dim")
+    likely = changed.reserved.likely_bytes
+    costs = f"; costs {changed.costs}" if changed.costs else ""
+    difference = change(likely - estimate.reserved.likely_bytes)
+    return Line(changed.change, phrase(f"{{}} ({{}}){costs}", size(likely), difference))
 
 
 def _memory(estimate: Estimate) -> Section:
     whole = estimate.allocated_bytes
-    bars = [Bar(_named(name), name, size(value, whole)) for name, value in estimate.categories.items()]
-    rows: list[tuple[str, Cell | Words]] = [("peak of the tensors", size(whole))]
-    device = estimate.device
-    if device.workspace_bytes:
-        reserved = estimate.reserved
-        rows += [
-            ("peak reserved by the allocator", size(reserved.likely_bytes)),
-            ("between", phrase("{} and {}", size(reserved.low_bytes), size(reserved.high_bytes))),
-        ]
-    rows.append(("reached in", phrase(f"{estimate.part} of step {estimate.step}, by {{}}", code(estimate.operator))))
-    if device.usable_bytes is not None and device.total_bytes is not None:
-        rows += [
-            ("usable on the device", size(device.usable_bytes)),
-            ("kept for CUDA and the driver", size(device.total_bytes - device.usable_bytes)),
-        ]
-    parts: list[Part] = [
-        Stack("Peak memory by category", size(whole), bars),
-        Facts("Peak", rows),
-        Chart("live", "Memory of tensors during a step", list(estimate.live)),
-        Table(
-            id="dtypes",
-            title="Peak memory by dtype",
-            columns=(Column("dtype", "code"), Column("bytes", "bytes", has_share=True)),
-            rows=[(code(name), size(value, whole)) for name, value in estimate.dtypes.items()],
-        ),
-    ]
-    return Section("memory", "Memory", parts=parts, summary=True)
+    totals = [sum(values) for values in zip(*estimate.live.values(), strict=True)]
+    dtypes = Table(
+        id="dtypes",
+        title="Peak memory by dtype",
+        columns=(Column("dtype", "code"), Column("bytes", "bytes", has_share=True)),
+        rows=[(code(name), size(value, whole)) for name, value in estimate.dtypes.items()],
+    )
+    return Section("memory", "Memory", parts=[Chart("live", "Memory of tensors during a step", totals), dtypes])
 
 
 def _modules(estimate: Estimate) -> Section:
@@ -133,24 +166,22 @@ def _modules(estimate: Estimate) -> Section:
         title="Peak memory by module",
         columns=(Column("module", "code"), Column("category"), Column("bytes", "bytes", has_share=True)),
         rows=[
-            (code(module or "(the LightningModule)"), text(_named(category)), size(value, whole))
-            for module, category, value in estimate.modules
+            (code(module or "(none)"), text(category(name)), size(value, whole))
+            for module, name, value in estimate.modules
         ],
-        notes=["Activations belong to the module in whose forward they are made."],
+        notes=["Activations belong to the module whose forward makes them; (none) is outside the modules' forward."],
     )
     return Section("modules", "Modules", parts=[table])
 
 
-def _alternatives(estimate: Estimate) -> Iterator[Section]:
-    if not estimate.alternatives:
-        return
+def _alternatives(estimate: Estimate) -> Section:
     table = Table(
         id="alternatives",
         title="The same training, changed",
         columns=(
             Column("change"),
-            Column("peak of tensors", "bytes", priority=1),
-            Column("peak reserved", "bytes"),
+            Column("tensors", "bytes", priority=1),
+            Column("reserved", "bytes"),
             Column("difference", "bytes change"),
             Column("cost", priority=2),
         ),
@@ -158,7 +189,7 @@ def _alternatives(estimate: Estimate) -> Iterator[Section]:
         is_sortable=False,
         top=None,
     )
-    yield Section("alternatives", "Alternatives", parts=[table], summary=True)
+    return Section("alternatives", "Alternatives", parts=[table])
 
 
 def _alternative(changed: Alternative, estimate: Estimate) -> Iterator[Cell]:
@@ -166,7 +197,7 @@ def _alternative(changed: Alternative, estimate: Estimate) -> Iterator[Cell]:
     yield text(changed.change)
     yield size(changed.allocated_bytes)
     yield size(likely)
-    yield Cell(None if likely is None else likely - estimate.reserved.likely_bytes, "bytes change")
+    yield change(None if likely is None else likely - estimate.reserved.likely_bytes)
     yield text(changed.problem or changed.costs)
 
 
@@ -175,12 +206,9 @@ def _basis(estimate: Estimate) -> Section:
         "Basis",
         [
             ("device", text(f"{estimate.device.name} ({estimate.device.source})")),
+            ("steps simulated", text(str(estimate.steps))),
             ("time of the simulation", duration(estimate.seconds * 1e9)),
-            ("values assumed", count(len(estimate.assumptions))),
         ],
     )
-    return Section("basis", "Basis", parts=[facts, *(Paragraph(words) for words in estimate.assumptions)])
-
-
-def _named(category: str) -> str:
-    return _CATEGORIES.get(category, category)
+    assumed = Lines("Assumptions", [Line("assumed", words) for words in estimate.assumptions])
+    return Section("basis", "Basis", parts=[facts, assumed] if estimate.assumptions else [facts])

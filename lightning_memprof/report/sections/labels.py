@@ -44,6 +44,7 @@ __all__ = [
 
 # Names that are not here are shown with blanks for underscores.
 LABELS: Final[Mapping[str, str]] = {
+    "workspace": "library workspaces",
     "allocator": "allocator calls",
     "before": "before the window",
     "before_run": "before the run",
@@ -68,6 +69,7 @@ BEFORE_RECORDING: Final = "(allocated before recording, or no stack)"
 COLOURS: Final = frozenset({
     "data_wait", "transfer", "forward", "backward", "optimizer", "callbacks", "validation", "checkpoint", "logging",
     "parameter", "gradient", "optimizer_state", "activation", "input", "temporary", "before_run", "workers", "growth",
+    "workspace",
     "fragmentation", "compute", "communication",
     "memory_copy", "idle", "data_loading", "synchronization", "allocator", "garbage", "python", "operators", "launch",
     "queue", "requested", "rounding", "pending", "inactive_split", "free_segments",
