@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -63,7 +63,7 @@ class Change:
         trainer: arguments of the Trainer that it replaces.
         optimizer: a name of :func:`parse_change`; None keeps the program's.
         is_checkpointed: whether repeated blocks recompute their activations.
-        batch_divisor: by which the samples of a batch are divided.
+        batch_divisor: by which the samples of a batch are divided, and batches per step multiplied.
 
     """
 
@@ -73,6 +73,11 @@ class Change:
     optimizer: str | None = None
     is_checkpointed: bool = False
     batch_divisor: int = 1
+
+    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a Trainer's arguments with the change."""
+        accumulated = (given.get("accumulate_grad_batches") or 1) * self.batch_divisor
+        return {**given, **(self.trainer or {}), "accumulate_grad_batches": accumulated}
 
     def optimizers(self, found: Iterable[Optimizer]) -> list[Optimizer]:
         """Return optimizers of the change's kind for the parameters of those of the program."""
@@ -104,7 +109,7 @@ def parse_change(text: str) -> Change:
             raise ConfigError(f"--what-if {text}: must be a number of batches, as in accumulate=4")
         return Change(
             name=text, costs=f"{value} passes per step",
-            trainer={"accumulate_grad_batches": int(value)}, batch_divisor=int(value),
+            batch_divisor=int(value),
         )  # fmt: skip
     known = "checkpointing, precision=, optimizer= and accumulate="
     raise ConfigError(f"--what-if {text}: unknown change; known are {known}")

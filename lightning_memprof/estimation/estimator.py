@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import runpy
 import sys
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Estimate", "Wanted", "estimate", "estimate_program"]
 
 _USUAL: Final = ("precision=bf16-mixed", "checkpointing", "accumulate=2", "optimizer=adamw8bit")
+_FULL: Final = (None, "32", "32-true")
 _MOST_SAMPLES: Final = 1 << 20
 _CLI: Final = ("fit",)
 _DATA: Final = ("train_dataloaders", "val_dataloaders", "datamodule")
@@ -112,10 +114,10 @@ class Wanted:
             return replace(device_named("cpu"), total_bytes=total, usable_bytes=total, source="--device-memory")
         return device_of(f"{name} with {format_bytes(total)}", total, "--device-memory")
 
-    def changes(self) -> list[Change]:
-        """Return the changes."""
-        names = _USUAL if not self.what_if else () if tuple(self.what_if) == ("none",) else self.what_if
-        return [parse_change(name) for name in names]
+    def changes(self, precision: str | None = None) -> list[Change]:
+        """Return the changes; of the usual ones those that change a training of a precision."""
+        names = self.what_if or (_USUAL if precision in _FULL else _USUAL[1:])
+        return [] if tuple(names) == ("none",) else [parse_change(name) for name in names]
 
     def samples(self) -> int | None:
         """Return the samples in a batch; None for the program's, or as many as fit."""
@@ -192,7 +194,8 @@ def _arguments(trainer: Trainer | None) -> dict[str, Any]:
 def _estimate(fit: Fit, wanted: Wanted) -> Estimate:
     device = wanted.target()
     variation = Variation(batch_size=wanted.samples(), sequence_length=wanted.sequence_length)
-    changes = wanted.changes()
+    precision = fit.trainer.get("precision")
+    changes = wanted.changes(None if precision is None else str(precision))
     wanted.progress("the training as it is", 0, len(changes) + 1)
     found = simulate(fit, device, variation)
     if wanted.batch_size == "max":
@@ -312,6 +315,8 @@ def _watched(name: str) -> Iterator[None]:
     arguments: dict[int, dict[str, Any]] = {}
 
     def init(link: Link) -> Callable[..., None]:
+        # LightningCLI reads the signature.
+        @functools.wraps(link.call)
         def construct(trainer: Trainer, **given: Any) -> None:
             arguments[id(trainer)] = given
             link.call(trainer, **{**given, **_HARMLESS})

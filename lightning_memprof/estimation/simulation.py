@@ -135,7 +135,7 @@ def _simulated(fit: Fit, device: Device, variation: Variation) -> Estimate:
     if change.is_checkpointed and not checkpoint_blocks(fit.model):
         raise MemprofError("estimate: the model has no blocks that repeat")
     strategy = SimulatedStrategy(target, lambda batch: _resized(batch, variation), change.optimizers)
-    options = trainer_options({**fit.trainer, **(change.trainer or {})}, strategy, target)
+    options = trainer_options(change.arguments(fit.trainer), strategy, target)
     try:
         Trainer(**options).fit(fit.model, **fit.data)
         log, assumed = strategy.tracer.log, strategy.tracer.assumed

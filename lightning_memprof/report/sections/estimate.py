@@ -64,7 +64,7 @@ def estimate_document(estimate: Estimate) -> Document:
         why=_why(estimate),
         next=_next(estimate),
         sections=list(_sections(estimate)),
-        commands=[Command("lightning-memprof", f"run {estimate.program}")],
+        commands=list(_commands(estimate)),
     )
 
 
@@ -75,6 +75,13 @@ def _sections(estimate: Estimate) -> Iterator[Section]:
     if estimate.alternatives:
         yield _alternatives(estimate)
     yield _basis(estimate)
+
+
+def _commands(estimate: Estimate) -> Iterator[Command]:
+    if estimate.fit == "does not fit":
+        yield Command("lightning-memprof estimate --batch-size max", estimate.program)
+    if not estimate.program.startswith("fit "):
+        yield Command("lightning-memprof", f"run {estimate.program}")
 
 
 def _about(estimate: Estimate) -> Words:
