@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -144,11 +145,17 @@ def test_a_compiled_part_has_its_memory_and_time_and_nothing_is_compiled_again(t
         assert len(read_series(place / "rank00000.module_rss.jsonl")) == 2
 
 
+def events(directory: Path) -> list[dict[str, Any]]:
+    """Give the events of the first trace."""
+    found: list[dict[str, Any]] = json.loads(gzip.decompress(min(directory.rglob("*.pt.trace.json.gz")).read_bytes()))[
+        "traceEvents"
+    ]
+    return found
+
+
 def ranges(directory: Path) -> set[str]:
     """Give the names of the modules' ranges in the first trace."""
-    trace = min(directory.rglob("*.pt.trace.json.gz"))
-    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    return {event["name"] for event in events if event.get("name", "").startswith("[pl][module]")}
+    return {event["name"] for event in events(directory) if event.get("name", "").startswith("[pl][module]")}
 
 
 def test_ranges_of_the_trace_name_the_compiled_part(tmp_path: Path) -> None:
@@ -158,3 +165,35 @@ def test_ranges_of_the_trace_name_the_compiled_part(tmp_path: Path) -> None:
         f"[pl][module]{Blocks.__module__}.Blocks (compiled): net",
         "[pl][module]torch.nn.modules.linear.Linear: post",
     }
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
+def test_inductors_kernels_are_in_the_range_of_the_compiled_part_and_are_compiled_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Inductor sets it.
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")
+    bare = fit(tmp_path / "bare", "wrapped", backend="inductor")
+    assert record(tmp_path / "ours", "wrapped", Schedule(wait=1, warmup=1, active=2), backend="inductor") == bare
+    run = only_run(tmp_path / "ours")
+    (row, _) = [
+        row
+        for row in read_series(run / "window000/rank00000.saved_tensors.jsonl")
+        if row["point"] != "step_end" and row["recorded"]
+    ]
+    # At least the input of each block; inductor computes other values again.
+    assert row["modules"]["net"][0] >= 2 * VALUE
+    tracked = read_series(run / "window000/rank00000.module_memory.jsonl")
+    net = {row["state"]: row["categories"]["activation"] for row in tracked if row.get("module") == "net"}
+    # What the backward needs, and the result that the next layer saves.
+    assert net["post_forward"] - net["pre_forward"] == row["modules"]["net"][0]
+    spans = [
+        (event["ts"], event["ts"] + event["dur"], event["name"])
+        for event in events(tmp_path / "ours")
+        if event.get("name", "").endswith(": net") or event.get("name", "").startswith("## Call CompiledFxGraph")
+    ]
+    parts = sorted(spans)
+    assert [name.endswith(": net") for *_, name in parts] == [True, False, False] * 2
+    for (begin, end, _), (start, stop, _) in zip(parts[::3], parts[1::3], strict=True):
+        assert begin <= start < stop <= end
