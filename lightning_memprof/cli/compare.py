@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COMMAND"]
 
-_BROKEN: Final = 1
+_FAILED: Final = 1
 
 
 def _add_options(parser: ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def _execute(options: Namespace) -> int:
     document = comparison_document(comparison, outcomes)
     as_json = partial(comparison_to_json, comparison, document.verdict, outcomes)
     write_document(document, options.format, as_json, is_full=True)
-    return _BROKEN if any(outcome.is_broken for outcome in outcomes) else 0
+    return _FAILED if any(outcome.status == "fail" for outcome in outcomes) else 0
 
 
 @contextmanager

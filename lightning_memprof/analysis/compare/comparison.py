@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from lightning_memprof.analysis.compare.model import (
     GROUPS,
@@ -180,10 +180,13 @@ class Limit:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a limit; ``is_broken`` also if it could not be checked. ``sentence`` has the reason."""
+    """The outcome of a limit; ``sentence`` has the reason.
+
+    ``fail`` also if it could not be checked, ``inconclusive`` if the change exceeds the limit but is within noise.
+    """
 
     limit: Limit
-    is_broken: bool
+    status: Literal["pass", "fail", "inconclusive"]
     sentence: str
 
 
@@ -219,22 +222,21 @@ def parse_limit(given: str) -> Limit:
 def check(comparison: Comparison, limit: Limit) -> Outcome:
     """Return whether B exceeds a limit.
 
-    A change beyond the limit but within noise does not break it. A quantity that cannot be compared does, and a change
-    beyond the limit of too few steps.
+    A quantity that cannot be compared fails, and a change beyond the limit of too few steps.
     """
     found = comparison.difference(limit.name)
     change = found.change if found is not None else None
     if found is None or change is None or found.a is None or found.b is None:
         why = found.problem if found is not None else "not measured in either"
-        return Outcome(limit, is_broken=True, sentence=f"{limit.name} cannot be checked: {why}")
+        return Outcome(limit, "fail", sentence=f"{limit.name} cannot be checked: {why}")
     value = change
     if limit.is_relative:
         value = found.relative if found.relative is not None else math.copysign(math.inf, change) if change else 0.0
     beyond = value > limit.amount if limit.is_upper else value < limit.amount
     if beyond and found.has_too_few_steps:
         steps = f"{found.a.samples} in A, {found.b.samples} in B"
-        return Outcome(limit, is_broken=True, sentence=f"{limit.name} cannot be checked: not enough steps ({steps})")
+        return Outcome(limit, "fail", sentence=f"{limit.name} cannot be checked: not enough steps ({steps})")
     if beyond and not found.is_above_noise:
-        return Outcome(limit, is_broken=False, sentence=f"{limit.name} exceeds the limit, but within noise")
+        return Outcome(limit, "inconclusive", sentence=f"{limit.name} exceeds the limit, but within noise")
     moved = "increases" if change > 0 else "decreases" if change < 0 else "is unchanged"
-    return Outcome(limit, is_broken=beyond, sentence=f"{limit.name} {moved}")
+    return Outcome(limit, "fail" if beyond else "pass", sentence=f"{limit.name} {moved}")

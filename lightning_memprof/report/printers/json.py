@@ -90,9 +90,7 @@ def comparison_to_json(comparison: Comparison, verdict: Words, outcomes: Sequenc
             ],
             "changes": comparison.changes,
             "left_out": comparison.left_out,
-            "limits": [
-                {"limit": outcome.limit.text, **_fields(outcome, "is_broken", "sentence")} for outcome in outcomes
-            ],
+            "limits": [{"limit": outcome.limit.text, **_fields(outcome, "status", "sentence")} for outcome in outcomes],
         }
     )
     return found

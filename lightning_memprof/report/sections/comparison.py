@@ -45,6 +45,8 @@ KINDS: Final[Mapping[str, tuple[str, Style]]] = {
 }
 # The figure of a finding is its severity.
 SEVERITIES: Final = {1.0: "info", 2.0: "warning", 3.0: "critical"}
+# The worst one first.
+STATUSES: Final[Mapping[str, Style]] = {"fail": "bad", "inconclusive": "warn", "pass": "good"}
 MAX_NAMES: Final = 8
 MAX_NOTES: Final = 6
 # A sentence about two sides names these first.
@@ -70,26 +72,38 @@ def comparison_document(comparison: Comparison, outcomes: Sequence[Outcome] = ()
         kind="comparison",
         about=f"A: {a} · B: {b}",
         badge="warning" if is_worse else "none" if comparison.is_same else "info",
-        verdict=conclusion(comparison),
+        verdict=conclusion(comparison, outcomes),
         why=WHY,
         next="" if comparison.is_same else NEXT,
         sections=sections,
     )
 
 
-def conclusion(comparison: Comparison) -> Words:
-    """Return the sentence that names the differences above noise."""
+def conclusion(comparison: Comparison, outcomes: Sequence[Outcome] = ()) -> Words:
+    """Return the sentence with the result of the limits, the step time and the differences above noise."""
+    statuses = {outcome.status for outcome in outcomes}
+    head = next((f"{status}: " for status in STATUSES if status in statuses), "")
+    step = comparison.difference("step_ns")
+    is_timed = step is not None and step.change is not None
+    times = [_value(step.a), _value(step.b)] if step is not None and is_timed else []
     if comparison.is_same:
-        return SAME
+        return phrase(head + SAME + ": step time {} -> {}" * is_timed, *times)
     found = [difference for difference in comparison.differences if difference.is_above_noise]
     found.sort(key=lambda difference: FIRST.index(difference.name) if difference.name in FIRST else len(FIRST))
-    words = [f"{difference.name} {{}}" for difference in found[:MAX_IN_SENTENCE]]
-    values = [_change(difference) for difference in found[:MAX_IN_SENTENCE]]
+    head += "B differs from A"
+    values: list[Cell] = []
+    if step is not None and is_timed and step not in found:
+        head += f", step time {_noise(step)} ({{}} -> {{}})"
+        values += times
+    words = []
+    for difference in found[:MAX_IN_SENTENCE]:
+        words.append("step time {} ({} -> {})" if difference is step else f"{difference.name} {{}}")
+        values += [_change(difference), *(times if difference is step else ())]
     if len(found) > MAX_IN_SENTENCE:
         words.append(f"{len(found) - MAX_IN_SENTENCE} more quantities")
     for group, changes in _by_group(comparison).items():
         words.append(f"{len(changes)} {group if len(changes) > 1 else group.removesuffix('s')}")
-    return phrase(f"B differs from A: {', '.join(words)}", *values)
+    return phrase(f"{head}: {', '.join(words)}", *values)
 
 
 def _by_group(comparison: Comparison) -> dict[str, list[NamedChange]]:
@@ -105,12 +119,11 @@ def _is_worse(difference: Difference) -> bool:
 
 
 def _limit(comparison: Comparison, outcome: Outcome) -> Line:
-    state = f"{outcome.limit.text} {'BROKEN' if outcome.is_broken else 'kept'}: {outcome.sentence}"
-    words: list[str | Cell] = [state]
+    words: list[str | Cell] = [f"{outcome.limit.text}: {outcome.sentence}"]
     found = comparison.difference(outcome.limit.name)
     if found is not None and found.change is not None:
         words += [" (", _value(found.a), " -> ", _value(found.b), ", ", _change(found), ")"]
-    return Line("limit", Phrase(tuple(words)), "bad" if outcome.is_broken else "good")
+    return Line(outcome.status, Phrase(tuple(words)), STATUSES[outcome.status])
 
 
 def _quantities(comparison: Comparison) -> Iterator[Table]:
@@ -119,11 +132,11 @@ def _quantities(comparison: Comparison) -> Iterator[Table]:
         comparison.differences,
         Field("quantity", "code", lambda found: Cell(found.name, "code", id=f"quantity-{found.name}")),
         Field("A", "number", lambda found: _value(found.a)),
-        Field("A spread", "share", lambda found: _spread(found.a), priority=1),
+        Field("A spread", "share", lambda found: _spread(found.a)),
         Field("B", "number", lambda found: _value(found.b)),
-        Field("B spread", "share", lambda found: _spread(found.b), priority=1),
+        Field("B spread", "share", lambda found: _spread(found.b)),
         Field("change", "number", _changed),
-        Field("confidence", "text", _confidence),
+        Field("confidence", "text", _confidence, priority=1),
         Field("source", "text", lambda found: text(_source(found), "dim"), priority=2),
         most=None,
     )
@@ -133,13 +146,17 @@ def _changed(difference: Difference) -> Cell:
     if difference.problem is not None:
         return text("n/a", "dim")
     if not difference.is_above_noise:
-        return Cell("~" if difference.change is not None else None, sort=0, style="dim")
+        return Cell(_noise(difference) if difference.change is not None else None, sort=0, style="dim")
     return _change(difference, "bad" if _is_worse(difference) else "good")
 
 
+def _noise(difference: Difference) -> str:
+    if not difference.change:
+        return "unchanged"
+    return "too few steps" if difference.has_too_few_steps else "within noise"
+
+
 def _confidence(difference: Difference) -> Cell:
-    if difference.has_too_few_steps:
-        return text("not enough steps", "dim")
     if difference.rank_test is None or difference.rank_test.confidence is None or not difference.is_above_noise:
         return text(None)
     confidence = difference.rank_test.confidence
@@ -194,7 +211,7 @@ def _figure(value: float | None, changed: NamedChange) -> Cell:
 
 
 def _notes(comparison: Comparison) -> Iterator[str]:
-    yield "~ is within noise; the spread is over steps"
+    yield "within noise: no larger than two runs of one program differ; the spread is over steps"
     for difference in comparison.differences:
         if difference.problem is not None and difference.a is not None and difference.b is not None:
             yield f"{difference.name}: {difference.problem}"
