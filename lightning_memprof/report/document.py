@@ -303,7 +303,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Findings:
-    """All findings, the most severe first; the first one is the verdict."""
+    """All findings, the most severe first; the first one made the verdict if the document has a badge."""
 
     part: ClassVar[str] = "findings"
     cards: Sequence[Card]
@@ -427,6 +427,12 @@ class Document:
     def only(self, section_ids: Sequence[str]) -> Document:
         """Return the document with some of its sections."""
         return replace(self, sections=[section for section in self.sections if section.id in section_ids])
+
+    def further_findings(self) -> list[Card]:
+        """Return the findings without the one that made the verdict, where one did."""
+        parts = (part for section in self.sections for part in section.parts)
+        made = self.badge != "none"
+        return [card for part in parts if isinstance(part, Findings) for card in part.cards[made:]]
 
     def tables(self) -> Iterator[Table]:
         """Yield all tables in their order."""

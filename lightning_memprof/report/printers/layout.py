@@ -26,9 +26,12 @@ LEVELS: Final = "▁▂▃▄▅▆▇█"
 ASCII_LEVELS: Final = "_.:-=+*#"
 GAP: Final = 2
 BAR_WIDTH: Final = 10
-# A name keeps this much before a column is dropped for it, and this much at least.
+# A name keeps this much before a column is dropped for it, this much before one is repeated below, and this much at
+# least.
 NAME_WIDTH: Final = 22
+SHORT_NAME_WIDTH: Final = 16
 LEAST_WIDTH: Final = 8
+SEPARATORS: Final = frozenset("./:_-(, ")
 
 
 def text_width(text: str) -> int:
@@ -133,7 +136,7 @@ def tops(values: Sequence[int], width: int) -> list[int]:
 def table_lines(table: Table, width: int, *, ascii_only: bool) -> list[Line]:
     """Lay out a table in lines of at most ``width`` characters.
 
-    Where they are too short, columns with a priority are dropped, then names are cut; what still has no room is
+    Where they are too short, columns with a priority are dropped, then names take two lines; what still has no room is
     repeated below with the first column.
     """
     shown = list(table.rows if table.top is None or len(table.rows) <= table.top + 1 else table.rows[: table.top])
@@ -181,7 +184,7 @@ def _fitting(
         if not columns[drop].priority:
             break
         taken.remove(drop)
-    while needed(NAME_WIDTH) > width and len(taken) > 2:
+    while needed(SHORT_NAME_WIDTH) > width and len(taken) > 2:
         rest.insert(0, taken.pop())
     widths = {place: natural[place] for place in taken}
     while (over := sum(widths.values()) + GAP * len(taken) - width) > 0:
@@ -231,7 +234,16 @@ def _cell_lines(cell: Cell, column: Column, width: int) -> list[str]:
         return [words]
     if isinstance(cell.value, str) and cell.unit == "text":
         return wrap(words, width)
-    return [cut(words, width, front=column.alignment == "left")]
+    return _halves(words, width) if column.alignment == "left" else [cut(words, width)]
+
+
+def _halves(name: str, width: int) -> list[str]:
+    """Break a name into two lines, behind a separator if possible; without what does not fit at its front."""
+    name = cut(name, 2 * width, front=True)
+    ends = [end for end, letter in enumerate(name, 1) if letter in SEPARATORS and text_width(name[:end]) <= width]
+    end = next((end for end in reversed(ends) if text_width(name[end:]) <= width), 0)
+    end = end or len(cut(name, width + 1)) - 1 or 1
+    return [name[:end], cut(name[end:], width, front=True)]
 
 
 def _joined(cells: Sequence[tuple[str, str]], tail: str = "") -> Line:

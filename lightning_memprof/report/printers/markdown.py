@@ -53,6 +53,9 @@ def _sections(document: Document, *, is_full: bool) -> Iterator[str]:
         yield f"## {_safe(section.title)}"
         yield _safe(section.lead)
         for part in section.parts:
+            # The verdict has a finding that is alone.
+            if isinstance(part, Findings) and not document.further_findings():
+                continue
             yield from _part(part, is_full=is_full)
 
 
@@ -90,8 +93,6 @@ def _part(part: Part, *, is_full: bool) -> Iterator[str]:
 
 
 def _findings(part: Findings) -> str:
-    if len(part.cards) < 2:
-        return ""
     return "\n".join(
         f"- {card.badge}: {_safe(card.sentence)} {_safe(card.why)}"
         + "".join(f"\n  - {_safe(step)}" for step in card.next_steps)

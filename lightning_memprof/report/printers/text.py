@@ -36,7 +36,7 @@ from lightning_memprof.units import percent
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightning_memprof.report.document import Bar, Card, Document, Figure, Part, Words
+    from lightning_memprof.report.document import Bar, Document, Figure, Part, Words
     from lightning_memprof.report.document import Line as Row
 
 __all__ = ["LINES", "encoded", "full_page", "plain", "sections_page", "short_page"]
@@ -47,6 +47,7 @@ LABEL: Final = 10
 FIGURE_NAME: Final = 20
 FIGURE_VALUE: Final = 15
 SHORT_FINDINGS: Final = 3
+ALSO_LINES: Final = 3
 SHORT_COMMANDS: Final = 2
 SHORT_ROWS: Final = 5
 MAX_FINDINGS: Final = 16
@@ -77,7 +78,7 @@ def short_page(document: Document, width: int, *, ascii_only: bool) -> list[Line
     lines: list[Line] = []
     for longest, is_dense in ((4, False), (3, True), (2, True), (1, True)):
         about = [*_about(document, width)[: longest + 1], *_incomplete(document, width)]
-        blocks = [_verdict(document, width, longest), _also(document, width), about]
+        blocks = [_verdict(document, width, longest), _also(document, width, longest), about]
         for section in document.summary().sections:
             blocks += [_short(part, width, longest, ascii_only=ascii_only) for part in section.parts]
         blocks.append([*_place(document), *_commands(document, width, SHORT_COMMANDS)])
@@ -142,20 +143,17 @@ def _first(lines: Block, longest: int | None, width: int) -> Block:
     return [*lines[: longest - 1], (*head, (cut(f"{last} …", max(room, 1)), style))]
 
 
-def _cards(document: Document) -> list[Card]:
-    """Return the findings behind the one of the verdict."""
-    parts = (part for section in document.sections for part in section.parts)
-    return [card for part in parts if isinstance(part, Findings) for card in part.cards[1:]]
-
-
-def _also(document: Document, width: int) -> Block:
-    cards = _cards(document)
+def _also(document: Document, width: int, longest: int) -> Block:
+    """Return the further findings: where the page is too long fewer of them, rather than their beginnings."""
+    # A rule has the same sentence for each snapshot that shows it.
+    cards = list({card.sentence: card for card in document.further_findings()}.values())
+    shown = cards[: min(longest, SHORT_FINDINGS)]
     lines: Block = []
-    for card in cards[:SHORT_FINDINGS]:
-        words = cut(clean(card.sentence), max(width - LABEL, 1))
-        lines.append(((pad("" if lines else "also", LABEL), "bold"), (words, BADGES[card.badge].removeprefix("bold "))))
-    if more := len(cards) - SHORT_FINDINGS:
-        lines += [((pad("", LABEL), ""), (f"{more} more: --all", DIM))] if more > 0 else []
+    for card in shown:
+        styles = "bold", BADGES[card.badge].removeprefix("bold ")
+        lines += _first(hang("" if lines else "also", card.sentence, width, LABEL, styles), ALSO_LINES, width)
+    if more := len(cards) - len(shown):
+        lines.append(((pad("", LABEL), ""), (f"{more} more: --all", DIM)))
     return lines
 
 
@@ -342,7 +340,7 @@ def _listed(stack: Stack, width: int, *, ascii_only: bool) -> Block:
 
 def _findings(document: Document, width: int) -> Block:
     blocks: list[Block] = []
-    cards = _cards(document)
+    cards = document.further_findings()
     for card in cards[:MAX_FINDINGS]:
         lines = hang(card.badge, f"{card.sentence} ({card.rule})", width, LABEL, (BADGES[card.badge], "bold"))
         lines += hang("why", card.why, width, LABEL) if card.why else []

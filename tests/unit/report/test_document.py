@@ -8,11 +8,15 @@ import pytest
 from fake_runs import make_run
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.report.document import (
+    Badge,
+    Card,
     Cell,
     Column,
     Document,
     Facts,
+    Findings,
     Phrase,
+    Section,
     Table,
     code,
     count,
@@ -25,12 +29,13 @@ from lightning_memprof.report.document import (
 from lightning_memprof.report.printers.html import render_document
 from lightning_memprof.report.printers.json import document_to_json
 from lightning_memprof.report.printers.markdown import to_markdown
-from lightning_memprof.report.printers.text import full_page, plain
+from lightning_memprof.report.printers.text import full_page, plain, short_page
 from lightning_memprof.report.sections import run_document
 from lightning_memprof.report.sections.run import configuration_section
 from lightning_memprof.report.view import run_view
 from lightning_memprof.units import MIB
 
+LONG = "100% of the peak of cuda:0 is allocated by /home/me/project/tests_oom/test_oom.py(48): forward."
 HOSTILE = "<b>evil</b>|`x`\x1b[31m"
 
 
@@ -117,3 +122,24 @@ def test_sections_can_be_chosen(document: Document) -> None:
     assert {section.id for section in document.summary().sections} == {"overview"}
     assert document.section("nowhere") is None
     assert Cell(None).value is None
+
+
+def with_findings(badge: Badge, *sentences: str) -> Document:
+    """A document whose verdict has a finding of its own where it has a badge."""
+    cards = [Card(f"finding-{n}", "rule", "info", sentence, "", ()) for n, sentence in enumerate(sentences)]
+    overview = Section("overview", "Overview", parts=[Findings(cards)], summary=True)
+    return Document(title="run", kind="run", verdict="The verdict.", badge=badge, sections=[overview])
+
+
+def test_a_verdict_without_a_finding_hides_none() -> None:
+    healthy = with_findings("none", "A rank is slow.")
+    assert "also      A rank is slow." in plain(short_page(healthy, 80, ascii_only=False))
+    assert "- info: A rank is slow." in to_markdown(healthy)
+    slow = with_findings("info", "A rank is slow.")
+    assert "A rank is slow." not in plain(short_page(slow, 80, ascii_only=False))
+    assert "A rank is slow." not in to_markdown(slow)
+
+
+def test_further_findings_are_whole_in_80_columns_and_none_is_repeated() -> None:
+    shown = plain(short_page(with_findings("none", LONG, LONG, "Other."), 80, ascii_only=False))
+    assert " ".join(shown.split()) == f"verdict The verdict. also {LONG} Other."

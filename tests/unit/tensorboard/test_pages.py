@@ -45,7 +45,7 @@ def test_a_page_is_rendered_once_per_revision_and_two_runs_are_compared(tmp_path
     text = html(compared)
     assert '<table class="sortable' in text
     assert "data_wait_ns" in text
-    assert "step_ns +" in text  # B is slower
+    assert "step time +" in text  # B is slower
 
 
 @pytest.mark.slow

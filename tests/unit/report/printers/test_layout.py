@@ -55,12 +55,24 @@ def test_columns_that_must_stay_are_repeated_below_with_the_first_one() -> None:
     assert heads == [["phase", "step", "0", "step", "1"], ["phase", "step", "2", "step", "3"]]
 
 
+def test_a_name_takes_two_lines_and_breaks_behind_a_separator() -> None:
+    columns = (Column("owner", "code"), Column("share", "bytes"))
+    rows = [(code("model.blocks.0-5.feed_forward.2"), size(MIB)), (code("a" * 25), size(MIB))]
+    lines = shown(table_lines(Table(id="t", title="", columns=columns, rows=rows), 32, ascii_only=False))
+    assert lines[1:] == [
+        "  model.blocks.0-5.     1.00 MiB",
+        "  feed_forward.2",
+        f"  {'a' * 20}  1.00 MiB",
+        f"  {'a' * 5}",
+    ]
+
+
 def test_names_are_cut_at_the_front_and_sentences_wrapped() -> None:
     columns = (Column("name", "code"), Column("bytes", "bytes"), Column("reason"))
-    row = (code("x" * 30 + ".end"), size(MIB), text("a sentence of several words that is long"))
+    row = (code("x" * 70 + ".end"), size(MIB), text("a sentence of several words that is long"))
     lines = shown(table_lines(Table(id="t", title="", columns=columns, rows=[row]), 36, ascii_only=False))
     assert lines[1].split()[0].startswith("…")
-    assert lines[1].split()[0].endswith(".end")
+    assert lines[2].split()[0].endswith(".end")
     assert len(lines) > 2
     assert max(map(len, lines)) <= 36
 
