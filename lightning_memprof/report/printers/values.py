@@ -46,6 +46,8 @@ def words_text(words: Words | Cell) -> str:
 def amount(value: float, unit: str = "") -> str:
     """Write a number with three figures and a decimal prefix: ``"1.23 k"``, ``"45.6 TFLOP/s"``."""
     scale, prefix = next(((scale, prefix) for scale, prefix in _PREFIXES if abs(value) >= scale), (1.0, ""))
+    # Everyone counts parameters in billions.
+    prefix = "B" if unit == "parameters" and prefix == "G" else prefix
     scaled = value / scale
     digits = 0 if abs(scaled) >= 100 else 1 if abs(scaled) >= 10 else 2
     blank = " " if prefix and unit not in _SYMBOLS else ""

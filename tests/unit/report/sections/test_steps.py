@@ -178,6 +178,11 @@ def test_numbers_have_three_figures_and_a_prefix(value: float, expected: str) ->
     assert amount(value) == expected
 
 
+def test_parameters_are_counted_in_billions() -> None:
+    assert amount(6.7e9, "parameters") == "6.70 B parameters"
+    assert amount(6.7e9, "FLOP/s") == "6.70 GFLOP/s"
+
+
 def test_events_callbacks_and_parts_of_a_recorded_step_are_there(tmp_path: Path) -> None:
     shown = run_view(load_run(make_run(tmp_path, FakeRun(windows=((2, 3),)))))
     (stack,) = [part for part in steps_section(shown).parts if isinstance(part, Stack)]
