@@ -31,7 +31,10 @@ def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--device", metavar="NAME", default=None, help="a GPU such as 'H100 80GB', or cpu")
     parser.add_argument("--device-memory", metavar="SIZE", default=None, help="its memory, as in 24GiB")
     parser.add_argument("--batch-size", metavar="N", default=None, help="samples in a batch, or max: as many as fit")
-    parser.add_argument("--sequence-length", metavar="N", type=int, default=None, help="tokens in a sample")
+    parser.add_argument("--seq-len", metavar="N[,N]", default=None, help="tokens in a sample, one or several numbers")
+    parser.add_argument(
+        "--batch-shape", metavar="SHAPES", default=None, help="shapes of the batch's tensors, as in 8x3x64x64,8"
+    )
     parser.add_argument(
         "--what-if",
         metavar="CHANGE",
@@ -56,7 +59,8 @@ def _execute(options: Namespace) -> int:
             device=options.device,
             device_memory=options.device_memory,
             batch_size=options.batch_size,
-            sequence_length=options.sequence_length,
+            seq_len=options.seq_len,
+            batch_shape=options.batch_shape,
             what_if=tuple(options.what_if or ()),
             progress=progress,
         )

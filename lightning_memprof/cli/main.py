@@ -32,7 +32,7 @@ _WITH_PROGRAM: Final = {
     "run": (("--config",), ()),
     "estimate": (
         (
-            "--device", "--device-memory", "--batch-size", "--sequence-length", "--what-if", "--output", "-o",
+            "--device", "--device-memory", "--batch-size", "--seq-len", "--batch-shape", "--what-if", "--output", "-o",
             "--format",
         ),
         ("--device", "--device-memory", "--batch-size", "--what-if"),

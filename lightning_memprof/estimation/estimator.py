@@ -77,7 +77,8 @@ class Wanted:
         device: name of the device; None takes this machine's GPU, and otherwise gives no limit.
         device_memory: its memory, as in ``24GiB``.
         batch_size: samples in a batch, ``max`` for as many as fit; None keeps the program's.
-        sequence_length: length of integer tensors' second dimension; None keeps the program's.
+        seq_len: tokens in a sample, several as in ``512,1024``; None keeps the program's.
+        batch_shape: shapes of the batch's tensors, as in ``8x3x64x64,8``; None keeps the program's.
         what_if: changes; empty for the usual ones, ``none`` alone for none.
         progress: gets, before each simulation, its name, how many are done, and how many there are; 0 is unknown.
 
@@ -89,7 +90,8 @@ class Wanted:
     device: str | None = None
     device_memory: str | None = None
     batch_size: str | int | None = None
-    sequence_length: int | None = None
+    seq_len: str | int | None = None
+    batch_shape: str | None = None
     what_if: Sequence[str] = ()
     progress: Callable[[str, int, int], None] = lambda _name, _done, _total: None
 
@@ -101,8 +103,8 @@ class Wanted:
         if self.batch_size == "max" and self.target().usable_bytes is None:
             raise ConfigError("--batch-size max: needs --device or --device-memory")
         self.samples()
-        if self.sequence_length is not None and self.sequence_length < 1:
-            raise ConfigError(f"--sequence-length {self.sequence_length}: must be at least 1")
+        self.lengths()
+        self.shapes()
 
     def target(self) -> Device:
         """Return the device."""
@@ -127,6 +129,22 @@ class Wanted:
         if not text.isdecimal() or int(text) < 1:
             raise ConfigError(f"--batch-size {text}: must be a number of at least 1, or max")
         return int(text)
+
+    def lengths(self) -> list[int]:
+        """Return the tokens in a sample, for each estimate; empty for the program's."""
+        texts = [] if self.seq_len is None else str(self.seq_len).split(",")
+        if not all(text.isdecimal() and int(text) > 0 for text in texts):
+            raise ConfigError(f"--seq-len {self.seq_len}: must be one or several numbers, as in 512,1024")
+        return [int(text) for text in texts]
+
+    def shapes(self) -> list[list[int]]:
+        """Return the shapes of the batch's tensors; empty for the program's."""
+        if self.batch_shape is None:
+            return []
+        found = [shape.split("x") for shape in self.batch_shape.split(",")]
+        if not all(length.isdecimal() and int(length) > 0 for shape in found for length in shape):
+            raise ConfigError(f"--batch-shape {self.batch_shape}: must be a shape for each tensor, as in 8x3x64x64,8")
+        return [[int(length) for length in shape] for shape in found]
 
 
 def _here() -> Device:
@@ -192,30 +210,36 @@ def _arguments(trainer: Trainer | None) -> dict[str, Any]:
 
 
 def _estimate(fit: Fit, wanted: Wanted) -> Estimate:
-    device = wanted.target()
-    variation = Variation(batch_size=wanted.samples(), sequence_length=wanted.sequence_length)
+    device, lengths = wanted.target(), wanted.lengths()
     precision = fit.trainer.get("precision")
     changes = wanted.changes(None if precision is None else str(precision))
-    wanted.progress("the training as it is", 0, len(changes) + 1)
+    count = 1 + max(len(lengths) - 1, 0) + len(changes)
+    variation = Variation(
+        batch_size=wanted.samples(), sequence_length=lengths[0] if lengths else None, shapes=wanted.shapes()
+    )
+    wanted.progress("the training as it is", 0, count)
     found = simulate(fit, device, variation)
     if wanted.batch_size == "max":
-        found = _largest(fit, wanted, found)
+        found = _largest(found, lambda samples: _tried(fit, wanted, replace(variation, batch_size=samples)))
         variation = replace(variation, batch_size=found.batch_size)
+    others = [Change(name=f"seq-len={length}", costs="") for length in lengths[1:]]
+    varied = [replace(variation, sequence_length=length) for length in lengths[1:]]
+    varied += [replace(variation, change=change) for change in changes]
     alternatives = []
-    for done, change in enumerate(changes, start=1):
-        wanted.progress(change.name, done, len(changes) + 1)
-        alternatives.append(_alternative(fit, device, variation, change, found.batch_size))
+    for done, (change, other) in enumerate(zip([*others, *changes], varied, strict=True), start=1):
+        wanted.progress(change.name, done, count)
+        alternatives.append(_alternative(fit, change, other, found))
     values = {field.name: getattr(found, field.name) for field in fields(found)}
     return Estimate(**{**values, "alternatives": alternatives})
 
 
-def _alternative(fit: Fit, device: Device, variation: Variation, change: Change, samples: int | None) -> Alternative:
+def _alternative(fit: Fit, change: Change, variation: Variation, base: model.Estimate) -> Alternative:
     if change.batch_divisor > 1:
-        if samples is None or samples < change.batch_divisor:
+        if base.batch_size is None or base.batch_size < change.batch_divisor:
             return Alternative(change=change.name, problem="the batch has too few samples")
-        variation = replace(variation, batch_size=samples // change.batch_divisor)
+        variation = replace(variation, batch_size=base.batch_size // change.batch_divisor)
     try:
-        found = simulate(fit, device, replace(variation, change=change))
+        found = simulate(fit, base.device, variation)
     except MemprofError as error:
         return Alternative(change=change.name, problem=str(error).removeprefix("estimate: "))
     return Alternative(
@@ -223,7 +247,12 @@ def _alternative(fit: Fit, device: Device, variation: Variation, change: Change,
     )
 
 
-def _largest(fit: Fit, wanted: Wanted, first: model.Estimate) -> model.Estimate:
+def _tried(fit: Fit, wanted: Wanted, variation: Variation) -> model.Estimate:
+    wanted.progress(f"batches of {variation.batch_size}", 0, 0)
+    return simulate(fit, wanted.target(), variation)
+
+
+def _largest(first: model.Estimate, tried: Callable[[int], model.Estimate]) -> model.Estimate:
     """Return the estimate with the largest batch that fits.
 
     Doubled while it fits, then halved between a size that fits and one that does not.
@@ -232,12 +261,6 @@ def _largest(fit: Fit, wanted: Wanted, first: model.Estimate) -> model.Estimate:
         MemprofError: not even one sample fits.
 
     """
-
-    def tried(samples: int) -> model.Estimate:
-        wanted.progress(f"batches of {samples}", 0, 0)
-        variation = Variation(batch_size=samples, sequence_length=wanted.sequence_length)
-        return simulate(fit, first.device, variation)
-
     best: model.Estimate | None = None
     fitting, failing = 0, _MOST_SAMPLES
     samples = first.batch_size or 1

@@ -10,7 +10,7 @@ import os
 import pickle  # nosec B403
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,13 +21,14 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_memprof.analysis.estimate import Device, Estimate, Reserved
 from lightning_memprof.capture.sources.batches import batch_samples
 from lightning_memprof.capture.sources.tensors import tensors_in
-from lightning_memprof.errors import MemprofError
+from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.estimation.allocator import CachingAllocator
 from lightning_memprof.estimation.allocator_settings import environment_settings
 from lightning_memprof.estimation.changes import Change, checkpoint_blocks
 from lightning_memprof.estimation.requests import perturbed, replay
 from lightning_memprof.estimation.simulated_device import Target
 from lightning_memprof.estimation.trainer import STEPS, Fit, SimulatedStrategy, trainer_options
+from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
     from lightning_memprof.estimation.storages import StorageLog
@@ -45,13 +46,15 @@ class Variation:
     Attributes:
         change: what else is changed; None for nothing.
         batch_size: samples in a batch; None keeps the loader's.
-        sequence_length: length of the batch's second dimension; None keeps the loader's.
+        sequence_length: tokens in a sample; None keeps the loader's.
+        shapes: of the batch's tensors, in their order; empty keeps the loader's.
 
     """
 
     change: Change | None = None
     batch_size: int | None = None
     sequence_length: int | None = None
+    shapes: Sequence[Sequence[int]] = ()
 
 
 def simulate(fit: Fit, device: Device, variation: Variation | None = None) -> Estimate:
@@ -188,19 +191,47 @@ def _shapes(batch: Any) -> list[str]:
 
 
 def _resized(batch: Any, variation: Variation) -> Any:
-    """Return the batch with another number of samples or another length, without its values."""
-    samples = batch_samples(batch)
+    """Return the batch with other shapes, without its values.
+
+    Raises:
+        ConfigError: the batch has other tensors than the variation has shapes, or no samples or tokens to change.
+
+    """
+    if variation.shapes:
+        return _reshaped(batch, variation.shapes)
+    samples, tokens = batch_samples(batch), _tokens(batch)
+    if variation.batch_size is not None and samples is None:
+        raise ConfigError(f"--batch-size {variation.batch_size}: no tensor of the batch has a dimension")
+    if variation.sequence_length is not None and tokens is None:
+        raise ConfigError(
+            f"--seq-len {variation.sequence_length}: the batch has no tensor of integers, samples x tokens"
+        )
+    lengths = {} if variation.sequence_length is None else {tokens: variation.sequence_length}
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
         shape = list(tensor.shape)
         if variation.batch_size is not None and shape and shape[0] == samples:
             shape[0] = variation.batch_size
-        if variation.sequence_length is not None and len(shape) > 1 and not tensor.is_floating_point():
-            shape[1] = variation.sequence_length
-        return torch.zeros(1, dtype=tensor.dtype).expand(shape) if shape != list(tensor.shape) else tensor
+        # Masks have tokens twice; vectors may have as many features as there are tokens.
+        last = 2 if tensor.is_floating_point() else len(shape)
+        shape[1:last] = [lengths.get(length, length) for length in shape[1:last]]
+        return torch.empty(shape, dtype=tensor.dtype, device="meta") if shape != list(tensor.shape) else tensor
 
-    if variation.batch_size is None and variation.sequence_length is None:
-        return batch
-    if variation.batch_size is not None and samples is None:
-        raise MemprofError("estimate: the batch does not tell its number of samples: no tensor in it has a dimension")
     return apply_to_collection(batch, torch.Tensor, resized)
+
+
+def _tokens(batch: Any) -> int | None:
+    """Return the second dimension of the first tensor of integers that has one."""
+    found = (tensor for tensor in tensors_in(batch) if tensor.ndim > 1 and not tensor.is_floating_point())
+    return next((tensor.shape[1] for tensor in found), None)
+
+
+def _reshaped(batch: Any, shapes: Sequence[Sequence[int]]) -> Any:
+    count = len(list(tensors_in(batch)))
+    if count != len(shapes):
+        words = f"{len(shapes)} shapes for a batch of {format_count(count, 'tensor')}: {', '.join(_shapes(batch))}"
+        raise ConfigError(f"--batch-shape: {words}")
+    remaining = iter(shapes)
+    return apply_to_collection(
+        batch, torch.Tensor, lambda tensor: torch.empty(tuple(next(remaining)), dtype=tensor.dtype, device="meta")
+    )

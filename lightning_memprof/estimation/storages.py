@@ -121,11 +121,11 @@ class StorageLog:
         self.parts.append(Part(len(self.requests), step, part))
 
     def set_category(self, number: int, category: str) -> None:
-        """Change the category of a storage from now on."""
+        """Set the category of a storage, of a gradient from now on: until backward accumulates it, it is another one."""
         before, now = self._labels["category"][number], self._names.number(category)
-        if before != now:
+        if before != now and category == "gradient":
             self._changed.setdefault(number, []).append((len(self.requests), before))
-            self._labels["category"][number] = now
+        self._labels["category"][number] = now
 
     def set_module(self, number: int, module: str) -> None:
         """Change the module that a storage belongs to."""
