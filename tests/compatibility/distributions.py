@@ -51,10 +51,10 @@ pl.Trainer(max_steps=8, accelerator="cpu", logger=False, enable_checkpointing=Fa
 """
 
 
-def feature(name: str, directory: Path, python: str = sys.executable) -> tuple[Verdict, str]:
-    """Run one of ``features.py`` in a process of its own; give the verdict, and what was seen."""
+def feature(name: str, directory: Path, python: str = sys.executable, **more: str) -> tuple[Verdict, str]:
+    """Run one of ``features.py`` in a process of its own, with ``more`` variables; give the verdict, what was seen."""
     command = [python, str(HERE / "features.py"), name, str(directory)]
-    done = subprocess.run(command, env=clean(), capture_output=True, text=True, check=False, timeout=900)
+    done = subprocess.run(command, env=clean(**more), capture_output=True, text=True, check=False, timeout=900)
     if done.returncode != 0:
         return Verdict.RED, f"the program failed: {_last(done.stderr)}"
     return judged(json.loads(done.stdout.splitlines()[-1]))

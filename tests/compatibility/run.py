@@ -3,11 +3,13 @@
     python tests/compatibility/run.py                                     everything; minutes
     python tests/compatibility/run.py --quick                             a few rows; nothing is installed
     python tests/compatibility/run.py --only features/bf16 lightning      rows whose name begins so
+    python tests/compatibility/run.py --only torch/newest                 the newest PyTorch that pip finds
     python tests/compatibility/run.py --lightning-tests test_profiler.py  Lightning's own tests too, from its repository
                                       --only lightning-tests              they alone
 
-Writes ``docs/measured/compatibility.md``, with all rows, and ``docs/measured/lightning_tests.md``; a part of the rows
-is only printed. The exit code is 1 where a row is red, and 2 where no row has such a name.
+Writes ``docs/measured/compatibility.md``, with all rows but those of other versions of PyTorch, which are in
+``docs/measured/torch_versions.md``, and ``docs/measured/lightning_tests.md``; a part of a table is only printed. The
+exit code is 1 where a row is red, and 2 where no row has such a name.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from tests.compatibility.pythons import OTHERS, on_path, other_python
     from tests.compatibility.row import Row, Verdict
     from tests.compatibility.strategies import STRATEGIES, strategy
+    from tests.compatibility.torches import TORCHES, of_torch
 else:
     from row import Row, Verdict  # noqa: I001 it puts tests/support on the path
     from distributions import VERSIONS, distributions, feature, of_version
@@ -35,21 +38,18 @@ else:
     from lightning_tests import compare, reasons
     from pythons import OTHERS, on_path, other_python
     from strategies import STRATEGIES, strategy
+    from torches import TORCHES, of_torch
 
 from measured import table, write_fragment
 
 QUICK: Final = ("features/plain", "features/accumulate", "distributions/class path")
 UNTESTED: Final = (
     Row("DeepSpeed", Verdict.UNTESTED, "it needs a GPU and is not installed"),
-    Row(
-        "torch 2.10 to 2.12",
-        Verdict.UNTESTED,
-        "only the version of constraints.txt was installed; `torch>=2.10` is allowed",
-    ),
     Row("TPU, MPS, XPU, ROCm", Verdict.UNTESTED, "not at hand"),
 )
 # With --only: none but Lightning's own tests.
 LIGHTNINGS: Final = "lightning-tests"
+TORCH: Final = "torch/"
 Rows = Callable[[], Iterable[Row]]
 
 
@@ -61,10 +61,11 @@ def main() -> None:
             (row, make) for row, make in known(Path(name)) if not options.only or row.startswith(tuple(options.only))
         ]
         rows: list[Row] = []
+        torches: list[Row] = []
         for index, (row, make) in enumerate(wanted, 1):
             began = time.monotonic()
             say(f"[{index}/{len(wanted)}] {row} ...")
-            rows += [told(each) for each in tried(row, make)]
+            (torches if row.startswith(TORCH) else rows).extend(told(each) for each in tried(row, make))
             say(f"    {time.monotonic() - began:.0f} s")
     lightnings = (
         [told(row) for row in tried("Lightning's tests", lambda: compare(options.lightning_tests))]
@@ -74,13 +75,16 @@ def main() -> None:
     if not options.only:
         rows += UNTESTED
         write_fragment("compatibility", "make compatibility", body(rows), packages=("pytorch-lightning",))
+    if {f"{TORCH}{name}" for name in TORCHES} <= {row for row, _ in wanted}:
+        write_fragment("torch_versions", f"make compatibility ARGS='--only {TORCH}'", body(torches))
     if lightnings:
         say(reasons())
         command = f"make compatibility ARGS='--lightning-tests test_profiler.py --only {LIGHTNINGS}'"
         text = f"{body(lightnings, 'test')}\n\nReasons:\n\n{reasons()}"
         write_fragment("lightning_tests", command, text, packages=("pytest",))
-    red = [row for row in (*rows, *lightnings) if row.verdict is Verdict.RED]
-    say(f"{len(rows) + len(lightnings)} rows, {len(red)} red")
+    made = [*rows, *torches, *lightnings]
+    red = [row for row in made if row.verdict is Verdict.RED]
+    say(f"{len(made)} rows, {len(red)} red")
     sys.exit(1 if red else 0)
 
 
@@ -124,6 +128,8 @@ def known(directory: Path) -> Iterator[tuple[str, Rows]]:
         yield f"distributions/{name}", partial(of_one, make)
     for version in OTHERS:
         yield f"python/{version}", partial(of_python, version, directory)
+    for name in TORCHES:
+        yield f"{TORCH}{name}", partial(of_torch, name, directory / f"torch-{name}")
 
 
 def of_feature(what: str, name: str, directory: Path) -> Iterator[Row]:
