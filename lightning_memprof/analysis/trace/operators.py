@@ -7,6 +7,7 @@ The module is also a program that writes the table to a file: the training proce
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -175,12 +176,19 @@ def ensure_operator_tables(run: Run) -> Run:
                         Problem(table.name, f"is not made outside of the run; `{command}` shows the operators", rank)
                     )
                     continue
-                write_operator_table([source.file for source in sources], table, TableOptions(sort_by=None))
+                options = TableOptions(include_python_functions=_has_python_functions(run, rank))
+                write_operator_table([source.file for source in sources], table, options)
             artifacts.append(_table_artifact(run, table, sources[0]))
             problems = [problem for problem in problems if problem.piece.rpartition("/")[2] != table.name]
         except Exception as error:  # noqa: BLE001 a table that cannot be made must not hide the rest of the run
             problems.append(Problem(table.name, f"cannot be made: {type(error).__name__}: {error}", rank))
     return replace(run, artifacts=tuple(artifacts), problems=tuple(problems))
+
+
+def _has_python_functions(run: Run, rank: int) -> bool:
+    """Return whether the torch that recorded the rank has rows for Python functions by default: not since 2.14."""
+    versions = [str(found.facts.environment.get("torch", "")) for found in run.ranks if found.rank == rank]
+    return [int(part) for part in re.findall(r"\d+", versions[0])[:2]] < [2, 14] if versions else True
 
 
 def _table_artifact(run: Run, table: Path, trace: ArtifactFile) -> ArtifactFile:

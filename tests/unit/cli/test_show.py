@@ -47,6 +47,21 @@ def test_show_makes_the_operator_table_where_it_is_missing_and_keeps_it(
     assert not list(tmp_path.glob("*.partial"))
 
 
+@pytest.mark.parametrize(("torch", "python_functions"), [("2.13.0+cpu", True), ("2.14.1", False), ("2.9", True)])
+def test_a_table_that_show_makes_has_the_rows_that_the_recording_torch_has_by_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str, python_functions: bool
+) -> None:
+    def table(_traces: object, options: operators.TableOptions) -> str:
+        return f"Python functions: {options.include_python_functions}"
+
+    monkeypatch.setattr(operators, "operator_table", table)
+    make_run(tmp_path)
+    (manifest,) = tmp_path.rglob("manifest.*.jsonl")
+    manifest.write_text(manifest.read_text().replace('"torch":"2.13.0"', f'"torch":"{torch}"'))
+    assert show(str(tmp_path), "json") == 0
+    assert (tmp_path / TABLE).read_text() == f"Python functions: {python_functions}"
+
+
 def test_a_run_that_names_a_trace_elsewhere_gets_no_table_written_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
