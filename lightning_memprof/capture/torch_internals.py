@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
     from torch._C._profiler import _RecordFunctionFast as _RecordFunctionFast
     from torch._guards import active_fake_mode as active_fake_mode
+    from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch.cuda.memory import _record_memory_history as _record_memory_history
     from torch.cuda.memory import _snapshot as _snapshot
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker as FSDPMemTracker
@@ -34,15 +36,24 @@ if TYPE_CHECKING:
     from torch.distributed._tools.mem_tracker import _State as _State
     from torch.distributed._tools.mem_tracker import _UpdateType as _UpdateType
     from torch.distributed._tools.mod_tracker import ModTracker as ModTracker
+    from torch.optim.optimizer import _foreach_supported_types as _foreach_supported_types
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _get_current_dispatch_mode_stack
     from torch.utils._python_dispatch import _pop_mode as _pop_mode
     from torch.utils._python_dispatch import _push_mode as _push_mode
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
     from torch.utils._pytree import tree_leaves as tree_leaves
+    from torch.utils._pytree import tree_map as tree_map
+    from torch.utils.backend_registration import (
+        _setup_privateuseone_for_python_backend as _setup_privateuseone_for_python_backend,
+    )
 
     # torch's stubs do not have these, or only a part of them.
+    DispatchKey: Any
+    DispatchKeySet: Any
     SavedTensor: Any
+    _ExcludeDispatchKeyGuard: Any
+    _get_privateuse1_backend_name: Callable[[], str]
     _BaseDataLoaderIter: type
     _IterableDatasetFetcher: type
     _MapDatasetFetcher: type
@@ -135,6 +146,7 @@ def __getattr__(name: str) -> Any:
 
 _NO_TRACKER: Final = "ModuleMemory and FSDPMemory are not available"
 _NO_SAVED: Final = "SavedTensors is not available"
+_NO_ESTIMATE: Final = "lightning-memprof estimate is not available"
 _NO_DISPATCH: Final = "Throughput(flops=True), ModuleMemory and FSDPMemory are disabled and reported"
 
 INTERNALS: Final = (
@@ -412,5 +424,51 @@ INTERNALS: Final = (
         used_for="read the allocator before torch raises",
         without="OOMAutopsy is disabled and reported on CUDA",
         cuda=True,
+    ),
+    Internal(
+        owner="torch._subclasses.fake_tensor",
+        names="DataDependentOutputException FakeTensorMode",
+        used_for="estimates: run a step without memory",
+        without=_NO_ESTIMATE,
+        fallback=None,
+    ),
+    Internal(
+        owner="torch.utils._pytree",
+        names="tree_map",
+        used_for="estimates: replace the tensors in an operator's arguments",
+        without=_NO_ESTIMATE,
+        fallback=None,
+    ),
+    Internal(
+        owner="torch.optim.optimizer",
+        names="_foreach_supported_types",
+        used_for="estimates: optimizers take their implementation for devices",
+        without=_NO_ESTIMATE,
+        fallback=None,
+    ),
+    Internal(
+        owner="torch.utils.backend_registration",
+        names="_setup_privateuseone_for_python_backend",
+        used_for="estimates: a device that exists in name only",
+        without=_NO_ESTIMATE,
+        fallback=None,
+    ),
+    Internal(
+        owner="torch._C",
+        names="DispatchKey DispatchKeySet _ExcludeDispatchKeyGuard _get_privateuse1_backend_name",
+        used_for="estimates: register the device, and autocast on it",
+        without=_NO_ESTIMATE,
+    ),
+    Internal(
+        owner="torch.library:Library",
+        names="_destroy",
+        used_for="estimates: remove the rules of autocast and attention again",
+        without=_NO_ESTIMATE,
+    ),
+    Internal(
+        owner="torch:ops.aten",
+        names="_scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention",
+        used_for="estimates: attention as CUDA computes it",
+        without="lightning-memprof estimate fails for models with attention",
     ),
 )

@@ -13,13 +13,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
-from torch.optim.optimizer import _foreach_supported_types
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from lightning_memprof.capture.observe import Link, wrapped
+from lightning_memprof.capture.torch_internals import (
+    DispatchKey,
+    DispatchKeySet,
+    FakeTensor,
+    FakeTensorMode,
+    _ExcludeDispatchKeyGuard,
+    _foreach_supported_types,
+    _get_privateuse1_backend_name,
+    _setup_privateuseone_for_python_backend,
+    tree_leaves,
+    tree_map,
+)
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.estimation.storages import GRANULE
 
@@ -70,7 +78,7 @@ def _register() -> None:
         MemprofError: another backend is registered, which happens on machines with such an accelerator.
 
     """
-    current = torch._C._get_privateuse1_backend_name()  # noqa: SLF001 no public one
+    current = _get_privateuse1_backend_name()
     if current == NAME:
         return
     if current != "privateuseone":
@@ -234,11 +242,10 @@ class _Casts:
 
 
 def _with_cast(operator: Any, casting: Callable[[Any], Any]) -> Callable[..., Any]:
-    keys: Any = torch._C.DispatchKey  # noqa: SLF001 no public one
-    excluded = torch._C.DispatchKeySet(keys.AutocastPrivateUse1)  # noqa: SLF001 no public one
+    excluded = DispatchKeySet(DispatchKey.AutocastPrivateUse1)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(excluded):  # noqa: SLF001 no public one
+        with _ExcludeDispatchKeyGuard(excluded):
             args, kwargs = casting((args, kwargs))
             return operator(*args, **kwargs)
 

@@ -12,13 +12,11 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_memprof.capture.sources.tensors import dense_parts
+from lightning_memprof.capture.torch_internals import DataDependentOutputException, TorchDispatchMode, tree_leaves
 from lightning_memprof.estimation.requests import Requests
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ PACKAGE: Final = Path(lightning_memprof.__file__).parent
 MODULE: Final = PACKAGE / "capture" / "torch_internals.py"
 # Private names of Python and of Lightning.
 NOT_TORCHS: Final = {
-    *("_asdict", "_getframe", "_replace"),
+    *("_asdict", "_exit", "_getframe", "_replace"),
     *("_batches_that_stepped", "_combined_loader", "_logger_connector"),
     *("_delete_profilers", "_emit_nvtx", "_export_to_chrome", "_group_by_input_shapes", "_prepare_filename"),
     *("_record_module_names", "_recording_map", "_sort_by_key", "_stats_to_str", "_table_kwargs"),
@@ -27,7 +27,7 @@ NOT_TORCHS: Final = {
 
 
 # The layers that import torch.
-LAYERS: Final = ("capture", "compat", "demo", "integration")
+LAYERS: Final = ("capture", "compat", "demo", "estimation", "integration")
 
 
 @pytest.fixture(scope="module")
