@@ -1,5 +1,7 @@
-"""One rank of a fit under DDP or FSDP1 on gloo: ``python replicated_ranks.py DIRECTORY [bare] [static|unused|fsdp1]``.
+"""One rank of a fit under DDP or FSDP1 on gloo: ``python replicated_ranks.py DIRECTORY [OPTION...]``.
 
+Options: ``bare`` without a recording, ``static``, ``unused``, ``fsdp1`` the strategy.
+With ``gpu`` the ranks have a GPU each, and the recording has the default collectors too.
 Writes ``rank{R}.json``: the losses, a digest of the weights, the bytes of the model's parameters.
 """
 
@@ -10,6 +12,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Literal
 
 import lightning.pytorch as pl
 import torch
@@ -33,16 +36,21 @@ def main(directory: Path, options: set[str]) -> None:
     model, losses = Perceptron(), []
     callbacks: list[pl.Callback] = []
     if "bare" not in options:
-        from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
+        from lightning_memprof import Collector, MemProfilerCallback, OutputOptions, Schedule
         from lightning_memprof.collectors import ModuleMemory
 
         schedule = Schedule(wait=1, warmup=1, active=2)
         output = OutputOptions(on_error="raise", summary=False)
-        callbacks.append(MemProfilerCallback(schedule=schedule, collectors=[ModuleMemory()], output=output))
+        collectors: list[Collector | Literal["default"]] = [ModuleMemory()]
+        if "gpu" in options:
+            collectors.append("default")
+        callbacks.append(MemProfilerCallback(schedule=schedule, collectors=collectors, output=output))
     note = pl.callbacks.LambdaCallback(
         on_train_batch_end=lambda _, __, outputs, *___: losses.append(float(outputs["loss"]))
     )
-    strategy: Strategy = DDPStrategy(static_graph="static" in options, find_unused_parameters="unused" in options)
+    strategy: Strategy = DDPStrategy(
+        process_group_backend="gloo", static_graph="static" in options, find_unused_parameters="unused" in options
+    )
     if "fsdp1" in options:
         strategy = FSDPOnCpu(auto_wrap_policy={nn.Sequential}, use_orig_params=True)
     whole = sum(4 * parameter.numel() for parameter in model.parameters())
@@ -51,12 +59,14 @@ def main(directory: Path, options: set[str]) -> None:
     def keep(*_: object) -> None:
         digest = hashlib.sha256()
         for parameter in model.parameters():
-            digest.update(parameter.detach().numpy().tobytes())
+            digest.update(parameter.detach().cpu().numpy().tobytes())
         kept.append(digest.hexdigest())
 
     # FSDP1 returns its shards when the fit has ended.
     end = pl.callbacks.LambdaCallback(on_train_end=keep)
-    trainer(directory, note, end, *callbacks, devices=world, strategy=strategy).fit(model, loader(12))
+    accelerator = "gpu" if "gpu" in options else "cpu"
+    training = trainer(directory, note, end, *callbacks, accelerator=accelerator, devices=world, strategy=strategy)
+    training.fit(model, loader(12))
     facts = {"losses": losses, "weights": kept[0], "parameter_bytes": whole}
     (directory / f"rank{rank}.json").write_text(json.dumps(facts))
 
