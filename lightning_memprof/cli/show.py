@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from jsonargparse import ArgumentParser, Namespace
@@ -20,7 +21,7 @@ __all__ = ["COMMAND", "show"]
 
 
 def _add_options(parser: ArgumentParser) -> None:
-    parser.add_argument("TARGET", nargs="+", help=TARGET_HELP)
+    parser.add_argument("TARGET", nargs="*", help=f"{TARGET_HELP} (default: the newest run in this directory)")
     add_format(parser)
     parser.add_argument("--all", action="store_true", help="all sections instead of the page that fits one screen")
     parser.add_argument(
@@ -31,10 +32,12 @@ def _add_options(parser: ArgumentParser) -> None:
 
 
 def _execute(options: Namespace) -> int:
+    from lightning_memprof.analysis.run.locate import newest_run
     from lightning_memprof.report.opened import OpenOptions
 
+    targets = options.TARGET or [str(newest_run(Path()))]
     chosen = OpenOptions(rank=options.rank, window=options.window)
-    return show(options.TARGET, options.format, chosen, is_full=options.all, sections=options.section or ())
+    return show(targets, options.format, chosen, is_full=options.all, sections=options.section or ())
 
 
 COMMAND: Final = Command(

@@ -195,6 +195,7 @@ class Table:
         is_sortable: whether the rows have no order of their own.
         top: how many rows a text page shows; None is all of them.
         is_detail: whether text pages leave the table out: a shorter one has its sums.
+        left_out: how many further rows there are, which it does not have.
 
     """
 
@@ -208,6 +209,12 @@ class Table:
     is_sortable: bool = True
     top: int | None = 10
     is_detail: bool = False
+    left_out: int = 0
+
+    @property
+    def shown(self) -> Sequence[Row]:
+        """The rows of a text page; the line that counts the others never stands for a single row."""
+        return self.rows if self.top is None or len(self.rows) <= self.top + 1 else self.rows[: self.top]
 
     @property
     def known(self) -> list[int]:

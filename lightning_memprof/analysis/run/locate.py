@@ -26,6 +26,7 @@ __all__ = [
     "is_run_directory",
     "log_directory",
     "names_in",
+    "newest_run",
     "shown_path",
     "shown_place",
     "trace_directory",
@@ -120,6 +121,18 @@ def find_run(path: Path) -> Place:
         more = f" and {len(homes) - MAX_LISTED} more" if len(homes) > MAX_LISTED else ""
         raise ArtifactError(f"{path}: contains {len(homes)} runs; choose one: {listed}{more}")
     return found
+
+
+def newest_run(path: Path) -> Path:
+    """Return the log directory with the newest run below a directory, where all are beside each other.
+
+    These are the versions of one ``lightning_logs``. Of runs in several places none is the obvious one; the directory
+    itself is returned, and :func:`find_run` names them.
+    """
+    homes = [] if is_run_directory(path.absolute()) else _homes(Walk(path))
+    if len({home.parent for home in homes}) != 1:
+        return path
+    return max(homes, key=lambda home: (_runs_in(home)[-1].stat().st_mtime_ns, home))
 
 
 def has_run(path: Path) -> bool:

@@ -16,7 +16,7 @@ from markupsafe import Markup
 from lightning_memprof.report.charts import chart_resources, charts, file_charts
 from lightning_memprof.report.charts.steps import live_chart
 from lightning_memprof.report.files_view import FilesView
-from lightning_memprof.report.printers.values import cell_text, clean, words_text
+from lightning_memprof.report.printers.values import cell_text, clean, more_rows, words_text
 from lightning_memprof.report.sections import document_of
 from lightning_memprof.report.sections.estimate import estimate_document
 from lightning_memprof.units import percent
@@ -77,7 +77,13 @@ def render_document(document: Document, drawn: Mapping[str, Chart]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"text": words_text, "percent": percent, "kind": _kind, "written": _written}
+    environment.filters |= {
+        "text": words_text,
+        "percent": percent,
+        "kind": _kind,
+        "written": _written,
+        "more": more_rows,
+    }
     return environment.get_template("page.html.j2").render(
         page=document,
         made=dt.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %z"),

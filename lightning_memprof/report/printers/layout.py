@@ -6,7 +6,7 @@ import itertools
 import unicodedata
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.report.printers.values import cell_text, clean, words_text
+from lightning_memprof.report.printers.values import cell_text, clean, more_rows, words_text
 from lightning_memprof.units import percent
 
 if TYPE_CHECKING:
@@ -139,16 +139,15 @@ def table_lines(table: Table, width: int, *, ascii_only: bool) -> list[Line]:
     Where they are too short, columns with a priority are dropped, then names take two lines; what still has no room is
     repeated below with the first column.
     """
-    shown = list(table.rows if table.top is None or len(table.rows) <= table.top + 1 else table.rows[: table.top])
-    places = table.known
+    shown = table.shown
+    places, more = table.known, more_rows(table, len(shown))
     lines: list[Line] = []
     while places:
         taken, rest = _fitting(table.columns, [*shown, *table.footer], places, width)
         lines += [()] * bool(lines)
-        lines += _block(table, shown, taken, width, ascii_only=ascii_only)
+        block = _block(table, shown, taken, width, ascii_only=ascii_only)
         places = [0, *rest] if rest else []
-    if hidden := len(table.rows) - len(shown):
-        lines += [((cut(f"  {hidden:,} more", width), DIM),)]
+        lines += [*block[0], *([((cut(f"  {more}", width), DIM),)] if more and not rest else []), *block[1]]
     return lines
 
 
@@ -197,7 +196,10 @@ def _fitting(
     return widths, rest
 
 
-def _block(table: Table, rows: Sequence[Row], widths: dict[int, int], width: int, *, ascii_only: bool) -> list[Line]:
+def _block(
+    table: Table, rows: Sequence[Row], widths: dict[int, int], width: int, *, ascii_only: bool
+) -> tuple[list[Line], list[Line]]:
+    """Return the lines of the headings and the rows, and those of the footer."""
     columns = table.columns
     room = width - sum(widths.values()) - GAP * len(widths)
     bars = next((place for place in widths if any(row[place].share is not None for row in rows)), None)
@@ -212,6 +214,7 @@ def _block(table: Table, rows: Sequence[Row], widths: dict[int, int], width: int
             for head, place in zip(heads, widths, strict=True)
         ]
         lines.append(_joined(cells))
+    footer: list[Line] = []
     for number, row in enumerate([*rows, *table.footer]):
         parts = [_cell_lines(row[place], columns[place], widths[place]) for place in widths]
         fill = row[bars].share if bars is not None and drawn > 2 and number < len(rows) else None
@@ -224,8 +227,8 @@ def _block(table: Table, rows: Sequence[Row], widths: dict[int, int], width: int
                 for part, place in zip(parts, widths, strict=True)
             ]
             tail = bar(fill, drawn, ascii_only=ascii_only) if fill is not None and height == 0 else ""
-            lines.append(_joined(cells, tail))
-    return lines
+            (lines if number < len(rows) else footer).append(_joined(cells, tail))
+    return lines, footer
 
 
 def _cell_lines(cell: Cell, column: Column, width: int) -> list[str]:

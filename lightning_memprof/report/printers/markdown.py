@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.report.document import Facts, Figures, Findings, Lines, Paragraph, Stack, Table
-from lightning_memprof.report.printers.values import cell_text, clean, words_text
+from lightning_memprof.report.printers.values import cell_text, clean, more_rows, words_text
 from lightning_memprof.units import percent
 
 if TYPE_CHECKING:
@@ -102,13 +102,12 @@ def _findings(part: Findings) -> str:
 
 def _table(table: Table) -> str:
     columns = [table.columns[place] for place in table.known]
-    shown = list(table.rows if table.top is None else table.rows[: table.top])
     rows = [
         [_written(row[place], column) for place, column in zip(table.known, columns, strict=True)]
-        for row in (*shown, *table.footer)
+        for row in (*table.shown, *table.footer)
     ]
-    if hidden := len(table.rows) - len(shown):
-        rows.append([f"{hidden:,} more", *[""] * (len(columns) - 1)])
+    if more := more_rows(table, len(table.shown)):
+        rows.insert(len(table.shown), [more, *[""] * (len(columns) - 1)])
     rules = ["---:" if column.alignment == "right" else "---" for column in columns]
     return _grid([_safe(column.heading) for column in columns], rules, rows)
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from lightning_memprof.report.document import Cell, Words
+from lightning_memprof.report.document import Cell, Table, Words
 from lightning_memprof.units import format_bytes, format_ns, percent
 
-__all__ = ["NONE", "amount", "cell_text", "clean", "words_text"]
+__all__ = ["NONE", "amount", "cell_text", "clean", "more_rows", "words_text"]
 
 NONE: Final = "-"
 MAX_TEXT: Final = 600
@@ -41,6 +41,12 @@ def words_text(words: Words | Cell) -> str:
     if isinstance(words, Cell):
         return cell_text(words)
     return "".join(part if isinstance(part, str) else cell_text(part) for part in words.parts)
+
+
+def more_rows(table: Table, shown: int | None = None) -> str:
+    """Return the line that counts the rows behind those that are shown, empty without one; None shows all it has."""
+    hidden = (0 if shown is None else len(table.rows) - shown) + table.left_out
+    return f"{hidden:,} more{': --format json' * bool(table.left_out)}" if hidden else ""
 
 
 def amount(value: float, unit: str = "") -> str:

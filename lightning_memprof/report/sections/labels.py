@@ -151,7 +151,7 @@ def peak_note(name: str) -> str:
     return f"{peak.label}: {peak.counts}; {peak.span}"
 
 
-def more(number: int, noun: str = "more") -> str:
+def more(number: int, noun: str) -> str:
     """Return the note below a list that is cut."""
     return f"{number:,} {noun}: {MORE}"
 

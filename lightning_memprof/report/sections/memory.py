@@ -25,7 +25,7 @@ from lightning_memprof.report.document import (
 )
 from lightning_memprof.report.named import summarize
 from lightning_memprof.report.sections.labels import PEAKS, Peak, bars, called, category, compiled_note, peak_note
-from lightning_memprof.report.sections.tables import Field, filled, mean, ratio, rest
+from lightning_memprof.report.sections.tables import Field, filled, mean, ratio
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -228,11 +228,11 @@ def _checkpointing(memory: RankMemory, view: View) -> Iterator[Table]:
     notes = [
         "recompute peak: the saved bytes of one block exist again while it is recomputed",
         *_slower(view),
-        *rest(memory.checkpointing, MAX_CHECKPOINTED),
     ]
+    left_out = len(memory.checkpointing) - len(shown)
     title = "Activation checkpointing, estimate for one step"
     return filled(
-        Table("checkpointing", title, notes=notes, is_sortable=False, top=6),
+        Table("checkpointing", title, notes=notes, is_sortable=False, top=6, left_out=left_out),
         [(group, number) for group in shown for number in sorted({1, len(group.blocks)})],
         Field("blocks", "code", lambda row: text("  each") if row[1] > 1 else _blocks(row[0])),
         Field("saved", "bytes", lambda row: size(row[0].saved_bytes / row[1], None if row[1] > 1 else whole)),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.report.document import Cell, Chart, Part, Section, Table, Words, duration, phrase, share
 from lightning_memprof.report.sections.labels import PEAKS, STATUS_STYLES, called
-from lightning_memprof.report.sections.tables import Field, filled, rest
+from lightning_memprof.report.sections.tables import Field, filled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,10 +56,10 @@ def ranks_section(view: View) -> Section | None:
 def _by_rank(view: View) -> Iterator[Table]:
     times = {found.rank: found for found in view.across.ranks} if view.across is not None else {}
     ranks = [(rank, times.get(rank.rank)) for rank in view.ranks]
-    notes = rest(ranks, MAX_RANKS, "more ranks")
+    notes: list[Words] = []
     if len(ranks) > TOP_RANKS:
-        ranks = sorted(ranks, key=lambda row: -_step_ns(*row))[:MAX_RANKS]
-        notes = ["the slowest ranks first", *notes]
+        ranks = sorted(ranks, key=lambda row: -_step_ns(*row))
+        notes = ["the slowest ranks first"]
     return filled(
         Table("rank-table", "By rank", notes=notes, top=TOP_RANKS),
         ranks,

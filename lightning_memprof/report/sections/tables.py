@@ -62,18 +62,18 @@ def filled(empty: Table, rows: Sequence[T], *fields: Field[T], most: int | None 
         empty: the table without columns and rows; rows of its footer may have fewer cells than columns.
         rows: the values of the fields.
         fields: the columns.
-        most: the largest number of rows, None for all; a note counts the others.
+        most: the largest number of rows, None for all.
 
     """
     if rows:
         columns, cells = grid(rows[:most], *fields)
         footer = [(*row, *[text("")] * (len(columns) - len(row))) for row in empty.footer]
-        notes = [*rest(rows, most or len(rows)), *empty.notes]
-        yield replace(empty, columns=columns, rows=cells, footer=footer, notes=notes)
+        left_out = empty.left_out + len(rows) - len(cells)
+        yield replace(empty, columns=columns, rows=cells, footer=footer, left_out=left_out)
 
 
-def rest(rows: Sequence[object], shown: int, noun: str = "more") -> list[str]:
-    """Return the note that counts the rows that a table does not show, none where it shows all."""
+def rest(rows: Sequence[object], shown: int, noun: str) -> list[str]:
+    """Return the note that counts what a list does not show, none where it shows all."""
     return [more(len(rows) - shown, noun)] if len(rows) > shown else []
 
 

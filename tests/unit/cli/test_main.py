@@ -30,7 +30,7 @@ sys.meta_path.insert(0, Blocker())
     ("arguments", "words"),
     [
         (["shw"], "invalid choice: 'shw'"),
-        (["show"], "TARGET"),
+        (["report"], "TARGET"),
         (["show", "x", "--format", "xml"], "choose from"),
         (["doctor", "y"], "y"),
         (["demo", "--oot", "x"], "--oot"),

@@ -14,6 +14,7 @@ from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.findings import Evidence, Finding, Severity
 from lightning_memprof.analysis.trace import operators
 from lightning_memprof.analysis.trace.model import TraceReport
+from lightning_memprof.cli.main import main
 from lightning_memprof.cli.show import show
 from lightning_memprof.cli.terminal import reading
 from lightning_memprof.errors import ArtifactError, ConfigError
@@ -32,6 +33,27 @@ def test_show_prints_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     make_run(tmp_path)
     assert show(str(tmp_path)) == 0
     assert capsys.readouterr().out.startswith("verdict ")
+
+
+def test_show_without_a_target_shows_the_newest_of_the_runs_beside_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for second, name in ((3, "version_0"), (5, "version_10"), (4, "version_2")):
+        os.utime(make_run(tmp_path / "lightning_logs" / name), (second, second))
+    assert main(["show"]) == 0
+    assert "report lightning_logs/version_10" in capsys.readouterr().out
+    make_run(tmp_path / "other" / "version_0")
+    assert main(["show"]) == 1
+    assert ".: contains 4 runs; choose one: " in capsys.readouterr().err
+
+
+def test_show_without_a_target_and_a_run_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["show"]) == 1
+    assert "train with MemProfilerCallback, or give the log directory of a run" in capsys.readouterr().err
 
 
 def test_show_makes_the_operator_table_where_it_is_missing_and_keeps_it(

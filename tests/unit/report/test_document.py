@@ -143,3 +143,11 @@ def test_a_verdict_without_a_finding_hides_none() -> None:
 def test_further_findings_are_whole_in_80_columns_and_none_is_repeated() -> None:
     shown = plain(short_page(with_findings("none", LONG, LONG, "Other."), 80, ascii_only=False))
     assert " ".join(shown.split()) == f"verdict The verdict. also {LONG} Other."
+
+
+def test_each_page_counts_the_rows_that_a_table_does_not_have() -> None:
+    table = Table("t", "Table", (Column("name", "code"),), [(code(f"row{n}"),) for n in range(3)], top=1, left_out=5)
+    made = Document(title="run", kind="run", sections=[Section("s", "Section", parts=[table])])
+    assert "7 more: --format json" in plain(full_page(made, 80, ascii_only=False))
+    assert "7 more: --format json" in to_markdown(made, is_full=True)
+    assert "<li>5 more: --format json</li>" in render_document(made, {})

@@ -85,6 +85,14 @@ def test_of_many_rows_the_first_are_shown_and_the_others_counted() -> None:
     assert lines[-1] == "  20 more"
 
 
+def test_one_line_above_the_sums_counts_all_rows_that_are_not_shown() -> None:
+    rows = [(code(f"m{index}"), size(index)) for index in range(30)]
+    columns = (Column("module", "code"), Column("self", "bytes"))
+    table = Table("t", "", columns, rows, footer=[(text("sum"), size(MIB))], left_out=5)
+    lines = shown(table_lines(table, 40, ascii_only=False))
+    assert lines[-2:] == ["  25 more: --format json", "  sum     1.00 MiB"]
+
+
 def test_a_table_without_rows_is_its_head() -> None:
     table = Table(id="t", title="", columns=(Column("event"), Column("self", "ns")), rows=[], is_sortable=False)
     assert shown(table_lines(table, 80, ascii_only=False)) == ["  event"]

@@ -32,7 +32,8 @@ def test_a_table_counts_the_rows_that_it_leaves_out():
     (table,) = filled(empty, range(MAX_ROWS + 3), Field("step", "index", lambda step: step))
     assert (table.id, table.title, table.top) == ("steps", "Steps", 4)
     assert len(table.rows) == MAX_ROWS
-    assert table.notes == ["3 more: --format json", "of rank 0"]
+    assert table.left_out == 3
+    assert table.notes == ["of rank 0"]
 
 
 def test_a_table_without_a_limit_has_every_row():
@@ -40,7 +41,7 @@ def test_a_table_without_a_limit_has_every_row():
         Table("steps", "Steps"), range(MAX_ROWS + 3), Field("step", "index", lambda step: step), most=None
     )
     assert len(table.rows) == MAX_ROWS + 3
-    assert table.notes == []
+    assert table.left_out == 0
 
 
 def test_without_rows_there_is_no_table():
