@@ -22,9 +22,9 @@ PAGES = [ROOT / "README.md", *(page for page in sorted(DOCS.rglob("*.md")) if "m
 # Imports and a model that the README assumes.
 PRELUDE = """
 from lightning.pytorch import Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning_memprof import Schedule
-model = BoringModel()
+model, datamodule = BoringModel(), BoringDataModule()
 """
 SHORT = {"PL_TRAINER_MAX_STEPS": "6", "PL_TRAINER_LIMIT_VAL_BATCHES": "0", "PL_TRAINER_ENABLE_PROGRESS_BAR": "False"}
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
-    from typing_extensions import Self
 
     from lightning_memprof.capture.observe import Guard
 
@@ -57,7 +56,7 @@ class PathTracker(ModTracker):
         if not torch.compiler.is_compiling() and mod in self._known_modules:
             self._guard.run(self._forward_ends, mod, input, output)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> PathTracker:  # noqa: PYI034 typing has no Self in Python 3.10
         if not is_compiled(self._root):
             super().__enter__()  # type: ignore[no-untyped-call]
             self._calls.callback(super().__exit__)
