@@ -75,7 +75,8 @@ def _in_child(work: Callable[[], Estimate]) -> Estimate:
 
     def run() -> None:
         try:
-            with _quiet():
+            # After a backward of the parent torch has no thread for the device: this thread runs backward itself.
+            with _quiet(), torch.autograd.set_multithreading_enabled(False):
                 found: Estimate | str = work()
         except MemprofError as error:
             found = str(error)
