@@ -186,3 +186,21 @@ def test_another_python_is_red_for_what_fails_without_asking_for_torch(tmp_path:
     (tmp_path / "test_ours.py").write_text("def test_with_torch_in_its_name():\n    assert not 'ours'\n")
     told = judged()
     assert told.startswith("Verdict.RED 1 passed, 0 skipped, 1 need torch, 1 failed: test_ours test_with_torch_in_its_")
+
+
+def test_another_torch_gets_the_other_packages_of_this_environment_and_doctor_says_what_it_misses() -> None:
+    program = (
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
+        "from torches import internals, needed\n"
+        "print(*needed('lightning', '3.13'))\n"
+        "print(*internals(Path(sys.executable)))"
+    )
+    command = [sys.executable, "-c", program, str(PROGRAM.parent)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
+    packages, said = done.stdout.splitlines()
+    names = {package.partition("==")[0] for package in packages.split()}
+    # What torch needs of Python's packages comes with it, torch itself does not.
+    assert {"torchmetrics", "pyyaml", "sympy"} <= names
+    assert "torch" not in names
+    assert said.startswith("Verdict.RAN all ")
+    assert said.endswith(" private APIs of torch are there")
