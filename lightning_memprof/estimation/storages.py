@@ -119,7 +119,7 @@ class StorageLog:
         self.parts.append(Part(len(self.requests), step, part))
 
     def set_category(self, number: int, category: str) -> None:
-        """Set the category of a storage, of a gradient from now on: until backward accumulates it, it is another one."""
+        """Set the category of a storage, of a gradient from now on: before, it is a temporary."""
         before, now = self._labels["category"][number], self._names.number(category)
         if before != now and category == "gradient":
             self._changed.setdefault(number, []).append((len(self.requests), before))
