@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GRANULE", "LABELS", "Part", "Peak", "StorageLog", "StorageTracer"]
 
+_IMAGES: Final = 4
 _ITEM: Final = "aten._local_scalar_dense.default"
 _GEMM: Final = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"})
 # torch's optimizers and clipping read values that decide no shape.
@@ -275,6 +276,9 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.device.type == self._kind:
                 self._add(leaf, name)
+        if self._workspace_bytes and name in _CONVOLUTIONS:
+            for size in _CONVOLUTIONS[name](args, result):
+                self.log.requests.free(self._new(size, "workspace", "torch.uint8", f"cuDNN in {name}"))
         return result
 
     def _enter(self, module: nn.Module, _: Any) -> None:
@@ -326,6 +330,26 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name != _ITEM:
             return False
         return False if args[0].dtype == torch.bool else 1
+
+
+def _forward_workspace(args: Any, result: Any) -> Iterator[int]:
+    """Yield cuDNN's workspace: copies of input and output with channels last, which tensor cores read."""
+    data, groups = args[0], args[8]
+    if groups == 1 and data.ndim == _IMAGES:
+        yield data.nbytes + result.nbytes
+
+
+def _backward_workspace(args: Any, _: Any) -> Iterator[int]:
+    """Yield cuDNN's workspaces for the gradients of input and weight: copies of gradient and input."""
+    gradient, data, groups, wanted = args[0], args[1], args[9], args[10]
+    if groups == 1 and data.ndim == _IMAGES:
+        yield from (gradient.nbytes + data.nbytes for is_wanted in wanted[:2] if is_wanted)
+
+
+_CONVOLUTIONS: Final = {
+    "aten.convolution.default": _forward_workspace,
+    "aten.convolution_backward.default": _backward_workspace,
+}
 
 
 def _user_line() -> str:
