@@ -23,8 +23,11 @@ __all__ = [
     "parse_bytes",
 ]
 
-# CUDA's context and what the driver keeps beside torch's allocator; 0.3 to 0.5 GiB on the devices that were measured.
-_CONTEXT_BYTES: Final = 450 * MIB
+# What CUDA's context and the driver keep beside torch's allocator. In 72 measured runs on GeForce cards between 120 and
+# 280 MiB of the total were not usable; nvidia-smi shows up to 550 MiB for an empty context on data-center cards.
+_MIN_CONTEXT_BYTES: Final = 120 * MIB
+_CONTEXT_BYTES: Final = 280 * MIB
+_LARGE_CONTEXT_BYTES: Final = 550 * MIB
 # Source: torch's default of CUBLAS_WORKSPACE_CONFIG, :4096:2:16:8, and :4096:8 on compute capability 9.
 _WORKSPACE: Final = 8_320 * KIB
 _WORKSPACE_HOPPER: Final = 32 * MIB
@@ -65,7 +68,8 @@ class Device:
     Attributes:
         name: as PyTorch names it, or ``CPU``.
         total_bytes: of its memory; None where it is not known.
-        usable_bytes: what PyTorch's allocator can reserve of it: without the CUDA context and what the driver keeps.
+        usable_bytes: what PyTorch's allocator can reserve of it at least: without the CUDA context and what the driver
+            keeps.
         workspace_bytes: what cuBLAS keeps for each thread that multiplies matrices.
         source: of these figures.
 
@@ -76,6 +80,13 @@ class Device:
     usable_bytes: int | None = None
     workspace_bytes: int = 0
     source: str = ""
+
+    @property
+    def capacities(self) -> tuple[int, int] | None:
+        """The bytes that the allocator can reserve at least and at most; None where they are not known."""
+        if self.usable_bytes is None or self.total_bytes is None:
+            return None
+        return self.usable_bytes, max(self.usable_bytes, self.total_bytes - _MIN_CONTEXT_BYTES)
 
 
 @dataclass(frozen=True)
@@ -95,6 +106,7 @@ class Alternative:
         change: as on the command line.
         allocated_bytes: peak of the tensors' memory; None where it could not be estimated.
         reserved: peak of the allocator's memory.
+        fit: whether it fits.
         costs: what is lost for it.
         problem: why there are no figures.
 
@@ -103,6 +115,7 @@ class Alternative:
     change: str
     allocated_bytes: int | None = None
     reserved: Reserved | None = None
+    fit: Conclusion | None = None
     costs: str = ""
     problem: str = ""
 
@@ -116,6 +129,8 @@ class Estimate:
         device: the device.
         allocated_bytes: peak of the tensors' memory, in the allocator's steps of 512 bytes.
         reserved: peak of the memory that the allocator reserves for it.
+        fit: whether the training fits into the device.
+        retries: how often the allocator releases its cached blocks to make it fit.
         step: number of the step with the peak, from 0.
         part: ``forward``, ``backward``, ``optimizer``, or ``setup`` before the first step.
         operator: the operator that reaches the peak.
@@ -137,6 +152,8 @@ class Estimate:
     device: Device
     allocated_bytes: int
     reserved: Reserved
+    fit: Conclusion
+    retries: int
     step: int
     part: str
     operator: str
@@ -152,23 +169,13 @@ class Estimate:
     alternatives: Sequence[Alternative] = ()
     seconds: float = 0.0
 
-    @property
-    def fit(self) -> Conclusion:
-        """Whether the training fits into the device."""
-        limit = self.device.usable_bytes
-        if limit is None:
-            return "no limit"
-        if self.reserved.high_bytes <= limit:
-            return "fits"
-        return "does not fit" if self.reserved.low_bytes > limit else "too close to call"
-
 
 def device_of(name: str, total_bytes: int, source: str) -> Device:
     """Return a GPU of a size."""
     return Device(
         name=name,
         total_bytes=total_bytes,
-        usable_bytes=max(total_bytes - _CONTEXT_BYTES, 0),
+        usable_bytes=max(total_bytes - (_CONTEXT_BYTES if "GeForce" in name else _LARGE_CONTEXT_BYTES), 0),
         workspace_bytes=_WORKSPACE_HOPPER if any(part in name for part in _HOPPER) else _WORKSPACE,
         source=source,
     )

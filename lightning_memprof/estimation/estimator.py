@@ -243,7 +243,11 @@ def _alternative(fit: Fit, change: Change, variation: Variation, base: model.Est
     except MemprofError as error:
         return Alternative(change=change.name, problem=str(error).removeprefix("estimate: "))
     return Alternative(
-        change=change.name, allocated_bytes=found.allocated_bytes, reserved=found.reserved, costs=change.costs
+        change=change.name,
+        allocated_bytes=found.allocated_bytes,
+        reserved=found.reserved,
+        fit=found.fit,
+        costs=change.costs,
     )
 
 

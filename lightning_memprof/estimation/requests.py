@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final
 
 from lightning_memprof.estimation.allocator import AllocatorSettings, Block, CachingAllocator, OutOfMemoryError
 from lightning_memprof.units import MIB
 
-__all__ = ["Band", "Peaks", "Requests", "perturbed", "replay"]
+__all__ = ["Band", "Demand", "Peaks", "Requests", "demand", "perturbed", "replay"]
 
+# Truth over estimate in nine of ten measured runs: the least and the most, without and with convolutions, whose
+# kernels cuDNN chooses.
+_MARGINS: Final = (0.98, 1.01)
+_WORKSPACE_MARGINS: Final = (0.90, 1.07)
+# CUDA loads the code of kernels on first use; the measured runs count it.
+_MODULES: Final = 20 * MIB
 _CHANGED: Final = 16  # requests that a perturbation changes
 
 
@@ -43,6 +49,18 @@ class Requests:
     def free(self, number: int) -> None:
         """Append the free of an allocation."""
         self.events.append(~number)
+
+    def without(self, numbers: Collection[int]) -> Requests:
+        """Return the requests without some allocations, which take no memory then."""
+        found, dropped, number = Requests(), set(numbers), 0
+        found.streams = self.streams
+        for event in self.events:
+            if event < 0:
+                found.events.append(event)
+            else:
+                found.events.append(0 if number in dropped else event)
+                number += 1
+        return found
 
 
 @dataclass(frozen=True)
@@ -127,6 +145,69 @@ def perturbed(
         reached.append(peaks[-1].reserved_bytes - extra.size)
     failed = sum(peak.out_of_memory is not None for peak in peaks)
     return Band(low_bytes=min(reached), high_bytes=max(reached), replays=replays, failed=failed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """The reserved bytes that requests need at their peak.
+
+    Attributes:
+        low_bytes: lower end of the band.
+        likely_bytes: with the allocator's cached blocks released where the capacity demands it.
+        high_bytes: upper end of the band.
+        retries: how often cached blocks are released.
+        fits: whether it fits into the capacity; None where that is too close to call.
+
+    """
+
+    low_bytes: int
+    likely_bytes: int
+    high_bytes: int
+    retries: int
+    fits: bool | None
+
+
+def demand(
+    requests: Requests,
+    settings: AllocatorSettings,
+    *,
+    workspaces: Collection[int] = (),
+    capacities: tuple[int, int] | None = None,
+) -> Demand:
+    """Return what requests need on an allocator.
+
+    The band covers what fragmentation makes of details, and how far the measured runs of ``docs/measured/estimate.md``
+    scatter around their estimates: their margins are calibrated on these.
+
+    Args:
+        requests: the requests.
+        settings: of the allocator.
+        workspaces: numbers of allocations that a library may make or not.
+        capacities: bytes that are available at least and at most; None does not limit them.
+
+    """
+    variants = [requests.without(workspaces), requests] if workspaces else [requests]
+    bands = [perturbed(variant, settings) for variant in variants]
+    below, above = _WORKSPACE_MARGINS if workspaces else _MARGINS
+    low = round(min(band.low_bytes for band in bands) * below)
+    high = round(max(band.high_bytes for band in bands) * above) + _MODULES
+    first = replay(variants[0], CachingAllocator(settings))
+    if capacities is None or high <= capacities[0]:
+        return Demand(low_bytes=low, likely_bytes=first.reserved_bytes, high_bytes=high, retries=0, fits=True)
+    orders = (settings, replace(settings, newest_segment_first=True))
+    tries = [
+        replay(variant, CachingAllocator(order, capacity))
+        for variant in variants
+        for order in orders
+        for capacity in capacities
+    ]
+    failed = [attempt.out_of_memory is not None for attempt in tries]
+    if not any(failed):
+        likely = tries[0].reserved_bytes
+        retries, high = tries[0].retries, min(high, max(capacities[0], likely))
+        return Demand(low_bytes=min(low, likely), likely_bytes=likely, high_bytes=high, retries=retries, fits=True)
+    fits = False if all(failed) else None
+    return Demand(low_bytes=low, likely_bytes=first.reserved_bytes, high_bytes=high, retries=0, fits=fits)
 
 
 def _anywhere(chance: random.Random) -> Callable[[int], int]:

@@ -18,14 +18,13 @@ import torch
 from lightning.pytorch import Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from lightning_memprof.analysis.estimate import Device, Estimate, Reserved
+from lightning_memprof.analysis.estimate import Conclusion, Device, Estimate, Reserved
 from lightning_memprof.capture.sources.batches import batch_samples
 from lightning_memprof.capture.sources.tensors import tensors_in
 from lightning_memprof.errors import ConfigError, MemprofError
-from lightning_memprof.estimation.allocator import CachingAllocator
 from lightning_memprof.estimation.allocator_settings import environment_settings
 from lightning_memprof.estimation.changes import Change, checkpoint_blocks
-from lightning_memprof.estimation.requests import perturbed, replay
+from lightning_memprof.estimation.requests import Demand, demand
 from lightning_memprof.estimation.simulated_device import Target
 from lightning_memprof.estimation.trainer import STEPS, Fit, SimulatedStrategy, trainer_options
 from lightning_memprof.units import format_count
@@ -150,11 +149,14 @@ def _simulated(fit: Fit, device: Device, variation: Variation) -> Estimate:
     peak = log.peak()
     part = log.part_at(peak.position)
     module_bytes = log.by(peak, "module", "category")
+    needed = _demand(log, device)
     return Estimate(
         program=fit.program,
         device=device,
         allocated_bytes=peak.live_bytes,
-        reserved=_reserved(log, device),
+        reserved=Reserved(needed.low_bytes, needed.likely_bytes, needed.high_bytes),
+        fit=_conclusion(needed, device),
+        retries=needed.retries,
         step=0 if part is None else part.step,
         part="setup" if part is None else part.name,
         operator=log.label(peak.numbers[-1], "operator", peak.position) if peak.numbers else "",
@@ -174,14 +176,20 @@ def _simulated(fit: Fit, device: Device, variation: Variation) -> Estimate:
     )
 
 
-def _reserved(log: StorageLog, device: Device) -> Reserved:
+def _demand(log: StorageLog, device: Device) -> Demand:
     if device.name == "CPU":
-        likely = log.peak().live_bytes
-        return Reserved(likely, likely, likely)
+        peak, limit = log.peak().live_bytes, device.usable_bytes
+        return Demand(
+            low_bytes=peak, likely_bytes=peak, high_bytes=peak, retries=0, fits=limit is None or peak <= limit
+        )
     settings = environment_settings(os.environ)
-    likely = replay(log.requests, CachingAllocator(settings)).reserved_bytes
-    band = perturbed(log.requests, settings)
-    return Reserved(min(band.low_bytes, likely), likely, max(band.high_bytes, likely))
+    return demand(log.requests, settings, workspaces=log.optional, capacities=device.capacities)
+
+
+def _conclusion(found: Demand, device: Device) -> Conclusion:
+    if device.usable_bytes is None:
+        return "no limit"
+    return "too close to call" if found.fits is None else "fits" if found.fits else "does not fit"
 
 
 def _shapes(batch: Any) -> list[str]:

@@ -96,6 +96,7 @@ class StorageLog:
         requests: allocations and frees, in order.
         sizes: bytes by number of the storage.
         parts: the parts of the steps.
+        optional: numbers of the storages that a library may need or not; they do not count as live.
 
     """
 
@@ -103,6 +104,7 @@ class StorageLog:
     requests: Requests = field(default_factory=Requests)
     sizes: array[int] = field(default_factory=lambda: array("q"))
     parts: list[Part] = field(default_factory=list)
+    optional: set[int] = field(default_factory=set)
     _labels: dict[str, array[int]] = field(default_factory=lambda: {name: array("l") for name in LABELS})
     _names: _Names = field(default_factory=_Names)
     _changed: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
@@ -139,14 +141,18 @@ class StorageLog:
         return self._names[self._labels[label][number]]
 
     def rounded(self, number: int) -> int:
-        """Return what a storage takes of the allocator, in bytes."""
-        return -(-self.sizes[number] // self.granule) * self.granule
+        """Return what a storage takes of the allocator, in bytes; 0 for an optional one."""
+        return 0 if number in self.optional else -(-self.sizes[number] // self.granule) * self.granule
 
     def live(self) -> Iterator[int]:
         """Yield the live bytes after each request."""
-        live = 0
+        live = number = 0
         for event in self.requests.events:
-            live += -self.rounded(~event) if event < 0 else -(-event // self.granule) * self.granule
+            if event < 0:
+                live -= self.rounded(~event)
+            else:
+                live += self.rounded(number)
+                number += 1
             yield live
 
     def curve(self, first: int, points: int) -> dict[str, list[int]]:
@@ -278,7 +284,9 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._add(leaf, name)
         if self._workspace_bytes and name in _CONVOLUTIONS:
             for size in _CONVOLUTIONS[name](args, result):
-                self.log.requests.free(self._new(size, "workspace", "torch.uint8", f"cuDNN in {name}"))
+                number = self._new(size, "workspace", "torch.uint8", f"cuDNN in {name}")
+                self.log.optional.add(number)
+                self.log.requests.free(number)
         return result
 
     def _enter(self, module: nn.Module, _: Any) -> None:

@@ -98,7 +98,7 @@ def comparison_to_json(comparison: Comparison, verdict: Words, outcomes: Sequenc
 
 def estimate_to_json(estimate: Estimate) -> dict[str, Any]:
     """Return an estimate: bytes, seconds."""
-    found: dict[str, Any] = encode({"fit": estimate.fit, **_without(estimate)})
+    found: dict[str, Any] = encode(_without(estimate))
     return found
 
 

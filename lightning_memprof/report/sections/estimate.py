@@ -101,7 +101,7 @@ def _verdict(estimate: Estimate) -> Words:
         over = size(reserved.likely_bytes - limit)
         return phrase("Does not fit: the peak is {}, {} more than is usable.", size(reserved.likely_bytes), over)
     low, high = size(reserved.low_bytes), size(reserved.high_bytes)
-    return phrase("Too close to call: the peak is between {} and {}, and {} are usable.", low, high, size(limit))
+    return phrase("Too close to call: the peak is between {} and {}; {} are usable.", low, high, size(limit))
 
 
 def _why(estimate: Estimate) -> str:
@@ -118,7 +118,7 @@ def _next(estimate: Estimate) -> str:
     if limit is None or estimate.fit == "fits":
         return ""
     known = [changed for changed in estimate.alternatives if changed.reserved is not None]
-    fitting = [changed.change for changed in known if changed.reserved and changed.reserved.high_bytes <= limit]
+    fitting = [changed.change for changed in known if changed.fit == "fits"]
     if fitting:
         return f"It fits with {' or '.join(fitting)}."
     return "None of the changes below makes it fit alone; try --batch-size max." if known else ""
@@ -133,6 +133,8 @@ def _overview(estimate: Estimate) -> Section:
     ]
     if device.usable_bytes is not None and device.total_bytes is not None:
         kept = phrase("of {}; the rest is CUDA's and the driver's", size(device.total_bytes))
+        if estimate.retries:
+            kept = phrase("close: the allocator empties its cache {} times, which takes time", estimate.retries)
         figures.append(Figure("usable", size(device.usable_bytes), kept if device.name != "CPU" else device.source))
     parts: list[Part] = [Figures(figures)]
     if estimate.alternatives:

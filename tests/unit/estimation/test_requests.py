@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_memprof.estimation.allocator import CachingAllocator
-from lightning_memprof.estimation.requests import Requests, perturbed, replay
+from lightning_memprof.estimation.allocator import AllocatorSettings, CachingAllocator
+from lightning_memprof.estimation.requests import Requests, demand, perturbed, replay
 from lightning_memprof.units import MIB
 
 
@@ -72,3 +72,47 @@ def test_a_perturbation_leaves_the_requests_as_they_are():
 @pytest.mark.parametrize(("capacity", "failed"), [(150, 0), (60, 3)])
 def test_the_band_counts_the_replays_that_run_out_of_memory(capacity, failed):
     assert perturbed(recorded(40, 30), capacity_bytes=capacity * MIB, replays=3).failed == failed
+
+
+def workspace_requests() -> tuple[Requests, int]:
+    """Two tensors of 20 MiB, and between them a workspace of 100 MiB that is free again."""
+    requests = Requests()
+    requests.allocate(20 * MIB)
+    workspace = requests.allocate(100 * MIB)
+    requests.free(workspace)
+    requests.allocate(20 * MIB)
+    return requests, workspace
+
+
+def test_requests_without_an_allocation_keep_the_numbers_of_the_others() -> None:
+    requests, workspace = workspace_requests()
+    assert replay(requests.without([workspace])).allocated_bytes == 40 * MIB
+    assert replay(requests).allocated_bytes == 120 * MIB
+
+
+def test_the_band_of_a_demand_reaches_from_no_workspace_to_all() -> None:
+    requests, workspace = workspace_requests()
+    found = demand(requests, AllocatorSettings(), workspaces=[workspace])
+    assert found.low_bytes < found.likely_bytes == 40 * MIB < 120 * MIB < found.high_bytes
+
+
+@pytest.mark.parametrize(
+    ("capacities", "fits"),
+    [
+        ((60 * MIB, 60 * MIB), None),  # without the workspace alone
+        ((30 * MIB, 35 * MIB), False),
+        ((1024 * MIB, 1024 * MIB), True),
+        ((122 * MIB, 122 * MIB), True),
+    ],
+)
+def test_a_demand_fits_if_it_does_with_and_without_workspaces(capacities: tuple[int, int], fits: bool | None) -> None:
+    requests, workspace = workspace_requests()
+    assert demand(requests, AllocatorSettings(), workspaces=[workspace], capacities=capacities).fits is fits
+
+
+def test_a_demand_fits_where_the_allocator_releases_what_it_has_cached() -> None:
+    requests = Requests()
+    requests.free(requests.allocate(60 * MIB))
+    requests.allocate(80 * MIB)
+    found = demand(requests, AllocatorSettings(), capacities=(100 * MIB, 100 * MIB))
+    assert (found.fits, found.retries, found.likely_bytes) == (True, 1, 80 * MIB)
