@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.collectors import ModuleMemory, ModuleRss, SavedTensors
+from ranks import launch
 from training import loader, manifest, only_run, rows_of, trainer
 
 ROWS = 4
@@ -143,6 +144,21 @@ def test_a_compiled_part_has_its_memory_and_time_and_nothing_is_compiled_again(t
         tracked = read_series(place / "rank00000.module_memory.jsonl")
         assert all(sum(row["categories"].values()) == row["total_bytes"] for row in tracked)
         assert len(read_series(place / "rank00000.module_rss.jsonl")) == 2
+
+
+@pytest.mark.slow
+def test_a_compiled_model_whose_forward_ddp_replaces_by_the_step_is_compiled_once(tmp_path: Path) -> None:
+    for options in (["bare"], []):
+        codes = launch("replicated_ranks.py", tmp_path / str(options), "compile", *options, world=2)
+        assert codes == [0, 0], (tmp_path / str(options) / "out0").read_text()[-3000:]
+    bare, ours = (
+        [json.loads((tmp_path / str(options) / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+        for options in (["bare"], [])
+    )
+    assert ours == bare
+    assert ours[0]["graphs"] > 0
+    for rank in (0, 1):
+        assert rows_of(only_run(tmp_path), "error", rank) == []
 
 
 def events(directory: Path) -> list[dict[str, Any]]:

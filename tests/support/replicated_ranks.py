@@ -1,6 +1,7 @@
 """One rank of a fit under DDP or FSDP1 on gloo: ``python replicated_ranks.py DIRECTORY [OPTION...]``.
 
-Options: ``bare`` without a recording, ``static``, ``unused``, ``fsdp1`` the strategy.
+Options: ``bare`` without a recording, ``static``, ``unused``, ``fsdp1`` the strategy, ``compile`` the model. It calls
+itself in its step then, as models do that have a ``forward``.
 With ``gpu`` the ranks have a GPU each, and the recording has the default collectors too.
 Writes ``rank{R}.json``: the losses, a digest of the weights, the bytes of the model's parameters.
 """
@@ -18,9 +19,20 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, Strategy
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from training import Perceptron, loader, trainer
+
+
+class CallsItself(Perceptron):
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.net(batch)
+        return out
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self(batch).square().mean()
+        return loss
 
 
 class FSDPOnCpu(FSDPStrategy):
@@ -33,7 +45,7 @@ class FSDPOnCpu(FSDPStrategy):
 def main(directory: Path, options: set[str]) -> None:
     rank, world = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(3)
-    model, losses = Perceptron(), []
+    model, losses = Perceptron(), list[float]()
     callbacks: list[pl.Callback] = []
     if "bare" not in options:
         from lightning_memprof import Collector, MemProfilerCallback, OutputOptions, Schedule
@@ -42,9 +54,12 @@ def main(directory: Path, options: set[str]) -> None:
         schedule = Schedule(wait=1, warmup=1, active=2)
         output = OutputOptions(on_error="raise", summary=False)
         collectors: list[Collector | Literal["default"]] = [ModuleMemory()]
-        if "gpu" in options:
+        if options & {"gpu", "compile"}:
             collectors.append("default")
         callbacks.append(MemProfilerCallback(schedule=schedule, collectors=collectors, output=output))
+    if "compile" in options:
+        model = CallsItself()
+        model.compile(backend="aot_eager")
     note = pl.callbacks.LambdaCallback(
         on_train_batch_end=lambda _, __, outputs, *___: losses.append(float(outputs["loss"]))
     )
@@ -67,7 +82,8 @@ def main(directory: Path, options: set[str]) -> None:
     accelerator = "gpu" if "gpu" in options else "cpu"
     training = trainer(directory, note, end, *callbacks, accelerator=accelerator, devices=world, strategy=strategy)
     training.fit(model, loader(12))
-    facts = {"losses": losses, "weights": kept[0], "parameter_bytes": whole}
+    graphs = counters["stats"]["unique_graphs"]
+    facts = {"losses": losses, "weights": kept[0], "parameter_bytes": whole, "graphs": graphs}
     (directory / f"rank{rank}.json").write_text(json.dumps(facts))
 
 

@@ -6,6 +6,8 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
 from lightning_memprof.capture.observe import original_of, put
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ __all__ = [
     "WRAPPED",
     "compiled_modules",
     "is_compiled",
+    "is_redirected",
     "module_paths",
     "outside_of_compilers",
     "plain_path",
@@ -46,6 +49,14 @@ def compiled_modules(model: nn.Module) -> dict[str, nn.Module]:
         or vars(module).get(COMPILED_CALL) is not None
         or getattr(module, "_compiler_ctx", None) is not None
     }
+
+
+def is_redirected() -> bool:
+    """Return whether a strategy may call the model for a step, as DDP and FSDP1 do: its forward is the step then.
+
+    The compiled code of a model whose ``compile()`` was called contains the step then, and the model's call in it.
+    """
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def module_paths(model: nn.Module) -> dict[str, nn.Module]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
 import torch
 
 from lightning_memprof.capture.observe import Link, original_of, place_of, wrapped
+from lightning_memprof.capture.sources.compiled import is_redirected
 from lightning_memprof.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -254,7 +255,9 @@ def _may_be_called_by_compiled(model: nn.Module, name: str) -> bool:
 
     A compiled sub-module calls its own code, not the model's methods.
     """
-    if name == "forward" and getattr(model, "_compiled_call_impl", None) is not None:
+    if getattr(model, "_compiled_call_impl", None) is not None and (
+        name == "forward" or (is_redirected() and name.endswith("_step"))
+    ):
         return True
     if not compiled_methods(model) - {name}:
         return False

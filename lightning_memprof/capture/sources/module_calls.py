@@ -18,6 +18,7 @@ from lightning_memprof.capture.sources.compiled import (
     COMPILED_CALL,
     compiled_modules,
     is_compiled,
+    is_redirected,
     module_paths,
     outside_of_compilers,
 )
@@ -92,7 +93,7 @@ def _with_compiled_calls(model: nn.Module) -> Iterator[nn.Module]:
         compiled = compiled_modules(model)
         for path, module in compiled.items():
             is_inner = any(not other or path.startswith(f"{other}.") for other in compiled if other != path)
-            if not is_inner and vars(module).get(COMPILED_CALL) is not None:
+            if not is_inner and (path or not is_redirected()) and vars(module).get(COMPILED_CALL) is not None:
                 yield module
 
 

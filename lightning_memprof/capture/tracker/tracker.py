@@ -28,6 +28,7 @@ from lightning_memprof.capture.sources.saved_graph import saved_by_functions
 from lightning_memprof.capture.sources.tensors import dense_parts, tensors_in
 from lightning_memprof.capture.torch_internals import (
     DisableTorchFunctionSubclass,
+    FakeTensor,
     MemTracker,
     Reducer,
     TorchDispatchMode,
@@ -205,6 +206,9 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
             return {info for part in dense_parts(t) for info in add(part, reftype, update_existing)}
 
     def _track(self, reftype: _RefType, t: torch.Tensor) -> None:
+        if isinstance(t, FakeTensor) and t.fake_mode is not self._fake_mode_on_entry:
+            # A compiler's, which also makes views of its tensors outside of its fake mode.
+            return
         for part in dense_parts(t):
             super()._track(reftype, part)
 

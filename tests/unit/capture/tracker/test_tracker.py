@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -213,6 +215,18 @@ def test_two_trackers_end_in_any_order_and_leave_nothing(first: int) -> None:
     contexts[1 - first].__exit__(None, None, None)
     assert _get_current_dispatch_mode() is None
     assert dict(vars(torch.UntypedStorage)) == before
+
+
+def test_tensors_of_a_compiler_that_starts_in_the_step_do_not_count() -> None:
+    model, _, batch = network()
+    tracker = ModuleTracker(model)
+    with tracker.tracking(model, [], batch):
+        before = tracker.get_tracker_snapshot()
+        # As torch.compile does, outside of its fake mode.
+        fake = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.stack([batch, batch])[0])
+        assert tracker.guard.failure is None
+        assert tracker.get_tracker_snapshot() == before
+    del fake
 
 
 def test_a_sparse_gradient_is_its_indices_and_values() -> None:
