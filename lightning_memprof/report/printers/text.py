@@ -59,8 +59,8 @@ PALETTE: Final = {
         "cyan": ("forward", "parameter", "compute", "requested"),
         "blue": ("backward", "gradient", "memory_copy", "rounding"),
         "magenta": ("optimizer", "optimizer_state", "communication", "pending"),
-        "green": ("callbacks", "input", "before_run", "workspace"),
-        "red": ("temporary", "growth", "workers", "fragmentation"),
+        "green": ("callbacks", "callback", "validation", "input", "before_run", "workspace"),
+        "red": ("temporary", "core_wait", "rank_wait", "stall", "growth", "workers", "fragmentation"),
     }.items()
     for name in names
 }

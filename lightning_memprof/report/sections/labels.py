@@ -45,9 +45,11 @@ __all__ = [
 # Names that are not here are shown with blanks for underscores.
 LABELS: Final[Mapping[str, str]] = {
     "workspace": "library workspaces",
+    "activation": "saved activations",
     "allocator": "allocator calls",
     "before": "before the window",
     "before_run": "before the run",
+    "callback": "callbacks",
     "core_wait": "waiting for a core",
     "data_loading": "data wait",
     "idle_loading": "idle, data wait",
@@ -67,7 +69,8 @@ LABELS: Final[Mapping[str, str]] = {
 BEFORE_RECORDING: Final = "(allocated before recording, or no stack)"
 # These have a colour in every format; all others are grey.
 COLOURS: Final = frozenset({
-    "data_wait", "transfer", "forward", "backward", "optimizer", "callbacks", "validation", "checkpoint", "logging",
+    "data_wait", "transfer", "forward", "backward", "optimizer", "callbacks", "callback", "core_wait", "rank_wait",
+    "stall", "validation", "checkpoint", "logging",
     "parameter", "gradient", "optimizer_state", "activation", "input", "temporary", "before_run", "workers", "growth",
     "workspace",
     "fragmentation", "compute", "communication",

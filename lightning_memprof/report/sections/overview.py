@@ -5,13 +5,14 @@ from __future__ import annotations
 from functools import cache
 from importlib import resources
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, get_args
 
 import msgspec
 
 from lightning_memprof.analysis.findings import Severity
-from lightning_memprof.artifacts.series import PHASES
+from lightning_memprof.analysis.ledger.model import HostPart
 from lightning_memprof.report.document import (
+    Bar,
     Card,
     Figure,
     Figures,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from lightning_memprof.analysis.findings import Finding
+    from lightning_memprof.analysis.ledger.model import TimeLedger
     from lightning_memprof.report.view import Overhead, View
 
 __all__ = ["finding_cards", "overview_section"]
@@ -64,6 +66,8 @@ SECTION_NAMES: Final[Mapping[str, str]] = {
     "files": "list of files",
     "overhead": "profiler overhead",
 }
+# Parts below this share of a step have one bar.
+LEAST_SHARE: Final = 0.005
 # A finding may name each of thousands of files.
 MAX_EVIDENCE: Final = 8
 MAX_NAME: Final = 42
@@ -79,12 +83,8 @@ def overview_section(view: View, file_ids: Mapping[str, str], known: Sequence[st
 
     """
     parts: list[Part] = [Figures(list(_figures(view)))]
-    if (pulse := view.lead.statistics) is not None:
-        times = {phase: pulse.breakdown_ns[phase] for phase in PHASES}
-        notes = (f"mean of {pulse.basis}, {pulse.clock} clock",)
-        parts.append(
-            Stack("Mean step by phase", duration(pulse.mean_ns), bars(times, pulse.mean_ns, "ns"), notes=notes)
-        )
+    if view.ledger is not None:
+        parts.append(_step(view.ledger))
     if (stack := peak_stack(view)) is not None:
         parts.append(stack)
     if lines := list(_trouble(view)):
@@ -92,6 +92,21 @@ def overview_section(view: View, file_ids: Mapping[str, str], known: Sequence[st
     if cards := finding_cards(view.findings, file_ids, known):
         parts.append(Findings(cards))
     return Section("overview", "Overview", parts=parts, summary=True)
+
+
+def _step(ledger: TimeLedger) -> Stack:
+    """Return the mean step by the parts of its ledger; small ones have one bar together."""
+    times = {part: ledger.ns(part) for part in get_args(HostPart)}
+    shown = {part: round(ns) for part, ns in times.items() if ns >= LEAST_SHARE * ledger.step_ns}
+    found = bars(shown, round(ledger.step_ns), "ns")
+    small = sum(ns for part, ns in times.items() if part not in shown)
+    if small:
+        number = sum(1 for part, ns in times.items() if ns and part not in shown)
+        name = (
+            f"{number} smaller parts" if number > 1 else next(called(p) for p in times if times[p] and p not in shown)
+        )
+        found.append(Bar(name, "other", duration(small, ledger.step_ns)))
+    return Stack("Mean step by part", duration(ledger.step_ns), found, notes=(f"mean of {ledger.basis}",))
 
 
 def finding_cards(findings: Iterable[Finding], file_ids: Mapping[str, str], known: Sequence[str]) -> list[Card]:

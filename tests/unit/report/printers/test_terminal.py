@@ -208,7 +208,7 @@ def test_steps_in_windows_are_marked_as_slower() -> None:
 def test_each_part_of_a_bar_has_a_mark_of_its_own() -> None:
     directory = make_run(Path("logs").absolute())
     for text in (page(directory, is_full=False), page(directory, is_full=False, encoding="ascii")):
-        legend = text.partition("Mean step by phase")[2].partition("\n\n")[0].splitlines()[2:]
+        legend = text.partition("Mean step by part")[2].partition("\n\n")[0].splitlines()[2:]
         marks = [entry.strip()[0] for line in legend for entry in line.split("   ") if entry.strip()]
         assert len(marks) == len(set(marks)) > 4
 

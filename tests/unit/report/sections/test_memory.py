@@ -85,7 +85,7 @@ def test_the_peak_of_the_process_has_an_owner_for_each_byte(tmp_path: Path) -> N
     assert shown.byte_ledger is not None
     *rows, total = table_of(shown, "peak-owners")
     assert rows[-1]["category"] == "unattributed"
-    assert {row["category"] for row in rows} >= {"activation", "parameter", "gradient", "optimizer state"}
+    assert {row["category"] for row in rows} >= {"saved activations", "parameter", "gradient", "optimizer state"}
     assert (total["category"], total["share"]) == ("sum", "100%")
 
 
@@ -102,7 +102,7 @@ def test_a_long_reason_is_shown_in_full(tmp_path: Path) -> None:
     ends = [{**row, "note": note} for row in rows if row["point"] == "step_end"]
     path.write_text("".join(json.dumps(row) + "\n" for row in ends))
     shown = run_view(load_run(directory))
-    (row,) = [row for row in table_of(shown, "categories") if row["category"] == "activation"]
+    (row,) = [row for row in table_of(shown, "categories") if row["category"] == "saved activations"]
     assert (row["bytes"], row["not available"]) == ("-", note)
     assert "went through Lightning" in full(shown)
 

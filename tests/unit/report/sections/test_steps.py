@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fake_runs import FakeRun, make_run
+from lightning_memprof.analysis.ledger.model import TimeLine
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.naming import system_name
 from lightning_memprof.artifacts.series import PHASES
@@ -17,6 +19,7 @@ from lightning_memprof.report.printers.json import to_json
 from lightning_memprof.report.printers.text import plain, sections_page
 from lightning_memprof.report.printers.values import amount
 from lightning_memprof.report.sections import run_document
+from lightning_memprof.report.sections.overview import overview_section
 from lightning_memprof.report.sections.steps import steps_section
 from lightning_memprof.report.view import View, run_view
 from lightning_memprof.schedule import Window
@@ -191,7 +194,7 @@ def test_events_callbacks_and_parts_of_a_recorded_step_are_there(tmp_path: Path)
     ]  # fmt: skip
     owners = [(row["part"], row["owner"]) for row in table_of(shown, "ledger")]
     assert owners[:3] == [("backward", ""), ("forward", ""), ("optimizer", "")]
-    assert ("callback", "TQDMProgressBar.on_train_batch_end") in owners
+    assert ("callbacks", "TQDMProgressBar.on_train_batch_end") in owners
     first = table_of(shown, "events")[0]
     assert (first["event"], first["part"], first["count/step"]) == ("SingleDeviceStrategy.backward", "backward", "1")
 
@@ -220,3 +223,20 @@ def test_the_document_has_every_step_and_the_order_of_its_events(tmp_path: Path)
     for phase in PHASES:
         assert events["parts_ns"][phase] == round(sum(pulse[step][f"{phase}_ns"] or 0 for step in range(2, 25)) / 23)
     assert list(events["callbacks_ns"]) == ["TQDMProgressBar"]
+
+
+def test_the_bar_of_a_step_has_the_parts_of_its_ledger_and_sums_to_the_step(tmp_path: Path) -> None:
+    shown = run_view(load_run(make_run(tmp_path)))
+    assert shown.ledger is not None
+    third = shown.ledger.step_ns / 3
+    lines = (
+        TimeLine(part="forward", ns=3 * third),
+        TimeLine(part="core_wait", ns=third),
+        TimeLine(part="garbage", ns=third / 1000),
+        TimeLine(part="metric", ns=third / 1000),
+    )
+    ledger = replace(shown.ledger, lines=lines, step_ns=sum(line.ns for line in lines))
+    section = overview_section(replace(shown, ledger=ledger), {}, [])
+    stack = next(part for part in section.parts if isinstance(part, Stack))
+    assert [bar.name for bar in stack.bars] == ["forward", "waiting for a core", "2 smaller parts"]
+    assert sum(bar.value.share or 0 for bar in stack.bars) == pytest.approx(1)
