@@ -40,7 +40,11 @@ REPOSITORY: Final = GOLDEN.parents[1]
 # Renamed fields: path of the old key -> its new name, as in {"findings.numbers.line": "place"}. A path has no indexes
 # and starts at the top of a document, whichever command wrote it (a table's with its name, as in "findings.csv.rule");
 # "*.why" is every why. Where the field is prose, add its new path to PROSE.
-RENAMES: dict[str, str] = {"traces.operators.own_ns": "self_ns"}
+RENAMES: dict[str, str] = {
+    "traces.operators.own_ns": "self_ns",
+    "findings.recovers.least": "min",
+    "findings.recovers.most": "max",
+}
 # Renamed values: a string that is no prose -> what it is now.
 RENAMED_VALUES: dict[str, str] = {
     "outside of any module's forward": "outside module forwards",

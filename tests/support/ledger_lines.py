@@ -87,6 +87,6 @@ def out_of_bounds(findings: Iterable[Finding], *ledgers: TimeLedger | ByteLedger
         whole = "step_ns" if worth.unit == "ns" else "peak_bytes"
         of = [ledger for ledger in ledgers if ledger is not None and getattr(ledger, whole, None) == worth.whole]
         most = max((held(finding.rule, ledger) for ledger in of), default=-1.0)
-        if not 0 <= worth.least <= worth.most <= most * (1 + 1e-9):
-            found.append(f"{finding.rule}: {worth.least} to {worth.most} of {most} in {worth.whole}")
+        if not 0 <= worth.min <= worth.max <= most * (1 + 1e-9):
+            found.append(f"{finding.rule}: {worth.min} to {worth.max} of {most} in {worth.whole}")
     return found

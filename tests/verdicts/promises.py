@@ -117,7 +117,7 @@ def promised(shown: Mapping[str, Any], fault: Expected) -> Promise | None:
             if row["recovers"] is not None and matches(row["sentence"], patterns):
                 found = row["recovers"]
                 unit, scale = ("ms", MS) if found["unit"] == "ns" else ("MiB", MIB)
-                return Promise(row["rule"], unit, found["least"] / scale, found["most"] / scale)
+                return Promise(row["rule"], unit, found["min"] / scale, found["max"] / scale)
     return None
 
 

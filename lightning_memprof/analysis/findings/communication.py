@@ -260,7 +260,7 @@ def _recovery(caused_ns: float, others: Sequence[TimeLedger]) -> Recovery | None
     if not waiting or not (most := min(waiting[-1].communicates("rank_wait"), caused_ns)):
         return None
     least = min(waiting[0].communicates("rank_wait"), most)
-    return Recovery(unit="ns", least=least, most=most, whole=waiting[-1].step_ns)
+    return Recovery(unit="ns", min=least, max=most, whole=waiting[-1].step_ns)
 
 
 def _share_cores(facts: Facts) -> bool:

@@ -49,7 +49,7 @@ def double_precision(facts: Facts) -> list[Finding]:
     if share < MIN_DOUBLE or ledger.steps < MIN_STEPS:
         return []
     spent = ledger.ns("forward", "backward", "optimizer") * share
-    worth = Recovery(unit="ns", least=spent * DOUBLE[0], most=spent * DOUBLE[1], whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=spent * DOUBLE[0], max=spent * DOUBLE[1], whole=ledger.step_ns)
     return [
         Finding(
             rule="double_precision",
@@ -104,7 +104,7 @@ def thread_oversubscription(facts: Facts) -> list[Finding]:
         return []
     spent = ledger.ns(*_COMPUTED)
     most = max(1 - cores / (threads * here), LEAST_RECOVERED)
-    worth = Recovery(unit="ns", least=spent * LEAST_RECOVERED, most=spent * most, whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=spent * LEAST_RECOVERED, max=spent * most, whole=ledger.step_ns)
     ranks = f" in each of {here} ranks" if here > 1 else ""
     wanted = max(cores // here, 1)
     return [
@@ -145,9 +145,7 @@ def idle_cores(facts: Facts) -> list[Finding]:
     if not threads or cores < 2 * threads or not spent:
         return []
     saved = spent * (1 - threads / cores)
-    worth = Recovery(
-        unit="ns", least=saved * SAVED_BY_THREADS[0], most=saved * SAVED_BY_THREADS[1], whole=ledger.step_ns
-    )
+    worth = Recovery(unit="ns", min=saved * SAVED_BY_THREADS[0], max=saved * SAVED_BY_THREADS[1], whole=ledger.step_ns)
     if worth.share < NOTABLE:
         return []
     return [
@@ -217,7 +215,7 @@ def anomaly_detection(facts: Facts) -> list[Finding]:
         return []
     rank, ledger = ranks[0], facts.ledgers[ranks[0].rank]
     spent = ledger.ns("forward", "backward")
-    worth = Recovery(unit="ns", least=spent * ANOMALY[0], most=spent * ANOMALY[1], whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=spent * ANOMALY[0], max=spent * ANOMALY[1], whole=ledger.step_ns)
     return [
         Finding(
             rule="anomaly_detection",
@@ -267,7 +265,7 @@ def optimizer_bound(facts: Facts) -> list[Finding]:
     share = min(mean_share, statistics.median_shares["optimizer"])
     slow = [optimizer for optimizer in (rank.training.optimizers if rank.training else ()) if _loops(optimizer)]
     spent = share * ledger.step_ns
-    worth = Recovery(unit="ns", least=spent * FASTER[0], most=spent * FASTER[1], whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=spent * FASTER[0], max=spent * FASTER[1], whole=ledger.step_ns)
     if worth.share < NOTABLE or statistics.used < MIN_STEPS or not slow:
         return []
     optimizer_ns = round(mean_share * ledger.step_ns)
@@ -344,7 +342,7 @@ def dense_embedding(facts: Facts) -> list[Finding]:
         return []
     embedding, share = found
     spent = ledger.ns("optimizer")
-    worth = Recovery(unit="ns", least=spent * share / 2, most=spent * share, whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=spent * share / 2, max=spent * share, whole=ledger.step_ns)
     if worth.share < NOTABLE:
         return []
     return [
@@ -418,7 +416,7 @@ def small_batch(facts: Facts) -> list[Finding]:
     fixed = optimizer + around + calling
     if not called or fixed < MIN_FIXED * ledger.step_ns:
         return []
-    worth = Recovery(unit="ns", least=fixed * LARGER_BATCH[0], most=fixed * LARGER_BATCH[1], whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=fixed * LARGER_BATCH[0], max=fixed * LARGER_BATCH[1], whole=ledger.step_ns)
     return [
         Finding(
             rule="small_batch",

@@ -242,7 +242,7 @@ def dataset_name(rank: Rank) -> str | None:
 def recovered(ledger: ByteLedger | None, size: float, category: str) -> Recovery | None:
     """Return bytes of the peak, at most those of a category; None without a ledger or without such bytes."""
     size = min(size, ledger.bytes(category)) if ledger is not None else 0
-    return Recovery(unit="bytes", least=size, most=size, whole=ledger.peak_bytes) if ledger and size > 0 else None
+    return Recovery(unit="bytes", min=size, max=size, whole=ledger.peak_bytes) if ledger and size > 0 else None
 
 
 def _survivors(facts: Facts, rank: Rank, growth: Growth) -> list[_Survivor]:

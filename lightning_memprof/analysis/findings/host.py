@@ -178,7 +178,7 @@ def _of_action(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy, li
     ns, first = total(lines), lines[0].name
     count = sum(line.count for line in lines if line.name == first and not line.operator)
     name = lines[0].name or "of unknown name"
-    worth = Recovery(unit="ns", least=ns * remedy.saves[0], most=ns * remedy.saves[1], whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=ns * remedy.saves[0], max=ns * remedy.saves[1], whole=ledger.step_ns)
     once = 0 < count * ledger.steps < MIN_CALLS
     owner, _, hook = name.rpartition(".")
     special = AT_ONCE.format(name=name) if hook in OF_GRADIENTS else ADVICE.get(name.partition(".")[0])
@@ -240,7 +240,7 @@ def between_steps(facts: Facts) -> list[Finding]:
     ns = ledger.ns("untracked")
     if ns <= max(NOTABLE_BETWEEN * ledger.step_ns, MIN_BETWEEN_NS) or ledger.steps < MIN_STEPS:
         return []
-    worth = Recovery(unit="ns", least=0, most=ns - MIN_BETWEEN_NS, whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=0, max=ns - MIN_BETWEEN_NS, whole=ledger.step_ns)
     return [
         Finding(
             rule="between_steps",
@@ -285,7 +285,7 @@ def core_wait(facts: Facts) -> list[Finding]:
         return []
     rank, ledger = worst
     ns = ledger.ns("core_wait")
-    worth = Recovery(unit="ns", least=ns / 2, most=ns, whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=ns / 2, max=ns, whole=ledger.step_ns)
     if worth.share < NOTABLE:
         return []
     waits = f"the training thread waits {percent(ns / ledger.step_ns)} of each step for a core{facts.on_rank(rank)}"
@@ -382,7 +382,7 @@ def slow_steps(facts: Facts) -> list[Finding]:
         return []
     if min(stall.duration_ns for stall in ledger.stalls) < APART * usual[round(USUAL_PART * (len(usual) - 1))]:
         return []
-    worth = Recovery(unit="ns", least=0, most=ns, whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=0, max=ns, whole=ledger.step_ns)
     is_regular = few.repeats and len(few.steps) >= MIN_RHYTHM
     mostly = f", mostly in {longest.owner}" if longest.owner else ""
     factor = few.mean_ns / max(ledger.median_ns, 1)
@@ -448,7 +448,7 @@ def garbage(facts: Facts) -> list[Finding]:
     if ns * ledger.steps < MIN_PAUSES * longest * (1 - ledger.share("core_wait")):
         return []
     found = pauses(rank)
-    worth = Recovery(unit="ns", least=ns * COLLECTED[0], most=ns * COLLECTED[1], whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=ns * COLLECTED[0], max=ns * COLLECTED[1], whole=ledger.step_ns)
     return [
         Finding(
             rule="garbage",

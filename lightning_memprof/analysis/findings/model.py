@@ -95,18 +95,18 @@ class Evidence:
 class Recovery:
     """What a remedy would recover: nanoseconds per step or bytes of the peak, and its share of the whole, 0 to 1.
 
-    ``least`` and ``most`` are equal where the formula gives one figure.
+    ``min`` and ``max`` are equal where the formula gives one figure.
     """
 
     unit: Literal["ns", "bytes"]
-    least: float
-    most: float
+    min: float
+    max: float
     whole: float
 
     @property
     def share(self) -> float:
         """The middle of the range, as a share of the whole."""
-        return (self.least + self.most) / 2 / self.whole if self.whole else 0.0
+        return (self.min + self.max) / 2 / self.whole if self.whole else 0.0
 
     @property
     def severity(self) -> Severity:

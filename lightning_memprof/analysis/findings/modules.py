@@ -177,7 +177,7 @@ def python_loop(facts: Facts) -> list[Finding]:
     loop = max(eager, key=lambda loop: (loop.ns, loop.repeated_ns), default=None)
     if loop is None or loop.ns < NOTABLE_LOOP * ledger.step_ns:
         return []
-    worth = Recovery(unit="ns", least=loop.ns * BATCHED[0], most=loop.ns * BATCHED[1], whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=loop.ns * BATCHED[0], max=loop.ns * BATCHED[1], whole=ledger.step_ns)
     return [
         Finding(
             rule="python_loop",
@@ -234,7 +234,7 @@ def python_time(facts: Facts) -> list[Finding]:
         return []
     line = max((line for line in grouped(ledger.of("forward")) if line.operator == ""), key=lambda line: line.ns)
     where = f"the forward of {line.module}" if line.module else "training_step, outside of its submodules,"
-    worth = Recovery(unit="ns", least=ns * SAVED_PYTHON[0], most=ns * SAVED_PYTHON[1], whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=ns * SAVED_PYTHON[0], max=ns * SAVED_PYTHON[1], whole=ledger.step_ns)
     return [
         Finding(
             rule="python_time",
@@ -331,8 +331,8 @@ class _Unused:
     sentence: str
     why: str
     next_steps: tuple[str, ...]
-    least: float
-    most: float
+    min: float
+    max: float
 
 
 def unused_gradients(facts: Facts) -> list[Finding]:
@@ -350,7 +350,7 @@ def unused_gradients(facts: Facts) -> list[Finding]:
     unused = _not_optimized(training.not_optimized, ledger) or _of_other_optimizers(rank, training.optimizers, ledger)
     if unused is None:
         return []
-    worth = Recovery(unit="ns", least=unused.least, most=unused.most, whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=unused.min, max=unused.max, whole=ledger.step_ns)
     if worth.share < NOTABLE:
         return []
     return [
@@ -385,7 +385,7 @@ def double_backward(facts: Facts) -> list[Finding]:
         return []
     rank, ledger = worst
     ns = ledger.double_backward_ns
-    worth = Recovery(unit="ns", least=ns * LESS_OFTEN[0], most=ns * LESS_OFTEN[1], whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=ns * LESS_OFTEN[0], max=ns * LESS_OFTEN[1], whole=ledger.step_ns)
     if worth.share < NOTABLE:
         return []
     share = percent(ns / ledger.step_ns)
@@ -417,8 +417,8 @@ def _not_optimized(modules: Iterable[str], ledger: TimeLedger) -> _Unused | None
         sentence=f"backward computes those of {path}, which is in no optimizer",
         why=f"Backward of {path} takes {format_ns(ns)}",
         next_steps=(f"Freeze it: {freeze}; where nothing before it trains, call it under torch.no_grad().",),
-        least=ns * FROZEN[0],
-        most=ns * FROZEN[1],
+        min=ns * FROZEN[0],
+        max=ns * FROZEN[1],
     )
 
 
@@ -436,8 +436,8 @@ def _of_other_optimizers(rank: Rank, optimizers: Sequence[OptimizerFacts], ledge
             "Cut the graph with detach() where a loss trains one part only: discriminator(generated.detach()).",
             "Or train one part at a time: self.toggle_optimizer(optimizer), self.untoggle_optimizer(optimizer).",
         ),
-        least=min(spent) / passes,
-        most=max(spent) * (passes - 1) / passes,
+        min=min(spent) / passes,
+        max=max(spent) * (passes - 1) / passes,
     )
 
 

@@ -353,7 +353,7 @@ def recovered_ns(
         return None
     ns = total(line for line in ledger.of(*parts) if name in {None, line.name})
     ns = ns if recorded_ns is None else min(ns, max(recorded_ns, 0) / ledger.steps)
-    return Recovery(unit="ns", least=ns * saves[0], most=ns * saves[1], whole=ledger.step_ns) if ns else None
+    return Recovery(unit="ns", min=ns * saves[0], max=ns * saves[1], whole=ledger.step_ns) if ns else None
 
 
 def listed(counted: Iterable[tuple[str, int]]) -> str:

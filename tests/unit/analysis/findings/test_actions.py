@@ -63,7 +63,7 @@ def test_a_slow_callback_is_found_by_the_name_of_its_class_and_hook(tmp_path: Pa
     assert finding.sentence == "The callback SlowCallback.on_train_batch_end takes 78% of each step."
     assert "every N batches" in finding.next_steps[0]
     assert finding.recovers is not None
-    assert finding.recovers.most == pytest.approx(65_000_000)
+    assert finding.recovers.max == pytest.approx(65_000_000)
 
 
 def test_without_action_totals_the_windows_name_the_callback(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_time_outside_all_actions_is_found_and_recovers_at_most_that_time(tmp_pa
     finding = found(tmp_path, FakeRun(phases=phases(other=30_000_000)))["between_steps"]
     assert "63% of step time is outside the tracked phases" in finding.sentence
     assert finding.recovers is not None
-    assert finding.recovers.most < 30_000_000
+    assert finding.recovers.max < 30_000_000
 
 
 def test_gc_pauses_of_any_phase_are_one_finding(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_float64_is_found_by_its_share_of_the_floating_point_bytes(
 def test_float64_recovers_no_more_than_half_of_the_time_in_the_model(tmp_path: Path) -> None:
     finding = found(tmp_path, FakeRun(memory=None, training={"parameter_dtypes": {"float64": 800}}))["double_precision"]
     assert finding.recovers is not None
-    assert finding.recovers.most == pytest.approx((6e6 + 10e6 + 1.2e6) / 2, rel=0.05)
+    assert finding.recovers.max == pytest.approx((6e6 + 10e6 + 1.2e6) / 2, rel=0.05)
     assert finding.severity is Severity.CRITICAL
 
 
@@ -109,7 +109,7 @@ def test_no_remedy_recovers_more_than_its_lines_hold(tmp_path: Path) -> None:
     rules = found(tmp_path, FakeRun(phases=phases(optimizer=10_000_000), training=training))
     recoveries = [finding.recovers for finding in rules.values() if finding.recovers is not None]
     assert len(recoveries) >= 4
-    assert all(0 <= worth.least <= worth.most <= worth.whole for worth in recoveries)
+    assert all(0 <= worth.min <= worth.max <= worth.whole for worth in recoveries)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_larger_batch_recovers_half_of_the_fixed_work_or_more(tmp_path: Path) 
     fixed = finding.numbers["fixed_ns"]
     # The optimizer, the callback, and 10 µs for each of two operators.
     assert fixed == pytest.approx(20_000_000 + HEALTHY["callbacks"] + HEALTHY["other"] + 20_000, rel=0.01)
-    assert (finding.recovers.least, finding.recovers.most) == (fixed / 2, fixed * 7 / 8)
+    assert (finding.recovers.min, finding.recovers.max) == (fixed / 2, fixed * 7 / 8)
     assert "DataLoader(batch_size=16)" in finding.next_steps[0]
 
 
@@ -163,7 +163,7 @@ def test_long_operators_on_few_of_the_cores_are_found(
         assert f"Operators use {threads} of 4 cores" in finding.sentence
         assert "torch.set_num_threads(4)" in finding.next_steps[0]
         assert finding.recovers is not None
-        assert finding.recovers.most == pytest.approx(10e6 * (1 - threads / 4), rel=0.1)
+        assert finding.recovers.max == pytest.approx(10e6 * (1 - threads / 4), rel=0.1)
 
 
 def test_the_ranks_of_a_host_share_its_cores(tmp_path: Path) -> None:
@@ -176,5 +176,5 @@ def test_double_backward_has_its_share_of_forward_and_backward(tmp_path: Path) -
     assert finding.sentence == "Double backward: gradients of gradients take 44% of each step."
     assert "every 16th step" in finding.next_steps[0]
     assert finding.recovers is not None
-    assert finding.recovers.most == pytest.approx(15 / 16 * (6e6 + 10e6) / 2, rel=0.05)
+    assert finding.recovers.max == pytest.approx(15 / 16 * (6e6 + 10e6) / 2, rel=0.05)
     assert "double_backward" not in with_ledger(tmp_path / "single", FakeRun(training={"threads": 8}))

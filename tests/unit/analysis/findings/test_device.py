@@ -82,8 +82,8 @@ def test_short_kernels_leave_the_device_idle(tmp_path: Path) -> None:
     assert finding.severity is Severity.CRITICAL
     assert finding.numbers["causes_ns"]["operators"] > finding.numbers["idle_ns"] / 2
     assert finding.recovers is not None
-    assert (finding.recovers.least, finding.recovers.whole) == (finding.recovers.most / 2, KERNELS * 25_000)
-    assert 0.8 < finding.recovers.most / finding.recovers.whole < 0.85  # 20 of 25 us at each kernel
+    assert (finding.recovers.min, finding.recovers.whole) == (finding.recovers.max / 2, KERNELS * 25_000)
+    assert 0.8 < finding.recovers.max / finding.recovers.whole < 0.85  # 20 of 25 us at each kernel
 
 
 def test_values_that_are_read_in_a_step_leave_the_device_idle_after_them(tmp_path: Path) -> None:
@@ -411,7 +411,7 @@ def test_equal_ranks_that_take_turns_and_a_hiccup_have_no_straggler(
     if is_found:
         worth = found["straggler_trace"].recovers
         assert worth is not None
-        assert (worth.least, worth.most) == (5_000_000, 5_000_000)
+        assert (worth.min, worth.max) == (5_000_000, 5_000_000)
 
 
 def test_of_one_severity_the_finding_that_recovers_most_comes_first(tmp_path: Path) -> None:

@@ -424,7 +424,7 @@ def test_a_training_whose_cores_are_taken_waits_for_a_core(tmp_path: Path) -> No
     assert "renice" in finding.next_steps[0]
     assert finding.severity is Severity.CRITICAL
     assert finding.recovers is not None
-    assert finding.recovers.most == pytest.approx(0.7 * sum(HEALTHY.values()), rel=0.01)
+    assert finding.recovers.max == pytest.approx(0.7 * sum(HEALTHY.values()), rel=0.01)
 
 
 def test_a_short_wait_for_a_core_is_no_finding(tmp_path: Path) -> None:
@@ -467,4 +467,4 @@ def test_the_wait_for_cores_that_its_own_threads_take_is_theirs(tmp_path: Path) 
     assert "core_wait" not in rules
     finding = rules["thread_oversubscription"]
     assert finding.recovers is not None
-    assert finding.recovers.most > 0.6 * sum(HEALTHY.values())
+    assert finding.recovers.max > 0.6 * sum(HEALTHY.values())

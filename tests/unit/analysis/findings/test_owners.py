@@ -60,7 +60,7 @@ def test_growth_names_the_hook_that_adds_it_and_recovers_its_line(tmp_path: Path
     assert finding.sentence == "Host memory grows by 4.00 MiB per step in History.on_train_batch_end."
     assert "History.on_train_batch_end" in finding.next_steps[0]
     assert finding.recovers is not None
-    assert finding.recovers.most == finding.numbers["added_bytes"] < finding.recovers.whole
+    assert finding.recovers.max == finding.numbers["added_bytes"] < finding.recovers.whole
 
 
 def test_growth_names_the_hook_that_uses_freed_memory_again(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_activations_are_a_verdict_under_pressure_only(tmp_path: Path) -> None:
         assert finding.severity is severity
         assert ("can hold" in finding.why) == (severity is Severity.CRITICAL)
         assert finding.recovers is not None
-        assert finding.recovers.most <= finding.numbers["activation_bytes"]
+        assert finding.recovers.max <= finding.numbers["activation_bytes"]
 
 
 def test_workers_that_grow_are_found(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_workers_that_grow_are_found(tmp_path: Path) -> None:
     assert finding is not None
     assert finding.sentence == "DataLoader workers grow by 20.0 MiB per step."
     assert finding.recovers is not None
-    assert finding.recovers.most == 300 * MIB
+    assert finding.recovers.max == 300 * MIB
 
 
 def test_a_validation_that_keeps_its_batches_is_found(tmp_path: Path) -> None:

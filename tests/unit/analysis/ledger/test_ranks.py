@@ -156,7 +156,7 @@ def test_the_straggler_of_bare_traces_recovers_what_the_others_wait_and_says_wha
     assert finding.why.endswith("the transfers themselves take 5.00 ms per step.")
     assert finding.next_steps[0].startswith("Compare rank 1 with the others: its forward takes")
     assert finding.recovers is not None
-    assert (finding.recovers.least, finding.recovers.most) == (75_000_000, 75_000_000)
+    assert (finding.recovers.min, finding.recovers.max) == (75_000_000, 75_000_000)
     assert not out_of_bounds([finding], *(trace.host_ledger for trace in traces))
 
 
