@@ -64,6 +64,8 @@ DOING: Final = {
 }
 # Also a late rank that the program did not cause decides what the others do.
 MEETING: Final[Mapping[str, TimePart]] = {"waiting for the late rank": "rank_wait", "communication": "collective"}
+# A Trainer that has reached max_epochs ends a second fit at once.
+SECOND_FIT: Final = "; a Trainer that has reached max_epochs needs a larger one"
 
 
 def nothing_found(facts: Facts) -> Finding:
@@ -80,7 +82,7 @@ def nothing_found(facts: Facts) -> Finding:
             severity=Severity.NONE,
             sentence="No step was measured.",
             why=f"{early}The run has no pulse: it ended before its first step did, or the pulse is disabled.",
-            next_steps=(f"{again} some steps with MemProfilerCallback() in Trainer(callbacks=[...]).",),
+            next_steps=(f"{again} some steps{SECOND_FIT if facts.is_fit else ''}.",),
         )
     first, second = sorted(DOING, key=lambda phase: statistics.breakdown_ns[phase] or 0, reverse=True)[:2]
     numbers = {"dominant": first, "share": statistics.share(first), "duration_ns": statistics.mean_ns}
@@ -102,7 +104,7 @@ def nothing_found(facts: Facts) -> Finding:
         if (met := ledger.communicates(part) / ledger.step_ns) > shares[DOING[first]] / 2:
             shares |= {words: met, DOING[first]: shares[DOING[first]] - met}
     (doing, most), (next_doing, next_most), *_ = sorted(shares.items(), key=lambda item: -item[1])
-    dominant = f"{doing} takes {percent(most)} of each step"
+    dominant = f"{doing} {'take' if doing == 'callbacks' else 'takes'} {percent(most)} of each step"
     mean = f"The mean step takes {format_ns(statistics.mean_ns)}"
     runner_up = f"{next_doing} {percent(next_most)}"
     around = _around(ledger)

@@ -177,7 +177,11 @@ def _matters(ledger: TimeLedger, lines: Sequence[TimeLine]) -> bool:
 def _of_action(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy, lines: Sequence[TimeLine]) -> Finding:
     ns, first = total(lines), lines[0].name
     count = sum(line.count for line in lines if line.name == first and not line.operator)
-    name = lines[0].name or "of unknown name"
+    kind = lines[0].part.replace("_", " ")
+    name = first or f"these {kind}s"
+    sentence = remedy.sentence if first else remedy.sentence.replace(", mostly {name}", "")
+    if remedy.by_name and not first:
+        sentence = f"{kind.capitalize()}s take {{share}} of each step{{on_rank}}; which ones was not recorded."
     worth = Recovery(unit="ns", min=ns * remedy.saves[0], max=ns * remedy.saves[1], whole=ledger.step_ns)
     once = 0 < count * ledger.steps < MIN_CALLS
     owner, _, hook = name.rpartition(".")
@@ -186,9 +190,9 @@ def _of_action(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy, li
     return Finding(
         rule=remedy.rule,
         severity=Severity.INFO if once else worth.severity,
-        sentence=remedy.sentence.format(
+        sentence=sentence.format(
             name=name,
-            kind=lines[0].part.replace("_", " "),
+            kind=kind,
             share=percent(ns / ledger.step_ns),
             on_rank=facts.on_rank(rank),
         ),

@@ -71,6 +71,12 @@ def test_without_action_totals_the_windows_name_the_callback(tmp_path: Path) -> 
     assert finding.sentence == "The callback TQDMProgressBar.on_train_batch_end takes 78% of each step."
 
 
+def test_callbacks_that_nothing_names_have_a_sentence_of_their_own(tmp_path: Path) -> None:
+    finding = found(tmp_path, FakeRun(phases=phases(callbacks=65_000_000), windows=()))["callback_bound"]
+    assert finding.sentence == "Callbacks take 78% of each step; which ones was not recorded."
+    assert finding.next_steps[0].startswith("Do the work of these callbacks every N batches")
+
+
 def test_our_own_callback_is_profiler_overhead(tmp_path: Path) -> None:
     row = action("[Callback]MemProfilerCallback.on_train_batch_end", 65_000_000, "callbacks")
     assert "callback_bound" not in found(tmp_path, FakeRun(phases=phases(callbacks=65_000_000)), row)
