@@ -34,7 +34,7 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "device_memory_growth": ("growth",),
     "double_backward": PASSES,
     "double_precision": WORK,
-    "garbage": ("garbage",),
+    "gc_pauses": ("garbage",),
     "gpu_idle": (*IDLE, "idle_data"),
     "hook_bound": ("module_hook",),
     "idle_cores": WORK,

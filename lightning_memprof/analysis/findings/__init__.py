@@ -31,7 +31,7 @@ from lightning_memprof.analysis.findings.data import (
 )
 from lightning_memprof.analysis.findings.device import allocator_thrash, gpu_idle, synchronization
 from lightning_memprof.analysis.findings.growth import device_memory_growth, memory_growth
-from lightning_memprof.analysis.findings.host import actions_bound, between_steps, core_wait, garbage, slow_steps
+from lightning_memprof.analysis.findings.host import actions_bound, between_steps, core_wait, gc_pauses, slow_steps
 from lightning_memprof.analysis.findings.kernels import many_small_kernels, many_small_operators, tensor_cores_unused
 from lightning_memprof.analysis.findings.memory import (
     activation_peak,
@@ -102,7 +102,7 @@ RULES: Final[tuple[Rule, ...]] = (
     core_wait,
     between_steps,
     slow_steps,
-    garbage,
+    gc_pauses,
     memory_imbalance,
     activation_peak,
     optimizer_state,

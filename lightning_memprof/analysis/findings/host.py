@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.analysis.steps.pauses import Pauses
 
-__all__ = ["actions_bound", "between_steps", "core_wait", "garbage", "slow_steps"]
+__all__ = ["actions_bound", "between_steps", "core_wait", "gc_pauses", "slow_steps"]
 
 # Below this share of a step there is nothing to gain; an action needs some time, too: the Trainer's own hooks and its
 # progress bar take a millisecond per step, which is much of a short one.
@@ -437,7 +437,7 @@ MIN_PAUSES: Final = 4
 COLLECTED: Final = (0.7, 1.0)
 
 
-def garbage(facts: Facts) -> list[Finding]:
+def gc_pauses(facts: Facts) -> list[Finding]:
     """Find GC pauses that take much of the steps.
 
     Recovers 70% to all of them. Lost: memory of reference cycles is freed later.
@@ -455,7 +455,7 @@ def garbage(facts: Facts) -> list[Finding]:
     worth = Recovery(unit="ns", min=ns * COLLECTED[0], max=ns * COLLECTED[1], whole=ledger.step_ns)
     return [
         Finding(
-            rule="garbage",
+            rule="gc_pauses",
             severity=worth.severity,
             sentence=f"GC pauses take {percent(ns / ledger.step_ns)} of each step{facts.on_rank(rank)}.",
             why=_why_pauses(ledger, ns, count, found),
