@@ -54,6 +54,7 @@ PARTS: Final[Mapping[str, Part]] = MappingProxyType(
         "tracker": Part("what a tracked step costs, beside torch's MemTracker", "tracker.py"),
         "traces": Part("how fast a trace is analysed, beside the peers", "traces.py"),
         "merge": Part("how fast traces are merged, beside json by hand", "merge.py"),
+        "estimate": Part("how exact estimates of memory are, beside measured trainings", "estimates.py"),
         "growth": Part("how cost grows with modules, steps, ranks and bytes", "growth.py"),
     }
 )
