@@ -29,6 +29,7 @@ from lightning_memprof.capture.torch_internals import (
     tree_map,
 )
 from lightning_memprof.errors import MemprofError
+from lightning_memprof.estimation.cpu_kernels import CpuKernels
 from lightning_memprof.estimation.storages import GRANULE
 
 if TYPE_CHECKING:
@@ -139,6 +140,8 @@ class Target:
                 _foreach_supported_types.append(FakeTensor)
                 undo.callback(_foreach_supported_types.remove, FakeTensor)
             undo.enter_context(_Mode(allow_non_fake_inputs=True))
+            if not self.is_gpu:
+                undo.enter_context(CpuKernels())
             yield torch.device(NAME, 0) if self.is_gpu else torch.device("cpu")
 
 

@@ -16,7 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lightning_memprof.capture.sources.tensors import dense_parts
-from lightning_memprof.capture.torch_internals import DataDependentOutputException, TorchDispatchMode, tree_leaves
+from lightning_memprof.capture.torch_internals import (
+    DataDependentOutputException,
+    TorchDispatchMode,
+    _current_graph_task_id,
+    tree_leaves,
+)
 from lightning_memprof.estimation.requests import Requests
 
 if TYPE_CHECKING:
@@ -168,8 +173,17 @@ class StorageLog:
         live = dict.fromkeys(range(len(self._names)), 0)
         number, total, highest = 0, 0, -1
         found: list[dict[int, int]] = []
-        category = self._labels["category"]
+        category = self._labels["category"][:]
+        for owner, earlier in self._changed.items():
+            category[owner] = earlier[0][1]
+        changes = self._changes()
         for position, event in enumerate(events):
+            while changes and changes[-1][0] <= position:
+                _, owner, now = changes.pop()
+                size = self.rounded(owner)
+                live[category[owner]] -= size
+                live[now] += size
+                category[owner] = now
             made = event >= 0
             owner, number = (number, number + 1) if made else (~event, number)
             size = self.rounded(owner) if made else -self.rounded(owner)
@@ -184,6 +198,14 @@ class StorageLog:
                 highest, found[-1] = total, dict(live)
         used = [name for name in live if any(moment[name] for moment in found)]
         return {self._names[name]: [moment[name] for moment in found] for name in used}
+
+    def _changes(self) -> list[tuple[int, int, int]]:
+        """Return when a storage's category changes, the storage, and its category from then on; the last one first."""
+        found = []
+        for number, changes in self._changed.items():
+            now = [before for _, before in changes[1:]] + [self._labels["category"][number]]
+            found += [(since, number, after) for (since, _), after in zip(changes, now, strict=True)]
+        return sorted(found, key=lambda change: change[0], reverse=True)
 
     def peak(self, first: int = 0) -> Peak:
         """Return the first moment with most live bytes among the requests from position ``first``."""
@@ -317,10 +339,12 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return ended
 
     def _category(self) -> str:
-        # Checkpointed modules run forward again in backward: what they make there is saved too.
-        if self._part == "forward" or (self._part == "backward" and self._modules):
-            return "activation"
-        return "temporary"
+        if self._part not in {"forward", "backward"}:
+            return "temporary"
+        # Autograd also runs inside a forward, for a penalty of gradients. Checkpointed modules run forward again inside
+        # autograd: what they make there is saved too.
+        is_backward = _current_graph_task_id() != -1
+        return "temporary" if is_backward and not self._modules else "activation"
 
     def _new(self, size: int, category: str, dtype: str, operator: str) -> int:
         module = self._modules[-1] if self._modules and category != "workspace" else ""
