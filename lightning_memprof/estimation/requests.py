@@ -138,7 +138,7 @@ def perturbed(
     peaks = [replay(requests, CachingAllocator(settings, capacity_bytes))]
     reached = [peaks[0].reserved_bytes]
     for seed in range(1, replays):
-        chance = random.Random(seed)  # noqa: S311 - a repeatable choice, nothing is secret
+        chance = random.Random(seed)  # noqa: S311 repeatable, nothing is secret  # nosec B311
         allocator = CachingAllocator(settings, capacity_bytes, place=_anywhere(chance))
         extra = allocator.malloc(chance.randrange(1, (MIB, 10 * MIB)[seed % 2]))
         peaks.append(replay(_larger(requests, chance), allocator))

@@ -128,6 +128,12 @@ def _failure(error: BaseException) -> str:
     own = [frame for frame in frames if not any(part in frame.filename for part in ours)]
     place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
     words = " ".join(str(error).split())[:300]
+    if isinstance(error, StopIteration):
+        return "estimate: the loader has no batch; --batch-shape does not replace it"
+    if type(error).__name__ == "DynamicOutputShapeException":
+        return (
+            f"estimate: a shape depends on values{place} ({words}), which an estimate does not have: use a fixed shape"
+        )
     return f"estimate: the training cannot run without data{place}: {type(error).__name__}: {words} ({_ADVICE})"
 
 

@@ -46,7 +46,7 @@ KINDS: Final[Mapping[str, tuple[str, Style]]] = {
 # The figure of a finding is its severity.
 SEVERITIES: Final = {1.0: "info", 2.0: "warning", 3.0: "critical"}
 # The worst one first.
-STATUSES: Final[Mapping[str, Style]] = {"fail": "bad", "inconclusive": "warn", "pass": "good"}
+STATUSES: Final[Mapping[str, Style]] = {"fail": "bad", "inconclusive": "warn", "pass": "good"}  # nosec B105
 MAX_NAMES: Final = 8
 MAX_NOTES: Final = 6
 # A sentence about two sides names these first.

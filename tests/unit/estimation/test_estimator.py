@@ -1,0 +1,207 @@
+"""Estimates of programs and of models in Python, and what they say of bad input."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memprof import estimate
+from lightning_memprof.analysis.estimate import DEVICES, device_named, parse_bytes
+from lightning_memprof.errors import ConfigError, MemprofError
+from lightning_memprof.estimation.changes import checkpoint_blocks, parse_change
+from lightning_memprof.estimation.construction import LargeOnMeta
+from lightning_memprof.estimation.estimator import Wanted, estimate_program
+from lightning_memprof.units import GIB, MIB
+
+FORKS = pytest.mark.skipif(
+    "fork" not in multiprocessing.get_all_start_methods(), reason="estimates need a platform that can fork"
+)
+PROGRAM = """
+import sys
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(256, 256)
+    def training_step(self, batch):
+        x = self.layer(batch[0])
+        {step}
+        return x.sum()
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+{before}
+loader = DataLoader(TensorDataset(torch.zeros({samples}, 256)), batch_size=8)
+Trainer(accelerator="gpu", devices=2, precision="bf16-mixed").fit(Net(), loader)
+print("after the fit")
+"""
+
+
+class Net(LightningModule):
+    """Two blocks of one class; Adam keeps two numbers for each parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(2)))
+
+    def training_step(self, batch: Any) -> Any:
+        return self.blocks(batch[0]).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+def loader(samples: int = 8) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.zeros(samples, 256)), batch_size=samples)
+
+
+def program(folder: Path, *, step: str = "pass", before: str = "", samples: int = 8) -> list[str]:
+    file = folder / "train.py"
+    file.write_text(PROGRAM.format(step=step, before=before, samples=samples), encoding="utf-8")
+    return [str(file)]
+
+
+@FORKS
+def test_parameters_gradients_and_state_are_those_of_the_model_and_the_process_is_as_before() -> None:
+    model, state = Net(), torch.get_rng_state()
+    before = dict(model.named_parameters())
+    backend = torch._C._get_privateuse1_backend_name()
+    found = estimate(model, loader(), device="H100 80GB", what_if=("none",))
+    expected = 2 * (256 * 256 * 4 + 1024)
+    assert (found.categories["parameter"], found.categories["gradient"]) == (expected, expected)
+    assert found.categories["optimizer_state"] == 2 * expected
+    assert sum(found.categories.values()) == found.allocated_bytes
+    assert (found.fit, found.batch, found.batch_size) == ("fits", ["8x256 float32"], 8)
+    assert all(dict(model.named_parameters())[name] is parameter for name, parameter in before.items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch._C._get_privateuse1_backend_name() == backend
+    assert "live" in found._repr_html_()
+
+
+@FORKS
+def test_changes_of_a_training_are_estimated_beside_it() -> None:
+    found = estimate(Net(), loader(512), device="H100 80GB", what_if=("optimizer=sgd", "checkpointing", "accumulate=2"))
+    by_name = {changed.change: changed for changed in found.alternatives}
+    without_state = by_name["optimizer=sgd"].allocated_bytes
+    assert without_state is not None
+    assert without_state == found.allocated_bytes - found.categories["optimizer_state"]
+    assert all(changed.fit == "fits" for changed in found.alternatives)
+
+
+@FORKS
+def test_the_largest_batch_fits_and_one_more_sample_does_not() -> None:
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    limits: dict[str, Any] = {"device": "cpu", "device_memory": "16MiB", "what_if": ("none",)}
+    found = estimate(Net(), loader(), trainer=trainer, batch_size="max", **limits)
+    assert found.fit == "fits"
+    assert found.batch_size is not None
+    more = estimate(Net(), loader(), trainer=trainer, batch_size=found.batch_size + 1, **limits)
+    assert more.fit == "does not fit"
+
+
+@FORKS
+def test_a_program_ends_at_its_fit_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = estimate_program(program(tmp_path), Wanted(device="L4", what_if=("none",)))
+    assert found.categories["parameter"] == 256 * 256 * 4 + 1024
+    assert found.device.name == "NVIDIA L4"
+    assert [file.name for file in tmp_path.iterdir()] == ["train.py"]
+    assert "after the fit" not in capsys.readouterr().out
+
+
+@FORKS
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"step": "x = x[x > 0]"}, r"a shape depends on values at .*train\.py:14"),
+        ({"step": "raise ValueError('mine')"}, r"cannot run without data at .*train\.py:14: ValueError: mine"),
+        ({"samples": 0}, "the loader has no batch"),
+        ({"before": "raise KeyError('early')"}, "failed before Trainer.fit: KeyError: 'early'"),
+        ({"before": "sys.exit(3)"}, "ended with exit code 3 before Trainer.fit"),
+        ({"before": "sys.exit()"}, "ended without Trainer.fit"),
+    ],
+)
+def test_a_program_that_cannot_be_estimated_is_refused_in_a_line(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(MemprofError, match=message) as caught:
+        estimate_program(program(tmp_path, **options), Wanted(what_if=("none",)))
+    assert "\n" not in str(caught.value)
+
+
+@FORKS
+def test_values_that_a_program_reads_are_assumed_and_listed(tmp_path: Path) -> None:
+    found = estimate_program(program(tmp_path, step="print(x.mean().item())"), Wanted(what_if=("none",)))
+    (line,) = found.assumptions
+    assert "train.py:14" in line
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"device": "foo"}, "no such device is known"),
+        ({"device": "a100"}, "several devices have this name"),
+        ({"device_memory": "24"}, "a positive number and a unit"),
+        ({"batch_size": "0"}, "must be a number of at least 1, or max"),
+        ({"batch_size": "max", "device": "cpu"}, "needs --device or --device-memory"),
+        ({"seq_len": "512,a"}, "must be one or several numbers"),
+        ({"batch_shape": "8x"}, "must be a shape for each tensor"),
+        ({"what_if": ("precision=8",)}, "the precision must be one of"),
+        ({"what_if": ("optimizer=lion",)}, "the optimizer must be one of"),
+        ({"what_if": ("accumulate=0",)}, "must be a number of batches"),
+        ({"what_if": ("magic",)}, "unknown change"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_the_program_runs(wanted: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Wanted(**wanted)
+
+
+def test_a_device_is_found_by_a_part_of_its_name() -> None:
+    assert device_named("A100-40GB").name == "NVIDIA A100 40GB"
+    assert device_named("rtx 3060").name == "NVIDIA GeForce RTX 3060"
+    assert device_named("h100") is DEVICES["NVIDIA H100 80GB"]
+
+
+def test_sizes_have_binary_or_decimal_units() -> None:
+    assert (parse_bytes("--x", "24GiB"), parse_bytes("--x", "0.5 gb")) == (24 * GIB, 500_000_000)
+
+
+def test_blocks_of_one_class_are_checkpointed_and_others_are_not() -> None:
+    assert checkpoint_blocks(Net()) == 2
+    assert checkpoint_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == 0
+
+
+def test_accumulation_multiplies_that_of_the_program() -> None:
+    change = parse_change("accumulate=4")
+    assert change.arguments({"accumulate_grad_batches": 2})["accumulate_grad_batches"] == 8
+    assert change.batch_divisor == 4
+
+
+class Reading(nn.Module):
+    """Its constructor reads values of a small tensor, as stochastic depth does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = torch.linspace(0, 1, 4).tolist()
+        self.layer = nn.Linear(1024, 1024)
+        self.small = nn.Parameter(torch.zeros(8))
+
+
+def test_only_large_tensors_of_constructors_are_without_data() -> None:
+    with LargeOnMeta():
+        module, outside = Reading(), torch.zeros(2 * MIB)
+    assert module.layer.weight.is_meta
+    assert not module.small.is_meta
+    assert not outside.is_meta
+    assert module.rates[-1] == 1.0
