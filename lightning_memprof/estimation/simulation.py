@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Variation", "simulate"]
 
 _POINTS: Final = 300
+_PATIENCE_S: Final = 5.0
 _ADVICE: Final = "--debug shows the traceback"
 
 
@@ -95,12 +96,13 @@ def _in_child(work: Callable[[], Estimate]) -> Estimate:
     try:
         found = pickle.loads(mine.recv_bytes())  # noqa: S301 from our own child  # nosec B301
     except EOFError:
-        child.join()
+        child.join(_PATIENCE_S)
         raise MemprofError(f"estimate: the simulation ended with exit code {child.exitcode}") from None
     finally:
         mine.close()
-        if child.is_alive():
-            child.join()
+        # Nothing is waited for: after its answer the child ends at once, and an interrupted one is not needed.
+        child.kill()
+        child.join()
     if isinstance(found, str):
         raise MemprofError(found)
     result: Estimate = found
