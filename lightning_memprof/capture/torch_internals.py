@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from torch.distributed._tools.mod_tracker import ModTracker as ModTracker
     from torch.optim.optimizer import _foreach_supported_types as _foreach_supported_types
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-    from torch.utils._python_dispatch import _disable_current_modes as _disable_current_modes
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _get_current_dispatch_mode_stack
     from torch.utils._python_dispatch import _pop_mode as _pop_mode
     from torch.utils._python_dispatch import _push_mode as _push_mode
@@ -312,12 +311,6 @@ INTERNALS: Final = (
         names="TorchDispatchMode _get_current_dispatch_mode_stack _pop_mode _push_mode",
         used_for="see every operator, and leave the program's own dispatch modes in place",
         without=_NO_DISPATCH,
-    ),
-    Internal(
-        owner="torch.utils._python_dispatch",
-        names="_disable_current_modes",
-        used_for="ask oneDNN for the size of a recurrent layer's workspace",
-        without="estimates of recurrent layers on a CPU fail",
     ),
     Internal(
         owner="torch.utils._pytree",

@@ -141,7 +141,7 @@ class Target:
                 undo.callback(_foreach_supported_types.remove, FakeTensor)
             undo.enter_context(_Mode(allow_non_fake_inputs=True))
             if not self.is_gpu:
-                undo.enter_context(CpuKernels())
+                undo.enter_context(CpuKernels())  # type: ignore[no-untyped-call]
             yield torch.device(NAME, 0) if self.is_gpu else torch.device("cpu")
 
 

@@ -355,7 +355,7 @@ MODELS: Final[MappingProxyType[str, Callable[[], Example]]] = MappingProxyType(
     {
         kind.__name__: kind
         for kind in (
-            Mlp, Cnn, ResNet, Gpt, Lstm, Gru, SharedWeights, Embeddings, Gan, Dropout, Sequence, Decoder, Masked, UNet,
+            Mlp, Cnn, ResNet, Gpt, Gru, SharedWeights, Embeddings, Gan, Dropout, Sequence, Decoder, Masked, UNet,
             Vae, SeveralLoaders, ComplexNumbers, Buffers, Frozen, Configured, GradientPenalty,
         )
     }
