@@ -23,8 +23,8 @@ __all__ = [
     "parse_bytes",
 ]
 
-# What CUDA's context and the driver keep beside torch's allocator. In 72 measured runs on GeForce cards between 120 and
-# 280 MiB of the total were not usable; nvidia-smi shows up to 550 MiB for an empty context on data-center cards.
+# What CUDA's context and the driver keep beside torch's allocator: in the measured runs, most of them on GeForce cards,
+# between 120 and 280 MiB of the total; nvidia-smi shows up to 550 MiB for an empty context on data-center cards.
 _MIN_CONTEXT_BYTES: Final = 120 * MIB
 _CONTEXT_BYTES: Final = 280 * MIB
 _LARGE_CONTEXT_BYTES: Final = 550 * MIB
