@@ -13,6 +13,7 @@ from lightning_memprof.units import GIB, KIB, MIB
 
 __all__ = [
     "DEVICES",
+    "KNOWN",
     "Alternative",
     "Conclusion",
     "Device",
@@ -130,6 +131,7 @@ class Estimate:
         allocated_bytes: peak of the tensors' memory, in the allocator's steps of 512 bytes.
         reserved: peak of the memory that the allocator reserves for it.
         fit: whether the training fits into the device.
+        is_largest: whether the batch is the largest one that fits.
         retries: how often the allocator releases its cached blocks to make it fit.
         step: number of the step with the peak, from 0.
         part: ``forward``, ``backward``, ``optimizer``, or ``setup`` before the first step.
@@ -142,6 +144,8 @@ class Estimate:
         batch_size: samples in a batch; None where the batch does not say.
         parameters: number of parameters.
         steps: how many steps were simulated.
+        ranks: how many devices train together; the figures are those of the one that needs most.
+        strategy: ``ddp``, ``fsdp`` or ``fsdp2``; empty for one device.
         assumptions: what the figures rest on, a sentence each.
         alternatives: the same training with changes.
         seconds: how long the simulation took.
@@ -165,6 +169,9 @@ class Estimate:
     batch_size: int | None
     parameters: int
     steps: int
+    ranks: int = 1
+    strategy: str = ""
+    is_largest: bool = False
     assumptions: Sequence[str] = ()
     alternatives: Sequence[Alternative] = ()
     seconds: float = 0.0
@@ -181,9 +188,10 @@ def device_of(name: str, total_bytes: int, source: str) -> Device:
     )
 
 
-DEVICES: Final = MappingProxyType(
-    {name: device_of(name, total * MIB, "table of devices") for name, total in _TOTAL_MIB.items()}
-)
+KNOWN: Final = "table of devices"
+"""The source of known devices."""
+
+DEVICES: Final = MappingProxyType({name: device_of(name, total * MIB, KNOWN) for name, total in _TOTAL_MIB.items()})
 """Known GPUs by name."""
 
 

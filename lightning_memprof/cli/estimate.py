@@ -35,6 +35,8 @@ def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--batch-shape", metavar="SHAPES", default=None, help="shapes of the batch's tensors, as in 8x3x64x64,8"
     )
+    parser.add_argument("--devices", metavar="N", default=None, help="GPUs that train together")
+    parser.add_argument("--strategy", metavar="NAME", default=None, help="how: ddp, fsdp or fsdp2")
     parser.add_argument(
         "--what-if",
         metavar="CHANGE",
@@ -62,6 +64,8 @@ def _execute(options: Namespace) -> int:
             seq_len=options.seq_len,
             batch_shape=options.batch_shape,
             what_if=tuple(options.what_if or ()),
+            devices=options.devices,
+            strategy=options.strategy,
             progress=progress,
         )
         estimate = estimate_program(options.program, wanted)

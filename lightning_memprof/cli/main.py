@@ -32,8 +32,8 @@ _WITH_PROGRAM: Final = {
     "run": (("--config",), ()),
     "estimate": (
         (
-            "--device", "--device-memory", "--batch-size", "--seq-len", "--batch-shape", "--what-if", "--output", "-o",
-            "--format",
+            "--device", "--device-memory", "--devices", "--strategy", "--batch-size", "--seq-len", "--batch-shape",
+            "--what-if", "--output", "-o", "--format",
         ),
         ("--device", "--device-memory", "--batch-size", "--what-if"),
     ),

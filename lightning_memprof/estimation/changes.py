@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_memprof.errors import ConfigError
 
-__all__ = ["Change", "checkpoint_blocks", "parse_change"]
+__all__ = ["Change", "checkpoint_blocks", "parse_change", "repeated_blocks"]
 
 _PRECISIONS: Final = ("32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed", "64-true")
 # Source: block size of bitsandbytes' AdamW8bit, which keeps small tensors in float32.
@@ -133,13 +133,13 @@ def _optimizer(name: str, like: Optimizer) -> Optimizer:
 
 def checkpoint_blocks(model: nn.Module) -> int:
     """Let the blocks of the model that repeat recompute their activations in backward; return how many there are."""
-    blocks = _blocks(model)
+    blocks = repeated_blocks(model)
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     return len(blocks)
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the outermost modules of one class among the children of one module that have parameters and children."""
     groups: dict[type, list[nn.Module]] = {}
     for child in model.children():
@@ -149,5 +149,5 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     repeated = set(map(id, found))
     for child in model.children():
         if id(child) not in repeated:
-            found += _blocks(child)
+            found += repeated_blocks(child)
     return found

@@ -20,18 +20,28 @@ _FACTORIES: Final = frozenset({torch.empty, torch.zeros, torch.ones, torch.rand,
 class LargeOnMeta(TorchFunctionMode):
     """Puts large tensors that constructors of modules make on torch's device ``meta``, which has no data.
 
+    Attributes:
+        is_active: whether it does.
+
     Args:
         everywhere: not only in constructors.
+        is_active: whether it does at first.
 
     """
 
-    def __init__(self, *, everywhere: bool = False) -> None:
+    def __init__(self, *, everywhere: bool = False, is_active: bool = True) -> None:
         super().__init__()
+        self.is_active = is_active
         self._everywhere = everywhere
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_large = func in _FACTORIES and kwargs.get("device") is None and _numel(args, kwargs) >= _MIN_NUMEL
+        is_large = (
+            self.is_active
+            and func in _FACTORIES
+            and kwargs.get("device") is None
+            and _numel(args, kwargs) >= _MIN_NUMEL
+        )
         if is_large and (self._everywhere or _in_constructor()):
             kwargs = {**kwargs, "device": "meta"}
         return func(*args, **kwargs)

@@ -7,7 +7,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -21,13 +21,13 @@ from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.estimation.allocator_settings import environment_settings
 from lightning_memprof.estimation.changes import Change, parse_change
 from lightning_memprof.estimation.construction import LargeOnMeta
+from lightning_memprof.estimation.ranks import ranks_of
 from lightning_memprof.estimation.simulation import Variation, simulate
 from lightning_memprof.estimation.trainer import Fit
 from lightning_memprof.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from contextlib import AbstractContextManager
 
     from lightning_memprof.report.document import Document
 
@@ -35,6 +35,8 @@ __all__ = ["Estimate", "Wanted", "estimate", "estimate_program"]
 
 _USUAL: Final = ("precision=bf16-mixed", "checkpointing", "accumulate=2", "optimizer=adamw8bit")
 _FULL: Final = (None, "32", "32-true")
+# What torch says of a tensor that LargeOnMeta made.
+_NO_DATA: Final = "Cannot copy out of meta tensor"
 _MOST_SAMPLES: Final = 1 << 20
 _CLI: Final = ("fit",)
 _DATA: Final = ("train_dataloaders", "val_dataloaders", "datamodule")
@@ -79,6 +81,8 @@ class Wanted:
         batch_size: samples in a batch, ``max`` for as many as fit; None keeps the program's.
         seq_len: tokens in a sample, several as in ``512,1024``; None keeps the program's.
         batch_shape: shapes of the batch's tensors, as in ``8x3x64x64,8``; None keeps the program's.
+        devices: GPUs of a machine that train together; None keeps the program's.
+        strategy: ``ddp``, ``fsdp``, ``fsdp2``, or another name of Lightning's; None keeps the program's.
         what_if: changes; empty for the usual ones, ``none`` alone for none.
         progress: gets, before each simulation, its name, how many are done, and how many there are; 0 is unknown.
 
@@ -92,6 +96,8 @@ class Wanted:
     batch_size: str | int | None = None
     seq_len: str | int | None = None
     batch_shape: str | None = None
+    devices: str | int | None = None
+    strategy: str | None = None
     what_if: Sequence[str] = ()
     progress: Callable[[str, int, int], None] = lambda _name, _done, _total: None
 
@@ -99,6 +105,7 @@ class Wanted:
         """Validate the values before the program runs."""
         self.target()
         self.changes()
+        ranks_of(self.trainer())
         environment_settings(os.environ)
         if self.batch_size == "max" and self.target().usable_bytes is None:
             raise ConfigError("--batch-size max: needs --device or --device-memory")
@@ -120,6 +127,11 @@ class Wanted:
         """Return the changes; of the usual ones those that change a training of a precision."""
         names = self.what_if or (_USUAL if precision in _FULL else _USUAL[1:])
         return [] if tuple(names) == ("none",) else [parse_change(name) for name in names]
+
+    def trainer(self) -> dict[str, Any]:
+        """Return the arguments of the Trainer that replace the program's."""
+        given = {"devices": self.devices, "strategy": self.strategy}
+        return {name: value for name, value in given.items() if value is not None}
 
     def samples(self) -> int | None:
         """Return the samples in a batch; None for the program's, or as many as fit."""
@@ -206,11 +218,15 @@ def _arguments(trainer: Trainer | None) -> dict[str, Any]:
         "gradient_clip_val": trainer.gradient_clip_val,
         "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
         "callbacks": list(getattr(trainer, "callbacks", ())),
+        "strategy": trainer.strategy,
+        "devices": trainer.num_devices,
+        "num_nodes": trainer.num_nodes,
     }
 
 
 def _estimate(fit: Fit, wanted: Wanted) -> Estimate:
     device, lengths = wanted.target(), wanted.lengths()
+    fit = replace(fit, trainer={**fit.trainer, **wanted.trainer()})
     precision = fit.trainer.get("precision")
     changes = wanted.changes(None if precision is None else str(precision))
     count = 1 + max(len(lengths) - 1, 0) + len(changes)
@@ -230,7 +246,7 @@ def _estimate(fit: Fit, wanted: Wanted) -> Estimate:
         wanted.progress(change.name, done, count)
         alternatives.append(_alternative(fit, change, other, found))
     values = {field.name: getattr(found, field.name) for field in fields(found)}
-    return Estimate(**{**values, "alternatives": alternatives})
+    return Estimate(**{**values, "alternatives": alternatives, "is_largest": wanted.batch_size == "max"})
 
 
 def _alternative(fit: Fit, change: Change, variation: Variation, base: model.Estimate) -> Alternative:
@@ -282,11 +298,16 @@ def _largest(first: model.Estimate, tried: Callable[[int], model.Estimate]) -> m
 
 
 class _Reached(BaseException):
-    """The program called ``fit``; a BaseException, so that its handlers of errors pass it on."""
+    """The program called ``fit``, and was used; a BaseException, so that its handlers of errors pass it on.
 
-    def __init__(self, fit: Fit) -> None:
+    Attributes:
+        error: what using it raised.
+
+    """
+
+    def __init__(self, error: BaseException | None) -> None:
         super().__init__()
-        self.fit = fit
+        self.error = error
 
 
 class _FailedEarlyError(MemprofError):
@@ -307,38 +328,48 @@ def _run_to_fit(program: Sequence[str], use: Callable[[Fit], None]) -> None:
     try:
         _to_fit(program, use, LargeOnMeta())
     except _FailedEarlyError:
-        # A constructor that reads values of a large tensor fails without them: it gets them.
-        _to_fit(program, use, nullcontext())
+        # Code that reads values of a large tensor fails without them: it gets them.
+        _to_fit(program, use, LargeOnMeta(is_active=False))
 
 
-def _to_fit(program: Sequence[str], use: Callable[[Fit], None], construction: AbstractContextManager[object]) -> None:
+def _to_fit(program: Sequence[str], use: Callable[[Fit], None], construction: LargeOnMeta) -> None:
     name = " ".join(program)
-    with _watched(name), construction:
+    with ExitStack() as undo, construction:
+
+        def reached(fit: Fit) -> None:
+            # Within the program: its workers send objects of classes that only its own __main__ has.
+            undo.close()
+            had_values, construction.is_active = not construction.is_active, False
+            error: BaseException | None = None
+            try:
+                use(fit)
+            except BaseException as raised:  # noqa: BLE001 the program must not see it
+                error = raised
+            if isinstance(error, MemprofError) and _NO_DATA in str(error) and not had_values:
+                error = _FailedEarlyError(str(error))
+            raise _Reached(error)
+
+        undo.enter_context(_watched(name, reached))
         try:
             _run(program)
-        except _Reached as reached:
-            found = reached.fit
+        except _Reached as ended:
+            if ended.error is not None:
+                raise ended.error from None
+            return
         except SystemExit as stop:
             if stop.code not in {None, 0}:
                 raise MemprofError(f"estimate: {name} ended with exit code {stop.code} before Trainer.fit") from stop
-            found = None
         except MemprofError:
             raise
         except Exception as error:
             words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             raise _FailedEarlyError(f"estimate: {name} failed before Trainer.fit: {words}") from error
-        else:
-            found = None
-    if found is None:
-        raise MemprofError(
-            f"estimate: {name} ended without Trainer.fit of lightning.pytorch, which is what is estimated"
-        )
-    use(found)
+    raise MemprofError(f"estimate: {name} ended without Trainer.fit of lightning.pytorch, which is what is estimated")
 
 
 @contextmanager
-def _watched(name: str) -> Iterator[None]:
-    """Give the program Trainers that need no device, and end it where it calls ``fit``; it runs no other stage."""
+def _watched(name: str, use: Callable[[Fit], None]) -> Iterator[None]:
+    """Give the program Trainers that need no device, and use its call of ``fit``; it runs no other stage."""
     arguments: dict[int, dict[str, Any]] = {}
 
     def init(link: Link) -> Callable[..., None]:
@@ -354,7 +385,7 @@ def _watched(name: str) -> Iterator[None]:
         def reached(trainer: Trainer, model: LightningModule, *given: Any, **named: Any) -> None:
             data = {**dict(zip(_DATA, given, strict=False)), **named}
             data = {key: value for key, value in data.items() if key in _DATA}
-            raise _Reached(Fit(trainer=arguments[id(trainer)], model=model, data=data, program=name))
+            use(Fit(trainer=arguments[id(trainer)], model=model, data=data, program=name))
 
         return reached
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from lightning_memprof.capture.observe import Link, wrapped
@@ -72,6 +73,64 @@ class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
     avoid_device_init: ClassVar[property] = property(lambda _: True)
 
 
+class _Event:
+    """Marks nothing: operators take no time."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    def wait(self, *_: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class _Stream:
+    """A queue of which only the number counts: CUDA's allocator gives each stream blocks of its own."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def wait_stream(self, *_: Any) -> None:
+        pass
+
+    def wait_event(self, *_: Any) -> None:
+        pass
+
+    def record_event(self, *_: Any) -> _Event:
+        return _Event()
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _Streams:
+    """The streams of the device; ``current`` is the one that operators run on."""
+
+    def __init__(self) -> None:
+        self._made = [_Stream(0)]
+        self.current = self._made[0]
+
+    def new(self, *_: Any, **__: Any) -> _Stream:
+        self._made.append(_Stream(len(self._made)))
+        return self._made[-1]
+
+    @contextmanager
+    def use(self, stream: _Stream | None) -> Iterator[None]:
+        earlier, self.current = self.current, stream or self.current
+        try:
+            yield
+        finally:
+            self.current = earlier
+
+
 def _register() -> None:
     """Register the device in this process; torch has no way to take that back.
 
@@ -84,7 +143,12 @@ def _register() -> None:
         return
     if current != "privateuseone":
         raise MemprofError(f"estimate: this process uses the backend {current!r}; torch has room for one: use another")
+    streams = _Streams()
     module = types.SimpleNamespace(
+        Stream=streams.new,
+        Event=_Event,
+        stream=streams.use,
+        current_stream=lambda *_: streams.current,
         is_available=lambda: True,
         is_initialized=lambda: True,
         _is_in_bad_fork=lambda: False,
@@ -124,6 +188,16 @@ class Target:
         """Bytes to which storages are rounded up."""
         return GRANULE if self.is_gpu else 1
 
+    def register(self) -> None:
+        """Make the device known to torch.
+
+        Raises:
+            MemprofError: this process uses another backend of its own.
+
+        """
+        if self.is_gpu:
+            _register()
+
     @contextmanager
     def simulated(self) -> Iterator[torch.device]:
         """Run the operators inside without data, those on the returned device as the target would choose them.
@@ -133,8 +207,8 @@ class Target:
 
         """
         with ExitStack() as undo:
+            self.register()
             if self.is_gpu:
-                _register()
                 undo.enter_context(_cuda_autocast(NAME))
                 undo.enter_context(_cuda_attention())
                 _foreach_supported_types.append(FakeTensor)
@@ -145,16 +219,22 @@ class Target:
             yield torch.device(NAME, 0) if self.is_gpu else torch.device("cpu")
 
 
-def without_data(model: nn.Module, device: torch.device) -> None:
+def without_data(model: nn.Module, device: torch.device, shards: torch.device | None = None) -> None:
     """Replace parameters and buffers by ones without data on a device; tied ones stay tied.
 
     ``Module.to`` cannot: it swaps tensors in place, which fakes refuse.
+
+    Args:
+        model: on any device.
+        device: of the new tensors.
+        shards: device of the parts of distributed ones; None for ``device``.
+
     """
     made: dict[int, tuple[Any, Any]] = {}
 
     def replaced(tensor: Any) -> Any:
         if id(tensor) not in made:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            fake = _shard(tensor, shards or device) if isinstance(tensor, DTensor) else _empty(tensor, device)
             if isinstance(tensor, torch.nn.Parameter):
                 fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
             # The original is kept: its number must not be given to another tensor.
@@ -166,6 +246,17 @@ def without_data(model: nn.Module, device: torch.device) -> None:
             for name, tensor in tensors.items():
                 if tensor is not None:
                     tensors[name] = replaced(tensor)
+
+
+def _empty(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def _shard(tensor: DTensor, device: torch.device) -> Tensor:
+    local = _empty(tensor.to_local().detach(), device)
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from lightning_memprof.capture.sources.tensors import tensors_in
 from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.estimation.allocator_settings import environment_settings
 from lightning_memprof.estimation.changes import Change, checkpoint_blocks
+from lightning_memprof.estimation.ranks import ranks_of
 from lightning_memprof.estimation.requests import Demand, demand
 from lightning_memprof.estimation.simulated_device import Target
 from lightning_memprof.estimation.trainer import STEPS, Fit, SimulatedStrategy, trainer_options
@@ -36,7 +37,7 @@ __all__ = ["Variation", "simulate"]
 
 _POINTS: Final = 300
 _PATIENCE_S: Final = 5.0
-_ADVICE: Final = "--debug shows the traceback"
+_ADVICE: Final = "if it also fails in a real run, the program has a bug"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,10 +134,9 @@ def _failure(error: BaseException) -> str:
     if isinstance(error, StopIteration):
         return "estimate: the loader has no batch; --batch-shape does not replace it"
     if type(error).__name__ == "DynamicOutputShapeException":
-        return (
-            f"estimate: a shape depends on values{place} ({words}), which an estimate does not have: use a fixed shape"
-        )
-    return f"estimate: the training cannot run without data{place}: {type(error).__name__}: {words} ({_ADVICE})"
+        words = f"a shape depends on values{place} ({words}), which an estimate does not have"
+        return f"estimate: {words}; for an upper bound keep all rows, as torch.where does"
+    return f"estimate: the training failed without data{place}: {type(error).__name__}: {words} ({_ADVICE})"
 
 
 def _simulated(fit: Fit, device: Device, variation: Variation) -> Estimate:
@@ -145,8 +145,10 @@ def _simulated(fit: Fit, device: Device, variation: Variation) -> Estimate:
     change = variation.change or Change(name="", costs="")
     if change.is_checkpointed and not checkpoint_blocks(fit.model):
         raise MemprofError("estimate: the model has no blocks that repeat")
-    strategy = SimulatedStrategy(target, lambda batch: _resized(batch, variation), change.optimizers)
-    options = trainer_options(change.arguments(fit.trainer), strategy, target)
+    arguments = change.arguments(fit.trainer)
+    ranks = ranks_of(arguments)
+    strategy = SimulatedStrategy(target, ranks, lambda batch: _resized(batch, variation), change.optimizers)
+    options = trainer_options(arguments, strategy, target)
     try:
         Trainer(**options).fit(fit.model, **fit.data)
         log, assumed = strategy.tracer.log, strategy.tracer.assumed
@@ -176,9 +178,14 @@ def _simulated(fit: Fit, device: Device, variation: Variation) -> Estimate:
         batch_size=batch_samples(strategy.batch),
         parameters=sum(parameter.numel() for parameter in fit.model.parameters()),
         steps=STEPS,
+        ranks=ranks.count,
+        strategy=ranks.kind,
         assumptions=[
-            f"{place}: {operator.split('.')[1]} reads a value of a tensor; 1 was assumed, False for a condition"
-            for operator, place in assumed
+            *ranks.assumptions(),
+            *(
+                f"{place}: {operator.split('.')[1]} reads a value of a tensor; 1 was assumed, False for a condition"
+                for operator, place in assumed
+            ),
         ],
         seconds=time.monotonic() - began,
     )

@@ -6,7 +6,7 @@ import sys
 import weakref
 from array import array
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from lightning_memprof.capture.observe import Link, wrapped
 from lightning_memprof.capture.sources.tensors import dense_parts
 from lightning_memprof.capture.torch_internals import (
     DataDependentOutputException,
@@ -25,7 +26,7 @@ from lightning_memprof.capture.torch_internals import (
 from lightning_memprof.estimation.requests import Requests
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch import nn
 
@@ -114,13 +115,18 @@ class StorageLog:
     _names: _Names = field(default_factory=_Names)
     _changed: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
-    def add(self, size: int, **labels: str) -> int:
+    def add(self, size: int, stream: int = 0, **labels: str) -> int:
         """Add a storage with all of :data:`LABELS`; return its number."""
-        number = self.requests.allocate(size)
+        number = self.requests.allocate(size, stream)
         self.sizes.append(size)
         for name, column in self._labels.items():
             column.append(self._names.number(labels[name]))
         return number
+
+    def again(self, number: int, size: int, stream: int) -> int:
+        """Add a storage like another one; return its number."""
+        labels = {name: self._names[column[number]] for name, column in self._labels.items()}
+        return self.add(size, stream, **labels)
 
     def begin(self, step: int, part: str) -> None:
         """Note that a part of a step begins."""
@@ -260,9 +266,32 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._with_workspace: set[str] = set()
         self._part = "setup"
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
+        # Numbers of storages that were freed by a change of their size to 0.
+        self._empty: set[int] = set()
         self._paths: dict[nn.Module, str] = {}
         self._modules: list[str] = []
         self._hooks = ExitStack()
+        self._made: str | None = None
+        self._is_paused = False
+        self._stream = getattr(getattr(torch, self._kind, None), "current_stream", None)
+
+    @contextmanager
+    def making(self, category: str) -> Iterator[None]:
+        """Give a category to the storages that are made inside."""
+        earlier, self._made = self._made, category
+        try:
+            yield
+        finally:
+            self._made = earlier
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Note nothing inside: operators that compute shapes alone."""
+        earlier, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = earlier
 
     def name_modules(self, model: nn.Module) -> None:
         """Give each storage that follows the path of the module in whose forward it is made."""
@@ -285,6 +314,12 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     if path is not None:
                         self.log.set_module(known[1], path)
 
+    def __enter__(self) -> StorageTracer:  # noqa: PYI034 Python 3.10 has no Self
+        # No dispatch mode sees a storage change its size, as FSDP's gathered parameters do.
+        self._hooks.enter_context(wrapped(torch.UntypedStorage, "resize_", self._resizing))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
     def __exit__(self, *args: object) -> None:
         super().__exit__(*args)  # type: ignore[no-untyped-call]
         self._hooks.close()
@@ -294,6 +329,8 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # The DTensor splits itself; the operators on its parts come here.
         if DTensor in types:
             return NotImplemented
+        if self._is_paused:
+            return func(*args, **kwargs or {})
         name = str(func)
         if name in _GEMM:
             self._first_gemm()
@@ -327,18 +364,46 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if (known is not None and known[0]() is storage) or storage.nbytes() == 0:
                 continue
             number = self._new(storage.nbytes(), self._category(), str(part.dtype), operator)
-            self._live[key] = (weakref.ref(storage, self._ender(key, number)), number)
+            self._live[key] = (weakref.ref(storage, self._ender(key)), number)
 
-    def _ender(self, key: int, number: int) -> Any:
-        def ended(_: object) -> None:
-            self.log.requests.free(number)
+    def _ender(self, key: int) -> Any:
+        def ended(ref: object) -> None:
             known = self._live.get(key)
-            if known is not None and known[1] == number:
+            if known is not None and known[0] is ref:
                 del self._live[key]
+                self._free(known[1])
 
         return ended
 
+    def _free(self, number: int) -> None:
+        if number not in self._empty:
+            self.log.requests.free(number)
+        self._empty.discard(number)
+
+    def _resizing(self, link: Link) -> Callable[..., Any]:
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = link.call(storage, size)
+            key = storage._cdata  # noqa: SLF001 no public one
+            known = self._live.get(key)
+            if known is not None and known[0]() is storage:
+                self._free(known[1])
+                number = known[1]
+                if size:
+                    number = self.log.again(number, size, self._stream_number())
+                    self._live[key] = (known[0], number)
+                else:
+                    self._empty.add(number)
+            return result
+
+        return resize
+
+    def _stream_number(self) -> int:
+        # The CPU's stream has no number.
+        return getattr(self._stream(), "number", 0) if self._stream is not None else 0
+
     def _category(self) -> str:
+        if self._made is not None:
+            return self._made
         if self._part not in {"forward", "backward"}:
             return "temporary"
         # Autograd also runs inside a forward, for a penalty of gradients. Checkpointed modules run forward again inside
@@ -348,7 +413,9 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _new(self, size: int, category: str, dtype: str, operator: str) -> int:
         module = self._modules[-1] if self._modules and category != "workspace" else ""
-        return self.log.add(size, category=category, dtype=dtype, module=module, operator=operator)
+        return self.log.add(
+            size, self._stream_number(), category=category, dtype=dtype, module=module, operator=operator
+        )
 
     def _first_gemm(self) -> None:
         thread = "backward" if self._part == "backward" else "forward"

@@ -21,9 +21,12 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_utilities.core.apply_func import apply_to_collection
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from lightning_memprof.capture.observe import wrapped
 from lightning_memprof.capture.sources.tensors import tensors_in
@@ -35,8 +38,10 @@ from lightning_memprof.integration.callback import MemProfilerCallback
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
+    from lightning_memprof.estimation.ranks import Ranks
     from lightning_memprof.estimation.simulated_device import Target
 
 __all__ = ["STEPS", "Fit", "SimulatedStrategy", "trainer_options"]
@@ -121,14 +126,16 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class SimulatedStrategy(SingleDeviceStrategy):
-    """One device; everything from the model's setup to the end of the fit runs without data.
+    """One device, of one or several ranks; all from the model's setup to the end of the fit runs without data.
 
     Attributes:
         tracer: the storages of the fit.
         batch: shapes and dtypes of the batch.
+        world_size: number of ranks.
 
     Args:
         target: the device to imitate.
+        ranks: the devices that train together.
         resize: returns the batch to train on, from the loader's first one.
         optimizers: returns the optimizers to train with, from the program's.
 
@@ -137,16 +144,31 @@ class SimulatedStrategy(SingleDeviceStrategy):
     def __init__(
         self,
         target: Target,
+        ranks: Ranks,
         resize: Callable[[Any], Any],
         optimizers: Callable[[Iterable[Optimizer]], list[Optimizer]],
     ) -> None:
         super().__init__(accelerator=_SimulatedAccelerator(), device="cpu")
         self.tracer: StorageTracer
         self.batch: Any = None
+        self.world_size = ranks.count
         self._target = target
+        self._ranks = ranks
+        self._mesh: DeviceMesh | None = None
+        self._buckets: torch.Tensor | None = None
         self._resize = resize
         self._replaced = optimizers
         self._simulation = ExitStack()
+
+    def setup_environment(self) -> None:
+        """Make the process group, and the mesh that ``configure_model`` asks for."""
+        super().setup_environment()
+        self._target.register()
+        self._mesh = self._simulation.enter_context(self._ranks.group(self._target.kind))
+        model: Any = self.lightning_module
+        model._device_mesh = self._mesh  # noqa: SLF001 what ModelParallelStrategy does
+        if self._ranks.is_sharded:
+            without_data(model, torch.device("meta"))
 
     def setup(self, trainer: Trainer) -> None:
         """Set up the program's loaders, whose data are real, and then the model without data."""
@@ -158,12 +180,21 @@ class SimulatedStrategy(SingleDeviceStrategy):
         for name in ("log", "log_dict"):
             # Lightning copies what is logged, which tensors without data refuse; it is a few numbers.
             self._simulation.enter_context(wrapped(LightningModule, name, lambda _: _ignore))
+        if hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor"):
+            # Ranks tell each other of a SIGTERM by a value, which a tensor without data does not have.
+            self._simulation.enter_context(wrapped(_TrainingEpochLoop, "_broadcast_sigterm_tensor", lambda _: _ignore))
         super().setup(trainer)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:  # noqa: ARG002, FBT001 Lightning's
-        """Let ``configure_model`` make large tensors without data."""
-        with LargeOnMeta(everywhere=True):
+        """Let ``configure_model`` make large tensors without data; those to be sharded all, as Lightning does."""
+        with torch.device("meta") if self._ranks.is_sharded else LargeOnMeta(everywhere=True):
+            yield
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Let ``configure_model`` shard modules with FSDP1's ``wrap``."""
+        with self._ranks.wrapping(self._mesh):
             yield
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -175,18 +206,30 @@ class SimulatedStrategy(SingleDeviceStrategy):
     def model_to_device(self) -> None:
         """Replace the model's tensors, and tell the tracer what they are."""
         model: Any = self.model
-        without_data(model, self.root_device)
+        self._ranks.shard(model, self._mesh)
+        without_data(model, self.root_device, torch.device("cpu") if self._ranks.offloads else None)
         for module in model.modules():
             if isinstance(module, LightningModule):
                 module._device = self.root_device  # noqa: SLF001 what its .to() does
         self.tracer.name_modules(model)
         self.tracer.label(_owned(model.named_parameters()), "parameter")
         self.tracer.label(_owned(model.named_buffers()), "buffer")
+        self._simulation.enter_context(self._ranks.labelled(self.tracer))
         for path, parameter in _owned(model.named_parameters()):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(
                     lambda owner, path=path: self.tracer.label([(path, owner.grad)], "gradient")
                 )
+        self._buckets = self._ranks.buckets(model, self.tracer)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module's ``training_step`` as a forward where it is sharded: FSDP gathers before a forward."""
+        module: Any = self.lightning_module
+        if not isinstance(module, FSDPModule):
+            return super().training_step(*args, **kwargs)
+        with self.precision_plugin.train_step_context():
+            called: Any = self._forward_redirection
+            return called(module, module, "training_step", *args, **kwargs)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Create the program's optimizers, and replace them."""
@@ -195,6 +238,7 @@ class SimulatedStrategy(SingleDeviceStrategy):
 
     def teardown(self) -> None:
         """End the simulation."""
+        self._buckets = None
         self._simulation.close()
 
 
@@ -208,8 +252,13 @@ class _Parts(Callback):
         self._mark(trainer, "forward")
         self._tracer().label(((None, tensor) for tensor in tensors_in(batch)), "input")
 
-    def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, _loss: Any) -> None:
         self._mark(trainer, "backward")
+        # FSDP2 pads its shards in the first forward; other parameters are gathered ones now.
+        shards = (
+            (path, tensor) for path, tensor in _owned(pl_module.named_parameters()) if isinstance(tensor, DTensor)
+        )
+        self._tracer().label(shards, "parameter")
 
     def on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
         self._mark(trainer, "optimizer")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Final
 
+from lightning_memprof.analysis.estimate import KNOWN
 from lightning_memprof.report.document import (
     Badge,
     Cell,
@@ -78,17 +80,19 @@ def _sections(estimate: Estimate) -> Iterator[Section]:
 
 
 def _commands(estimate: Estimate) -> Iterator[Command]:
-    if estimate.fit == "does not fit":
-        yield Command("lightning-memprof estimate --batch-size max", estimate.program)
+    if estimate.fit == "does not fit" and estimate.device.source == KNOWN:
+        device = shlex.quote(estimate.device.name.removeprefix("NVIDIA "))
+        yield Command(f"lightning-memprof estimate --device {device} --batch-size max", estimate.program)
     if not estimate.program.startswith("fit "):
         yield Command("lightning-memprof", f"run {estimate.program}")
 
 
 def _about(estimate: Estimate) -> Words:
+    ranks = f" · {estimate.strategy} on {estimate.ranks} devices" if estimate.strategy else ""
     samples = "batch" if estimate.batch_size is None else f"batch of {format_count(estimate.batch_size, 'sample')}"
     shapes = f" ({', '.join(estimate.batch)})" if estimate.batch else ""
     parts: list[str | Cell] = [f"{estimate.program} on {estimate.device.name} · "]
-    return Phrase((*parts, rate(estimate.parameters, "parameters"), f" · {samples}{shapes}"))
+    return Phrase((*parts, rate(estimate.parameters, "parameters"), f" · {samples}{shapes}{ranks}"))
 
 
 def _verdict(estimate: Estimate) -> Words:
@@ -96,6 +100,10 @@ def _verdict(estimate: Estimate) -> Words:
     if limit is None:
         return phrase("A step needs {} of memory at its peak.", size(reserved.likely_bytes))
     if estimate.fit == "fits":
+        if estimate.is_largest:
+            samples = format_count(estimate.batch_size or 0, "sample")
+            words = f"The largest batch that fits has {samples}: {{}} of {{}} usable."
+            return phrase(words, size(reserved.likely_bytes), size(limit))
         return phrase("Fits: the peak is {} of {} usable.", size(reserved.likely_bytes), size(limit))
     if estimate.fit == "does not fit":
         over = size(reserved.likely_bytes - limit)
@@ -140,8 +148,8 @@ def _overview(estimate: Estimate) -> Section:
     if estimate.alternatives:
         parts.append(Lines("Alternatives", [_line(changed, estimate) for changed in estimate.alternatives]))
     if estimate.assumptions:
-        count = format_count(len(estimate.assumptions), "assumption")
-        parts.append(Lines("Assumptions", [Line("assumed", f"{count}: --all lists them", "warn")]))
+        lines = [Line("assumed", words, "warn") for words in estimate.assumptions[:_NAMED]]
+        parts.append(Lines("Assumptions", lines))
     whole = estimate.allocated_bytes
     parts.append(Stack("Peak memory by category", size(whole), bars(estimate.categories, whole, "bytes")))
     return Section("overview", "Overview", parts=parts, summary=True)

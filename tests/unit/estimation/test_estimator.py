@@ -124,7 +124,7 @@ def test_a_program_ends_at_its_fit_and_writes_nothing(tmp_path: Path, capsys: py
     ("options", "message"),
     [
         ({"step": "x = x[x > 0]"}, r"a shape depends on values at .*train\.py:14"),
-        ({"step": "raise ValueError('mine')"}, r"cannot run without data at .*train\.py:14: ValueError: mine"),
+        ({"step": "raise ValueError('mine')"}, r"failed without data at .*train\.py:14: ValueError: mine"),
         ({"samples": 0}, "the loader has no batch"),
         ({"before": "raise KeyError('early')"}, "failed before Trainer.fit: KeyError: 'early'"),
         ({"before": "sys.exit(3)"}, "ended with exit code 3 before Trainer.fit"),
@@ -142,8 +142,7 @@ def test_a_program_that_cannot_be_estimated_is_refused_in_a_line(
 @FORKS
 def test_values_that_a_program_reads_are_assumed_and_listed(tmp_path: Path) -> None:
     found = estimate_program(program(tmp_path, step="print(x.mean().item())"), Wanted(what_if=("none",)))
-    (line,) = found.assumptions
-    assert "train.py:14" in line
+    assert any("train.py:14: _local_scalar_dense" in line for line in found.assumptions)
 
 
 @pytest.mark.parametrize(

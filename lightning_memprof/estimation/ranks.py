@@ -1,0 +1,277 @@
+"""Training on several devices, of which one is simulated: its process group, and how it shards a model.
+
+The group is torch's "fake" one, whose collectives return at once. FSDP2 and DTensor run on it as they are; FSDP1 does
+not, and FSDP2 with the same units takes its place. DDP's buckets are modelled.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import torch
+from lightning.fabric.strategies.fsdp import _setup_activation_checkpointing
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    StrategyRegistry,
+)
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp.wrap import enable_wrap
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+from lightning_memprof.capture.observe import Link, wrapped
+from lightning_memprof.errors import ConfigError
+from lightning_memprof.estimation.changes import repeated_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
+
+    from lightning_memprof.estimation.storages import StorageTracer
+
+__all__ = ["Ranks", "ranks_of"]
+
+_KNOWN: Final = "ddp, fsdp and fsdp2"
+_COMMUNICATION: Final = "communication"
+_HALVES: Final = {"16": torch.float16, "bf16": torch.bfloat16}
+_FSDP1: Final = "FSDP is simulated as FSDP2 with the same units, which shards each parameter instead of a flat one"
+_RANK_0: Final = (
+    "rank 0 is simulated: it has the largest shards, and a batch like the other ranks'; buffers of the communication"
+    " library itself, such as NCCL's channels, are not included"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The devices that train together.
+
+    Attributes:
+        kind: ``ddp``, ``fsdp``, ``fsdp2``, or empty for one device without any of them.
+        data_parallel: ranks that have different batches.
+        tensor_parallel: ranks that share a batch.
+        strategy: Lightning's, with its options.
+        nodes: number of machines.
+        dtype: of gathered parameters and reduced gradients under FSDP1; None keeps the parameters'.
+
+    """
+
+    kind: Literal["", "ddp", "fsdp", "fsdp2"] = ""
+    data_parallel: int = 1
+    tensor_parallel: int = 1
+    strategy: Any = None
+    nodes: int = 1
+    dtype: torch.dtype | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of ranks."""
+        return self.data_parallel * self.tensor_parallel
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a rank has a part of each parameter."""
+        return self.kind in {"fsdp", "fsdp2"}
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the parts are in host memory."""
+        return self.kind == "fsdp" and bool(self.strategy.cpu_offload.offload_params)
+
+    def assumptions(self) -> Iterator[str]:
+        """Yield what the figures rest on, a sentence each."""
+        if self.kind:
+            yield _RANK_0
+        if self.kind == "fsdp":
+            yield _FSDP1
+        if self.kind == "ddp":
+            yield "DDP's buckets are one buffer as large as the gradients"
+        if self.kind == "ddp" and self.strategy._ddp_comm_hook is not None:  # noqa: SLF001 no public one
+            yield "the buffers of DDP's communication hook are not included"
+
+    @contextmanager
+    def group(self, device_type: str) -> Iterator[DeviceMesh | None]:
+        """Be rank 0 of a process group, and yield the mesh of its devices."""
+        if not self.kind:
+            yield None
+            return
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=self.count)
+        try:
+            names = ("data_parallel", "tensor_parallel")
+            yield init_device_mesh(device_type, (self.data_parallel, self.tensor_parallel), mesh_dim_names=names)
+        finally:
+            distributed.destroy_process_group()
+
+    def wrapping(self, mesh: DeviceMesh | None) -> AbstractContextManager[None]:
+        """Let ``wrap()``, in ``configure_model`` for FSDP1, shard modules."""
+        if self.kind != "fsdp" or mesh is None:
+            return nullcontext()
+        return enable_wrap(wrapper_cls=lambda module, **_: self._shard(module, mesh))
+
+    def shard(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
+        """Shard the units of a model on ``meta``, and its root, unless it has done so itself."""
+        if not self.is_sharded or mesh is None:
+            return
+        if self.kind == "fsdp":
+            _setup_activation_checkpointing(model, self.strategy._activation_checkpointing_kwargs)  # noqa: SLF001
+        elif any(isinstance(module, FSDPModule) for module in model.modules()) or self.data_parallel == 1:
+            return
+        for unit in self._units(model):
+            if not isinstance(unit, FSDPModule):
+                self._shard(unit, mesh)
+        if not isinstance(model, FSDPModule):
+            self._shard(model, mesh)
+
+    def buckets(self, model: nn.Module, tracer: StorageTracer) -> torch.Tensor | None:
+        """Return DDP's buckets, as large as the gradients; None where gradients are views of them, or without DDP.
+
+        They are modelled: DDP's reducer reads addresses, which tensors without data do not have.
+        """
+        if self.kind != "ddp" or self.strategy._ddp_kwargs.get("gradient_as_bucket_view"):  # noqa: SLF001
+            return None
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not trained:
+            return None
+        size = sum(parameter.nbytes for parameter in trained)
+        with tracer.making(_COMMUNICATION):
+            return torch.empty(size, dtype=torch.uint8, device=trained[0].device)
+
+    @contextmanager
+    def labelled(self, tracer: StorageTracer) -> Iterator[None]:
+        """Give the category of communication to what FSDP2 makes for it."""
+
+        def making(link: Link) -> Callable[..., Any]:
+            def call(*args: Any, **named: Any) -> Any:
+                with tracer.making(_COMMUNICATION):
+                    return link.call(*args, **named)
+
+            return call
+
+        def shapes(link: Link) -> Callable[..., Any]:
+            def call(*args: Any, **named: Any) -> Any:
+                with tracer.paused():
+                    return link.call(*args, **named)
+
+            return call
+
+        with ExitStack() as undo:
+            # A DTensor computes shapes on tensors as large as the whole.
+            undo.enter_context(wrapped(ShardingPropagator, "_propagate_tensor_meta_non_cached", shapes))
+            for name in ("unshard", "wait_for_unshard", "post_backward") if self.is_sharded else ():
+                undo.enter_context(wrapped(FSDPParamGroup, name, making))
+            yield
+
+    def _units(self, model: nn.Module) -> list[nn.Module]:
+        policy = self.strategy.kwargs.get("auto_wrap_policy") if self.kind == "fsdp" else None
+        if self.kind == "fsdp2":
+            return repeated_blocks(model)
+        return [] if policy is None else list(_chosen(model, policy)[0])
+
+    def _shard(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        options: dict[str, Any] = {"mesh": mesh["data_parallel"]}
+        if self.kind == "fsdp":
+            sharding = self.strategy.sharding_strategy.name
+            given = self.strategy.mixed_precision
+            policy = MixedPrecisionPolicy(
+                param_dtype=self.dtype if given is None else given.param_dtype,
+                reduce_dtype=self.dtype if given is None else given.reduce_dtype,
+            )
+            options |= {
+                "mesh": self._hybrid(mesh) if "HYBRID" in sharding else mesh["data_parallel"],
+                "reshard_after_forward": sharding in {"FULL_SHARD", "HYBRID_SHARD"},
+                "mp_policy": policy,
+                "offload_policy": CPUOffloadPolicy(pin_memory=False) if self.offloads else OffloadPolicy(),
+            }
+        shard: Any = fully_shard
+        sharded: nn.Module = shard(module, **options)
+        return sharded
+
+    def _hybrid(self, mesh: DeviceMesh) -> DeviceMesh:
+        """Return a mesh that shards within a machine and replicates between machines."""
+        return init_device_mesh(
+            mesh.device_type, (self.nodes, self.count // self.nodes), mesh_dim_names=("replicated", "sharded")
+        )
+
+
+def ranks_of(given: Mapping[str, Any]) -> Ranks:
+    """Return the ranks that a Trainer's arguments ask for.
+
+    Args:
+        given: the arguments by name; ``strategy`` may also be ``fsdp2``.
+
+    Raises:
+        ConfigError: the strategy is unknown, or cannot be simulated.
+
+    """
+    nodes = int(given.get("num_nodes") or 1)
+    count = _devices(given.get("devices")) * nodes
+    strategy = _strategy(given.get("strategy") or "auto", count)
+    if strategy is None or isinstance(strategy, SingleDeviceStrategy):
+        return Ranks()
+    if isinstance(strategy, DDPStrategy):
+        return Ranks(kind="ddp", data_parallel=count, strategy=strategy, nodes=nodes)
+    if isinstance(strategy, FSDPStrategy):
+        if strategy.sharding_strategy.name == "NO_SHARD":
+            return Ranks(kind="ddp", data_parallel=count, strategy=DDPStrategy(), nodes=nodes)
+        number = str(given.get("precision") or "32-true").partition("-")[0]
+        return Ranks(kind="fsdp", data_parallel=count, strategy=strategy, nodes=nodes, dtype=_HALVES.get(number))
+    if isinstance(strategy, ModelParallelStrategy):
+        data, tensor = strategy._data_parallel_size, strategy._tensor_parallel_size  # noqa: SLF001 no public ones
+        tensor = tensor if tensor != "auto" else count // (nodes if data == "auto" else data)
+        if count % tensor:
+            raise ConfigError(f"--devices {count}: must be a multiple of tensor_parallel_size {tensor}")
+        return Ranks(
+            kind="fsdp2", data_parallel=count // tensor, tensor_parallel=tensor, strategy=strategy, nodes=nodes
+        )
+    raise ConfigError(f"estimate: the strategy {type(strategy).__name__} is not simulated; {_KNOWN} are")
+
+
+def _devices(devices: Any) -> int:
+    """Return the number of devices of a machine; ``auto`` takes as many as this one has."""
+    if isinstance(devices, (list, tuple)):
+        return len(devices)
+    text = "auto" if devices is None else str(devices)
+    if text in {"auto", "-1"}:
+        return max(torch.cuda.device_count(), 1)
+    names = [name for name in text.split(",") if name]
+    if len(names) == 1 and not (names[0].isdecimal() and int(names[0]) > 0):
+        raise ConfigError(f"--devices {text}: must be a number of at least 1")
+    return int(names[0]) if len(names) == 1 else len(names)
+
+
+def _strategy(strategy: Any, count: int) -> Any:
+    """Return Lightning's strategy of a name; None for one device."""
+    if not isinstance(strategy, str):
+        return strategy
+    if strategy == "auto":
+        return DDPStrategy() if count > 1 else None
+    if strategy == "fsdp2":
+        return ModelParallelStrategy(count, 1)
+    if strategy not in StrategyRegistry:
+        raise ConfigError(f"--strategy {strategy}: unknown strategy; {_KNOWN} are simulated")
+    return StrategyRegistry.get(strategy)
+
+
+def _chosen(module: nn.Module, policy: Any) -> tuple[list[nn.Module], int]:
+    """Return the modules below that a policy of FSDP1 wraps, children first, and their parameters' elements."""
+    units: list[nn.Module] = []
+    taken = 0
+    for child in module.children():
+        whole = sum(parameter.numel() for parameter in child.parameters())
+        below, inside = (
+            _chosen(child, policy) if policy(module=child, recurse=True, nonwrapped_numel=whole) else ([], 0)
+        )
+        units += below
+        if policy(module=child, recurse=False, nonwrapped_numel=whole - inside):
+            units.append(child)
+            inside = whole
+        taken += inside
+    return units, taken
