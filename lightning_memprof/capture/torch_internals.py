@@ -36,7 +36,10 @@ if TYPE_CHECKING:
     from torch.distributed._tools.mem_tracker import _State as _State
     from torch.distributed._tools.mem_tracker import _UpdateType as _UpdateType
     from torch.distributed._tools.mod_tracker import ModTracker as ModTracker
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as FSDPParamGroup
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator as ShardingPropagator
     from torch.optim.optimizer import _foreach_supported_types as _foreach_supported_types
+    from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _get_current_dispatch_mode_stack
     from torch.utils._python_dispatch import _pop_mode as _pop_mode
@@ -147,6 +150,7 @@ def __getattr__(name: str) -> Any:
 _NO_TRACKER: Final = "ModuleMemory and FSDPMemory are not available"
 _NO_SAVED: Final = "SavedTensors is not available"
 _NO_ESTIMATE: Final = "lightning-memprof estimate is not available"
+_ONE_DEVICE: Final = "lightning-memprof estimate knows one device only"
 _NO_DISPATCH: Final = "Throughput(flops=True), ModuleMemory and FSDPMemory are disabled and reported"
 
 INTERNALS: Final = (
@@ -379,6 +383,33 @@ INTERNALS: Final = (
         names="_allgather_base_ _reduce_scatter_base_",
         used_for="recognize the buffers of fully_shard's collectives",
         without="FSDPMemory is disabled and reported",
+    ),
+    Internal(
+        owner="torch.distributed.fsdp._fully_shard._fsdp_param_group",
+        names="FSDPParamGroup",
+        used_for="recognize the buffers of communication in estimates",
+        without=_ONE_DEVICE,
+        fallback=None,
+    ),
+    Internal(
+        owner="torch.distributed.tensor._sharding_prop",
+        names="ShardingPropagator",
+        used_for="leave out tensors on which a DTensor computes shapes",
+        without=_ONE_DEVICE,
+        fallback=None,
+    ),
+    Internal(
+        owner="torch.distributed.tensor._sharding_prop:ShardingPropagator",
+        names="_propagate_tensor_meta_non_cached",
+        used_for="leave out tensors on which a DTensor computes shapes",
+        without=_ONE_DEVICE,
+    ),
+    Internal(
+        owner="torch.testing._internal.distributed.fake_pg",
+        names="FakeStore",
+        used_for="estimate one of several ranks in one process",
+        without=_ONE_DEVICE,
+        fallback=None,
     ),
     Internal(
         owner="torch.distributed.fsdp:FullyShardedDataParallel",

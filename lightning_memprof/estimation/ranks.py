@@ -22,11 +22,10 @@ from lightning.pytorch.strategies import (
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp.wrap import enable_wrap
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from lightning_memprof.capture.observe import Link, wrapped
+from lightning_memprof.capture.torch_internals import FakeStore, FSDPParamGroup, ShardingPropagator
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.estimation.changes import repeated_blocks
 
@@ -101,8 +100,6 @@ class Ranks:
         if not self.kind:
             yield None
             return
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
         distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=self.count)
         try:
             names = ("data_parallel", "tensor_parallel")
