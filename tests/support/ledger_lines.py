@@ -84,8 +84,12 @@ def out_of_bounds(findings: Iterable[Finding], *ledgers: TimeLedger | ByteLedger
         if finding.rule not in LINES:
             found.append(f"{finding.rule}: its lines are not in {__name__}.LINES")
             continue
-        whole = "step_ns" if worth.unit == "ns" else "peak_bytes"
-        of = [ledger for ledger in ledgers if ledger is not None and getattr(ledger, whole, None) == worth.whole]
+        wholes = ("step_ns", "running_ns") if worth.unit == "ns" else ("peak_bytes",)
+        of = [
+            ledger
+            for ledger in ledgers
+            if ledger is not None and worth.whole in {getattr(ledger, whole, None) for whole in wholes}
+        ]
         most = max((held(finding.rule, ledger) for ledger in of), default=-1.0)
         if not 0 <= worth.min <= worth.max <= most * (1 + 1e-9):
             found.append(f"{finding.rule}: {worth.min} to {worth.max} of {most} in {worth.whole}")

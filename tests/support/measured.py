@@ -24,7 +24,7 @@ MEASURED: Final = ROOT / "docs" / "measured"
 ALWAYS: Final = ("torch", "lightning", "lightning-memprof")
 
 
-def write_fragment(name: str, command: str, body: str, *, packages: Sequence[str] = ()) -> Path:
+def write_fragment(name: str, command: str, body: str, *, packages: Sequence[str] = (), is_dated: bool = True) -> Path:
     """Write ``docs/measured/NAME.md``: where the figures come from, and the figures. Give its path.
 
     Args:
@@ -32,23 +32,25 @@ def write_fragment(name: str, command: str, body: str, *, packages: Sequence[str
         command: what makes it again, as it is typed in the repository's root.
         body: Markdown below the origin; headings, if any, begin at the third level.
         packages: further distributions whose versions matter; ``NAME VERSION`` for one of another environment.
+        is_dated: whether the page has the day.
 
     """
     MEASURED.mkdir(exist_ok=True)
     path = MEASURED / f"{name}.md"
     # The name of the process: two commands may write at once.
     fresh = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    fresh.write_text(f"{origin(command, packages)}\n\n{body.strip()}\n", encoding="utf-8")
+    fresh.write_text(f"{origin(command, packages, is_dated=is_dated)}\n\n{body.strip()}\n", encoding="utf-8")
     fresh.replace(path)
     return path
 
 
-def origin(command: str, packages: Sequence[str] = ()) -> str:
+def origin(command: str, packages: Sequence[str] = (), *, is_dated: bool = True) -> str:
     """Say what made the figures: command, day, machine and versions, one line of Markdown each."""
     found = ", ".join([f"Python {platform.python_version()}", *(_versioned(each) for each in (*ALWAYS, *packages))])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    day = time.strftime(" on %Y-%m-%d", time.gmtime()) if is_dated else ""
     lines = (
-        f"Made by `{command}` on {time.strftime('%Y-%m-%d', time.gmtime())}{_commit()}",
+        f"Made by `{command}`{day}{_commit()}",
         f"{cores} core{'s' * (cores != 1)}, {processor()}, {platform.system()}",
         f"{found}",
     )

@@ -3,9 +3,11 @@
     python tests/verdicts/run.py                     the faults that rules may be developed with
     python tests/verdicts/run.py --set holdout       the faults that nobody may look at before a release
     python tests/verdicts/run.py --only padding --repeat 3 --loaded
+    python tests/verdicts/run.py --read build/verdicts.json --write
 
 Each training runs as ``lightning-memprof run SCRIPT`` with defaults: once with its fault, once healthy. Writes
-``build/verdicts.json``. The exit code is 1 if a training fails, the aims are missed or a healthy twin is accused.
+``build/verdicts.json``; ``--write`` writes ``docs/measured/verdicts.md`` too, also from the results of earlier runs.
+The exit code is 1 if a training fails, the aims are missed or a healthy twin is accused.
 """
 
 from __future__ import annotations
@@ -13,19 +15,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
 sys.path.append(str(Path(__file__).resolve().parent))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 
 from page_commands import command
+from results import Result, page, totals
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -40,9 +45,10 @@ from scoring import (
     is_healthy,
     page_of,
     score,
-    share,
     squeezed,
 )
+
+from measured import write_fragment
 
 HERE: Final = Path(__file__).resolve().parent
 RESULTS: Final = HERE.parents[1] / "build" / "verdicts.json"
@@ -58,26 +64,24 @@ class Case:
     repeat: int
 
 
-@dataclass(kw_only=True)
-class Result:
-    """What one training's page says. Points are -1 where they do not apply."""
-
-    name: str
-    domain: str
-    healthy: bool
-    repeat: int
-    seconds: float = 0.0
-    sentence: str = ""
-    next_step: str = ""
-    findings: list[str] = field(default_factory=list)
-    cause: int = -1
-    fix: int = -1
-    accused: list[str] = field(default_factory=list)
-    error: str = ""
-
-
 def main() -> int:
     options = parse()
+    results = [Result(**row) for file in options.read for row in json.loads(file.read_text())] or trained(options)
+    console = Console()
+    console.print(table_of(results))
+    passed = report(results, console)
+    if not options.read:
+        options.results.parent.mkdir(parents=True, exist_ok=True)
+        options.results.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+        console.print(f"Pages and points: {options.results}", soft_wrap=True)
+    if options.write:
+        path = write_fragment("verdicts", "make verdicts", page(results), is_dated=False)
+        console.print(f"Wrote {path}", soft_wrap=True)
+    return 0 if passed else 1
+
+
+def trained(options: argparse.Namespace) -> list[Result]:
+    """Run the trainings that the command line selects."""
     cases = [
         Case(expected, folder, healthy, repeat)
         for folder in (SETS if options.set == "all" else (options.set,))
@@ -88,13 +92,9 @@ def main() -> int:
     ]
     with busy_core() if options.loaded else contextlib.nullcontext():
         results = run_all(cases, options.jobs)
-    console = Console()
-    console.print(table_of(results))
-    passed = report(results, console)
-    options.results.parent.mkdir(parents=True, exist_ok=True)
-    options.results.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
-    console.print(f"Pages and points: {options.results}", soft_wrap=True)
-    return 0 if passed else 1
+    for result in results:
+        result.loaded = options.loaded
+    return results
 
 
 def parse() -> argparse.Namespace:
@@ -105,6 +105,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--loaded", action="store_true", help="keep one core busy with another process")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="trainings at the same time; default 1")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help=f"default: {RESULTS}")
+    parser.add_argument("--read", type=Path, nargs="+", default=[], metavar="FILE", help="results instead of trainings")
+    parser.add_argument("--write", action="store_true", help="write docs/measured/verdicts.md")
     return parser.parse_args()
 
 
@@ -136,14 +138,16 @@ def run_all(cases: Sequence[Case], jobs: int) -> list[Result]:
 def run_case(case: Case) -> Result:
     """Run one training in an empty directory and read its page. A failure is the result's error."""
     expected = case.expected
-    result = Result(name=expected.name, domain=expected.domain, healthy=case.healthy, repeat=case.repeat)
+    result = Result(
+        name=expected.name, domain=expected.domain, healthy=case.healthy, repeat=case.repeat, set=case.folder
+    )
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="verdicts-") as directory:
         try:
             read_page(case, Path(directory), result)
         except (OSError, ValueError, LookupError, subprocess.SubprocessError) as error:
             result.error = f"{type(error).__name__}: {error}"
-    result.seconds = round(time.monotonic() - began, 1)
+    result.seconds, result.load = round(time.monotonic() - began, 1), round(os.getloadavg()[0], 1)
     return result
 
 
@@ -179,19 +183,16 @@ def table_of(results: Sequence[Result]) -> Table:
 
 def report(results: Sequence[Result], console: Console) -> bool:
     """Print the scores and return whether all aims are met."""
-    faults = [result for result in results if not result.healthy and not result.error]
-    cause, fix = share(result.cause for result in faults), share(result.fix for result in faults)
-    accused = sum(bool(result.accused) for result in results)
-    errors = sum(bool(result.error) for result in results)
     for result in results:
         if result.healthy and result.sentence and not is_healthy(result.sentence):
             console.print(f"Another verdict on a healthy twin: {result.name}: {result.sentence}", markup=False)
+    found = totals(results)
     console.print(
-        f"Cause {cause:.0%} (aim {CAUSE_AIM:.0%}), next step {fix:.0%} (aim {NEXT_AIM:.0%}), of {len(faults)} faults; "
-        f"healthy twins accused: {accused}; failed to run: {errors}",
+        f"Cause {found.cause:.0%} (aim {CAUSE_AIM:.0%}), next step {found.fix:.0%} (aim {NEXT_AIM:.0%}), of "
+        f"{found.faults} faults; healthy twins accused: {found.accused}; failed to run: {found.errors}",
         highlight=False,
     )
-    return cause >= CAUSE_AIM and fix >= NEXT_AIM and not accused and not errors
+    return found.are_met
 
 
 if __name__ == "__main__":

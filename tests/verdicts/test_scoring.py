@@ -11,6 +11,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE))
 
 from promises import Comparison, Promise, promised  # noqa: E402 - its folder comes first
+from results import Result, page  # noqa: E402 - its folder comes first
 from scoring import (  # noqa: E402 - its folder comes first
     SETS,
     Expected,
@@ -121,3 +122,14 @@ def test_a_note_is_scored_by_the_finding_that_names_it():
     assert score(replace(PADDING, is_note=True), page) == Score(2, 2)
     assert score(PADDING, page) == Score(0, 0)
     assert score(replace(PADDING, is_note=True), Page("Compute-bound: 71%.", "Compile.", ())) == Score(0, 0)
+
+
+def test_the_page_of_scores_has_a_row_per_load_and_one_per_training():
+    fault = Result(name="padding", domain="data", healthy=False, repeat=0, sentence="Padding.", cause=2, fix=1)
+    twin = Result(name="padding", domain="data", healthy=True, repeat=0, sentence="Compute-bound.")
+    beside = replace(fault, loaded=True, load=3.0, cause=0, fix=0, sentence="Slow.")
+    failed = replace(twin, loaded=True, load=1.0, error="ValueError")
+    text = page([fault, twin, beside, failed])
+    assert "| faults | whatever else runs | 0.0 (max 0.0) | 1 | 100% | 50% | 1 | 0 | 0 |" in text
+    assert "| faults | another busy process | 2.0 (max 3.0) | 1 | 0% | 0% | 0 | 0 | 1 |" in text
+    assert "| data | padding | 2 | 50% | 25% | 0 | Padding. |" in text

@@ -49,7 +49,7 @@ def double_precision(facts: Facts) -> list[Finding]:
     if share < MIN_DOUBLE or ledger.steps < MIN_STEPS:
         return []
     spent = ledger.ns("forward", "backward", "optimizer") * share
-    worth = Recovery(unit="ns", min=spent * DOUBLE[0], max=spent * DOUBLE[1], whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=spent * DOUBLE[0], max=spent * DOUBLE[1], whole=ledger.running_ns)
     return [
         Finding(
             rule="double_precision",
@@ -145,7 +145,9 @@ def idle_cores(facts: Facts) -> list[Finding]:
     if not threads or cores < 2 * threads or not spent:
         return []
     saved = spent * (1 - threads / cores)
-    worth = Recovery(unit="ns", min=saved * SAVED_BY_THREADS[0], max=saved * SAVED_BY_THREADS[1], whole=ledger.step_ns)
+    worth = Recovery(
+        unit="ns", min=saved * SAVED_BY_THREADS[0], max=saved * SAVED_BY_THREADS[1], whole=ledger.running_ns
+    )
     if worth.share < NOTABLE:
         return []
     return [
@@ -215,7 +217,7 @@ def anomaly_detection(facts: Facts) -> list[Finding]:
         return []
     rank, ledger = ranks[0], facts.ledgers[ranks[0].rank]
     spent = ledger.ns("forward", "backward")
-    worth = Recovery(unit="ns", min=spent * ANOMALY[0], max=spent * ANOMALY[1], whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=spent * ANOMALY[0], max=spent * ANOMALY[1], whole=ledger.running_ns)
     return [
         Finding(
             rule="anomaly_detection",
@@ -265,7 +267,7 @@ def optimizer_bound(facts: Facts) -> list[Finding]:
     share = min(mean_share, statistics.median_shares["optimizer"])
     slow = [optimizer for optimizer in (rank.training.optimizers if rank.training else ()) if _loops(optimizer)]
     spent = share * ledger.step_ns
-    worth = Recovery(unit="ns", min=spent * FASTER[0], max=spent * FASTER[1], whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=spent * FASTER[0], max=spent * FASTER[1], whole=ledger.running_ns)
     if worth.share < NOTABLE or statistics.used < MIN_STEPS or not slow:
         return []
     optimizer_ns = round(mean_share * ledger.step_ns)
@@ -342,7 +344,7 @@ def dense_embedding(facts: Facts) -> list[Finding]:
         return []
     embedding, share = found
     spent = ledger.ns("optimizer")
-    worth = Recovery(unit="ns", min=spent * share / 2, max=spent * share, whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=spent * share / 2, max=spent * share, whole=ledger.running_ns)
     if worth.share < NOTABLE:
         return []
     return [
@@ -414,9 +416,9 @@ def small_batch(facts: Facts) -> list[Finding]:
     calling = min(called * CALL_NS, total(lines))
     optimizer, around = ledger.ns("optimizer"), ledger.ns("untracked", "callback")
     fixed = optimizer + around + calling
-    if not called or fixed < MIN_FIXED * ledger.step_ns:
+    if not called or fixed < MIN_FIXED * ledger.running_ns:
         return []
-    worth = Recovery(unit="ns", min=fixed * LARGER_BATCH[0], max=fixed * LARGER_BATCH[1], whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=fixed * LARGER_BATCH[0], max=fixed * LARGER_BATCH[1], whole=ledger.running_ns)
     return [
         Finding(
             rule="small_batch",

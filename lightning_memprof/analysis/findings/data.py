@@ -138,10 +138,10 @@ def workers_restart(facts: Facts) -> list[Finding]:
         return []
     rank, ledger = worst
     ns = _restarting(ledger)
-    if ns < NOTABLE * ledger.step_ns:
+    if ns < NOTABLE * ledger.running_ns:
         return []
     (line,) = (line for line in ledger.of("data_wait") if line.name == RESTART)
-    worth = Recovery(unit="ns", min=ns / 2, max=ns, whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=ns / 2, max=ns, whole=ledger.running_ns)
     loader = rank.training.dataloaders[0] if rank.training else None
     return [
         Finding(
@@ -172,7 +172,7 @@ def _restarting(ledger: TimeLedger) -> float:
 def _recovery(rank: Rank, ledger: TimeLedger, loaders: Sequence[DataLoaderFacts], at_epoch_starts: float) -> Recovery:
     wait = ledger.ns("data_wait")
     if at_epoch_starts >= EPOCH_STARTS_SHARE:
-        return Recovery(unit="ns", min=wait * at_epoch_starts / 2, max=wait * at_epoch_starts, whole=ledger.step_ns)
+        return Recovery(unit="ns", min=wait * at_epoch_starts / 2, max=wait * at_epoch_starts, whole=ledger.running_ns)
     workers = (loaders[0].num_workers or 0) if loaders else 0
     cores = rank.facts.cpu_count or MORE_WORKERS
     others = ledger.step_ns - wait
@@ -180,7 +180,7 @@ def _recovery(rank: Rank, ledger: TimeLedger, loaders: Sequence[DataLoaderFacts]
     loading = wait if not workers else ledger.step_ns * workers
     wanted = min(MORE_WORKERS, cores) if not workers else min(2 * workers, max(cores, workers))
     least = max(ledger.step_ns - max(others, loading / wanted), 0.0)
-    return Recovery(unit="ns", min=min(least, wait) / 2, max=wait, whole=ledger.step_ns)
+    return Recovery(unit="ns", min=min(least, wait) / 2, max=wait, whole=ledger.running_ns)
 
 
 def _in_few_steps(rank: Rank, share: float, loaders: Sequence[DataLoaderFacts]) -> bool:
@@ -329,7 +329,7 @@ def padding(facts: Facts) -> list[Finding]:
         return []
     spent = ledger.ns("forward", "backward") * share
     least, most = (spent * saved for saved in SAVED_OF_PADDING)
-    worth = Recovery(unit="ns", min=least, max=most, whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=least, max=most, whole=ledger.running_ns)
     steps = (LONGEST, GROUP) if beyond > padded / 2 else (GROUP, LONGEST)
     return [
         Finding(

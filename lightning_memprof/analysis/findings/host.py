@@ -171,7 +171,7 @@ def _of_actions(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy) -
 def _matters(ledger: TimeLedger, lines: Sequence[TimeLine]) -> bool:
     ns = total(lines)
     least = MIN_SHORT_NS if ledger.step_ns < SHORT_STEP_NS else MIN_NS
-    return ledger.steps >= MIN_STEPS and ns >= max(least, LEAST_SHARE * ledger.step_ns)
+    return ledger.steps >= MIN_STEPS and ns >= max(least, LEAST_SHARE * ledger.running_ns)
 
 
 def _of_action(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy, lines: Sequence[TimeLine]) -> Finding:
@@ -182,7 +182,7 @@ def _of_action(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy, li
     sentence = remedy.sentence if first else remedy.sentence.replace(", mostly {name}", "")
     if remedy.by_name and not first:
         sentence = f"{kind.capitalize()}s take {{share}} of each step{{on_rank}}; which ones was not recorded."
-    worth = Recovery(unit="ns", min=ns * remedy.saves[0], max=ns * remedy.saves[1], whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=ns * remedy.saves[0], max=ns * remedy.saves[1], whole=ledger.running_ns)
     once = 0 < count * ledger.steps < MIN_CALLS
     owner, _, hook = name.rpartition(".")
     special = AT_ONCE.format(name=name) if hook in OF_GRADIENTS else ADVICE.get(name.partition(".")[0])
@@ -242,9 +242,9 @@ def between_steps(facts: Facts) -> list[Finding]:
         return []
     rank, ledger = worst
     ns = ledger.ns("untracked")
-    if ns <= max(NOTABLE_BETWEEN * ledger.step_ns, MIN_BETWEEN_NS) or ledger.steps < MIN_STEPS:
+    if ns <= max(NOTABLE_BETWEEN * ledger.running_ns, MIN_BETWEEN_NS) or ledger.steps < MIN_STEPS:
         return []
-    worth = Recovery(unit="ns", min=0, max=ns - MIN_BETWEEN_NS, whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=0, max=ns - MIN_BETWEEN_NS, whole=ledger.running_ns)
     return [
         Finding(
             rule="between_steps",
@@ -282,7 +282,8 @@ def core_wait(facts: Facts) -> list[Finding]:
     """Find a training thread that is ready to run but waits for a core, and the processes that use the cores.
 
     Recovers half to all of this time. Below two thirds of the step it is the last of the warnings: findings about the
-    training itself still apply when the other processes have ended.
+    training itself still apply when the other processes have ended. Their worth is a share of the step without this
+    wait, so that other processes hide none of them. From two thirds on it is the first finding.
     """
     worst = facts.heaviest(lambda ledger: ledger.ns("core_wait"))
     if worst is None or not _matters(worst[1], worst[1].of("core_wait")) or is_oversubscribed(facts, worst[0]):
@@ -310,7 +311,7 @@ def core_wait(facts: Facts) -> list[Finding]:
                 "cores_of_training": use.own,
                 "cores_of_others": use.others,
             },
-            weight=worth.share if mostly else 0.0,
+            weight=1.0 if mostly else 0.0,
             recovers=worth,
         )
     ]
@@ -382,11 +383,11 @@ def slow_steps(facts: Facts) -> list[Finding]:
     durations = [(step, spent) for step, spent, _ in typical.steps] if typical else []
     few = few_steps(rank, [(step, spent if step in slow else 0) for step, spent in durations], stands_out=0)
     usual = sorted(spent for step, spent in durations if step not in slow)
-    if ns <= NOTABLE_STALLS * ledger.step_ns or longest.excess_ns < MIN_STALL_NS or few is None or not usual:
+    if ns <= NOTABLE_STALLS * ledger.running_ns or longest.excess_ns < MIN_STALL_NS or few is None or not usual:
         return []
     if min(stall.duration_ns for stall in ledger.stalls) < APART * usual[round(USUAL_PART * (len(usual) - 1))]:
         return []
-    worth = Recovery(unit="ns", min=0, max=ns, whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=0, max=ns, whole=ledger.running_ns)
     is_regular = few.repeats and len(few.steps) >= MIN_RHYTHM
     mostly = f", mostly in {longest.owner}" if longest.owner else ""
     factor = few.mean_ns / max(ledger.median_ns, 1)
@@ -452,7 +453,7 @@ def gc_pauses(facts: Facts) -> list[Finding]:
     if ns * ledger.steps < MIN_PAUSES * longest * (1 - ledger.share("core_wait")):
         return []
     found = pauses(rank)
-    worth = Recovery(unit="ns", min=ns * COLLECTED[0], max=ns * COLLECTED[1], whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=ns * COLLECTED[0], max=ns * COLLECTED[1], whole=ledger.running_ns)
     return [
         Finding(
             rule="gc_pauses",

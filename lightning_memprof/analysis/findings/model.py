@@ -95,7 +95,8 @@ class Evidence:
 class Recovery:
     """What a remedy would recover: nanoseconds per step or bytes of the peak, and its share of the whole, 0 to 1.
 
-    ``min`` and ``max`` are equal where the formula gives one figure.
+    ``min`` and ``max`` are equal where the formula gives one figure. The whole of a fault of the training is the step
+    without its wait for a core.
     """
 
     unit: Literal["ns", "bytes"]

@@ -175,9 +175,9 @@ def python_loop(facts: Facts) -> list[Finding]:
     loops = _loops(ledger, _recorded(facts, rank) or ledger)
     eager = [loop for loop in loops if not in_compiled(loop.module, rank)]
     loop = max(eager, key=lambda loop: (loop.ns, loop.repeated_ns), default=None)
-    if loop is None or loop.ns < NOTABLE_LOOP * ledger.step_ns:
+    if loop is None or loop.ns < NOTABLE_LOOP * ledger.running_ns:
         return []
-    worth = Recovery(unit="ns", min=loop.ns * BATCHED[0], max=loop.ns * BATCHED[1], whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=loop.ns * BATCHED[0], max=loop.ns * BATCHED[1], whole=ledger.running_ns)
     return [
         Finding(
             rule="python_loop",
@@ -230,11 +230,11 @@ def python_time(facts: Facts) -> list[Finding]:
     rank, ledger = worst
     ns = _python(ledger)
     called = sum(line.called for line in ledger.of("forward"))
-    if ns < NOTABLE_PYTHON * ledger.step_ns or called < MIN_CALLED:
+    if ns < NOTABLE_PYTHON * ledger.running_ns or called < MIN_CALLED:
         return []
     line = max((line for line in grouped(ledger.of("forward")) if line.operator == ""), key=lambda line: line.ns)
     where = f"the forward of {line.module}" if line.module else "training_step, outside of its submodules,"
-    worth = Recovery(unit="ns", min=ns * SAVED_PYTHON[0], max=ns * SAVED_PYTHON[1], whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=ns * SAVED_PYTHON[0], max=ns * SAVED_PYTHON[1], whole=ledger.running_ns)
     return [
         Finding(
             rule="python_time",
@@ -350,7 +350,7 @@ def unused_gradients(facts: Facts) -> list[Finding]:
     unused = _not_optimized(training.not_optimized, ledger) or _of_other_optimizers(rank, training.optimizers, ledger)
     if unused is None:
         return []
-    worth = Recovery(unit="ns", min=unused.min, max=unused.max, whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=unused.min, max=unused.max, whole=ledger.running_ns)
     if worth.share < NOTABLE:
         return []
     return [
@@ -385,7 +385,7 @@ def double_backward(facts: Facts) -> list[Finding]:
         return []
     rank, ledger = worst
     ns = ledger.double_backward_ns
-    worth = Recovery(unit="ns", min=ns * LESS_OFTEN[0], max=ns * LESS_OFTEN[1], whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=ns * LESS_OFTEN[0], max=ns * LESS_OFTEN[1], whole=ledger.running_ns)
     if worth.share < NOTABLE:
         return []
     share = percent(ns / ledger.step_ns)

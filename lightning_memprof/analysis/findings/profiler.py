@@ -48,7 +48,7 @@ def other_profiler(facts: Facts) -> list[Finding]:
     if seen is None or (ledger := facts.ledgers.get(seen.rank)) is None:
         return []
     passes, pauses = ledger.ns("forward", "backward"), ledger.ns("garbage")
-    worth = Recovery(unit="ns", min=pauses + passes * OTHER[0], max=pauses + passes * OTHER[1], whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=pauses + passes * OTHER[0], max=pauses + passes * OTHER[1], whole=ledger.running_ns)
     return [
         Finding(
             rule="other_profiler",

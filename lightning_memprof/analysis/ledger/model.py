@@ -161,6 +161,11 @@ class TimeLedger:
         """Return the time per step in which a rank waits for others (``rank_wait``), or transfers (``collective``)."""
         return total(line for line in self.communication if line.part == part)
 
+    @property
+    def running_ns(self) -> float:
+        """The step without its wait for a core: the same whether other processes use the cores or not."""
+        return self.step_ns - self.ns("core_wait")
+
     def of(self, *parts: TimePart) -> tuple[TimeLine, ...]:
         """Return the lines of some parts."""
         return tuple(line for line in self.lines if line.part in parts)
