@@ -137,6 +137,8 @@ SAME_FAULT: Final[Mapping[str, str]] = {
 }
 # What a few recorded steps show is not the run's, whose pulse has every step.
 OF_FEW_STEPS: Final = frozenset({"input_bound_trace"})
+# A busy machine is no fault of the training, which is bound by something of its own.
+OF_OTHERS: Final = ("core_wait", Severity.WARNING)
 # A person opens a few of thousands of traces.
 MAX_EVIDENCE: Final = 16
 
@@ -144,7 +146,7 @@ MAX_EVIDENCE: Final = 16
 def examine(facts: Facts) -> tuple[Finding, ...]:
     """Return every finding, the most severe first; if none is above info, ``nothing_found`` comes first.
 
-    A rule that raises is a finding of its own: it hides nothing else.
+    If only the wait for a core is, ``nothing_found`` comes second. A rule that raises is a finding of its own: it hides nothing else.
     """
     of_run = [finding for rule in RULES for finding in _guarded(rule, facts)]
     reported = {finding.rule for finding in of_run}
@@ -154,9 +156,13 @@ def examine(facts: Facts) -> tuple[Finding, ...]:
         if SAME_FAULT.get(finding.rule, "") not in reported and not (facts.ledgers and finding.rule in OF_FEW_STEPS)
     ]
     found = _by_severity([*of_run, *of_files])
-    if found and found[0].severity > Severity.INFO:
-        return found
-    return (*_guarded(nothing_found, facts), *found)
+    severe = [finding for finding in found if finding.severity > Severity.INFO]
+    if not severe:
+        return (*_guarded(nothing_found, facts), *found)
+    if [(finding.rule, finding.severity) for finding in severe] == [OF_OTHERS]:
+        bound = (replace(finding, severity=Severity.INFO) for finding in _guarded(nothing_found, facts))
+        return (*severe, *bound, *found[1:])
+    return found
 
 
 def examine_files(traces: Iterable[TraceReport], snapshots: Iterable[SnapshotReport]) -> tuple[Finding, ...]:

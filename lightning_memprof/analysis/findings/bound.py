@@ -122,7 +122,7 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
     """Return the module that bounds forward and backward, None where these are less than half of the step."""
     ledger = facts.ledgers[rank.rank]
     passes = ledger.ns("forward", "backward")
-    if passes < COMPUTE_BOUND * ledger.step_ns:
+    if passes < COMPUTE_BOUND * ledger.running_ns:
         return None
     heaviest, achieved = heaviest_module(ledger), None
     if heaviest is None:

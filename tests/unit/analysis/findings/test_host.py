@@ -442,6 +442,14 @@ def test_below_two_thirds_of_the_step_a_fault_of_the_training_comes_first(tmp_pa
     assert first.weight < (second.recovers.share if second.recovers else 0)
 
 
+def test_a_training_that_shares_its_cores_says_what_it_is_bound_by_itself(tmp_path: Path) -> None:
+    first, second, *_ = waits_for_a_core(tmp_path, 0.5, load=OTHERS_BUSY).values()
+    assert (first.rule, second.rule) == ("core_wait", "nothing_found")
+    assert second.sentence.startswith("Compute-bound: forward and backward take 43% of each step")
+    assert second.severity is Severity.INFO
+    assert "nothing_found" not in waits_for_a_core(tmp_path / "mostly", 0.7, load=OTHERS_BUSY)
+
+
 def test_worker_processes_that_share_the_cores_are_the_training_s_own(tmp_path: Path) -> None:
     load = {"process_cpu_percent": 100.0, "workers_cpu_percent": 650.0, "machine_cpu_percent": 99.0}
     finding = waits_for_a_core(tmp_path, 0.4, load=load, training=loader(num_workers=16))["core_wait"]
