@@ -137,7 +137,7 @@ SAME_FAULT: Final[Mapping[str, str]] = {
 }
 # What a few recorded steps show is not the run's, whose pulse has every step.
 OF_FEW_STEPS: Final = frozenset({"input_bound_trace"})
-# A busy machine is no fault of the training, which is bound by something of its own.
+# A training on a busy machine is bound by something of its own, too.
 OF_OTHERS: Final = ("core_wait", Severity.WARNING)
 # A person opens a few of thousands of traces.
 MAX_EVIDENCE: Final = 16
@@ -146,7 +146,8 @@ MAX_EVIDENCE: Final = 16
 def examine(facts: Facts) -> tuple[Finding, ...]:
     """Return every finding, the most severe first; if none is above info, ``nothing_found`` comes first.
 
-    If only the wait for a core is, ``nothing_found`` comes second. A rule that raises is a finding of its own: it hides nothing else.
+    If only the wait for a core is, ``nothing_found`` comes second. A rule that raises is a finding of its own: it hides
+    nothing else.
     """
     of_run = [finding for rule in RULES for finding in _guarded(rule, facts)]
     reported = {finding.rule for finding in of_run}
