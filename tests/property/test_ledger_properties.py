@@ -137,6 +137,7 @@ def test_the_ledgers_of_a_snapshot_sum_to_what_was_reserved_at_its_peak(recorded
             assert ledger.peak_bytes == live.reserved_bytes
             assert ledger.bytes("requested") == pytest.approx(live.requested_bytes, rel=NEAR)
             count += 1
+        assert not out_of_bounds(examine_files((), [report]), *map(snapshot_bytes, report.devices)), path
     assert count > 5
 
 

@@ -6,7 +6,8 @@ import heapq
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from lightning_memprof.analysis.findings.model import Evidence, Finding, Severity
+from lightning_memprof.analysis.findings.model import Evidence, Finding, Recovery, Severity
+from lightning_memprof.analysis.ledger.memory import snapshot_bytes
 from lightning_memprof.analysis.snapshot.replay import GROWS, SHRINKS, free_ranges
 from lightning_memprof.analysis.snapshot.report import held_lines
 from lightning_memprof.analysis.stacks import user_frame
@@ -51,6 +52,13 @@ def _seen_in(snapshot: SnapshotReport, device: DeviceReport, moment_us: int | No
             end_ns=None if end is None else end * 1000,
         ),
     )
+
+
+def _worth(device: DeviceReport, least: float, most: float, *categories: str) -> Recovery | None:
+    """Return bytes of the memory reserved at the peak, at most those of its lines; None if these have none."""
+    ledger = snapshot_bytes(device)
+    most = min(most, sum(map(ledger.bytes, categories)))
+    return Recovery(unit="bytes", min=min(least, most), max=most, whole=ledger.peak_bytes) if most > 0 else None
 
 
 def _shown(line: HeldLine) -> str:
@@ -234,7 +242,8 @@ STEADY: Final = "Pad batches to a few lengths: sizes that change with every batc
 def fragmentation(snapshot: SnapshotReport, device: DeviceReport) -> Finding | None:
     """Find reserved memory in pieces at the peak; a warning if that forced requests to the driver.
 
-    At any other time pieces are normal: after backward the activations are freed.
+    At any other time pieces are normal: after backward the activations are freed. Recovers at least the segments that
+    the pieces forced, at most all pieces; nothing for sure where segments grow already.
     """
     if not device.events:
         return None
@@ -243,11 +252,9 @@ def fragmentation(snapshot: SnapshotReport, device: DeviceReport) -> Finding | N
     if split < MIN_BYTES or split < NOTABLE_PIECES * reserved:
         return None
     forced = _forced(device)
-    added = (
-        f" {format_count(forced, 'segment')} came from the driver although as many bytes were free in smaller pieces."
-        if forced
-        else ""
-    )
+    worth = _worth(device, 0 if device.snapshot.is_expandable else sum(forced), split, "fragmentation")
+    made = format_count(len(forced), "segment")
+    added = f" {made} came from the driver although as many bytes were free in smaller pieces." if forced else ""
     if device.snapshot.is_expandable:
         next_steps = (STEADY, f"Or round allocations: {_alloc_conf(snapshot, 'roundup_power2_divisions:8')}.")
     else:
@@ -269,37 +276,45 @@ def fragmentation(snapshot: SnapshotReport, device: DeviceReport) -> Finding | N
             "pieces": len(pieces),
             "largest_piece_bytes": max(pieces),
             "peak_requested_bytes": device.peak_requested_bytes,
-            "forced_segments": forced,
+            "forced_segments": len(forced),
         },
-        weight=split / reserved,
+        weight=worth.share if worth else 0.0,
+        recovers=worth,
         evidence=_seen_in(snapshot, device, device.peak_time_us),
     )
 
 
-def _forced(device: DeviceReport) -> int:
-    """Count segments that were made although as many bytes were free in pieces, each of them too small."""
+def _forced(device: DeviceReport) -> list[int]:
+    """Return the sizes of segments that were made although as many bytes were free in pieces, each too small."""
     made = [(event.size, i) for i, event in enumerate(device.snapshot.events) if event.action == "segment_alloc"]
-    count = 0
+    forced = []
     for size, i in heapq.nlargest(MAX_CHECKS, made):
         sizes = [piece.size for piece in free_ranges(device, i - 1) if not piece.is_segment]
-        count += sum(sizes) >= size > max(sizes, default=0)
-    return count
+        forced += [size] if sum(sizes) >= size > max(sizes, default=0) else []
+    return forced
 
 
 SEVERE_PENDING: Final = 0.25
 
 
 def pending_frees(snapshot: SnapshotReport, device: DeviceReport) -> Finding | None:
-    """Find memory that is freed but waits for another stream, at the time of its maximum."""
+    """Find memory that is freed but waits for another stream, at the time of its maximum.
+
+    Recovers what the peak of requested bytes is above the one without such blocks; they raise no peak where nothing
+    else is allocated meanwhile.
+    """
     waiting = _waiting(device)
     at = max(range(len(waiting)), key=waiting.__getitem__) - 1
     most, reserved = waiting[at + 1], device.live_at(at).reserved_bytes
     share = most / reserved if reserved else 0.0
     if most < MIN_BYTES or share < NOTABLE_UNUSABLE:
         return None
+    others = max(device.live_at(i).requested_bytes - waiting[i + 1] for i in range(-1, device.events))
+    less = device.peak_requested_bytes - others
+    worth = _worth(device, less, less, "requested", "rounding") if less >= MIN_BYTES else None
     return Finding(
         rule="pending_frees",
-        severity=Severity.WARNING if share >= SEVERE_PENDING else Severity.INFO,
+        severity=Severity.WARNING if share >= SEVERE_PENDING and worth else Severity.INFO,
         sentence=f"{percent(share)} of the reserved memory of {_name(device)} was freed but waits for another stream.",
         why=(
             f"The program had freed {format_bytes(most)} of {format_bytes(reserved)}; a stream that also used them "
@@ -310,7 +325,8 @@ def pending_frees(snapshot: SnapshotReport, device: DeviceReport) -> Finding | N
             "With a stream of your own, wait for its event before the tensor is freed instead of record_stream.",
         ),
         numbers={"device": device.device, "pending_bytes": most, "reserved_bytes": reserved},
-        weight=share,
+        weight=worth.share if worth else 0.0,
+        recovers=worth,
         evidence=_seen_in(snapshot, device, device.snapshot.events[at].time_us if at >= 0 else None),
     )
 
@@ -330,13 +346,17 @@ SHARED_POOL: Final = (0, 0)
 
 
 def private_pools(snapshot: SnapshotReport, device: DeviceReport) -> Finding | None:
-    """Find unused memory in private pools, usually of CUDA graphs."""
+    """Find unused memory in private pools, usually of CUDA graphs.
+
+    Recovers at most the unused bytes: a shared pool is as large as its largest graph needs.
+    """
     pools = [pool for pool in device.pools if pool.pool != SHARED_POOL]
     unused = sum(pool.inactive_bytes for pool in pools)
     share = unused / device.snapshot.reserved_bytes if device.snapshot.reserved_bytes else 0.0
     if unused < MIN_BYTES or share < NOTABLE_UNUSABLE:
         return None
     count = len({pool.pool for pool in pools})
+    worth = _worth(device, 0, unused, "free_segments", "fragmentation")
     return Finding(
         rule="private_pools",
         severity=Severity.INFO,
@@ -350,7 +370,8 @@ def private_pools(snapshot: SnapshotReport, device: DeviceReport) -> Finding | N
             "With torch.compile(mode='reduce-overhead'), use few input shapes: each has its own graph.",
         ),
         numbers={"device": device.device, "unused_bytes": unused, "pools": count},
-        weight=share,
+        weight=worth.share if worth else 0.0,
+        recovers=worth,
         evidence=_seen_in(snapshot, device),
     )
 
@@ -360,11 +381,15 @@ NOTABLE_HOLDER: Final = 0.5
 
 
 def peak_holder(snapshot: SnapshotReport, device: DeviceReport) -> Finding | None:
-    """Find a line of the program with at least half of the live bytes at the peak."""
+    """Find a line of the program with at least half of the live bytes at the peak.
+
+    Recovers at most its bytes.
+    """
     line = next(iter(device.lines_at_peak), None)
     peak = device.peak_requested_bytes
     if line is None or not line.site or line.bytes < max(GIB, NOTABLE_HOLDER * peak):
         return None
+    worth = _worth(device, 0, line.bytes, "requested")
     return Finding(
         rule="peak_holder",
         severity=Severity.INFO,
@@ -381,6 +406,7 @@ def peak_holder(snapshot: SnapshotReport, device: DeviceReport) -> Finding | Non
             "blocks": line.blocks,
             "peak_requested_bytes": peak,
         },
-        weight=line.bytes / peak,
+        weight=worth.share if worth else 0.0,
+        recovers=worth,
         evidence=_seen_in(snapshot, device, device.peak_time_us),
     )

@@ -11,8 +11,9 @@ import pytest
 from ledger_lines import out_of_bounds
 from lightning_memprof.analysis import findings
 from lightning_memprof.analysis.findings import Facts, Finding
-from lightning_memprof.analysis.ledger.memory import ByteLedger
+from lightning_memprof.analysis.ledger.memory import ByteLedger, snapshot_bytes
 from lightning_memprof.analysis.ledger.model import TimeLedger
+from lightning_memprof.analysis.snapshot.report import SnapshotReport
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +33,8 @@ def bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def ledgers(facts: Any) -> list[TimeLedger | ByteLedger]:
     if isinstance(facts, Facts):
         return [*facts.ledgers.values(), *facts.byte_ledgers.values()]
+    if isinstance(facts, SnapshotReport):
+        return [*map(snapshot_bytes, facts.devices)]
     traces = facts if isinstance(facts, tuple) else (facts,)
     of_traces = chain.from_iterable((trace.host_ledger, trace.device_ledger) for trace in traces)
     return [ledger for ledger in of_traces if ledger is not None]

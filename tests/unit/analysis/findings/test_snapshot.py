@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from lightning_memprof.analysis.findings import Finding, Severity, examine_files
+from lightning_memprof.analysis.findings.model import Recovery
 from lightning_memprof.analysis.snapshot.report import snapshot_report
 from lightning_memprof.units import GIB, MIB
 from snapshots import (
@@ -121,6 +122,7 @@ def test_pieces_at_the_peak_are_a_warning_where_they_forced_new_segments(tmp_pat
         20,
     )
     assert finding.sentence == "40% of reserved memory of cuda:0 is in unused pieces at the peak."
+    assert finding.recovers == Recovery(unit="bytes", min=GIB, max=2000 * MIB, whole=GIB + 4000 * MIB)
     assert "expandable_segments:True" in finding.next_steps[0]
 
 
@@ -129,6 +131,17 @@ def test_pieces_that_forced_nothing_are_worth_knowing_only(tmp_path):
     finding = found(tmp_path, snapshot(held, [event("alloc", 0, 100 * MIB, MODEL)]))["fragmentation"]
     assert finding.severity is Severity.INFO
     assert "expandable" not in " ".join(finding.next_steps)
+    assert finding.recovers is not None
+    assert finding.recovers.min == 0
+
+
+def test_findings_of_a_snapshot_are_ranked_by_the_bytes_that_they_recover(tmp_path):
+    held = [segment(*pieces(20, 100 * MIB, 100 * MIB)), segment(block(64 * GIB, 3 * GIB, TRAIN))]
+    findings = found(tmp_path, snapshot(held, [event("alloc", 0, 100 * MIB, MODEL)]))
+    assert list(findings) == ["peak_holder", "fragmentation"]
+    held[1] = segment(block(64 * GIB, GIB + GIB // 2, TRAIN))
+    findings = found(tmp_path, snapshot(held, [event("alloc", 0, 100 * MIB, MODEL)]))
+    assert next(iter(findings)) == "fragmentation"
 
 
 def test_pieces_after_the_peak_are_what_backward_leaves_and_no_finding(tmp_path):
@@ -137,18 +150,29 @@ def test_pieces_after_the_peak_are_what_backward_leaves_and_no_finding(tmp_path)
     assert "fragmentation" not in found(tmp_path, snapshot([segment(*pieces(20, 100 * MIB, 100 * MIB))], ring))
 
 
-@pytest.mark.parametrize(("waiting", "severity"), [(GIB, Severity.INFO), (4 * GIB, Severity.WARNING)])
-def test_what_waits_for_another_stream_is_said_with_its_moment(tmp_path, waiting, severity):
+def pending(waiting: int, meanwhile: int) -> dict[str, Any]:
     ring = [
         event("alloc", 0, waiting, MODEL),
         event("free_requested", 0, waiting),
-        event("alloc", 8 * GIB, 512, MODEL),
+        event("alloc", 8 * GIB, meanwhile, MODEL),
         event("free_completed", 0, waiting),
     ]
-    data = snapshot([segment(unused(0, 8 * GIB)), segment(block(8 * GIB, 512))], ring)
-    finding = found(tmp_path, data)["pending_frees"]
+    return snapshot([segment(unused(0, 8 * GIB)), segment(block(8 * GIB, meanwhile))], ring)
+
+
+@pytest.mark.parametrize(("waiting", "severity"), [(GIB, Severity.INFO), (4 * GIB, Severity.WARNING)])
+def test_what_waits_for_another_stream_is_said_with_its_moment_and_what_it_adds_to_the_peak(
+    tmp_path, waiting, severity
+):
+    finding = found(tmp_path, pending(waiting, waiting))["pending_frees"]
     assert (finding.severity, finding.numbers["pending_bytes"]) == (severity, waiting)
     assert finding.evidence[0].start_ns == (START_US + 1000) * 1000
+    assert finding.recovers == Recovery(unit="bytes", min=waiting, max=waiting, whole=8 * GIB + waiting)
+
+
+def test_memory_that_waits_for_another_stream_while_nothing_else_is_allocated_adds_nothing(tmp_path):
+    finding = found(tmp_path, pending(4 * GIB, 512))["pending_frees"]
+    assert (finding.severity, finding.recovers) == (Severity.INFO, None)
 
 
 def test_what_is_freed_at_once_waits_for_nothing(tmp_path):
