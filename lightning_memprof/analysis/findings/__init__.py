@@ -137,8 +137,6 @@ SAME_FAULT: Final[Mapping[str, str]] = {
 }
 # What a few recorded steps show is not the run's, whose pulse has every step.
 OF_FEW_STEPS: Final = frozenset({"input_bound_trace"})
-# A training on a busy machine is bound by something of its own, too.
-OF_OTHERS: Final = ("core_wait", Severity.WARNING)
 # A person opens a few of thousands of traces.
 MAX_EVIDENCE: Final = 16
 
@@ -146,8 +144,8 @@ MAX_EVIDENCE: Final = 16
 def examine(facts: Facts) -> tuple[Finding, ...]:
     """Return every finding, the most severe first; if none is above info, ``nothing_found`` comes first.
 
-    If only the wait for a core is, ``nothing_found`` comes second. A rule that raises is a finding of its own: it hides
-    nothing else.
+    If only the wait for a core is, ``nothing_found`` comes second: a training on a busy machine is bound by something,
+    too. A rule that raises is a finding of its own: it hides nothing else.
     """
     of_run = [finding for rule in RULES for finding in _guarded(rule, facts)]
     reported = {finding.rule for finding in of_run}
@@ -160,10 +158,15 @@ def examine(facts: Facts) -> tuple[Finding, ...]:
     severe = [finding for finding in found if finding.severity > Severity.INFO]
     if not severe:
         return (*_guarded(nothing_found, facts), *found)
-    if [(finding.rule, finding.severity) for finding in severe] == [OF_OTHERS]:
-        bound = (replace(finding, severity=Severity.INFO) for finding in _guarded(nothing_found, facts))
+    if severe[0].rule != "core_wait":
+        return found
+    # Other processes make times longer, and memory no larger.
+    of_bytes = [each for each in severe if each.recovers is not None and each.recovers.unit == "bytes"]
+    of_times = [each for each in found if each not in of_bytes]
+    if len(severe) == 1 and severe[0].severity is Severity.WARNING:
+        bound = (replace(each, severity=Severity.INFO) for each in _guarded(nothing_found, facts))
         return (*severe, *bound, *found[1:])
-    return found
+    return (*of_bytes, *of_times)
 
 
 def examine_files(traces: Iterable[TraceReport], snapshots: Iterable[SnapshotReport]) -> tuple[Finding, ...]:

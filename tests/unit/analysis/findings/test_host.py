@@ -450,6 +450,13 @@ def test_a_training_that_shares_its_cores_says_what_it_is_bound_by_itself(tmp_pa
     assert "nothing_found" not in waits_for_a_core(tmp_path / "mostly", 0.7, load=OTHERS_BUSY)
 
 
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_memory_that_grows_comes_before_cores_that_others_take(tmp_path: Path, share: float) -> None:
+    rules = waits_for_a_core(tmp_path, share, load=OTHERS_BUSY, steps=60, rss_bytes=lambda step: (500 + step) * MIB)
+    assert list(rules)[:2] == ["memory_growth", "core_wait"]
+    assert rules["memory_growth"].severity is Severity.WARNING
+
+
 def test_worker_processes_that_share_the_cores_are_the_training_s_own(tmp_path: Path) -> None:
     load = {"process_cpu_percent": 100.0, "workers_cpu_percent": 650.0, "machine_cpu_percent": 99.0}
     finding = waits_for_a_core(tmp_path, 0.4, load=load, training=loader(num_workers=16))["core_wait"]
