@@ -263,7 +263,8 @@ def optimizer_bound(facts: Facts) -> list[Finding]:
     ledger = facts.ledgers[rank.rank]
     # An optimizer takes about the same time in each of its steps: a mean above the median is due to a few odd steps.
     # Hooks inside its phase are lines of their own.
-    mean_share = min(statistics.share("optimizer"), ledger.share("optimizer", "stall"))
+    stalls = sum(stall.excess_ns for stall in ledger.stalls if stall.owner == "optimizer") / ledger.steps
+    mean_share = min(statistics.share("optimizer"), (ledger.ns("optimizer") + stalls) / ledger.step_ns)
     share = min(mean_share, statistics.median_shares["optimizer"])
     slow = [optimizer for optimizer in (rank.training.optimizers if rank.training else ()) if _loops(optimizer)]
     spent = share * ledger.step_ns

@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,17 @@ def test_a_few_slow_optimizer_steps_are_no_finding(tmp_path: Path) -> None:
         phases=lambda _, step: {**HEALTHY, "optimizer": 500_000_000 if step == 20 else 1_200_000}, training=optimizer()
     )
     assert "optimizer_bound" not in found(tmp_path, fake)
+
+
+def test_stalls_of_other_phases_and_waits_for_a_core_are_not_the_optimizer(tmp_path: Path) -> None:
+    def shared(_: int, step: int) -> Mapping[str, int]:
+        waits = 8_000_000 if step % 5 else 0
+        return {**HEALTHY, "forward": 90_000_000 if step % 10 == 5 else 6_000_000, "optimizer": 1_000_000 + waits}
+
+    waits = FakeRun(steps=60, phases=shared, core_wait_ns=lambda step: 8_000_000 if step % 5 else 0)
+    rules = found(tmp_path, replace(waits, training=optimizer(parameters=1000)))
+    assert "core_wait" in rules
+    assert "optimizer_bound" not in rules
 
 
 def test_an_optimizer_that_steps_every_fourth_batch_counts_with_its_share_of_all_steps(tmp_path: Path) -> None:
