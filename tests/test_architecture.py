@@ -46,6 +46,7 @@ ONE_IMPORTER = {
     "report/export/memory_viz.py": "one format per module",
     "report/export/stacks.py": "one format per module",
     "report/perfetto.py": "a server; only one command starts it",
+    "testing/budgets.py": "imports numpy and the analysis; pytest imports the plugin in every session",
     "tensorboard/pages.py": "runs in a separate process",
 }
 # Folders in which every module has one importer by design.

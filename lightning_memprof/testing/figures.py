@@ -1,0 +1,203 @@
+"""The figures of a training that are the same in every run of the same program: bytes by category, and counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from lightning_memprof.analysis.memory.report import TRACKERS, memory_report
+from lightning_memprof.analysis.trace.columns import Kind, TraceColumns, read_columns
+from lightning_memprof.analysis.trace.communication import collective_calls
+from lightning_memprof.analysis.trace.device import device_events
+from lightning_memprof.analysis.trace.idle import synchronizations, training_lane
+from lightning_memprof.analysis.trace.intervals import nearest
+from lightning_memprof.analysis.trace.model import plain_kernel
+from lightning_memprof.analysis.trace.modules import HostThreads, Makers, Modules
+from lightning_memprof.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from lightning_memprof.analysis.memory.report import RankMemory
+    from lightning_memprof.analysis.run.model import Run
+
+__all__ = ["BYTES", "COUNTS", "Figures", "figures_of"]
+
+# Quantities by the category of the peak that they are; None is not a category.
+BYTES: Final[Mapping[str, str | None]] = {
+    "peak": None,
+    "saved_activations": None,
+    "parameters": "parameter",
+    "gradients": "gradient",
+    "optimizer_state": "optimizer_state",
+    "activations": "activation",
+    "inputs": "input",
+    "temporaries": "temporary",
+    "buffers": "buffer",
+}
+COUNTS: Final = ("operators", "kernels", "collectives", "syncs", "graph_breaks")
+_MODEL: Final = "(the model)"
+_ELSEWHERE: Final = "(outside modules)"
+# torch's event around each operator that a dispatch mode sees, here the memory tracker's.
+_DISPATCHED: Final = "PythonDispatchMode"
+# Operators that read values on the host, or whose result has a size that depends on values: they wait for a GPU.
+_READS: Final = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_local_scalar_dense", "equal", "masked_select", "nonzero", "unique_dim", "unique_consecutive", "_unique2",
+    )
+)  # fmt: skip
+_NO_DEVICE: Final = "the training ran without an accelerator"
+_NO_TRACKER: Final = "the memory tracker did not record the step"
+_OPTIMIZER: Final = "Optimizer.step#"
+_ACTION: Final = "[pl][profile]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """The figures of one training: the largest of its ranks.
+
+    Attributes:
+        values: bytes and counts by quantity.
+        parts: of a quantity by module, operator, kernel or category, largest first.
+        missing: reason by quantity that was not measured.
+        made_with: torch version and device.
+    """
+
+    values: Mapping[str, int]
+    parts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    missing: Mapping[str, str] = field(default_factory=dict)
+    made_with: str = ""
+
+
+def figures_of(run: Run) -> Figures:
+    """Return the figures of a run that was recorded with ``ModuleMemory``, ``SavedTensors`` and ``OperatorTrace``.
+
+    They are those of the last recorded step: earlier ones create the optimizer's state, and compile.
+    """
+    values: dict[str, int] = {}
+    parts: dict[str, Mapping[str, int]] = {}
+    missing: dict[str, str] = {}
+
+    def add(quantity: str, value: int, of: Counter[str]) -> None:
+        if value > values.get(quantity, -1):
+            values[quantity], parts[quantity] = value, dict(of.most_common())
+
+    last = replace(run, ranks=tuple(replace(rank, windows=rank.windows[-1:]) for rank in run.ranks))
+    for memory in memory_report(last.in_full).ranks:
+        for quantity, size, of in _sizes(memory, missing):
+            add(quantity, size, of)
+    for columns in _traces(last, missing):
+        for quantity, of in _counts(columns):
+            add(quantity, of.total(), of)
+    if "collectives" in values:
+        missing |= {"kernels": _NO_DEVICE, "operators": _NO_TRACKER}
+    facts = run.lead.facts
+    return Figures(
+        values=values,
+        parts={quantity: of for quantity, of in parts.items() if of},
+        missing={quantity: reason for quantity, reason in missing.items() if quantity not in values},
+        made_with=f"torch {facts.environment.get('torch', '?')} on {(facts.device or 'cpu').partition(':')[0]}",
+    )
+
+
+def _sizes(memory: RankMemory, missing: dict[str, str]) -> Iterator[tuple[str, int, Counter[str]]]:
+    peak, activations = memory.peak, memory.activations
+    if peak is None or peak.source not in TRACKERS:
+        reason = memory.reasons.get("peak", "the memory tracker recorded no step")
+        missing.update((quantity, reason) for quantity in BYTES if quantity != "saved_activations")
+    else:
+        words = {category: quantity for quantity, category in BYTES.items()}
+        by_module = _own(activations.parameters) if activations is not None else Counter()
+        sizes = Counter({words.get(name, name): size for name, size in peak.categories.items() if size})
+        yield "peak", peak.total_bytes, sizes
+        for quantity in (quantity for quantity, category in BYTES.items() if category is not None):
+            yield quantity, sizes[quantity], by_module if quantity == "parameters" else Counter()
+    if activations is None:
+        missing["saved_activations"] = memory.reasons.get("modules", "no backward was recorded")
+    else:
+        own = Counter({module.name or _MODEL: module.own_activation_bytes for module in activations.modules})
+        own[_ELSEWHERE] = activations.unattributed_bytes
+        yield "saved_activations", activations.total_bytes, +own
+
+
+def _own(inclusive: Mapping[str, int]) -> Counter[str]:
+    """Return the bytes of each module without its submodules."""
+    own = Counter({name or _MODEL: size for name, size in inclusive.items()})
+    for name, size in inclusive.items():
+        if name:
+            parent = name.rpartition(".")[0]
+            own[parent or _MODEL] -= size
+    return +own
+
+
+def _traces(run: Run, missing: dict[str, str]) -> Iterator[TraceColumns]:
+    """Yield the trace of each rank's window."""
+    windows = {(rank.rank, window.index) for rank in run.ranks for window in rank.windows}
+    reason = next((row.reason for row in run.unavailable if row.collector == "operator_trace"), "no trace was recorded")
+    for artifact in run.artifacts:
+        if artifact.type == "trace" and (artifact.rank, artifact.window) in windows:
+            try:
+                yield read_columns(artifact.file)
+            except ArtifactError as error:
+                reason = str(error)
+    missing.update({quantity: reason for quantity in COUNTS if quantity not in missing})
+
+
+def _counts(columns: TraceColumns) -> Iterator[tuple[str, Counter[str]]]:
+    """Yield the counts of one trace by quantity."""
+    device = device_events(columns)
+    operators, reads = _operators(columns)
+    if operators:
+        yield "operators", operators
+    yield "collectives", Counter(call.name for call in collective_calls(columns, device))
+    if not len(device.rows):
+        yield "syncs", reads
+        return
+    yield "syncs", Counter({wait.name: wait.count for wait in synchronizations(columns, device)})
+    launched = columns.names[columns.rows(Kind.KERNEL)].tolist()
+    yield "kernels", Counter(plain_kernel(columns.name_of[name]) for name in launched)
+
+
+def _operators(columns: TraceColumns) -> tuple[Counter[str], Counter[str]]:
+    """Return the operators that were dispatched, and those that read values on the host; by name and module.
+
+    An optimizer's reads do not count: its step counts are on the host, also on a GPU.
+    """
+    threads, modules = HostThreads(columns), Modules(columns)
+    dispatches = columns.named(lambda name: name == _DISPATCHED)
+    reading = columns.named(_READS.__contains__)
+    ranges = columns.named(lambda name: name.startswith((_OPTIMIZER, _ACTION)))
+    updates = columns.named(lambda name: name.startswith(_OPTIMIZER))
+    lead, makers = training_lane(columns), None
+    lanes = [lane for lane in np.unique(columns.lanes[threads.on_host]).tolist() if lane != lead]
+    operators: Counter[str] = Counter()
+    reads: Counter[str] = Counter()
+    for lane in [lead, *lanes] if lead >= 0 else lanes:
+        rows, parents, _ = threads.tree(lane)
+        names = columns.names[rows]
+        module = modules.around(rows, parents, makers)
+        makers = makers or Makers(*modules.makers(rows, module))
+        inside = parents >= 0
+        called = inside & dispatches[names[parents]]
+        operators += _labels(columns, modules, names[called], module[called])
+        is_read = reading[names] & (columns.kinds[rows] == Kind.OPERATOR)
+        inner = inside & (nearest(parents, is_read)[parents] >= 0)
+        around = nearest(parents, ranges[names])
+        is_read &= ~inner & ~((around >= 0) & updates[names[around]])
+        reads += _labels(columns, modules, names[is_read], module[is_read])
+    return operators, reads
+
+
+def _labels(
+    columns: TraceColumns, modules: Modules, names: NDArray[np.int32], owners: NDArray[np.int64]
+) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for (name, owner), count in Counter(zip(names.tolist(), owners.tolist(), strict=True)).items():
+        path = modules.path(owner)
+        found[f"{columns.name_of[name]} in {path}" if path else columns.name_of[name]] += count
+    return found
