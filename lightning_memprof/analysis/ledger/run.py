@@ -101,6 +101,8 @@ def run_ledger(
         # Of a phase that only stalls have nothing is left; rounding can make it negative.
         part, ns = _PART_OF_PHASE[phase], max(running - stalled.get(phase, 0.0), 0.0)
         mine = [line for line in named.get(phase, ()) if part not in _STEADY or line.part in _WITHIN]
+        if phase == "data_wait":
+            mine = _beside_pauses(ns, mine)
         if phase == "other":
             mine = [*mine, *_restarts(rank, ns - total(mine))]
         if waits_ns and (wait := min(waits_ns.get(phase, 0), ns - total(mine))) > 0:
@@ -240,6 +242,13 @@ def _divided(ns: float, lines: Sequence[TimeLine], rest: TimeLine) -> list[TimeL
     return [*(replace(line, ns=line.ns * scale) for line in lines), replace(rest, ns=max(ns - known, 0.0))]
 
 
+def _beside_pauses(ns: float, lines: Sequence[TimeLine]) -> list[TimeLine]:
+    """Return the lines of data wait: GC pauses of the whole run, and parts of a few recorded steps in what is left."""
+    found = [line for line in lines if line.part == "garbage"]
+    parts = [line for line in lines if line.part != "garbage"]
+    return [*found, *_divided(max(ns - total(found), 0.0), parts, TimeLine(part="data_wait", ns=0))[:-1]]
+
+
 def typical_in_windows(rank: Rank) -> tuple[int, ...]:
     """Return the steps in windows among the steps that a rank's figures come from."""
     typical = rank.typical_steps
@@ -255,11 +264,18 @@ def _window_factor(rank: Rank, median: float) -> float | None:
 
 
 def _named(rank: Rank) -> dict[str, list[TimeLine]]:
-    """Return lines by the pulse's phase: of the whole run where it has action totals; data wait of the windows."""
+    """Return lines by the pulse's phase: of the whole run where it has action totals.
+
+    The parts of data wait are those of the windows, but for GC pauses: a few steps have too many of them or none.
+    """
     in_windows = bool(typical_in_windows(rank))
     recorded = _recorded(rank, is_used=in_windows)
-    lines = recorded if in_windows else (_totals(rank) or recorded)
-    return {**lines, "data_wait": recorded.get("data_wait", [])}
+    totals = {} if in_windows else _totals(rank)
+    waits = recorded.get("data_wait", [])
+    if totals:
+        waits = [line for line in waits if line.part != "garbage"]
+        waits += [line for line in totals.get("data_wait", ()) if line.part == "garbage"]
+    return {**(totals or recorded), "data_wait": waits}
 
 
 def _totals(rank: Rank) -> dict[str, list[TimeLine]]:
