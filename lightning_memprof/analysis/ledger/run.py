@@ -243,7 +243,7 @@ def _divided(ns: float, lines: Sequence[TimeLine], rest: TimeLine) -> list[TimeL
 
 
 def _beside_pauses(ns: float, lines: Sequence[TimeLine]) -> list[TimeLine]:
-    """Return the lines of data wait: GC pauses of the whole run, and parts of a few recorded steps in what is left."""
+    """Return the lines of data wait: GC pauses of the whole run, and the recorded parts in the remaining time."""
     found = [line for line in lines if line.part == "garbage"]
     parts = [line for line in lines if line.part != "garbage"]
     return [*found, *_divided(max(ns - total(found), 0.0), parts, TimeLine(part="data_wait", ns=0))[:-1]]
