@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Final, Literal
 
@@ -33,7 +34,8 @@ _LARGE_CONTEXT_BYTES: Final = 550 * MIB
 _WORKSPACE: Final = 8_320 * KIB
 _WORKSPACE_HOPPER: Final = 32 * MIB
 
-# MiB as torch.cuda.get_device_properties() gives them. Source: the vendors' data sheets, less what the driver hides.
+# MiB as torch.cuda.get_device_properties() gives them. Source: torch's own messages of exhausted memory on Linux, the
+# smallest that users report: drivers hide more or less of what the data sheets say.
 _TOTAL_MIB: Final = MappingProxyType(
     {
         "NVIDIA B200": 182_642,
@@ -41,6 +43,10 @@ _TOTAL_MIB: Final = MappingProxyType(
         "NVIDIA H100 80GB": 81_079,
         "NVIDIA A100 80GB": 81_038,
         "NVIDIA A100 40GB": 40_330,
+        "NVIDIA RTX PRO 6000": 97_177,
+        "NVIDIA RTX 6000 Ada": 48_537,
+        "NVIDIA RTX A6000": 48_537,
+        "NVIDIA RTX A4000": 15_974,
         "NVIDIA L40S": 45_480,
         "NVIDIA A40": 45_403,
         "NVIDIA A10": 22_502,
@@ -51,13 +57,18 @@ _TOTAL_MIB: Final = MappingProxyType(
         "NVIDIA GeForce RTX 5090": 32_111,
         "NVIDIA GeForce RTX 4090": 24_110,
         "NVIDIA GeForce RTX 4080": 15_962,
-        "NVIDIA GeForce RTX 4060": 7_933,
+        "NVIDIA GeForce RTX 4070": 11_837,
+        "NVIDIA GeForce RTX 4060": 7_813,
         "NVIDIA GeForce RTX 3090": 24_246,
         "NVIDIA GeForce RTX 3080": 9_992,
-        "NVIDIA GeForce RTX 3060": 12_037,
+        "NVIDIA GeForce RTX 3070": 7_843,
+        "NVIDIA GeForce RTX 3060": 11_909,
+        "NVIDIA GeForce RTX 2080 Ti": 11_008,
     }
 )
-_HOPPER: Final = ("H100", "H200", "B200", "5090")
+_HOPPER: Final = ("H100", "H200", "B200", "PRO 6000", "5090")
+
+_BATCHLESS: Final = ("parameter", "gradient", "optimizer_state")
 
 Conclusion = Literal["fits", "does not fit", "too close to call", "no limit"]
 
@@ -140,10 +151,10 @@ class Estimate:
         modules: bytes at the peak by module and category.
         dtypes: bytes at the peak by dtype.
         live: bytes by category during the last step, in the order of its requests.
-        batch: shapes and dtypes of a batch.
-        batch_size: samples in a batch; None where the batch does not say.
         parameters: number of parameters.
         steps: how many steps were simulated.
+        batch: shapes and dtypes of a batch.
+        batch_size: samples in a batch; None where the batch does not say.
         ranks: how many devices train together; the figures are those of the one that needs most.
         strategy: ``ddp``, ``fsdp`` or ``fsdp2``; empty for one device.
         assumptions: what the figures rest on, a sentence each.
@@ -165,16 +176,21 @@ class Estimate:
     modules: Sequence[tuple[str, str, int]]
     dtypes: Mapping[str, int]
     live: Mapping[str, Sequence[int]]
-    batch: Sequence[str]
-    batch_size: int | None
     parameters: int
     steps: int
+    batch: Sequence[str] = ()
+    batch_size: int | None = None
     ranks: int = 1
     strategy: str = ""
     is_largest: bool = False
     assumptions: Sequence[str] = ()
     alternatives: Sequence[Alternative] = ()
     seconds: float = 0.0
+
+    @property
+    def batchless_bytes(self) -> int:
+        """Bytes of parameters, gradients and optimizer state, which no batch size changes."""
+        return sum(max(self.live.get(name, ()), default=0) for name in _BATCHLESS)
 
 
 def device_of(name: str, total_bytes: int, source: str) -> Device:
@@ -209,9 +225,17 @@ def device_named(name: str) -> Device:
     exact = [device for device in found if set(_words(device.name)) - {"nvidia", "geforce", "rtx"} == wanted]
     if len(exact or found) == 1:
         return (exact or found)[0]
-    several = "several devices have this name" if found else "no such device is known"
-    names = ", ".join(device.name.removeprefix("NVIDIA ") for device in found or DEVICES.values())
-    raise ConfigError(f"--device {name!r}: {several}: {names}; or give --device-memory, as in 24GiB")
+    if found:
+        names = ", ".join(_short(device) for device in found)
+        raise ConfigError(f"--device {name!r}: several devices have this name: {names}")
+    known = {_short(device): device for device in DEVICES.values()}
+    near = get_close_matches(name, known, n=3, cutoff=0.5)
+    names = f"; similar are {', '.join(near)}" if near else ""
+    raise ConfigError(f"--device {name!r}: no such device is known{names}; --device-memory 24GiB stands for any")
+
+
+def _short(device: Device) -> str:
+    return device.name.removeprefix("NVIDIA ").removeprefix("GeForce ")
 
 
 def _words(name: str) -> list[str]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch._C._profiler import _RecordFunctionFast as _RecordFunctionFast
     from torch._guards import active_fake_mode as active_fake_mode
     from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+    from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch.cuda.memory import _record_memory_history as _record_memory_history
@@ -458,7 +459,7 @@ INTERNALS: Final = (
     ),
     Internal(
         owner="torch._subclasses.fake_tensor",
-        names="DataDependentOutputException FakeTensorMode",
+        names="DataDependentOutputException DynamicOutputShapeException FakeTensorMode",
         used_for="estimates: run a step without memory",
         without=_NO_ESTIMATE,
         fallback=None,

@@ -13,6 +13,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lightning_memprof.cli.command import Command, add_format, write_document
 from lightning_memprof.cli.terminal import estimating, quiet_lightning
+from lightning_memprof.errors import ConfigError
 
 __all__ = ["COMMAND"]
 
@@ -52,6 +53,9 @@ def _add_options(parser: ArgumentParser) -> None:
 def _execute(options: Namespace) -> int:
     if not options.program:
         raise ArgumentError(None, "estimate: name a program, as in: lightning-memprof estimate train.py")
+    output = None if options.output is None else Path(options.output)
+    if output is not None and not output.parent.is_dir():
+        raise ConfigError(f"--output {output}: there is no folder {output.parent}")
     from lightning_memprof.estimation.estimator import Wanted, estimate_program
     from lightning_memprof.report.printers.html import estimate_to_html
     from lightning_memprof.report.printers.json import estimate_to_json
@@ -70,8 +74,8 @@ def _execute(options: Namespace) -> int:
         )
         estimate = estimate_program(options.program, wanted)
     document = estimate.document()
-    if options.output is not None:
-        Path(options.output).write_text(estimate_to_html(estimate), encoding="utf-8")
+    if output is not None:
+        output.write_text(estimate_to_html(estimate), encoding="utf-8")
     write_document(document, options.format, partial(estimate_to_json, estimate), is_full=options.all)
     return 0
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -14,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_memprof.errors import ConfigError
 
-__all__ = ["Change", "checkpoint_blocks", "parse_change", "repeated_blocks"]
+__all__ = ["Change", "checkpoint_blocks", "combined", "parse_change", "repeated_blocks"]
 
 _PRECISIONS: Final = ("32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed", "64-true")
 # Source: block size of bitsandbytes' AdamW8bit, which keeps small tensors in float32.
@@ -50,6 +52,7 @@ class _AdamW8bit(Optimizer):
         return {**moments, **scales}
 
 
+_CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _OPTIMIZERS: Final = ("sgd", "momentum", "adam", "adamw", "adagrad", "rmsprop", "adafactor", "adamw8bit")
 
 
@@ -69,7 +72,7 @@ class Change:
 
     name: str
     costs: str
-    trainer: dict[str, Any] | None = None
+    trainer: Mapping[str, Any] = field(default_factory=dict)
     optimizer: str | None = None
     is_checkpointed: bool = False
     batch_divisor: int = 1
@@ -77,7 +80,7 @@ class Change:
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return a Trainer's arguments with the change."""
         accumulated = (given.get("accumulate_grad_batches") or 1) * self.batch_divisor
-        return {**given, **(self.trainer or {}), "accumulate_grad_batches": accumulated}
+        return {**given, **self.trainer, "accumulate_grad_batches": accumulated}
 
     def optimizers(self, found: Iterable[Optimizer]) -> list[Optimizer]:
         """Return optimizers of the change's kind for the parameters of those of the program."""
@@ -85,34 +88,51 @@ class Change:
 
 
 def parse_change(text: str) -> Change:
-    """Return a change such as ``precision=bf16-mixed``, ``checkpointing``, ``accumulate=4`` or ``optimizer=sgd``.
+    """Return a change such as ``precision=bf16-mixed``, or several at once: ``checkpointing+accumulate=4``.
 
     Raises:
         ConfigError: there is no such change, or its value is invalid.
 
     """
-    name, _, value = text.partition("=")
-    if text == "checkpointing":
-        costs = "a second forward of the blocks"
-        return Change(name=text, costs=costs, is_checkpointed=True)
+    return combined([_one_change(part, text) for part in text.split("+")])
+
+
+def combined(changes: Sequence[Change]) -> Change:
+    """Return one change for several."""
+    optimizers = [change.optimizer for change in changes if change.optimizer]
+    return Change(
+        name="+".join(change.name for change in changes),
+        costs=", ".join(change.costs for change in changes if change.costs),
+        trainer={name: value for change in changes for name, value in change.trainer.items()},
+        optimizer=optimizers[-1] if optimizers else None,
+        is_checkpointed=any(change.is_checkpointed for change in changes),
+        batch_divisor=math.prod(change.batch_divisor for change in changes),
+    )
+
+
+def _one_change(part: str, text: str) -> Change:
+    name, _, value = part.partition("=")
+    if part == "checkpointing":
+        return Change(name=part, costs="a second forward of the blocks", is_checkpointed=True)
     if name == "precision":
         if value not in _PRECISIONS:
             raise ConfigError(f"--what-if {text}: the precision must be one of {', '.join(_PRECISIONS)}")
-        costs = "memory" if value == "64-true" else "" if value == "32-true" else "precision"
-        return Change(name=text, costs=costs, trainer={"precision": value, "plugins": None})
+        costs = "" if value in {"32-true", "64-true"} else "coarser rounding"
+        return Change(name=part, costs=costs, trainer={"precision": value, "plugins": None})
     if name == "optimizer":
         if value not in _OPTIMIZERS:
             raise ConfigError(f"--what-if {text}: the optimizer must be one of {', '.join(_OPTIMIZERS)}")
-        return Change(name=text, costs="different updates", optimizer=value)
-    if name == "accumulate":
+        return Change(name=part, costs="other updates", optimizer=value)
+    if name in {"accumulate", "devices"}:
         if not value.isdecimal() or int(value) < 1:
-            raise ConfigError(f"--what-if {text}: must be a number of batches, as in accumulate=4")
-        return Change(
-            name=text, costs=f"{value} passes per step",
-            batch_divisor=int(value),
-        )  # fmt: skip
-    known = "checkpointing, precision=, optimizer= and accumulate="
-    raise ConfigError(f"--what-if {text}: unknown change; known are {known}")
+            raise ConfigError(f"--what-if {text}: must be a number, as in {name}=4")
+        if name == "devices":
+            return Change(name=part, costs="communication", trainer={"devices": value})
+        return Change(name=part, costs=f"{value} passes per step", batch_divisor=int(value))
+    if name == "strategy" and value:
+        return Change(name=part, costs="communication", trainer={"strategy": value})
+    known = "checkpointing, precision=, optimizer=, accumulate=, devices= and strategy="
+    raise ConfigError(f"--what-if {text}: unknown change; known are {known}, several at once joined by +")
 
 
 def _optimizer(name: str, like: Optimizer) -> Optimizer:
@@ -140,14 +160,35 @@ def checkpoint_blocks(model: nn.Module) -> int:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost modules of one class among the children of one module that have parameters and children."""
-    groups: dict[type, list[nn.Module]] = {}
+    """Return the outermost modules of the classes of which a module has several, each with parameters and children.
+
+    Of these classes, those in containers such as ``ModuleList`` come first: two encoders as attributes are not blocks,
+    and their layers are.
+    """
+    siblings = list(_siblings(model))
+    own = [(parent, child) for parent, child in siblings if type(child) not in _CONTAINERS]
+    contained = {type(child) for parent, child in own if type(parent) in _CONTAINERS}
+    classes = contained or {type(child) for _, child in own}
+    if classes:
+        return list(_outermost(model, lambda module: type(module) in classes))
+    return list(_outermost(model, {child for _, child in siblings}.__contains__))
+
+
+def _siblings(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yield each module beside another one of its class, after its parent."""
+    for parent in model.modules():
+        children = [child for child in parent.children() if _has_parts(child)]
+        counts = Counter(map(type, children))
+        yield from ((parent, child) for child in children if counts[type(child)] > 1)
+
+
+def _has_parts(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None and next(module.parameters(), None) is not None
+
+
+def _outermost(model: nn.Module, is_block: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
     for child in model.children():
-        if next(child.children(), None) is not None and next(child.parameters(), None) is not None:
-            groups.setdefault(type(child), []).append(child)
-    found = [block for group in groups.values() if len(group) > 1 for block in group]
-    repeated = set(map(id, found))
-    for child in model.children():
-        if id(child) not in repeated:
-            found += repeated_blocks(child)
-    return found
+        if is_block(child) and _has_parts(child):
+            yield child
+        else:
+            yield from _outermost(child, is_block)

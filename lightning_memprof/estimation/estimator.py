@@ -19,7 +19,7 @@ from lightning_memprof.analysis.estimate import Alternative, Device, device_name
 from lightning_memprof.capture.observe import Link, wrapped
 from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.estimation.allocator_settings import environment_settings
-from lightning_memprof.estimation.changes import Change, parse_change
+from lightning_memprof.estimation.changes import Change, combined, parse_change
 from lightning_memprof.estimation.construction import LargeOnMeta
 from lightning_memprof.estimation.ranks import ranks_of
 from lightning_memprof.estimation.simulation import Variation, simulate
@@ -104,8 +104,8 @@ class Wanted:
     def __post_init__(self) -> None:
         """Validate the values before the program runs."""
         self.target()
-        self.changes()
-        ranks_of(self.trainer())
+        for arguments in ({}, *(change.trainer for change in self.changes())):
+            ranks_of({**self.trainer(), **arguments})
         environment_settings(os.environ)
         if self.batch_size == "max" and self.target().usable_bytes is None:
             raise ConfigError("--batch-size max: needs --device or --device-memory")
@@ -183,29 +183,55 @@ def estimate_program(program: Sequence[str], wanted: Wanted) -> Estimate:
 
 def estimate(
     model: LightningModule,
-    data: LightningDataModule | Any,
+    train_dataloaders: Any = None,
+    datamodule: LightningDataModule | None = None,
     *,
     trainer: Trainer | None = None,
     device: str | None = None,
-    **wanted: Any,
+    device_memory: str | None = None,
+    batch_size: str | int | None = None,
+    seq_len: str | int | None = None,
+    batch_shape: str | None = None,
+    devices: str | int | None = None,
+    strategy: str | None = None,
+    what_if: Sequence[str] = (),
 ) -> Estimate:
-    """Estimate the memory of ``trainer.fit(model, data)`` without running it; the objects stay as they are.
+    """Estimate the memory of ``trainer.fit(model, ...)`` without running it; the objects stay as they are.
 
     Args:
         model: what is trained; its tensors may be on ``meta``.
-        data: a datamodule, or a loader of batches; one real batch is read for its shapes.
+        train_dataloaders: as for ``Trainer.fit``, also a datamodule; one real batch is read for its shapes. None takes
+            the model's own.
+        datamodule: as for ``Trainer.fit``.
         trainer: precision, accumulation, clipping and callbacks are its own; None is Lightning's default.
-        device: name of a GPU, or ``cpu``; None takes this machine's GPU, and otherwise gives no limit.
-        **wanted: further attributes of :class:`Wanted`.
+        device: see :class:`Wanted`, as all that follow.
+        device_memory: the device's memory.
+        batch_size: samples in a batch.
+        seq_len: tokens in a sample.
+        batch_shape: shapes of the batch's tensors.
+        devices: GPUs that train together.
+        strategy: how they do.
+        what_if: changes.
 
     Raises:
         ConfigError: a value is invalid.
         MemprofError: the training cannot run without data.
 
     """
-    name = "datamodule" if isinstance(data, LightningDataModule) else "train_dataloaders"
-    fit = Fit(trainer=_arguments(trainer), model=model, data={name: data}, program=type(model).__name__)
-    return _estimate(fit, Wanted(device=device, **wanted))
+    wanted = Wanted(
+        device=device,
+        device_memory=device_memory,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        batch_shape=batch_shape,
+        devices=devices,
+        strategy=strategy,
+        what_if=what_if,
+    )
+    given = {"train_dataloaders": train_dataloaders, "datamodule": datamodule}
+    data = {name: value for name, value in given.items() if value is not None}
+    fit = Fit(trainer=_arguments(trainer), model=model, data=data, program=type(model).__name__)
+    return _estimate(fit, wanted)
 
 
 def _arguments(trainer: Trainer | None) -> dict[str, Any]:
@@ -218,6 +244,7 @@ def _arguments(trainer: Trainer | None) -> dict[str, Any]:
         "gradient_clip_val": trainer.gradient_clip_val,
         "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
         "callbacks": list(getattr(trainer, "callbacks", ())),
+        "max_epochs": trainer.max_epochs,
         "strategy": trainer.strategy,
         "devices": trainer.num_devices,
         "num_nodes": trainer.num_nodes,
@@ -229,6 +256,8 @@ def _estimate(fit: Fit, wanted: Wanted) -> Estimate:
     fit = replace(fit, trainer={**fit.trainer, **wanted.trainer()})
     precision = fit.trainer.get("precision")
     changes = wanted.changes(None if precision is None else str(precision))
+    if ranks_of(fit.trainer).kind == "ddp" and not wanted.what_if:
+        changes.append(parse_change("strategy=fsdp2"))
     count = 1 + max(len(lengths) - 1, 0) + len(changes)
     variation = Variation(
         batch_size=wanted.samples(), sequence_length=lengths[0] if lengths else None, shapes=wanted.shapes()
@@ -245,8 +274,17 @@ def _estimate(fit: Fit, wanted: Wanted) -> Estimate:
     for done, (change, other) in enumerate(zip([*others, *changes], varied, strict=True), start=1):
         wanted.progress(change.name, done, count)
         alternatives.append(_alternative(fit, change, other, found))
+    working = [change for change, other in zip(changes, alternatives[len(others) :], strict=True) if not other.problem]
+    if len(working) > 1 and not wanted.what_if and not _any_fits(found, alternatives):
+        change = combined(working)
+        wanted.progress(change.name, count, count + 1)
+        alternatives.append(_alternative(fit, change, replace(variation, change=change), found))
     values = {field.name: getattr(found, field.name) for field in fields(found)}
     return Estimate(**{**values, "alternatives": alternatives, "is_largest": wanted.batch_size == "max"})
+
+
+def _any_fits(found: model.Estimate, alternatives: Sequence[Alternative]) -> bool:
+    return any(fit in {"fits", "no limit"} for fit in (found.fit, *(other.fit for other in alternatives)))
 
 
 def _alternative(fit: Fit, change: Change, variation: Variation, base: model.Estimate) -> Alternative:
@@ -282,6 +320,7 @@ def _largest(first: model.Estimate, tried: Callable[[int], model.Estimate]) -> m
 
     """
     best: model.Estimate | None = None
+    smallest = first
     fitting, failing = 0, _MOST_SAMPLES
     samples = first.batch_size or 1
     while failing - fitting > 1:
@@ -289,11 +328,14 @@ def _largest(first: model.Estimate, tried: Callable[[int], model.Estimate]) -> m
         if found.fit == "fits":
             best, fitting = found, samples
         else:
-            failing = samples
+            smallest, failing = found, samples
         samples = fitting * 2 if failing == _MOST_SAMPLES else (fitting + failing) // 2
         samples = min(max(samples, 1), _MOST_SAMPLES - 1)
     if best is None:
-        raise MemprofError(f"estimate: not even one sample fits into {first.device.name}")
+        needed, usable = format_bytes(smallest.reserved.likely_bytes), format_bytes(first.device.usable_bytes or 0)
+        alone = f"parameters, gradients and optimizer state alone take {format_bytes(smallest.batchless_bytes)}"
+        words = f"not even one sample fits into {first.device.name}, which has {usable} usable"
+        raise MemprofError(f"estimate: {words}: it needs {needed}, and {alone}")
     return best
 
 

@@ -8,10 +8,12 @@ import logging
 import multiprocessing
 import os
 import pickle  # nosec B403
+import re
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -20,24 +22,66 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_memprof.analysis.estimate import Conclusion, Device, Estimate, Reserved
 from lightning_memprof.capture.sources.batches import batch_samples
+from lightning_memprof.capture.sources.compiled import is_compiled
 from lightning_memprof.capture.sources.tensors import tensors_in
+from lightning_memprof.capture.torch_internals import DynamicOutputShapeException
 from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.estimation.allocator_settings import environment_settings
 from lightning_memprof.estimation.changes import Change, checkpoint_blocks
 from lightning_memprof.estimation.ranks import ranks_of
 from lightning_memprof.estimation.requests import Demand, demand
 from lightning_memprof.estimation.simulated_device import Target
-from lightning_memprof.estimation.trainer import STEPS, Fit, SimulatedStrategy, trainer_options
+from lightning_memprof.estimation.storages import is_program
+from lightning_memprof.estimation.trainer import STEPS, Fit, SimulatedStrategy, later_needs, trainer_options
 from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
-    from lightning_memprof.estimation.storages import StorageLog
+    from collections.abc import Iterable, Iterator
+
+    from torch import nn
+
+    from lightning_memprof.estimation.storages import Assumed, StorageLog
 
 __all__ = ["Variation", "simulate"]
 
 _POINTS: Final = 300
 _PATIENCE_S: Final = 5.0
-_ADVICE: Final = "if it also fails in a real run, the program has a bug"
+_OTHER_NUMBER: Final = 2
+_ADVICE: Final = "--debug shows the traceback"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """What a simulation in a child process found.
+
+    Attributes:
+        estimate: the estimate.
+        numbers: the places where the program reads numbers of tensors.
+        requests: how many storages were made, and their bytes.
+
+    """
+
+    estimate: Estimate
+    numbers: Sequence[str]
+    requests: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Failure:
+    """Why there is no estimate.
+
+    Attributes:
+        message: in one line.
+        traceback: of the child process; empty where the message says all.
+
+    """
+
+    message: str
+    traceback: str = ""
+
+
+class _ChildError(Exception):
+    """Carries the traceback of a child process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +93,7 @@ class Variation:
         batch_size: samples in a batch; None keeps the loader's.
         sequence_length: tokens in a sample; None keeps the loader's.
         shapes: of the batch's tensors, in their order; empty keeps the loader's.
+        number: the value that is assumed where the program reads a number of a tensor.
 
     """
 
@@ -56,6 +101,7 @@ class Variation:
     batch_size: int | None = None
     sequence_length: int | None = None
     shapes: Sequence[Sequence[int]] = ()
+    number: int = 1
 
 
 def simulate(fit: Fit, device: Device, variation: Variation | None = None) -> Estimate:
@@ -67,22 +113,46 @@ def simulate(fit: Fit, device: Device, variation: Variation | None = None) -> Es
     """
     if "fork" not in multiprocessing.get_all_start_methods():
         raise MemprofError("estimate: needs a platform that can fork a process, such as Linux")
-    return _in_child(lambda: _simulated(fit, device, variation or Variation()))
+    variation = variation or Variation()
+    found = _in_child(lambda: _simulated(fit, device, variation))
+    if found.numbers and variation.change is None:
+        _refuse_dependence(found, lambda: _simulated(fit, device, replace(variation, number=_OTHER_NUMBER)))
+    return found.estimate
 
 
-def _in_child(work: Callable[[], Estimate]) -> Estimate:
+def _refuse_dependence(found: _Found, other: Callable[[], _Found]) -> None:
+    """Refuse an estimate that another assumed number would change.
+
+    Raises:
+        MemprofError: it would.
+
+    """
+    try:
+        is_same = _in_child(other).requests == found.requests
+    except MemprofError:
+        # The program refuses the other number.
+        return
+    if not is_same:
+        places = " or ".join(found.numbers)
+        words = f"a loop or a shape depends on a value that is read at {places}, which an estimate does not have"
+        raise MemprofError(f"estimate: {words}; give it a fixed upper bound")
+
+
+def _in_child(work: Callable[[], _Found]) -> _Found:
     context = multiprocessing.get_context("fork")
     mine, theirs = context.Pipe(duplex=False)
 
     def run() -> None:
         try:
+            # The parent's threads of OpenMP are not here, and work that is split among them would wait forever.
+            torch.set_num_threads(1)
             # After a backward of the parent torch has no thread for the device: this thread runs backward itself.
             with _quiet(), torch.autograd.set_multithreading_enabled(False):
-                found: Estimate | str = work()
+                found: _Found | _Failure = work()
         except MemprofError as error:
-            found = str(error)
+            found = _Failure(message=str(error))
         except BaseException as error:  # noqa: BLE001 any failure of the program's code becomes one line
-            found = _failure(error)
+            found = _Failure(message=_line(error), traceback="".join(traceback.format_exception(error)))
         theirs.send_bytes(pickle.dumps(found))
         theirs.close()
         # The program's exit handlers are the parent's.
@@ -104,9 +174,9 @@ def _in_child(work: Callable[[], Estimate]) -> Estimate:
         # Nothing is waited for: after its answer the child ends at once, and an interrupted one is not needed.
         child.kill()
         child.join()
-    if isinstance(found, str):
-        raise MemprofError(found)
-    result: Estimate = found
+    if isinstance(found, _Failure):
+        raise MemprofError(found.message) from (_ChildError(f"\n{found.traceback}") if found.traceback else None)
+    result: _Found = found
     return result
 
 
@@ -123,23 +193,24 @@ def _quiet() -> Any:
         yield
 
 
-def _failure(error: BaseException) -> str:
-    import traceback
-
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = (os.sep + "torch" + os.sep, os.sep + "lightning" + os.sep, os.sep + "lightning_memprof" + os.sep)
-    own = [frame for frame in frames if not any(part in frame.filename for part in ours)]
-    place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+def _line(error: BaseException) -> str:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_program(frame.filename)]
+    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     words = " ".join(str(error).split())[:300]
-    if isinstance(error, StopIteration):
+    if isinstance(error, StopIteration) and not frames:
         return "estimate: the loader has no batch; --batch-shape does not replace it"
-    if type(error).__name__ == "DynamicOutputShapeException":
+    if isinstance(error, DynamicOutputShapeException):
         words = f"a shape depends on values{place} ({words}), which an estimate does not have"
         return f"estimate: {words}; for an upper bound keep all rows, as torch.where does"
+    if custom := re.search(r"There was no fake impl registered for <CustomOpDef\(([^)]*)\)>", words):
+        words = f"the operator {custom[1]}{place} has no implementation without data"
+        return f"estimate: {words}; torch.library.register_fake gives it one"
+    if ".numpy()" in words:
+        return f"estimate: a tensor becomes an array of NumPy{place}, which needs its values ({_ADVICE})"
     return f"estimate: the training failed without data{place}: {type(error).__name__}: {words} ({_ADVICE})"
 
 
-def _simulated(fit: Fit, device: Device, variation: Variation) -> Estimate:
+def _simulated(fit: Fit, device: Device, variation: Variation) -> _Found:
     began = time.monotonic()
     target = Target(is_gpu=device.name != "CPU", workspace_bytes=device.workspace_bytes)
     change = variation.change or Change(name="", costs="")
@@ -147,7 +218,9 @@ def _simulated(fit: Fit, device: Device, variation: Variation) -> Estimate:
         raise MemprofError("estimate: the model has no blocks that repeat")
     arguments = change.arguments(fit.trainer)
     ranks = ranks_of(arguments)
-    strategy = SimulatedStrategy(target, ranks, lambda batch: _resized(batch, variation), change.optimizers)
+    strategy = SimulatedStrategy(
+        target, ranks, lambda batch: _resized(batch, variation), change.optimizers, variation.number
+    )
     options = trainer_options(arguments, strategy, target)
     try:
         Trainer(**options).fit(fit.model, **fit.data)
@@ -156,6 +229,20 @@ def _simulated(fit: Fit, device: Device, variation: Variation) -> Estimate:
         strategy.teardown()
     if not any(part.step == STEPS - 1 for part in log.parts):
         raise MemprofError(f"estimate: the training ended before {STEPS} steps")
+    estimate = replace(
+        _estimate(log, fit, device),
+        batch=_shapes(strategy.batch),
+        batch_size=batch_samples(strategy.batch),
+        ranks=ranks.count,
+        strategy=ranks.kind,
+        assumptions=[*ranks.assumptions(), *later_needs(arguments), *_assumptions(fit.model, assumed)],
+        seconds=time.monotonic() - began,
+    )
+    numbers = list(dict.fromkeys(place for _, place, is_condition in assumed if not is_condition))
+    return _Found(estimate=estimate, numbers=numbers, requests=(len(log.sizes), sum(log.sizes)))
+
+
+def _estimate(log: StorageLog, fit: Fit, device: Device) -> Estimate:
     peak = log.peak()
     part = log.part_at(peak.position)
     module_bytes = log.by(peak, "module", "category")
@@ -174,21 +261,17 @@ def _simulated(fit: Fit, device: Device, variation: Variation) -> Estimate:
         modules=[(module, category, count) for (module, category), count in module_bytes.most_common()],
         dtypes={name.removeprefix("torch."): count for (name,), count in log.by(peak, "dtype").most_common()},
         live=log.curve(next(part.position for part in log.parts if part.step == STEPS - 1), _POINTS),
-        batch=_shapes(strategy.batch),
-        batch_size=batch_samples(strategy.batch),
         parameters=sum(parameter.numel() for parameter in fit.model.parameters()),
         steps=STEPS,
-        ranks=ranks.count,
-        strategy=ranks.kind,
-        assumptions=[
-            *ranks.assumptions(),
-            *(
-                f"{place}: {operator.split('.')[1]} reads a value of a tensor; 1 was assumed, False for a condition"
-                for operator, place in assumed
-            ),
-        ],
-        seconds=time.monotonic() - began,
     )
+
+
+def _assumptions(model: nn.Module, assumed: Iterable[Assumed]) -> Iterator[str]:
+    if is_compiled(model):
+        yield "the model runs without torch.compile, with which it often needs less"
+    for operator, place, is_condition in assumed:
+        value = "False" if is_condition else "1"
+        yield f"{place}: {operator.split('.')[1]} reads a value of a tensor; {value} was assumed"
 
 
 def _demand(log: StorageLog, device: Device) -> Demand:

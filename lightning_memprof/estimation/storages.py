@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from array import array
@@ -9,12 +10,15 @@ from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import lightning
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+import lightning_memprof
 from lightning_memprof.capture.observe import Link, wrapped
 from lightning_memprof.capture.sources.tensors import dense_parts
 from lightning_memprof.capture.torch_internals import (
@@ -23,6 +27,7 @@ from lightning_memprof.capture.torch_internals import (
     _current_graph_task_id,
     tree_leaves,
 )
+from lightning_memprof.errors import MemprofError
 from lightning_memprof.estimation.requests import Requests
 
 if TYPE_CHECKING:
@@ -30,14 +35,16 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["GRANULE", "LABELS", "Part", "Peak", "StorageLog", "StorageTracer"]
+__all__ = ["GRANULE", "LABELS", "Assumed", "Part", "Peak", "StorageLog", "StorageTracer", "is_program"]
 
 _IMAGES: Final = 4
 _ITEM: Final = "aten._local_scalar_dense.default"
 _GEMM: Final = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"})
+# A loop that waits for a value never ends.
+_MOST_READS: Final = 5_000
+_LIBRARIES: Final = tuple(str(Path(found.__path__[0])) + os.sep for found in (torch, lightning, lightning_memprof))
 # torch's optimizers and clipping read values that decide no shape.
-_LIBRARIES: Final = ("/torch/", "/lightning/", "/lightning_memprof/")
-_HARMLESS: Final = ("/torch/optim/", "/torch/nn/utils/", "/torch/amp/")
+_HARMLESS: Final = tuple(str(Path(torch.__path__[0], part)) + os.sep for part in ("optim", "nn/utils", "amp"))
 GRANULE: Final = 512
 """CUDA's allocator rounds requests up to this many bytes."""
 LABELS: Final = ("category", "dtype", "module", "operator")
@@ -71,6 +78,21 @@ class Peak(NamedTuple):
     live_bytes: int
     position: int
     numbers: tuple[int, ...]
+
+
+class Assumed(NamedTuple):
+    """A place where the program reads a value of a tensor.
+
+    Attributes:
+        operator: that reads it.
+        place: file and line.
+        is_condition: whether the value is True or False.
+
+    """
+
+    operator: str
+    place: str
+    is_condition: bool
 
 
 class _Names:
@@ -248,19 +270,21 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         log: the storages.
-        assumed: how often a value was read from a tensor, which has none, by operator and source line.
+        assumed: the values that were read from tensors, which have none: how often, by operator and source line.
 
     Args:
         device: the device whose storages count.
         granule: see :class:`StorageLog`.
         workspace_bytes: cuBLAS keeps this much for each thread that multiplies matrices: forward's and backward's.
+        number: the value that is assumed where a number is read; where a condition is, it is False.
 
     """
 
-    def __init__(self, device: torch.device, granule: int, workspace_bytes: int = 0) -> None:
+    def __init__(self, device: torch.device, granule: int, workspace_bytes: int = 0, number: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = StorageLog(granule=granule)
-        self.assumed: Counter[tuple[str, str]] = Counter()
+        self.assumed: Counter[Assumed] = Counter()
+        self._number = number
         self._kind = device.type
         self._workspace_bytes = workspace_bytes
         self._with_workspace: set[str] = set()
@@ -424,11 +448,13 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._new(self._workspace_bytes, "workspace", "torch.uint8", f"cuBLAS in {thread}")
 
     def _assume(self, name: str, args: Any) -> Any:
+        is_condition = name != _ITEM or args[0].dtype == torch.bool
         if place := _user_line():
-            self.assumed[name, place] += 1
-        if name != _ITEM:
-            return False
-        return False if args[0].dtype == torch.bool else 1
+            found = Assumed(name, place, is_condition)
+            self.assumed[found] += 1
+            if self.assumed[found] > _MOST_READS:
+                raise MemprofError(f"estimate: {place} loops until a value changes, which an estimate does not have")
+        return False if is_condition else self._number
 
 
 def _forward_workspace(args: Any, result: Any) -> Iterator[int]:
@@ -451,14 +477,19 @@ _CONVOLUTIONS: Final = {
 }
 
 
+def is_program(filename: str) -> bool:
+    """Return whether a source file is neither torch's, Lightning's nor ours."""
+    return not filename.startswith(("<", *_LIBRARIES))
+
+
 def _user_line() -> str:
     """Return file and line of the innermost frame that belongs to the program; empty where it decides no shape."""
     frame: Any = sys._getframe(2)  # noqa: SLF001 inspect.stack() reads source files
     while frame is not None:
-        path = frame.f_code.co_filename.replace("\\", "/")
-        if any(part in path for part in _HARMLESS):
+        path = frame.f_code.co_filename
+        if path.startswith(_HARMLESS):
             return ""
-        if not path.startswith("<") and not any(part in path for part in _LIBRARIES):
+        if is_program(path):
             return f"{path}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     BasePredictionWriter,
     Checkpoint,
     DeviceStatsMonitor,
@@ -17,6 +18,7 @@ from lightning.pytorch.callbacks import (
     LearningRateMonitor,
     ModelSummary,
     ProgressBar,
+    StochasticWeightAveraging,
     Timer,
 )
 from lightning.pytorch.cli import SaveConfigCallback
@@ -44,13 +46,15 @@ if TYPE_CHECKING:
     from lightning_memprof.estimation.ranks import Ranks
     from lightning_memprof.estimation.simulated_device import Target
 
-__all__ = ["STEPS", "Fit", "SimulatedStrategy", "trainer_options"]
+__all__ = ["STEPS", "Fit", "SimulatedStrategy", "later_needs", "trainer_options"]
 
 STEPS: Final = 3
 """The second step has the optimizer's state; the third has the allocator's cache of a whole one before it."""
 
 
 _MANY: Final = 1_000_000
+# Lightning's default without max_steps.
+_EPOCHS: Final = 1_000
 _KEPT: Final = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "overfit_batches")
 # They write files, read values, or watch a real device; none keeps tensors.
 _LEFT_OUT: Final = (
@@ -138,6 +142,7 @@ class SimulatedStrategy(SingleDeviceStrategy):
         ranks: the devices that train together.
         resize: returns the batch to train on, from the loader's first one.
         optimizers: returns the optimizers to train with, from the program's.
+        number: the value that is assumed where the program reads a number of a tensor.
 
     """
 
@@ -147,6 +152,7 @@ class SimulatedStrategy(SingleDeviceStrategy):
         ranks: Ranks,
         resize: Callable[[Any], Any],
         optimizers: Callable[[Iterable[Optimizer]], list[Optimizer]],
+        number: int,
     ) -> None:
         super().__init__(accelerator=_SimulatedAccelerator(), device="cpu")
         self.tracer: StorageTracer
@@ -158,6 +164,7 @@ class SimulatedStrategy(SingleDeviceStrategy):
         self._buckets: torch.Tensor | None = None
         self._resize = resize
         self._replaced = optimizers
+        self._number = number
         self._simulation = ExitStack()
 
     def setup_environment(self) -> None:
@@ -175,7 +182,7 @@ class SimulatedStrategy(SingleDeviceStrategy):
         trainer.fit_loop.setup_data()
         device = self._simulation.enter_context(self._target.simulated())
         self._root_device = device
-        tracer = StorageTracer(device, self._target.granule, self._target.workspace_bytes)
+        tracer = StorageTracer(device, self._target.granule, self._target.workspace_bytes, self._number)
         self.tracer = self._simulation.enter_context(tracer)
         for name in ("log", "log_dict"):
             # Lightning copies what is logged, which tensors without data refuse; it is a few numbers.
@@ -292,14 +299,13 @@ def trainer_options(given: Mapping[str, Any], strategy: SimulatedStrategy, targe
         target: the device to imitate.
 
     """
-    callbacks = given.get("callbacks") or []
-    callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
-    kept = [callback for callback in callbacks if not isinstance(callback, _LEFT_OUT)]
+    kept = [callback for callback in _callbacks(given) if not isinstance(callback, _LEFT_OUT)]
     return {
         **{name: given[name] for name in _KEPT if given.get(name) is not None},
         **_precision(given, target.kind),
         "strategy": strategy,
         "max_steps": STEPS,
+        "max_epochs": given.get("max_epochs") or _EPOCHS,
         "callbacks": [*kept, _Parts(lambda: strategy.tracer)],
         "logger": DummyLogger(),
         "limit_val_batches": 0,
@@ -308,6 +314,21 @@ def trainer_options(given: Mapping[str, Any], strategy: SimulatedStrategy, targe
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
+
+
+def later_needs(given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what the Trainer's callbacks do after the simulated steps, a sentence each."""
+    for callback in _callbacks(given):
+        name = type(callback).__name__
+        if isinstance(callback, BaseFinetuning):
+            yield f"{name} may train more parameters later, which needs more"
+        if isinstance(callback, StochasticWeightAveraging):
+            yield f"{name} averages on the device later, which needs another copy of the parameters"
+
+
+def _callbacks(given: Mapping[str, Any]) -> list[Callback]:
+    callbacks = given.get("callbacks") or []
+    return [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
 
 
 def _precision(given: Mapping[str, Any], kind: str) -> dict[str, Any]:

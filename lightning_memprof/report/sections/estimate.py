@@ -50,13 +50,14 @@ _LOOKS: Final[dict[str, tuple[Badge, Style]]] = {
     "no limit": ("none", ""),
 }
 _NAMED: Final = 3
+_OUTSIDE: Final = "(no module)"
 
 
 def estimate_document(estimate: Estimate) -> Document:
     """Return the document of an estimate."""
     badge, style = _LOOKS[estimate.fit]
     return Document(
-        title=f"{estimate.program} on {estimate.device.name}",
+        title=estimate.program,
         kind="estimate",
         about=_about(estimate),
         status="estimated" if estimate.fit == "no limit" else estimate.fit,
@@ -91,7 +92,7 @@ def _about(estimate: Estimate) -> Words:
     ranks = f" · {estimate.strategy} on {estimate.ranks} devices" if estimate.strategy else ""
     samples = "batch" if estimate.batch_size is None else f"batch of {format_count(estimate.batch_size, 'sample')}"
     shapes = f" ({', '.join(estimate.batch)})" if estimate.batch else ""
-    parts: list[str | Cell] = [f"{estimate.program} on {estimate.device.name} · "]
+    parts: list[str | Cell] = [f"{estimate.device.name} · "]
     return Phrase((*parts, rate(estimate.parameters, "parameters"), f" · {samples}{shapes}{ranks}"))
 
 
@@ -125,11 +126,13 @@ def _next(estimate: Estimate) -> str:
     limit = estimate.device.usable_bytes
     if limit is None or estimate.fit == "fits":
         return ""
-    known = [changed for changed in estimate.alternatives if changed.reserved is not None]
-    fitting = [changed.change for changed in known if changed.fit == "fits"]
+    fitting = [changed.change for changed in estimate.alternatives if changed.fit == "fits"]
     if fitting:
         return f"It fits with {' or '.join(fitting)}."
-    return "None of the changes below makes it fit alone; try --batch-size max." if known else ""
+    if estimate.batchless_bytes > limit:
+        alone = format_bytes(estimate.batchless_bytes)
+        return f"Parameters, gradients and optimizer state alone need {alone}: no batch size makes it fit."
+    return "None of the changes below makes it fit; try --batch-size max." if estimate.alternatives else ""
 
 
 def _overview(estimate: Estimate) -> Section:
@@ -159,7 +162,7 @@ def _line(changed: Alternative, estimate: Estimate) -> Line:
     if changed.reserved is None:
         return Line(changed.change, changed.problem, "dim")
     likely = changed.reserved.likely_bytes
-    costs = f"; costs {changed.costs}" if changed.costs else ""
+    costs = f"; {changed.costs}" if changed.costs else ""
     difference = change(likely - estimate.reserved.likely_bytes)
     return Line(changed.change, phrase(f"{{}} ({{}}){costs}", size(likely), difference))
 
@@ -183,10 +186,10 @@ def _modules(estimate: Estimate) -> Section:
         title="Peak memory by module",
         columns=(Column("module", "code"), Column("category"), Column("bytes", "bytes", has_share=True)),
         rows=[
-            (code(module or "(none)"), text(category(name)), size(value, whole))
+            (code(module or _OUTSIDE), text(category(name)), size(value, whole))
             for module, name, value in estimate.modules
         ],
-        notes=["Activations belong to the module whose forward makes them; (none) is outside the modules' forward."],
+        notes=[f"Activations belong to the module whose forward makes them; {_OUTSIDE} is all else, such as the loss."],
     )
     return Section("modules", "Modules", parts=[table])
 
@@ -220,12 +223,12 @@ def _alternative(changed: Alternative, estimate: Estimate) -> Iterator[Cell]:
 
 def _basis(estimate: Estimate) -> Section:
     facts = Facts(
-        "Basis",
+        "Simulation",
         [
             ("device", text(f"{estimate.device.name} ({estimate.device.source})")),
             ("steps simulated", text(str(estimate.steps))),
             ("time of the simulation", duration(estimate.seconds * 1e9)),
         ],
     )
-    assumed = Lines("Assumptions", [Line("assumed", words) for words in estimate.assumptions])
-    return Section("basis", "Basis", parts=[facts, assumed] if estimate.assumptions else [facts])
+    others = Lines("Further assumptions", [Line("assumed", words) for words in estimate.assumptions[_NAMED:]])
+    return Section("basis", "Basis", parts=[facts, others] if others.rows else [facts])

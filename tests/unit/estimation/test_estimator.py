@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memprof import estimate
 from lightning_memprof.analysis.estimate import DEVICES, device_named, parse_bytes
 from lightning_memprof.errors import ConfigError, MemprofError
-from lightning_memprof.estimation.changes import checkpoint_blocks, parse_change
+from lightning_memprof.estimation import storages
+from lightning_memprof.estimation.changes import checkpoint_blocks, parse_change, repeated_blocks
 from lightning_memprof.estimation.construction import LargeOnMeta
 from lightning_memprof.estimation.estimator import Wanted, estimate_program
 from lightning_memprof.units import GIB, MIB
@@ -45,6 +47,13 @@ class Net(LightningModule):
 loader = DataLoader(TensorDataset(torch.zeros({samples}, 256)), batch_size=8)
 Trainer(accelerator="gpu", devices=2, precision="bf16-mixed").fit(Net(), loader)
 print("after the fit")
+"""
+
+
+CUSTOM = """
+@torch.library.custom_op("estimated::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
 """
 
 
@@ -125,6 +134,16 @@ def test_a_program_ends_at_its_fit_and_writes_nothing(tmp_path: Path, capsys: py
     [
         ({"step": "x = x[x > 0]"}, r"a shape depends on values at .*train\.py:14"),
         ({"step": "raise ValueError('mine')"}, r"failed without data at .*train\.py:14: ValueError: mine"),
+        ({"step": "x = x * torch.from_numpy(x.detach().cpu().numpy()).sum()"}, "array of NumPy at .*train.py:14"),
+        ({"step": "for _ in range(int(x.sum())): x = self.layer(x)"}, r"a value that is read at .*train\.py:14"),
+        (
+            {"step": "x = x * x.new_ones(int(x.sum()), 8, 1)"},
+            r"a value that is read at .*train\.py:14",
+        ),
+        (
+            {"step": "x = torch.ops.estimated.twice(x)", "before": CUSTOM},
+            "operator estimated::twice at .*register_fake",
+        ),
         ({"samples": 0}, "the loader has no batch"),
         ({"before": "raise KeyError('early')"}, "failed before Trainer.fit: KeyError: 'early'"),
         ({"before": "sys.exit(3)"}, "ended with exit code 3 before Trainer.fit"),
@@ -140,9 +159,76 @@ def test_a_program_that_cannot_be_estimated_is_refused_in_a_line(
 
 
 @FORKS
+def test_a_loop_that_waits_for_a_value_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storages, "_MOST_READS", 100)
+    step = "while not (x.sum() > 0).item(): x = x + 1"
+    with pytest.raises(MemprofError, match=r"train\.py:14 loops until a value changes"):
+        estimate_program(program(tmp_path, step=step), Wanted(what_if=("none",)))
+
+
+@FORKS
 def test_values_that_a_program_reads_are_assumed_and_listed(tmp_path: Path) -> None:
     found = estimate_program(program(tmp_path, step="print(x.mean().item())"), Wanted(what_if=("none",)))
     assert any("train.py:14: _local_scalar_dense" in line for line in found.assumptions)
+
+
+@FORKS
+def test_a_value_that_decides_no_memory_is_assumed_whatever_it_is(tmp_path: Path) -> None:
+    step = "x = x * x.mean().item(); assert not torch.isnan(x).any()"
+    found = estimate_program(program(tmp_path, step=step), Wanted(what_if=("none",)))
+    assert [line.rpartition("; ")[2] for line in found.assumptions[-2:]] == ["1 was assumed", "False was assumed"]
+
+
+@FORKS
+def test_a_compiled_model_is_estimated_without_its_compiler_and_the_page_says_so(tmp_path: Path) -> None:
+    before = "Net = lambda net=Net: torch.compile(net())"
+    found = estimate_program(program(tmp_path, before=before), Wanted(what_if=("none",)))
+    assert "without torch.compile" in " ".join(found.assumptions)
+
+
+@FORKS
+def test_data_are_given_as_to_fit() -> None:
+    class Data(LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return loader()
+
+    found = [
+        estimate(Net(), loader(), what_if=("none",)),
+        estimate(Net(), Data(), what_if=("none",)),
+        estimate(Net(), datamodule=Data(), what_if=("none",)),
+    ]
+    assert len({each.allocated_bytes for each in found}) == 1
+
+
+@FORKS
+def test_what_no_change_makes_fit_is_estimated_with_all_of_them() -> None:
+    found = estimate(Net(), loader(), device="cpu", device_memory="1MiB")
+    assert found.alternatives[-1].change == "precision=bf16-mixed+checkpointing+accumulate=2+optimizer=adamw8bit"
+    # Adam counts the steps of each of the four parameters.
+    assert found.batchless_bytes == 4 * 2 * (256 * 256 * 4 + 1024) + 4 * 4
+    assert "alone need 2.01 MiB: no batch size" in str(found.document().next)
+
+
+@FORKS
+def test_a_batch_that_cannot_be_small_enough_is_refused_with_its_need() -> None:
+    with pytest.raises(
+        MemprofError, match=r"not even one sample .* 1\.00 MiB usable: it needs .* alone take 2\.01 MiB"
+    ):
+        estimate(Net(), loader(), device="cpu", device_memory="1MiB", batch_size="max")
+
+
+@FORKS
+def test_callbacks_that_need_more_later_are_named() -> None:
+    class Unfreezing(BaseFinetuning):
+        def freeze_before_training(self, pl_module: LightningModule) -> None:
+            pass
+
+        def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Any) -> None:
+            pass
+
+    trainer = Trainer(accelerator="cpu", logger=False, callbacks=[StochasticWeightAveraging(0.1), Unfreezing()])
+    found = estimate(Net(), loader(), trainer=trainer, what_if=("none",))
+    assert [line.partition(" ")[0] for line in found.assumptions] == ["StochasticWeightAveraging", "Unfreezing"]
 
 
 @pytest.mark.parametrize(
@@ -157,8 +243,11 @@ def test_values_that_a_program_reads_are_assumed_and_listed(tmp_path: Path) -> N
         ({"batch_shape": "8x"}, "must be a shape for each tensor"),
         ({"what_if": ("precision=8",)}, "the precision must be one of"),
         ({"what_if": ("optimizer=lion",)}, "the optimizer must be one of"),
-        ({"what_if": ("accumulate=0",)}, "must be a number of batches"),
+        ({"what_if": ("accumulate=0",)}, "must be a number, as in accumulate=4"),
         ({"what_if": ("magic",)}, "unknown change"),
+        ({"what_if": ("checkpointing+magic",)}, "what-if checkpointing\\+magic: unknown change"),
+        ({"what_if": ("strategy=ring",)}, "unknown strategy"),
+        ({"device": "RTX 4071"}, "no such device is known; similar are .*RTX 4070"),
     ],
 )
 def test_a_wrong_option_is_refused_before_the_program_runs(wanted: dict[str, Any], message: str) -> None:
@@ -179,6 +268,44 @@ def test_sizes_have_binary_or_decimal_units() -> None:
 def test_blocks_of_one_class_are_checkpointed_and_others_are_not() -> None:
     assert checkpoint_blocks(Net()) == 2
     assert checkpoint_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == 0
+
+
+class Block(nn.Module):
+    """A block with two parts of one class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
+
+
+class Tower(nn.Module):
+    """Stages of blocks, of which the last one has one block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList([nn.Sequential(Block(), Block()), nn.Sequential(Block())])
+
+
+class Pair(nn.Module):
+    """Two towers as attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Tower(), Tower()
+
+
+@pytest.mark.parametrize(("model", "expected"), [(Tower(), 3), (Pair(), 6), (Block(), 2)])
+def test_blocks_are_the_outermost_modules_that_repeat_in_containers(model: nn.Module, expected: int) -> None:
+    blocks = repeated_blocks(model)
+    assert len(blocks) == expected
+    assert len({type(block) for block in blocks}) == 1
+
+
+def test_several_changes_at_once_are_one() -> None:
+    change = parse_change("checkpointing+precision=bf16-mixed+accumulate=4+devices=2")
+    assert change.is_checkpointed
+    assert change.arguments({"precision": "32"})["precision"] == "bf16-mixed"
+    assert (change.batch_divisor, change.trainer["devices"]) == (4, "2")
 
 
 def test_accumulation_multiplies_that_of_the_program() -> None:
