@@ -319,9 +319,9 @@ INTERNALS: Final = (
     ),
     Internal(
         owner="torch.utils._pytree",
-        names="tree_leaves",
-        used_for="find the tensors in an operator's result",
-        without=_NO_TRACKER,
+        names="tree_leaves tree_map",
+        used_for="find and replace the tensors in an operator's arguments and results",
+        without=f"{_NO_TRACKER}; {_NO_ESTIMATE}",
         fallback=None,
     ),
     Internal(
@@ -461,13 +461,6 @@ INTERNALS: Final = (
         owner="torch._subclasses.fake_tensor",
         names="DataDependentOutputException DynamicOutputShapeException FakeTensorMode",
         used_for="estimates: run a step without memory",
-        without=_NO_ESTIMATE,
-        fallback=None,
-    ),
-    Internal(
-        owner="torch.utils._pytree",
-        names="tree_map",
-        used_for="estimates: replace the tensors in an operator's arguments",
         without=_NO_ESTIMATE,
         fallback=None,
     ),

@@ -29,7 +29,22 @@ from lightning_memprof.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from typing_extensions import TypedDict, Unpack
+
     from lightning_memprof.report.document import Document
+
+    class _Options(TypedDict, total=False):
+        """The attributes of :class:`Wanted` that Python gives."""
+
+        device: str | None
+        device_memory: str | None
+        batch_size: str | int | None
+        seq_len: str | int | None
+        batch_shape: str | None
+        devices: str | int | None
+        strategy: str | None
+        what_if: Sequence[str]
+
 
 __all__ = ["Estimate", "Wanted", "estimate", "estimate_program"]
 
@@ -187,14 +202,7 @@ def estimate(
     datamodule: LightningDataModule | None = None,
     *,
     trainer: Trainer | None = None,
-    device: str | None = None,
-    device_memory: str | None = None,
-    batch_size: str | int | None = None,
-    seq_len: str | int | None = None,
-    batch_shape: str | None = None,
-    devices: str | int | None = None,
-    strategy: str | None = None,
-    what_if: Sequence[str] = (),
+    **wanted: Unpack[_Options],
 ) -> Estimate:
     """Estimate the memory of ``trainer.fit(model, ...)`` without running it; the objects stay as they are.
 
@@ -204,34 +212,18 @@ def estimate(
             the model's own.
         datamodule: as for ``Trainer.fit``.
         trainer: precision, accumulation, clipping and callbacks are its own; None is Lightning's default.
-        device: see :class:`Wanted`, as all that follow.
-        device_memory: the device's memory.
-        batch_size: samples in a batch.
-        seq_len: tokens in a sample.
-        batch_shape: shapes of the batch's tensors.
-        devices: GPUs that train together.
-        strategy: how they do.
-        what_if: changes.
+        **wanted: ``device``, ``device_memory``, ``batch_size``, ``seq_len``, ``batch_shape``, ``devices``, ``strategy``
+            and ``what_if``: see :class:`Wanted`.
 
     Raises:
         ConfigError: a value is invalid.
         MemprofError: the training cannot run without data.
 
     """
-    wanted = Wanted(
-        device=device,
-        device_memory=device_memory,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        batch_shape=batch_shape,
-        devices=devices,
-        strategy=strategy,
-        what_if=what_if,
-    )
     given = {"train_dataloaders": train_dataloaders, "datamodule": datamodule}
     data = {name: value for name, value in given.items() if value is not None}
     fit = Fit(trainer=_arguments(trainer), model=model, data=data, program=type(model).__name__)
-    return _estimate(fit, wanted)
+    return _estimate(fit, Wanted(**wanted))
 
 
 def _arguments(trainer: Trainer | None) -> dict[str, Any]:
