@@ -98,13 +98,14 @@ class OptimizerFacts(OpenRow):
 
 
 class DataLoaderFacts(OpenRow):
-    """A DataLoader of the stage, by its arguments."""
+    """A DataLoader of the stage, by its arguments; ``is_iterable`` is whether its data set is an IterableDataset."""
 
     num_workers: Int64 | None = None
     batch_size: Int64 | None = None
     prefetch_factor: Int64 | None = None
     pin_memory: bool | None = None
     persistent_workers: bool | None = None
+    is_iterable: bool | None = None
 
 
 class ParameterFacts(OpenRow):

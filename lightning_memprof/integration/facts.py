@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import lightning
 import psutil
 import torch
+from torch.utils.data import IterableDataset
 
 import lightning_memprof
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION
@@ -201,7 +202,8 @@ def _loaders(trainer: Trainer) -> list[Any]:
 
 def _loader_facts(loader: Any) -> dict[str, Any]:
     names = ("num_workers", "batch_size", "pin_memory", "prefetch_factor", "persistent_workers")
-    return {name: getattr(loader, name, None) for name in names}
+    settings = {name: getattr(loader, name, None) for name in names}
+    return {**settings, "is_iterable": isinstance(getattr(loader, "dataset", None), IterableDataset)}
 
 
 def _finite(number: float) -> int | None:

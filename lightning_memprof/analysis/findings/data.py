@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics as stats
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.measures import rhythm
+from lightning_memprof.analysis.findings.measures import rhythm, sample_method
 from lightning_memprof.analysis.findings.model import (
     MIN_STEPS,
     NOTABLE,
@@ -57,7 +57,12 @@ MORE_WORKERS: Final = 4
 MANY_WORKERS_PER_CORE: Final = 4
 DEFAULT_PREFETCH: Final = 2
 KEEP_WORKERS: Final = "Keep the workers from epoch to epoch: DataLoader(persistent_workers=True)."
-LESS_PER_SAMPLE: Final = "Do less per sample in __getitem__: decode and tokenize once, before training."
+LESS_PER_SAMPLE: Final = "Do less per sample in {method}: decode and tokenize once, before training."
+# Each worker has a copy of the data set, and iterates over the whole copy unless the program divides it.
+SHARE: Final = (
+    " Share the samples of the IterableDataset among them with torch.utils.data.get_worker_info(): each worker "
+    "iterates over its own copy."
+)
 # Of the parts of loading in the training process, by the names of their lines.
 FASTER: Final = {
     "fetch": "do less per sample: decode and tokenize once, before training",
@@ -223,7 +228,8 @@ def _cause(ledger: TimeLedger, loaders: Sequence[DataLoaderFacts], at_epoch_star
         return f": {few.subject.lower()} waits {format_ns(few.mean_ns)}{source} (num_workers={workers or 0})"
     if workers:
         return f": {format_count(workers, 'worker')} cannot keep up"
-    return "" if workers is None else f", mostly in {_named(*part)} (num_workers=0)" if part else " (num_workers=0)"
+    named = f", mostly in {_named(loaders, *part)}" if part else ""
+    return "" if workers is None else f"{named} (num_workers=0)"
 
 
 def _slowest_part(ledger: TimeLedger, few: Rhythm | None) -> tuple[str, str] | None:
@@ -240,9 +246,9 @@ def _slowest_part(ledger: TimeLedger, few: Rhythm | None) -> tuple[str, str] | N
     return owner, part
 
 
-def _named(owner: str, part: str) -> str:
+def _named(loaders: Sequence[DataLoaderFacts], owner: str, part: str) -> str:
     """Return the name of a part of loading as a program has it: ``Images.__getitem__``."""
-    return {"fetch": f"{owner}.__getitem__", "collate": "collate_fn", "sampler": "the sampler"}[part]
+    return {"fetch": f"{owner}.{sample_method(loaders)}", "collate": "collate_fn", "sampler": "the sampler"}[part]
 
 
 def _settings(loader: DataLoaderFacts) -> str:
@@ -266,13 +272,14 @@ def _next_steps(
     workers = loader.num_workers or 0
     cores = rank.facts.cpu_count
     epochs = at_epoch_starts >= EPOCH_STARTS_SHARE
-    faster = f"ake {_named(*part)} faster: {FASTER[part[1]]}" if part is not None else ""
+    share = SHARE if loader.is_iterable else ""
+    faster = f"ake {_named(loaders, *part)} faster: {FASTER[part[1]]}" if part is not None else ""
     if part is not None and part[1] == "sampler":
         return (f"M{faster}.",)
     if workers == 0:
         wanted = min(MORE_WORKERS, cores) if cores else MORE_WORKERS
         also = f"; or m{faster}" if faster else ""
-        steps.append(f"num_workers is 0: use DataLoader(num_workers={wanted}, persistent_workers=True){also}.")
+        steps.append(f"num_workers is 0: use DataLoader(num_workers={wanted}, persistent_workers=True){also}.{share}")
     else:
         keep = [KEEP_WORKERS] if loader.persistent_workers is False else []
         steps += keep if epochs else []
@@ -280,24 +287,24 @@ def _next_steps(
             # Batches in stock cover a few slow ones; they do not help workers that are slower than the training.
             prefetch = loader.prefetch_factor or DEFAULT_PREFETCH
             steps.append(f"prefetch_factor is {prefetch}: use DataLoader(prefetch_factor={2 * prefetch}).")
-        steps.append(_more_workers(workers, cores))
+        steps.append(_more_workers(workers, cores, sample_method(loaders)) + share)
         steps += keep if not epochs else []
     if loader.pin_memory is False and not rank.facts.is_cpu:
         steps.append("pin_memory is False: use DataLoader(pin_memory=True) to overlap copies with the step.")
-    return (*steps, LESS_PER_SAMPLE)
+    return (*steps, LESS_PER_SAMPLE.format(method=sample_method(loaders)))
 
 
-def _more_workers(workers: int, cores: int | None) -> str:
+def _more_workers(workers: int, cores: int | None, method: str) -> str:
     slow = f"{workers} worker{'s' * (workers > 1)} cannot keep up: "
     if cores is not None and workers >= MANY_WORKERS_PER_CORE * cores:
-        return f"{slow}make __getitem__ faster, or preprocess the samples before training."
+        return f"{slow}make {method} faster, or preprocess the samples before training."
     if cores is not None and workers >= cores:
         return (
-            f"{slow}make __getitem__ faster; if it waits for disk or network, use more workers than the {cores} cores: "
+            f"{slow}make {method} faster; if it waits for disk or network, use more workers than the {cores} cores: "
             f"DataLoader(num_workers={2 * workers})."
         )
     wanted = min(2 * workers, cores) if cores else 2 * workers
-    return f"{slow}use DataLoader(num_workers={wanted}), or make __getitem__ faster."
+    return f"{slow}use DataLoader(num_workers={wanted}), or make {method} faster."
 
 
 # Lengths vary in every data set, and batches of whole samples are never full.

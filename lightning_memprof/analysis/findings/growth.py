@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from lightning_memprof.analysis.findings.measures import sample_method
 from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Recovery, Severity
 from lightning_memprof.analysis.ledger.growth import MIN_BYTES, SHORT_RUN_STEPS, steady_growth
 from lightning_memprof.analysis.steps.events import action_name
@@ -202,7 +203,8 @@ def _growing_action(facts: Facts, rank: Rank, growth: Growth) -> _Cause | None:
         advice = f"Look for data that {name} stores in each batch: store a number instead, or clear its list or dict."
         return _Cause(f"in {name}", measured, advice, action)
     name = dataset_name(rank) or "the data set"
-    advice = f"Do not keep samples in {name}.__getitem__, or bound its cache: functools.lru_cache(maxsize=...)."
+    method = sample_method(rank.training.dataloaders if rank.training else ())
+    advice = f"Do not keep samples in {name}.{method}, or bound its cache: functools.lru_cache(maxsize=...)."
     return _Cause(f"in the fetch from {name}", measured, advice, action)
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.analysis.steps.statistics import PulseStatistics
+    from lightning_memprof.artifacts.manifest import DataLoaderFacts
 
 __all__ = [
     "Rhythm",
@@ -24,6 +25,7 @@ __all__ = [
     "own_marks",
     "own_ns",
     "rhythm",
+    "sample_method",
 ]
 
 # A step stands out if a phase takes this many times its median.
@@ -174,6 +176,11 @@ def _period_of_places(steps: Sequence[int], seen: Sequence[int]) -> int | None:
 
 def _ordinal(number: int) -> str:
     return f"{number}{'th' if 10 <= number % 100 <= 20 else ENDINGS.get(number % 10, 'th')}"
+
+
+def sample_method(loaders: Sequence[DataLoaderFacts]) -> str:
+    """Return the method of the data set that makes a sample."""
+    return "__iter__" if loaders and loaders[0].is_iterable else "__getitem__"
 
 
 def own_marks(rank: Rank) -> dict[int, int]:

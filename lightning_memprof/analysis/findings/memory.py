@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.growth import dataset_name, recovered
+from lightning_memprof.analysis.findings.measures import sample_method
 from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Severity
 from lightning_memprof.analysis.findings.traces import (
     times,
@@ -93,7 +94,8 @@ def worker_memory(facts: Facts) -> list[Finding]:
     share = growth.added_bytes / start if start else 1.0
     workers = max(row.workers or 0 for row in rows)
     name = dataset_name(rank)
-    sample = f"{name}.__getitem__" if name else "the data set"
+    method = sample_method(rank.training.dataloaders if rank.training else ())
+    sample = f"{name}.{method}" if name else "the data set"
     return [
         Finding(
             rule="worker_memory",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_memprof.integration.facts import (
+    _loader_facts,
     _not_optimized,
     _optimizer_facts,
     steps_ahead,
@@ -133,6 +135,19 @@ class Text(LightningModule):
 class Facts(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.found = training_facts(trainer)
+
+
+class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.arange(4)
+
+
+def test_a_loader_has_its_settings_and_whether_its_data_set_is_iterable() -> None:
+    loaders = [torch.utils.data.DataLoader(Stream(), batch_size=2), torch.utils.data.DataLoader(torch.arange(4))]  # type: ignore[arg-type]
+    found = [_loader_facts(loader) for loader in loaders]
+    assert [(facts["batch_size"], facts["num_workers"], facts["is_iterable"]) for facts in found] == [
+        (2, 0, True), (1, 0, False),
+    ]  # fmt: skip
 
 
 def test_the_training_row_has_dtypes_the_largest_parameters_and_anomaly_detection(tmp_path: Any) -> None:

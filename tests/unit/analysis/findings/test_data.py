@@ -68,6 +68,16 @@ def test_the_part_of_loading_is_named_also_where_the_recorded_steps_wait_less(
     assert ("DataLoader(num_workers=" in finding.next_steps[0]) == (part != "Images.sampler")
 
 
+@pytest.mark.parametrize("workers", [0, 1, 64])
+def test_an_iterable_data_set_has_no_getitem_and_shares_its_samples_among_workers(tmp_path: Path, workers: int) -> None:
+    loaders = {"dataloaders": [{"num_workers": workers, "is_iterable": True}]}
+    finding = found(tmp_path, FakeRun(phases=waits, training=loaders, loading=("Stream.fetch",)))["input_bound"]
+    said = " ".join((finding.sentence, *finding.next_steps))
+    assert "__iter__" in said
+    assert "__getitem__" not in said
+    assert "get_worker_info()" in finding.next_steps[0]
+
+
 def test_no_part_is_named_where_two_take_less_than_half_each(tmp_path: Path) -> None:
     fake = FakeRun(phases=waits, training=NO_WORKERS, loading=("A.sampler", "A.fetch", "A.collate"))
     assert "waits for data" in (sentence := found(tmp_path, fake)["input_bound"].sentence)
