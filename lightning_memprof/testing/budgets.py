@@ -19,13 +19,23 @@ from lightning_memprof.errors import ConfigError
 from lightning_memprof.testing.figures import BYTES, COUNTS, Figures
 from lightning_memprof.units import GIB, KIB, MIB, format_bytes, format_count
 
-__all__ = ["Budget", "amount", "budget_of", "excesses", "parse_size", "read_baseline", "reductions", "write_baseline"]
+__all__ = [
+    "Budget",
+    "amount",
+    "budget_of",
+    "excesses",
+    "parse_share",
+    "parse_size",
+    "read_baseline",
+    "reductions",
+    "write_baseline",
+]
 
 _QUANTITIES: Final = (*BYTES, *COUNTS)
 _SIZE: Final = re.compile(r"\s*(?P<number>\d{1,15}(?:\.\d{1,15})?|\.\d{1,15})\s*(?P<unit>[A-Za-z]*)\s*", re.ASCII)
 _UNITS: Final = {"b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": GIB * KIB}
 _DECIMAL: Final = {"kb": "KiB", "mb": "MiB", "gb": "GiB", "tb": "TiB"}
-_PERCENT: Final = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*%\s*", re.ASCII)
+_PERCENT: Final = re.compile(r"\s*(-?\d{1,9}(?:\.\d{1,9})?)\s*%\s*", re.ASCII)
 _VERSION: Final = 1
 _UPDATE: Final = "pytest --memprof-update writes it"
 _SHOWN: Final = 5
@@ -66,10 +76,13 @@ def budget_of(marks: Iterable[Mapping[str, Any]], root: Path) -> Budget:
         raise ConfigError(f"baseline={baseline!r}: must be the path of a JSON file")
     if tolerance is not None and baseline is None:
         raise ConfigError(f"tolerance={tolerance!r}: applies to a baseline; add baseline='tests/baselines/gpt.json'")
+    share = Fraction(0) if tolerance is None else parse_share("tolerance", tolerance)
+    if share < 0:
+        raise ConfigError(f"tolerance={tolerance!r}: must not be negative")
     return Budget(
         limits={name: _limit(name, value) for name, value in given.items()},
         baseline=None if baseline is None else root / os.fspath(baseline),
-        tolerance=Fraction(0) if tolerance is None else _share(tolerance),
+        tolerance=share,
     )
 
 
@@ -106,10 +119,16 @@ def parse_size(name: str, value: Any) -> int:
     return int(Fraction(match["number"]) * _UNITS[unit])
 
 
-def _share(value: Any) -> Fraction:
+def parse_share(name: str, value: Any) -> Fraction:
+    """Return the share of ``"5%"``.
+
+    Raises:
+        ConfigError: it is something else; ``name`` is in the message.
+
+    """
     match = _PERCENT.fullmatch(value) if isinstance(value, str) else None
     if match is None:
-        raise ConfigError(f"tolerance={value!r}: must be a percentage, as in tolerance='1%'")
+        raise ConfigError(f"{name}={value!r}: must be a percentage, as in {name}='1%'")
     return Fraction(match[1]) / 100
 
 

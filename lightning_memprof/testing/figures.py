@@ -73,6 +73,11 @@ class Figures:
     missing: Mapping[str, str] = field(default_factory=dict)
     made_with: str = ""
 
+    def with_count(self, quantity: str, parts: Counter[str]) -> Figures:
+        """Return the same figures and another count."""
+        values = {**self.values, quantity: parts.total()}
+        return replace(self, values=values, parts={**self.parts, quantity: dict(parts.most_common())})
+
 
 def figures_of(run: Run) -> Figures:
     """Return the figures of a run that was recorded with ``ModuleMemory``, ``SavedTensors`` and ``OperatorTrace``.

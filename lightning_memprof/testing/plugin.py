@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Generator, Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -20,12 +22,13 @@ import pytest
 from lightning_memprof.capture.base import Collector, OnMark, OnStep
 
 if TYPE_CHECKING:
+    from lightning_memprof.analysis.compare.significance import PairedChange
     from lightning_memprof.capture.base import RunContext
     from lightning_memprof.schedule import Window
     from lightning_memprof.testing.budgets import Budget
     from lightning_memprof.testing.figures import Figures
 
-__all__ = ["WaitsForFiles"]
+__all__ = ["Memprof", "WaitsForFiles"]
 
 _MARK: Final = "memprof"
 _MARK_HELP: Final = (
@@ -36,6 +39,8 @@ _MARK_HELP: Final = (
 _STEPS: Final = (0, 1, 3, 7)
 _SHOWN: Final = ("peak", "saved_activations", "operators", "kernels", "collectives", "syncs", "graph_breaks")
 _LONGEST_NAME: Final = 120
+# Of one measurement of time.
+_LEAST_NS: Final = 10_000_000
 
 
 @dataclass(kw_only=True)
@@ -46,6 +51,7 @@ class _MarkedTest:
     directory: Path
     undo: ExitStack = field(default_factory=ExitStack)
     trainers: int = 0
+    breaks_before: Counter[str] = field(default_factory=Counter)
 
 
 _MARKED: Final = pytest.StashKey[_MarkedTest]()
@@ -90,8 +96,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     from lightning_memprof.testing.budgets import budget_of, read_baseline
 
     try:
-        if any(mark.args for mark in marks):
-            _fail(f"{marks[0].args[0]!r}: name the quantity, as in peak={marks[0].args[0]!r}")
+        for value in (value for mark in marks for value in mark.args):
+            _fail(f"{value!r}: name the quantity, as in peak={value!r}")
         budget = budget_of([mark.kwargs for mark in marks], item.config.rootpath)
         if budget.baseline is not None and not item.config.getoption("memprof_update"):
             read_baseline(budget.baseline, _key(item))
@@ -133,23 +139,86 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Show the figures of each marked test."""
-    from lightning_memprof.testing.budgets import amount
-
-    lines = []
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            if isinstance(report, pytest.TestReport) and report.when == "call":
-                found: dict[str, Any] = dict(report.user_properties)
-                figures = [
-                    f"{name} {amount(name, found[key])}" for name in _SHOWN if (key := f"memprof.{name}") in found
-                ]
-                if figures:
-                    note = found.get("memprof.note")
-                    lines.append(f"{report.nodeid}: {', '.join(figures)}{f' ({note})' if note else ''}")
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    calls = [report for report in reports if isinstance(report, pytest.TestReport) and report.when == "call"]
+    lines = [f"{report.nodeid}: {line}" for report in calls if (line := _line(dict(report.user_properties)))]
     if lines:
         terminalreporter.section("memprof")
         for line in sorted(lines):
             terminalreporter.line(line)
+
+
+def _line(properties: dict[str, Any]) -> str:
+    known = [(name, properties[key]) for name in _SHOWN if (key := f"memprof.{name}") in properties]
+    if not known:
+        return ""
+    from lightning_memprof.testing.budgets import amount
+
+    note = properties.get("memprof.note")
+    return ", ".join(f"{name} {amount(name, value)}" for name, value in known) + (f" ({note})" if note else "")
+
+
+@pytest.fixture(name="memprof")
+def _memprof() -> Memprof:
+    """Compare the times of two callables: ``memprof.faster(new, old, by="5%")``."""
+    return Memprof()
+
+
+class Memprof:
+    """The fixture ``memprof``.
+
+    Args:
+        clock: returns the time in ns.
+
+    """
+
+    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        self._clock = clock
+
+    def faster(
+        self, a: Callable[[], object], b: Callable[[], object], *, by: str = "0%", rounds: int = 20
+    ) -> PairedChange:
+        """Fail the test unless ``a`` takes less time than ``b``, by at least ``by`` at the lower end of a 95% interval.
+
+        Each round measures both, in turns; a measurement takes at least 10 ms. Callables that use a GPU must
+        synchronize. With a negative ``by``, ``a`` may take as much longer.
+
+        Returns:
+            The change of the time from ``b`` to ``a``.
+
+        """
+        from lightning_memprof.analysis.compare.significance import FEWEST_PAIRS, paired_change
+        from lightning_memprof.errors import ConfigError
+        from lightning_memprof.testing.budgets import parse_share
+
+        try:
+            least = float(parse_share("by", by))
+        except ConfigError as error:
+            _fail(str(error))
+        if rounds < FEWEST_PAIRS:
+            _fail(f"rounds={rounds}: must be at least {FEWEST_PAIRS}")
+        for call in (a, b):
+            call()
+        calls = max(1, *(-(-_LEAST_NS // max(self._time(call, 1), 1)) for call in (a, b)))
+        times: dict[bool, list[int]] = {False: [], True: []}
+        for number in range(rounds):
+            for is_b in (number % 2 == 0, number % 2 == 1):
+                times[is_b].append(max(self._time(b if is_b else a, calls), 1))
+        change = paired_change(times[True], times[False])
+        if -change.high < least:
+            name_a, name_b = (getattr(call, "__name__", repr(call)) for call in (a, b))
+            interval = f"95% interval {change.low:+.1%} to {change.high:+.1%}"
+            hint = f"; {rounds} rounds do not decide: try rounds={4 * rounds}" if -change.low >= least else ""
+            _fail(
+                f"{name_a} changes the time of {name_b} by {change.change:+.1%} ({interval}), not {-least:+.1%}{hint}"
+            )
+        return change
+
+    def _time(self, call: Callable[[], object], calls: int) -> int:
+        began = self._clock()
+        for _ in range(calls):
+            call()
+        return self._clock() - began
 
 
 def _fail(message: str) -> NoReturn:
@@ -180,8 +249,10 @@ def _directory(item: pytest.Item) -> Path:
 def _attached(recording: _MarkedTest) -> Iterator[None]:
     """Attach a callback to every Trainer that is created in the context."""
     from lightning_memprof.capture.collectors.operator_trace import OperatorTrace
+    from lightning_memprof.capture.collectors.pulse import Pulse
     from lightning_memprof.capture.collectors.saved_tensors import SavedTensors
     from lightning_memprof.capture.observe import wrapped
+    from lightning_memprof.capture.sources.compiled import forget_compiled, graph_breaks
     from lightning_memprof.capture.tracker.collectors import ModuleMemory
     from lightning_memprof.integration import registration
     from lightning_memprof.integration.callback import AttachedCallback
@@ -193,11 +264,13 @@ def _attached(recording: _MarkedTest) -> Iterator[None]:
         return [
             AttachedCallback(
                 Schedule(steps=_STEPS, active=1, warmup=0),
-                [SavedTensors(), ModuleMemory(), OperatorTrace(), WaitsForFiles()],
+                [Pulse(), SavedTensors(), ModuleMemory(), OperatorTrace(profile_memory=True), WaitsForFiles()],
                 output=OutputOptions(dirpath=recording.directory, summary=False, report=False, curves=False),
             )
         ]
 
+    forget_compiled()
+    recording.breaks_before = graph_breaks()
     with wrapped(registration, "_attached_callbacks", lambda _: callbacks):
         yield
 
@@ -238,6 +311,7 @@ def _runs(directory: Path) -> list[Path]:
 
 def _trainings(recording: _MarkedTest) -> list[Figures]:
     from lightning_memprof.analysis.run.load import load_run
+    from lightning_memprof.capture.sources.compiled import graph_breaks
     from lightning_memprof.testing.figures import figures_of
 
     runs = _runs(recording.directory)
@@ -245,7 +319,9 @@ def _trainings(recording: _MarkedTest) -> list[Figures]:
         _fail("the test creates no Trainer; one that exists before the test, as in a session fixture, is not recorded")
     if not runs:
         _fail("no Trainer of the test was recorded: none runs fit, or each has a MemProfilerCallback of its own")
-    return [figures_of(load_run(run)) for run in runs]
+    *others, last = [figures_of(load_run(run)) for run in runs]
+    # Of all trainings of the test: a later one uses what an earlier one has compiled.
+    return [*others, last.with_count("graph_breaks", graph_breaks() - recording.breaks_before)]
 
 
 def _write_pages(directory: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,6 +21,8 @@ __all__ = [
     "COMPILED_CALL",
     "WRAPPED",
     "compiled_modules",
+    "forget_compiled",
+    "graph_breaks",
     "is_compiled",
     "is_redirected",
     "module_paths",
@@ -57,6 +60,21 @@ def is_redirected() -> bool:
     The compiled code of a model whose ``compile()`` was called contains the step then, and the model's call in it.
     """
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def forget_compiled() -> None:
+    """Have torch compile everything again, so that what is compiled does not depend on what ran before."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+def graph_breaks() -> Counter[str]:
+    """Return the number of graph breaks of this process by reason, as torch counts them: in each compilation."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    found: Counter[str] = Counter()
+    for reason, count in counters.get("graph_break", {}).items():
+        found[reason.partition("\n")[0]] += count
+    return found
 
 
 def module_paths(model: nn.Module) -> dict[str, nn.Module]:

@@ -58,6 +58,7 @@ def test_what_is_no_size_is_refused_in_one_line_that_names_the_argument(value):
         ({"operators": True}, "operators=True: must be a count, an integer of at least 0"),
         ({"tolerance": "1%"}, "tolerance='1%': applies to a baseline; add baseline='tests/baselines/gpt.json'"),
         ({"baseline": "a.json", "tolerance": 0.01}, "tolerance=0.01: must be a percentage, as in tolerance='1%'"),
+        ({"baseline": "a.json", "tolerance": "-1%"}, "tolerance='-1%': must not be negative"),
         ({"baseline": 3}, "baseline=3: must be the path of a JSON file"),
     ],
 )

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
+from lightning_memprof.testing.plugin import Memprof
 from warm_python import WarmPython
 
 pytest_plugins = ("pytester",)
@@ -64,9 +69,12 @@ class Project:
         return pytest.RunResult(done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), 0.0)
 
     def run_cold(self, *options: str) -> pytest.RunResult:
-        command = [sys.executable, "-m", "pytest", *options]
+        return self.run_command(sys.executable, "-m", "pytest", *options)
+
+    def run_command(self, *command: str, **variables: str) -> pytest.RunResult:
+        environment = self._environment | variables
         done = subprocess.run(
-            command, cwd=self.path, env=self._environment, capture_output=True, text=True, check=False, timeout=240
+            command, cwd=self.path, env=environment, capture_output=True, text=True, check=False, timeout=240
         )
         print(done.stdout, done.stderr)
         return pytest.RunResult(done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), 0.0)
@@ -240,27 +248,95 @@ def test_runs_and_pages_are_kept_on_request_and_replaced_by_the_next_session(pro
 def test_training(tmp_path, name):
     fit(tmp_path, fast_dev_run=True)
 """
-    for _ in range(2):
-        project.run(test, "--memprof-report", "kept").assert_outcomes(passed=2)
+    for option in ("-q", "-ka:b"):
+        project.run(test, "--memprof-report", "kept", option)
         pages = sorted((project.path / "kept").rglob("report.html"))
         assert len(pages) == 2
         assert {page.parent.parent.parent for page in pages} == {project.path / "kept"}
         assert "Perceptron" in pages[0].read_text()
 
 
-def test_workers_of_xdist_share_a_baseline_and_the_summary(project):
+def test_the_recipe_for_github_with_a_worker_of_xdist(project, pytester):
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "budgets.md").read_text()
+    (recipe, *_) = re.findall(r"```{code-block} yaml\n(.*?)```", guide, flags=re.DOTALL)
+    steps = [step["run"] for step in yaml.safe_load(recipe)["jobs"]["budgets"]["steps"] if "run" in step]
     test = """
+from project import *
 @pytest.mark.memprof(baseline="b.json")
-@pytest.mark.parametrize("n", [1, 2])
-def test_training(tmp_path, n):
-    fit(tmp_path, fast_dev_run=True)
+def test_training(tmp_path):
+    fit(tmp_path, Gated({}), fast_dev_run=True)
 """
-    project.run(test, "--collect-only")
-    result = project.run_cold(*PLUGIN, "-p", "xdist", "-n", "2", "--memprof-update")
-    result.assert_outcomes(passed=2)
-    result.stdout.fnmatch_lines([f"test_it.py::test_training[[]{n}]: peak *" for n in (1, 2)])
-    assert len(json.loads((project.path / "b.json").read_text())["tests"]) == 2
-    project.run(test).assert_outcomes(passed=2)
+    for name, twice in (("old", False), ("new", True)):
+        directory = pytester.mkdir(name)
+        (directory / "pytest.ini").write_text("[pytest]")
+        (directory / "project.py").write_text((pytester.path / "project.py").read_text())
+        (directory / "test_it.py").write_text(test.format(twice))
+    variables = {
+        "GITHUB_STEP_SUMMARY": str(pytester.path / "summary.md"),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTEST_ADDOPTS": " ".join([*PLUGIN, "-p", "xdist", "-n", "1", "--memprof-update"]),
+    }
+    results = [project.run_command("bash", "-e", "-c", step, **variables) for step in steps[1:]]
+    assert [result.ret for result in results] == [0, 0, 0]
+    results[1].stdout.fnmatch_lines(["test_it.py::test_training: peak * (baseline written: *b.json)"])
+    assert steps[0].startswith("pip install")
+    summary = (pytester.path / "summary.md").read_text()
+    assert summary.count("## Quantities") == 1
+    assert "net.3" in summary
+    assert len(json.loads((pytester.path / "new" / "b.json").read_text())["tests"]) == 1
+    properties = (pytester.path / "budgets.xml").read_text()
+    assert properties.count('<property name="memprof.peak" value=') == 1
+
+
+class Clock:
+    """A clock that the measured callables advance."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.calls: list[str] = []
+
+    def __call__(self) -> int:
+        return self.now
+
+    def takes(self, name: str, *times_ns: int) -> Callable[[], None]:
+        durations = itertools.cycle(times_ns)
+
+        def call() -> None:
+            self.calls.append(name)
+            self.now += next(durations)
+
+        call.__name__ = name
+        return call
+
+
+def test_a_callable_that_is_faster_by_enough_passes_and_the_change_is_returned() -> None:
+    clock = Clock()
+    change = Memprof(clock).faster(clock.takes("new", 18_000_000), clock.takes("old", 20_000_000), by="5%")
+    assert change.change == pytest.approx(-0.1)
+    # Warm-up, calibration, then in turns.
+    assert clock.calls[:8] == ["new", "old", "new", "old", "old", "new", "new", "old"]
+
+
+def test_a_callable_of_microseconds_is_called_for_at_least_10_ms_in_each_measurement() -> None:
+    clock = Clock()
+    Memprof(clock).faster(clock.takes("new", 4_000), clock.takes("old", 5_000), by="19%", rounds=3)
+    assert clock.calls.count("new") == 2 + 3 * 2_500
+
+
+@pytest.mark.parametrize(
+    ("times", "by", "message"),
+    [
+        ((19_100_000,), "5%", "new changes the time of old by -4.5% (95% interval -4.5% to -4.5%), not -5.0%"),
+        ((22_000_000,), "-5%", "new changes the time of old by +10.0% (95% interval +10.0% to +10.0%), not +5.0%"),
+        ((14_000_000, 15_000_000, 24_000_000), "5%", "not -5.0%; 20 rounds do not decide: try rounds=80"),
+        ((1,), "five", "by='five': must be a percentage, as in by='1%'"),
+    ],
+)
+def test_a_callable_that_is_not_faster_by_enough_fails_with_the_interval(times, by, message) -> None:
+    clock = Clock()
+    with pytest.raises(pytest.fail.Exception) as error:
+        Memprof(clock).faster(clock.takes("new", *times), clock.takes("old", 20_000_000), by=by)
+    assert message in str(error.value)
 
 
 def test_unmarked_tests_load_neither_torch_nor_lightning(project, pytester):
@@ -268,12 +344,23 @@ def test_unmarked_tests_load_neither_torch_nor_lightning(project, pytester):
         test_it="""
         import sys
 
-        def test_modules():
+        def test_modules(memprof):
+            assert memprof
             assert {"torch", "lightning", "numpy", "msgspec", "yaml"} & {*sys.modules} == set()
     """
     )
+    pytester.makeconftest(
+        """
+        import sys
+
+        def pytest_unconfigure():
+            assert {"torch", "lightning", "numpy", "msgspec", "yaml"} & {*sys.modules} == set()
+            print("\\nnothing loaded")
+        """
+    )
     result = project.run_cold(*PLUGIN)
     result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["nothing loaded"])
     assert "= memprof =" not in text(result)
 
 
