@@ -44,9 +44,13 @@ RENAMES: dict[str, str] = {
     "traces.operators.own_ns": "self_ns",
     "findings.recovers.least": "min",
     "findings.recovers.most": "max",
+    "events.garbage": "gc_pauses",
+    "system.figures.*.least": "min",
+    "system.figures.*.most": "max",
 }
 # Renamed values: a string that is no prose -> what it is now.
 RENAMED_VALUES: dict[str, str] = {
+    "garbage": "gc_pauses",
     "outside of any module's forward": "outside module forwards",
     "no Python stack: allocated by backward's own threads, or while the history was off": (
         "no Python stack: allocated by autograd threads, or while the history was off"

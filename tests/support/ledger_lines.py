@@ -16,7 +16,7 @@ __all__ = ["LINES", "held", "out_of_bounds"]
 PASSES: Final = ("forward", "backward")
 WORK: Final = (*PASSES, "optimizer")
 IDLE: Final = (
-    "idle_synchronization", "idle_allocator", "idle_garbage", "idle_python", "idle_operators", "idle_launch",
+    "idle_synchronization", "idle_allocator", "idle_gc_pauses", "idle_python", "idle_operators", "idle_launch",
     "idle_graph", "idle_loading", "idle_queue",
 )  # fmt: skip
 # Parts of a time ledger, or categories of a byte ledger.
@@ -35,7 +35,7 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "double_backward": PASSES,
     "double_precision": WORK,
     "fragmentation": ("fragmentation",),
-    "gc_pauses": ("garbage",),
+    "gc_pauses": ("gc_pauses",),
     "gpu_idle": (*IDLE, "idle_data"),
     "hook_bound": ("module_hook",),
     "idle_cores": WORK,
@@ -48,7 +48,7 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "metric_bound": ("metric",),
     "optimizer_bound": ("optimizer", "stall"),  # one that steps in few of the steps makes them stall
     "optimizer_state": ("optimizer_state",),
-    "other_profiler": (*PASSES, "garbage"),
+    "other_profiler": (*PASSES, "gc_pauses"),
     "padding": PASSES,
     "peak_holder": ("requested",),
     "pending_frees": ("requested", "rounding"),

@@ -202,12 +202,12 @@ def _next_steps(
 # As for data: from 30% on the wait decides how long the run takes.
 SEVERE_WAIT: Final = 0.30
 # Causes that a busy core does not slow down.
-NOT_SHARED: Final = frozenset({"data_wait", "callbacks", "garbage"})
+NOT_SHARED: Final = frozenset({"data_wait", "callbacks", "gc_pauses"})
 SHARED: Final = " All ranks share the cores of one machine: other programs there can delay a rank too."
 WORDS: Final = {
     "data_wait": "its data wait takes",
     "callbacks": "its callbacks take",
-    "garbage": "its GC pauses take",
+    "gc_pauses": "its GC pauses take",
     "optimizer": "its optimizer takes",
     "other": "its untracked time is",
     "compute": "its forward and backward take",
@@ -215,7 +215,7 @@ WORDS: Final = {
 NEXT: Final = {
     "data_wait": "Check the data of rank {rank}{host}: its share of the samples, its disk, its DataLoader workers.",
     "callbacks": "Share the work of {callback} on rank {rank}{host} among all ranks, or do it less often.",
-    "garbage": "Collect garbage on all ranks in the same step: gc.disable(), gc.collect() every 100 batches.",
+    "gc_pauses": "Collect garbage on all ranks in the same step: gc.disable(), gc.collect() every 100 batches.",
     "optimizer": "Compare the parameters that rank {rank}{host} updates with those of the other ranks.",
     "other": "Compare the timeline of rank {rank}{host} between two steps with that of another rank.",
     "compute": "Compare rank {rank}{host} with the others: the length of its batches, its device's clock and heat.",
@@ -396,7 +396,7 @@ def _lateness(rank: int, ranks: Mapping[int, TraceReport], caused_ns: int) -> tu
 
     def spent(trace: TraceReport) -> dict[str, int]:
         computed = trace.gpu_window.compute_ns if trace.gpu_window else 0
-        host = idle_ns(trace, "python", "operators", "launch", "synchronization", "allocator", "garbage")
+        host = idle_ns(trace, "python", "operators", "launch", "synchronization", "allocator", "gc_pauses")
         return {"kernels": computed, "data": idle_ns(trace, "data_loading"), "host": host}
 
     if all(trace.gpu_window is None for trace in ranks.values()):

@@ -59,7 +59,7 @@ DOING: Final[dict[Cause, str]] = {
     "data_loading": "the host loads batches",
     "synchronization": "the host is in a blocking call",
     "allocator": "the allocator calls the driver",
-    "garbage": "the host is in GC pauses",
+    "gc_pauses": "the host is in GC pauses",
     "python": "the host runs Python outside operators",
     "operators": "the host is inside operators",
     "launch": "the host launches kernels",
@@ -76,7 +76,7 @@ READS: Final = (
 )
 NEXT: Final[dict[Cause, tuple[Remedy, ...]]] = {
     "synchronization": READS,
-    "garbage": (
+    "gc_pauses": (
         remedy("Collect garbage between steps: gc.freeze() after setup, gc.disable(), gc.collect() every 100 steps."),
     ),
     "python": (

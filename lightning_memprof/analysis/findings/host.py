@@ -443,12 +443,12 @@ def gc_pauses(facts: Facts) -> list[Finding]:
 
     Recovers 70% to all of them. Lost: memory of reference cycles is freed later.
     """
-    worst = facts.heaviest(lambda ledger: ledger.ns("garbage"))
-    if worst is None or not _matters(worst[1], worst[1].of("garbage")):
+    worst = facts.heaviest(lambda ledger: ledger.ns("gc_pauses"))
+    if worst is None or not _matters(worst[1], worst[1].of("gc_pauses")):
         return []
     rank, ledger = worst
-    ns, count = ledger.ns("garbage"), sum(line.count for line in ledger.of("garbage"))
-    longest = max((line.longest_ns or 0 for line in ledger.of("garbage")), default=0)
+    ns, count = ledger.ns("gc_pauses"), sum(line.count for line in ledger.of("gc_pauses"))
+    longest = max((line.longest_ns or 0 for line in ledger.of("gc_pauses")), default=0)
     # The longest pause includes its wait for a core.
     if ns * ledger.steps < MIN_PAUSES * longest * (1 - ledger.share("core_wait")):
         return []
@@ -464,8 +464,8 @@ def gc_pauses(facts: Facts) -> list[Finding]:
             evidence=(facts.pulse(rank), *facts.recorded(rank, "garbage")),
             numbers={
                 "rank": rank.rank,
-                "garbage_ns": round(ns),
-                "garbage_share": ns / ledger.step_ns,
+                "gc_pauses_ns": round(ns),
+                "gc_pauses_share": ns / ledger.step_ns,
                 "count_per_step": count,
                 "generations": {str(number): list(of) for number, of in found.generations.items()} if found else {},
                 "tensor_bytes": found.tensor_bytes if found else None,

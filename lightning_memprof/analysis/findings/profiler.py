@@ -47,7 +47,7 @@ def other_profiler(facts: Facts) -> list[Finding]:
     seen = next((row for row in facts.run.unavailable if OTHER_PROFILER.search(row.reason)), None)
     if seen is None or (ledger := facts.ledgers.get(seen.rank)) is None:
         return []
-    passes, pauses = ledger.ns("forward", "backward"), ledger.ns("garbage")
+    passes, pauses = ledger.ns("forward", "backward"), ledger.ns("gc_pauses")
     worth = Recovery(unit="ns", min=pauses + passes * OTHER[0], max=pauses + passes * OTHER[1], whole=ledger.running_ns)
     return [
         Finding(
@@ -60,7 +60,7 @@ def other_profiler(facts: Facts) -> list[Finding]:
             ),
             next_steps=('Remove the other profiler: torch.profiler.profile(...) or Trainer(profiler="pytorch").',),
             evidence=tuple(facts.pulse(rank) for rank in facts.run.ranks if rank.rank == seen.rank),
-            numbers={"rank": seen.rank, "passes_ns": passes, "garbage_ns": pauses},
+            numbers={"rank": seen.rank, "passes_ns": passes, "gc_pauses_ns": pauses},
             weight=worth.share,
             recovers=worth,
         )

@@ -163,7 +163,7 @@ PARTS: Final[dict[TimePart, Cause]] = {
     "idle_data": "data_loading",
     "idle_synchronization": "synchronization",
     "idle_allocator": "allocator",
-    "idle_garbage": "garbage",
+    "idle_gc_pauses": "gc_pauses",
     "idle_python": "python",
     "idle_operators": "operators",
     "idle_launch": "launch",

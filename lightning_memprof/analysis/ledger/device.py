@@ -56,7 +56,7 @@ __all__ = ["device_ledger"]
 
 _PARTS: Final[tuple[DevicePart, ...]] = get_args(DevicePart)
 # Time inside an event of these parts is theirs, whatever runs in it; of several the last one.
-_ENCLOSING: Final[tuple[DevicePart, ...]] = ("cold_start", "idle_synchronization", "idle_data", "idle_garbage")
+_ENCLOSING: Final[tuple[DevicePart, ...]] = ("cold_start", "idle_synchronization", "idle_data", "idle_gc_pauses")
 _BACKWARD: Final = "autograd::engine::evaluate_function: "
 _NONE: Final = -1
 # The recording does not have the launch.
@@ -272,7 +272,7 @@ class _Names:
         for kind, parts in of_kind.items():
             numbers = np.array([_PARTS.index(part) for part in parts], np.int8)
             found[kinds == kind] = numbers[known[kinds == kind]]
-        found[self._collects[known] & (kinds != Kind.RUNTIME)] = _PARTS.index("idle_garbage")
+        found[self._collects[known] & (kinds != Kind.RUNTIME)] = _PARTS.index("idle_gc_pauses")
         return found
 
 

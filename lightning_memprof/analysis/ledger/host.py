@@ -68,7 +68,7 @@ _CALLS: Final = "c10d::"
 # A validation inside a fit is one part, as in the hook timings, less these.
 _VALIDATION: Final = _PARTS.index("validation")
 _BESIDE_VALIDATION: Final = tuple(
-    _PARTS.index(part) for part in ("callback", "logging", "checkpoint", "profiler", "garbage")
+    _PARTS.index(part) for part in ("callback", "logging", "checkpoint", "profiler", "gc_pauses")
 )
 # The other parts say it all.
 _LABELLED: Final = tuple(

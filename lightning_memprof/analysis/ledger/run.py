@@ -44,7 +44,7 @@ _MEETING: Final = (*_STEADY, "untracked", "rank_wait")
 _METRIC: Final = "[Metric]"
 _MODULE: Final = "[LightningModule]"
 # Actions inside forward, backward and optimizer that are lines of their own.
-_WITHIN: Final = ("garbage", "metric", "module_hook", "callback")
+_WITHIN: Final = ("gc_pauses", "metric", "module_hook", "callback")
 _NAMED_PARTS: Final[Mapping[str, HostPart]] = {
     "data_wait": "data_wait",
     "transfer": "transfer",
@@ -244,8 +244,8 @@ def _divided(ns: float, lines: Sequence[TimeLine], rest: TimeLine) -> list[TimeL
 
 def _beside_pauses(ns: float, lines: Sequence[TimeLine]) -> list[TimeLine]:
     """Return the lines of data wait: GC pauses of the whole run, and the recorded parts in the remaining time."""
-    found = [line for line in lines if line.part == "garbage"]
-    parts = [line for line in lines if line.part != "garbage"]
+    found = [line for line in lines if line.part == "gc_pauses"]
+    parts = [line for line in lines if line.part != "gc_pauses"]
     return [*found, *_divided(max(ns - total(found), 0.0), parts, TimeLine(part="data_wait", ns=0))[:-1]]
 
 
@@ -273,8 +273,8 @@ def _named(rank: Rank) -> dict[str, list[TimeLine]]:
     totals = {} if in_windows else _totals(rank)
     waits = recorded.get("data_wait", [])
     if totals:
-        waits = [line for line in waits if line.part != "garbage"]
-        waits += [line for line in totals.get("data_wait", ()) if line.part == "garbage"]
+        waits = [line for line in waits if line.part != "gc_pauses"]
+        waits += [line for line in totals.get("data_wait", ()) if line.part == "gc_pauses"]
     return {**(totals or recorded), "data_wait": waits}
 
 
@@ -324,7 +324,7 @@ def _owner(action: str, part: str) -> tuple[HostPart, str] | None:
     if is_profiler(action):
         return "profiler", ""
     if action == GC_PAUSE:
-        return "garbage", ""
+        return "gc_pauses", ""
     if action.startswith(_METRIC):
         return "metric", action_name(action)
     if action.rpartition(".")[2] == "on_save_checkpoint" or action_name(action).startswith("ModelCheckpoint."):

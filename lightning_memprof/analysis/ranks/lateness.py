@@ -31,7 +31,7 @@ WAITED: Final = 0.5
 # GC pauses of this part of the lateness are its cause, in whichever phase they are.
 EXPLAINS: Final = 0.5
 
-Cause = Literal["data_wait", "callbacks", "optimizer", "other", "compute", "garbage"]
+Cause = Literal["data_wait", "callbacks", "optimizer", "other", "compute", "gc_pauses"]
 # Phases in which a rank does not wait for others; Lightning's loop, whose time is untracked, reduces a flag over ranks.
 _OWN: Final[tuple[Cause, ...]] = ("data_wait", "callbacks", "optimizer")
 _MEETING: Final = ("forward", "backward", "other")
@@ -154,7 +154,7 @@ def _cause(
     pauses = {each.rank: _garbage_ns(each) for each in ranks}
     usual = statistics.median(ns for each, ns in pauses.items() if each != rank)
     if pauses[rank] - usual >= EXPLAINS * caused_ns:
-        return "garbage", pauses[rank], usual
+        return "gc_pauses", pauses[rank], usual
     found: list[tuple[float, Cause, float, float]] = []
     for phase, cause in (*zip(_OWN, _OWN, strict=True), *_CAUSE.items()):
         means = {each: statistics.mean(_ns(phases, phase) for phases in rows) for each, rows in table.items()}

@@ -36,8 +36,8 @@ class Figure:
     """One figure over all samples, in its own unit."""
 
     mean: float
-    least: float
-    most: float
+    min: float
+    max: float
 
 
 @dataclass(frozen=True)
@@ -135,4 +135,4 @@ def _figure(stretches: Sequence[SystemStretch], name: str) -> Figure:
                 count += 1
                 total += value
                 least, most = min(least, value), max(most, value)
-    return Figure(total / count, least, most)
+    return Figure(mean=total / count, min=least, max=most)

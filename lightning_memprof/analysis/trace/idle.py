@@ -81,7 +81,7 @@ _COLD_FACTOR: Final = 10
 _CAUSES: Final[tuple[Cause, ...]] = get_args(Cause)
 # Where several of them run at once, the first one is the cause.
 _FIRST_OF: Final[tuple[Cause, ...]] = (
-    "garbage", "data_loading", "synchronization", "allocator", "launch", "operators",
+    "gc_pauses", "data_loading", "synchronization", "allocator", "launch", "operators",
 )  # fmt: skip
 # A kernel starts 3 to 8 µs after its launch has returned, if nothing keeps it.
 _LATENCY_NS: Final = 20_000
@@ -394,7 +394,7 @@ def _codes(columns: TraceColumns) -> NDArray[np.int8]:
     for kind, of_name in by_kind.items():
         rows = columns.rows(kind)
         codes[rows] = np.array(of_name, np.int8)[columns.names[rows]]
-    codes[columns.named(COLLECTS.search)[columns.names] & (columns.kinds >= Kind.OPERATOR)] = number["garbage"]
+    codes[columns.named(COLLECTS.search)[columns.names] & (columns.kinds >= Kind.OPERATOR)] = number["gc_pauses"]
     return codes
 
 

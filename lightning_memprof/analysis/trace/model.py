@@ -35,7 +35,7 @@ _ANONYMOUS: Final = re.compile(
 )
 
 KernelKind = Literal["compute", "communication", "memory_copy"]
-Cause = Literal["data_loading", "synchronization", "allocator", "garbage", "python", "operators", "launch", "queue"]
+Cause = Literal["data_loading", "synchronization", "allocator", "gc_pauses", "python", "operators", "launch", "queue"]
 
 
 @dataclass(frozen=True, kw_only=True)

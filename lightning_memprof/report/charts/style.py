@@ -54,7 +54,7 @@ _SHADES: Final[Mapping[str, tuple[str, ...]]] = {
     "#c77dba": ("allocator",),
     "#8b96a5": ("other",),
     "#b4bcc8": ("before", "idle"),
-    "#a67c52": ("garbage", "workspace"),
+    "#a67c52": ("gc_pauses", "workspace"),
     "#e8c547": ("python",),
     "#f0935b": ("operators",),
     "#7f8ea3": ("launch",),

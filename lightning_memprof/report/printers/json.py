@@ -303,7 +303,7 @@ def _events(view: View) -> dict[str, Any]:
     """Return the recorded steps of the lead rank.
 
     ``steps`` has every recorded step with its parts, which sum to it, and its callbacks by key, and of the first ones
-    the ``events`` in order; ``actions`` the sums over all steps, the longest first; ``garbage`` the GC pauses.
+    the ``events`` in order; ``actions`` the sums over all steps, the longest first; ``gc_pauses`` the GC pauses.
     """
     steps = view.events
     actions = event_totals(steps)
@@ -318,7 +318,7 @@ def _events(view: View) -> dict[str, Any]:
         ],
         "actions": actions[:MAX_ACTIONS],
         "more_actions": len(actions[MAX_ACTIONS:]),
-        "garbage": view.pauses,
+        "gc_pauses": view.pauses,
     }
 
 

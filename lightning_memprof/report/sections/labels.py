@@ -53,7 +53,7 @@ LABELS: Final[Mapping[str, str]] = {
     "core_wait": "waiting for a core",
     "data_loading": "data wait",
     "idle_loading": "idle, data wait",
-    "garbage": "GC pauses",
+    "gc_pauses": "GC pauses",
     "launch": "kernel launch",
     "memory_copy": "memory copies",
     "growth": "growth over the run",
@@ -74,7 +74,7 @@ COLOURS: Final = frozenset({
     "parameter", "gradient", "optimizer_state", "activation", "input", "temporary", "before_run", "workers", "growth",
     "workspace",
     "fragmentation", "compute", "communication",
-    "memory_copy", "idle", "data_loading", "synchronization", "allocator", "garbage", "python", "operators", "launch",
+    "memory_copy", "idle", "data_loading", "synchronization", "allocator", "gc_pauses", "python", "operators", "launch",
     "queue", "requested", "rounding", "pending", "inactive_split", "free_segments",
 })  # fmt: skip
 BADGES: Final[Mapping[Severity, Badge]] = {

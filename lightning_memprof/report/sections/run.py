@@ -60,8 +60,8 @@ def system_section(view: View) -> Section | None:
         sorted(found.figures.items()),
         Field("quantity", "text", lambda row: counter(row[0]).words),
         Field("mean", "number", lambda row: _figure(row[0], row[1].mean)),
-        Field("min", "number", lambda row: _figure(row[0], row[1].least)),
-        Field("max", "number", lambda row: _figure(row[0], row[1].most)),
+        Field("min", "number", lambda row: _figure(row[0], row[1].min)),
+        Field("max", "number", lambda row: _figure(row[0], row[1].max)),
     )
     rank = f" of rank {found.rank}" if len(view.ranks) > 1 else ""
     lead = phrase(f"System counters{rank}: {{}} samples.", found.samples)

@@ -130,7 +130,7 @@ def test_time_outside_all_actions_is_found_and_recovers_at_most_that_time(tmp_pa
 def test_gc_pauses_of_any_phase_are_one_finding(tmp_path: Path) -> None:
     rows = [action("gc_pause", 3_000_000, phase) for phase in ("forward", "backward", "data_wait")]
     finding = found(tmp_path, FakeRun(phases=phases(data_wait=5_000_000)), *rows)["gc_pauses"]
-    assert finding.numbers["garbage_ns"] == pytest.approx(9_000_000)
+    assert finding.numbers["gc_pauses_ns"] == pytest.approx(9_000_000)
     assert finding.numbers["count_per_step"] == pytest.approx(3)
     assert "gc.freeze()" in finding.next_steps[0]
 

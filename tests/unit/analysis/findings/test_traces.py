@@ -46,7 +46,7 @@ def test_a_healthy_trace_has_no_findings() -> None:
 
 def test_what_several_traces_show_is_one_finding_with_the_evidence_of_all() -> None:
     ranks = [
-        replace(trace(causes=(idle("garbage", share * MS),), rank=rank, world_size=3), file=Path(f"rank{rank}.json"))
+        replace(trace(causes=(idle("gc_pauses", share * MS),), rank=rank, world_size=3), file=Path(f"rank{rank}.json"))
         for rank, share in enumerate((60, 200, 0))
     ]
     (finding,) = [finding for finding in examine_files(ranks, []) if finding.rule == "gpu_idle"]
@@ -142,11 +142,11 @@ def test_short_kernels_and_a_busy_host_are_launch_bound() -> None:
 
 
 def test_an_idle_device_with_long_kernels_names_what_the_host_does() -> None:
-    finding = found(trace(causes=(idle("garbage", 60 * MS, "gen 2"),)))["gpu_idle"]
+    finding = found(trace(causes=(idle("gc_pauses", 60 * MS, "gen 2"),)))["gpu_idle"]
     assert finding.severity is Severity.WARNING
     assert finding.sentence == "The GPU is idle 13% of the time, mostly while the host is in GC pauses."
     assert "gc.freeze" in finding.next_steps[0]
-    assert finding.numbers["main_cause"] == "garbage"
+    assert finding.numbers["main_cause"] == "gc_pauses"
 
 
 def test_a_trace_of_a_few_kernels_is_only_info() -> None:

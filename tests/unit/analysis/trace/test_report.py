@@ -95,7 +95,7 @@ def test_idle_time_is_what_the_launching_thread_did_meanwhile(tmp_path):
         "data_loading": 20,
         "synchronization": 6,
         "allocator": 4,
-        "garbage": 3,
+        "gc_pauses": 3,
         "python": 7,
         "operators": 8,
         "launch": 7,

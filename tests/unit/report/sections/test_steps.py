@@ -139,8 +139,8 @@ def test_the_machines_extremes_are_shown(tmp_path: Path) -> None:
     shown = view(tmp_path, system=[sample(), busy])
     (samples,) = document(shown)["system"]
     assert samples["samples"] == 2
-    assert samples["figures"]["process_cpu_percent"] == {"mean": 210.0, "least": 40.0, "most": 380.0}
-    assert samples["figures"]["memory_available_bytes"]["least"] == GIB
+    assert samples["figures"]["process_cpu_percent"] == {"mean": 210.0, "min": 40.0, "max": 380.0}
+    assert samples["figures"]["memory_available_bytes"]["min"] == GIB
     assert "memory_limit_bytes" not in samples["figures"]
     load = {row.pop("quantity"): row for row in table_of(shown, "system-figures")}
     assert load["process cpu"] == {"mean": "210%", "min": "40%", "max": "380%"}
@@ -232,7 +232,7 @@ def test_the_bar_of_a_step_has_the_parts_of_its_ledger_and_sums_to_the_step(tmp_
     lines = (
         TimeLine(part="forward", ns=3 * third),
         TimeLine(part="core_wait", ns=third),
-        TimeLine(part="garbage", ns=third / 1000),
+        TimeLine(part="gc_pauses", ns=third / 1000),
         TimeLine(part="metric", ns=third / 1000),
     )
     ledger = replace(shown.ledger, lines=lines, step_ns=sum(line.ns for line in lines))
