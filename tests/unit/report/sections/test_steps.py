@@ -161,7 +161,7 @@ def test_samples_of_the_whole_run_count_also_where_it_was_killed(tmp_path: Path)
     lines = [json.dumps(sample(load_1m=value)) for value in (1.0, 9.0)]
     (run / system_name(0)).write_text("\n".join([*lines, '{"load_1m": 99']))
     (samples,) = to_json(run_view(load_run(run)))["system"]
-    assert (samples["samples"], samples["figures"]["load_1m"]["most"]) == (2, 9.0)
+    assert (samples["samples"], samples["figures"]["load_1m"]["max"]) == (2, 9.0)
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
