@@ -78,6 +78,6 @@ def test_the_default_set_shows_throughput_and_machine(tmp_path: Path) -> None:
     (throughput,), (system,) = document["throughput"], document["system"]
     assert throughput["samples_per_s"]["mean"] == pytest.approx(4 * throughput["batches_per_s"]["mean"])
     assert throughput["flops"] is None
-    assert system["figures"]["memory_available_bytes"]["least"] > 0
+    assert system["figures"]["memory_available_bytes"]["min"] > 0
     assert not document["problems"]
     assert not document["errors"]
