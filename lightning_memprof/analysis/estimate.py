@@ -6,10 +6,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal
 
-from lightning_memprof.errors import ConfigError
+import msgspec
+
+from lightning_memprof.artifacts.naming import ESTIMATE
+from lightning_memprof.errors import ArtifactError, ConfigError
 from lightning_memprof.units import GIB, KIB, MIB
 
 __all__ = [
@@ -19,10 +23,12 @@ __all__ = [
     "Conclusion",
     "Device",
     "Estimate",
+    "Forecast",
     "Reserved",
     "device_named",
     "device_of",
     "parse_bytes",
+    "read_forecast",
 ]
 
 # What CUDA's context and the driver keep beside torch's allocator: in the measured runs, most of them on GeForce cards,
@@ -191,6 +197,40 @@ class Estimate:
     def batchless_bytes(self) -> int:
         """Bytes of parameters, gradients and optimizer state, which no batch size changes."""
         return sum(max(self.live.get(name, ()), default=0) for name in _BATCHLESS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What a run's page compares with its measured peak.
+
+    Attributes:
+        allocated_bytes: estimated peak of the tensors' memory.
+        reserved: estimated peak of the memory that the allocator reserves.
+        categories: bytes at the peak by category.
+        live: bytes by category during a step.
+
+    """
+
+    allocated_bytes: int
+    reserved: Reserved
+    categories: Mapping[str, int]
+    live: Mapping[str, Sequence[int]]
+
+
+def read_forecast(directory: Path) -> Forecast | None:
+    """Return the estimate that was written into a run's directory; None without one.
+
+    Raises:
+        ArtifactError: the file is damaged.
+
+    """
+    path = directory / ESTIMATE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Forecast)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ArtifactError(f"{path}: not an estimate ({error}); write it again, or remove it") from error
 
 
 def device_of(name: str, total_bytes: int, source: str) -> Device:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 __all__ = [
+    "ESTIMATE",
     "RUN_DIRECTORY",
     "TRIGGER_PLAN",
     "TRIGGER_REQUEST",
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 RUN_DIRECTORY: Final = "memprofiler"
+ESTIMATE: Final = "estimate.json"
 TRIGGER_REQUEST: Final = "trigger.request.json"
 TRIGGER_PLAN: Final = "trigger.plan.json"
 

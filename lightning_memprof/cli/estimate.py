@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from argparse import ArgumentError
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lightning_memprof.artifacts.naming import ESTIMATE
 from lightning_memprof.cli.command import Command, add_format, write_document
 from lightning_memprof.cli.terminal import estimating, quiet_lightning
 from lightning_memprof.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lightning_memprof.analysis.run.model import Run
 
 __all__ = ["COMMAND"]
 
@@ -46,6 +51,9 @@ def _add_options(parser: ArgumentParser) -> None:
         help="also with a change, as in precision=bf16-mixed",
     )
     parser.add_argument("--output", "-o", metavar="FILE", default=None, help="also write an HTML page")
+    parser.add_argument(
+        "--against", metavar="RUN", default=None, help="a recorded run of the program, whose page compares it"
+    )
     add_format(parser)
     parser.add_argument("--all", action="store_true", help="all sections instead of the page that fits one screen")
 
@@ -56,13 +64,15 @@ def _execute(options: Namespace) -> int:
     output = None if options.output is None else Path(options.output)
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"--output {output}: there is no folder {output.parent}")
+    from lightning_memprof.analysis.run.load import load_run
     from lightning_memprof.estimation.estimator import Wanted, estimate_program
     from lightning_memprof.report.printers.html import estimate_to_html
     from lightning_memprof.report.printers.json import estimate_to_json
 
+    run = None if options.against is None else load_run(options.against)
     with estimating() as progress, redirect_stdout(sys.stderr), quiet_lightning():
         wanted = Wanted(
-            device=options.device,
+            device=options.device or (None if run is None else _device_of(run)),
             device_memory=options.device_memory,
             batch_size=options.batch_size,
             seq_len=options.seq_len,
@@ -74,10 +84,25 @@ def _execute(options: Namespace) -> int:
         )
         estimate = estimate_program(options.program, wanted)
     document = estimate.document()
+    if run is not None:
+        forecast = json.dumps(estimate_to_json(estimate))
+        (run.directory / ESTIMATE).write_text(forecast, encoding="utf-8")
     if output is not None:
         output.write_text(estimate_to_html(estimate), encoding="utf-8")
     write_document(document, options.format, partial(estimate_to_json, estimate), is_full=options.all)
     return 0
+
+
+def _device_of(run: Run) -> str | None:
+    """Return the name of a run's device; None where the table of devices does not have it."""
+    from lightning_memprof.analysis.estimate import device_named
+
+    facts = run.lead.facts
+    name = "cpu" if facts.is_cpu else str(facts.environment.get("device_name"))
+    try:
+        return device_named(name).name
+    except ConfigError:
+        return None
 
 
 COMMAND: Final = Command(

@@ -33,7 +33,7 @@ _WITH_PROGRAM: Final = {
     "estimate": (
         (
             "--device", "--device-memory", "--devices", "--strategy", "--batch-size", "--seq-len", "--batch-shape",
-            "--what-if", "--output", "-o", "--format",
+            "--what-if", "--output", "-o", "--against", "--format",
         ),
         ("--device", "--device-memory", "--batch-size", "--what-if"),
     ),
@@ -106,7 +106,8 @@ def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         if argument == "--":
             return list(arguments[:index]), list(arguments[index + 1 :])
         if not argument.startswith("-") or (argument.startswith("-m") and not argument.startswith("--")):
-            own, program = _shared(arguments[index:], shared)
+            # A LightningCLI has none of our options.
+            own, program = _shared(arguments[index:], valued if argument == "fit" else shared)
             return [*arguments[:index], *own], program
         index += 2 if argument in valued else 1
     return list(arguments), []
@@ -120,7 +121,7 @@ def _shared(arguments: Sequence[str], names: Sequence[str]) -> tuple[list[str], 
     while index < len(arguments):
         name, equals, value = arguments[index].partition("=")
         following = value if equals else "".join(arguments[index + 1 : index + 2])
-        is_ours = name in names and (name != "--batch-size" or following == "max")
+        is_ours = name in names and (name != "--batch-size" or following == "max" or arguments[0] == "fit")
         length = 1 if equals or not is_ours else 2
         (own if is_ours else program).extend(arguments[index : index + length])
         index += length

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
+from lightning_memprof.analysis.estimate import Forecast, read_forecast
 from lightning_memprof.analysis.memory.activations import (
     SAVED_TENSORS,
     Activations,
@@ -20,6 +21,7 @@ from lightning_memprof.analysis.memory.activations import (
 from lightning_memprof.analysis.memory.functions import FUNCTIONS, FunctionReport, function_memory
 from lightning_memprof.analysis.run.problems import Note
 from lightning_memprof.artifacts.series import PeakRow
+from lightning_memprof.errors import ArtifactError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -116,11 +118,15 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """Memory of a run by rank; ``lead`` is the lead rank's, ``notes`` name the files that were not read."""
+    """Memory of a run by rank; ``lead`` is the lead rank's, ``notes`` name the files that were not read.
+
+    ``forecast`` is the estimate that was made for the run.
+    """
 
     lead: RankMemory
     ranks: tuple[RankMemory, ...]
     notes: tuple[Note, ...]
+    forecast: Forecast | None = None
 
 
 def memory_report(
@@ -151,7 +157,12 @@ def memory_report(
         mine = tuple(allocation for allocation in allocations if allocation.rank == rank.rank)
         ranks.append(_rank_memory(run, read, mine))
     lead = next(rank for rank in ranks if rank.rank == run.lead.rank)
-    return MemoryReport(lead=lead, ranks=tuple(ranks), notes=tuple(notes))
+    try:
+        forecast = read_forecast(run.directory)
+    except ArtifactError as error:
+        forecast = None
+        notes.append(Note(run.lead.rank, "run", str(error)))
+    return MemoryReport(lead=lead, ranks=tuple(ranks), notes=tuple(notes), forecast=forecast)
 
 
 def _last_windows(rank: Rank, max_bytes: int) -> Rank:

@@ -244,6 +244,7 @@ def _memory(report: MemoryReport) -> dict[str, Any]:
     return {
         **_rank_memory(report.lead),
         **_lead_memory(report.lead),
+        **({} if report.forecast is None else {"estimated": report.forecast}),
         "ranks": [_rank_memory(rank) for rank in report.ranks],
     }
 

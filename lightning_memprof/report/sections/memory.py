@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.ledger.memory import grouped_bytes
 from lightning_memprof.analysis.memory.activations import patterns
+from lightning_memprof.analysis.memory.report import TRACKERS
 from lightning_memprof.report.document import (
     Cell,
     Chart,
@@ -95,6 +96,7 @@ def memory_section(view: View) -> Section:
         *_peaks(view),
         *_owners(view),
         *_categories(view),
+        *_forecast(view),
         *_over_time(memory),
     ]
     parts += [*_checkpointing(memory, view), *_functions(memory.functions), *_named(view)]
@@ -172,6 +174,38 @@ def _categories(view: View) -> Iterator[Table]:
         Field("bytes", "bytes", lambda row: size(row[1], whole)),
         Field("share", "share", lambda row: ratio(row[1], whole)),
         Field("not available", "text", lambda row: (peak.unknown.get(row[0]) or "not known") * (row[1] is None)),
+    )
+
+
+def _forecast(view: View) -> Iterator[Table]:
+    """Yield the estimate that was made for the run, beside its peak."""
+    forecast, peak, device = view.memory.forecast, view.memory.lead.peak, view.lead.device
+    if forecast is None or peak is None:
+        return
+    measured = {name: found for name, found in peak.categories.items() if found is not None}
+    is_one_moment = peak.source in TRACKERS
+    most = {name: max(values, default=0) for name, values in forecast.live.items()}
+    estimated = forecast.categories if is_one_moment else {name: most.get(name, 0) for name in measured}
+    rows: list[tuple[str, int | None, int | None]] = [
+        (category(name), estimated.get(name, 0), measured.get(name)) for name in dict.fromkeys([*measured, *estimated])
+    ]
+    if is_one_moment:
+        rows.append(("all tensors", forecast.allocated_bytes, peak.total_bytes))
+    if device is not None:
+        rows.append(("allocated", forecast.allocated_bytes, device.peak_allocated_bytes))
+        rows.append(("reserved, at the end", forecast.reserved.likely_bytes, device.reserved_bytes))
+    yield from filled(
+        Table(
+            "estimated",
+            "Estimated and measured peak",
+            notes=[peak.moment if is_one_moment else "the most of each category in a step"],
+            is_sortable=False,
+        ),
+        rows,
+        Field("memory", "text", lambda row: row[0]),
+        Field("estimated", "bytes", lambda row: row[1]),
+        Field("measured", "bytes", lambda row: row[2]),
+        Field("difference", "bytes change", lambda row: None if None in row[1:] else (row[1] or 0) - (row[2] or 0)),
     )
 
 

@@ -27,6 +27,23 @@ def test_everything_from_the_program_on_belongs_to_the_program(arguments, option
 
 
 @pytest.mark.parametrize(
+    ("arguments", "options", "program"),
+    [
+        (["train.py", "--device", "L4", "--devices", "2"], ["--device", "L4"], ["train.py", "--devices", "2"]),
+        (["train.py", "--batch-size", "8"], [], ["train.py", "--batch-size", "8"]),
+        (["train.py", "--batch-size", "max"], ["--batch-size", "max"], ["train.py"]),
+        (
+            ["fit", "--config", "a.yaml", "--devices", "8", "--strategy", "fsdp2", "--batch-size=4"],
+            ["--devices", "8", "--strategy", "fsdp2", "--batch-size=4"],
+            ["fit", "--config", "a.yaml"],
+        ),
+    ],
+)
+def test_options_of_estimate_may_follow_the_program_where_they_cannot_be_its_own(arguments, options, program):
+    assert split_program(["estimate", *arguments]) == (["estimate", *options], program)
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["nothing.py"], "nothing.py"),
