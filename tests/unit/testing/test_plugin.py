@@ -366,5 +366,9 @@ def test_unmarked_tests_load_neither_torch_nor_lightning(project, pytester):
 
 @pytest.mark.wheel
 def test_the_entry_point_loads_the_plugin_and_can_be_switched_off(project):
-    project.run_cold("--markers").stdout.fnmatch_lines(["@pytest.mark.memprof(*"])
-    assert "memprof" not in text(project.run_cold("--markers", "-p", "no:lightning_memprof"))
+    pytest_ = (sys.executable, "-m", "pytest", "--markers")
+    loaded = project.run_command(*pytest_, PYTEST_DISABLE_PLUGIN_AUTOLOAD="")
+    loaded.stdout.fnmatch_lines(["@pytest.mark.memprof(*"])
+    without = project.run_command(*pytest_, "-p", "no:lightning_memprof", PYTEST_DISABLE_PLUGIN_AUTOLOAD="")
+    assert without.ret == 0
+    assert "memprof" not in text(without)
