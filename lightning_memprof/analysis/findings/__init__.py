@@ -158,15 +158,10 @@ def examine(facts: Facts) -> tuple[Finding, ...]:
     severe = [finding for finding in found if finding.severity > Severity.INFO]
     if not severe:
         return (*_guarded(nothing_found, facts), *found)
-    if severe[0].rule != "core_wait":
-        return found
-    # Other processes make times longer, and memory no larger.
-    of_bytes = [each for each in severe if each.recovers is not None and each.recovers.unit == "bytes"]
-    of_times = [each for each in found if each not in of_bytes]
-    if len(severe) == 1 and severe[0].severity is Severity.WARNING:
+    if severe[0].rule == "core_wait":
         bound = (replace(each, severity=Severity.INFO) for each in _guarded(nothing_found, facts))
         return (*severe, *bound, *found[1:])
-    return (*of_bytes, *of_times)
+    return found
 
 
 def examine_files(traces: Iterable[TraceReport], snapshots: Iterable[SnapshotReport]) -> tuple[Finding, ...]:

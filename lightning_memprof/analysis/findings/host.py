@@ -268,8 +268,6 @@ def between_steps(facts: Facts) -> list[Finding]:
     ]
 
 
-# Of the step; from here on the other figures say little about the training.
-MOSTLY_WAITS: Final = 2 / 3
 # With less of the machine in use there are free cores, and a limit keeps the training from them.
 IS_FULL: Final = 0.8
 OTHERS: Final = "Find them with top: end them, lower their priority (renice 19), or move them to other cores (taskset)."
@@ -281,9 +279,9 @@ FEWER_THREADS: Final = "Leave them a core: torch.set_num_threads({count}), or OM
 def core_wait(facts: Facts) -> list[Finding]:
     """Find a training thread that is ready to run but waits for a core, and the processes that use the cores.
 
-    Recovers half to all of this time. Below two thirds of the step it is the last of the warnings: findings about the
-    training itself still apply when the other processes have ended. Their worth is a share of the step without this
-    wait, so that other processes hide none of them. From two thirds on it is the first finding.
+    Recovers half to all of this time. It is the last of the warnings: findings about the training itself still apply
+    when the other processes have ended. Their worth is a share of the step without this wait, so that other processes
+    hide none of them: of a step that waits three quarters of its time the other lines are those of a quiet machine.
     """
     worst = facts.heaviest(lambda ledger: ledger.ns("core_wait"))
     if worst is None or not _matters(worst[1], worst[1].of("core_wait")) or is_oversubscribed(facts, worst[0]):
@@ -294,11 +292,11 @@ def core_wait(facts: Facts) -> list[Finding]:
     if worth.share < NOTABLE:
         return []
     waits = f"the training thread waits {percent(ns / ledger.step_ns)} of each step for a core{facts.on_rank(rank)}"
-    use, mostly = _core_use(facts, rank), ns >= MOSTLY_WAITS * ledger.step_ns
+    use = _core_use(facts, rank)
     return [
         Finding(
             rule="core_wait",
-            severity=worth.severity if mostly else min(worth.severity, Severity.WARNING),
+            severity=Severity.WARNING,
             sentence=f"{use.owner} the cores: {waits}." if use.owner else f"{waits[0].upper()}{waits[1:]}.",
             why=f"It is ready but has no core for {format_ns(ns)} of a {format_ns(ledger.step_ns)} step.{use.text}",
             next_steps=use.next_steps,
@@ -311,7 +309,7 @@ def core_wait(facts: Facts) -> list[Finding]:
                 "cores_of_training": use.own,
                 "cores_of_others": use.others,
             },
-            weight=1.0 if mostly else 0.0,
+            weight=0.0,
             recovers=worth,
         )
     ]

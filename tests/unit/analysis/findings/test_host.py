@@ -434,7 +434,7 @@ def test_a_training_whose_cores_are_taken_waits_for_a_core(tmp_path: Path) -> No
     assert finding.sentence == "Other processes take the cores: the training thread waits 70% of each step for a core."
     assert "the training used 1.0 of 8 cores, other processes 7.0." in finding.why
     assert "renice" in finding.next_steps[0]
-    assert finding.severity is Severity.CRITICAL
+    assert finding.severity is Severity.WARNING
     assert finding.recovers is not None
     assert finding.recovers.max == pytest.approx(0.7 * sum(HEALTHY.values()), rel=0.01)
 
@@ -443,12 +443,15 @@ def test_a_short_wait_for_a_core_is_no_finding(tmp_path: Path) -> None:
     assert "core_wait" not in waits_for_a_core(tmp_path, 0.04, load=OTHERS_BUSY)
 
 
-def test_below_two_thirds_of_the_step_a_fault_of_the_training_comes_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize("waits_ns", [9_000_000, 60_000_000])
+def test_a_fault_of_the_training_comes_before_cores_that_others_take(tmp_path: Path, waits_ns: int) -> None:
     loops = optimizer(parameters=1000)
-    slow = {**HEALTHY, "optimizer": 6_000_000}
-    run = make_run(
-        tmp_path, FakeRun(phases=lambda _rank, _step: slow, core_wait_ns=lambda _: 9_000_000, training=loops)
-    )
+
+    def shared(_: int, step: int) -> Mapping[str, int]:
+        return {**HEALTHY, "optimizer": 6_000_000, "backward": HEALTHY["backward"] + (waits_ns if step % 5 else 0)}
+
+    waits = FakeRun(phases=shared, core_wait_ns=lambda step: waits_ns if step % 5 else 0, training=loops)
+    run = make_run(tmp_path, waits)
     first, second, *_ = examine(Facts.of(load_run(run)))
     assert (first.rule, second.rule) == ("optimizer_bound", "core_wait")
     assert first.weight < (second.recovers.share if second.recovers else 0)
@@ -459,7 +462,6 @@ def test_a_training_that_shares_its_cores_says_what_it_is_bound_by_itself(tmp_pa
     assert (first.rule, second.rule) == ("core_wait", "nothing_found")
     assert second.sentence.startswith("Compute-bound: forward and backward take 43% of each step")
     assert second.severity is Severity.INFO
-    assert "nothing_found" not in waits_for_a_core(tmp_path / "mostly", 0.7, load=OTHERS_BUSY)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9])
