@@ -16,6 +16,7 @@ from lightning_memprof.errors import ArtifactError, ConfigError, MemprofError
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.findings import Finding
+    from lightning_memprof.analysis.ledger.model import TimeLedger
     from lightning_memprof.analysis.run.following import Follower
     from lightning_memprof.report.sections.live import Watched
 
@@ -70,6 +71,7 @@ class _Watcher:
 
         self.follower = Follower(directory)
         self._name = shown_path(directory)
+        self._ledger: TimeLedger | None = None
         self._findings: tuple[Finding, ...] = ()
         self._examined_steps = 0
         self._examined_windows = 0
@@ -85,19 +87,23 @@ class _Watcher:
         has_ended = self.follower.has_ended and lead.steps != self._examined_steps
         if is_longer or windows > self._examined_windows or has_ended:
             self._examined_steps, self._examined_windows = lead.steps, windows
-            self._findings = self._examine()
-        return Watched(name=self._name, follower=self.follower, findings=self._findings, now_ns=time.time_ns())
+            self._examine()
+        return Watched(
+            name=self._name,
+            follower=self.follower,
+            now_ns=time.time_ns(),
+            ledger=self._ledger,
+            findings=self._findings,
+        )
 
-    def _examine(self) -> tuple[Finding, ...]:
+    def _examine(self) -> None:
         from lightning_memprof.analysis.findings import Facts, Severity, examine
         from lightning_memprof.analysis.run.load import load_run
 
-        try:
-            found = examine(Facts.of(load_run(self.follower.directory, max_pulse_bytes=MAX_PULSE_BYTES)))
-        except MemprofError:
-            # A file is being written; it is readable at the next update.
-            return self._findings
-        return tuple(finding for finding in found if finding.severity is not Severity.NONE)
+        with suppress(MemprofError):  # a file is being written; it is readable at the next update
+            facts = Facts.of(load_run(self.follower.directory, max_pulse_bytes=MAX_PULSE_BYTES))
+            self._ledger = facts.ledgers.get(facts.run.lead.rank)
+            self._findings = tuple(found for found in examine(facts) if found.severity is not Severity.NONE)
 
 
 def _print_page(watched: Watched) -> None:

@@ -201,7 +201,7 @@ class LiveRuns:
             follower.look()
             if not follower.ranks:
                 return {"parts": []}
-            watched = Watched(name=found.label, follower=follower, findings=(), now_ns=time.time_ns())
+            watched = Watched(name=found.label, follower=follower, now_ns=time.time_ns())
             return {"parts": list(_parts(live_document(watched)))}
 
 

@@ -27,12 +27,14 @@ from lightning_memprof.report.document import (
     size,
 )
 from lightning_memprof.report.sections.labels import BADGES, PEAKS, bars, called, span
+from lightning_memprof.report.sections.overview import step_stack
 from lightning_memprof.report.sections.tables import Field, filled, ratio
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from lightning_memprof.analysis.findings import Finding
+    from lightning_memprof.analysis.ledger.model import TimeLedger
     from lightning_memprof.analysis.run.following import Follower, RankProgress
     from lightning_memprof.report.document import Style
 
@@ -50,12 +52,13 @@ STYLES: Final[dict[str, Style]] = {"none": "", "info": "", "warning": "warn", "c
 
 @dataclass(frozen=True)
 class Watched:
-    """A run until now: its ranks, the findings of the last look that asked the rules, and Unix time in ns."""
+    """A run until now: its ranks, Unix time in ns, and the ledger and findings of the last look that computed them."""
 
     name: str
     follower: Follower
-    findings: tuple[Finding, ...]
     now_ns: int
+    ledger: TimeLedger | None = None
+    findings: tuple[Finding, ...] = ()
 
 
 def live_document(watched: Watched) -> Document:
@@ -63,7 +66,7 @@ def live_document(watched: Watched) -> Document:
     lead = watched.follower.lead
     sections = [Section("now", "Run", parts=[Lines("", list(_head(watched, lead)))])]
     if lead.recent:
-        sections.append(Section("steps", "Steps", _step_times(lead), list(_times(lead))))
+        sections.append(Section("steps", "Steps", _step_times(lead), list(_times(lead, watched.ledger))))
         if memory := list(_memory(lead)):
             sections.append(Section("memory", "Memory", parts=memory))
     if len(watched.follower.ranks) > 1:
@@ -172,11 +175,13 @@ def _step_times(lead: RankProgress) -> Words:
     return phrase(words, *map(duration, (_median(lead), min(found), max(found))))
 
 
-def _times(lead: RankProgress) -> Iterator[Part]:
+def _times(lead: RankProgress, ledger: TimeLedger | None) -> Iterator[Part]:
     yield Chart("step-times", "Step time over the run", lead.durations_ns.values)
     phases = lead.phases_ns()
     whole = sum(phases.values())
-    if whole:
+    if ledger is not None:
+        yield step_stack(ledger)
+    elif whole:
         parts = {phase: phases[phase] for phase in PHASES}
         mean = statistics.fmean(_durations(lead))
         yield Stack("Mean step by phase", duration(mean), bars(parts, whole, "ns"))

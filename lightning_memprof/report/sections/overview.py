@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.ledger.model import TimeLedger
     from lightning_memprof.report.view import Overhead, View
 
-__all__ = ["finding_cards", "overview_section"]
+__all__ = ["finding_cards", "overview_section", "step_stack"]
 
 # The section of a rule, by the beginning of its name.
 SECTIONS: Final = (
@@ -84,7 +84,7 @@ def overview_section(view: View, file_ids: Mapping[str, str], known: Sequence[st
     """
     parts: list[Part] = [Figures(list(_figures(view)))]
     if view.ledger is not None:
-        parts.append(_step(view.ledger))
+        parts.append(step_stack(view.ledger))
     if (stack := peak_stack(view)) is not None:
         parts.append(stack)
     if lines := list(_trouble(view)):
@@ -94,7 +94,7 @@ def overview_section(view: View, file_ids: Mapping[str, str], known: Sequence[st
     return Section("overview", "Overview", parts=parts, summary=True)
 
 
-def _step(ledger: TimeLedger) -> Stack:
+def step_stack(ledger: TimeLedger) -> Stack:
     """Return the mean step by the parts of its ledger; small ones have one bar together."""
     times = {part: ledger.ns(part) for part in get_args(HostPart)}
     shown = {part: round(ns) for part, ns in times.items() if ns >= LEAST_SHARE * ledger.step_ns}
