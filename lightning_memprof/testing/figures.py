@@ -55,6 +55,7 @@ _NO_DEVICE: Final = "the training ran without an accelerator"
 _NO_TRACKER: Final = "the memory tracker did not record the step"
 _OPTIMIZER: Final = "Optimizer.step#"
 _ACTION: Final = "[pl][profile]"
+_OWN: Final = tuple(f"{_ACTION}[Callback]{name}." for name in ("AttachedCallback", "MemProfilerCallback"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +179,7 @@ def _operators(columns: TraceColumns) -> tuple[Counter[str], Counter[str]]:
     reading = columns.named(_READS.__contains__)
     ranges = columns.named(lambda name: name.startswith((_OPTIMIZER, _ACTION)))
     updates = columns.named(lambda name: name.startswith(_OPTIMIZER))
+    ours = columns.named(lambda name: name.startswith(_OWN))
     lead, makers = training_lane(columns), None
     lanes = [lane for lane in np.unique(columns.lanes[threads.on_host]).tolist() if lane != lead]
     operators: Counter[str] = Counter()
@@ -188,12 +190,13 @@ def _operators(columns: TraceColumns) -> tuple[Counter[str], Counter[str]]:
         module = modules.around(rows, parents, makers)
         makers = makers or Makers(*modules.makers(rows, module))
         inside = parents >= 0
-        called = inside & dispatches[names[parents]]
+        foreign = nearest(parents, ours[names]) < 0
+        called = foreign & inside & dispatches[names[parents]]
         operators += _labels(columns, modules, names[called], module[called])
         is_read = reading[names] & (columns.kinds[rows] == Kind.OPERATOR)
         inner = inside & (nearest(parents, is_read)[parents] >= 0)
         around = nearest(parents, ranges[names])
-        is_read &= ~inner & ~((around >= 0) & updates[names[around]])
+        is_read &= foreign & ~inner & ~((around >= 0) & updates[names[around]])
         reads += _labels(columns, modules, names[is_read], module[is_read])
     return operators, reads
 
