@@ -70,13 +70,17 @@ def totals(results: Sequence[Result]) -> Totals:
 
 
 def page(results: Sequence[Result]) -> str:
-    """Return the scores in Markdown: a row per set of trainings and load, and a row per training."""
+    """Return the scores in Markdown: a row per set of trainings and load, and a row per training.
+
+    Trainings of the holdout have no rows: who writes rules reads this page.
+    """
     groups: dict[tuple[str, str], list[Result]] = {}
     trainings: dict[tuple[str, str], list[Result]] = {}
     for result in results:
         load = "another busy process" if result.loaded else "whatever else runs"
         groups.setdefault((result.set, load), []).append(result)
-        trainings.setdefault((result.domain, result.name), []).append(result)
+        if result.set == SETS[0]:
+            trainings.setdefault((result.domain, result.name), []).append(result)
     scores = [(*group, *score_cells(alike)) for group, alike in groups.items()]
     rows = [training_cells(domain, name, alike) for (domain, name), alike in trainings.items()]
     aims = f"Aims: cause {CAUSE_AIM:.0%}, next step {NEXT_AIM:.0%}, no accused twin."
