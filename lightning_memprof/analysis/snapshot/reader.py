@@ -147,13 +147,12 @@ class DeviceSnapshot:
 class Snapshot:
     """A snapshot: `devices` by index, those with segments or events.
 
-    `annotations` are external annotations and `settings` the allocator settings, as recorded in the file.
+    `settings` are the allocator settings, as recorded in the file.
     """
 
     source: str
     form: Literal["dict", "list"]
     devices: Mapping[int, DeviceSnapshot]
-    annotations: tuple[Mapping[str, Any], ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -243,12 +242,10 @@ class _Parser:
             )
             for device in sorted(segments.keys() | events.keys())
         }
-        annotations = self._list(top.get("external_annotations") or [], "external_annotations")
         return Snapshot(
             source=self._source,
             form=form,
             devices=devices,
-            annotations=tuple(self._mapping(annotation, "an annotation") for annotation in annotations),
             settings=self._mapping(top.get("allocator_settings") or {}, "allocator_settings"),
         )
 

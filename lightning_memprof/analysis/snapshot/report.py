@@ -23,7 +23,6 @@ from lightning_memprof.analysis.snapshot.replay import (
     holders_of,
     site_of,
 )
-from lightning_memprof.analysis.snapshot.restricted_pickle import Limits
 from lightning_memprof.analysis.stacks import parse_frame
 from lightning_memprof.units import MIB, format_bytes, percent
 
@@ -215,18 +214,17 @@ class SnapshotReport:
         return found if found.peak_bytes >= needed else None
 
 
-def snapshot_report(path: Path, limits: Limits | None = None) -> SnapshotReport:
+def snapshot_report(path: Path) -> SnapshotReport:
     """Read a snapshot, replay its recorded history, and return its report.
 
     Args:
         path: a pickle, plain or gzip, of what ``torch.cuda.memory._snapshot()`` or ``memory_snapshot()`` returned.
-        limits: how large it may be.
 
     Raises:
         ArtifactError: the file is missing or damaged, above a limit, no snapshot, or names a global.
 
     """
-    snapshot = read_snapshot(path, limits)
+    snapshot = read_snapshot(path)
     devices = tuple(map(DeviceReport, snapshot.devices.values()))
     return SnapshotReport(
         file=path,

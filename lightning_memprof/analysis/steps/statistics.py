@@ -51,7 +51,6 @@ class TypicalSteps:
     steps: tuple[tuple[int, int, Breakdown], ...]
     basis: str
     clock: Clock
-    host_callbacks_ns: int
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,7 @@ class PulseStatistics:
 
     ``steps`` counts all rows; ``used`` those that the figures rest on, and ``basis`` says which. ``breakdown_ns`` is
     the mean by phase and sums to ``mean_ns``; ``median_shares`` is each phase's median part, 0 to 1, of those steps in
-    which it took any time, and does not follow a few unusual steps as the mean does. ``host_callbacks_ns`` is the mean
-    time in callbacks on the host's clock, whichever clock the rest is on.
+    which it took any time, and does not follow a few unusual steps as the mean does.
     """
 
     steps: int
@@ -121,19 +119,6 @@ class PulseStatistics:
     mean_ns: int
     breakdown_ns: Breakdown
     median_shares: Mapping[str, float]
-    host_callbacks_ns: int
-
-    @property
-    def callbacks_ns(self) -> int:
-        """Nanoseconds of the mean step in callbacks; the device's clock has at most its ``other`` for them."""
-        known = self.breakdown_ns["callbacks"]
-        return min(self.host_callbacks_ns, self.breakdown_ns["other"] or 0) if known is None else known
-
-    @property
-    def between_ns(self) -> int:
-        """Nanoseconds of the mean step that neither a phase nor a callback takes."""
-        other = self.breakdown_ns["other"] or 0
-        return other - self.callbacks_ns if self.breakdown_ns["callbacks"] is None else other
 
     def share(self, phase: str) -> float:
         """Return the part of the mean step that a phase takes, 0 to 1."""
@@ -146,20 +131,14 @@ def typical_steps(pulse: Sequence[PulseRow]) -> TypicalSteps | None:
     if not timed:
         return None
     used, basis = _typical(timed)
-    on_host = [(row["step"], timing) for row, timing in used]
     on_device = [(row["step"], timing) for row, _ in used if (timing := device_timing(row)) is not None]
     clock: Clock = "host"
-    timings = on_host
+    timings = [(row["step"], timing) for row, timing in used]
     if 2 * len(on_device) >= len(used):
         clock, timings = "device", on_device
         if len(on_device) < len(used):
             basis += f", of which {len(on_device)} have the device's clock"
-    return TypicalSteps(
-        tuple((step or 0, timing[0], timing[1]) for step, timing in timings),
-        basis,
-        clock,
-        mean([timing[1]["callbacks"] for _, timing in on_host]) or 0,
-    )
+    return TypicalSteps(tuple((step or 0, timing[0], timing[1]) for step, timing in timings), basis, clock)
 
 
 def _typical(timed: list[_TimedRow]) -> tuple[list[_TimedRow], str]:
@@ -255,7 +234,6 @@ def pulse_statistics(rank: Rank) -> PulseStatistics | None:
         mean_ns=sum(ns or 0 for ns in breakdown.values()),
         breakdown_ns=breakdown,
         median_shares={phase: _median_share(typical, phase) for phase in PHASES},
-        host_callbacks_ns=typical.host_callbacks_ns,
     )
 
 

@@ -230,7 +230,7 @@ def step_spans(trace: Path) -> dict[int, tuple[int, int]]:
     return {step: (first + offset, last + offset) for step, (first, last) in sorted(found.items())}
 
 
-def cut(trace: Path, steps: Sequence[int], out: Path, progress: Progress | None = None) -> Merged:
+def cut(trace: Path, steps: Sequence[int], out: Path) -> Merged:
     """Write the time from the first of the steps to the last into a new trace.
 
     Events across an edge are clipped. The trace is streamed; memory is bounded by the slice.
@@ -239,7 +239,6 @@ def cut(trace: Path, steps: Sequence[int], out: Path, progress: Progress | None 
         trace: a trace, merged or not, plain or gzip-compressed.
         steps: numbers of steps, as in the ranges ``ProfilerStep#N``.
         out: the new file, compressed where the name ends in ``.gz``.
-        progress: as for ``merge_traces``.
 
     Raises:
         ArtifactError: the trace is missing, truncated, or has none of the steps.
@@ -253,7 +252,7 @@ def cut(trace: Path, steps: Sequence[int], out: Path, progress: Progress | None 
         present = f"its steps are {min(spans)} to {max(spans)}" if spans else "it has none: no schedule recorded it"
         raise ArtifactError(f"{trace}: has no step {', '.join(map(str, steps))}; {present}")
     span = (min(first for first, _ in wanted), max(last for _, last in wanted))
-    return merge_traces([Source(label="", trace=trace, span_ns=span)], out, progress)
+    return merge_traces([Source(label="", trace=trace, span_ns=span)], out)
 
 
 class _StepEvent(msgspec.Struct, gc=False):

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from lightning_memprof.analysis.trace.columns import (
     Kind,
-    Progress,
     TraceColumns,
     loading_intervals,
     read_columns,
@@ -204,19 +203,18 @@ def copy_kind(name: str) -> tuple[str, bool | None]:
     return match[1], True if "pageable" in places else False if "pinned" in places else None
 
 
-def device_timeline(path: Path, stretches: int = 400, progress: Progress | None = None) -> DeviceTimeline | None:
+def device_timeline(path: Path, stretches: int = 400) -> DeviceTimeline | None:
     """Read a trace once; None where nothing ran on a device.
 
     Args:
         path: a Kineto JSON file, plain or gzip-compressed.
         stretches: number of bins.
-        progress: as of :func:`lightning_memprof.analysis.trace.columns.read_columns`.
 
     Raises:
         ArtifactError: the file is missing, damaged or truncated, or no trace.
 
     """
-    columns = read_columns(path, progress)
+    columns = read_columns(path)
     device = device_events(columns)
     if not len(device.busy.starts):
         return None

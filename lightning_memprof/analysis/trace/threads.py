@@ -204,7 +204,6 @@ class Lane:
     """One thread, or one stream of a device: starts and ends in ns, and numbers of names."""
 
     title: str
-    is_device: bool
     start: array[int] = field(default_factory=_longs)
     end: array[int] = field(default_factory=_longs)
     name: array[int] = field(default_factory=_numbers)
@@ -282,7 +281,7 @@ def read_lanes(path: Path) -> Lanes:
             lane = lanes.get(key)
             if lane is None:
                 title = f"device {event.pid} stream {event.tid}" if is_device else f"thread {event.tid}"
-                lane = lanes[key] = Lane(title=title, is_device=is_device)
+                lane = lanes[key] = Lane(title=title)
                 found.lanes.append(lane)
             number = names.setdefault(event.name, len(names))
             if number == len(found.names):

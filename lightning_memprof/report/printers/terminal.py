@@ -37,9 +37,9 @@ def render(document: Document, console: Console, *, is_full: bool = False) -> No
     print_lines(full_page if is_full else short_page, document, console)
 
 
-def print_sections(document: Document, file: TextIO | None = None) -> None:
+def print_sections(document: Document) -> None:
     """Print the sections of a document without its verdict."""
-    print_lines(sections_page, document, new_console(file))
+    print_lines(sections_page, document, new_console(None))
 
 
 def new_console(file: TextIO | None) -> Console:

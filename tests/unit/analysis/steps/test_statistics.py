@@ -219,18 +219,8 @@ def test_typical_steps_are_those_that_the_statistics_rest_on(tmp_path: Path) -> 
     assert statistics is not None
     assert [step for step, _, _ in typical.steps] == list(range(4, 30))
     assert (typical.basis, typical.clock) == (statistics.basis, "host")
-    assert statistics.callbacks_ns == statistics.breakdown_ns["callbacks"]
-    assert statistics.between_ns == statistics.breakdown_ns["other"]
 
 
 def test_the_typical_steps_of_a_rank_are_found_once(tmp_path: Path) -> None:
     rank = load_run(make_run(tmp_path)).lead
     assert rank.typical_steps is rank.typical_steps
-
-
-def test_the_devices_clock_has_callbacks_within_other_only(tmp_path: Path) -> None:
-    statistics = pulse_statistics(load_run(make_run(tmp_path, FakeRun(device_bytes=lambda _: MIB))).lead)
-    assert statistics is not None
-    other = statistics.breakdown_ns["other"]
-    assert statistics.callbacks_ns == statistics.host_callbacks_ns < (other or 0)
-    assert statistics.callbacks_ns + statistics.between_ns == other

@@ -22,8 +22,7 @@ def test_calls_nest_and_times_count_from_the_first_of_all(tmp_path: Path) -> Non
         Made("kernel", 140, 240, "kernel", thread=3),
     )
     host, device = found.lanes
-    assert (host.title, host.is_device) == ("thread 7", False)
-    assert (device.title, device.is_device) == ("device 7 stream 3", True)
+    assert (host.title, device.title) == ("thread 7", "device 7 stream 3")
     told = [("+" if call.is_begin else "-", found.names[call.name], call.at_ns) for call in host.calls(found.origin_ns)]
     assert told == [
         ("+", "outer", 0),
