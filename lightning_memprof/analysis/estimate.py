@@ -40,8 +40,8 @@ _LARGE_CONTEXT_BYTES: Final = 550 * MIB
 _WORKSPACE: Final = 8_320 * KIB
 _WORKSPACE_HOPPER: Final = 32 * MIB
 
-# MiB as torch.cuda.get_device_properties() gives them. Source: torch's own messages of exhausted memory on Linux, the
-# smallest that users report: drivers hide more or less of what the data sheets say.
+# MiB as torch.cuda.get_device_properties() gives them. Source: torch on Linux, in measurements and in messages of
+# exhausted memory that users report, of several the smaller ones: drivers hide more or less of what data sheets say.
 _TOTAL_MIB: Final = MappingProxyType(
     {
         "NVIDIA B200": 182_642,
@@ -64,11 +64,11 @@ _TOTAL_MIB: Final = MappingProxyType(
         "NVIDIA GeForce RTX 4090": 24_110,
         "NVIDIA GeForce RTX 4080": 15_962,
         "NVIDIA GeForce RTX 4070": 11_837,
-        "NVIDIA GeForce RTX 4060": 7_813,
+        "NVIDIA GeForce RTX 4060": 7_933,
         "NVIDIA GeForce RTX 3090": 24_246,
         "NVIDIA GeForce RTX 3080": 9_992,
         "NVIDIA GeForce RTX 3070": 7_843,
-        "NVIDIA GeForce RTX 3060": 11_909,
+        "NVIDIA GeForce RTX 3060": 12_037,
         "NVIDIA GeForce RTX 2080 Ti": 11_008,
     }
 )
