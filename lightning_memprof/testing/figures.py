@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lightning_memprof.analysis.memory.report import RankMemory
-    from lightning_memprof.analysis.run.model import Run
+    from lightning_memprof.analysis.run.model import Rank, RecordedWindow, Run
 
 __all__ = ["BYTES", "COUNTS", "Figures", "figures_of"]
 
@@ -51,6 +51,7 @@ _READS: Final = frozenset(
         "_local_scalar_dense", "equal", "masked_select", "nonzero", "unique_dim", "unique_consecutive", "_unique2",
     )
 )  # fmt: skip
+_NO_STEP: Final = "no recorded step has ended"
 _NO_DEVICE: Final = "the training ran without an accelerator"
 _NO_TRACKER: Final = "the memory tracker did not record the step"
 _OPTIMIZER: Final = "Optimizer.step#"
@@ -83,7 +84,7 @@ class Figures:
 def figures_of(run: Run) -> Figures:
     """Return the figures of a run that was recorded with ``ModuleMemory``, ``SavedTensors`` and ``OperatorTrace``.
 
-    They are those of the last recorded step: earlier ones create the optimizer's state, and compile.
+    They are those of the last recorded step that has ended: earlier ones create the optimizer's state, and compile.
     """
     values: dict[str, int] = {}
     parts: dict[str, Mapping[str, int]] = {}
@@ -93,7 +94,9 @@ def figures_of(run: Run) -> Figures:
         if value > values.get(quantity, -1):
             values[quantity], parts[quantity] = value, dict(of.most_common())
 
-    last = replace(run, ranks=tuple(replace(rank, windows=rank.windows[-1:]) for rank in run.ranks))
+    last = replace(run, ranks=tuple(replace(rank, windows=_ended(rank)) for rank in run.ranks))
+    if not any(rank.windows for rank in last.ranks):
+        return Figures(values={}, missing=dict.fromkeys((*BYTES, *COUNTS), _NO_STEP))
     for memory in memory_report(last.in_full).ranks:
         for quantity, size, of in _sizes(memory, missing):
             add(quantity, size, of)
@@ -109,6 +112,13 @@ def figures_of(run: Run) -> Figures:
         missing={quantity: reason for quantity, reason in missing.items() if quantity not in values},
         made_with=f"torch {facts.environment.get('torch', '?')} on {(facts.device or 'cpu').partition(':')[0]}",
     )
+
+
+def _ended(rank: Rank) -> tuple[RecordedWindow, ...]:
+    """Return the last window whose steps have ended."""
+    raised = rank.pulse[-1]["step"] if rank.status == "exception" and rank.pulse else None
+    windows = [window for window in rank.windows if window.closed and not window.truncated]
+    return tuple(window for window in windows if raised not in window.steps)[-1:]
 
 
 def _sizes(memory: RankMemory, missing: dict[str, str]) -> Iterator[tuple[str, int, Counter[str]]]:

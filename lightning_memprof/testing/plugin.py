@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn
@@ -24,6 +24,7 @@ from lightning_memprof.capture.base import Collector, OnMark, OnStep
 if TYPE_CHECKING:
     from lightning_memprof.analysis.compare.significance import PairedChange
     from lightning_memprof.capture.base import RunContext
+    from lightning_memprof.capture.observe import Link
     from lightning_memprof.schedule import Window
     from lightning_memprof.testing.budgets import Budget
     from lightning_memprof.testing.figures import Figures
@@ -141,11 +142,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Show the figures of each marked test."""
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
     calls = [report for report in reports if isinstance(report, pytest.TestReport) and report.when == "call"]
-    lines = [f"{report.nodeid}: {line}" for report in calls if (line := _line(dict(report.user_properties)))]
+    lines = {report.nodeid: line for report in calls if (line := _line(dict(report.user_properties)))}
     if lines:
         terminalreporter.section("memprof")
-        for line in sorted(lines):
-            terminalreporter.line(line)
+        for nodeid, line in sorted(lines.items()):
+            terminalreporter.line(f"{nodeid}: {line}")
 
 
 def _line(properties: dict[str, Any]) -> str:
@@ -269,9 +270,18 @@ def _attached(recording: _MarkedTest) -> Iterator[None]:
             )
         ]
 
+    def not_required(link: Link) -> Any:
+        # A collector that a user requires and that is not available ends the training.
+        def settings(callback: AttachedCallback, trainer: Any) -> Any:
+            found = link.call(callback, trainer)
+            return replace(found, collectors=[(collector, False) for collector, _ in found.collectors])
+
+        return settings
+
     forget_compiled()
     recording.breaks_before = graph_breaks()
-    with wrapped(registration, "_attached_callbacks", lambda _: callbacks):
+    attaching = wrapped(registration, "_attached_callbacks", lambda _: callbacks)
+    with attaching, wrapped(AttachedCallback, "settings", not_required):
         yield
 
 

@@ -241,6 +241,45 @@ def test_inference(tmp_path):
     )
 
 
+def test_a_training_that_raises_counts_until_there_and_another_profiler_stays(project):
+    result = project.run(
+        """
+class Raising(Perceptron):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == self.at:
+            raise ValueError("too much")
+        return super().training_step(batch, batch_idx)
+
+@pytest.mark.memprof(operators=1)
+@pytest.mark.parametrize("at", [0, 1])
+def test_raising(tmp_path, at):
+    model = Raising()
+    model.at = at
+    with pytest.raises(ValueError, match="too much"):
+        fit(tmp_path, model)
+
+@pytest.mark.memprof(operators=1)
+def test_profiler(tmp_path):
+    fit(tmp_path, profiler="pytorch")
+
+@pytest.mark.memprof(operators=1)
+def test_callback(tmp_path):
+    from lightning_memprof import MemProfilerCallback, OutputOptions
+    callback = MemProfilerCallback(output=OutputOptions(summary=False, report=False))
+    trainer(tmp_path, callback, fast_dev_run=True).fit(Perceptron(), loader())
+"""
+    )
+    result.assert_outcomes(failed=4)
+    result.stdout.fnmatch_lines(
+        [
+            "memprof: operators was not measured: no recorded step has ended",
+            "memprof: operators * over the budget of 1",
+            "memprof: operators was not measured: Lightning's PyTorchProfiler owns torch.profiler in this run",
+            "memprof: no Trainer of the test was recorded: none runs fit, or each has a MemProfilerCallback of its own",
+        ]
+    )
+
+
 def test_runs_and_pages_are_kept_on_request_and_replaced_by_the_next_session(project):
     test = """
 @pytest.mark.memprof(operators=500)
