@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -20,7 +20,7 @@ from lightning_memprof.units import MIB
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["FakeRun", "make_run", "set_epochs"]
+__all__ = ["FakeRun", "add_series", "make_run", "set_epochs"]
 
 Phases = Mapping[str, int]
 
@@ -115,6 +115,20 @@ def make_run(root: Path, fake: FakeRun | None = None) -> Path:
     for rank in range(fake.world_size):
         _write_rank(place, rank, fake)
     return place.directory
+
+
+def add_series(
+    run: Path, collector: str, rows: Iterable[Mapping[str, Any]], *, window: int = 0, torn: str = ""
+) -> None:
+    """Add rows of rank 0, as a collector would, to its series of a window; ``torn`` is a partial last line."""
+    path = run / f"window{window:03d}/rank00000.{collector}.jsonl"
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+        file.write(torn)
+    listed = {"kind": "artifact", "time_ns": 1, "collector": collector, "type": "series", "window": window}
+    listed |= {"path": f"{run.name}/window{window:03d}/{path.name}", "size_bytes": path.stat().st_size}
+    with (run / "manifest.rank00000.jsonl").open("a") as manifest:
+        manifest.write(json.dumps(listed) + "\n")
 
 
 def set_epochs(directory: Path, steps: int) -> None:

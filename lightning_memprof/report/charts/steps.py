@@ -9,6 +9,7 @@ import numpy as np
 from bokeh.models import ColumnDataSource
 from bokeh.models.annotations import BoxAnnotation
 
+from lightning_memprof.analysis.steps.statistics import device_timing, host_timing
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.charts.embed import Chart, made
 from lightning_memprof.report.charts.style import (
@@ -28,11 +29,12 @@ from lightning_memprof.report.charts.style import (
 from lightning_memprof.units import format_bytes, format_count, format_ns
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from bokeh.plotting import figure
 
     from lightning_memprof.analysis.run.model import Rank
+    from lightning_memprof.analysis.steps.statistics import Timing
     from lightning_memprof.artifacts.series import PulseRow
     from lightning_memprof.report.view import View
 
@@ -61,7 +63,7 @@ class _Times:
 def steps_chart(view: View, lead: Rank) -> Chart | None:
     """Return the steps of the lead rank as stacked bars of their phases; None where no step was timed."""
     clock = view.lead.statistics.clock if view.lead.statistics else "host"
-    rows = _timed(lead.pulse, "device_" if clock == "device" else "")
+    rows = _timed(lead.pulse, device_timing if clock == "device" else host_timing)
     source = f"the pulse, on the {clock}'s clock"
     if not rows:
         rows = [
@@ -96,17 +98,14 @@ def steps_chart(view: View, lead: Rank) -> Chart | None:
     return made("steps", "Time of each step", summary + most, plot, height=_HEIGHT)
 
 
-def _timed(pulse: Sequence[PulseRow], prefix: str) -> list[tuple[int, int, list[int | None]]]:
-    rows = []
-    for row in pulse:
-        step, duration = row["step"], row[f"{prefix}duration_ns"]
-        if step is None or duration is None:
-            continue
-        phases = [row[f"{prefix}{phase}_ns"] for phase in PHASES]
-        # The last phase, other, is the rest of the duration.
-        phases[-1] = duration - sum(ns or 0 for ns in phases[:-1])
-        rows.append((step, duration, phases))
-    return rows
+def _timed(
+    pulse: Sequence[PulseRow], timing_of: Callable[[PulseRow], Timing | None]
+) -> list[tuple[int, int, list[int | None]]]:
+    return [
+        (row.step, timing[0], list(timing[1].values()))
+        for row in pulse
+        if row.step is not None and (timing := timing_of(row)) is not None
+    ]
 
 
 def _bars(times: _Times, groups: Sequence[range]) -> dict[str, list[float] | list[str]]:
@@ -212,7 +211,7 @@ def live_chart(live: Mapping[str, Sequence[int]]) -> Chart | None:
 
 def throughput_chart(view: View, lead: Rank) -> Chart | None:
     """Return the throughput of the lead rank over its steps; None where no step was timed."""
-    rows = _timed(lead.pulse, "")
+    rows = _timed(lead.pulse, host_timing)
     of = next((rate for rate in view.throughput if rate.rank == lead.rank), None)
     if len(rows) < 2:
         return None

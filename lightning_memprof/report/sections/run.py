@@ -113,7 +113,7 @@ def _value(name: str, value: Any) -> Cell | Words:
         return text("yes" if value else "no")
     if isinstance(value, int):
         return size(value) if name.endswith("_bytes") else count(value) if name == "parameters" else index(value)
-    return text(str(value))
+    return text(", ".join(map(str, value)) if isinstance(value, list) else str(value))
 
 
 def _collected(view: View, collector: str) -> Words:

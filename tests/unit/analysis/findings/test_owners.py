@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fake_memory import FakeMemory
-from fake_runs import FakeRun, make_run
+from fake_runs import FakeRun, add_series, make_run
 from lightning_memprof.analysis.findings import Facts, Finding, Severity, examine
 from lightning_memprof.analysis.memory.report import memory_report
 from lightning_memprof.analysis.run.load import load_run
@@ -32,15 +32,6 @@ def finding_of(directory: Path, rule: str) -> Finding | None:
     return next((finding for finding in found if finding.rule == rule), None)
 
 
-def add_series(directory: Path, name: str, *found: dict[str, Any]) -> None:
-    """Add rows of a series to the first window of a run."""
-    path = f"window000/rank00000.{name}.jsonl"
-    (directory / path).write_text("".join(json.dumps(row) + "\n" for row in found))
-    fact = {"kind": "artifact", "path": f"memprofiler/{path}", "type": "series", "collector": name, "window": 0}
-    with (directory / "manifest.rank00000.jsonl").open("a") as manifest:
-        manifest.write(json.dumps({**fact, "time_ns": 1}) + "\n")
-
-
 def growth(root: Path, **changes: tuple[int, int]) -> Finding:
     directory = make_run(root, GROWING)
     names = {"hook": HOOK, "fetch": FETCH}
@@ -49,7 +40,7 @@ def growth(root: Path, **changes: tuple[int, int]) -> Finding:
         for name, sizes in changes.items()
         for step, change in zip((2, 3), sizes, strict=True)
     ]
-    add_series(directory, "action_memory", *found)
+    add_series(directory, "action_memory", found)
     finding = finding_of(directory, "memory_growth")
     assert finding is not None
     return finding
@@ -69,7 +60,7 @@ def test_growth_names_the_hook_that_uses_freed_memory_again(tmp_path: Path) -> N
         {"step": step, "action": HOOK, "rss_change_bytes": 0, "heap_change_bytes": 4 * MIB, "recorded": True}
         for step in (2, 3)
     ]
-    add_series(directory, "action_memory", *found)
+    add_series(directory, "action_memory", found)
     finding = finding_of(directory, "memory_growth")
     assert finding is not None
     assert finding.sentence == "Host memory grows by 4.00 MiB per step in History.on_train_batch_end."
@@ -95,7 +86,7 @@ def test_growth_in_a_short_run_with_batches_of_varying_length_may_be_the_allocat
     found = [
         {"step": step, "recorded": True, "positions": 8 * each} for step, each in zip((2, 3), lengths, strict=True)
     ]
-    add_series(directory, "throughput", *found)
+    add_series(directory, "throughput", found)
     finding = finding_of(directory, "memory_growth")
     assert finding is not None
     assert finding.severity is severity

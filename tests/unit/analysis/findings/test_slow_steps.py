@@ -33,17 +33,6 @@ def in_some(steps: Callable[[int], bool], **changes: int) -> Callable[[int, int]
     return lambda _, step: {**HEALTHY, **changes} if steps(step) else HEALTHY
 
 
-def add_rows(directory: Path, collector: str, rows: list[dict[str, Any]], window: int = 0) -> None:
-    """Add rows to a series of a window; list it where it is new."""
-    name = f"window{window:03d}/rank00000.{collector}.jsonl"
-    with (directory / name).open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    listed = {"kind": "artifact", "collector": collector, "type": "series", "window": window}
-    listed |= {"path": f"{directory.name}/{name}", "size_bytes": (directory / name).stat().st_size}
-    manifest = directory / "manifest.rank00000.jsonl"
-    manifest.write_text(manifest.read_text() + json.dumps(listed) + "\n")
-
-
 def test_what_is_info_comes_behind_what_says_that_nothing_is_wrong(tmp_path: Path) -> None:
     run = load_run(make_run(tmp_path, FakeRun(memory=FakeMemory(kept_bytes=64 * MIB))))
     findings = examine(Facts.of(run, memory=memory_report(run)))

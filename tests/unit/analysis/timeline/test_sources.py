@@ -2,12 +2,10 @@ from __future__ import annotations
 
 import json
 import tracemalloc
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from fake_runs import FakeRun, make_run
+from fake_runs import FakeRun, add_series, make_run
 from lightning_memprof import load_run
 from lightning_memprof.analysis.timeline.clocks import Clocks
 from lightning_memprof.analysis.timeline.events import Source, TimelineEvent
@@ -19,16 +17,6 @@ from lightning_memprof.units import GIB
 def events(sources: list[Source], **wanted: str) -> list[TimelineEvent]:
     found = [event for source in sources if source.events for event in source.events()]
     return [event for event in found if all(getattr(event, key) == value for key, value in wanted.items())]
-
-
-def add_series(run: Path, collector: str, rows: list[dict[str, Any]], torn: str = "") -> None:
-    """Add a series of rank 0's first window, as a collector would."""
-    path = run / f"window000/rank00000.{collector}.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + torn)
-    row = {"kind": "artifact", "time_ns": 1, "collector": collector, "type": "series", "window": 0, "columns": None}
-    row |= {"path": f"{run.name}/window000/{path.name}", "size_bytes": path.stat().st_size}
-    with (run / "manifest.rank00000.jsonl").open("a") as manifest:
-        manifest.write(json.dumps(row) + "\n")
 
 
 def test_every_rank_is_a_group_in_order_and_findings_stand_above(tmp_path):

@@ -14,7 +14,7 @@ from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.naming import system_name
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.artifacts.sink import RunPlace, Sink
-from lightning_memprof.report.document import Stack
+from lightning_memprof.report.document import Facts, Stack, text
 from lightning_memprof.report.printers.json import to_json
 from lightning_memprof.report.printers.text import plain, sections_page
 from lightning_memprof.report.printers.values import amount
@@ -240,3 +240,12 @@ def test_the_bar_of_a_step_has_the_parts_of_its_ledger_and_sums_to_the_step(tmp_
     stack = next(part for part in section.parts if isinstance(part, Stack))
     assert [bar.name for bar in stack.bars] == ["forward", "waiting for a core", "2 smaller parts"]
     assert sum(bar.value.share or 0 for bar in stack.bars) == pytest.approx(1)
+
+
+def test_a_list_of_the_configuration_is_words(tmp_path: Path) -> None:
+    training = {"optimizers": [{"name": "SGD", "modules": ["model", "head"]}]}
+    run = load_run(make_run(tmp_path, FakeRun(training=training)))
+    section = run_document(run_view(run)).section("configuration")
+    assert section is not None
+    optimizer = next(part for part in section.parts if isinstance(part, Facts) and part.title == "Optimizer")
+    assert dict(optimizer.rows)["modules"] == text("model, head")
