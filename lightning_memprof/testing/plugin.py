@@ -335,9 +335,13 @@ def _trainings(recording: _MarkedTest) -> list[Figures]:
 
 
 def _write_pages(directory: Path) -> None:
+    from lightning_memprof.errors import MemprofError
     from lightning_memprof.report.opened import opened
     from lightning_memprof.report.written import own_page, write_page
 
-    for run in _runs(directory):
-        with opened([str(run)]) as view:
-            write_page(view, own_page(run))
+    try:
+        for run in _runs(directory):
+            with opened([str(run)]) as view:
+                write_page(view, own_page(run))
+    except MemprofError as error:
+        _fail(str(error))
