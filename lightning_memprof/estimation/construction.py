@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["LargeOnMeta"]
+__all__ = ["LargeOnMeta", "OnMeta"]
 
 # Constructors read values of small tensors, such as the rates of stochastic depth.
 _MIN_NUMEL: Final = 4096
@@ -43,6 +43,26 @@ class LargeOnMeta(TorchFunctionMode):
             and _numel(args, kwargs) >= _MIN_NUMEL
         )
         if is_large and (self._everywhere or _in_constructor()):
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+class OnMeta(TorchFunctionMode):
+    """Puts tensors that are made on a device, which has no data yet, on ``meta``.
+
+    Args:
+        kind: type of the device.
+
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == self._kind:
             kwargs = {**kwargs, "device": "meta"}
         return func(*args, **kwargs)
 

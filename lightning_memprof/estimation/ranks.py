@@ -6,6 +6,8 @@ not, and FSDP2 with the same units takes its place. DDP's buckets are modelled.
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -28,16 +30,19 @@ from lightning_memprof.capture.observe import Link, wrapped
 from lightning_memprof.capture.torch_internals import FakeStore, FSDPParamGroup, ShardingPropagator
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.estimation.changes import repeated_blocks
+from lightning_memprof.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from lightning_memprof.estimation.storages import StorageTracer
 
-__all__ = ["Ranks", "ranks_of"]
+__all__ = ["DDPBuckets", "Ranks", "ranks_of"]
 
 _KNOWN: Final = "ddp, fsdp and fsdp2"
+_FIRST_BUCKET: Final = MIB
+_BUCKET: Final = 25 * MIB
 _COMMUNICATION: Final = "communication"
 _HALVES: Final = {"16": torch.float16, "bf16": torch.bfloat16}
 _FSDP1: Final = "FSDP is simulated as FSDP2 with the same units, which shards each parameter instead of a flat one"
@@ -89,8 +94,6 @@ class Ranks:
             yield _RANK_0
         if self.kind == "fsdp":
             yield _FSDP1
-        if self.kind == "ddp":
-            yield "DDP's buckets are one buffer as large as the gradients"
         if self.kind == "ddp" and self.strategy._ddp_comm_hook is not None:  # noqa: SLF001 no public one
             yield "the buffers of DDP's communication hook are not included"
 
@@ -127,19 +130,21 @@ class Ranks:
         if not isinstance(model, FSDPModule):
             self._shard(model, mesh)
 
-    def buckets(self, model: nn.Module, tracer: StorageTracer) -> torch.Tensor | None:
-        """Return DDP's buckets, as large as the gradients; None where gradients are views of them, or without DDP.
+    def buckets(
+        self, model: nn.Module, tracer: StorageTracer, is_synchronized: Callable[[], bool]
+    ) -> DDPBuckets | None:
+        """Return DDP's buckets; None without DDP.
 
-        They are modelled: DDP's reducer reads addresses, which tensors without data do not have.
+        Args:
+            model: on the simulated device.
+            tracer: of its storages.
+            is_synchronized: whether the current backward exchanges gradients.
+
         """
-        if self.kind != "ddp" or self.strategy._ddp_kwargs.get("gradient_as_bucket_view"):  # noqa: SLF001
-            return None
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if not trained:
+        if self.kind != "ddp" or not trained:
             return None
-        size = sum(parameter.nbytes for parameter in trained)
-        with tracer.making(_COMMUNICATION):
-            return torch.empty(size, dtype=torch.uint8, device=trained[0].device)
+        return DDPBuckets(trained, self.strategy._ddp_kwargs, tracer, is_synchronized)  # noqa: SLF001 no public one
 
     @contextmanager
     def labelled(self, tracer: StorageTracer) -> Iterator[None]:
@@ -196,6 +201,84 @@ class Ranks:
         return init_device_mesh(
             mesh.device_type, (self.nodes, self.count // self.nodes), mesh_dim_names=("replicated", "sharded")
         )
+
+
+class DDPBuckets:
+    """The buffers in which DDP exchanges gradients.
+
+    They are modelled after ``BucketCapacityConfig`` of ``torch/nn/parallel/distributed.py`` and
+    ``torch/csrc/distributed/c10d/reducer.cpp``: the reducer itself reads addresses, which tensors without data do not
+    have.
+
+    Args:
+        parameters: with gradients.
+        options: of ``DistributedDataParallel``.
+        tracer: of the storages.
+        is_synchronized: whether the current backward exchanges gradients.
+
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        options: Mapping[str, Any],
+        tracer: StorageTracer,
+        is_synchronized: Callable[[], bool],
+    ) -> None:
+        self._tracer = tracer
+        self._is_synchronized = is_synchronized
+        self._has_views = bool(options.get("gradient_as_bucket_view"))
+        cap = options.get("bucket_cap_mb")
+        self._limits = (_FIRST_BUCKET, _BUCKET) if cap is None else (int(cap * MIB),) * 2
+        self._is_final = bool(options.get("find_unused_parameters")) and not options.get("static_graph")
+        # In the order in which backward makes their gradients.
+        self._ready: dict[nn.Parameter, None] = {}
+        self._views: dict[nn.Parameter, torch.Tensor] = {}
+        self._make(parameters, self._limits if self._is_final else (sys.maxsize,) * 2)
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+
+    def begin_step(self, step: int) -> None:
+        """Replace the buckets, of which the first is as large as all gradients, before the second step's forward."""
+        if step and not self._is_final:
+            self._is_final = True
+            self._make(list(self._ready), self._limits)
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        if isinstance(parameter, nn.Parameter) and self._is_synchronized():
+            self._ready[parameter] = None
+            if self._has_views:
+                parameter.grad = self._views[parameter]
+
+    def _make(self, parameters: Sequence[nn.Parameter], limits: tuple[int, int]) -> None:
+        # Views are copied into new buckets; others are freed before.
+        views = dict(self._views) if self._has_views else {}
+        self._views.clear()
+        for bucket in _buckets(parameters, limits):
+            sizes = [parameter.numel() for parameter in bucket]
+            with self._tracer.making(_COMMUNICATION):
+                buffer = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=bucket[0].device)
+            for parameter, view in zip(bucket, torch.split(buffer, sizes), strict=True):
+                self._views[parameter] = view.view(parameter.shape)
+                if parameter.grad is not None and parameter.grad is views.get(parameter):
+                    parameter.grad = self._views[parameter]
+
+
+def _buckets(parameters: Iterable[nn.Parameter], limits: tuple[int, int]) -> list[list[nn.Parameter]]:
+    """Return parameters of one dtype each, until they have as many bytes as the first or, later, the second limit."""
+    found: list[list[nn.Parameter]] = []
+    last: dict[torch.dtype, list[nn.Parameter]] = {}
+    full: Counter[torch.dtype] = Counter()
+    for parameter in parameters:
+        dtype = parameter.dtype
+        if dtype not in last:
+            last[dtype] = []
+            found.append(last[dtype])
+        last[dtype].append(parameter)
+        if sum(owner.nbytes for owner in last[dtype]) >= limits[min(full[dtype], 1)]:
+            full[dtype] += 1
+            del last[dtype]
+    return found
 
 
 def ranks_of(given: Mapping[str, Any]) -> Ranks:

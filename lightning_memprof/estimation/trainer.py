@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_memprof.capture.observe import wrapped
 from lightning_memprof.capture.sources.tensors import tensors_in
-from lightning_memprof.estimation.construction import LargeOnMeta
+from lightning_memprof.estimation.construction import LargeOnMeta, OnMeta
 from lightning_memprof.estimation.simulated_device import NAME, without_data
 from lightning_memprof.estimation.storages import StorageTracer
 from lightning_memprof.integration.callback import MemProfilerCallback
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-    from lightning_memprof.estimation.ranks import Ranks
+    from lightning_memprof.estimation.ranks import DDPBuckets, Ranks
     from lightning_memprof.estimation.simulated_device import Target
 
 __all__ = ["STEPS", "Fit", "SimulatedStrategy", "later_needs", "trainer_options"]
@@ -161,7 +161,7 @@ class SimulatedStrategy(SingleDeviceStrategy):
         self._target = target
         self._ranks = ranks
         self._mesh: DeviceMesh | None = None
-        self._buckets: torch.Tensor | None = None
+        self._buckets: DDPBuckets | None = None
         self._resize = resize
         self._replaced = optimizers
         self._number = number
@@ -173,7 +173,8 @@ class SimulatedStrategy(SingleDeviceStrategy):
         self._target.register()
         self._mesh = self._simulation.enter_context(self._ranks.group(self._target.kind))
         model: Any = self.lightning_module
-        model._device_mesh = self._mesh  # noqa: SLF001 what ModelParallelStrategy does
+        if self._ranks.kind == "fsdp2":
+            model._device_mesh = self._mesh  # noqa: SLF001 what ModelParallelStrategy does
         if self._ranks.is_sharded:
             without_data(model, torch.device("meta"))
 
@@ -195,7 +196,12 @@ class SimulatedStrategy(SingleDeviceStrategy):
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:  # noqa: ARG002, FBT001 Lightning's
         """Let ``configure_model`` make large tensors without data; those to be sharded all, as Lightning does."""
-        with torch.device("meta") if self._ranks.is_sharded else LargeOnMeta(everywhere=True):
+        if not self._ranks.is_sharded:
+            with LargeOnMeta(everywhere=True):
+                yield
+            return
+        # fully_shard makes tensors on the mesh's device.
+        with torch.device("meta"), OnMeta(NAME):
             yield
 
     @contextmanager
@@ -227,11 +233,15 @@ class SimulatedStrategy(SingleDeviceStrategy):
                 parameter.register_post_accumulate_grad_hook(
                     lambda owner, path=path: self.tracer.label([(path, owner.grad)], "gradient")
                 )
-        self._buckets = self._ranks.buckets(model, self.tracer)
+        loop: Any = model.trainer.fit_loop
+        # Lightning switches the exchange off while it accumulates.
+        self._buckets = self._ranks.buckets(model, self.tracer, lambda: not loop._should_accumulate())  # noqa: SLF001 same
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's ``training_step`` as a forward where it is sharded: FSDP gathers before a forward."""
         module: Any = self.lightning_module
+        if self._buckets is not None:
+            self._buckets.begin_step(module.trainer.global_step)
         if not isinstance(module, FSDPModule):
             return super().training_step(*args, **kwargs)
         with self.precision_plugin.train_step_context():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memprof import estimate
@@ -37,9 +38,17 @@ class Net(LightningModule):
         return torch.optim.Adam(self.parameters())
 
 
-def categories(devices: int, strategy: str | None = None) -> dict[str, int]:
+class Sharded(Net):
+    """Shards itself."""
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        fully_shard(self.blocks, mesh=self.device_mesh["data_parallel"])
+
+
+def categories(devices: int, strategy: str | None = None, net: type[Net] = Net) -> dict[str, int]:
     loader = DataLoader(TensorDataset(torch.zeros(8, WIDTH)), batch_size=8)
-    found = estimate(Net(), loader, device="H100 80GB", devices=devices, strategy=strategy, what_if=("none",))
+    found = estimate(net(), loader, device="H100 80GB", devices=devices, strategy=strategy, what_if=("none",))
     assert found.ranks == devices
     assert sum(found.categories.values()) == found.allocated_bytes
     return dict(found.categories)
@@ -51,9 +60,9 @@ def test_a_rank_of_ddp_has_everything_and_buckets_as_large_as_the_gradients() ->
     assert rank == alone
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-def test_a_rank_of_fsdp_has_its_part_of_parameters_gradients_and_state(strategy: str) -> None:
-    rank = categories(4, strategy)
+@pytest.mark.parametrize(("strategy", "net"), [("fsdp", Net), ("fsdp2", Net), ("fsdp2", Sharded)])
+def test_a_rank_of_fsdp_has_its_part_of_parameters_gradients_and_state(strategy: str, net: type[Net]) -> None:
+    rank = categories(4, strategy, net)
     assert (rank["parameter"], rank["gradient"]) == (WHOLE // 4, WHOLE // 4)
     assert rank["optimizer_state"] == WHOLE // 2
 
