@@ -97,11 +97,11 @@ def _source(target: str) -> Iterator[_Source]:
         if isinstance(found, Targets):
             yield _Source(run=None, traces=found.traces, snapshots=found.snapshots, stem=_stem(Path(target)))
             return
-        lead = [file for file in found.artifacts if file.state == "present" and file.rank == found.lead.rank]
+        lead = found.lead.rank
         yield _Source(
             run=found,
-            traces=tuple(file.file for file in lead if file.type == "trace"),
-            snapshots=tuple(file.file for file in lead if file.type == "snapshot"),
+            traces=tuple(trace.file for trace in found.files("trace", rank=lead)),
+            snapshots=tuple(snapshot.file for snapshot in found.files("snapshot", rank=lead)),
             stem=_stem(found.root),
         )
 

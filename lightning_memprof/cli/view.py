@@ -298,8 +298,8 @@ def tensorboard_directory(paths: Sequence[Path]) -> Path:
     targets = find_targets(paths)
     if targets.run is not None:
         run = load_run(targets.run)
-        traces = [file.file for file in run.artifacts if file.type == "trace" and file.state == "present"]
-        return trace_directory(run, traces[0]) if traces else log_directory(run)
+        traces = run.files("trace")
+        return trace_directory(run, traces[0].file) if traces else log_directory(run)
     named = [path for path in targets.traces if _TRACE_NAME.fullmatch(path.name)]
     if not named:
         first = next(iter((*targets.traces, *targets.snapshots)))

@@ -122,11 +122,7 @@ def _of_window(run: Run, window: int | None) -> Run:
 def _with_files(run: Run, max_bytes: int, progress: Callable[[Path, int, int], None] | None) -> tuple[Run, FileReports]:
     """Analyse the traces and snapshots of the rank that leads, the smallest first as long as they are not too large."""
     lead = run.lead.rank
-    files = [
-        artifact
-        for artifact in run.artifacts
-        if artifact.rank == lead and artifact.type in {"trace", "snapshot"} and artifact.state == "present"
-    ]
+    files = run.files("trace", "snapshot", rank=lead)
     chosen: list[ArtifactFile] = []
     taken = 0
     for artifact in sorted(files, key=lambda file: file.size_bytes or 0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TextIO
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from lightning_memprof.analysis.memory.model import WindowAllocations
-    from lightning_memprof.analysis.run.model import Run
+    from lightning_memprof.analysis.run.model import ArtifactFile, Run
     from lightning_memprof.analysis.trace.model import TraceReport
 
 __all__ = ["print_autopsy", "print_summary", "without_unfinished"]
@@ -56,13 +57,8 @@ def _traces(run: Run) -> tuple[TraceReport, ...]:
     """Return the report of the lead rank's first trace, none where it is large or cannot be read."""
     from lightning_memprof.analysis.trace.report import of_rank, trace_report
 
-    for artifact in run.artifacts:
-        is_trace = artifact.type == "trace" and artifact.rank == run.lead.rank and artifact.state == "present"
-        if is_trace and (artifact.size_bytes or 0) <= MAX_TRACE_BYTES:
-            try:
-                return (of_rank(trace_report(artifact.file), artifact.rank),)
-            except MemprofError:
-                return ()
+    with suppress(MemprofError):
+        return tuple(of_rank(trace_report(trace.file), trace.rank) for trace in _first_small_trace(run))
     return ()
 
 
@@ -73,15 +69,12 @@ def _allocations(run: Run) -> tuple[WindowAllocations, ...]:
 
     if not any(steady_growth(run.lead.pulse, column) for column in ("rss_bytes", "device_peak_bytes")):
         return ()
-    small = [
-        artifact
-        for artifact in run.artifacts
-        if artifact.type == "trace"
-        and artifact.rank == run.lead.rank
-        and artifact.state == "present"
-        and (artifact.size_bytes or 0) <= MAX_TRACE_BYTES
-    ]
-    return run_allocations(replace(run, artifacts=tuple(small[:1])))
+    return run_allocations(replace(run, artifacts=tuple(_first_small_trace(run))))
+
+
+def _first_small_trace(run: Run) -> list[ArtifactFile]:
+    traces = run.files("trace", rank=run.lead.rank)
+    return [trace for trace in traces if (trace.size_bytes or 0) <= MAX_TRACE_BYTES][:1]
 
 
 def print_autopsy(directory: Path, rank: int, file: TextIO) -> None:

@@ -321,12 +321,9 @@ def _commands(run: Run) -> tuple[Command, ...]:
     name = run.root if _is_newest(run) else run.directory
     place = shlex.quote(shown_place(name, run.root, run.url))
     commands = [Command("lightning-memprof report", place), Command("lightning-memprof show", f"{place} --format json")]
-    trace = next(
-        (artifact for artifact in run.artifacts if artifact.type == "trace" and artifact.state == "present"), None
-    )
-    if trace is not None:
+    if traces := run.files("trace"):
         commands.append(Command("lightning-memprof view", place))
-        logs = shown_place(trace_directory(run, trace.file), run.root, run.url)
+        logs = shown_place(trace_directory(run, traces[0].file), run.root, run.url)
         commands.append(Command("tensorboard --logdir", shlex.quote(logs)))
     return tuple(commands)
 

@@ -127,12 +127,7 @@ def run_side(run: Run, label: str) -> Side:
     device = lead.facts.device or "cpu"
     found.add_allocations([memory for window in allocations for memory in window.devices], device, _traced(device))
     _add_memory(found, memory_report(run.in_full).lead)
-    traces = [
-        artifact
-        for artifact in run.artifacts
-        if artifact.type == "trace" and artifact.rank == lead.rank and artifact.state == "present"
-    ]
-    found.add_operators(_last([trace.file for trace in traces]))
+    found.add_operators(_last([trace.file for trace in run.files("trace", rank=lead.rank)]))
     found.add_findings(examine(Facts.of(run)))
     found.notes += [f"{problem.piece}: {problem.message}" for problem in run.problems]
     return found.side(label, "run")

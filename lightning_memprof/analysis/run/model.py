@@ -229,6 +229,14 @@ class Run:
             found += rank.system.problems if rank.in_full else ()
         return found
 
+    def files(self, *types: str, rank: int | None = None) -> list[ArtifactFile]:
+        """Return the complete files of these types, of one rank or of all."""
+        return [
+            artifact
+            for artifact in self.artifacts
+            if artifact.type in types and artifact.state == "present" and rank in {None, artifact.rank}
+        ]
+
     def with_problems(self, problems: Iterable[Problem]) -> Run:
         """Return the same run with more problems."""
         return replace(self, problems=(*self.problems, *problems))

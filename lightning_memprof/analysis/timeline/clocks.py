@@ -109,10 +109,9 @@ def align_hosts(ends: Mapping[str, Mapping[Key, int]]) -> Clocks:
 
 def _rank_ends(run: Run, rank: int, window: int | None) -> dict[Key, int]:
     found: dict[Key, int] = {}
-    for artifact in run.artifacts:
-        wanted = window is None or artifact.window == window
-        if artifact.rank == rank and artifact.type == "trace" and artifact.state == "present" and wanted:
-            found |= _ends(artifact.window or 0, artifact.file)
+    for trace in run.files("trace", rank=rank):
+        if window in {None, trace.window}:
+            found |= _ends(trace.window or 0, trace.file)
     return found
 
 

@@ -202,15 +202,10 @@ def _pulse_edges(rank: Rank, steps: Collection[int]) -> list[_Span]:
 
 def _window_sources(run: Run, rank: Rank, window: RecordedWindow, offset: int, span: _Span | None) -> Iterator[Source]:
     label = rank_label(rank)
-    for artifact in run.artifacts:
-        if (
-            artifact.rank == rank.rank
-            and artifact.type == "trace"
-            and artifact.window == window.index
-            and artifact.state == "present"
-        ):
-            own = None if span is None else _in_trace(artifact.file, span)
-            yield Source(label=label, sort=rank.rank, trace=artifact.file, offset_ns=offset, span_ns=own)
+    for trace in run.files("trace", rank=rank.rank):
+        if trace.window == window.index:
+            own = None if span is None else _in_trace(trace.file, span)
+            yield Source(label=label, sort=rank.rank, trace=trace.file, offset_ns=offset, span_ns=own)
     readers: dict[str, Reader] = {
         "hooks": _hooks,
         "garbage": _pauses,

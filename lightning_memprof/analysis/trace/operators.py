@@ -153,10 +153,9 @@ def ensure_operator_tables(run: Run) -> Run:
     from lightning_memprof.analysis.run.problems import Problem
 
     traces: dict[Path, list[ArtifactFile]] = defaultdict(list)
-    for artifact in run.artifacts:
-        name = TraceName.parse(artifact.file.name)
-        if artifact.type == "trace" and artifact.state == "present" and name is not None:
-            traces[artifact.file.with_name(table_name(name.stage, name.filename, name.rank))].append(artifact)
+    for trace in run.files("trace"):
+        if (name := TraceName.parse(trace.file.name)) is not None:
+            traces[trace.file.with_name(table_name(name.stage, name.filename, name.rank))].append(trace)
     artifacts = [
         artifact
         for artifact in run.artifacts

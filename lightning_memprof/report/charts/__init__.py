@@ -79,14 +79,7 @@ def _window_memory(view: View, run: Run) -> Iterator[Chart | None]:
     path = files.get(highest[0]) if highest else None
     window = highest[0] if highest else None
     if path is None:
-        last = [
-            artifact
-            for artifact in run.artifacts
-            if artifact.rank == run.lead.rank
-            and artifact.type == "trace"
-            and artifact.state == "present"
-            and artifact.window is not None
-        ]
+        last = [trace for trace in run.files("trace", rank=run.lead.rank) if trace.window is not None]
         path, window = (last[-1].file, last[-1].window) if last else (None, None)
     where = f"window {window} of rank {run.lead.rank}"
     device = highest[1].device if highest else None

@@ -20,7 +20,7 @@ from lightning_memprof.errors import ArtifactError
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.memory.model import DeviceAllocations
-    from lightning_memprof.analysis.run.model import ArtifactFile, Run
+    from lightning_memprof.analysis.run.model import Run
     from lightning_memprof.analysis.snapshot.report import SnapshotReport
     from lightning_memprof.analysis.trace.model import TraceReport
 
@@ -116,7 +116,7 @@ def _traced(run: Run, problems: list[Row]) -> Iterator[Table]:
 
     parts: dict[str, list[Row]] = {part: [] for part in _DEVICE_PARTS}
     operators: list[Row] = []
-    for artifact in filter(_is_trace, run.artifacts):
+    for artifact in run.files("trace"):
         try:
             report = trace_report(artifact.file)
             operators += _operators(artifact.file, rank=artifact.rank, window=artifact.window)
@@ -126,10 +126,6 @@ def _traced(run: Run, problems: list[Row]) -> Iterator[Table]:
         for part, rows in parts.items():
             rows += [_fields(row, rank=artifact.rank, window=artifact.window) for row in getattr(report, part)]
     yield from _filled(Table.of("operators", operators), *(Table.of(part, rows) for part, rows in parts.items()))
-
-
-def _is_trace(artifact: ArtifactFile) -> bool:
-    return artifact.type == "trace" and artifact.state == "present"
 
 
 def _steps(run: Run) -> Iterator[Row]:

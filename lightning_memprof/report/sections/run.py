@@ -181,7 +181,7 @@ def _commands(view: View) -> Iterator[Table]:
         ("everything, in the terminal", f"lightning-memprof show {where} --all"),
         ("every number, for programs", f"lightning-memprof show {where} --format json"),
     ]
-    if any(file.type == "trace" and file.state == "present" for file in view.run.artifacts):
+    if view.run.files("trace"):
         logs = next((command.arguments for command in view.commands if command.program.startswith("tensorboard")), None)
         rows.append(("all ranks on one timeline, in the Perfetto UI", f"lightning-memprof view {where}"))
         if logs is not None:
