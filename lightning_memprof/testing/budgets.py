@@ -39,6 +39,7 @@ _PERCENT: Final = re.compile(r"\s*(-?\d{1,9}(?:\.\d{1,9})?)\s*%\s*", re.ASCII)
 _VERSION: Final = 1
 _UPDATE: Final = "pytest --memprof-update writes it"
 _SHOWN: Final = 5
+_LONGEST_NAME: Final = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +198,8 @@ def _where(name: str, figures: Figures, before: Figures | None) -> Iterator[str]
 
 
 def _growth(quantity: str, place: str, change: int, was: int, *, is_new: bool) -> str:
+    # Names of kernels have thousands of characters.
+    place = f"{place[:_LONGEST_NAME]}..." if len(place) > _LONGEST_NAME else place
     if is_new:
         return f"{place}: {amount(quantity, change)}"
     return f"{place}: +{amount(quantity, change)} ({amount(quantity, was)} to {amount(quantity, was + change)})"

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from lightning_memprof.analysis.memory.report import TRACKERS, memory_report
-from lightning_memprof.analysis.trace.columns import Kind, TraceColumns, read_columns
+from lightning_memprof.analysis.trace.columns import Kind, TraceColumns, read_columns, step_spans
 from lightning_memprof.analysis.trace.communication import collective_calls
 from lightning_memprof.analysis.trace.device import device_events
-from lightning_memprof.analysis.trace.idle import synchronizations, training_lane
-from lightning_memprof.analysis.trace.intervals import nearest
+from lightning_memprof.analysis.trace.idle import call_kind, training_lane
+from lightning_memprof.analysis.trace.intervals import Column, nearest
 from lightning_memprof.analysis.trace.model import plain_kernel
 from lightning_memprof.analysis.trace.modules import HostThreads, Makers, Modules
 from lightning_memprof.errors import ArtifactError
@@ -167,48 +167,52 @@ def _traces(run: Run, missing: dict[str, str]) -> Iterator[TraceColumns]:
 def _counts(columns: TraceColumns) -> Iterator[tuple[str, Counter[str]]]:
     """Yield the counts of one trace by quantity."""
     device = device_events(columns)
-    operators, reads = _operators(columns)
-    if operators:
-        yield "operators", operators
-    yield "collectives", Counter(call.name for call in collective_calls(columns, device))
-    if not len(device.rows):
-        yield "syncs", reads
-        return
-    yield "syncs", Counter({wait.name: wait.count for wait in synchronizations(columns, device)})
-    launched = columns.names[columns.rows(Kind.KERNEL)].tolist()
-    yield "kernels", Counter(plain_kernel(columns.name_of[name]) for name in launched)
-
-
-def _operators(columns: TraceColumns) -> tuple[Counter[str], Counter[str]]:
-    """Return the operators that were dispatched, and those that read values on the host; by name and module.
-
-    An optimizer's reads do not count: its step counts are on the host, also on a GPU.
-    """
-    threads, modules = HostThreads(columns), Modules(columns)
-    dispatches = columns.named(lambda name: name == _DISPATCHED)
-    reading = columns.named(_READS.__contains__)
-    ranges = columns.named(lambda name: name.startswith((_OPTIMIZER, _ACTION)))
-    updates = columns.named(lambda name: name.startswith(_OPTIMIZER))
-    ours = columns.named(lambda name: name.startswith(_OWN))
-    lead, makers = training_lane(columns), None
-    lanes = [lane for lane in np.unique(columns.lanes[threads.on_host]).tolist() if lane != lead]
     operators: Counter[str] = Counter()
-    reads: Counter[str] = Counter()
-    for lane in [lead, *lanes] if lead >= 0 else lanes:
+    syncs: Counter[str] = Counter()
+    modules, threads = Modules(columns), HostThreads(columns)
+    lead, makers = training_lane(columns), None
+    lanes = sorted(np.unique(columns.lanes[threads.on_host]).tolist(), key=lambda lane: lane != lead)
+    for lane in lanes:
         rows, parents, _ = threads.tree(lane)
-        names = columns.names[rows]
         module = modules.around(rows, parents, makers)
         makers = makers or Makers(*modules.makers(rows, module))
-        inside = parents >= 0
-        foreign = nearest(parents, ours[names]) < 0
-        called = foreign & inside & dispatches[names[parents]]
-        operators += _labels(columns, modules, names[called], module[called])
-        is_read = reading[names] & (columns.kinds[rows] == Kind.OPERATOR)
-        inner = inside & (nearest(parents, is_read)[parents] >= 0)
-        around = nearest(parents, ranges[names])
-        is_read &= foreign & ~inner & ~((around >= 0) & updates[names[around]])
-        reads += _labels(columns, modules, names[is_read], module[is_read])
-    return operators, reads
+        names, dispatched, waits = _of_thread(columns, rows, parents, on_device=len(device.rows) > 0)
+        operators += _labels(columns, modules, names[dispatched], module[dispatched])
+        syncs += _labels(columns, modules, names[waits], module[waits])
+    if operators:
+        yield "operators", operators
+    yield "syncs", syncs
+    yield "collectives", Counter(call.name for call in collective_calls(columns, device))
+    if len(device.rows):
+        launched = columns.names[columns.rows(Kind.KERNEL)].tolist()
+        yield "kernels", Counter(plain_kernel(columns.name_of[name]) for name in launched)
+
+
+def _of_thread(
+    columns: TraceColumns, rows: Column, parents: Column, *, on_device: bool
+) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.bool_]]:
+    """Return the names of a thread's events, which of them are dispatched operators, and which wait for the device.
+
+    On a device these are calls of the runtime in a step, with the name of the operator around them: after the step, the
+    profiler waits. On a CPU they are operators that would wait on a GPU, without an optimizer's: its step counts are on
+    the host, also on a GPU.
+    """
+    names, kinds = columns.names[rows], columns.kinds[rows]
+    is_operator, inside = kinds == Kind.OPERATOR, parents >= 0
+    foreign = nearest(parents, columns.named(lambda name: name.startswith(_OWN))[names]) < 0
+    dispatched = foreign & inside & columns.named(lambda name: name == _DISPATCHED)[names[parents]]
+    if on_device:
+        operator = nearest(parents, is_operator)
+        waits = (kinds == Kind.RUNTIME) & columns.named(lambda name: call_kind(name) == "synchronization")[names]
+        starts = columns.starts[rows]
+        waits &= np.any([(step.start <= starts) & (starts < step.end) for step in step_spans(columns)], axis=0)
+        names = np.where(waits & (operator >= 0), names[operator], names)
+    else:
+        reads = is_operator & columns.named(_READS.__contains__)[names]
+        around = nearest(parents, columns.named(lambda name: name.startswith((_OPTIMIZER, _ACTION)))[names])
+        updates = (around >= 0) & columns.named(lambda name: name.startswith(_OPTIMIZER))[names[around]]
+        waits = reads & ~updates & ~(inside & (nearest(parents, reads)[parents] >= 0))
+    return names, dispatched, waits & foreign
 
 
 def _labels(

@@ -132,6 +132,12 @@ def test_without_a_baseline_the_largest_parts_are_shown():
     assert text.splitlines()[1:] == [*(f"  aten::op{n}: {n}" for n in range(9, 4, -1)), "  and 4 more"]
 
 
+def test_a_long_name_of_a_kernel_is_cut():
+    parts = {"kernels": {"at::native::" + "x" * 3000: 2}}
+    (text,) = excesses(Budget(limits={"kernels": 1}), [Figures(values={"kernels": 2}, parts=parts)], None)
+    assert text.splitlines()[1] == "  at::native::" + "x" * 88 + "...: 2"
+
+
 def test_a_quantity_that_was_not_measured_fails_with_its_reason():
     missing = Figures(values={}, missing={"kernels": "the training ran without an accelerator"})
     assert excesses(Budget(limits={"kernels": 5}), [missing], None) == [
