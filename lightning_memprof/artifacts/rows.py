@@ -10,14 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, Union, get_arg
 
 import msgspec
 
-from lightning_memprof.artifacts.files import read_plain
-from lightning_memprof.errors import ArtifactError
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
-__all__ = ["DAMAGE", "Int64", "OpenRow", "Row", "decode_line", "decode_rows", "read_rows", "salvaged"]
+__all__ = ["DAMAGE", "Int64", "OpenRow", "Row", "decode_line", "decode_rows", "salvaged"]
 
 # No count of bytes, nanoseconds or steps is larger; what is larger is damage, and too much for a float or a column.
 Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -84,23 +80,6 @@ def decode_rows(content: bytes, kind: type[T]) -> tuple[list[T], str | None]:
             else:
                 problems.append(f"{number}: holds {type(value).__name__}, a JSON object is expected; remove the line")
     return rows, next(iter(problems), None)
-
-
-def read_rows(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """Read a file of JSON lines as plain objects; return the rows and whether the last line was truncated.
-
-    Raises:
-        ArtifactError: the file cannot be read, or a line other than the last is not a JSON object.
-
-    """
-    try:
-        content = read_plain(path)
-    except OSError as error:
-        raise ArtifactError(f"{path}: cannot be read ({error.strerror}); is the run directory complete?") from error
-    rows, damage = decode_rows(content, dict)
-    if damage is not None:
-        raise ArtifactError(f"{path}:{damage}")
-    return rows, bool(content) and not content.endswith(b"\n")
 
 
 def salvaged(row: dict[str, Any], kind: type[R]) -> R:

@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import msgspec
 
-from lightning_memprof.artifacts.files import read_plain
-from lightning_memprof.artifacts.rows import DAMAGE, Int64, Row, read_rows
-from lightning_memprof.errors import ArtifactError
+from lightning_memprof.artifacts.rows import DAMAGE, Int64, Row
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
 
 __all__ = [
     "GC_PAUSE",
@@ -44,8 +41,6 @@ __all__ = [
     "encode_pulse",
     "encode_rows",
     "parse_pulse_row",
-    "read_pulse",
-    "read_series",
 ]
 
 PHASES: Final = ("data_wait", "forward", "backward", "optimizer", "callbacks", "other")
@@ -377,32 +372,6 @@ def decode_pulse(content: bytes) -> tuple[list[PulseRow], str | None]:
         except ValueError:
             damaged.append(number)
     return rows, f"{damaged[0]}: damaged; remove the line to read the rest" if damaged else None
-
-
-def read_pulse(path: Path) -> list[PulseRow]:
-    """Read a pulse, also while it is being written.
-
-    Raises:
-        ArtifactError: the file cannot be read, its header is another one, or a line is damaged.
-
-    """
-    try:
-        rows, damage = decode_pulse(read_plain(path))
-    except OSError as error:
-        raise ArtifactError(f"{path}: cannot be read ({error.strerror}); is the run directory complete?") from error
-    if damage is not None:
-        raise ArtifactError(f"{path}:{damage}")
-    return rows
-
-
-def read_series(path: Path) -> list[dict[str, Any]]:
-    """Read a series as plain objects; a truncated last line is left out.
-
-    Raises:
-        ArtifactError: the file cannot be read or is damaged before its last line.
-
-    """
-    return read_rows(path)[0]
 
 
 def parse_pulse_row(line: str) -> PulseRow:

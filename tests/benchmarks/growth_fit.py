@@ -22,7 +22,7 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
-from lightning_memprof.artifacts.rows import read_rows
+from lightning_memprof.artifacts.rows import decode_rows
 from lightning_memprof.collectors import ModuleMemory
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def fit(blocks: int, steps: int, rows: int, recording: str, keep: Path | None = 
             **times(readings),
         }
         for path in directory.glob("memprofiler/manifest.*.jsonl"):
-            ends = [row for row in read_rows(path)[0] if row["kind"] == "end"]
+            ends = [row for row in decode_rows(path.read_bytes(), dict)[0] if row["kind"] == "end"]
             found["pulse_us"] = ends[-1]["overhead"]["pulse_ns"] / ends[-1]["steps"] / 1000
         if keep is not None:
             shutil.copytree(directory, keep)

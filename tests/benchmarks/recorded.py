@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_memprof.artifacts.rows import read_rows
+from lightning_memprof.artifacts.rows import decode_rows
 from lightning_memprof.report.written import LOG_NAME, PAGE_NAME
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ def facts(directory: Path) -> dict[str, Any]:
     """Give ``size_bytes``, ``pulse_us`` and ``faults`` of a fit."""
     pulse_us, faults = None, []
     for path in directory.rglob("memprofiler/manifest.*.jsonl"):
-        for row in read_rows(path)[0]:
+        for row in decode_rows(path.read_bytes(), dict)[0]:
             if row["kind"] == "end" and row["steps"] and pulse_us is None:
                 pulse_us = row["overhead"]["pulse_ns"] / row["steps"] / 1000
             elif row["kind"] == "error":

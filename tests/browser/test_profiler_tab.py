@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lightning_memprof.analysis.trace.communication import collectives
-from lightning_memprof.analysis.trace.events import read_events
 from lightning_memprof.analysis.trace.key_averages import collect_rows
 from lightning_memprof.analysis.trace.report import trace_report
 from profiler_tab import CORPUS, GPU_TRACES, fetches_us, made_runs, profiler_tab
+from recorded_rows import read_events
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

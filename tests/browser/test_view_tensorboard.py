@@ -17,7 +17,7 @@ import pytest
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions
-from lightning_memprof.artifacts.series import read_pulse
+from recorded_rows import read_pulse
 from training import Perceptron, loader, only_run, trainer
 
 pytestmark = pytest.mark.browser

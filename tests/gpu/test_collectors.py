@@ -16,8 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memprof.artifacts.rows import read_rows
-from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS, read_pulse, read_series
+from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.clock import AcceleratorTimer, device_timer
 from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory, start_memory_history
@@ -29,6 +28,7 @@ from lightning_memprof.capture.session import Session
 from lightning_memprof.capture.sources.memory import memory_stats, peak_allocated_bytes
 from lightning_memprof.schedule import Action, Schedule
 from lightning_memprof.units import MIB
+from recorded_rows import read_pulse, read_rows, read_series
 from sessions import context, drive, session
 
 pytestmark = pytest.mark.gpu

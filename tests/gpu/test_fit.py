@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions
-from lightning_memprof.artifacts.series import PHASES, read_pulse
+from lightning_memprof.artifacts.series import PHASES
+from recorded_rows import read_pulse
 from training import Perceptron, loader, only_run, rows_of, trainer
 
 pytestmark = pytest.mark.gpu

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_memprof.artifacts.series import read_series
 from ranks import launch
+from recorded_rows import read_series
 from training import only_run, rows_of
 
 pytestmark = pytest.mark.gpu

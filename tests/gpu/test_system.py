@@ -7,8 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
-from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.collectors import Pulse, SystemStats, Throughput
+from recorded_rows import read_series
 from training import Noise, Perceptron, loader, only_run, rows_of, trainer
 
 pytestmark = pytest.mark.gpu

@@ -16,9 +16,10 @@ from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, Simpl
 
 from lightning_memprof import ConfigError, ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.artifacts import naming
-from lightning_memprof.artifacts.series import PHASES, read_pulse
+from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.artifacts.trace_rewriting import original_categories
 from lightning_memprof.collectors import HookTimings, HostMemory, OperatorTrace, Pulse
+from recorded_rows import read_pulse
 from training import Perceptron, loader, manifest, only_run, rows_of, trainer
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 from lightning_memprof.artifacts.naming import manifest_name
-from lightning_memprof.artifacts.rows import read_rows
+from recorded_rows import read_rows
 
 SAY_WHAT_I_AM = """
 import json, os, sys

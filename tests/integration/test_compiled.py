@@ -16,9 +16,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
-from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.collectors import ModuleMemory, ModuleRss, SavedTensors
 from ranks import launch
+from recorded_rows import read_series
 from training import loader, manifest, only_run, rows_of, trainer
 
 ROWS = 4

@@ -19,10 +19,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
-from lightning_memprof.artifacts.series import read_pulse, read_series
 from lightning_memprof.collectors import HostMemory, Pulse, SavedTensors
 from lightning_memprof.units import MIB
 from ranks import launch
+from recorded_rows import read_pulse, read_series
 from training import Perceptron, loader, manifest, only_run, rows_of, trainer
 
 MS = 1_000_000

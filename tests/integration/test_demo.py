@@ -12,10 +12,9 @@ import pytest
 from lightning_memprof.analysis.memory.allocations import run_allocations
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.naming import manifest_name, pulse_name, series_path
-from lightning_memprof.artifacts.rows import read_rows
-from lightning_memprof.artifacts.series import read_pulse, read_series
 from lightning_memprof.demo.train import train_demo
 from lightning_memprof.errors import ConfigError
+from recorded_rows import read_pulse, read_rows, read_series
 
 STEPS = 8
 DEMO = f"""

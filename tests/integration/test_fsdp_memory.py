@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from lightning_memprof import MemProfilerCallback
-from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.tracker.collectors import FSDPMemory
 from lightning_memprof.errors import ConfigError
 from ranks import launch
+from recorded_rows import read_series
 from training import Perceptron, loader, only_run, rows_of, trainer
 
 

@@ -17,10 +17,10 @@ import yaml
 from torch import nn
 
 from lightning_memprof import ConfigError, MemProfilerCallback, OutputOptions, Schedule
-from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.collectors.functions import CallRange, FunctionMemory
 from lightning_memprof.capture.sources.call_memory import UserHooks
 from lightning_memprof.capture.sources.methods import memprofilable
+from recorded_rows import read_series
 from training import Perceptron, loader, manifest, only_run, rows_of, trainer
 
 SCHEDULE = Schedule(wait=1, warmup=1, active=2, repeat=2)

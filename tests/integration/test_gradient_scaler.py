@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
-from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.collectors import ModuleMemory, SavedTensors
 from models import Mlp, Outcome, fit
+from recorded_rows import read_series
 from training import only_run, rows_of
 
 # Layers of 8, 16 and 1 columns. Autocast saves inputs and the last weight as copies in float16.

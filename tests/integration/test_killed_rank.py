@@ -15,9 +15,8 @@ import pytest
 from lightning_memprof import load_run
 from lightning_memprof.analysis.ranks.summary import read_summary
 from lightning_memprof.analysis.trace.communication import collectives
-from lightning_memprof.analysis.trace.events import read_events
-from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.report.view import run_view
+from recorded_rows import read_events, read_series
 from training import only_run
 
 SUPPORT = Path(__file__).parents[1] / "support"

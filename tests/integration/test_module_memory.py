@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
-from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.tracker.collectors import ModuleMemory
 from models import Compiled, GradientPenalty, InPlaceCnn, Lstm, Mlp, SharedEmbeddings, fit
+from recorded_rows import read_series
 from training import Perceptron, loader, only_run, rows_of, trainer
 
 SERIES = "window000/rank00000.module_memory.jsonl"

@@ -26,9 +26,9 @@ from lightning_memprof import (
     OutputOptions,
     Schedule,
 )
-from lightning_memprof.artifacts.series import read_pulse
 from lightning_memprof.collectors import HostMemory, OperatorTrace, Pulse
 from lightning_memprof.schedule import Action
+from recorded_rows import read_pulse
 from training import Perceptron, loader, manifest, only_run, rows_of, trainer
 
 if TYPE_CHECKING:

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lightning_memprof.analysis.trace.communication import collectives
-from lightning_memprof.analysis.trace.events import read_events
 from lightning_memprof.analysis.trace.key_averages import collect_rows
 from lightning_memprof.analysis.trace.report import trace_report
 from lightning_memprof.artifacts.naming import TraceName
-from lightning_memprof.artifacts.series import read_pulse
 from profiler_tab import CORPUS, GPU_TRACES, Tab, fetches_us, made_runs, profiler_tab
+from recorded_rows import read_events, read_pulse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

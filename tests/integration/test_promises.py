@@ -22,8 +22,8 @@ import torch
 from torch.nn.modules import module as torch_modules
 
 from lightning_memprof import Collector, ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
-from lightning_memprof.artifacts.series import read_pulse
 from lightning_memprof.collectors import HookTimings, HostMemory, OperatorTrace, Pulse
+from recorded_rows import read_pulse
 from training import Perceptron, loader, manifest, only_run, rows_of, trainer
 
 if TYPE_CHECKING:

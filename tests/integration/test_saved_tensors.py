@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
-from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.collectors.saved_tensors import NO_BACKWARD, SavedTensors
 from models import MODELS, TracedModel, fit
 from ranks import launch
+from recorded_rows import read_series
 from training import Perceptron, loader, only_run, rows_of, trainer
 
 MANUAL = "manual optimization with two optimizers"

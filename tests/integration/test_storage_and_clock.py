@@ -14,8 +14,6 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule, load_run
-from lightning_memprof.analysis.trace.events import read_events
-from lightning_memprof.artifacts.series import read_pulse, read_series
 from lightning_memprof.capture.collectors import operator_trace
 from lightning_memprof.collectors import (
     FunctionMemory,
@@ -26,6 +24,7 @@ from lightning_memprof.collectors import (
     Pulse,
     SystemStats,
 )
+from recorded_rows import read_events, read_pulse, read_series
 from training import Perceptron, loader, only_run, trainer
 
 HOUR_NS = 3600 * 10**9

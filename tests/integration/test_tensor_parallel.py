@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lightning_memprof.artifacts.series import read_series
 from ranks import launch
+from recorded_rows import read_series
 from training import only_run, rows_of
 
 pytestmark = pytest.mark.slow

@@ -10,10 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.analysis.run.load import load_run
-from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.collectors import Pulse, SystemStats, Throughput
 from lightning_memprof.report.printers.json import to_json
 from lightning_memprof.report.view import run_view
+from recorded_rows import read_series
 from training import Noise, Perceptron, loader, only_run, rows_of, trainer
 
 WINDOW = Schedule(wait=1, warmup=1, active=2, repeat=1)

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from lightning_memprof import load_run
-from lightning_memprof.artifacts.series import read_pulse
 from ranks import launch
+from recorded_rows import read_pulse
 from training import manifest, only_run, rows_of
 
 

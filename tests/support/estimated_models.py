@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule, estimate
-from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.tracker.collectors import ModuleMemory
 from lightning_memprof.demo.train import Block, GPTConfig
+from recorded_rows import read_series
 from training import only_run, trainer
 
 if TYPE_CHECKING:

@@ -27,9 +27,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule, estimate
-from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.collectors import ModuleMemory
 from lightning_memprof.demo.train import Block, GPTConfig
+from recorded_rows import read_series
 from training import trainer
 
 __all__ = ["CASES", "estimated"]

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_memprof import ArtifactError, load_run
-from lightning_memprof.analysis.trace.events import read_events
-from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.cli.main import main as command
+from recorded_rows import read_events, read_series
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.run.model import ArtifactFile, Rank, Run

@@ -28,7 +28,6 @@ __all__ = [
     "Trace",
     "TraceEvent",
     "decoder",
-    "read_events",
     "read_trace",
 ]
 
@@ -238,12 +237,3 @@ _operator_events: Final = decoder(OperatorEvent)
 def read_trace(path: Path) -> Trace:
     """Open a trace; nothing is read before its events are iterated."""
     return Trace(path)
-
-
-def read_events(path: Path) -> Iterator[OperatorEvent]:
-    """All events of a trace in the file's order.
-
-    Raises:
-        ArtifactError: as `Trace.events` does.
-    """
-    return Trace(path).events()

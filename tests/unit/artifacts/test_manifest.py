@@ -22,8 +22,8 @@ from lightning_memprof.artifacts.manifest import (
     RunFacts,
     read_manifest,
 )
-from lightning_memprof.artifacts.rows import read_rows
 from lightning_memprof.errors import ArtifactError
+from recorded_rows import read_rows
 
 RUN = {"kind": "run", "schema_version": SCHEMA_VERSION}
 

@@ -10,8 +10,8 @@ from urllib.parse import quote, quote_plus
 import pytest
 
 from lightning_memprof.artifacts.manifest import ManifestWriter
-from lightning_memprof.artifacts.rows import read_rows
 from lightning_memprof.artifacts.secrets import has_password, masked, without_password
+from recorded_rows import read_rows
 
 AWKWARD = '  first line\'s\nsecond "line" \\ of/ü\n'
 

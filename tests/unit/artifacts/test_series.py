@@ -6,16 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memprof.artifacts.series import (
-    PHASES,
-    PULSE_COLUMNS,
-    PulseRow,
-    decode_pulse,
-    encode_pulse,
-    read_pulse,
-    read_series,
-)
+from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS, PulseRow, decode_pulse, encode_pulse
 from lightning_memprof.errors import ArtifactError
+from recorded_rows import read_pulse, read_series
 
 HEADER = ",".join(PULSE_COLUMNS) + "\n"
 ROW = tuple(range(len(PULSE_COLUMNS)))

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from lightning_memprof.artifacts.rows import decode_rows, read_rows
-from lightning_memprof.artifacts.series import AllocatorRow, HostRow, read_series
+from lightning_memprof.artifacts.rows import decode_rows
+from lightning_memprof.artifacts.series import AllocatorRow, HostRow
 from lightning_memprof.artifacts.sink import ArtifactSpec, RunPlace, Sink, claim_run_place
 from lightning_memprof.schedule import Mark, Point, Window
+from recorded_rows import read_rows, read_series
 
 WINDOW = Window(0, (1,), (2, 3))
 MARK = Mark(2, 1, Point.AFTER_FORWARD, recorded=True, time_ns=5)

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memprof.analysis.trace.events import read_events
 from lightning_memprof.artifacts import trace_rewriting
 from lightning_memprof.artifacts.trace_rewriting import original_categories, tensorboard_categories, write_trace
+from recorded_rows import read_events
 
 EVENT = """
   {

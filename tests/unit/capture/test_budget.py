@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memprof.artifacts.rows import read_rows
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.budget import Budget, Export, Ledger, TraceLevel
 from lightning_memprof.capture.collectors.operator_trace import OperatorTrace
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Schedule
 from lightning_memprof.testing import FakeCollector
+from recorded_rows import read_rows
 from sessions import context, drive, session
 
 CYCLES = Schedule(wait=0, warmup=1, active=4, repeat=0)

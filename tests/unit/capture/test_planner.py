@@ -7,12 +7,12 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memprof.artifacts.rows import read_rows
 from lightning_memprof.capture.base import Position, StepRecord
 from lightning_memprof.capture.planner import RequestQueue, WindowRequest
 from lightning_memprof.capture.session import Session
 from lightning_memprof.schedule import Action, Point, Schedule
 from lightning_memprof.testing import FakeCollector
+from recorded_rows import read_rows
 from sessions import POINTS, context
 
 NONE, WARMUP, RECORD, SAVE = Action.NONE, Action.WARMUP, Action.RECORD, Action.RECORD_AND_SAVE

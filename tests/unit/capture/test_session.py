@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memprof.artifacts.rows import read_rows
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.capture.base import Collector, OnMark, Position, RunContext
 from lightning_memprof.capture.session import Session
 from lightning_memprof.schedule import Action, Point, Schedule, Window
 from lightning_memprof.testing import FakeCollector
+from recorded_rows import read_rows
 from sessions import POINTS, context, drive, session
 
 NONE, WARMUP, RECORD, SAVE = Action.NONE, Action.WARMUP, Action.RECORD, Action.RECORD_AND_SAVE

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from lightning_memprof.artifacts.rows import read_rows
-from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.collectors.host import HostMemory
 from lightning_memprof.schedule import Point, Schedule
 from lightning_memprof.testing import FakeCollector
+from recorded_rows import read_rows, read_series
 from sessions import context, drive, session
 
 TWO_WINDOWS = Schedule(wait=0, warmup=0, active=2, repeat=2)

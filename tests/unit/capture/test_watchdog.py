@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import pytest
 
 from lightning_memprof import Collector, Mark, RunContext
-from lightning_memprof.artifacts.rows import read_rows
 from lightning_memprof.capture.budget import Budget, Ledger
 from lightning_memprof.capture.watchdog import CollectorHungError, Watchdog
 from lightning_memprof.collectors import Window
 from lightning_memprof.schedule import Schedule
+from recorded_rows import read_rows
 from sessions import context, drive, session
 
 WINDOW = Schedule(wait=0, warmup=0, active=2, repeat=1)

@@ -9,8 +9,9 @@ import pytest
 
 from kineto import write_trace
 from lightning_memprof.analysis.trace import events as trace_module
-from lightning_memprof.analysis.trace.events import read_events, read_trace
+from lightning_memprof.analysis.trace.events import read_trace
 from lightning_memprof.errors import ArtifactError
+from recorded_rows import read_events
 
 OPERATOR = {
     "ph": "X",

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from fake_devices import FakeCuda
-from lightning_memprof.artifacts.rows import read_rows
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.collectors.allocator_history import (
     AllocatorHistory,
@@ -21,6 +20,7 @@ from lightning_memprof.capture.collectors.allocator_history import (
 )
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Schedule
+from recorded_rows import read_rows
 from sessions import context, drive, session
 
 SCHEDULE = Schedule(wait=1, warmup=1, active=2)

@@ -3,9 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from fake_devices import FakeCuda
-from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.collectors.allocator_stats import AllocatorStats
 from lightning_memprof.schedule import Schedule
+from recorded_rows import read_series
 from sessions import context, drive, session
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_memprof.artifacts.rows import read_rows
 from lightning_memprof.artifacts.sink import Sink, claim_run_place
 from lightning_memprof.capture.collectors.function_rows import stats_key, write_memory_stats
 from lightning_memprof.units import MIB
 from mutations import Runs
+from recorded_rows import read_rows
 
 FIRST = {"0.training_step.3.start": {"active_bytes.all.allocated": 1, "rss": 2}, "0.training_step.3.end": {"rss": 3}}
 SECOND = {"0.training_step.7.start": {"rss": 4, "note": "yes", "none": None, "share": 0.5}}

@@ -16,14 +16,13 @@ import yaml
 from torch import nn
 
 from fake_devices import FakeCuda
-from lightning_memprof.artifacts.rows import read_rows
-from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.collectors.functions import CallRange, FunctionMemory
 from lightning_memprof.capture.session import Session
 from lightning_memprof.capture.sources.call_memory import UserHooks
 from lightning_memprof.capture.sources.methods import memprofilable
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Schedule
+from recorded_rows import read_rows, read_series
 from sessions import context, drive, session
 
 SCHEDULE = Schedule(wait=1, warmup=1, active=2)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lightning_memprof import Schedule
-from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.collectors import garbage
 from lightning_memprof.collectors import GarbageCollection
+from recorded_rows import read_series
 from sessions import context, drive, session
 
 

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, dataloader
 from torch.utils.data._utils import fetch
 
-from lightning_memprof.artifacts.series import HookRow, read_series
+from lightning_memprof.artifacts.series import HookRow
 from lightning_memprof.capture.base import TimedPart
 from lightning_memprof.capture.collectors.hook_timings import ActionLog, HookTimings, timed_fetches, timed_parts
 from lightning_memprof.schedule import Mark, Point, Schedule
+from recorded_rows import read_series
 from sessions import POINTS, context, drive, session
 
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from lightning_memprof import Collector, RunContext
-from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.base import StepRecord
 from lightning_memprof.capture.collectors.host import ActionMemory, HostMemory, ProcessLog
 from lightning_memprof.capture.sources.memory import HeapSize, ResidentSize, worker_memory, worker_pids
 from lightning_memprof.collectors import Window
 from lightning_memprof.schedule import Mark, Point, Schedule
 from lightning_memprof.units import GIB, MIB
+from recorded_rows import read_series
 from sessions import POINTS, Times, context, drive, session
 from training import manifest
 

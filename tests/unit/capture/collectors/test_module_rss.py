@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memprof import Schedule
-from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.collectors import ModuleRss
 from lightning_memprof.units import MIB
+from recorded_rows import read_series
 from sessions import context, drive, session
 
 if TYPE_CHECKING:

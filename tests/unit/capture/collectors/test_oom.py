@@ -18,7 +18,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fake_devices import FakeCuda
-from lightning_memprof.artifacts.rows import read_rows
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory
@@ -36,6 +35,7 @@ from lightning_memprof.capture.sources.oom_state import (
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Action, Point, Schedule
 from lightning_memprof.units import GIB, MIB
+from recorded_rows import read_rows
 from sessions import Tensors, context, drive, positions, session
 
 

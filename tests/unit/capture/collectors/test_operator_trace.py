@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memprof.artifacts.rows import read_rows
 from lightning_memprof.capture.collectors import operator_trace
 from lightning_memprof.capture.collectors.operator_trace import NvtxRanges, OperatorTrace
 from lightning_memprof.capture.sources.kineto import module_ranges
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Schedule
+from recorded_rows import read_rows
 from sessions import context, drive, session
 
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from fake_devices import FakeCuda, FakeTimer
-from lightning_memprof.artifacts.rows import read_rows
-from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS, ActionTotalRow, StallRow, read_pulse
+from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS, ActionTotalRow, StallRow
 from lightning_memprof.capture.base import StepRecord
 from lightning_memprof.capture.clock import StepClock
 from lightning_memprof.capture.collectors.pulse import ActionTotals, CoreWait, Pulse, PulseWriter
 from lightning_memprof.schedule import Action, Schedule
+from recorded_rows import read_pulse, read_rows
 from sessions import Times, context, drive, session
 
 CUDA = torch.device("cuda", 0)

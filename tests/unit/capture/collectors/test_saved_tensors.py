@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fake_devices import FakeTimer
-from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.collectors.saved_tensors import NO_BACKWARD, SavedTensors
 from lightning_memprof.capture.session import Session
 from lightning_memprof.schedule import Point, Schedule
+from recorded_rows import read_series
 from sessions import context, positions, session
 from training import manifest
 

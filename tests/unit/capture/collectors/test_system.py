@@ -15,13 +15,13 @@ import torch
 from fake_devices import FakeCuda
 from fake_nvidia import FakeNvml
 from lightning_memprof.artifacts.naming import system_name
-from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.collectors.system import _Reader
 from lightning_memprof.collectors import SystemStats
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Schedule
 from lightning_memprof.units import GIB, MIB
+from recorded_rows import read_series
 from sessions import context, drive, session
 from training import manifest
 

@@ -14,13 +14,13 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.collectors.throughput import FlopCount
 from lightning_memprof.capture.sources.batches import batch_samples
 from lightning_memprof.collectors import Throughput
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Point, Schedule
+from recorded_rows import read_series
 from sessions import POINTS, Tensors, context, positions, session
 from training import manifest
 

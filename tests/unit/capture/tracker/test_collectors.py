@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from lightning_memprof.artifacts.rows import read_rows
-from lightning_memprof.artifacts.series import read_series
 from lightning_memprof.capture.tracker.collectors import ModuleMemory
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Point, Schedule
+from recorded_rows import read_rows, read_series
 from sessions import Tensors, context, drive, session
 
 if TYPE_CHECKING:

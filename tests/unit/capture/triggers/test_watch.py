@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 import pytest
 
 from lightning_memprof import ConfigError, Triggers
-from lightning_memprof.artifacts.rows import read_rows
 from lightning_memprof.artifacts.trigger import Plan, Request, read_plan, write_plan, write_request
 from lightning_memprof.capture.base import RunContext, StepRecord
 from lightning_memprof.capture.planner import WindowRequest
 from lightning_memprof.capture.triggers.watch import TriggerWatch
 from lightning_memprof.triggers import Anomaly
+from recorded_rows import read_rows
 from sessions import Times, context
 
 QUIET = Triggers(signal=False)

@@ -1,0 +1,65 @@
+"""The rows of recorded files, for tests that look at what is on disk: a damaged line is an error here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lightning_memprof.analysis.trace.events import OperatorEvent, Trace
+from lightning_memprof.artifacts.files import read_plain
+from lightning_memprof.artifacts.rows import decode_rows
+from lightning_memprof.artifacts.series import PulseRow, decode_pulse
+from lightning_memprof.errors import ArtifactError
+
+
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    """Read a file of JSON lines as plain objects; return the rows and whether the last line was truncated.
+
+    Raises:
+        ArtifactError: the file cannot be read, or a line other than the last is not a JSON object.
+
+    """
+    try:
+        content = read_plain(path)
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read ({error.strerror}); is the run directory complete?") from error
+    rows, damage = decode_rows(content, dict)
+    if damage is not None:
+        raise ArtifactError(f"{path}:{damage}")
+    return rows, bool(content) and not content.endswith(b"\n")
+
+
+def read_series(path: Path) -> list[dict[str, Any]]:
+    """Read a series as plain objects; a truncated last line is left out.
+
+    Raises:
+        ArtifactError: the file cannot be read or is damaged before its last line.
+
+    """
+    return read_rows(path)[0]
+
+
+def read_pulse(path: Path) -> list[PulseRow]:
+    """Read a pulse, also while it is being written.
+
+    Raises:
+        ArtifactError: the file cannot be read, its header is another one, or a line is damaged.
+
+    """
+    try:
+        rows, damage = decode_pulse(read_plain(path))
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read ({error.strerror}); is the run directory complete?") from error
+    if damage is not None:
+        raise ArtifactError(f"{path}:{damage}")
+    return rows
+
+
+def read_events(path: Path) -> Iterator[OperatorEvent]:
+    """All events of a trace in the file's order.
+
+    Raises:
+        ArtifactError: as `Trace.events` does.
+    """
+    return Trace(path).events()
