@@ -6,7 +6,7 @@ are :class:`Phrase`, text around values. Only ``report.sections`` builds documen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -440,8 +440,3 @@ class Document:
         parts = (part for section in self.sections for part in section.parts)
         made = self.badge != "none"
         return [card for part in parts if isinstance(part, Findings) for card in part.cards[made:]]
-
-    def tables(self) -> Iterator[Table]:
-        """Yield all tables in their order."""
-        for section in self.sections:
-            yield from (part for part in section.parts if isinstance(part, Table))

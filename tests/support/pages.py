@@ -26,10 +26,15 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
+def tables_of(document: Document) -> list[Table]:
+    """Return all tables in their order."""
+    return [part for section in document.sections for part in section.parts if isinstance(part, Table)]
+
+
 def table_of(found: View | FilesView | Document, table_id: str) -> list[dict[str, str]]:
     """Return the rows of a table, and its footer, as texts by heading; none where there is no such table."""
     document = found if isinstance(found, Document) else document_of(found)
-    tables: list[Table] = [table for table in document.tables() if table.id == table_id]
+    tables = [table for table in tables_of(document) if table.id == table_id]
     return [
         {
             column.heading: cell_text(cell)

@@ -34,6 +34,7 @@ from lightning_memprof.report.sections import run_document
 from lightning_memprof.report.sections.run import configuration_section
 from lightning_memprof.report.view import run_view
 from lightning_memprof.units import MIB
+from pages import tables_of
 
 LONG = "100% of the peak of cuda:0 is allocated by /home/me/project/tests_oom/test_oom.py(48): forward."
 HOSTILE = "<b>evil</b>|`x`\x1b[31m"
@@ -80,12 +81,12 @@ def test_a_table_that_is_written_once_is_in_all_four_formats(document: Document)
 
 
 def test_each_table_has_an_id_of_its_own(document: Document) -> None:
-    ids = [table.id for table in document.tables()]
+    ids = [table.id for table in tables_of(document)]
     assert len(ids) == len(set(ids))
 
 
 def test_each_row_has_a_cell_for_each_column(document: Document) -> None:
-    for table in document.tables():
+    for table in tables_of(document):
         assert {len(row) for row in (*table.rows, *table.footer)} <= {len(table.columns)}, table.id
 
 

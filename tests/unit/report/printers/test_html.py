@@ -18,6 +18,7 @@ from lightning_memprof.report.printers.values import words_text
 from lightning_memprof.report.sections import run_document
 from lightning_memprof.report.view import View
 from lightning_memprof.report.written import main, write_page
+from pages import tables_of
 
 SCRIPT = "</script><script>alert(1)</script>"
 
@@ -81,7 +82,7 @@ def test_a_finding_links_to_its_section_and_to_the_row_of_its_file(tmp_path):
     section, row = cards[0].evidence
     assert section.href == "#steps"
     assert words_text(row.words) == "pulse.rank00000.csv, rank 0, steps 3–9"
-    (table,) = [table for table in page.tables() if table.id == "file-table"]
+    (table,) = [table for table in tables_of(page) if table.id == "file-table"]
     (named,) = (cells[0] for cells in table.rows if f"#{cells[0].id}" == row.href)
     assert named.value == pulse.path
     assert named.command.startswith("less ")

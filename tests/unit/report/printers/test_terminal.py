@@ -17,7 +17,7 @@ from lightning_memprof.report.printers.terminal import render
 from lightning_memprof.report.sections import run_document
 from lightning_memprof.report.view import run_view
 from lightning_memprof.units import MIB, percent
-from pages import table_of, words
+from pages import table_of, tables_of, words
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +111,7 @@ def test_there_are_no_colours_where_there_is_no_terminal() -> None:
 
 def test_the_phases_of_each_column_sum_to_its_step() -> None:
     view = run_view(load_run(make_run(Path("logs").absolute())))
-    (table,) = [table for table in run_document(view).tables() if table.id == "by-phase"]
+    (table,) = [table for table in tables_of(run_document(view)) if table.id == "by-phase"]
     step = table.footer[0]
     for place in range(1, len(table.columns)):
         total = sum(float(row[place].value or 0) for row in table.rows)

@@ -17,7 +17,7 @@ from lightning_memprof.report.sections import run_document
 from lightning_memprof.report.sections.memory import peak_allocations
 from lightning_memprof.report.view import View, run_view
 from lightning_memprof.units import MIB
-from pages import full, table_of, words
+from pages import full, table_of, tables_of, words
 
 
 def view(root: Path, fake: FakeRun | None = None, *, traces: bool = True) -> View:
@@ -39,7 +39,9 @@ def lead(shown: View, section: str) -> str:
 
 
 def notes(shown: View, table_id: str) -> list[str]:
-    return [words_text(note) for table in run_document(shown).tables() if table.id == table_id for note in table.notes]
+    return [
+        words_text(note) for table in tables_of(run_document(shown)) if table.id == table_id for note in table.notes
+    ]
 
 
 def tables(shown: View) -> list[str]:
