@@ -40,8 +40,10 @@ if TYPE_CHECKING:
 
     from lightning_memprof.analysis.estimate import Estimate
     from measured import table
+    from tests.benchmarks.estimate_devices import publish_devices
     from tests.benchmarks.part import Target, judged, progress, publish, targets
 else:
+    from estimate_devices import publish_devices
     from part import Target, judged, progress, publish, targets
 
     from measured import table
@@ -278,6 +280,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="parts of the models' names")
     parser.add_argument("--quick", action="store_true", help="every tenth run; nothing is judged, nothing written")
     options = parser.parse_args()
+    if options.only is None:
+        publish_devices(trial=options.quick)
     if options.runs is None:
         print(f"Estimates were not compared: {VARIABLE} names no file of measured runs.")
         return
