@@ -285,7 +285,8 @@ class _Parts(Callback):
         states = (
             (paths.get(id(parameter)), tensor)
             for optimizer in trainer.optimizers
-            for parameter, state in optimizer.state.items()
+            # ZeroRedundancyOptimizer has the state of this rank's parameters in another optimizer.
+            for parameter, state in getattr(optimizer, "optim", optimizer).state.items()
             for tensor in tensors_in(state)
         )
         self._tracer().label(states, "optimizer_state")

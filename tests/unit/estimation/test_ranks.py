@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memprof import estimate
@@ -46,7 +49,25 @@ class Sharded(Net):
         fully_shard(self.blocks, mesh=self.device_mesh["data_parallel"])
 
 
-def categories(devices: int, strategy: str | None = None, net: type[Net] = Net) -> dict[str, int]:
+class Tensors(Net):
+    """Splits the first block's features, and the second block's inputs, among the ranks."""
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        plan: Any = {"0.0": ColwiseParallel(), "1.0": RowwiseParallel()}
+        first: Any = self.blocks[0]
+        first.pop(1)
+        parallelize_module(self.blocks, self.device_mesh["tensor_parallel"], plan)
+
+
+class Redundant(Net):
+    """Has the optimizer's state of a part of the parameters."""
+
+    def configure_optimizers(self) -> Any:
+        return ZeroRedundancyOptimizer(self.parameters(), optimizer_class=torch.optim.Adam)
+
+
+def categories(devices: int, strategy: Any = None, net: type[Net] = Net) -> dict[str, int]:
     loader = DataLoader(TensorDataset(torch.zeros(8, WIDTH)), batch_size=8)
     found = estimate(net(), loader, device="H100 80GB", devices=devices, strategy=strategy, what_if=("none",))
     assert found.ranks == devices
@@ -65,6 +86,18 @@ def test_a_rank_of_fsdp_has_its_part_of_parameters_gradients_and_state(strategy:
     rank = categories(4, strategy, net)
     assert (rank["parameter"], rank["gradient"]) == (WHOLE // 4, WHOLE // 4)
     assert rank["optimizer_state"] == WHOLE // 2
+
+
+def test_a_rank_of_tensor_parallel_has_its_part_of_weights_and_whole_biases_of_split_inputs() -> None:
+    rank = categories(4, ModelParallelStrategy(1, 4), Tensors)
+    whole = WIDTH * 4
+    assert rank["parameter"] == rank["gradient"] == (WHOLE - whole) // 4 + whole
+    assert rank["optimizer_state"] == 2 * rank["parameter"]
+
+
+def test_a_rank_of_zero_has_the_state_of_its_parameters() -> None:
+    rank = categories(2, "ddp", Redundant)
+    assert (rank["parameter"], rank["gradient"], rank["optimizer_state"]) == (WHOLE, WHOLE, WHOLE)
 
 
 def test_the_strategy_of_several_devices_is_ddp_where_none_is_named() -> None:
