@@ -37,7 +37,7 @@ class Result:
     error: str = ""
     set: str = SETS[0]
     loaded: bool = False
-    load: float = 0.0
+    load: float | None = None
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ def page(results: Sequence[Result]) -> str:
 
 
 def score_cells(results: Sequence[Result]) -> tuple[object, ...]:
-    found, loads = totals(results), [result.load for result in results]
-    load = f"{statistics.median(loads):.1f} (max {max(loads):.1f})"
+    found, loads = totals(results), [result.load for result in results if result.load is not None]
+    load = f"{statistics.median(loads):.1f} (max {max(loads):.1f})" if loads else "unknown"
     return (load, found.faults, f"{found.cause:.0%}", f"{found.fix:.0%}", found.twins, found.accused, found.errors)
 
 

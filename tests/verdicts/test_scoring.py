@@ -129,10 +129,10 @@ def test_the_page_of_scores_has_a_row_per_load_and_one_per_training():
     twin = Result(name="padding", domain="data", healthy=True, repeat=0, sentence="Compute-bound.")
     beside = replace(fault, loaded=True, load=3.0, cause=0, fix=0, sentence="Slow.")
     failed = replace(twin, loaded=True, load=1.0, error="ValueError")
-    unseen = replace(fault, name="secret", set="holdout")
+    unseen = replace(fault, name="secret", set="holdout", load=2.0)
     text = page([fault, twin, beside, failed, unseen])
-    assert "| holdout | whatever else runs | 0.0 (max 0.0) | 1 | 100% | 50% | 0 | 0 | 0 |" in text
+    assert "| holdout | whatever else runs | 2.0 (max 2.0) | 1 | 100% | 50% | 0 | 0 | 0 |" in text
     assert "secret" not in text
-    assert "| faults | whatever else runs | 0.0 (max 0.0) | 1 | 100% | 50% | 1 | 0 | 0 |" in text
+    assert "| faults | whatever else runs | unknown | 1 | 100% | 50% | 1 | 0 | 0 |" in text
     assert "| faults | another busy process | 2.0 (max 3.0) | 1 | 0% | 0% | 0 | 0 | 1 |" in text
     assert "| data | padding | 2 | 50% | 25% | 0 | Padding. |" in text
