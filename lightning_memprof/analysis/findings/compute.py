@@ -135,7 +135,8 @@ SAVED_BY_THREADS: Final = (0.3, 1.0)
 def idle_cores(facts: Facts) -> list[Finding]:
     """Find operators with fewer threads than half of the cores that other ranks and workers leave.
 
-    Recovers 30% to all of ``1 - threads / cores`` of the operators that take 0.1 ms or longer per call.
+    Recovers 30% to all of ``1 - threads / cores`` of the operators that take 0.1 ms or longer per call, times the share
+    of the step without its wait for a core: where others take the cores, more threads get few of them.
     """
     heaviest = facts.heaviest(_parallel)
     if heaviest is None or not heaviest[0].facts.is_cpu or heaviest[1].steps < MIN_STEPS:
@@ -144,7 +145,7 @@ def idle_cores(facts: Facts) -> list[Finding]:
     threads, cores, spent = _threads(rank), _cores_for(facts, rank), _parallel(ledger)
     if not threads or cores < 2 * threads or not spent:
         return []
-    saved = spent * (1 - threads / cores)
+    saved = spent * (1 - threads / cores) * (ledger.running_ns / ledger.step_ns)
     worth = Recovery(
         unit="ns", min=saved * SAVED_BY_THREADS[0], max=saved * SAVED_BY_THREADS[1], whole=ledger.running_ns
     )

@@ -82,11 +82,12 @@ def run_ledger(
     typical = rank.typical_steps
     if typical is None:
         return None
-    steps = _running(rank, typical) if typical.clock == "host" else typical.steps
-    median = statistics.median(duration for _, duration, _ in typical.steps)
     # A step that only accumulates gradients has no optimizer; the others are not stalls for having one.
     accumulates = ((rank.training.accumulate_grad_batches if rank.training else None) or 1) > 1
-    stalls, stalled = _stalls(steps, _STEADY[:2] if accumulates else _STEADY)
+    steady = _STEADY[:2] if accumulates else _STEADY
+    steps = _running(rank, typical, steady) if typical.clock == "host" else typical.steps
+    median = statistics.median(duration for _, duration, _ in typical.steps)
+    stalls, stalled = _stalls(steps, steady)
     mean, whole_mean = (
         {phase: sum(step[phase] or 0 for _, _, step in of) / len(of) for phase in PHASES}
         for of in (steps, typical.steps)
@@ -163,21 +164,26 @@ def _core_waits(pulse: Sequence[PulseRow]) -> dict[int, float]:
     return waits
 
 
-def _running(rank: Rank, typical: TypicalSteps) -> list[_Step]:
+def _running(rank: Rank, typical: TypicalSteps, steady: Sequence[HostPart]) -> list[_Step]:
     """Return the steps without their wait for a core.
 
     A wait makes a phase longer than it is elsewhere: it comes from what each phase takes beyond its fastest step, in
-    proportion, and what is more than that from all phases alike. A thread that waits for a batch of worker processes
+    proportion, and what is more than that from all phases alike. A phase that is not steady may work in few steps: it
+    keeps at least the share of the whole step that does not wait. A thread that waits for a batch of worker processes
     sleeps: that phase stays as it is.
     """
     waits = _core_waits(rank.pulse)
     awake = [phase for phase in PHASES if phase != "data_wait" or not any(each.num_workers for each in _loaders(rank))]
     fastest = {phase: min(phases[phase] or 0 for _, _, phases in typical.steps) for phase in awake}
     steps: list[_Step] = []
-    for step, _, phases in typical.steps:
+    for step, duration, phases in typical.steps:
         left: dict[str, float | None] = {phase: ns or 0 for phase, ns in phases.items()}
         wait = waits.get(step, 0.0)
-        for floor in (fastest, dict.fromkeys(awake, 0)):
+        runs = 1 - min(wait / duration, 1.0) if duration else 1.0
+        working = {
+            phase: ns if phase in steady else max(ns, (left[phase] or 0) * runs) for phase, ns in fastest.items()
+        }
+        for floor in (working, dict.fromkeys(awake, 0.0)):
             beyond = {phase: max((left[phase] or 0) - floor[phase], 0) for phase in awake}
             whole = sum(beyond.values())
             taken = min(wait / whole, 1.0) if whole else 0.0

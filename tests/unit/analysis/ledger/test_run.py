@@ -179,3 +179,15 @@ def test_the_transfers_of_a_run_are_those_of_its_trace_beside_the_waits_of_every
     assert communicates(host, {"backward": 6_000_000}) == (6_000_000, 3_000_000)
     long = replace(host, communication=(replace(transfer, ns=10**9),))
     assert sum(communicates(long)) < sum(HEALTHY.values())
+
+
+def test_a_callback_of_few_steps_keeps_its_work_where_other_processes_take_the_cores(tmp_path: Path) -> None:
+    """Each phase takes twice its time: half of it is a wait."""
+
+    def shared(_: int, step: int) -> Mapping[str, int]:
+        work = {**HEALTHY, "callbacks": 20_000_000 if step % 3 == 0 else 100_000}
+        return {phase: round(ns * (2.2 if step % 2 else 1.8)) for phase, ns in work.items()}
+
+    fake = FakeRun(steps=60, phases=shared, core_wait_ns=lambda step: sum(shared(0, step).values()) // 2)
+    found = ledger(lead(tmp_path, fake))
+    assert found.ns("callback") == pytest.approx(20_000_000 / 3, rel=0.35)
