@@ -80,8 +80,8 @@ def sections(*, trial: bool) -> Iterator[str]:
         found.append(Target(f"8B on {devices} GPUs: within 10%", f"{deviation:+.1%}", abs(deviation) <= 0.1))
     difference = (titan[8].reserved_gib - titan[128].reserved_gib) / (TITAN[8] - TITAN[128]) - 1
     found.append(Target("their difference: within 10%", f"{difference:+.1%}", abs(difference) <= 0.1))
-    costs = [("1B: 10 s and 1 GiB at most", one, 10, GIB)]
-    costs += [] if large is None else [("70B, 8 ranks: 120 s and 4 GiB at most", large, 120, 4 * GIB)]
+    costs = [("1B: 10 s of CPU time and 1 GiB at most", one, 10, GIB)]
+    costs += [] if large is None else [("70B, 8 ranks: 120 s of CPU time and 4 GiB at most", large, 120, 4 * GIB)]
     for name, each, seconds, limit in costs:
         measured = f"{each.cpu_s:.1f} s, {each.peak_rss_bytes / MIB:,.0f} MiB"
         found.append(Target(name, measured, each.cpu_s <= seconds and each.peak_rss_bytes <= limit))
