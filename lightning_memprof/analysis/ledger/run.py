@@ -101,11 +101,7 @@ def run_ledger(
     for phase, running in mean.items():
         # Of a phase that only stalls have nothing is left; rounding can make it negative.
         part, ns = _PART_OF_PHASE[phase], max(running - stalled.get(phase, 0.0), 0.0)
-        mine = [line for line in named.get(phase, ()) if part not in _STEADY or line.part in _WITHIN]
-        if phase == "data_wait":
-            mine = _beside_pauses(ns, mine)
-        if phase == "other":
-            mine = [*mine, *_restarts(rank, ns - total(mine))]
+        mine = _owners(rank, phase, ns, named.get(phase, []))
         if waits_ns and (wait := min(waits_ns.get(phase, 0), ns - total(mine))) > 0:
             mine = [*mine, TimeLine(part="rank_wait", name=phase, ns=wait)]
         whole = _divided(ns, mine, TimeLine(part=part, ns=0))
@@ -124,6 +120,15 @@ def run_ledger(
         double_backward_ns=_of_passes(inside, sum(mean[phase] for phase in ("forward", "backward"))),
         communication=_communication(lines, inside),
     )
+
+
+def _owners(rank: Rank, phase: str, ns: float, named: Sequence[TimeLine]) -> list[TimeLine]:
+    """Return the lines of the owners of a phase but itself."""
+    if phase == "data_wait":
+        return _beside_pauses(ns, named)
+    if phase == "other":
+        return [*named, *_restarts(rank, ns - total(named))]
+    return [line for line in named if _PART_OF_PHASE[phase] not in _STEADY or line.part in _WITHIN]
 
 
 def _of_passes(recorded: TimeLedger | None, passes_ns: float) -> float:
