@@ -11,7 +11,7 @@ from estimated_ranks import CASES, estimated
 from ranks import launch
 
 Peaks = list[dict[str, dict[str, int]]]
-STATE = ("parameter", "gradient", "optimizer_state", "input")
+STATE = ("parameter", "optimizer_state", "input")
 SHARDED = [name for name in CASES if name.startswith(("gpt", "mlp"))]
 FLAT = [name for name in CASES if name.startswith("fsdp1")]
 REPLICATED = [name for name in CASES if name.startswith("ddp")]
@@ -29,7 +29,10 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> Peaks:
 @pytest.mark.parametrize("name", SHARDED)
 def test_a_rank_of_fsdp2_has_the_estimated_bytes(peaks: Peaks, tmp_path: Path, name: str) -> None:
     found, (first, second) = estimated(name, tmp_path), (rank[name] for rank in peaks)
-    assert {kind: found.get(kind) for kind in STATE} == {kind: first.get(kind) for kind in STATE}
+    # Accumulated gradients are there all the time; others depend on the moment of the peak, which moves when a thread
+    # of gloo frees a buffer late.
+    state = (*STATE, "gradient") if name == "gpt-accumulated" else STATE
+    assert {kind: found.get(kind) for kind in state} == {kind: first.get(kind) for kind in state}
     assert second["parameter"] <= first["parameter"]
     for real in (first, second):
         assert sum(found.values()) == pytest.approx(sum(real.values()), rel=0.02)
