@@ -21,6 +21,7 @@ from lightning.pytorch import Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_memprof.analysis.estimate import Conclusion, Device, Estimate, Reserved
+from lightning_memprof.capture.observe import Link, wrapped
 from lightning_memprof.capture.sources.batches import batch_samples
 from lightning_memprof.capture.sources.compiled import is_compiled
 from lightning_memprof.capture.sources.tensors import tensors_in
@@ -147,7 +148,7 @@ def _in_child(work: Callable[[], _Found]) -> _Found:
             # The parent's threads of OpenMP are not here, and work that is split among them would wait forever.
             torch.set_num_threads(1)
             # After a backward of the parent torch has no thread for the device: this thread runs backward itself.
-            with _quiet(), torch.autograd.set_multithreading_enabled(False):
+            with _quiet(), _no_gpu(), torch.autograd.set_multithreading_enabled(False):
                 found: _Found | _Failure = work()
         except MemprofError as error:
             found = _Failure(message=str(error))
@@ -193,6 +194,18 @@ def _quiet() -> Any:
         yield
 
 
+@contextlib.contextmanager
+def _no_gpu() -> Iterator[None]:
+    """Hide this machine's GPUs, which a forked process cannot use, and which nothing without data needs."""
+    places = [(torch.cuda, "is_available"), (torch.cuda, "device_count")]
+    if hasattr(torch, "accelerator"):
+        places.append((torch.accelerator, "is_available"))
+    with contextlib.ExitStack() as undo:
+        for place, name in places:
+            undo.enter_context(wrapped(place, name, lambda _: lambda: 0))
+        yield
+
+
 def _line(error: BaseException) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_program(frame.filename)]
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
@@ -202,6 +215,8 @@ def _line(error: BaseException) -> str:
     if isinstance(error, DynamicOutputShapeException):
         words = f"a shape depends on values{place} ({words}), which an estimate does not have"
         return f"estimate: {words}; for an upper bound keep all rows, as torch.where does"
+    if "autograd's threading" in words:
+        return "estimate: this process has trained on a GPU, after which a forked one cannot; use a new process"
     if custom := re.search(r"There was no fake impl registered for <CustomOpDef\(([^)]*)\)>", words):
         words = f"the operator {custom[1]}{place} has no implementation without data"
         return f"estimate: {words}; torch.library.register_fake gives it one"
