@@ -21,7 +21,7 @@ from lightning.pytorch import Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_memprof.analysis.estimate import Conclusion, Device, Estimate, Reserved
-from lightning_memprof.capture.observe import Link, wrapped
+from lightning_memprof.capture.observe import wrapped
 from lightning_memprof.capture.sources.batches import batch_samples
 from lightning_memprof.capture.sources.compiled import is_compiled
 from lightning_memprof.capture.sources.tensors import tensors_in
