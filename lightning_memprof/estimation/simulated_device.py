@@ -59,8 +59,10 @@ _FLOAT: Final = (
     "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss",
     "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp", "upsample_nearest1d",
     "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d",
-    "upsample_bicubic2d", "prod", "softmax", "log_softmax", "cumprod", "cumsum", "sum", "norm",
+    "upsample_bicubic2d", "norm",
 )  # fmt: skip
+# They compute in float32 unless a dtype is given, and need no copy of their input for it.
+_FLOAT_RESULT: Final = ("prod", "cumprod", "cumsum", "sum", "linalg_vector_norm", "linalg_matrix_norm")
 _WIDEST: Final = (
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sample", "index_put", "tensordot",
     "scatter_add",
@@ -272,6 +274,13 @@ def _cuda_autocast(kind: str) -> Iterator[None]:
             for overload in _overloads(name):
                 found = getattr(getattr(torch.ops.aten, name), overload)
                 rules.impl(name if overload == "default" else f"{name}.{overload}", _with_cast(found, casting))
+    for name in _FLOAT_RESULT:
+        for overload in _overloads(name):
+            found = getattr(getattr(torch.ops.aten, name), overload)
+            if any(argument.name == "dtype" for argument in found._schema.arguments):  # noqa: SLF001 no public one
+                rules.impl(name if overload == "default" else f"{name}.{overload}", _with_float_result(found, casts))
+    for name in ("softmax", "log_softmax"):
+        rules.impl(f"{name}.int", _softmax(name, casts))
 
     def forgetting(link: Link) -> Callable[[], None]:
         def clear() -> None:
@@ -328,8 +337,12 @@ class _Casts:
             self.weights[id(value)] = (value.to(dtype), value)
         return self.weights[id(value)][0]
 
+    def is_half(self, value: Any) -> bool:
+        """Return whether a value is a tensor of 16-bit numbers on the device."""
+        return self._is_float(value) and value.dtype in _HALVES
+
     def _full(self, value: Any) -> Any:
-        return value.float() if self._is_float(value) and value.dtype in _HALVES else value
+        return value.float() if self.is_half(value) else value
 
     def _is_float(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.device.type == self._kind and value.is_floating_point()
@@ -342,6 +355,34 @@ def _with_cast(operator: Any, casting: Callable[[Any], Any]) -> Callable[..., An
         with _ExcludeDispatchKeyGuard(excluded):
             args, kwargs = casting((args, kwargs))
             return operator(*args, **kwargs)
+
+    return call
+
+
+def _with_float_result(operator: Any, casts: _Casts) -> Callable[..., Any]:
+    excluded = DispatchKeySet(DispatchKey.AutocastPrivateUse1)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dtype") is None and casts.is_half(args[0]):
+            kwargs["dtype"] = torch.float32
+        with _ExcludeDispatchKeyGuard(excluded):
+            return operator(*args, **kwargs)
+
+    return call
+
+
+def _softmax(name: str, casts: _Casts) -> Callable[..., Any]:
+    operator = getattr(torch.ops.aten, name).int
+    fused = getattr(torch.ops.aten, f"_{name}")
+    excluded = DispatchKeySet(DispatchKey.AutocastPrivateUse1)
+
+    def call(value: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+        wanted = torch.float32 if dtype is None and casts.is_half(value) else dtype
+        with _ExcludeDispatchKeyGuard(excluded):
+            # CUDA's kernel converts float16 itself, and not bfloat16.
+            if wanted == torch.float32 and value.dtype == torch.float16:
+                return fused(value, dim, True)  # noqa: FBT003 torch's argument half_to_float
+            return operator(value, dim, wanted)
 
     return call
 
