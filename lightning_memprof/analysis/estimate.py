@@ -270,8 +270,10 @@ def device_named(name: str) -> Device:
         raise ConfigError(f"--device {name!r}: several devices have this name: {names}")
     known = {_short(device): device for device in DEVICES.values()}
     near = get_close_matches(name, known, n=3, cutoff=0.5)
-    names = f"; similar are {', '.join(near)}" if near else ""
-    raise ConfigError(f"--device {name!r}: no such device is known{names}; --device-memory 24GiB stands for any")
+    names = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise ConfigError(
+        f"--device {name!r}: no such device is known{names or ';'} for any other give --device-memory, as in 24GiB"
+    )
 
 
 def _short(device: Device) -> str:
@@ -279,7 +281,7 @@ def _short(device: Device) -> str:
 
 
 def _words(name: str) -> list[str]:
-    return [word for word in re.split(r"[^0-9a-z]+|(?<=[0-9])(?=gi?b)", name.lower().replace("gib", "gb")) if word]
+    return re.findall(r"[a-z]+|[0-9]+", name.lower().replace("gib", "gb"))
 
 
 def parse_bytes(option: str, text: str) -> int:

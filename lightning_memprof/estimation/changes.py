@@ -113,16 +113,16 @@ def combined(changes: Sequence[Change]) -> Change:
 def _one_change(part: str, text: str) -> Change:
     name, _, value = part.partition("=")
     if part == "checkpointing":
-        return Change(name=part, costs="a second forward of the blocks", is_checkpointed=True)
+        return Change(name=part, costs="each block's forward runs twice", is_checkpointed=True)
     if name == "precision":
         if value not in _PRECISIONS:
             raise ConfigError(f"--what-if {text}: the precision must be one of {', '.join(_PRECISIONS)}")
-        costs = "" if value in {"32-true", "64-true"} else "coarser rounding"
+        costs = "" if value in {"32-true", "64-true"} else "less precise arithmetic"
         return Change(name=part, costs=costs, trainer={"precision": value, "plugins": None})
     if name == "optimizer":
         if value not in _OPTIMIZERS:
             raise ConfigError(f"--what-if {text}: the optimizer must be one of {', '.join(_OPTIMIZERS)}")
-        return Change(name=part, costs="other updates", optimizer=value)
+        return Change(name=part, costs="another optimizer's updates", optimizer=value)
     if name in {"accumulate", "devices"}:
         if not value.isdecimal() or int(value) < 1:
             raise ConfigError(f"--what-if {text}: must be a number, as in {name}=4")

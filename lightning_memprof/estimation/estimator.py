@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         batch_shape: str | None
         devices: str | int | None
         strategy: str | None
-        what_if: Sequence[str]
+        what_if: str | Sequence[str]
 
 
 __all__ = ["Estimate", "Wanted", "estimate", "estimate_program"]
@@ -113,7 +113,7 @@ class Wanted:
     batch_shape: str | None = None
     devices: str | int | None = None
     strategy: str | None = None
-    what_if: Sequence[str] = ()
+    what_if: str | Sequence[str] = ()
     progress: Callable[[str, int, int], None] = lambda _name, _done, _total: None
 
     def __post_init__(self) -> None:
@@ -140,7 +140,8 @@ class Wanted:
 
     def changes(self, precision: str | None = None) -> list[Change]:
         """Return the changes; of the usual ones those that change a training of a precision."""
-        names = self.what_if or (_USUAL if precision in _FULL else _USUAL[1:])
+        given = (self.what_if,) if isinstance(self.what_if, str) else self.what_if
+        names = given or (_USUAL if precision in _FULL else _USUAL[1:])
         return [] if tuple(names) == ("none",) else [parse_change(name) for name in names]
 
     def trainer(self) -> dict[str, Any]:
@@ -282,7 +283,7 @@ def _any_fits(found: model.Estimate, alternatives: Sequence[Alternative]) -> boo
 def _alternative(fit: Fit, change: Change, variation: Variation, base: model.Estimate) -> Alternative:
     if change.batch_divisor > 1:
         if base.batch_size is None or base.batch_size < change.batch_divisor:
-            return Alternative(change=change.name, problem="the batch has too few samples")
+            return Alternative(change=change.name, problem=f"cannot divide a batch of {base.batch_size or 0}")
         variation = replace(variation, batch_size=base.batch_size // change.batch_divisor)
     try:
         found = simulate(fit, base.device, variation)
@@ -388,7 +389,7 @@ def _to_fit(program: Sequence[str], use: Callable[[Fit], None], construction: La
             _run(program)
         except _Reached as ended:
             if ended.error is not None:
-                raise ended.error from None
+                raise ended.error from ended.error.__cause__
             return
         except SystemExit as stop:
             if stop.code not in {None, 0}:
@@ -398,7 +399,7 @@ def _to_fit(program: Sequence[str], use: Callable[[Fit], None], construction: La
         except Exception as error:
             words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             raise _FailedEarlyError(f"estimate: {name} failed before Trainer.fit: {words}") from error
-    raise MemprofError(f"estimate: {name} ended without Trainer.fit of lightning.pytorch, which is what is estimated")
+    raise MemprofError(f"estimate: {name} ended without Trainer.fit of lightning.pytorch: nothing to estimate")
 
 
 @contextmanager

@@ -46,10 +46,8 @@ _BUCKET: Final = 25 * MIB
 _COMMUNICATION: Final = "communication"
 _HALVES: Final = {"16": torch.float16, "bf16": torch.bfloat16}
 _FSDP1: Final = "FSDP is simulated as FSDP2 with the same units, which shards each parameter instead of a flat one"
-_RANK_0: Final = (
-    "rank 0 is simulated: it has the largest shards, and a batch like the other ranks'; buffers of the communication"
-    " library itself, such as NCCL's channels, are not included"
-)
+_RANK_0: Final = "rank 0 is simulated, which has the largest shards, with a batch like the others'"
+_LIBRARY: Final = "buffers of the communication library, such as NCCL's, are not included"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +90,7 @@ class Ranks:
         """Yield what the figures rest on, a sentence each."""
         if self.kind:
             yield _RANK_0
+            yield _LIBRARY
         if self.kind == "fsdp":
             yield _FSDP1
         if self.kind == "ddp" and self.strategy._ddp_comm_hook is not None:  # noqa: SLF001 no public one

@@ -34,7 +34,7 @@ from lightning_memprof.estimation.cpu_kernels import CpuKernels
 from lightning_memprof.estimation.storages import GRANULE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
@@ -59,7 +59,7 @@ _FLOAT: Final = (
     "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss",
     "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp", "upsample_nearest1d",
     "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d",
-    "upsample_bicubic2d", "norm",
+    "upsample_bicubic2d", "norm", "rms_norm",
 )  # fmt: skip
 # They compute in float32 unless a dtype is given, and need no copy of their input for it.
 _FLOAT_RESULT: Final = ("prod", "cumprod", "cumsum", "sum", "linalg_vector_norm", "linalg_matrix_norm")
@@ -277,8 +277,7 @@ def _cuda_autocast(kind: str) -> Iterator[None]:
     for name in _FLOAT_RESULT:
         for overload in _overloads(name):
             found = getattr(getattr(torch.ops.aten, name), overload)
-            if any(argument.name == "dtype" for argument in found._schema.arguments):  # noqa: SLF001 no public one
-                rules.impl(name if overload == "default" else f"{name}.{overload}", _with_float_result(found, casts))
+            rules.impl(name if overload == "default" else f"{name}.{overload}", _with_float_result(found, casts))
     for name in ("softmax", "log_softmax"):
         rules.impl(f"{name}.int", _softmax(name, casts))
 
@@ -404,6 +403,8 @@ def _cuda_attention() -> Iterator[None]:
     """
     rules = _library("aten", "AutogradPrivateUse1")
     rules.impl("scaled_dot_product_attention", _attention)
+    if hasattr(torch.ops.aten, "_fused_rms_norm"):  # since torch 2.9
+        rules.impl("rms_norm", _rms_norm)
     try:
         yield
     finally:
@@ -441,6 +442,32 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: A
     needs_sums = any(tensor.requires_grad for tensor in (query, key, value))
     result = efficient(query, key, value, mask, needs_sums, options.dropout_p, options.is_causal, scale=scale)
     return cast("Tensor", result[0])
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """CUDA's kernel saves its input and a number for each row; elsewhere torch has single operators."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, weight: Tensor | None, dimensions: int) -> Tensor:
+        rows = value.shape[: value.ndim - dimensions]
+        ctx.save_for_backward(value, weight, value.new_empty(rows, dtype=torch.float32))
+        return torch.empty_like(value)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        value, weight, _rows = ctx.saved_tensors
+        wanted = zip((value, weight), ctx.needs_input_grad, strict=False)
+        return *(torch.empty_like(tensor) if is_wanted else None for tensor, is_wanted in wanted), None
+
+
+def _rms_norm(value: Tensor, shape: Sequence[int], weight: Tensor | None = None, _eps: float | None = None) -> Tensor:
+    if weight is None or weight.dtype == value.dtype:
+        fused: Any = _FusedRmsNorm.apply
+        found: Tensor = fused(value.contiguous(), weight, len(shape))
+        return found
+    wide = value.float()
+    scale = wide.pow(2).mean(tuple(range(-len(shape), 0)), keepdim=True).add_(1.0).rsqrt()
+    return (wide * scale).mul(weight).type_as(value)
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:

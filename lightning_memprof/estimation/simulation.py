@@ -32,7 +32,7 @@ from lightning_memprof.estimation.changes import Change, checkpoint_blocks
 from lightning_memprof.estimation.ranks import ranks_of
 from lightning_memprof.estimation.requests import Demand, demand
 from lightning_memprof.estimation.simulated_device import Target
-from lightning_memprof.estimation.storages import is_program
+from lightning_memprof.estimation.storages import LOOPS, is_program
 from lightning_memprof.estimation.trainer import STEPS, Fit, SimulatedStrategy, later_needs, trainer_options
 from lightning_memprof.units import format_count
 
@@ -57,13 +57,13 @@ class _Found:
 
     Attributes:
         estimate: the estimate.
-        numbers: the places where the program reads numbers of tensors.
+        assumed: the places where the program reads values of tensors.
         requests: how many storages were made, and their bytes.
 
     """
 
     estimate: Estimate
-    numbers: Sequence[str]
+    assumed: Sequence[Assumed]
     requests: tuple[int, int]
 
 
@@ -116,26 +116,29 @@ def simulate(fit: Fit, device: Device, variation: Variation | None = None) -> Es
         raise MemprofError("estimate: needs a platform that can fork a process, such as Linux")
     variation = variation or Variation()
     found = _in_child(lambda: _simulated(fit, device, variation))
-    if found.numbers and variation.change is None:
-        _refuse_dependence(found, lambda: _simulated(fit, device, replace(variation, number=_OTHER_NUMBER)))
+    if found.assumed and variation.change is None:
+        _refuse_dependence(found, lambda number: _simulated(fit, device, replace(variation, number=number)))
     return found.estimate
 
 
-def _refuse_dependence(found: _Found, other: Callable[[], _Found]) -> None:
-    """Refuse an estimate that another assumed number would change.
+def _refuse_dependence(found: _Found, other: Callable[[int], _Found]) -> None:
+    """Refuse an estimate that another assumed number would change, or that is one of a loop until a condition.
 
     Raises:
-        MemprofError: it would.
+        MemprofError: it is.
 
     """
+    numbers = list(dict.fromkeys(place for _, place, is_condition in found.assumed if not is_condition))
     try:
-        is_same = _in_child(other).requests == found.requests
-    except MemprofError:
+        is_same = _in_child(lambda: other(_OTHER_NUMBER)).requests == found.requests or not numbers
+    except MemprofError as error:
+        if LOOPS in str(error):
+            raise
         # The program refuses the other number.
         return
     if not is_same:
-        places = " or ".join(found.numbers)
-        words = f"a loop or a shape depends on a value that is read at {places}, which an estimate does not have"
+        places = " or ".join(numbers)
+        words = f"a loop or a shape depends on a value that is read at {places}, which is unknown without data"
         raise MemprofError(f"estimate: {words}; give it a fixed upper bound")
 
 
@@ -213,16 +216,16 @@ def _line(error: BaseException) -> str:
     if isinstance(error, StopIteration) and not frames:
         return "estimate: the loader has no batch; --batch-shape does not replace it"
     if isinstance(error, DynamicOutputShapeException):
-        words = f"a shape depends on values{place} ({words}), which an estimate does not have"
+        words = f"a shape depends on values{place} ({words}), which are unknown without data"
         return f"estimate: {words}; for an upper bound keep all rows, as torch.where does"
     if "autograd's threading" in words:
         return "estimate: this process has trained on a GPU, after which a forked one cannot; use a new process"
     if custom := re.search(r"There was no fake impl registered for <CustomOpDef\(([^)]*)\)>", words):
-        words = f"the operator {custom[1]}{place} has no implementation without data"
+        words = f"the operator {custom[1]}{place} has no fake implementation"
         return f"estimate: {words}; torch.library.register_fake gives it one"
     if ".numpy()" in words:
         return f"estimate: a tensor becomes an array of NumPy{place}, which needs its values ({_ADVICE})"
-    return f"estimate: the training failed without data{place}: {type(error).__name__}: {words} ({_ADVICE})"
+    return f"estimate: the simulated training failed{place}: {type(error).__name__}: {words} ({_ADVICE})"
 
 
 def _simulated(fit: Fit, device: Device, variation: Variation) -> _Found:
@@ -253,8 +256,7 @@ def _simulated(fit: Fit, device: Device, variation: Variation) -> _Found:
         assumptions=[*ranks.assumptions(), *later_needs(arguments), *_assumptions(fit.model, assumed)],
         seconds=time.monotonic() - began,
     )
-    numbers = list(dict.fromkeys(place for _, place, is_condition in assumed if not is_condition))
-    return _Found(estimate=estimate, numbers=numbers, requests=(len(log.sizes), sum(log.sizes)))
+    return _Found(estimate=estimate, assumed=list(assumed), requests=(len(log.sizes), sum(log.sizes)))
 
 
 def _estimate(log: StorageLog, fit: Fit, device: Device) -> Estimate:
@@ -284,9 +286,10 @@ def _estimate(log: StorageLog, fit: Fit, device: Device) -> Estimate:
 def _assumptions(model: nn.Module, assumed: Iterable[Assumed]) -> Iterator[str]:
     if is_compiled(model):
         yield "the model runs without torch.compile, with which it often needs less"
-    for operator, place, is_condition in assumed:
+    for _, place, is_condition in assumed:
         value = "False" if is_condition else "1"
-        yield f"{place}: {operator.split('.')[1]} reads a value of a tensor; {value} was assumed"
+        kind = "a condition" if is_condition else "a number"
+        yield f"{place}: {kind} is read from a tensor; {value} was assumed"
 
 
 def _demand(log: StorageLog, device: Device) -> Demand:

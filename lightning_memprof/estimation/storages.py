@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["GRANULE", "LABELS", "Assumed", "Part", "Peak", "StorageLog", "StorageTracer", "is_program"]
+__all__ = ["GRANULE", "LABELS", "LOOPS", "Assumed", "Part", "Peak", "StorageLog", "StorageTracer", "is_program"]
 
 _IMAGES: Final = 4
 _ITEM: Final = "aten._local_scalar_dense.default"
@@ -47,6 +47,8 @@ _LIBRARIES: Final = tuple(str(Path(found.__path__[0])) + os.sep for found in (to
 _HARMLESS: Final = tuple(str(Path(torch.__path__[0], part)) + os.sep for part in ("optim", "nn/utils", "amp"))
 GRANULE: Final = 512
 """CUDA's allocator rounds requests up to this many bytes."""
+LOOPS: Final = "loops until a value changes"
+"""Part of the message about a loop that never ends without data."""
 LABELS: Final = ("category", "dtype", "module", "operator")
 
 
@@ -276,7 +278,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device: the device whose storages count.
         granule: see :class:`StorageLog`.
         workspace_bytes: cuBLAS keeps this much for each thread that multiplies matrices: forward's and backward's.
-        number: the value that is assumed where a number is read; where a condition is, it is False.
+        number: the value that is assumed where a number is read; where a condition is, 1 is False, and others True.
 
     """
 
@@ -453,8 +455,9 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found = Assumed(name, place, is_condition)
             self.assumed[found] += 1
             if self.assumed[found] > _MOST_READS:
-                raise MemprofError(f"estimate: {place} loops until a value changes, which an estimate does not have")
-        return False if is_condition else self._number
+                raise MemprofError(f"estimate: {place} {LOOPS}, which is unknown without data")
+        # The other number goes with the other condition.
+        return self._number > 1 if is_condition else self._number
 
 
 def _forward_workspace(args: Any, result: Any) -> Iterator[int]:

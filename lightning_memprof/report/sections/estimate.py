@@ -50,6 +50,7 @@ _LOOKS: Final[dict[str, tuple[Badge, Style]]] = {
     "no limit": ("none", ""),
 }
 _NAMED: Final = 3
+_STEPS: Final = ("first", "second", "third")
 _OUTSIDE: Final = "(no module)"
 
 
@@ -118,7 +119,8 @@ def _why(estimate: Estimate) -> str:
     whole = estimate.allocated_bytes
     largest = sorted(estimate.categories.items(), key=lambda entry: -entry[1])[:_NAMED]
     parts = [f"{category(name)} {format_bytes(count)} ({percent(count / whole)})" for name, count in largest if whole]
-    return f"At the peak, in {estimate.part} of step {estimate.step}: {', '.join(parts)}."
+    when = estimate.part if estimate.part == "setup" else f"{estimate.part} of the {_STEPS[estimate.step]} step"
+    return f"At the peak, in {when}: {', '.join(parts)}."
 
 
 def _next(estimate: Estimate) -> str:
@@ -143,9 +145,11 @@ def _overview(estimate: Estimate) -> Section:
         Figure("tensors", size(estimate.allocated_bytes), phrase("reached by {}", code(estimate.operator))),
     ]
     if device.usable_bytes is not None and device.total_bytes is not None:
-        kept = phrase("of {}; the rest is CUDA's and the driver's", size(device.total_bytes))
+        kept = phrase("of {}; CUDA and the driver use the rest", size(device.total_bytes))
         if estimate.retries:
-            kept = phrase("close: the allocator empties its cache {} times, which takes time", estimate.retries)
+            kept = phrase(
+                f"the allocator empties its cache {format_count(estimate.retries, 'time')} to fit: this is slow"
+            )
         figures.append(Figure("usable", size(device.usable_bytes), kept if device.name != "CPU" else device.source))
     parts: list[Part] = [Figures(figures)]
     if estimate.alternatives:
