@@ -72,6 +72,36 @@ _TOTAL_MIB: Final = MappingProxyType(
         "NVIDIA GeForce RTX 2080 Ti": 11_008,
     }
 )
+# Multiprocessors times threads of each; the longer names first. Source: the vendors' data sheets.
+_THREADS: Final = MappingProxyType(
+    {
+        "B200": 148 * 2048,
+        "H200": 132 * 2048,
+        "H100": 132 * 2048,
+        "A100": 108 * 2048,
+        "PRO 6000": 188 * 1536,
+        "6000 Ada": 142 * 1536,
+        "A6000": 84 * 1536,
+        "A4000": 48 * 1536,
+        "L40": 142 * 1536,
+        "A40": 84 * 1536,
+        "A10": 72 * 1536,
+        "L4": 58 * 1536,
+        "T4": 40 * 1024,
+        "V100": 80 * 2048,
+        "5090": 170 * 1536,
+        "4090": 128 * 1536,
+        "4080": 76 * 1536,
+        "4070": 46 * 1536,
+        "4060": 24 * 1536,
+        "3090": 82 * 1536,
+        "3080": 68 * 1536,
+        "3070": 46 * 1536,
+        "3060": 28 * 1536,
+        "2080": 68 * 1024,
+    }
+)
+_USUAL_THREADS: Final = 100 * 1536
 _HOPPER: Final = ("H100", "H200", "B200", "PRO 6000", "5090")
 
 _BATCHLESS: Final = ("parameter", "gradient", "optimizer_state")
@@ -89,6 +119,7 @@ class Device:
         usable_bytes: what PyTorch's allocator can reserve of it at least: without the CUDA context and what the driver
             keeps.
         workspace_bytes: what cuBLAS keeps for each thread that multiplies matrices.
+        resident_threads: how many threads all its multiprocessors run at once.
         source: of these figures.
 
     """
@@ -97,6 +128,7 @@ class Device:
     total_bytes: int | None = None
     usable_bytes: int | None = None
     workspace_bytes: int = 0
+    resident_threads: int = 0
     source: str = ""
 
     @property
@@ -239,6 +271,7 @@ def device_of(name: str, total_bytes: int, source: str) -> Device:
         name=name,
         total_bytes=total_bytes,
         usable_bytes=max(total_bytes - (_CONTEXT_BYTES if "GeForce" in name else _LARGE_CONTEXT_BYTES), 0),
+        resident_threads=next((count for part, count in _THREADS.items() if part in name), _USUAL_THREADS),
         workspace_bytes=_WORKSPACE_HOPPER if any(part in name for part in _HOPPER) else _WORKSPACE,
         source=source,
     )

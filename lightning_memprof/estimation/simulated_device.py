@@ -174,11 +174,13 @@ class Target:
     Attributes:
         is_gpu: with CUDA's kernels and rounding, otherwise the CPU's.
         workspace_bytes: what cuBLAS keeps for each thread that multiplies matrices.
+        resident_threads: how many threads all multiprocessors run at once.
 
     """
 
     is_gpu: bool = True
     workspace_bytes: int = 0
+    resident_threads: int = 0
 
     @property
     def kind(self) -> str:

@@ -230,7 +230,11 @@ def _line(error: BaseException) -> str:
 
 def _simulated(fit: Fit, device: Device, variation: Variation) -> _Found:
     began = time.monotonic()
-    target = Target(is_gpu=device.name != "CPU", workspace_bytes=device.workspace_bytes)
+    target = Target(
+        is_gpu=device.name != "CPU",
+        workspace_bytes=device.workspace_bytes,
+        resident_threads=device.resident_threads,
+    )
     change = variation.change or Change(name="", costs="")
     if change.is_checkpointed and not checkpoint_blocks(fit.model):
         raise MemprofError("estimate: the model has no blocks that repeat")

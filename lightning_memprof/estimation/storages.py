@@ -28,6 +28,7 @@ from lightning_memprof.capture.torch_internals import (
     tree_leaves,
 )
 from lightning_memprof.errors import MemprofError
+from lightning_memprof.estimation.kernel_buffers import Buffer, kernel_buffers
 from lightning_memprof.estimation.requests import Requests
 
 if TYPE_CHECKING:
@@ -35,9 +36,10 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from lightning_memprof.estimation.simulated_device import Target
+
 __all__ = ["GRANULE", "LABELS", "LOOPS", "Assumed", "Part", "Peak", "StorageLog", "StorageTracer", "is_program"]
 
-_IMAGES: Final = 4
 _ITEM: Final = "aten._local_scalar_dense.default"
 _GEMM: Final = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"})
 # A loop that waits for a value never ends.
@@ -276,19 +278,18 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         device: the device whose storages count.
-        granule: see :class:`StorageLog`.
-        workspace_bytes: cuBLAS keeps this much for each thread that multiplies matrices: forward's and backward's.
+        target: the kind of device to imitate.
         number: the value that is assumed where a number is read; where a condition is, 1 is False, and others True.
 
     """
 
-    def __init__(self, device: torch.device, granule: int, workspace_bytes: int = 0, number: int = 1) -> None:
+    def __init__(self, device: torch.device, target: Target, number: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.log = StorageLog(granule=granule)
+        self.log = StorageLog(granule=target.granule)
         self.assumed: Counter[Assumed] = Counter()
         self._number = number
         self._kind = device.type
-        self._workspace_bytes = workspace_bytes
+        self._target = target
         self._with_workspace: set[str] = set()
         self._part = "setup"
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -367,12 +368,21 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.device.type == self._kind:
                 self._add(leaf, name)
-        if self._workspace_bytes and name in _CONVOLUTIONS:
-            for size in _CONVOLUTIONS[name](args, result):
-                number = self._new(size, "workspace", "torch.uint8", f"cuDNN in {name}")
+        if self._target.is_gpu and not self._is_paused:
+            self._note_buffers(kernel_buffers(name, args, result, self._target.resident_threads))
+        return result
+
+    def _note_buffers(self, buffers: Iterable[Buffer]) -> None:
+        numbers = []
+        for buffer in buffers:
+            number = self._new(buffer.size, "workspace", "torch.uint8", buffer.label)
+            if buffer.is_optional:
                 self.log.optional.add(number)
                 self.log.requests.free(number)
-        return result
+            else:
+                numbers.append(number)
+        for number in numbers:
+            self.log.requests.free(number)
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         if (path := self._paths.get(module)) is not None:
@@ -445,9 +455,9 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _first_gemm(self) -> None:
         thread = "backward" if self._part == "backward" else "forward"
-        if self._workspace_bytes and thread not in self._with_workspace:
+        if self._target.workspace_bytes and thread not in self._with_workspace:
             self._with_workspace.add(thread)
-            self._new(self._workspace_bytes, "workspace", "torch.uint8", f"cuBLAS in {thread}")
+            self._new(self._target.workspace_bytes, "workspace", "torch.uint8", f"cuBLAS in {thread}")
 
     def _assume(self, name: str, args: Any) -> Any:
         is_condition = name != _ITEM or args[0].dtype == torch.bool
@@ -458,26 +468,6 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise MemprofError(f"estimate: {place} {LOOPS}, which is unknown without data")
         # The other number goes with the other condition.
         return self._number > 1 if is_condition else self._number
-
-
-def _forward_workspace(args: Any, result: Any) -> Iterator[int]:
-    """Yield cuDNN's workspace: copies of input and output with channels last, which tensor cores read."""
-    data, groups = args[0], args[8]
-    if groups == 1 and data.ndim == _IMAGES:
-        yield data.nbytes + result.nbytes
-
-
-def _backward_workspace(args: Any, _: Any) -> Iterator[int]:
-    """Yield cuDNN's workspaces for the gradients of input and weight: copies of gradient and input."""
-    gradient, data, groups, wanted = args[0], args[1], args[9], args[10]
-    if groups == 1 and data.ndim == _IMAGES:
-        yield from (gradient.nbytes + data.nbytes for is_wanted in wanted[:2] if is_wanted)
-
-
-_CONVOLUTIONS: Final = {
-    "aten.convolution.default": _forward_workspace,
-    "aten.convolution_backward.default": _backward_workspace,
-}
 
 
 def is_program(filename: str) -> bool:

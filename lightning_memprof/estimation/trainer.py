@@ -183,7 +183,7 @@ class SimulatedStrategy(SingleDeviceStrategy):
         trainer.fit_loop.setup_data()
         device = self._simulation.enter_context(self._target.simulated())
         self._root_device = device
-        tracer = StorageTracer(device, self._target.granule, self._target.workspace_bytes, self._number)
+        tracer = StorageTracer(device, self._target, self._number)
         self.tracer = self._simulation.enter_context(tracer)
         for name in ("log", "log_dict"):
             # Lightning copies what is logged, which tensors without data refuse; it is a few numbers.
