@@ -36,6 +36,7 @@ ONE_IMPORTER = {
     "capture/sources/kineto.py": "the one owner of torch's profiler",
     "capture/sources/oom_state.py": "reads allocator and host state, without the collector protocol",
     "estimation/cpu_kernels.py": "kernels of the CPU alone; simulated_device has those of a GPU",
+    "estimation/kernel_buffers.py": "what no operator shows; the tracer notes it beside what operators make",
     "estimation/simulation.py": "one simulation in a child process; the estimator decides which",
     "capture/sources/user_hooks.py": "replaces the program's hooks, the one place that does",
     "capture/tracker/paths.py": "adapts torch's ModTracker, as tracker.py adapts its MemTracker",
