@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle  # nosec B403
 import re
+import threading
 import time
 import traceback
 import warnings
@@ -47,6 +48,7 @@ __all__ = ["Variation", "simulate"]
 
 _POINTS: Final = 300
 _PATIENCE_S: Final = 5.0
+_POLL_S: Final = 0.5
 _OTHER_NUMBER: Final = 2
 _ADVICE: Final = "--debug shows the traceback"
 
@@ -145,8 +147,10 @@ def _refuse_dependence(found: _Found, other: Callable[[int], _Found]) -> None:
 def _in_child(work: Callable[[], _Found]) -> _Found:
     context = multiprocessing.get_context("fork")
     mine, theirs = context.Pipe(duplex=False)
+    parent = os.getpid()
 
     def run() -> None:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
         try:
             # The parent's threads of OpenMP are not here, and work that is split among them would wait forever.
             torch.set_num_threads(1)
@@ -182,6 +186,13 @@ def _in_child(work: Callable[[], _Found]) -> _Found:
         raise MemprofError(found.message) from (_ChildError(f"\n{found.traceback}") if found.traceback else None)
     result: _Found = found
     return result
+
+
+def _end_with(parent: int) -> None:
+    """End this process soon after its parent, which a signal may end without a word."""
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+    os._exit(1)
 
 
 @contextlib.contextmanager

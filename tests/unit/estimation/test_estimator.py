@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -183,6 +187,20 @@ def test_a_fused_norm_saves_its_input_and_nothing_else() -> None:
 @pytest.mark.parametrize("given", ["none", ("none",)])
 def test_a_single_change_may_be_a_string(given: Any) -> None:
     assert estimate(Net(), loader(), what_if=given).alternatives == []
+
+
+@FORKS
+def test_nothing_goes_on_after_a_killed_command(tmp_path: Path) -> None:
+    endless = f"(__import__('pathlib').Path({str(tmp_path / 'pid')!r}).write_text(str(__import__('os').getpid())))"
+    file = program(tmp_path, step=f"{endless}; exec('while True: pass')")[0]
+    command = [sys.executable, "-m", "lightning_memprof", "estimate", "--what-if", "none", file]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as ours:
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            assert ours.poll() is None
+            time.sleep(0.05)
+        child = psutil.Process(int((tmp_path / "pid").read_text()))
+        ours.kill()
+    assert psutil.wait_procs([child], timeout=60)[0] == [child]
 
 
 @FORKS
