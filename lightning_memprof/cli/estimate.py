@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from argparse import ArgumentError
 from contextlib import redirect_stdout
@@ -87,6 +88,8 @@ def _execute(options: Namespace) -> int:
     if run is not None:
         forecast = json.dumps(estimate_to_json(estimate))
         (run.directory / ESTIMATE).write_text(forecast, encoding="utf-8")
+        command = f"lightning-memprof show {shlex.quote(options.against)} --section memory"
+        print(f"memprof: beside the measured peak: {command}", file=sys.stderr)
     if output is not None:
         output.write_text(estimate_to_html(estimate), encoding="utf-8")
     write_document(document, options.format, partial(estimate_to_json, estimate), is_full=options.all)

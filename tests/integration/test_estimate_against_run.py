@@ -56,6 +56,7 @@ def test_the_page_of_a_run_compares_its_peak_with_its_estimate(
     runpy.run_path("train.py")
     assert compared(capsys) == []
     assert main(["estimate", "--what-if", "none", "--against", "logs", "train.py"]) == 0
+    assert "lightning-memprof show logs --section memory" in capsys.readouterr().err
     rows = {name: values for name, *values in compared(capsys)}
     # Without a tracker the loss, 4 bytes, counts among the estimated activations only.
     assert all(abs(difference or 0) <= (0 if is_whole else 4) for *_, difference in rows.values())
