@@ -22,7 +22,7 @@ from lightning_memprof.estimation.allocator_settings import environment_settings
 from lightning_memprof.estimation.changes import Change, combined, parse_change
 from lightning_memprof.estimation.construction import LargeOnMeta
 from lightning_memprof.estimation.ranks import ranks_of
-from lightning_memprof.estimation.simulation import Variation, simulate
+from lightning_memprof.estimation.simulation import Variation, failure_line, simulate
 from lightning_memprof.estimation.trainer import Fit
 from lightning_memprof.units import format_bytes
 
@@ -397,8 +397,7 @@ def _to_fit(program: Sequence[str], use: Callable[[Fit], None], construction: La
         except MemprofError:
             raise
         except Exception as error:
-            words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            raise _FailedEarlyError(f"estimate: {name} failed before Trainer.fit: {words}") from error
+            raise _FailedEarlyError(failure_line(error, f"{name} failed before Trainer.fit")) from error
     raise MemprofError(f"estimate: {name} ended without Trainer.fit of lightning.pytorch: nothing to estimate")
 
 

@@ -44,13 +44,25 @@ if TYPE_CHECKING:
 
     from lightning_memprof.estimation.storages import Assumed, StorageLog
 
-__all__ = ["Variation", "simulate"]
+__all__ = ["Variation", "failure_line", "simulate"]
 
 _POINTS: Final = 300
 _PATIENCE_S: Final = 5.0
 _POLL_S: Final = 0.5
 _OTHER_NUMBER: Final = 2
 _ADVICE: Final = "--debug shows the traceback"
+# What torch says, and what it means here.
+_MEANINGS: Final = (
+    (
+        r"not compiled with CUDA|no NVIDIA driver|not linked with support for cuda|re-initialize CUDA",
+        "the program moves to CUDA itself{place}; leave it to the Trainer, or use self.device",
+    ),
+    (
+        r"autograd's threading",
+        "this process has trained on a GPU, after which a forked one cannot; use a new process",
+    ),
+    (r"\.numpy\(\)", "a tensor becomes an array of NumPy{place}, which needs its values"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +172,7 @@ def _in_child(work: Callable[[], _Found]) -> _Found:
         except MemprofError as error:
             found = _Failure(message=str(error))
         except BaseException as error:  # noqa: BLE001 any failure of the program's code becomes one line
-            found = _Failure(message=_line(error), traceback="".join(traceback.format_exception(error)))
+            found = _Failure(message=failure_line(error), traceback="".join(traceback.format_exception(error)))
         theirs.send_bytes(pickle.dumps(found))
         theirs.close()
         # The program's exit handlers are the parent's.
@@ -220,7 +232,8 @@ def _no_gpu() -> Iterator[None]:
         yield
 
 
-def _line(error: BaseException) -> str:
+def failure_line(error: BaseException, failed: str = "the simulated training failed") -> str:
+    """Return what a failure of the program means, with its line; ``failed`` begins the message about an unknown one."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_program(frame.filename)]
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     words = " ".join(str(error).split())[:300]
@@ -229,14 +242,13 @@ def _line(error: BaseException) -> str:
     if isinstance(error, DynamicOutputShapeException):
         words = f"a shape depends on values{place} ({words}), which are unknown without data"
         return f"estimate: {words}; for an upper bound keep all rows, as torch.where does"
-    if "autograd's threading" in words:
-        return "estimate: this process has trained on a GPU, after which a forked one cannot; use a new process"
+    for pattern, meaning in _MEANINGS:
+        if re.search(pattern, words):
+            return f"estimate: {meaning.format(place=place)} ({_ADVICE})"
     if custom := re.search(r"There was no fake impl registered for <CustomOpDef\(([^)]*)\)>", words):
         words = f"the operator {custom[1]}{place} has no fake implementation"
         return f"estimate: {words}; torch.library.register_fake gives it one"
-    if ".numpy()" in words:
-        return f"estimate: a tensor becomes an array of NumPy{place}, which needs its values ({_ADVICE})"
-    return f"estimate: the simulated training failed{place}: {type(error).__name__}: {words} ({_ADVICE})"
+    return f"estimate: {failed}{place}: {type(error).__name__}: {words} ({_ADVICE})"
 
 
 def _simulated(fit: Fit, device: Device, variation: Variation) -> _Found:
