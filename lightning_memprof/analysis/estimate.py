@@ -40,8 +40,8 @@ _LARGE_CONTEXT_BYTES: Final = 550 * MIB
 _WORKSPACE: Final = 8_320 * KIB
 _WORKSPACE_HOPPER: Final = 32 * MIB
 
-# MiB as torch.cuda.get_device_properties() gives them. Source: torch on Linux, in measurements and in messages of
-# exhausted memory that users report, of several the smaller ones: drivers hide more or less of what data sheets say.
+# MiB as torch.cuda.get_device_properties() gives them. Source: torch on Linux: measured, else the smallest total in
+# users' out-of-memory messages. Drivers hide a varying part of the memory in the data sheets.
 _TOTAL_MIB: Final = MappingProxyType(
     {
         "NVIDIA B200": 182_642,
@@ -233,7 +233,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What a run's page compares with its measured peak.
+    """The estimate that a run's page compares with its measured peak.
 
     Attributes:
         allocated_bytes: estimated peak of the tensors' memory.

@@ -89,7 +89,7 @@ def _execute(options: Namespace) -> int:
         forecast = json.dumps(estimate_to_json(estimate))
         (run.directory / ESTIMATE).write_text(forecast, encoding="utf-8")
         command = f"lightning-memprof show {shlex.quote(options.against)} --section memory"
-        print(f"memprof: beside the measured peak: {command}", file=sys.stderr)
+        print(f"memprof: estimated and measured peak: {command}", file=sys.stderr)
     if output is not None:
         output.write_text(estimate_to_html(estimate), encoding="utf-8")
     write_document(document, options.format, partial(estimate_to_json, estimate), is_full=options.all)

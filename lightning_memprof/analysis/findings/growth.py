@@ -31,9 +31,9 @@ SEVERE_SHARE: Final = 0.5
 # Allocations of these phases live across steps in every training.
 PERMANENT: Final = frozenset({"backward", "optimizer"})
 # A surviving allocation must be this share of the growth per step.
-LEAST_PART: Final = 0.1
+MIN_PART: Final = 0.1
 MAX_SURVIVORS: Final = 5
-# What adds the memory adds about the slope: tensors and fetches half of it or more, a hook, which usually adds nothing,
+# What adds the memory adds about the slope: tensors and fetches at least half, a hook, which usually adds nothing,
 # a tenth, and a graph all saved activations.
 MATCHES: Final = (0.5, 2.0)
 FETCHED: Final = 0.5
@@ -258,7 +258,7 @@ def _survivors(facts: Facts, rank: Rank, growth: Growth) -> list[_Survivor]:
         for device in window.devices if window.rank == rank.rank else ():
             for site in device.sites:
                 age = 0 if site.step is None or device.peak_step is None else device.peak_step - site.step
-                if age > 0 and site.phase not in PERMANENT and site.bytes >= LEAST_PART * growth.bytes_per_step:
+                if age > 0 and site.phase not in PERMANENT and site.bytes >= MIN_PART * growth.bytes_per_step:
                     at = facts.pulse(rank, (site.step or 0, device.peak_step or 0))
                     source = replace(at, artifact=_path(facts, window.trace), window=window.window)
                     found.append(_Survivor(site=site, age=age, source=source))

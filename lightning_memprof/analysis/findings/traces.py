@@ -89,7 +89,7 @@ PROFILER: Final = "{profiler}"
 
 
 class Remedy(NamedTuple):
-    """A next step, and what must hold of a trace so that it applies."""
+    """A next step, and the traces to which it applies."""
 
     text: str
     needs: frozenset[Need]
@@ -176,7 +176,7 @@ UNSURE: Final = 0.01
 
 
 class IdleTime(NamedTuple):
-    """Idle time of the device, ns: of it ``total_ns``, for certain ``certain_ns``, in ``span_ns``, by cause."""
+    """Idle time of the device by cause, ns: ``total_ns`` in ``span_ns``, ``certain_ns`` without doubt."""
 
     total_ns: int
     certain_ns: int

@@ -77,7 +77,7 @@ def run_ledger(
     Args:
         rank: the rank.
         host: the host ledger of a trace of the rank.
-        waits_ns: how long the rank waits for a late one, by phase.
+        waits_ns: wait for a late rank, by phase.
     """
     typical = rank.typical_steps
     if typical is None:
@@ -172,9 +172,9 @@ def _core_waits(pulse: Sequence[PulseRow]) -> dict[int, float]:
 def _running(rank: Rank, typical: TypicalSteps, steady: Sequence[HostPart]) -> list[_Step]:
     """Return the steps without their wait for a core.
 
-    A wait makes a phase longer than it is elsewhere: it comes from what each phase takes beyond its fastest step, in
-    proportion, and what is more than that from all phases alike. A phase that is not steady may work in few steps: it
-    keeps at least the share of the whole step that does not wait. A thread that waits for a batch of worker processes
+    A wait makes a phase longer than elsewhere: it is subtracted from each phase's time beyond its fastest step, in
+    proportion, and the remainder from all phases alike. A phase that is not steady may work in few steps: it keeps at
+    least the share of the whole step that does not wait. A thread that waits for a batch of worker processes
     sleeps: that phase stays as it is.
     """
     waits = _core_waits(rank.pulse)

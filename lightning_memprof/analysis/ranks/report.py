@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RankReport", "RankTimes", "Spread", "Straggler", "Waiting", "rank_report"]
 
-# Of fewer steps the first ones, which differ for other reasons, are most.
+# With fewer steps, most are first steps, which differ for other reasons.
 FEW_STEPS: Final = 5
 # On shared cores, which rank is last in so few steps is chance.
 COIN_FLIP: Final = 3
@@ -133,7 +133,7 @@ class Straggler:
 class RankReport:
     """All ranks of a run. ``spreads`` is by quantity: each phase, ``step_ns``, ``rss_peak_bytes``, ...
 
-    ``waits_ns`` is how long ranks wait for the late one in the mean step of the pulse, by phase. ``lead_waits_ns`` is
+    ``waits_ns`` is the wait for the late rank in the mean step of the pulse, by phase. ``lead_waits_ns`` is
     the wait of the leading rank in recorded collectives, by their start (Unix ns).
     """
 

@@ -198,7 +198,7 @@ def _forecast(view: View) -> Iterator[Table]:
         Table(
             "estimated",
             "Estimated and measured peak",
-            notes=[peak.moment if is_one_moment else "the most of each category in a step"],
+            notes=[peak.moment if is_one_moment else "maximum of each category in a step"],
             is_sortable=False,
         ),
         rows,
