@@ -29,28 +29,13 @@ from lightning_memprof.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from typing_extensions import TypedDict, Unpack
-
     from lightning_memprof.report.document import Document
-
-    class _Options(TypedDict, total=False):
-        """The attributes of :class:`Wanted` that Python gives."""
-
-        device: str | None
-        device_memory: str | None
-        batch_size: str | int | None
-        seq_len: str | int | None
-        batch_shape: str | None
-        devices: str | int | None
-        strategy: str | None
-        what_if: str | Sequence[str]
-
 
 __all__ = ["Estimate", "Wanted", "estimate", "estimate_program"]
 
 _USUAL: Final = ("precision=bf16-mixed", "checkpointing", "accumulate=2", "optimizer=adamw8bit")
 _FULL: Final = (None, "32", "32-true")
-# What torch says of a tensor that LargeOnMeta made.
+# torch's message about a tensor of LargeOnMeta.
 _NO_DATA: Final = "Cannot copy out of meta tensor"
 _MOST_SAMPLES: Final = 1 << 20
 _CLI: Final = ("fit",)
@@ -203,7 +188,7 @@ def estimate(
     datamodule: LightningDataModule | None = None,
     *,
     trainer: Trainer | None = None,
-    **wanted: Unpack[_Options],
+    **wanted: Any,
 ) -> Estimate:
     """Estimate the memory of ``trainer.fit(model, ...)`` without running it; the objects stay as they are.
 

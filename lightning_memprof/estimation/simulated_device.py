@@ -30,7 +30,7 @@ from lightning_memprof.capture.torch_internals import (
     tree_map,
 )
 from lightning_memprof.errors import MemprofError
-from lightning_memprof.estimation.cpu_kernels import CpuKernels
+from lightning_memprof.estimation.kernels import CpuKernels
 from lightning_memprof.estimation.storages import GRANULE
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -30,10 +30,11 @@ from lightning_memprof.capture.torch_internals import DynamicOutputShapeExceptio
 from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.estimation.allocator_settings import environment_settings
 from lightning_memprof.estimation.changes import Change, checkpoint_blocks
+from lightning_memprof.estimation.program_lines import is_program
 from lightning_memprof.estimation.ranks import ranks_of
 from lightning_memprof.estimation.requests import Demand, demand
 from lightning_memprof.estimation.simulated_device import Target
-from lightning_memprof.estimation.storages import LOOPS, is_program
+from lightning_memprof.estimation.storages import LOOPS, Values
 from lightning_memprof.estimation.trainer import STEPS, Fit, SimulatedStrategy, later_needs, trainer_options
 from lightning_memprof.units import format_count
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from lightning_memprof.estimation.ranks import Ranks
     from lightning_memprof.estimation.storages import Assumed, StorageLog
 
 __all__ = ["Variation", "failure_line", "simulate"]
@@ -51,15 +53,15 @@ _PATIENCE_S: Final = 5.0
 _POLL_S: Final = 0.5
 _OTHER_NUMBER: Final = 2
 _ADVICE: Final = "--debug shows the traceback"
-# What torch says, and what it means here.
+# torch's messages, and their meaning in an estimate.
 _MEANINGS: Final = (
     (
         r"not compiled with CUDA|no NVIDIA driver|not linked with support for cuda|re-initialize CUDA",
-        "the program moves to CUDA itself{place}; leave it to the Trainer, or use self.device",
+        "the program moves tensors to CUDA{place}; leave that to the Trainer, or use self.device",
     ),
     (
         r"autograd's threading",
-        "this process has trained on a GPU, after which a forked one cannot; use a new process",
+        "this process has already trained on a GPU and cannot be forked; estimate in a new process",
     ),
     (r"\.numpy\(\)", "a tensor becomes an array of NumPy{place}, which needs its values"),
 )
@@ -67,7 +69,7 @@ _MEANINGS: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """What a simulation in a child process found.
+    """The result of a simulation in a child process.
 
     Attributes:
         estimate: the estimate.
@@ -108,7 +110,7 @@ class Variation:
         batch_size: samples in a batch; None keeps the loader's.
         sequence_length: tokens in a sample; None keeps the loader's.
         shapes: of the batch's tensors, in their order; empty keeps the loader's.
-        number: the value that is assumed where the program reads a number of a tensor.
+        values: assumed where the program reads those of tensors.
 
     """
 
@@ -116,7 +118,7 @@ class Variation:
     batch_size: int | None = None
     sequence_length: int | None = None
     shapes: Sequence[Sequence[int]] = ()
-    number: int = 1
+    values: Values = field(default_factory=Values)
 
 
 def simulate(fit: Fit, device: Device, variation: Variation | None = None) -> Estimate:
@@ -129,31 +131,48 @@ def simulate(fit: Fit, device: Device, variation: Variation | None = None) -> Es
     if "fork" not in multiprocessing.get_all_start_methods():
         raise MemprofError("estimate: needs a platform that can fork a process, such as Linux")
     variation = variation or Variation()
-    found = _in_child(lambda: _simulated(fit, device, variation))
+    # Here, where this machine's GPUs can be counted.
+    ranks = ranks_of(_arguments(fit, variation))
+    found = _in_child(lambda: _simulated(fit, ranks, device, variation))
     if found.assumed and variation.change is None:
-        _refuse_dependence(found, lambda number: _simulated(fit, device, replace(variation, number=number)))
+        _refuse_dependence(found, lambda values: _simulated(fit, ranks, device, replace(variation, values=values)))
     return found.estimate
 
 
-def _refuse_dependence(found: _Found, other: Callable[[int], _Found]) -> None:
-    """Refuse an estimate that another assumed number would change, or that is one of a loop until a condition.
+def _arguments(fit: Fit, variation: Variation) -> dict[str, Any]:
+    change = variation.change or Change(name="", costs="")
+    return change.arguments(fit.trainer)
+
+
+def _refuse_dependence(found: _Found, other: Callable[[Values], _Found]) -> None:
+    """Refuse an estimate that another assumed number would change, or of a program that loops until a condition.
 
     Raises:
         MemprofError: it is.
 
     """
     numbers = list(dict.fromkeys(place for _, place, is_condition in found.assumed if not is_condition))
-    try:
-        is_same = _in_child(lambda: other(_OTHER_NUMBER)).requests == found.requests or not numbers
-    except MemprofError as error:
-        if LOOPS in str(error):
-            raise
-        # The program refuses the other number.
-        return
-    if not is_same:
+    if any(is_condition for _, _, is_condition in found.assumed):
+        _requests(lambda: other(Values(condition=True)))
+    if numbers and _requests(lambda: other(Values(number=_OTHER_NUMBER))) not in {None, found.requests}:
         places = " or ".join(numbers)
         words = f"a loop or a shape depends on a value that is read at {places}, which is unknown without data"
         raise MemprofError(f"estimate: {words}; give it a fixed upper bound")
+
+
+def _requests(work: Callable[[], _Found]) -> tuple[int, int] | None:
+    """Return the requests of a simulation; None where the program refuses the values.
+
+    Raises:
+        MemprofError: it loops until a value changes.
+
+    """
+    try:
+        return _in_child(work).requests
+    except MemprofError as error:
+        if LOOPS in str(error):
+            raise
+        return None
 
 
 def _in_child(work: Callable[[], _Found]) -> _Found:
@@ -233,7 +252,7 @@ def _no_gpu() -> Iterator[None]:
 
 
 def failure_line(error: BaseException, failed: str = "the simulated training failed") -> str:
-    """Return what a failure of the program means, with its line; ``failed`` begins the message about an unknown one."""
+    """Return the message about a failure of the program, with its line; ``failed`` begins that of an unknown one."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_program(frame.filename)]
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     words = " ".join(str(error).split())[:300]
@@ -251,7 +270,7 @@ def failure_line(error: BaseException, failed: str = "the simulated training fai
     return f"estimate: {failed}{place}: {type(error).__name__}: {words} ({_ADVICE})"
 
 
-def _simulated(fit: Fit, device: Device, variation: Variation) -> _Found:
+def _simulated(fit: Fit, ranks: Ranks, device: Device, variation: Variation) -> _Found:
     began = time.monotonic()
     target = Target(
         is_gpu=device.name != "CPU",
@@ -261,10 +280,9 @@ def _simulated(fit: Fit, device: Device, variation: Variation) -> _Found:
     change = variation.change or Change(name="", costs="")
     if change.is_checkpointed and not checkpoint_blocks(fit.model):
         raise MemprofError("estimate: the model has no blocks that repeat")
-    arguments = change.arguments(fit.trainer)
-    ranks = ranks_of(arguments)
+    arguments = _arguments(fit, variation)
     strategy = SimulatedStrategy(
-        target, ranks, lambda batch: _resized(batch, variation), change.optimizers, variation.number
+        target, ranks, lambda batch: _resized(batch, variation), change.optimizers, variation.values
     )
     options = trainer_options(arguments, strategy, target)
     try:
@@ -312,7 +330,7 @@ def _estimate(log: StorageLog, fit: Fit, device: Device) -> Estimate:
 
 def _assumptions(model: nn.Module, assumed: Iterable[Assumed]) -> Iterator[str]:
     if is_compiled(model):
-        yield "the model runs without torch.compile, with which it often needs less"
+        yield "estimated without torch.compile, which often needs less memory"
     for _, place, is_condition in assumed:
         value = "False" if is_condition else "1"
         kind = "a condition" if is_condition else "a number"

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import weakref
 from array import array
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import lightning
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-import lightning_memprof
 from lightning_memprof.capture.observe import Link, wrapped
 from lightning_memprof.capture.sources.tensors import dense_parts
 from lightning_memprof.capture.torch_internals import (
@@ -28,7 +23,8 @@ from lightning_memprof.capture.torch_internals import (
     tree_leaves,
 )
 from lightning_memprof.errors import MemprofError
-from lightning_memprof.estimation.kernel_buffers import Buffer, kernel_buffers
+from lightning_memprof.estimation.kernels import Buffer, kernel_buffers
+from lightning_memprof.estimation.program_lines import user_line
 from lightning_memprof.estimation.requests import Requests
 
 if TYPE_CHECKING:
@@ -38,15 +34,14 @@ if TYPE_CHECKING:
 
     from lightning_memprof.estimation.simulated_device import Target
 
-__all__ = ["GRANULE", "LABELS", "LOOPS", "Assumed", "Part", "Peak", "StorageLog", "StorageTracer", "is_program"]
+__all__ = [
+    "GRANULE", "LABELS", "LOOPS", "Assumed", "Part", "Peak", "StorageLog", "StorageTracer", "Values",
+]  # fmt: skip
 
 _ITEM: Final = "aten._local_scalar_dense.default"
 _GEMM: Final = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"})
 # A loop that waits for a value never ends.
 _MOST_READS: Final = 5_000
-_LIBRARIES: Final = tuple(str(Path(found.__path__[0])) + os.sep for found in (torch, lightning, lightning_memprof))
-# torch's optimizers and clipping read values that decide no shape.
-_HARMLESS: Final = tuple(str(Path(torch.__path__[0], part)) + os.sep for part in ("optim", "nn/utils", "amp"))
 GRANULE: Final = 512
 """CUDA's allocator rounds requests up to this many bytes."""
 LOOPS: Final = "loops until a value changes"
@@ -82,6 +77,13 @@ class Peak(NamedTuple):
     live_bytes: int
     position: int
     numbers: tuple[int, ...]
+
+
+class Values(NamedTuple):
+    """The values that are assumed where a program reads those of tensors."""
+
+    number: int = 1
+    condition: bool = False
 
 
 class Assumed(NamedTuple):
@@ -279,15 +281,15 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         device: the device whose storages count.
         target: the kind of device to imitate.
-        number: the value that is assumed where a number is read; where a condition is, 1 is False, and others True.
+        values: assumed where the program reads a value of a tensor.
 
     """
 
-    def __init__(self, device: torch.device, target: Target, number: int = 1) -> None:
+    def __init__(self, device: torch.device, target: Target, values: Values | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = StorageLog(granule=target.granule)
         self.assumed: Counter[Assumed] = Counter()
-        self._number = number
+        self._values = values or Values()
         self._kind = device.type
         self._target = target
         self._with_workspace: set[str] = set()
@@ -461,28 +463,9 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _assume(self, name: str, args: Any) -> Any:
         is_condition = name != _ITEM or args[0].dtype == torch.bool
-        if place := _user_line():
+        if place := user_line():
             found = Assumed(name, place, is_condition)
             self.assumed[found] += 1
             if self.assumed[found] > _MOST_READS:
                 raise MemprofError(f"estimate: {place} {LOOPS}, which is unknown without data")
-        # The other number goes with the other condition.
-        return self._number > 1 if is_condition else self._number
-
-
-def is_program(filename: str) -> bool:
-    """Return whether a source file is neither torch's, Lightning's nor ours."""
-    return not filename.startswith(("<", *_LIBRARIES))
-
-
-def _user_line() -> str:
-    """Return file and line of the innermost frame that belongs to the program; empty where it decides no shape."""
-    frame: Any = sys._getframe(2)  # noqa: SLF001 inspect.stack() reads source files
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(_HARMLESS):
-            return ""
-        if is_program(path):
-            return f"{path}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+        return self._values.condition if is_condition else self._values.number

@@ -34,7 +34,7 @@ from lightning_memprof.capture.observe import wrapped
 from lightning_memprof.capture.sources.tensors import tensors_in
 from lightning_memprof.estimation.construction import LargeOnMeta, OnMeta
 from lightning_memprof.estimation.simulated_device import NAME, without_data
-from lightning_memprof.estimation.storages import StorageTracer
+from lightning_memprof.estimation.storages import StorageTracer, Values
 from lightning_memprof.integration.callback import MemProfilerCallback
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class SimulatedStrategy(SingleDeviceStrategy):
         ranks: the devices that train together.
         resize: returns the batch to train on, from the loader's first one.
         optimizers: returns the optimizers to train with, from the program's.
-        number: the value that is assumed where the program reads a number of a tensor.
+        values: assumed where the program reads those of tensors.
 
     """
 
@@ -152,7 +152,7 @@ class SimulatedStrategy(SingleDeviceStrategy):
         ranks: Ranks,
         resize: Callable[[Any], Any],
         optimizers: Callable[[Iterable[Optimizer]], list[Optimizer]],
-        number: int,
+        values: Values,
     ) -> None:
         super().__init__(accelerator=_SimulatedAccelerator(), device="cpu")
         self.tracer: StorageTracer
@@ -164,7 +164,7 @@ class SimulatedStrategy(SingleDeviceStrategy):
         self._buckets: DDPBuckets | None = None
         self._resize = resize
         self._replaced = optimizers
-        self._number = number
+        self._values = values
         self._simulation = ExitStack()
 
     def setup_environment(self) -> None:
@@ -183,7 +183,7 @@ class SimulatedStrategy(SingleDeviceStrategy):
         trainer.fit_loop.setup_data()
         device = self._simulation.enter_context(self._target.simulated())
         self._root_device = device
-        tracer = StorageTracer(device, self._target, self._number)
+        tracer = StorageTracer(device, self._target, self._values)
         self.tracer = self._simulation.enter_context(tracer)
         for name in ("log", "log_dict"):
             # Lightning copies what is logged, which tensors without data refuse; it is a few numbers.
@@ -332,7 +332,7 @@ def later_needs(given: Mapping[str, Any]) -> Iterator[str]:
     for callback in _callbacks(given):
         name = type(callback).__name__
         if isinstance(callback, BaseFinetuning):
-            yield f"{name} may train more parameters later, which needs more"
+            yield f"{name} may train more parameters later, which needs more memory"
         if isinstance(callback, StochasticWeightAveraging):
             yield f"{name} averages on the device later, which needs another copy of the parameters"
 

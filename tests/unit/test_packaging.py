@@ -138,8 +138,8 @@ def test_everything_that_is_imported_is_required(distribution):
         and not required & {normal(name) for name in providers.get(top, [])}
     }
     # lightning carries the first, and it is looked at only where the user's program has imported it; the second is the
-    # extra `parquet`; the third imports the module that imports it; the fourth is read by type checkers only.
-    assert undeclared <= {"pytorch_lightning", "pyarrow", "pytest", "typing_extensions"}
+    # extra `parquet`; the third imports the module that imports it.
+    assert undeclared <= {"pytorch_lightning", "pyarrow", "pytest"}
 
 
 def imported_packages():

@@ -150,8 +150,8 @@ def test_a_program_ends_at_its_fit_and_writes_nothing(tmp_path: Path, capsys: py
         ),
         ({"samples": 0}, "the loader has no batch"),
         ({"before": "raise KeyError('early')"}, r"failed before Trainer.fit at .*train\.py:19: KeyError: 'early'"),
-        ({"before": "torch.zeros(2).cuda()"}, r"moves to CUDA itself at .*train\.py:19; leave it to the Trainer"),
-        ({"step": "x = x.cuda()"}, r"moves to CUDA itself at .*train\.py:14; leave it to the Trainer"),
+        ({"before": "torch.zeros(2).cuda()"}, r"moves tensors to CUDA at .*train\.py:19; leave that to the Trainer"),
+        ({"step": "x = x.cuda()"}, r"moves tensors to CUDA at .*train\.py:14; leave that to the Trainer"),
         ({"before": "sys.exit(3)"}, "ended with exit code 3 before Trainer.fit"),
         ({"before": "sys.exit()"}, "ended without Trainer.fit"),
     ],
@@ -165,9 +165,9 @@ def test_a_program_that_cannot_be_estimated_is_refused_in_a_line(
 
 
 @FORKS
-def test_a_loop_that_waits_for_a_value_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step", ["while not (x.sum() > 0).item(): x = x + 1", "while x.norm() > 1: x = x * 0.5"])
+def test_a_loop_that_waits_for_a_value_is_refused(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storages, "_MOST_READS", 100)
-    step = "while not (x.sum() > 0).item(): x = x + 1"
     with pytest.raises(MemprofError, match=r"train\.py:14 loops until a value changes"):
         estimate_program(program(tmp_path, step=step), Wanted(what_if=("none",)))
 
@@ -206,17 +206,24 @@ def test_nothing_goes_on_after_a_killed_command(tmp_path: Path) -> None:
 
 
 @FORKS
-def test_a_loop_while_a_condition_holds_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storages, "_MOST_READS", 100)
-    step = "while x.norm() > 1: x = x * 0.5"
-    with pytest.raises(MemprofError, match=r"train\.py:14 loops until a value changes"):
-        estimate_program(program(tmp_path, step=step), Wanted(what_if=("none",)))
-
-
-@FORKS
 def test_values_that_a_program_reads_are_assumed_and_listed(tmp_path: Path) -> None:
     found = estimate_program(program(tmp_path, step="print(x.mean().item())"), Wanted(what_if=("none",)))
     assert any("train.py:14: a number is read" in line for line in found.assumptions)
+
+
+@FORKS
+def test_a_number_may_be_read_beside_a_condition_that_decides_memory(tmp_path: Path) -> None:
+    step = "x.mean().item(); x = x * 2 if torch.isnan(x).any() else x"
+    found = estimate_program(program(tmp_path, step=step), Wanted(what_if=("none",)))
+    assert len([line for line in found.assumptions if "train.py:14" in line]) == 2
+
+
+@FORKS
+def test_a_machines_gpus_are_counted_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    found = estimate(Net(), loader(), device="L4", what_if=("none",))
+    assert (found.ranks, found.strategy) == (2, "ddp")
 
 
 @FORKS
@@ -230,7 +237,7 @@ def test_a_value_that_decides_no_memory_is_assumed_whatever_it_is(tmp_path: Path
 def test_a_compiled_model_is_estimated_without_its_compiler_and_the_page_says_so(tmp_path: Path) -> None:
     before = "Net = lambda net=Net: torch.compile(net())"
     found = estimate_program(program(tmp_path, before=before), Wanted(what_if=("none",)))
-    assert "without torch.compile" in " ".join(found.assumptions)
+    assert "estimated without torch.compile" in " ".join(found.assumptions)
 
 
 @FORKS

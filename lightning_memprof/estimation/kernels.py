@@ -1,4 +1,4 @@
-"""Buffers that CUDA's kernels and libraries allocate for themselves while an operator runs."""
+"""Differences between kernels and torch's fake tensors: buffers of CUDA's kernels, dtypes of the CPU's results."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_memprof.capture.torch_internals import TorchDispatchMode
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Buffer", "kernel_buffers"]
+__all__ = ["Buffer", "CpuKernels", "kernel_buffers"]
 
 _IMAGES: Final = 4
 # Source: aten/src/ATen/native/cuda/Reduce.cuh.
@@ -28,13 +30,22 @@ _SUMS: Final = frozenset(
     )
 )  # fmt: skip
 
+_NORMS: Final = frozenset(
+    {
+        "aten.native_batch_norm.default",
+        "aten._native_batch_norm_legit.default",
+        "aten._native_batch_norm_legit.no_stats",
+        "aten.native_group_norm.default",
+    }
+)
+
 
 class Buffer(NamedTuple):
     """A buffer that ends with its operator.
 
     Attributes:
         size: in bytes.
-        label: what it belongs to.
+        label: the kernel or library that uses it.
         is_optional: whether the library may choose a kernel that needs none.
 
     """
@@ -50,7 +61,7 @@ def kernel_buffers(name: str, args: Any, result: Any, resident_threads: int) -> 
     Args:
         name: of the operator and its overload.
         args: its arguments.
-        result: what it returned.
+        result: its result.
         resident_threads: how many threads all multiprocessors of the device run at once.
 
     """
@@ -128,3 +139,19 @@ def _vector(outputs: int) -> int:
 def _power(number: int) -> int:
     """Return the largest power of 2 that is not larger."""
     return 1 << max(number, 1).bit_length() - 1
+
+
+class CpuKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives results of operators on fake tensors of the CPU the dtypes that its kernels give them.
+
+    The workspace that oneDNN's LSTM saves is missing: only oneDNN knows its size, and a forked process that
+    asks it waits forever for threads of the parent.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        if str(func) in _NORMS:
+            # Mean and deviation have the dtype of weights or running statistics, not the input's.
+            dtype = next((value.dtype for value in args[1:5] if isinstance(value, Tensor)), args[0].dtype)
+            return (result[0], *(statistic.to(dtype) for statistic in result[1:]))
+        return result

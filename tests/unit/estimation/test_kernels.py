@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_memprof.analysis.estimate import DEVICES
-from lightning_memprof.estimation.kernel_buffers import kernel_buffers
+from lightning_memprof.estimation.kernels import kernel_buffers
 
 THREADS = DEVICES["NVIDIA A100 40GB"].resident_threads
 

@@ -1,0 +1,37 @@
+"""The source lines of the user's program among the frames of torch, Lightning and this package."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import lightning
+import torch
+
+import lightning_memprof
+
+__all__ = ["is_program", "user_line"]
+
+_LIBRARIES: Final = tuple(str(Path(found.__path__[0])) + os.sep for found in (torch, lightning, lightning_memprof))
+# torch's optimizers and clipping read values that decide no shape.
+_HARMLESS: Final = tuple(str(Path(torch.__path__[0], part)) + os.sep for part in ("optim", "nn/utils", "amp"))
+
+
+def is_program(filename: str) -> bool:
+    """Return whether a source file is neither torch's, Lightning's nor ours."""
+    return not filename.startswith(("<", *_LIBRARIES))
+
+
+def user_line() -> str:
+    """Return file and line of the innermost frame that belongs to the program; empty where it decides no shape."""
+    frame: Any = sys._getframe(2)  # noqa: SLF001 inspect.stack() reads source files
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_HARMLESS):
+            return ""
+        if is_program(path):
+            return f"{path}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
