@@ -18,6 +18,7 @@ __all__ = [
     "fsdp_log_name",
     "fsdp_stats_name",
     "functions_name",
+    "holders_name",
     "manifest_name",
     "memory_stats_name",
     "module_log_name",
@@ -89,6 +90,11 @@ def actions_name(rank: int) -> str:
 def processes_name(rank: int) -> str:
     """Name of a rank's samples of worker processes and validations, inside the run directory."""
     return f"processes.rank{rank:05d}.jsonl"
+
+
+def holders_name(rank: int) -> str:
+    """Name of a rank's holders of growing memory, inside the run directory."""
+    return f"holders.rank{rank:05d}.jsonl"
 
 
 def regions_name(rank: int) -> str:

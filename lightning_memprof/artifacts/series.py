@@ -26,6 +26,7 @@ __all__ = [
     "DeadTensorRow",
     "FunctionRow",
     "GarbageRow",
+    "HolderRow",
     "HookRow",
     "HostRow",
     "PeakRow",
@@ -289,6 +290,32 @@ class RegionRow(SeriesRow, gc=False, omit_defaults=False):
     name: str | None = None
     rss_bytes: Int64 | None = None
     peak_rss_bytes: Int64 | None = None
+
+
+class HolderRow(SeriesRow, gc=False):
+    """Who holds what has grown between ``since_step`` and ``step``, as the search at ``step`` found it.
+
+    ``place`` is the chain from a variable to it, ``LitGPT.history[...]``, ``line`` and ``source`` the assignment of the
+    variable; ``content`` describes an entry, ``count`` is their number, ``added`` the new ones, ``added_bytes`` their
+    estimated size, and ``bound`` the number that the container is limited to. ``grown_bytes`` is the growth of RSS, or
+    of the device's allocated bytes. ``kind`` is ``remainder`` for the part that no object explains, and ``nothing`` if
+    the search found nothing that has grown; ``asked`` is whether a request caused the search.
+    """
+
+    series = "holders"
+
+    kind: str | None = None
+    place: str | None = None
+    content: str | None = None
+    line: str | None = None
+    source: str | None = None
+    bound: Int64 | None = None
+    count: Int64 | None = None
+    added: Int64 | None = None
+    added_bytes: Int64 | None = None
+    grown_bytes: Int64 | None = None
+    since_step: Int64 | None = None
+    asked: bool | None = None
 
 
 class ActionTotalRow(SeriesRow, omit_defaults=True, gc=False):

@@ -112,6 +112,8 @@ class Progress:
         window: index of the open window.
         clock: of the run's steps; None before there is a session.
         validation_batch: called before each batch of a validation inside fit; None if nobody listens.
+        holders_asked: whether a request asks who holds memory, in the next window.
+        apart_ns: nanoseconds of collectors outside windows that do not belong to the pulse.
 
     """
 
@@ -121,6 +123,8 @@ class Progress:
         self.window: int | None = None
         self.clock: StepClock | None = None
         self.validation_batch: Callable[[], None] | None = None
+        self.holders_asked = False
+        self.apart_ns: dict[str, int] = {}
 
 
 class StepTimes(Protocol):

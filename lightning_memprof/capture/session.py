@@ -199,8 +199,12 @@ class Session:
 
     def facts(self) -> dict[str, Any]:
         """Return the number of steps and the profiler overhead, for the manifest's last row."""
+        apart = self._progress.apart_ns
+        spent = {name: self._collectors_ns.get(name, 0) + apart.get(name, 0) for name in self._collectors_ns | apart}
         overhead = OverheadFacts(
-            pulse_ns=self._pulse_ns, windows_ns=self._windows_ns, collectors_ns=self._collectors_ns
+            pulse_ns=max(self._pulse_ns - sum(apart.values()), 0),
+            windows_ns=self._windows_ns + sum(apart.values()),
+            collectors_ns=spent,
         )
         return {"steps": self._steps, "overhead": msgspec.structs.asdict(overhead)}
 

@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_memprof.capture.base import Collector
 from lightning_memprof.capture.budget import Budget
 from lightning_memprof.capture.named_snapshots import NamedSnapshots, printable
+from lightning_memprof.capture.sources.growth import holders_of
 from lightning_memprof.capture.triggers.watch import Triggers, check_steps
 from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.integration.adapter import Adapter
@@ -65,7 +66,7 @@ class MemProfilerCallback(Adapter):
             ``["default", MyCollector()]``; a collector of the same name replaces one of the set. None is the default
             set, as far as it is available: ``Pulse``, ``HostMemory``, ``AllocatorStats``, ``HookTimings``,
             ``GarbageCollection``, ``SystemStats``, ``Throughput``, ``AllocatorHistory``, ``FunctionMemory``,
-            ``SavedTensors``, ``OOMAutopsy`` and ``OperatorTrace``.
+            ``SavedTensors``, ``Holders``, ``OOMAutopsy`` and ``OperatorTrace``.
         ranks: global ranks that record windows with every collector: ``"all"``, ``"none"``, a list, a count (the
             first N), ``{"every": N}``; None is all of up to 8, else the first of each node. The other ranks use only
             collectors that are cheap enough for every rank.
@@ -148,6 +149,17 @@ class MemProfilerCallback(Adapter):
             log.warning("trigger() has no effect: no run is being recorded")
             return
         self.attachment.triggers.call(active)
+
+    def holders(self, wanted: Any) -> list[str]:
+        """Return who holds a tensor or another object, or the objects of a type, in words with the source line.
+
+        At any point of the program; takes up to 2 s and keeps nothing alive.
+
+        Args:
+            wanted: an object, or a type such as ``torch.Tensor``: then the most frequent holders come first.
+
+        """
+        return holders_of(wanted, None if self.attachment is None else self.attachment.run.model)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Claim a directory and prepare the run."""

@@ -10,9 +10,16 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lightning_memprof.analysis.findings.measures import sample_method
 from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Recovery, Severity
-from lightning_memprof.analysis.ledger.growth import MIN_BYTES, SHORT_RUN_STEPS, steady_growth
+from lightning_memprof.analysis.ledger.growth import (
+    MIN_BYTES,
+    SHORT_RUN_STEPS,
+    size_when_full,
+    steady_growth,
+    who_holds,
+)
 from lightning_memprof.analysis.steps.events import action_name
-from lightning_memprof.artifacts.series import ActionMemoryRow, HookRow, ThroughputRow
+from lightning_memprof.artifacts.naming import holders_name
+from lightning_memprof.artifacts.series import ActionMemoryRow, HolderRow, HookRow, ThroughputRow
 from lightning_memprof.units import GIB, MIB, format_bytes, format_count, percent
 
 if TYPE_CHECKING:
@@ -94,10 +101,16 @@ def memory_growth(facts: Facts) -> list[Finding]:
     if not found:
         return []
     growth, rank, title, source = max(found, key=lambda entry: entry[0].added_bytes)
+    holder = _holder(rank, growth)
+    if holder is not None and size_when_full(holder) is not None:
+        return []
     share = growth.added_bytes / growth.start_bytes if growth.start_bytes else 1.0
     survivors = _survivors(facts, rank, growth)
     sources = {survivor.source.artifact: survivor.source for survivor in survivors if survivor.source.artifact}
-    cause = _cause(facts, rank, growth, survivors)
+    cause = _held(holder) if holder is not None else _cause(facts, rank, growth, survivors)
+    if holder is not None:
+        path = f"{facts.run.directory.name}/{holders_name(rank.rank)}"
+        sources[path] = Evidence(artifact=path, rank=rank.rank)
     evidence = cause.why if cause is not None else survivors[0].shown if survivors else ""
     return [
         Finding(
@@ -121,6 +134,7 @@ def memory_growth(facts: Facts) -> list[Finding]:
                 "start_bytes": growth.start_bytes,
                 "steps": growth.steps,
                 "action": cause.action if cause else None,
+                "holder": {"place": holder.place, "line": holder.line, "content": holder.content} if holder else None,
                 "survivors": [survivor.numbers for survivor in survivors],
             },
             weight=share,
@@ -173,6 +187,29 @@ def _cause(facts: Facts, rank: Rank, growth: Growth, survivors: Sequence[_Surviv
         why = f"A step saves {size} of activations: a stored loss or output holds its graph."
         return _Cause("with the saved activations of each step", why, RETAINED)
     return None
+
+
+def _holder(rank: Rank, growth: Growth) -> HolderRow | None:
+    """Return the holder of at least half of a slope; None where no search found it."""
+    for row in who_holds(rank.read(HolderRow).rows):
+        steps = (row.step or 0) - (row.since_step or 0)
+        if row.place and steps > 0 and (row.added_bytes or 0) / steps >= MATCHES[0] * growth.bytes_per_step:
+            return row
+    return None
+
+
+def _held(holder: HolderRow) -> _Cause:
+    place = (holder.place or "").removesuffix("[...]")
+    line = f" ({holder.line})" if holder.line else ""
+    more = f"{holder.added:,} more of " if holder.added else ""
+    why = (
+        f"{place} has {more}{holder.content}, {format_bytes(holder.added_bytes or 0)}, since step {holder.since_step}."
+    )
+    assigned = f", assigned in {holder.line}: {holder.source}" if holder.line and holder.source else ""
+    advice = f"Clear or bound {place}{assigned}"
+    if "Tensor" in (holder.content or ""):
+        advice += "; store .detach() or .item() where the tensor is not needed"
+    return _Cause(f"in {place}{line}", why, f"{advice}.")
 
 
 def _memory(facts: Facts, rank: Rank) -> RankMemory | None:

@@ -1,4 +1,4 @@
-"""Memory that grows steadily, in steps, workers and validations, and what windows leave behind."""
+"""Memory that grows steadily, in steps, workers and validations, who holds it, and what windows leave behind."""
 
 from __future__ import annotations
 
@@ -7,14 +7,23 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.units import MIB
+from lightning_memprof.units import GIB, MIB
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightning_memprof.artifacts.series import ProcessRow, PulseRow
+    from lightning_memprof.artifacts.series import HolderRow, ProcessRow, PulseRow
 
-__all__ = ["MIN_BYTES", "Growth", "left_by_windows", "steady_growth", "validation_growth", "worker_growth"]
+__all__ = [
+    "MIN_BYTES",
+    "Growth",
+    "left_by_windows",
+    "size_when_full",
+    "steady_growth",
+    "validation_growth",
+    "who_holds",
+    "worker_growth",
+]
 
 Point = tuple[int, int]
 
@@ -47,6 +56,9 @@ MIN_EDGE_STEPS: Final = 3
 # Of worker processes, after the first one; of a validation, after its first batch.
 MIN_SAMPLES: Final = 3
 MIN_BATCHES: Final = 8
+# A buffer that needs more when it is full is a fault of its own.
+BUFFER_BYTES: Final = 4 * GIB
+BUFFER_FACTOR: Final = 16
 # The C allocator's jumps are smaller.
 MIN_LEFT_BYTES: Final = 8 * MIB
 
@@ -90,6 +102,26 @@ def _rises(values: Sequence[float]) -> bool:
     medians = [statistics.median(values[round(index * quarter) : round((index + 1) * quarter)]) for index in range(4)]
     least = min(after - before for before, after in itertools.pairwise(medians))
     return least > 0 and least >= MIN_QUARTER * (medians[-1] - medians[0])
+
+
+def who_holds(rows: Sequence[HolderRow]) -> list[HolderRow]:
+    """Return the result of the last search for holders, the largest first; empty where none found anything.
+
+    A later search has the growth of a longer time, and misses what the program has released since.
+    """
+    last = rows[-1].step if rows else None
+    return [row for row in rows if row.step == last and row.kind != "nothing"]
+
+
+def size_when_full(holder: HolderRow) -> int | None:
+    """Return the bytes of a container with as many entries as it is limited to, None if that is not small.
+
+    A buffer or a cache with a limit grows until it is full.
+    """
+    if not holder.bound or not holder.added or holder.added_bytes is None:
+        return None
+    full = round(holder.added_bytes / holder.added * holder.bound)
+    return full if full <= max(BUFFER_BYTES, BUFFER_FACTOR * holder.added_bytes) else None
 
 
 def worker_growth(rows: Sequence[ProcessRow]) -> Growth | None:

@@ -12,17 +12,18 @@ import resource
 import sys
 from itertools import chain
 from operator import itemgetter
-from types import CellType, CodeType, FrameType, FunctionType, GeneratorType, ModuleType, TracebackType
+from types import CellType, CodeType, FrameType, FunctionType, GeneratorType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import psutil
 import torch
 
+from lightning_memprof.capture.sources.holders import HolderSearch
 from lightning_memprof.capture.sources.memory import cgroup_memory, peak_rss_bytes
 from lightning_memprof.capture.sources.tensors import local_storage
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import nn
 
@@ -30,7 +31,6 @@ __all__ = [
     "Frame",
     "forward_sources",
     "frames_of",
-    "holder_name",
     "host_memory",
     "live_tensors",
     "module_of",
@@ -44,9 +44,6 @@ _MAX_FRAMES: Final = 400
 _MAX_TENSORS: Final = 30
 # A whole program has millions of objects, and the list of what they refer to is several times as long.
 _AT_ONCE: Final = 10_000
-_DEPTH: Final = 4
-_CLOSURE: Final = "closure"
-_CONTAINERS: Final = (list, tuple, dict, set, frozenset)
 _OPTIMIZED: Final = inspect.CO_OPTIMIZED
 # Innermost first; the first match is the phase. The frames of backward are the autograd engine's callers.
 _CALLERS: Final = (
@@ -236,13 +233,14 @@ def live_tensors(
             held[f"{category}_bytes"] += size
         found.append((size, category, name, tensor))
     largest = heapq.nlargest(_MAX_TENSORS, found, key=itemgetter(0))
-    ours = {id(tracked), *map(id, found)}
+    search = HolderSearch(model)
+    search.ignore(tracked, found, largest, *found)
     return held, [
         {
             "bytes": size,
             "category": category,
             "name": name,
-            "holder": holder_name(tensor, ours) if category == "other" else None,
+            "holder": _held_by(search, tensor) if category == "other" else None,
             "shape": list(tensor.shape),
             "dtype": str(tensor.dtype).removeprefix("torch."),
         }
@@ -283,6 +281,11 @@ def _named_tensors(
             yield (category, label), tensor
 
 
+def _held_by(search: HolderSearch, tensor: torch.Tensor) -> str | None:
+    holder = search.find(tensor)
+    return None if holder is None else holder.place
+
+
 def tracked_tensors() -> list[torch.Tensor]:
     """Return all tensors that the garbage collector tracks."""
     # isinstance of a proxy may run the program's code; its type does not.
@@ -316,61 +319,6 @@ def referenced(tensors: list[torch.Tensor]) -> set[int]:
     return found & ids
 
 
-def holder_name(value: Any, ours: Collection[int]) -> str | None:
-    """Return what holds a value, in words: ``list Model.history``, ``dict train.CACHE``; None if nothing does.
-
-    Args:
-        value: a tensor.
-        ours: the ``id`` of each object that does not count, because it is the caller's own.
-
-    """
-    kind: str | None = None
-    for _ in range(_DEPTH):
-        owners = _owners(value, ours)
-        # A container with a name says more than one without.
-        places = sorted(filter(None, map(_place, owners, [value] * len(owners))), key=_CLOSURE.__eq__)
-        if places or not owners:
-            return " ".join(filter(None, (kind, *places[:1]))) or None
-        value = owners[0]
-        kind = kind or type(value).__name__
-    return kind
-
-
-def _owners(value: Any, ours: Collection[int]) -> list[Any]:
-    """Return what refers to a value. The caller must not use it in a comprehension: a cell would refer to it."""
-    return [owner for owner in gc.get_referrers(value) if not _is_running(owner) and id(owner) not in ours]
-
-
 def _is_running(value: Any) -> bool:
     """Tell whether a value is a frame or a running generator, which hold local variables."""
     return type(value) is FrameType or (type(value) is GeneratorType and value.gi_running)
-
-
-def _place(owner: Any, value: Any) -> str | None:
-    """Return the name of an attribute, a global variable or a closure that is ``value``."""
-    if type(owner) is CellType:
-        return _CLOSURE
-    if type(owner) is dict:
-        key = next((key for key, item in owner.items() if item is value), None)
-        module = sys.modules.get(name) if isinstance(name := owner.get("__name__"), str) else None
-        if type(module) is ModuleType and vars(module) is owner:
-            return f"{name}.{key}"
-        # A class shows its attributes only through a proxy.
-        owners = (item for item in gc.get_referrers(owner) if isinstance(item, type) or _attributes(item) is owner)
-        instance = next(owners, None)
-        return None if instance is None else f"{_class_name(instance)}.{key}"
-    if type(owner) in _CONTAINERS:
-        return None
-    return next((f"{_class_name(owner)}.{key}" for key, item in _attributes(owner).items() if item is value), None)
-
-
-def _class_name(owner: Any) -> str:
-    return owner.__name__ if isinstance(owner, type) else type(owner).__name__
-
-
-def _attributes(owner: Any) -> dict[str, Any]:
-    try:
-        found = object.__getattribute__(owner, "__dict__")
-    except AttributeError:
-        return {}
-    return found if type(found) is dict else {}

@@ -26,7 +26,7 @@ from lightning_memprof.report.document import (
 from lightning_memprof.report.files_view import FilesView
 from lightning_memprof.report.sections.labels import BADGES, STATUS_STYLES, file_command, place
 from lightning_memprof.report.sections.memory import memory_section, modules_section, sites_section
-from lightning_memprof.report.sections.oom import oom_section
+from lightning_memprof.report.sections.oom import holders_section, oom_section
 from lightning_memprof.report.sections.overview import finding_cards, overview_section
 from lightning_memprof.report.sections.ranks import ranks_section
 from lightning_memprof.report.sections.run import (
@@ -94,6 +94,7 @@ def run_document(view: View) -> Document:
 
 def _sections(view: View) -> Iterator[Section | None]:
     yield oom_section(view.ooms)
+    yield holders_section(view)
     yield steps_section(view)
     yield memory_section(view)
     yield sites_section(view)

@@ -1,4 +1,4 @@
-"""Out-of-memory events: where it happened, the cause, memory at that moment, allocation sites, and remedies."""
+"""Out-of-memory events: place, cause, memory at that moment, sites and remedies; and who holds memory that grows."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from lightning_memprof.analysis.ledger.growth import who_holds
 from lightning_memprof.analysis.oom.autopsy import Autopsy, autopsies
 from lightning_memprof.analysis.run.load import load_rank
 from lightning_memprof.artifacts.naming import oom_name
+from lightning_memprof.artifacts.series import HolderRow
 from lightning_memprof.report.document import Cell, Line, Lines, Part, Section, Table, Words, code, phrase, size, text
 from lightning_memprof.report.sections.labels import called, more
 from lightning_memprof.report.sections.tables import Field, filled
@@ -18,12 +20,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from lightning_memprof.analysis.oom.autopsy import Holder
+    from lightning_memprof.report.view import View
 
-__all__ = ["autopsy_section", "oom_section"]
+__all__ = ["autopsy_section", "holders_section", "oom_section"]
 
 MAX_EVENTS: Final = 2
 MAX_TENSORS: Final = 5
 LONGEST_NAME: Final = 52
+GROWTH: Final = frozenset({"memory_growth", "device_memory_growth"})
+REMAINDER: Final = "(no Python object: C++ or free memory of the C allocator)"
+AUTOGRAD: Final = "(no Python object: autograd or C++)"
 
 
 def oom_section(events: Sequence[Autopsy]) -> Section | None:
@@ -34,6 +40,41 @@ def oom_section(events: Sequence[Autopsy]) -> Section | None:
     parts = [part for number, event in enumerate(ordered[:MAX_EVENTS]) for part in _event(number, event)]
     lead = more(len(events) - MAX_EVENTS, "more events") if len(events) > MAX_EVENTS else ""
     return Section("oom", "Out of memory", lead, parts, summary=True)
+
+
+def holders_section(view: View) -> Section | None:
+    """Return who holds what has grown; None where memory does not grow and nobody asked."""
+    grows = any(finding.rule in GROWTH for finding in view.findings)
+    found = [
+        (rank.rank, row) for rank in view.run.ranks if rank.in_full for row in who_holds(rank.read(HolderRow).rows)
+    ]
+    if not found or not (grows or any(row.asked for _, row in found)):
+        return None
+    first = found[0][1]
+    lead = phrase(
+        f"Memory grew by {{}} between steps {first.since_step} and {first.step}.", size(first.grown_bytes or 0)
+    )
+    parts = filled(
+        Table("growing-holders", "Growing memory by holder", is_sortable=False),
+        found,
+        Field("holder", "code", _holder_name),
+        Field("growth", "bytes", lambda row: row[1].added_bytes, bar=True),
+        Field("new entries", "count", lambda row: row[1].added),
+        Field("content", "code", lambda row: row[1].content),
+        Field("assigned in", "code", lambda row: row[1].line),
+        Field("source", "code", lambda row: row[1].source, priority=2),
+        Field("kind", "text", lambda row: row[1].kind, priority=1),
+        Field("entries", "count", lambda row: row[1].count, priority=2),
+        Field("limit", "count", lambda row: row[1].bound, priority=2),
+        Field("rank", "index", lambda row: row[0], priority=2),
+    )
+    return Section("holders", "Who keeps the memory", lead, list(parts))
+
+
+def _holder_name(row: tuple[int, HolderRow]) -> Cell:
+    if row[1].place:
+        return code(row[1].place)
+    return text(REMAINDER if row[1].kind == "remainder" else AUTOGRAD)
 
 
 def autopsy_section(directory: Path, rank: int) -> Section | None:

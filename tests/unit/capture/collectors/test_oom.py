@@ -424,7 +424,7 @@ def test_a_tensor_that_the_program_holds_is_among_the_largest_with_its_shape_and
         "bytes": model.history[0].nbytes,
         "category": "other",
         "name": None,
-        "holder": "list Keeps.history",
+        "holder": "Keeps.history[...]",
         "shape": [3, 4 * MIB],
         "dtype": "float32",
     }

@@ -8,9 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memprof.capture.sources.oom_state import holder_name, referenced, tracked_tensors
+from lightning_memprof.capture.sources.holders import HolderSearch
+from lightning_memprof.capture.sources.oom_state import referenced, tracked_tensors
 
 CACHE: dict[str, Any] = {}
+
+
+def holder_name(tensor: torch.Tensor, tracked: list[torch.Tensor]) -> str | None:
+    search = HolderSearch(None)
+    search.ignore(tracked)
+    holder = search.find(tensor)
+    return None if holder is None else holder.chain
 
 
 class Model:
@@ -32,20 +40,20 @@ def held_by(put: Callable[[torch.Tensor], object]) -> tuple[bool, str | None]:
     put(torch.ones(77))
     tracked = tracked_tensors()
     (mine,) = (place for place, tensor in enumerate(tracked) if tensor.shape == (77,))
-    return id(tracked[mine]) in referenced(tracked), holder_name(tracked[mine], {id(tracked)})
+    return id(tracked[mine]) in referenced(tracked), holder_name(tracked[mine], tracked)
 
 
 @pytest.mark.parametrize(
     ("put", "name"),
     [
-        (lambda model: model.history.append, "list Model.history"),
-        (lambda model: lambda tensor: model.history.append({"loss": tensor}), "dict Model.history"),
+        (lambda model: model.history.append, "Model.history[0]"),
+        (lambda model: lambda tensor: model.history.append({"loss": tensor}), "Model.history[0]['loss']"),
         (lambda model: lambda tensor: setattr(model, "last", tensor), "Model.last"),
-        (lambda _model: Model.kept.append, "list Model.kept"),
-        (lambda _model: lambda tensor: CACHE.update(one=tensor), f"dict {__name__}.CACHE"),
+        (lambda _model: Model.kept.append, "Model.kept[0]"),
+        (lambda _model: lambda tensor: CACHE.update(one=tensor), f"{__name__}.CACHE['one']"),
     ],
 )
-def test_a_holder_is_named_by_its_kind_and_its_place(put: Any, name: str) -> None:
+def test_a_holder_is_named_by_its_place(put: Any, name: str) -> None:
     model = Model()
     try:
         assert held_by(put(model)) == (True, name)
@@ -58,8 +66,8 @@ def test_a_cache_of_a_function_is_a_holder() -> None:
     try:
         cached(78)
         tracked = tracked_tensors()
-        (found,) = (holder_name(tensor, {id(tracked)}) for tensor in tracked if tensor.shape == (78,))
-        assert found == f"_lru_cache_wrapper {__name__}.cached"
+        (found,) = (holder_name(tensor, tracked) for tensor in tracked if tensor.shape == (78,))
+        assert found == f"lru_cache of {__name__}.cached"
     finally:
         cached.cache_clear()
 
@@ -68,7 +76,7 @@ def test_a_local_variable_is_no_holder() -> None:
     local = torch.ones(79)
     tracked = tracked_tensors()
     assert id(local) not in referenced(tracked)
-    assert holder_name(local, {id(tracked)}) is None
+    assert holder_name(local, tracked) is None
 
 
 def of_call(*arguments: torch.Tensor) -> tuple[bool, bool]:
@@ -99,4 +107,4 @@ def test_a_function_that_an_attribute_keeps_is_a_holder_of_its_closure() -> None
 def test_an_object_without_attributes_of_its_own_is_named_by_its_type() -> None:
     nested = [(SimpleNamespace(value=torch.ones(80)),)]
     tracked = tracked_tensors()
-    assert holder_name(nested[0][0].value, {id(tracked)}) == "SimpleNamespace.value"
+    assert holder_name(nested[0][0].value, tracked) == "SimpleNamespace.value"
