@@ -47,6 +47,7 @@ class Request:
         cause: where the request comes from, for the report.
         active: steps to record; None for the value of the run's ``Triggers``.
         warmup: warmup steps before them; None for the value of the run's ``Triggers``.
+        leaks: whether to search for the holders of what grows in the window.
 
     """
 
@@ -54,6 +55,7 @@ class Request:
     cause: str
     active: _Active | None = None
     warmup: _Warmup | None = None
+    leaks: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Plan:
         warmup: steps whose records are discarded.
         active: steps to record.
         seen_at: rank 0's step when it saw the request.
+        leaks: whether to search for the holders of what grows in the window.
 
     """
 
@@ -76,6 +79,7 @@ class Plan:
     warmup: _Warmup
     active: _Active
     seen_at: int
+    leaks: bool = False
 
     @property
     def recorded(self) -> tuple[int, int]:

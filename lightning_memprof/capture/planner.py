@@ -29,6 +29,7 @@ class WindowRequest:
         warmup: warmup steps, whose records are discarded.
         active: steps to record.
         step: the step at which the window opens; None is the next step.
+        leaks: whether to search for the holders of what grows in the window.
 
     """
 
@@ -36,6 +37,7 @@ class WindowRequest:
     warmup: int
     active: int
     step: int | None = None
+    leaks: bool = False
 
     def window(self, index: int, step: int) -> Window:
         """Return the window if it opens at ``step``."""

@@ -250,6 +250,7 @@ class Session:
             message = f"window {window.index} was requested and records {_span(window.active)}: {turn.request.cause}"
             log.info("%s", message)
             manifest.append("note", collector="triggers", message=message)
+            self._progress.holders_asked = turn.request.leaks
         elif window.active:
             if turn.action is Action.WARMUP:
                 log.info("window %d warms up in %s", window.index, _span(window.warmup))

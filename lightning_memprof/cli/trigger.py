@@ -25,6 +25,7 @@ def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("RUN", help=RUN_HELP)
     parser.add_argument("--active", type=int, default=None, metavar="N", help="steps to record (default: the run's)")
     parser.add_argument("--warmup", type=int, default=None, metavar="N", help="warmup steps (default: the run's)")
+    parser.add_argument("--leaks", action="store_true", help="also name who holds what grows in the window")
     parser.add_argument(
         "--timeout", type=float, default=60.0, metavar="S", help="seconds to wait for rank 0 (default: %(default)s)"
     )
@@ -41,7 +42,11 @@ def _execute(options: Namespace) -> int:
     world_size = _world_size(directory)
     check_private(directory)
     request = Request(
-        id=uuid.uuid4().hex, cause="lightning-memprof trigger", active=options.active, warmup=options.warmup
+        id=uuid.uuid4().hex,
+        cause="lightning-memprof trigger",
+        active=options.active,
+        warmup=options.warmup,
+        leaks=options.leaks,
     )
     try:
         write_request(directory, request)

@@ -130,7 +130,7 @@ class MemProfilerCallback(Adapter):
         finally:
             self._named.take(name, "end", self._position())
 
-    def trigger(self, active: int | None = None) -> None:
+    def trigger(self, active: int | None = None, *, leaks: bool = False) -> None:
         """Record a window now, at any point of a training program; call it on one rank or on all ranks.
 
         With several ranks all of them open it at one step, at least 20 steps from now; alone it opens at the next.
@@ -138,6 +138,7 @@ class MemProfilerCallback(Adapter):
 
         Args:
             active: steps to record; None is what :class:`Triggers` says.
+            leaks: search for the holders of what grows in the window, see :class:`Holders`.
 
         Raises:
             ConfigError: ``active`` is not a number of steps.
@@ -148,7 +149,7 @@ class MemProfilerCallback(Adapter):
         if self.attachment is None:
             log.warning("trigger() has no effect: no run is being recorded")
             return
-        self.attachment.triggers.call(active)
+        self.attachment.triggers.call(active, leaks=leaks)
 
     def holders(self, wanted: Any) -> list[str]:
         """Return who holds a tensor or another object, or the objects of a type, in words with the source line.

@@ -111,7 +111,10 @@ def memory_growth(facts: Facts) -> list[Finding]:
     if holder is not None:
         path = f"{facts.run.directory.name}/{holders_name(rank.rank)}"
         sources[path] = Evidence(artifact=path, rank=rank.rank)
-    evidence = cause.why if cause is not None else survivors[0].shown if survivors else ""
+    shown = [cause.why] if cause is not None else []
+    if survivors and (holder is not None or cause is None):
+        shown.append(survivors[0].shown)
+    evidence = " ".join(shown)
     return [
         Finding(
             rule="memory_growth",

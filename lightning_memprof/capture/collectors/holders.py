@@ -34,6 +34,7 @@ _COUNTED: Final = (8 * MIB, 0.01)
 _SEARCHED: Final = (32 * MIB, 0.05)
 _SEARCHED_AT_END: Final = (16 * MIB, 0.02)
 _MOST_SEARCHES: Final = 6
+_AGAIN: Final = 4
 
 
 class Holders(Collector):
@@ -42,8 +43,8 @@ class Holders(Collector):
     Over the whole run RSS, and on an accelerator the allocated bytes, are read at most every 10 ms. Once they have
     grown by 8 MiB and 1%, the objects of the program are counted, about 0.1 s; once they have grown by further 32 MiB
     and 5%, and at the end of the run, what has grown is searched for, at most ``seconds``, and again each time that the
-    growth has doubled. A window that ``lightning-memprof trigger --leaks`` requests compares its start and its end.
-    Without growth and without a request nothing is counted.
+    growth is four times as large. A window that ``lightning-memprof trigger --leaks`` requests compares its start and
+    its end. Without growth and without a request nothing is counted.
 
     The search runs no code of the program, keeps no object alive, and does not collect garbage.
 
@@ -129,7 +130,7 @@ class _Growth:
         elif self._before is None:
             if used - self._level >= _most(_COUNTED, self._level):
                 self._count(used)
-        elif used - self._counted >= max(_most(_SEARCHED, self._level), 2 * self._searched):
+        elif used - self._counted >= max(_most(_SEARCHED, self._level), _AGAIN * self._searched):
             self._search(used)
 
     def end(self) -> None:

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Assignments", "Place"]
 
-_LIBRARIES: Final = tuple(
-    {sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-)
+_STANDARD: Final = sysconfig.get_paths()["stdlib"] + os.sep
+_INSTALLED: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 # Methods that make an attribute of their first argument's name.
 _MAKERS: Final = frozenset({"add_state", "register_buffer", "register_parameter", "setattr"})
 _EMPTY_MAKERS: Final = frozenset({"list", "dict", "set", "deque", "defaultdict", "OrderedDict"})
@@ -98,7 +97,7 @@ class Assignments:
                 parsed = self._tree(file)
                 text = parsed[1][line - 1].strip() if parsed is not None and line <= len(parsed[1]) else None
                 found = f"{_short(file)}:{line}", text
-                if not file.startswith(_LIBRARIES):
+                if not _is_library(file):
                     return found
                 library = library if library[0] else found
         return library
@@ -133,7 +132,7 @@ class Assignments:
         # Assigned from outside the class, as in ``model.history = []``.
         files = dict.fromkeys([_file_of_module("__main__"), place.file])
         for file in files:
-            parsed = self._tree(file) if file and not file.startswith(_LIBRARIES) else None
+            parsed = self._tree(file) if file and not _is_library(file) else None
             if parsed is not None and file is not None:
                 for line in _made(parsed[0], name):
                     yield file, line
@@ -149,6 +148,10 @@ class Assignments:
             except (OSError, SyntaxError, ValueError, RecursionError):
                 pass
         return self._trees[file]
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(_STANDARD) or any(part in file for part in _INSTALLED)
 
 
 def _short(file: str) -> str:

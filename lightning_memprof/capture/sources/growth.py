@@ -15,7 +15,7 @@ import torch
 
 from lightning_memprof.artifacts.series import HolderRow
 from lightning_memprof.capture.sources.assignments import Assignments
-from lightning_memprof.capture.sources.holders import CONTAINERS, Holder, HolderSearch, bound_of, type_name
+from lightning_memprof.capture.sources.holders import CONTAINERS, Holder, HolderSearch, bound_of, is_known, type_name
 from lightning_memprof.capture.sources.saved_graph import SavedGraph, can_read
 from lightning_memprof.capture.sources.tensors import storage_sizes
 from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubclass
@@ -35,6 +35,8 @@ _MOST_CONTAINERS: Final = 400
 _LEAST_BYTES: Final = MIB
 _LEAST_SHARE: Final = 0.05
 _MOST_ROWS: Final = 8
+# Of RSS: the C allocator's own.
+_LEAST_REMAINDER: Final = 16 * MIB
 _CANDIDATES: Final = 12
 _GROUPS: Final = 4
 _SAMPLES: Final = 6
@@ -143,12 +145,12 @@ def _graphs(tensors: Sequence[torch.Tensor], skip: Iterable[int]) -> Iterator[tu
 
 
 class _Content:
-    """The bytes that entries of a container own, each once."""
+    """The bytes that new entries of a container own, each once; what existed before is not theirs."""
 
-    def __init__(self, search: HolderSearch, skip: Iterable[int]) -> None:
-        self._search = search
+    def __init__(self, before: Census, skip: Iterable[int]) -> None:
+        self._before = before.lengths
         self._graph = SavedGraph() if can_read() else None
-        self._storages = set(skip)
+        self._storages = before.storages.union(skip)
         self._seen: set[int] = set()
         self.label = ""
         self._largest = -1
@@ -161,7 +163,9 @@ class _Content:
             if not pending:
                 break
             value, depth = pending.pop()
-            if id(value) in self._seen or _is_of(value, _CLOSED):
+            kind = type(value)
+            old = kind in CONTAINERS and id(value) in self._before
+            if old or id(value) in self._seen or issubclass(kind, _CLOSED) or is_known(kind):
                 continue
             self._seen.add(id(value))
             size, words = self._own(value)
@@ -169,7 +173,7 @@ class _Content:
             if size > self._largest and words:
                 self._largest = size
                 self.label = words if depth == 0 else f"{type_name(entry)} with {words}"
-            if depth < _DEPTH and not issubclass(type(value), (torch.Tensor, np.ndarray)):
+            if depth < _DEPTH and not issubclass(kind, (torch.Tensor, np.ndarray)):
                 pending += [(part, depth + 1) for part in islice(_parts(value), _NESTED)]
         return total
 
@@ -194,7 +198,7 @@ class _Content:
         size = 0
         for address, storage_bytes in storage_sizes([tensor]).items():
             size += 0 if address in self._storages else storage_bytes
-            self._storages.add(address)
+            self._storages |= {address}
         saved = 0
         with DisableTorchFunctionSubclass():
             shape = ",".join(map(str, tensor.shape))
@@ -202,11 +206,6 @@ class _Content:
                 saved = self._graph.read(tensor, self._storages).bytes
         words = f"{type_name(tensor)}[{shape}]"
         return size + saved, f"{words} with its graph" if saved else words
-
-
-def _is_of(value: Any, kinds: tuple[type, ...]) -> bool:
-    """Return whether a value is of one of these types; ``isinstance`` would run a proxy's code."""
-    return issubclass(type(value), kinds)
 
 
 def _parts(value: Any) -> Iterable[Any]:
@@ -218,22 +217,17 @@ def _parts(value: Any) -> Iterable[Any]:
     return gc.get_referents(value)
 
 
-def _entries(container: Any) -> list[Any]:
-    """Return entries of a container, evenly spaced."""
-    found = list(container.values() if issubclass(type(container), dict) else container)
-    return found[:: max(1, len(found) // _ENTRIES)][-_ENTRIES:]
-
-
-def _mean_bytes(container: Any, search: HolderSearch, skip: Iterable[int]) -> tuple[float, str]:
-    """Return the mean bytes of an entry and a description of it.
+def _mean_bytes(container: Any, more: int, content: _Content, search: HolderSearch) -> float:
+    """Return the mean bytes of a new entry.
 
     What the first entry shares with the others does not count: it is not what each of them adds.
     """
-    content = _Content(search, skip)
-    entries = _entries(container)
+    # Dictionaries and lists have the new ones at the end.
+    entries = list(container.values() if issubclass(type(container), dict) else container)[-more:]
+    entries = entries[:: max(1, len(entries) // _ENTRIES)][-_ENTRIES:]
     search.ignore(entries)
     sizes = [content.add(entry) for entry in entries]
-    return (sum(sizes[1:]) / len(sizes[1:]) if len(sizes) > 1 else float(sizes[0])), content.label
+    return sum(sizes[1:]) / len(sizes[1:]) if len(sizes) > 1 else float(sum(sizes))
 
 
 def grown_holders(
@@ -254,7 +248,7 @@ def grown_holders(
     compared = _Comparison(before, now, HolderSearch(model, seconds), max(_LEAST_BYTES, round(_LEAST_SHARE * grown)))
     rows = compared.rows(set(skip), grown)
     rest = grown - sum(row.added_bytes or 0 for row in rows)
-    if rest >= max(_LEAST_BYTES, grown // 4):
+    if rest >= max(_LEAST_REMAINDER, grown // 4):
         rows.append(HolderRow(kind="remainder", added_bytes=rest))
     for row in rows:
         row.step, row.since_step, row.grown_bytes = now.step, before.step, grown
@@ -283,8 +277,8 @@ class _Comparison:
     def rows(self, skip: set[int], grown: int) -> list[HolderRow]:
         """Return the holders, the largest first."""
         self._containers(skip)
-        self._tensors()
         self._graphs(skip)
+        self._tensors()
         if sum(row.added_bytes or 0 for row in self._rows.values()) < grown // 2:
             self._types()
         # A container within another one of them is part of it.
@@ -319,9 +313,10 @@ class _Comparison:
         self._search.ignore(sized)
         while grown and not self._search.is_over:
             container, more = grown.pop()
-            mean, label = _mean_bytes(container, self._search, skip)
-            if mean * more >= self._least:
-                entry = mean * more, label, container
+            content = _Content(self._before, skip)
+            size = more * _mean_bytes(container, more, content, self._search)
+            if size >= self._least:
+                entry = size, content.label, container
                 self._search.ignore(entry)
                 sized.append(entry)
         sized.sort(key=lambda entry: -entry[0])
@@ -374,7 +369,8 @@ class _Comparison:
         if not holders:
             # Only autograd or C++ refers to them, or a function that runs.
             row.kind = "no Python object"
-            self._rows[words] = row
+            if not any(known.kind == "autograd graph" for known in self._rows.values()):
+                self._rows[words] = row
             return
         place, _ = Counter(holder.place for holder in holders).most_common(1)[0]
         self._add(next(holder for holder in holders if holder.place == place), place, row)
@@ -407,11 +403,14 @@ class _Comparison:
             if self._search.is_over:
                 break
             objects = [value for value in gc.get_objects() if _full_name(type(value)) == name]
+            if not objects or issubclass(type(objects[0]), torch.Tensor):
+                continue
             self._search.ignore(objects)
-            mean, label = _mean_bytes(objects, self._search, ())
-            if mean * more[name] >= self._least and (holder := self._search.find(objects[-1])) is not None:
-                row = HolderRow(content=label, count=len(objects), added=more[name])
-                row.added_bytes = round(mean * more[name])
+            content = _Content(self._before, ())
+            size = more[name] * _mean_bytes(objects, more[name], content, self._search)
+            if size >= self._least and (holder := self._search.find(objects[-1])) is not None:
+                row = HolderRow(content=content.label, count=len(objects), added=more[name])
+                row.added_bytes = round(size)
                 if not self._knows(holder.place):
                     self._add(holder, holder.place, row)
             objects.clear()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["CONTAINERS", "Holder", "HolderSearch", "attributes_of", "bound_of", "type_name"]
+__all__ = ["CONTAINERS", "Holder", "HolderSearch", "attributes_of", "bound_of", "is_known", "type_name"]
 
 CONTAINERS: Final = (list, dict, set, deque, OrderedDict, defaultdict)
 CYCLE: Final = "reference cycle"
@@ -83,6 +83,11 @@ def type_name(value: Any) -> str:
     return type(value).__name__
 
 
+def is_known(kind: type) -> bool:
+    """Whether a class is one of Lightning's or torch's that refer to the whole training."""
+    return not _KNOWN_BASES.isdisjoint(base.__name__ for base in kind.__mro__)
+
+
 def bound_of(container: Any) -> int | None:
     """Return the largest number of entries that a container or an ``lru_cache`` will have, None without a limit."""
     if issubclass(type(container), deque):
@@ -120,14 +125,17 @@ class HolderSearch:
         # Copies: another thread may import a module.
         modules = [(name, module) for name, module in list(sys.modules.items()) if type(module) is ModuleType]
         self._globals = {id(vars(module)): name for name, module in modules}
-        self._named: dict[int, str] = {}
-        self._modules: list[tuple[str, int]] = []
+        self._named: dict[int, tuple[str, list[Place]]] = {}
         if model is not None:
+            types = {path: type(module) for path, module in model.named_modules()}
             for path, module in model.named_modules():
-                self._named[id(module)] = f"{type_name(model)}.{path}".rstrip(".")
+                parent, _, name = path.rpartition(".")
+                places = [Place.of_attribute(types[parent], name)] if path else []
+                self._named[id(module)] = f"{type_name(model)}.{path}".rstrip("."), places
         self._hooks = dict(_hooks(model)) if model is not None else {}
         # Our own objects that refer to what is searched for, by ``id``.
-        self._ours: set[int] = {id(self._named)}
+        self._chains: dict[int, list[Any]] = {}
+        self._ours: set[int] = {id(self._named), id(self._chains)}
 
     @property
     def is_over(self) -> bool:
@@ -172,8 +180,10 @@ class HolderSearch:
                         continue
                     seen.add(id(owner))
                     longer = self._own([*path, owner], made)
+                    if (known := self._chains.get(id(owner))) is not None:
+                        return [*known, *longer[-2::-1]]
                     if self._is_root(owner, path):
-                        return _from_instance(longer)
+                        return self._remembered(_from_instance(longer))
                     if fallback is None and _is_instance(owner):
                         fallback = longer[::-1]
                         self.ignore(fallback)
@@ -186,6 +196,15 @@ class HolderSearch:
             is_cut = is_cut or len(following) > _WIDTH
             paths = self._own(following[:_WIDTH], made)
         return fallback
+
+    def _remembered(self, chain: list[Any]) -> list[Any]:
+        """Keep the chains to the owners in a chain: other values have the same ones."""
+        self._ours.add(id(chain))
+        for length in range(1, len(chain)):
+            part = chain[:length]
+            self._ours.add(id(part))
+            self._chains.setdefault(id(part[-1]), part)
+        return chain
 
     def _own(self, found: list[Any], made: list[list[Any]]) -> list[Any]:
         self._ours.add(id(found))
@@ -204,7 +223,7 @@ class HolderSearch:
             return True
         if kind is FunctionType:
             return path[-1] is not owner.__globals__
-        return issubclass(kind, type) or not _KNOWN_BASES.isdisjoint(base.__name__ for base in kind.__mro__)
+        return issubclass(kind, type) or is_known(kind)
 
     def _described(self, chain: list[Any]) -> Holder:
         self.ignore(chain)
@@ -264,7 +283,8 @@ class HolderSearch:
             return "class attribute", words, 2 if key else 1, places
         bases = {base.__name__ for base in kind.__mro__}
         words = next((words for base, words in _KINDS if base in bases), "attribute")
-        return words, self._named.get(id(root), kind.__name__), 0, []
+        name, places = self._named.get(id(root), (kind.__name__, []))
+        return words, name, 0, list(places)
 
     def _function(self, function: Any, chain: list[Any]) -> tuple[str, str, int, list[Place]]:
         hook = self._hooks.get(id(function))
@@ -276,6 +296,8 @@ class HolderSearch:
             variable = function.__code__.co_freevars[number]
             place = Place.of_closure(function, variable)
             return "forward hook" if hook else "closure", f"{words} (closure variable {variable})", 3, [place]
+        if chain[1] is function.__defaults__:
+            words = f"{words} (default argument)"
         return "forward hook" if hook else "function", words, 1, [Place.of_function(function)]
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.artifacts.naming import TRIGGER_PLAN, TRIGGER_REQUEST
@@ -149,13 +149,13 @@ class TriggerWatch:
         if usr2 is not None:
             usr2.remove()
 
-    def call(self, active: int | None) -> None:
+    def call(self, active: int | None, *, leaks: bool = False) -> None:
         """Request a window from the program: on all ranks if there are several, else at the next step."""
         cause = "MemProfilerCallback.trigger()"
-        if self._run.world_size > 1 and self._files is not None and self._files.write(cause, active):
+        if self._run.world_size > 1 and self._files is not None and self._files.write(cause, active, leaks=leaks):
             self._make_due()
             return
-        self._request(cause, active)
+        self._request(cause, active, leaks=leaks)
 
     def before_step(self, step: int) -> Iterable[WindowRequest]:
         """Return the new requests for windows at or after ``step``."""
@@ -188,9 +188,9 @@ class TriggerWatch:
                 if watched.left <= 0:
                     self.watched.remove(watched)
 
-    def _request(self, cause: str, active: int | None = None) -> None:
+    def _request(self, cause: str, active: int | None = None, *, leaks: bool = False) -> None:
         steps = self._triggers.active if active is None else active
-        self._requests.append(WindowRequest(cause=cause, warmup=self._triggers.warmup, active=steps))
+        self._requests.append(WindowRequest(cause=cause, warmup=self._triggers.warmup, active=steps, leaks=leaks))
         self._make_due()
 
     def _make_due(self) -> None:
@@ -223,10 +223,10 @@ class _FileRequests:
         # Most steps between two checks of this rank; the other ranks check as rarely.
         self._unchecked = 0
 
-    def write(self, cause: str, active: int | None) -> bool:
+    def write(self, cause: str, active: int | None, *, leaks: bool) -> bool:
         """Request a window on all ranks; return whether the request was written."""
         try:
-            write_request(self._directory, Request(id=uuid.uuid4().hex, cause=cause, active=active))
+            write_request(self._directory, Request(id=uuid.uuid4().hex, cause=cause, active=active, leaks=leaks))
         except OSError as error:
             log.warning("the other ranks cannot be reached (%s): only rank %d records", error, self._run.rank)
             return False
@@ -262,17 +262,21 @@ class _FileRequests:
         plan, answer = self._plan, None
         if plan is not None and step <= plan.recorded[1]:
             # Several ranks may request at once; they get one window.
-            plan = Plan(
-                id=request.id, cause=plan.cause, step=plan.step, warmup=plan.warmup, active=plan.active, seen_at=step
-            )
+            plan = replace(plan, id=request.id, seen_at=step)
         else:
             lead = _LEAD_STEPS + self._unchecked if self._run.world_size > 1 else 0
             warmup = self._warmup if request.warmup is None else request.warmup
             active = self._active if request.active is None else request.active
             plan = Plan(
-                id=request.id, cause=request.cause, step=step + lead, warmup=warmup, active=active, seen_at=step
+                id=request.id,
+                cause=request.cause,
+                step=step + lead,
+                warmup=warmup,
+                active=active,
+                seen_at=step,
+                leaks=request.leaks,
             )
-            answer = WindowRequest(cause=plan.cause, warmup=plan.warmup, active=plan.active, step=plan.step)
+            answer = _planned(plan, plan.cause)
         self._plan = plan
         try:
             write_plan(self._directory, plan)
@@ -299,12 +303,16 @@ class _FileRequests:
             log.warning(
                 "rank %d is at step %d: the window planned for step %d opens late", self._run.rank, step, plan.step
             )
-        return WindowRequest(cause=cause, warmup=plan.warmup, active=plan.active, step=plan.step)
+        return _planned(plan, cause)
 
     def _warn(self, message: str) -> None:
         log.warning("%s", message)
         with suppress(OSError):
             self._run.sink.manifest.append("note", collector="triggers", message=message)
+
+
+def _planned(plan: Plan, cause: str) -> WindowRequest:
+    return WindowRequest(cause=cause, warmup=plan.warmup, active=plan.active, step=plan.step, leaks=plan.leaks)
 
 
 class Usr2:
