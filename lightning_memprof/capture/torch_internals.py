@@ -67,10 +67,12 @@ if TYPE_CHECKING:
     _FrameAction: Any
     _FrameExecStrategy: Any
     _cuda_isHistoryEnabled: Callable[[], bool]  # noqa: N816 torch's name
+    _current_autograd_node: Callable[[], Any]
     _current_graph_task_id: Callable[[], int]
     _get_sequence_nr: Callable[[], int]
     _pop_saved_tensors_default_hooks: Callable[[], None]
     _profiler_enabled: Callable[[], bool]
+    _storage_Use_Count: Callable[[int], int]  # noqa: N816 torch's name
     _push_saved_tensors_default_hooks: Callable[[Any, Any], None]
     _top_saved_tensors_default_hooks: Callable[[bool], tuple[Any, Any] | None]
     callback_handler: Any
@@ -196,8 +198,8 @@ INTERNALS: Final = (
     ),
     Internal(
         owner="torch:Tensor",
-        names="_base _indices _post_accumulate_grad_hooks _values _version",
-        used_for="views, sparse tensors, checks of in-place operations, ranges of gradient hooks",
+        names="_base _indices _post_accumulate_grad_hooks _use_count _values _version",
+        used_for="views, sparse tensors, references, checks of in-place operations, ranges of gradient hooks",
         without="collectors that read tensors are disabled and reported",
     ),
     Internal(
@@ -297,12 +299,6 @@ INTERNALS: Final = (
         used_for="leave out operators on fake tensors, which allocate nothing",
         without="operators of shape inference are counted",
         fallback=lambda: None,
-    ),
-    Internal(
-        owner="torch._subclasses.fake_tensor",
-        names="FakeTensor",
-        used_for="leave out operators on fake tensors, which allocate nothing",
-        without="operators of shape inference are counted",
     ),
     Internal(
         owner="torch.utils._python_dispatch",
@@ -459,10 +455,9 @@ INTERNALS: Final = (
     ),
     Internal(
         owner="torch._subclasses.fake_tensor",
-        names="DataDependentOutputException DynamicOutputShapeException FakeTensorMode",
-        used_for="estimates: run a step without memory",
-        without=_NO_ESTIMATE,
-        fallback=None,
+        names="DataDependentOutputException DynamicOutputShapeException FakeTensor FakeTensorMode",
+        used_for="estimates: run a step without memory; leave out operators on fake tensors, which allocate nothing",
+        without=f"operators of shape inference are counted; {_NO_ESTIMATE}",
     ),
     Internal(
         owner="torch.optim.optimizer",
@@ -480,8 +475,9 @@ INTERNALS: Final = (
     ),
     Internal(
         owner="torch._C",
-        names="DispatchKey DispatchKeySet _ExcludeDispatchKeyGuard _get_privateuse1_backend_name",
-        used_for="estimates: register the device, and autocast on it",
+        names="DispatchKey DispatchKeySet _ExcludeDispatchKeyGuard _current_autograd_node "
+        "_get_privateuse1_backend_name _storage_Use_Count",
+        used_for="estimates: register the device, autocast on it, find what backward does in place",
         without=_NO_ESTIMATE,
     ),
     Internal(

@@ -1,21 +1,35 @@
-"""Differences between kernels and torch's fake tensors: buffers of CUDA's kernels, dtypes of the CPU's results."""
+"""Differences between kernels and torch's fake tensors: buffers, operators in place, dtypes of results."""
 
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_memprof.capture.torch_internals import TorchDispatchMode
+from lightning_memprof.capture.torch_internals import (
+    TorchDispatchMode,
+    _current_autograd_node,
+    _current_graph_task_id,
+    _storage_Use_Count,
+    tree_leaves,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
-__all__ = ["Buffer", "CpuKernels", "kernel_buffers"]
+__all__ = ["Buffer", "CpuKernels", "InPlace", "in_order", "kernel_buffers"]
 
 _IMAGES: Final = 4
+# Sizes of attention's blocks, in rows and columns; 16 bytes of each tile are its lock.
+_FLASH_ROWS: Final = 128
+_FLASH_WIDTH: Final = 32
+_TILE: Final = 64
+_TILE_HEAD: Final = 16
 # Source: aten/src/ATen/native/cuda/Reduce.cuh.
 _WARP: Final = 32
 _MOST_THREADS: Final = 512
@@ -40,6 +54,15 @@ _NORMS: Final = frozenset(
 )
 
 
+# Results in the order in which the kernel allocates them, where it is another one.
+_ORDER: Final = MappingProxyType(
+    {
+        "aten.native_dropout.default": (1, 0),
+        "aten._scaled_dot_product_efficient_attention.default": (2, 3, 0, 1),
+    }
+)
+
+
 class Buffer(NamedTuple):
     """A buffer that ends with its operator.
 
@@ -47,12 +70,20 @@ class Buffer(NamedTuple):
         size: in bytes.
         label: the kernel or library that uses it.
         is_optional: whether the library may choose a kernel that needs none.
+        is_brief: whether it ends before the operator's next buffer.
 
     """
 
     size: int
     label: str
     is_optional: bool = False
+    is_brief: bool = False
+
+
+def in_order(name: str, result: Any) -> Any:
+    """Return the results of an operator in the order in which CUDA's kernel allocates them."""
+    order = _ORDER.get(name)
+    return result if order is None else [result[index] for index in order]
 
 
 def kernel_buffers(name: str, args: Any, result: Any, resident_threads: int) -> Iterator[Buffer]:
@@ -69,6 +100,10 @@ def kernel_buffers(name: str, args: Any, result: Any, resident_threads: int) -> 
         yield from _convolution(args[0], result, args[8])
     elif name == "aten.convolution_backward.default":
         yield from _convolution_backward(args[0], args[1], args[9], args[10])
+    elif name == "aten._scaled_dot_product_flash_attention_backward.default":
+        yield from _flash_backward(args[1])
+    elif name == "aten._scaled_dot_product_efficient_attention_backward.default":
+        yield from _efficient_backward(args[1], args[5])
     elif name in _SUMS and isinstance(args[0], Tensor) and isinstance(result, Tensor):
         yield from _reduction(args[0], result, resident_threads)
 
@@ -86,6 +121,30 @@ def _convolution_backward(gradient: Tensor, data: Tensor, groups: int, wanted: A
             if is_wanted:
                 label = "cuDNN in aten.convolution_backward.default"
                 yield Buffer(gradient.nbytes + data.nbytes, label, is_optional=True)
+
+
+def _flash_backward(query: Tensor) -> Iterator[Buffer]:
+    """Yield the sums over rows, and the query's gradient in float32. Source: ``flash_api.cpp``."""
+    samples, heads, rows, width = query.shape
+    rows = _rounded(rows, _FLASH_ROWS)
+    width = _rounded(width, _FLASH_WIDTH if width <= _FLASH_ROWS else 2 * _FLASH_WIDTH)
+    yield Buffer(4 * samples * heads * rows, "flash attention's sums")
+    yield Buffer(4 * samples * heads * rows * width, "flash attention's gradient of the query")
+
+
+def _efficient_backward(query: Tensor, result: Tensor) -> Iterator[Buffer]:
+    """Yield the sums over rows, and tiles of the query's gradient. Source: ``mem_eff_attention/kernel_backward.h``."""
+    samples, heads, rows, width = query.shape
+    if query.dtype == torch.float32:
+        yield Buffer(result.nbytes, "attention's products of gradients", is_brief=True)
+        yield Buffer(4 * samples * heads * rows, "attention's sums", is_brief=True)
+    yield Buffer(4 * samples * heads * rows, "attention's sums")
+    tiles = -(-rows // _TILE) * -(-width // _TILE)
+    yield Buffer(samples * heads * tiles * (4 * _TILE**2 + _TILE_HEAD), "attention's gradient of the query")
+
+
+def _rounded(number: int, step: int) -> int:
+    return -(-number // step) * step
 
 
 def _reduction(data: Tensor, result: Tensor, resident_threads: int) -> Iterator[Buffer]:
@@ -139,6 +198,117 @@ def _vector(outputs: int) -> int:
 def _power(number: int) -> int:
     """Return the largest power of 2 that is not larger."""
     return 1 << max(number, 1).bit_length() - 1
+
+
+_SUM: Final = "aten.add.Tensor"
+_aten: Final[Any] = torch.ops.aten
+# torch/csrc/autograd/FunctionsManual.cpp writes these results into a tensor of zeros.
+_WRITES: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "aten.scatter.src": _aten.scatter_.src,
+        "aten.scatter_add.default": _aten.scatter_add_.default,
+        "aten.index_add.default": _aten.index_add_.default,
+        "aten.index_put.default": _aten.index_put_.default,
+        "aten._unsafe_index_put.default": _aten.index_put_.default,
+    }
+)
+# And these of one node into the result before.
+_WRITES_OF_NODES: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "BinaryCrossEntropyWithLogitsBackward0": {
+            "aten.sub.Tensor": _aten.sub_.Tensor,
+            "aten.mul.Tensor": _aten.mul_.Tensor,
+        }
+    }
+)
+_AUTOGRAD: Final = str(Path(torch.autograd.__file__).parent)
+# Frames between an operator and the dispatch mode that sees it.
+_BETWEEN: Final = (
+    str(Path(__file__).parent),
+    *(str(Path(torch.__path__[0], name)) for name in ("_compile", "_dynamo")),
+)
+
+
+class InPlace:
+    """Finds the operators of backward that torch runs in place, and out of place on tensor subclasses such as fakes.
+
+    Autograd adds two gradients in place where nothing else refers to the first one. Source: ``accumulate`` in
+    ``torch/csrc/autograd/input_buffer.cpp``. The references to a fake are more, by a number that a sum of two
+    gradients shows.
+
+    Args:
+        device: on which tensors have no data.
+
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        with _Sums() as sums, torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+            values = torch.empty(2, device=device, requires_grad=True)
+            torch.autograd.backward((values * 2 + values * 3).sum())
+        self._unshared = sums.found[0] if sums.found else None
+
+    def operator(self, name: str, args: Any) -> Any:
+        """Return the operator to run instead of one; None for that one."""
+        if _current_graph_task_id() == -1 or torch.is_grad_enabled():
+            return None
+        if name == _SUM:
+            return _aten.add_.Tensor if self._is_sum_in_place(args) else None
+        found = _WRITES.get(name) or _WRITES_OF_NODES.get(_node(), {}).get(name)
+        return found if found is not None and _is_autograds() else None
+
+    def _is_sum_in_place(self, args: Any) -> bool:
+        # A variable would be one more reference.
+        return (
+            isinstance(args[1], Tensor)
+            and args[0].shape == args[1].shape
+            and _is_dense(args[0])
+            and _is_autograds()
+            and _references(args) == self._unshared
+        )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether each number of a tensor has its own place, and no other number lies between."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return span == tensor.numel()
+
+
+class _Sums(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the references to the first tensor of each sum in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func) == _SUM and _current_graph_task_id() != -1:
+            self.found.append(_references(args))
+        result = func(*args, **kwargs or {})
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                # As a tracer does: from then on there is a Python object.
+                leaf.untyped_storage()
+        return result
+
+
+def _references(args: Any) -> tuple[int, ...]:
+    """Return how often the first argument, its Python object and its storage are referred to."""
+    tensor = args[0]
+    storage = tensor.untyped_storage()
+    return tensor._use_count(), sys.getrefcount(tensor), _storage_Use_Count(storage._cdata)  # noqa: SLF001 no public ones
+
+
+def _is_autograds() -> bool:
+    """Return whether autograd's C++ code runs an operator, and no Python code that it calls."""
+    frame: Any = sys._getframe(1)  # noqa: SLF001 inspect.stack() reads source files
+    while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_AUTOGRAD)
+
+
+def _node() -> str:
+    node = _current_autograd_node()
+    return "" if node is None else str(node.name())
 
 
 class CpuKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -318,7 +318,10 @@ class _Casts:
         self._kind = kind
 
     def lower(self, values: Any) -> Any:
-        return tree_map(self._lower, values)
+        # Compiled by GCC, torch casts the last argument first.
+        args, kwargs = values
+        kwargs = tree_map(self._lower, kwargs)
+        return tuple(reversed([tree_map(self._lower, value) for value in reversed(args)])), kwargs
 
     def full(self, values: Any) -> Any:
         return tree_map(self._full, values)

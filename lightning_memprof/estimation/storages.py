@@ -23,7 +23,7 @@ from lightning_memprof.capture.torch_internals import (
     tree_leaves,
 )
 from lightning_memprof.errors import MemprofError
-from lightning_memprof.estimation.kernels import Buffer, kernel_buffers
+from lightning_memprof.estimation.kernels import Buffer, InPlace, in_order, kernel_buffers
 from lightning_memprof.estimation.program_lines import user_line
 from lightning_memprof.estimation.requests import Requests
 
@@ -292,6 +292,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._values = values or Values()
         self._kind = device.type
         self._target = target
+        self._in_place = InPlace(device) if target.is_gpu else None
         self._with_workspace: set[str] = set()
         self._part = "setup"
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -361,15 +362,17 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._is_paused:
             return func(*args, **kwargs or {})
         name = str(func)
-        if name in _GEMM:
-            self._first_gemm()
+        if self._in_place is not None:
+            func = self._in_place.operator(name, args) or func
         try:
             result = func(*args, **kwargs or {})
         except DataDependentOutputException:
             result = self._assume(name, args)
-        for leaf in tree_leaves(result):
+        for leaf in tree_leaves(in_order(name, result)):
             if isinstance(leaf, torch.Tensor) and leaf.device.type == self._kind:
                 self._add(leaf, name)
+        if name in _GEMM:
+            self._first_gemm()
         if self._target.is_gpu and not self._is_paused:
             self._note_buffers(kernel_buffers(name, args, result, self._target.resident_threads))
         return result
@@ -380,6 +383,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             number = self._new(buffer.size, "workspace", "torch.uint8", buffer.label)
             if buffer.is_optional:
                 self.log.optional.add(number)
+            if buffer.is_optional or buffer.is_brief:
                 self.log.requests.free(number)
             else:
                 numbers.append(number)

@@ -24,7 +24,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.distributed.fsdp import FSDPModule
@@ -181,6 +181,11 @@ class SimulatedStrategy(SingleDeviceStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Set up the program's loaders, whose data are real, and then the model without data."""
         trainer.fit_loop.setup_data()
+        if isinstance(self.precision_plugin, (DoublePrecision, HalfPrecision)) and not self._ranks.is_sharded:
+            # Module.to keeps weights tied only outside of the simulation.
+            model: Any = self.lightning_module
+            without_data(model, torch.device("meta"))
+            self.precision_plugin.convert_module(model)
         device = self._simulation.enter_context(self._target.simulated())
         self._root_device = device
         tracer = StorageTracer(device, self._target, self._values)

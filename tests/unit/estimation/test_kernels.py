@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from collections import Counter
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.profiler import profile
 
 from lightning_memprof.analysis.estimate import DEVICES
 from lightning_memprof.estimation.kernels import kernel_buffers
+from lightning_memprof.estimation.simulated_device import Target
+from lightning_memprof.estimation.storages import StorageTracer
 
 THREADS = DEVICES["NVIDIA A100 40GB"].resident_threads
 
@@ -45,3 +54,67 @@ def test_a_convolution_may_need_copies_and_other_operators_need_nothing() -> Non
     (buffer,) = kernel_buffers("aten.convolution.default", arguments, data, THREADS)
     assert (buffer.size, buffer.is_optional) == (2 * data.nbytes, True)
     assert list(kernel_buffers("aten.mm.default", (data, data), data, THREADS)) == []
+
+
+def test_backward_of_attention_has_buffers():
+    query = torch.empty(8, 8, 256, 64, device="meta", dtype=torch.bfloat16)
+    flash = kernel_buffers("aten._scaled_dot_product_flash_attention_backward.default", (query, query), None, THREADS)
+    assert [buffer.size for buffer in flash] == [65_536, 4_194_304]
+    query = query.float()
+    arguments = (query, query, query, query, None, query)
+    efficient = list(
+        kernel_buffers("aten._scaled_dot_product_efficient_attention_backward.default", arguments, None, THREADS)
+    )
+    assert [(buffer.size, buffer.is_brief) for buffer in efficient] == [
+        (4_194_304, True),
+        (65_536, True),
+        (65_536, False),
+        (4_198_400, False),
+    ]
+
+
+def _residual(values: Tensor) -> Tensor:
+    first, second = values * 2, values * 3
+    return first + second + first.exp()
+
+
+INDEX = torch.tensor([0, 2, 1])
+GRAPHS = {
+    "gradients from several consumers": lambda values: values.sin() + values.cos() + values.exp(),
+    "a gradient that goes to two places": _residual,
+    "an expanded gradient": lambda values: values.sum(0) + values.mean(0),
+    "an expanded gradient first": lambda values: values.mean(0) + values.sum(0),
+    "index": lambda values: values[INDEX.to(values.device)],
+    "index_select": lambda values: values.index_select(0, INDEX.to(values.device)),
+    "gather": lambda values: values.gather(0, INDEX.to(values.device)[:, None]),
+    "max": lambda values: values.max(0)[0],
+    "topk": lambda values: values.topk(2, 0)[0],
+    "loss": lambda values: functional.binary_cross_entropy_with_logits(values, torch.zeros_like(values)),
+    "a double backward": lambda values: torch.autograd.grad(_residual(values).sum(), values, create_graph=True)[0],
+}
+NAMES = ("add", "sub", "mul", "index_put", "index_add", "scatter", "scatter_add")
+
+
+def _real(graph: Callable[[Tensor], Tensor]) -> Counter[str]:
+    loss = graph(torch.rand(6, 4, requires_grad=True)).sum()
+    with profile() as recorded:
+        loss.backward()
+    return Counter(event.name.removeprefix("aten::") for event in recorded.events())
+
+
+def _simulated(name: str) -> Counter[str]:
+    target, graph = Target(), GRAPHS[name]
+    with target.simulated() as device, StorageTracer(device, target) as tracer:
+        loss = graph(torch.empty(6, 4, device=device, requires_grad=True)).sum()
+        first = len(tracer.log.sizes)
+        loss.backward()
+        made = range(first, len(tracer.log.sizes))
+        return Counter(tracer.log.label(number, "operator", 0).split(".")[1] for number in made)
+
+
+def test_backward_adds_and_writes_in_place_where_torch_does():
+    with multiprocessing.get_context("fork").Pool(1, torch.autograd.set_multithreading_enabled, (False,)) as pool:
+        for name, graph in GRAPHS.items():
+            found, expected = pool.apply(_simulated, (name,)), _real(graph)
+            counts = {operator: (found[operator], expected[operator]) for operator in NAMES}
+            assert all(ours == torchs for ours, torchs in counts.values()), (name, counts)
