@@ -298,8 +298,9 @@ class HolderRow(SeriesRow, gc=False):
     ``place`` is the chain from a variable to it, ``LitGPT.history[...]``, ``line`` and ``source`` the assignment of the
     variable; ``content`` describes an entry, ``count`` is their number, ``added`` the new ones, ``added_bytes`` their
     estimated size, and ``bound`` the number that the container is limited to. ``grown_bytes`` is the growth of RSS, or
-    of the device's allocated bytes. ``kind`` is ``remainder`` for the part that no object explains, and ``nothing`` if
-    the search found nothing that has grown; ``asked`` is whether a request caused the search.
+    of the device's allocated bytes. ``kind`` is ``remainder`` for the part that no object explains, ``free memory`` if
+    the C allocator keeps it, ``mapped file`` and ``first touch`` for pages that existed before, and ``nothing`` if the
+    search found nothing that has grown; ``asked`` is whether a request caused the search.
     """
 
     series = "holders"

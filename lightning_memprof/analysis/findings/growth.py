@@ -13,7 +13,8 @@ from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, 
 from lightning_memprof.analysis.ledger.growth import (
     MIN_BYTES,
     SHORT_RUN_STEPS,
-    size_when_full,
+    Holders,
+    held_growth,
     steady_growth,
     who_holds,
 )
@@ -51,9 +52,19 @@ BATCHES: Final = 1.5
 FETCH: Final = ".train_dataloader_next"
 LOADER: Final = "[DataLoader]"
 RSS: Final = "RSS"
+ENTRIES: Final = "memory of its entries"
 COLUMNS: Final = (("rss_bytes", "Host memory", RSS), ("device_peak_bytes", "Device memory", "device peak"))
 DETACH: Final = "Store loss.item() or loss.detach(), not the loss, and clear lists of outputs in on_train_epoch_end."
 LINE: Final = "ExtendedPyTorchProfiler(with_stack=True) records its line."
+NATIVE: Final = "Look for a library that keeps buffers: python -m memray run --native, then memray flamegraph --leaks."
+OUTSIDE: Final = {
+    "remainder": ("outside Python objects", "native code keeps it.", NATIVE),
+    "free memory": (
+        "in freed memory",
+        "the C allocator keeps what the program has freed.",
+        "Pad batches to a few lengths, or set MALLOC_ARENA_MAX=2 before the training.",
+    ),
+}
 APPENDS: Final = "Find callbacks and metrics that append to a list in each batch."
 
 
@@ -92,22 +103,18 @@ def memory_growth(facts: Facts) -> list[Finding]:
 
     Recovers the line ``growth`` of the byte ledger: all that the slope added to the peak.
     """
-    found = [
-        (growth, rank, title, source)
-        for rank in facts.run.ranks
-        for column, title, source in COLUMNS
-        if (growth := steady_growth(rank.pulse, column)) is not None
-    ]
+    found = _slopes(facts)
     if not found:
         return []
     growth, rank, title, source = max(found, key=lambda entry: entry[0].added_bytes)
-    holder = _holder(rank, growth)
-    if holder is not None and size_when_full(holder) is not None:
+    holders = Holders(who_holds(rank.read(HolderRow).rows), growth)
+    if holders.ends:
         return []
+    holder = holders.main
     share = growth.added_bytes / growth.start_bytes if growth.start_bytes else 1.0
     survivors = _survivors(facts, rank, growth)
     sources = {survivor.source.artifact: survivor.source for survivor in survivors if survivor.source.artifact}
-    cause = _held(holder) if holder is not None else _cause(facts, rank, growth, survivors)
+    cause = _held(holder) if holder is not None else _cause(facts, rank, growth, survivors) or _outside(holders)
     if holder is not None:
         path = f"{facts.run.directory.name}/{holders_name(rank.rank)}"
         sources[path] = Evidence(artifact=path, rank=rank.rank)
@@ -118,7 +125,9 @@ def memory_growth(facts: Facts) -> list[Finding]:
     return [
         Finding(
             rule="memory_growth",
-            severity=_severity(rank, growth, source, is_explained=cause is not None),
+            severity=Severity.INFO
+            if holders.is_free
+            else _severity(rank, growth, source, is_explained=cause is not None),
             sentence=(
                 f"{title} grows by {format_bytes(growth.bytes_per_step)} per step{facts.on_rank(rank)}"
                 f"{f' {cause.where}' if cause else ''}."
@@ -143,6 +152,20 @@ def memory_growth(facts: Facts) -> list[Finding]:
             weight=share,
             recovers=recovered(facts.byte_ledgers.get(rank.rank), growth.added_bytes, "growth"),
         )
+    ]
+
+
+def _slopes(facts: Facts) -> list[tuple[Growth, Rank, str, str]]:
+    """Return what grows: the slope, its rank, and the words for the memory and its source."""
+    return [
+        (growth, rank, title, source)
+        for rank in facts.run.ranks
+        for column, title, source in COLUMNS
+        if (growth := steady_growth(rank.pulse, column)) is not None
+    ] or [
+        (growth, rank, COLUMNS[0][1], ENTRIES)
+        for rank in facts.run.ranks
+        if (growth := held_growth(rank.read(HolderRow).rows, rank.pulse)) is not None
     ]
 
 
@@ -192,15 +215,6 @@ def _cause(facts: Facts, rank: Rank, growth: Growth, survivors: Sequence[_Surviv
     return None
 
 
-def _holder(rank: Rank, growth: Growth) -> HolderRow | None:
-    """Return the holder of at least half of a slope; None where no search found it."""
-    for row in who_holds(rank.read(HolderRow).rows):
-        steps = (row.step or 0) - (row.since_step or 0)
-        if row.place and steps > 0 and (row.added_bytes or 0) / steps >= MATCHES[0] * growth.bytes_per_step:
-            return row
-    return None
-
-
 def _held(holder: HolderRow) -> _Cause:
     place = (holder.place or "").removesuffix("[...]")
     line = f" ({holder.line})" if holder.line else ""
@@ -213,6 +227,15 @@ def _held(holder: HolderRow) -> _Cause:
     if "Tensor" in (holder.content or ""):
         advice += "; store .detach() or .item() where the tensor is not needed"
     return _Cause(f"in {place}{line}", why, f"{advice}.")
+
+
+def _outside(holders: Holders) -> _Cause | None:
+    """Return the cause if no Python object explains the slope."""
+    row = holders.outside
+    if row is None or row.kind not in OUTSIDE:
+        return None
+    where, why, advice = OUTSIDE[row.kind]
+    return _Cause(where, f"No Python object refers to {format_bytes(row.added_bytes or 0)} of it: {why}", advice)
 
 
 def _memory(facts: Facts, rank: Rank) -> RankMemory | None:

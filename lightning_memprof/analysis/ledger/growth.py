@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 __all__ = [
     "MIN_BYTES",
     "Growth",
+    "Holders",
+    "held_growth",
     "left_by_windows",
-    "size_when_full",
     "steady_growth",
     "validation_growth",
     "who_holds",
@@ -56,6 +57,13 @@ MIN_EDGE_STEPS: Final = 3
 # Of worker processes, after the first one; of a validation, after its first batch.
 MIN_SAMPLES: Final = 3
 MIN_BATCHES: Final = 8
+# A holder keeps at least this share of a slope.
+HELD: Final = 0.5
+FREE: Final = "free memory"
+OUTSIDE: Final = frozenset({"remainder", FREE})
+ENDING: Final = frozenset({"mapped file", "first touch"})
+# Between the rates of a leak before and after the objects were first counted.
+RATES: Final = 2
 # A buffer that needs more when it is full is a fault of its own.
 BUFFER_BYTES: Final = 4 * GIB
 BUFFER_FACTOR: Final = 16
@@ -111,6 +119,57 @@ def who_holds(rows: Sequence[HolderRow]) -> list[HolderRow]:
     """
     last = rows[-1].step if rows else None
     return [row for row in rows if row.step == last and row.kind != "nothing"]
+
+
+@dataclass(frozen=True)
+class Holders:
+    """The result of the last search for holders, compared with a slope."""
+
+    rows: Sequence[HolderRow]
+    growth: Growth
+
+    @property
+    def main(self) -> HolderRow | None:
+        """The holder of at least half of the slope."""
+        return next((row for row in self.rows if row.place and row.kind not in ENDING and self._explain([row])), None)
+
+    @property
+    def ends(self) -> bool:
+        """Whether the growth ends without a change: a container fills up, or pages of old memory are touched."""
+        main = self.main
+        full = main is not None and size_when_full(main) is not None
+        return full or self._explain([row for row in self.rows if row.kind in ENDING])
+
+    @property
+    def outside(self) -> HolderRow | None:
+        """The part that no Python object explains, if it is at least half of the slope."""
+        return next((row for row in self.rows if row.kind in OUTSIDE and self._explain([row])), None)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the C allocator keeps what the program has freed."""
+        return self.outside is not None and self.outside.kind == FREE
+
+    def _explain(self, rows: Sequence[HolderRow]) -> bool:
+        steps = max(((row.step or 0) - (row.since_step or 0) for row in rows), default=0)
+        return sum(row.added_bytes or 0 for row in rows) >= HELD * self.growth.bytes_per_step * steps > 0
+
+
+def held_growth(rows: Sequence[HolderRow], pulse: Sequence[PulseRow]) -> Growth | None:
+    """Return the growth of a container that has gained entries at one rate since the first step, None without one.
+
+    For runs whose pulse has too few values for :func:`steady_growth`. A cache that fills gains fewer and fewer.
+    """
+    start = next((row["rss_bytes"] for row in pulse if row["rss_bytes"]), None)
+    for row in who_holds(rows):
+        steps, before = (row.step or 0) - (row.since_step or 0), (row.count or 0) - (row.added or 0)
+        added = row.added_bytes or 0
+        is_large = start is not None and added >= max(MIN_BYTES, SHORT_RUN_MIN_SHARE * start)
+        if row.place and start and is_large and row.added and row.since_step and steps >= MIN_STEPS:
+            rate, earlier = row.added / steps, before / row.since_step
+            if earlier / RATES <= rate <= earlier * RATES:
+                return Growth(bytes_per_step=added / steps, added_bytes=added, start_bytes=start, steps=steps)
+    return None
 
 
 def size_when_full(holder: HolderRow) -> int | None:

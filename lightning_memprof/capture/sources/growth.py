@@ -16,10 +16,11 @@ import torch
 from lightning_memprof.artifacts.series import HolderRow
 from lightning_memprof.capture.sources.assignments import Assignments
 from lightning_memprof.capture.sources.holders import CONTAINERS, Holder, HolderSearch, bound_of, is_known, type_name
+from lightning_memprof.capture.sources.memory import HeapSize, mapped_sizes
 from lightning_memprof.capture.sources.saved_graph import SavedGraph, can_read
 from lightning_memprof.capture.sources.tensors import storage_sizes
 from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubclass
-from lightning_memprof.units import MIB
+from lightning_memprof.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -37,6 +38,8 @@ _LEAST_SHARE: Final = 0.05
 _MOST_ROWS: Final = 8
 # Of RSS: the C allocator's own.
 _LEAST_REMAINDER: Final = 16 * MIB
+# The kernel takes 40 to 70 ms per GiB to list what is resident.
+_MOST_MAPPED: Final = 8 * GIB
 _CANDIDATES: Final = 12
 _GROUPS: Final = 4
 _SAMPLES: Final = 6
@@ -61,22 +64,26 @@ class Census:
         step: of the run.
         rss_bytes: RSS.
         device_bytes: allocated on the device, None without one.
+        free_bytes: freed, but kept by the C allocator.
         lengths: entries of each container, by its ``id``.
         storages: the storages of all tensors that the garbage collector tracks, by address.
         groups: number of storages, and their bytes, by class, shape, dtype and device of a tensor.
         types: number of objects by type.
         graph_bytes: the most that the graph of a live tensor saves.
+        mapped: resident bytes of mapped files and of large blocks; empty in a process too large to read them.
 
     """
 
     step: int
     rss_bytes: int
     device_bytes: int | None = None
+    free_bytes: int = 0
     lengths: dict[int, int] = field(default_factory=dict)
     storages: frozenset[int] = frozenset()
     groups: dict[Group, tuple[int, int]] = field(default_factory=dict)
     types: dict[str, int] = field(default_factory=dict)
     graph_bytes: int = 0
+    mapped: dict[str, int] = field(default_factory=dict)
 
 
 def take_census(step: int, rss_bytes: int, device_bytes: int | None = None, skip: Iterable[int] = ()) -> Census:
@@ -109,11 +116,13 @@ def take_census(step: int, rss_bytes: int, device_bytes: int | None = None, skip
         step=step,
         rss_bytes=rss_bytes,
         device_bytes=device_bytes,
+        free_bytes=HeapSize().free(),
         lengths={key: length for key, length in lengths.items() if length >= _LEAST_ENTRIES},
         storages=frozenset(seen),
         groups=groups,
         types=dict(types),
         graph_bytes=max((size for _, size in _graphs(tensors, skip)), default=0),
+        mapped=mapped_sizes() if rss_bytes <= _MOST_MAPPED else {},
     )
 
 
@@ -247,11 +256,26 @@ def grown_holders(
     grown = max(now.rss_bytes - before.rss_bytes, device, 0)
     compared = _Comparison(before, now, HolderSearch(model, seconds), max(_LEAST_BYTES, round(_LEAST_SHARE * grown)))
     rows = compared.rows(set(skip), grown)
+    rows += _touched(before, now, compared.least)
     rest = grown - sum(row.added_bytes or 0 for row in rows)
     if rest >= max(_LEAST_REMAINDER, grown // 4):
-        rows.append(HolderRow(kind="remainder", added_bytes=rest))
+        kind = "free memory" if 2 * (now.free_bytes - before.free_bytes) >= rest else "remainder"
+        rows.append(HolderRow(kind=kind, added_bytes=rest))
     for row in rows:
         row.step, row.since_step, row.grown_bytes = now.step, before.step, grown
+    return rows
+
+
+def _touched(before: Census, now: Census, least: int) -> list[HolderRow]:
+    """Return the mapped files and the blocks, allocated before, of which more is resident: both end with their size."""
+    rows = []
+    for key, size in now.mapped.items():
+        added = size - before.mapped.get(key, size)
+        if added >= least and key.startswith("/"):
+            rows.append(HolderRow(kind="mapped file", place=key, content="pages of the file", added_bytes=added))
+        elif added >= least:
+            words = f"block of {format_bytes(int(key.partition('+')[2], 16))}"
+            rows.append(HolderRow(kind="first touch", content=words, added_bytes=added))
     return rows
 
 
@@ -270,7 +294,7 @@ class _Comparison:
         self._before = before
         self._now = now
         self._search = search
-        self._least = least
+        self.least = least
         self._assignments = Assignments()
         self._rows: dict[str, HolderRow] = {}
 
@@ -315,7 +339,7 @@ class _Comparison:
             container, more = grown.pop()
             content = _Content(self._before, skip)
             size = more * _mean_bytes(container, more, content, self._search)
-            if size >= self._least:
+            if size >= self.least:
                 entry = size, content.label, container
                 self._search.ignore(entry)
                 sized.append(entry)
@@ -325,7 +349,8 @@ class _Comparison:
             if holder is None:
                 continue
             # An entry of the container; that of a cache has no index.
-            place = holder.place if holder.kind == "lru_cache" else f"{holder.place}[...]"
+            is_named = holder.kind == "lru_cache" or holder.place.endswith("[...]")
+            place = holder.place if is_named else f"{holder.place}[...]"
             added = len(container) - known.get(id(container), 0)
             row = HolderRow(content=label, count=len(container), added=added, added_bytes=round(size))
             row.bound = bound_of(container)
@@ -338,7 +363,7 @@ class _Comparison:
             group: (number - before.get(group, (0, 0))[0], size - before.get(group, (0, 0))[1])
             for group, (number, size) in self._now.groups.items()
         }
-        groups = [group for group in more if more[group][1] >= self._least]
+        groups = [group for group in more if more[group][1] >= self.least]
         groups = sorted(groups, key=lambda group: -more[group][1])[:_GROUPS]
         if not groups:
             return
@@ -366,6 +391,9 @@ class _Comparison:
                 holders.append(holder)
         words = f"{group[0]}[{','.join(map(str, group[1]))}]"
         row = HolderRow(content=words, count=len(members), added=more[0], added_bytes=more[1])
+        if holders and self._before.lengths.get(holders[0].owner_id) == holders[0].entries:
+            # A container of a fixed size, whose entries are replaced.
+            row.bound = holders[0].entries
         if not holders:
             # Only autograd or C++ refers to them, or a function that runs.
             row.kind = "no Python object"
@@ -385,7 +413,7 @@ class _Comparison:
                 largest, root = size, tensor
         tensors.clear()
         added = largest - self._before.graph_bytes
-        if root is None or added < self._least:
+        if root is None or added < self.least:
             return
         holder = self._search.find(root)
         if holder is not None and not self._knows(holder.place):
@@ -408,7 +436,7 @@ class _Comparison:
             self._search.ignore(objects)
             content = _Content(self._before, ())
             size = more[name] * _mean_bytes(objects, more[name], content, self._search)
-            if size >= self._least and (holder := self._search.find(objects[-1])) is not None:
+            if size >= self.least and (holder := self._search.find(objects[-1])) is not None:
                 row = HolderRow(content=content.label, count=len(objects), added=more[name])
                 row.added_bytes = round(size)
                 if not self._knows(holder.place):

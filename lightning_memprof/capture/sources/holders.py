@@ -41,7 +41,12 @@ _DEPTH: Final = 10
 _WIDTH: Final = 6
 # An object of one of these classes is known by its class: what refers to it is Lightning's.
 _KNOWN_BASES: Final = frozenset({"Callback", "Logger", "Trainer", "LightningDataModule", "Dataset", "Optimizer"})
-_KINDS: Final = (("Metric", "metric state"), ("Logger", "logger"), ("Callback", "callback"))
+_KINDS: Final = (
+    ("Optimizer", "optimizer state"),
+    ("Metric", "metric state"),
+    ("Logger", "logger"),
+    ("Callback", "callback"),
+)
 _HOOKS: Final = {
     "_forward_hooks": "forward hook",
     "_forward_pre_hooks": "forward pre-hook",
@@ -51,6 +56,8 @@ _HOOKS: Final = {
 _MODULE_DICTS: Final = ("_buffers", "_parameters", "_modules")
 _OURS: Final = "lightning_memprof."
 _INDEX: Final = re.compile(r"\[[^\]]*\]")
+# The links of a linked list.
+_REPEATED: Final = re.compile(r"((?:\.\w+|\[\.\.\.\])+?)\1+")
 _LONGEST_KEY: Final = 40
 
 
@@ -60,10 +67,12 @@ class Holder:
 
     Attributes:
         kind: ``attribute``, ``global variable``, ``class attribute``, ``closure``, ``lru_cache``, ``generator``,
-            ``forward hook``, ``callback``, ``logger``, ``metric state`` or ``reference cycle``.
+            ``forward hook``, ``callback``, ``logger``, ``metric state``, ``optimizer state`` or ``reference cycle``.
         chain: ``LitGPT.history[412]``.
         places: where the source may assign it, the most specific first.
         bound: largest number of entries of the container, None if it has no limit.
+        owner_id: ``id`` of the container that refers to the object, 0 for another object.
+        entries: their number.
 
     """
 
@@ -71,11 +80,13 @@ class Holder:
     chain: str
     places: tuple[Place, ...] = ()
     bound: int | None = None
+    owner_id: int = 0
+    entries: int = 0
 
     @property
     def place(self) -> str:
         """The chain for all elements of its containers."""
-        return _INDEX.sub("[...]", self.chain)
+        return _REPEATED.sub(r"\1", _INDEX.sub("[...]", self.chain))
 
 
 def type_name(value: Any) -> str:
@@ -96,7 +107,9 @@ def bound_of(container: Any) -> int | None:
     if type(container) is _LRU_CACHE:
         size: int | None = container.cache_info().maxsize
         return size
-    return None
+    groups = attributes_of(container).get("param_groups")
+    # An optimizer has one state per parameter.
+    return sum(len(group["params"]) for group in groups) if type(groups) is list else None
 
 
 def attributes_of(owner: Any) -> dict[str, Any]:
@@ -233,7 +246,15 @@ class HolderSearch:
             return Holder(kind=CYCLE, chain=" -> ".join([CYCLE, *names, *names[:1]]), places=places)
         kind, text, found = self._words(chain)
         bounds = [bound for part in chain[:-1] if (bound := bound_of(part)) is not None]
-        return Holder(kind=kind, chain=text, places=tuple(found), bound=bounds[-1] if bounds else None)
+        owner = chain[-2]
+        return Holder(
+            kind=kind,
+            chain=text,
+            places=tuple(found),
+            bound=bounds[-1] if bounds else None,
+            owner_id=id(owner) if type(owner) in CONTAINERS else 0,
+            entries=len(owner) if type(owner) in CONTAINERS else 0,
+        )
 
     def _words(self, chain: list[Any]) -> tuple[str, str, list[Place]]:
         """Return kind and text of a chain, and the places that may assign it, the most specific first."""

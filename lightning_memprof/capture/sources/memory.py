@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import psutil
 import torch
 
-from lightning_memprof.units import KIB
+from lightning_memprof.units import KIB, MIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,6 +27,7 @@ __all__ = [
     "ResidentSize",
     "allocator_backend",
     "cgroup_memory",
+    "mapped_sizes",
     "memory_stats",
     "peak_allocated_bytes",
     "peak_reserved_bytes",
@@ -42,6 +43,8 @@ NO_CUDA: Final = "CUDA is not available"
 NATIVE: Final = "native"
 
 _SLOW_NS: Final = 500_000
+_BLOCK_BYTES: Final = 16 * MIB
+_SHARED: Final = ("/dev/", "/memfd:", "/SYSV")
 _MEMBERSHIP: Final = Path("/proc/self/cgroup")
 _MOUNT: Final = Path("/sys/fs/cgroup")
 # Version 1 writes "no limit" as the largest number of pages that fits into 63 bits.
@@ -103,6 +106,10 @@ class HeapSize:
         if thread_time_ns() - began > _SLOW_NS:
             self._info = None
         return int(info.used) + int(info.mapped)
+
+    def free(self) -> int:
+        """Return the bytes that the C allocator has got back and keeps, 0 where they are not available."""
+        return int(self._info().free_bytes) if self._info is not None else 0
 
 
 def peak_rss_bytes(at_least: int) -> int:
@@ -170,6 +177,33 @@ def worker_memory(pid: int) -> tuple[int, int] | None:
     if b"Pss" not in sizes:
         return None
     return sizes[b"Pss"], sizes.get(b"Private_Clean", 0) + sizes.get(b"Private_Dirty", 0)
+
+
+def mapped_sizes() -> dict[str, int]:
+    """Return the resident bytes of each mapped file by its path, and of each large block of memory by address and size.
+
+    A block is a mapping of 16 MiB or more without a file. Source: ``smaps`` of proc(5), which walks the page tables: 40
+    to 70 ms per GiB; empty without it.
+    """
+    try:
+        with open("/proc/self/smaps", "rb", buffering=0) as file:  # noqa: PTH123 a Path doubles the cost
+            lines = file.readall().splitlines()
+    except OSError:
+        return {}
+    sizes: dict[str, int] = {}
+    key: str | None = None
+    for line in lines:
+        fields = line.split(None, 5)
+        if not fields[0].endswith(b":"):
+            first, last = (int(part, 16) for part in fields[0].split(b"-"))
+            path = fields[5].decode("utf-8", "replace") if len(fields) > 5 else ""
+            # Shared memory is memory; a deleted file's is too.
+            is_file = path.startswith("/") and not path.startswith(_SHARED) and not path.endswith("(deleted)")
+            block = f"{first:x}+{last - first:x}" if not path and last - first >= _BLOCK_BYTES else None
+            key = path if is_file else block
+        elif key is not None and fields[0] == b"Rss:":
+            sizes[key] = sizes.get(key, 0) + int(fields[1]) * KIB
+    return sizes
 
 
 def memory_stats(device: torch.device) -> dict[str, Any]:

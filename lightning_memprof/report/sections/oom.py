@@ -28,7 +28,11 @@ MAX_EVENTS: Final = 2
 MAX_TENSORS: Final = 5
 LONGEST_NAME: Final = 52
 GROWTH: Final = frozenset({"memory_growth", "device_memory_growth"})
-REMAINDER: Final = "(no Python object: C++ or free memory of the C allocator)"
+NAMELESS: Final = {
+    "remainder": "(no Python object: native code)",
+    "free memory": "(freed memory that the C allocator keeps)",
+    "first touch": "(first touch of memory allocated before)",
+}
 AUTOGRAD: Final = "(no Python object: autograd or C++)"
 
 
@@ -74,7 +78,7 @@ def holders_section(view: View) -> Section | None:
 def _holder_name(row: tuple[int, HolderRow]) -> Cell:
     if row[1].place:
         return code(row[1].place)
-    return text(REMAINDER if row[1].kind == "remainder" else AUTOGRAD)
+    return text(NAMELESS.get(row[1].kind or "", AUTOGRAD))
 
 
 def autopsy_section(directory: Path, rank: int) -> Section | None:
