@@ -7,10 +7,11 @@ import sys
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["LargeOnMeta", "OnMeta"]
+__all__ = ["LargeOnMeta", "OnMeta", "without_data"]
 
 # Constructors read values of small tensors, such as the rates of stochastic depth.
 _MIN_NUMEL: Final = 4096
@@ -81,3 +82,43 @@ def _in_constructor() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def without_data(model: nn.Module, device: torch.device, shards: torch.device | None = None) -> None:
+    """Replace parameters and buffers by ones without data on a device; tied ones stay tied.
+
+    ``Module.to`` cannot: it swaps tensors in place, which fakes refuse.
+
+    Args:
+        model: on any device.
+        device: of the new tensors.
+        shards: device of the parts of distributed ones; None for ``device``.
+
+    """
+    made: dict[int, tuple[Any, Any]] = {}
+
+    def replaced(tensor: Any) -> Any:
+        if id(tensor) not in made:
+            fake = _shard(tensor, shards or device) if isinstance(tensor, DTensor) else _empty(tensor, device)
+            if isinstance(tensor, torch.nn.Parameter):
+                fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            # The original is kept: its number must not be given to another tensor.
+            made[id(tensor)] = (fake, tensor)
+        return made[id(tensor)][0]
+
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):  # noqa: SLF001 setattr would run the user's code
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = replaced(tensor)
+
+
+def _empty(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def _shard(tensor: DTensor, device: torch.device) -> Tensor:
+    local = _empty(tensor.to_local().detach(), device)
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )

@@ -63,6 +63,19 @@ _ORDER: Final = MappingProxyType(
 )
 
 
+# How many buffers of the first argument's size a kernel has.
+_COPIES: Final = MappingProxyType(
+    {
+        "aten.mse_loss.default": 2,
+        "aten.smooth_l1_loss.default": 2,
+        "aten.huber_loss.default": 1,
+        "aten.logsumexp.default": 1,
+        "aten._softmax_backward_data.default": 1,
+        "aten.binary_cross_entropy_with_logits.default": 2,
+    }
+)
+
+
 class Buffer(NamedTuple):
     """A buffer that ends with its operator.
 
@@ -104,6 +117,10 @@ def kernel_buffers(name: str, args: Any, result: Any, resident_threads: int) -> 
         yield from _flash_backward(args[1])
     elif name == "aten._scaled_dot_product_efficient_attention_backward.default":
         yield from _efficient_backward(args[1], args[5])
+    elif name in _COPIES:
+        # Losses before their reduction, and products of gradient and result.
+        for _ in range(_COPIES[name]):
+            yield Buffer(args[0].nbytes, f"result before {name}")
     elif name in _SUMS and isinstance(args[0], Tensor) and isinstance(result, Tensor):
         yield from _reduction(args[0], result, resident_threads)
 
@@ -202,7 +219,7 @@ def _power(number: int) -> int:
 
 _SUM: Final = "aten.add.Tensor"
 _aten: Final[Any] = torch.ops.aten
-# torch/csrc/autograd/FunctionsManual.cpp writes these results into a tensor of zeros.
+# torch/csrc/autograd/FunctionsManual.cpp writes these results into a tensor of zeros,
 _WRITES: Final[Mapping[str, Any]] = MappingProxyType(
     {
         "aten.scatter.src": _aten.scatter_.src,
@@ -212,20 +229,16 @@ _WRITES: Final[Mapping[str, Any]] = MappingProxyType(
         "aten._unsafe_index_put.default": _aten.index_put_.default,
     }
 )
-# And these of one node into the result before.
-_WRITES_OF_NODES: Final[Mapping[str, Any]] = MappingProxyType(
-    {
-        "BinaryCrossEntropyWithLogitsBackward0": {
-            "aten.sub.Tensor": _aten.sub_.Tensor,
-            "aten.mul.Tensor": _aten.mul_.Tensor,
-        }
-    }
+# and these into the result before.
+_TERMS: Final[Mapping[str, Any]] = MappingProxyType(
+    {"aten.sub.Tensor": _aten.sub_.Tensor, "aten.mul.Tensor": _aten.mul_.Tensor}
 )
+_WITH_TERMS: Final = frozenset({"BinaryCrossEntropyWithLogitsBackward0"})
 _AUTOGRAD: Final = str(Path(torch.autograd.__file__).parent)
 # Frames between an operator and the dispatch mode that sees it.
 _BETWEEN: Final = (
     str(Path(__file__).parent),
-    *(str(Path(torch.__path__[0], name)) for name in ("_compile", "_dynamo")),
+    *(str(Path(torch.__path__[0], name)) for name in ("_compile", "_dynamo", "_ops")),
 )
 
 
@@ -251,13 +264,16 @@ class InPlace:
         """Return the operator to run instead of one; None for that one."""
         if _current_graph_task_id() == -1 or torch.is_grad_enabled():
             return None
+        if name in _WRITES:
+            return _WRITES[name] if _is_autograds() else None
         if name == _SUM:
             return _aten.add_.Tensor if self._is_sum_in_place(args) else None
-        found = _WRITES.get(name) or _WRITES_OF_NODES.get(_node(), {}).get(name)
-        return found if found is not None and _is_autograds() else None
+        found = _TERMS.get(name)
+        is_term = found is not None and isinstance(args[1], Tensor) and args[0].numel() >= args[1].numel()
+        return found if is_term and _node() in _WITH_TERMS and _is_autograds() else None
 
     def _is_sum_in_place(self, args: Any) -> bool:
-        # A variable would be one more reference.
+        # A variable for the tensor would be one more reference.
         return (
             isinstance(args[1], Tensor)
             and args[0].shape == args[1].shape
@@ -268,7 +284,7 @@ class InPlace:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return whether each number of a tensor has its own place, and no other number lies between."""
+    """Return whether each number of a tensor has its own place, and the places follow each other."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return span == tensor.numel()
 

@@ -36,13 +36,13 @@ from lightning_memprof.estimation.storages import GRANULE
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torch import nn
 
-__all__ = ["NAME", "Target", "without_data"]
+__all__ = ["NAME", "Target"]
 
 NAME: Final = "simgpu"
 _ALIGNMENT: Final = 8
 _MAX_FLASH_HEAD: Final = 256
+_MATRIX: Final = 2
 # Source: the AT_FORALL macros of aten/src/ATen/autocast_mode.h.
 _LOWER: Final = (
     "_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d",
@@ -223,46 +223,6 @@ class Target:
             yield torch.device(NAME, 0) if self.is_gpu else torch.device("cpu")
 
 
-def without_data(model: nn.Module, device: torch.device, shards: torch.device | None = None) -> None:
-    """Replace parameters and buffers by ones without data on a device; tied ones stay tied.
-
-    ``Module.to`` cannot: it swaps tensors in place, which fakes refuse.
-
-    Args:
-        model: on any device.
-        device: of the new tensors.
-        shards: device of the parts of distributed ones; None for ``device``.
-
-    """
-    made: dict[int, tuple[Any, Any]] = {}
-
-    def replaced(tensor: Any) -> Any:
-        if id(tensor) not in made:
-            fake = _shard(tensor, shards or device) if isinstance(tensor, DTensor) else _empty(tensor, device)
-            if isinstance(tensor, torch.nn.Parameter):
-                fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
-            # The original is kept: its number must not be given to another tensor.
-            made[id(tensor)] = (fake, tensor)
-        return made[id(tensor)][0]
-
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):  # noqa: SLF001 setattr would run the user's code
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    tensors[name] = replaced(tensor)
-
-
-def _empty(tensor: Tensor, device: torch.device) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-
-
-def _shard(tensor: DTensor, device: torch.device) -> Tensor:
-    local = _empty(tensor.to_local().detach(), device)
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
-
-
 @contextmanager
 def _cuda_autocast(kind: str) -> Iterator[None]:
     """Apply CUDA's rules under ``torch.autocast`` of the device ``kind``, which is torch's PrivateUse1 backend."""
@@ -410,6 +370,9 @@ def _cuda_attention() -> Iterator[None]:
     rules.impl("scaled_dot_product_attention", _attention)
     if hasattr(torch.ops.aten, "_fused_rms_norm"):  # since torch 2.9
         rules.impl("rms_norm", _rms_norm)
+    rules.impl("linear", _linear)
+    for name in ("silu_backward", "mish_backward"):
+        rules.impl(name, _in_one_kernel(name))
     try:
         yield
     finally:
@@ -455,8 +418,9 @@ class _FusedRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, weight: Tensor | None, dimensions: int) -> Tensor:
         rows = value.shape[: value.ndim - dimensions]
+        found = torch.empty_like(value)
         ctx.save_for_backward(value, weight, value.new_empty(rows, dtype=torch.float32))
-        return torch.empty_like(value)
+        return found
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -473,6 +437,25 @@ def _rms_norm(value: Tensor, shape: Sequence[int], weight: Tensor | None = None,
     wide = value.float()
     scale = wide.pow(2).mean(tuple(range(-len(shape), 0)), keepdim=True).add_(1.0).rsqrt()
     return (wide * scale).mul(weight).type_as(value)
+
+
+def _linear(value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Add the bias in place where it is not a part of the matrix product, as for tensors with data."""
+    if bias is None or value.ndim <= _MATRIX or value.is_contiguous() or isinstance(weight, DTensor):
+        found: Tensor = torch.ops.aten.linear.default.decompose(value, weight, bias)
+        return found
+    return torch.matmul(value, weight.t()).add_(bias)
+
+
+def _in_one_kernel(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a backward that makes one tensor, and that torch composes of operators where it has no kernel."""
+    composed = getattr(torch.ops.aten, name).default
+
+    def call(gradient: Tensor, value: Tensor) -> Tensor:
+        found: Tensor = composed.decompose(gradient, value) if torch.is_grad_enabled() else torch.empty_like(value)
+        return found
+
+    return call
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:

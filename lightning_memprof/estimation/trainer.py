@@ -32,8 +32,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_memprof.capture.observe import wrapped
 from lightning_memprof.capture.sources.tensors import tensors_in
-from lightning_memprof.estimation.construction import LargeOnMeta, OnMeta
-from lightning_memprof.estimation.simulated_device import NAME, without_data
+from lightning_memprof.estimation.construction import LargeOnMeta, OnMeta, without_data
+from lightning_memprof.estimation.simulated_device import NAME
 from lightning_memprof.estimation.storages import StorageTracer, Values
 from lightning_memprof.integration.callback import MemProfilerCallback
 

@@ -90,6 +90,9 @@ GRAPHS = {
     "max": lambda values: values.max(0)[0],
     "topk": lambda values: values.topk(2, 0)[0],
     "loss": lambda values: functional.binary_cross_entropy_with_logits(values, torch.zeros_like(values)),
+    "loss with weights": lambda values: functional.binary_cross_entropy_with_logits(
+        values, torch.zeros_like(values), pos_weight=torch.ones(4, device=values.device)
+    ),
     "a double backward": lambda values: torch.autograd.grad(_residual(values).sum(), values, create_graph=True)[0],
 }
 NAMES = ("add", "sub", "mul", "index_put", "index_add", "scatter", "scatter_add")
@@ -118,3 +121,33 @@ def test_backward_adds_and_writes_in_place_where_torch_does():
             found, expected = pool.apply(_simulated, (name,)), _real(graph)
             counts = {operator: (found[operator], expected[operator]) for operator in NAMES}
             assert all(ours == torchs for ours, torchs in counts.values()), (name, counts)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("aten.mse_loss.default", 2), ("aten._softmax_backward_data.default", 1), ("aten.gelu_backward.default", 0)],
+)
+def test_some_kernels_have_buffers_of_the_size_of_their_input(name: str, count: int) -> None:
+    data = torch.empty(16, 512, device="meta")
+    found = list(kernel_buffers(name, (data, data), data, THREADS))
+    assert [buffer.size for buffer in found] == [data.nbytes] * count
+
+
+def _storages(name: str) -> int:
+    target = Target()
+    with target.simulated() as device, StorageTracer(device, target) as tracer:
+        values = torch.empty(64, 32, 16, device=device, requires_grad=True)
+        weight, bias = torch.empty(8, 32, device=device), torch.empty(8, device=device)
+        first = len(tracer.log.sizes)
+        if name == "linear":
+            functional.linear(values.transpose(1, 2), weight, bias)
+        else:
+            functional.silu(values).backward(values)
+        return len(tracer.log.sizes) - first
+
+
+# The result and its gradient; the product, to which the bias is added.
+@pytest.mark.parametrize(("name", "count"), [("silu", 2), ("linear", 1)])
+def test_operators_that_cuda_runs_as_one_kernel_make_one_tensor(name: str, count: int) -> None:
+    with multiprocessing.get_context("fork").Pool(1, torch.autograd.set_multithreading_enabled, (False,)) as pool:
+        assert pool.apply(_storages, (name,)) == count
