@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from lightning_memprof.artifacts.naming import holders_name
 from lightning_memprof.artifacts.series import HolderRow, columns_of, encode_rows
 from lightning_memprof.artifacts.sink import ArtifactSpec
-from lightning_memprof.capture.base import Collector, OnMark, OnStep
-from lightning_memprof.capture.sources.growth import Census, grown_holders, take_census
+from lightning_memprof.capture.base import Collector, OnMark, OnStep, SkipWindow
+from lightning_memprof.capture.census import Census, take_census
+from lightning_memprof.capture.sources.growth import grown_holders
 from lightning_memprof.capture.sources.memory import ResidentSize, memory_stats, without_statistics
 from lightning_memprof.capture.sources.tensors import storage_sizes
 from lightning_memprof.units import MIB
@@ -65,7 +66,7 @@ class Holders(Collector):
         if not asked:
             yield None
             return
-        counts: list[Census] = []
+        counts: list[Census | None] = []
         last = 0
 
         def mark(mark: Mark) -> None:
@@ -75,9 +76,7 @@ class Holders(Collector):
                 counts.append(_census(run, mark.step))
 
         yield mark
-        if counts:
-            found = grown_holders(counts[0], _census(run, last), run.model, self._seconds, _parameters(run))
-            _write(run, found, last, asked=True)
+        _search(run, next(iter(counts), None), last, self._seconds, asked=True)
 
     @contextmanager
     def follow(self, run: RunContext) -> Iterator[OnStep | None]:
@@ -125,13 +124,14 @@ class _Growth:
         self._due_ns = record.start_ns + self._every_ns
         self._step = record.step
         used = self._last = self._read() - self._shift
-        if self._level is None or used < self._level:
+        if self._level is None or used < self._level < sys.maxsize:
             self._level = used
         elif self._before is None:
             if used - self._level >= _most(_COUNTED, self._level):
                 self._count(used)
         elif used - self._counted >= max(_most(_SEARCHED, self._level), _AGAIN * self._searched):
-            self._search(used)
+            with self._charged():
+                self._search(used)
 
     def end(self) -> None:
         """Search at the end of a run whose memory has grown since the last search."""
@@ -145,26 +145,28 @@ class _Growth:
         return self._resident.read() + (_device_bytes(self._run) or 0)
 
     def _count(self, used: int) -> None:
-        began = perf_counter_ns()
-        self._counted = used
-        self._before = _census(self._run, self._step)
-        self._charge(began)
+        with self._charged():
+            self._counted = used
+            self._before = _census(self._run, self._step)
+            if self._before is None:
+                # Not again in this run.
+                self._level = sys.maxsize
 
     def _search(self, used: int) -> None:
-        if self._before is None or self._searches >= _MOST_SEARCHES:
-            return
-        began = perf_counter_ns()
-        self._searched = used - self._counted
-        self._searches += 1
-        rows = grown_holders(
-            self._before, _census(self._run, self._step), self._run.model, self._seconds, _parameters(self._run)
-        )
-        _write(self._run, rows, self._step, asked=False)
-        self._charge(began)
+        if self._searches < _MOST_SEARCHES:
+            self._searched = used - self._counted
+            self._searches += 1
+            _search(self._run, self._before, self._step, self._seconds, asked=False)
 
-    def _charge(self, began: int) -> None:
-        spent = self._run.progress.apart_ns
-        spent[Holders.name] = spent.get(Holders.name, 0) + perf_counter_ns() - began
+    @contextmanager
+    def _charged(self) -> Iterator[None]:
+        """Charge the body to the collector: it is between two steps, in the time of the pulse."""
+        began = perf_counter_ns()
+        try:
+            yield
+        finally:
+            spent = self._run.progress.apart_ns
+            spent[Holders.name] = spent.get(Holders.name, 0) + perf_counter_ns() - began
 
 
 def _most(limit: tuple[int, float], level: int) -> int:
@@ -183,9 +185,20 @@ def _parameters(run: RunContext) -> set[int]:
     return set(storage_sizes([*run.model.parameters(), *run.model.buffers()]))
 
 
-def _census(run: RunContext, step: int) -> Census:
+def _census(run: RunContext, step: int) -> Census | None:
+    """Count the objects; None in a program with too many, which is noted."""
     with closing(ResidentSize()) as resident:
-        return take_census(step, resident.read(), _device_bytes(run), _parameters(run))
+        try:
+            return take_census(step, resident.read(), _device_bytes(run), _parameters(run))
+        except SkipWindow as reason:
+            run.note_unavailable(Holders.name, str(reason))
+            return None
+
+
+def _search(run: RunContext, before: Census | None, step: int, seconds: float, *, asked: bool) -> None:
+    now = _census(run, step) if before is not None else None
+    if before is not None and now is not None:
+        _write(run, grown_holders(before, now, run.model, seconds, _parameters(run)), step, asked=asked)
 
 
 def _write(run: RunContext, rows: list[HolderRow], step: int, *, asked: bool) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter, deque
-from dataclasses import dataclass, field
 from itertools import islice
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
@@ -14,23 +13,38 @@ import numpy as np
 import torch
 
 from lightning_memprof.artifacts.series import HolderRow
+from lightning_memprof.capture.census import (
+    LEAST_ENTRIES,
+    Census,
+    Group,
+    full_name,
+    graphs,
+    grouped,
+    tracked_tensors,
+)
 from lightning_memprof.capture.sources.assignments import Assignments
-from lightning_memprof.capture.sources.holders import CONTAINERS, Holder, HolderSearch, bound_of, is_known, type_name
-from lightning_memprof.capture.sources.memory import HeapSize, mapped_sizes
+from lightning_memprof.capture.sources.holders import (
+    Holder,
+    HolderSearch,
+    bound_of,
+    entries_of,
+    is_container,
+    is_known,
+    length_of,
+    type_name,
+)
 from lightning_memprof.capture.sources.saved_graph import SavedGraph, can_read
 from lightning_memprof.capture.sources.tensors import storage_sizes
 from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubclass
-from lightning_memprof.units import GIB, MIB, format_bytes
+from lightning_memprof.units import MIB, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable
 
     from torch import nn
 
-__all__ = ["Census", "grown_holders", "holders_of", "take_census"]
+__all__ = ["grown_holders", "holders_of"]
 
-# Shorter containers are arguments and attributes.
-_LEAST_ENTRIES: Final = 4
 _MOST_CONTAINERS: Final = 400
 # A holder below both is not worth a row.
 _LEAST_BYTES: Final = MIB
@@ -38,8 +52,6 @@ _LEAST_SHARE: Final = 0.05
 _MOST_ROWS: Final = 8
 # Of RSS: the C allocator's own.
 _LEAST_REMAINDER: Final = 16 * MIB
-# The kernel takes 40 to 70 ms per GiB to list what is resident.
-_MOST_MAPPED: Final = 8 * GIB
 _CANDIDATES: Final = 12
 _GROUPS: Final = 4
 _SAMPLES: Final = 6
@@ -52,105 +64,6 @@ _UNCOUNTED: Final = frozenset(
 )
 _CLOSED: Final = (type, ModuleType, FunctionType, CodeType, torch.nn.Module)
 _DEPTH: Final = 12
-
-Group = tuple[str, tuple[int, ...], str, str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Census:
-    """Sizes at one moment, in numbers only: refers to no object of the program.
-
-    Attributes:
-        step: of the run.
-        rss_bytes: RSS.
-        device_bytes: allocated on the device, None without one.
-        free_bytes: freed, but kept by the C allocator.
-        lengths: entries of each container, by its ``id``.
-        storages: the storages of all tensors that the garbage collector tracks, by address.
-        groups: number of storages, and their bytes, by class, shape, dtype and device of a tensor.
-        types: number of objects by type.
-        graph_bytes: the most that the graph of a live tensor saves.
-        mapped: resident bytes of mapped files and of large blocks; empty in a process too large to read them.
-
-    """
-
-    step: int
-    rss_bytes: int
-    device_bytes: int | None = None
-    free_bytes: int = 0
-    lengths: dict[int, int] = field(default_factory=dict)
-    storages: frozenset[int] = frozenset()
-    groups: dict[Group, tuple[int, int]] = field(default_factory=dict)
-    types: dict[str, int] = field(default_factory=dict)
-    graph_bytes: int = 0
-    mapped: dict[str, int] = field(default_factory=dict)
-
-
-def take_census(step: int, rss_bytes: int, device_bytes: int | None = None, skip: Iterable[int] = ()) -> Census:
-    """Count what the garbage collector tracks; about 0.1 s per 300,000 objects, and 5 µs per tensor.
-
-    Args:
-        step: of the run.
-        rss_bytes: RSS.
-        device_bytes: allocated on the device.
-        skip: storages of parameters, by address.
-
-    """
-    objects = gc.get_objects()
-    counts = Counter(map(type, objects))
-    tensors = [value for value in objects if issubclass(type(value), torch.Tensor)]
-    lengths = {id(value): len(value) for value in objects if type(value) in CONTAINERS}
-    del objects
-    groups: dict[Group, tuple[int, int]] = {}
-    seen: set[int] = set()
-    for _, group, parts in _grouped(tensors):
-        for address, size in parts.items():
-            if address not in seen:
-                seen.add(address)
-                number, total = groups.get(group, (0, 0))
-                groups[group] = number + 1, total + size
-    types: Counter[str] = Counter()
-    for kind, number in counts.items():
-        types[_full_name(kind)] += number
-    return Census(
-        step=step,
-        rss_bytes=rss_bytes,
-        device_bytes=device_bytes,
-        free_bytes=HeapSize().free(),
-        lengths={key: length for key, length in lengths.items() if length >= _LEAST_ENTRIES},
-        storages=frozenset(seen),
-        groups=groups,
-        types=dict(types),
-        graph_bytes=max((size for _, size in _graphs(tensors, skip)), default=0),
-        mapped=mapped_sizes() if rss_bytes <= _MOST_MAPPED else {},
-    )
-
-
-def _grouped(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, Group, dict[int, int]]]:
-    """Yield each tensor with a storage, its group, and the bytes of its storages by address."""
-    with DisableTorchFunctionSubclass():
-        for tensor in tensors:
-            try:
-                sizes = storage_sizes([tensor])
-                shape = tuple(map(int, tensor.shape))
-                yield tensor, (type_name(tensor), shape, str(tensor.dtype)[6:], str(tensor.device)), sizes
-            except (NotImplementedError, RuntimeError, TypeError):
-                continue
-
-
-def _graphs(tensors: Sequence[torch.Tensor], skip: Iterable[int]) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield the latest tensors with a graph, and the bytes that it saves."""
-    if not can_read():
-        return
-    graph, excluded = SavedGraph(), set(skip)
-    roots: dict[int, torch.Tensor] = {}
-    with DisableTorchFunctionSubclass():
-        for tensor in tensors:
-            if not tensor.is_leaf and tensor.grad_fn is not None:
-                roots[tensor.grad_fn._sequence_nr()] = tensor  # noqa: SLF001 torch has no public one
-        # Later ones contain earlier ones.
-        for number in sorted(roots, reverse=True)[:_CANDIDATES]:
-            yield roots[number], graph.read(roots[number], excluded).bytes
 
 
 class _Content:
@@ -173,7 +86,7 @@ class _Content:
                 break
             value, depth = pending.pop()
             kind = type(value)
-            old = kind in CONTAINERS and id(value) in self._before
+            old = id(value) in self._before and is_container(value)
             if old or id(value) in self._seen or issubclass(kind, _CLOSED) or is_known(kind):
                 continue
             self._seen.add(id(value))
@@ -221,8 +134,6 @@ def _parts(value: Any) -> Iterable[Any]:
     """Return what a value refers to, without the frames that called a frame."""
     if type(value) is FrameType:
         return [part for part in gc.get_referents(value) if type(part) not in (FrameType, dict)]
-    if issubclass(type(value), (list, tuple, deque, set, frozenset)):
-        return list(value)
     return gc.get_referents(value)
 
 
@@ -232,7 +143,7 @@ def _mean_bytes(container: Any, more: int, content: _Content, search: HolderSear
     What the first entry shares with the others does not count: it is not what each of them adds.
     """
     # Dictionaries and lists have the new ones at the end.
-    entries = list(container.values() if issubclass(type(container), dict) else container)[-more:]
+    entries = entries_of(container)[-more:]
     entries = entries[:: max(1, len(entries) // _ENTRIES)][-_ENTRIES:]
     search.ignore(entries)
     sizes = [content.add(entry) for entry in entries]
@@ -328,7 +239,7 @@ class _Comparison:
         grown = [
             (value, more)
             for value in gc.get_objects()
-            if type(value) in CONTAINERS and (more := len(value) - known.get(id(value), _LEAST_ENTRIES - 1)) > 1
+            if is_container(value) and (more := length_of(value) - known.get(id(value), LEAST_ENTRIES - 1)) > 1
         ]
         grown.sort(key=lambda pair: -pair[1])
         del grown[_MOST_CONTAINERS:]
@@ -351,8 +262,9 @@ class _Comparison:
             # An entry of the container; that of a cache has no index.
             is_named = holder.kind == "lru_cache" or holder.place.endswith("[...]")
             place = holder.place if is_named else f"{holder.place}[...]"
-            added = len(container) - known.get(id(container), 0)
-            row = HolderRow(content=label, count=len(container), added=added, added_bytes=round(size))
+            entries = length_of(container)
+            added = entries - known.get(id(container), 0)
+            row = HolderRow(content=label, count=entries, added=added, added_bytes=round(size))
             row.bound = bound_of(container)
             self._add(holder, place, row)
 
@@ -367,10 +279,10 @@ class _Comparison:
         groups = sorted(groups, key=lambda group: -more[group][1])[:_GROUPS]
         if not groups:
             return
-        tensors = _tracked_tensors()
+        tensors = tracked_tensors()
         self._search.ignore(tensors)
         members: dict[Group, list[torch.Tensor]] = {group: [] for group in groups}
-        for tensor, group, parts in _grouped(tensors):
+        for tensor, group, parts in grouped(tensors):
             if group in members and not self._before.storages.issuperset(parts):
                 members[group].append(tensor)
         tensors.clear()
@@ -405,10 +317,10 @@ class _Comparison:
 
     def _graphs(self, skip: set[int]) -> None:
         """Add the holder of the tensor whose graph saves the most, if that has grown."""
-        tensors = _tracked_tensors()
+        tensors = tracked_tensors()
         self._search.ignore(tensors)
         largest, root = 0, None
-        for tensor, size in _graphs(tensors, skip):
+        for tensor, size in graphs(tensors, skip):
             if size > largest:
                 largest, root = size, tensor
         tensors.clear()
@@ -425,12 +337,12 @@ class _Comparison:
         """Add the holders of the types that have more objects, by some of their objects."""
         before = self._before.types
         more = {name: number - before.get(name, 0) for name, number in self._now.types.items()}
-        names = [name for name in sorted(more, key=lambda name: -more[name]) if more[name] >= _LEAST_ENTRIES]
+        names = [name for name in sorted(more, key=lambda name: -more[name]) if more[name] >= LEAST_ENTRIES]
         names = [name for name in names if name.rpartition(".")[2] not in _UNCOUNTED]
         for name in names[:_CANDIDATES]:
             if self._search.is_over:
                 break
-            objects = [value for value in gc.get_objects() if _full_name(type(value)) == name]
+            objects = [value for value in gc.get_objects() if full_name(type(value)) == name]
             if not objects or issubclass(type(objects[0]), torch.Tensor):
                 continue
             self._search.ignore(objects)
@@ -446,14 +358,6 @@ class _Comparison:
 
 def _is_within(place: str, other: str) -> bool:
     return place != other and place.startswith(other)
-
-
-def _tracked_tensors() -> list[torch.Tensor]:
-    return [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
-
-
-def _full_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def holders_of(wanted: Any, model: nn.Module | None, seconds: float = 2.0) -> list[str]:

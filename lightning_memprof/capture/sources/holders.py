@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import sys
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
 from time import perf_counter_ns
@@ -30,11 +30,23 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["CONTAINERS", "Holder", "HolderSearch", "attributes_of", "bound_of", "is_known", "type_name"]
+__all__ = [
+    "CONTAINERS",
+    "Holder",
+    "HolderSearch",
+    "attributes_of",
+    "bound_of",
+    "entries_of",
+    "is_container",
+    "is_known",
+    "length_of",
+    "type_name",
+]
 
-CONTAINERS: Final = (list, dict, set, deque, OrderedDict, defaultdict)
+CONTAINERS: Final = (list, dict, set, deque)
 CYCLE: Final = "reference cycle"
 _LRU_CACHE: Final = type(lru_cache(maxsize=1)(len))
+_PLUMBING: Final = (tuple, CellType, FunctionType, MethodType, FrameType, TracebackType, ModuleType)
 _SUSPENDED: Final = (GeneratorType, CoroutineType, AsyncGeneratorType)
 # A chain of more references says nothing more; one that branches more is not followed everywhere: 25 ms each.
 _DEPTH: Final = 10
@@ -99,6 +111,26 @@ def is_known(kind: type) -> bool:
     return not _KNOWN_BASES.isdisjoint(base.__name__ for base in kind.__mro__)
 
 
+def is_container(value: Any) -> bool:
+    """Return whether a value is a list, dict, set or deque, or of a class derived from one."""
+    return issubclass(type(value), CONTAINERS)
+
+
+def length_of(container: Any) -> int:
+    """Return the number of entries; not by the method of a derived class, which may be the program's code."""
+    base: Any = next(base for base in CONTAINERS if issubclass(type(container), base))
+    length: int = base.__len__(container)
+    return length
+
+
+def entries_of(container: Any) -> list[Any]:
+    """Return the entries of a container, the values of a dict; as :func:`length_of`."""
+    if issubclass(type(container), dict):
+        return list(dict.values(container))
+    base: Any = next(base for base in CONTAINERS if issubclass(type(container), base))
+    return list(base.__iter__(container))
+
+
 def bound_of(container: Any) -> int | None:
     """Return the largest number of entries that a container or an ``lru_cache`` will have, None without a limit."""
     if issubclass(type(container), deque):
@@ -149,6 +181,15 @@ class HolderSearch:
         # Our own objects that refer to what is searched for, by ``id``.
         self._chains: dict[int, list[Any]] = {}
         self._ours: set[int] = {id(self._named), id(self._chains)}
+        if sys.version_info < (3, 11):
+            # Later versions do not show the frames of running functions.
+            for frame in sys._current_frames().values():  # noqa: SLF001 the documented way to all stacks
+                self._ignore_stack(frame)
+
+    def _ignore_stack(self, frame: FrameType | None) -> None:
+        while frame is not None:
+            self._ours.add(id(frame))
+            frame = frame.f_back
 
     @property
     def is_over(self) -> bool:
@@ -252,8 +293,8 @@ class HolderSearch:
             chain=text,
             places=tuple(found),
             bound=bounds[-1] if bounds else None,
-            owner_id=id(owner) if type(owner) in CONTAINERS else 0,
-            entries=len(owner) if type(owner) in CONTAINERS else 0,
+            owner_id=id(owner) if is_container(owner) else 0,
+            entries=length_of(owner) if is_container(owner) else 0,
         )
 
     def _words(self, chain: list[Any]) -> tuple[str, str, list[Place]]:
@@ -358,7 +399,7 @@ def _from_instance(path: list[Any]) -> list[Any]:
 
 
 def _is_plumbing(owner: Any) -> bool:
-    return type(owner) in (*CONTAINERS, tuple, CellType, FunctionType, MethodType, FrameType, TracebackType, ModuleType)
+    return is_container(owner) or type(owner) in _PLUMBING
 
 
 def _key(mapping: dict[Any, Any], value: Any) -> Any:
