@@ -175,7 +175,8 @@ class Estimate:
     """The memory of a training on one device.
 
     Attributes:
-        program: what is estimated, in words.
+        program: what is estimated: words of a command line, or a class.
+        is_program: whether it is a command line.
         device: the device.
         allocated_bytes: peak of the tensors' memory, in the allocator's steps of 512 bytes.
         reserved: peak of the memory that the allocator reserves for it.
@@ -220,6 +221,7 @@ class Estimate:
     batch_size: int | None = None
     ranks: int = 1
     strategy: str = ""
+    is_program: bool = False
     is_largest: bool = False
     assumptions: Sequence[str] = ()
     alternatives: Sequence[Alternative] = ()

@@ -7,6 +7,7 @@ import shlex
 import sys
 from argparse import ArgumentError
 from contextlib import redirect_stdout
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -65,25 +66,28 @@ def _execute(options: Namespace) -> int:
     output = None if options.output is None else Path(options.output)
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"--output {output}: there is no folder {output.parent}")
+    from lightning_memprof.estimation.wanted import Wanted, require_program
+
+    require_program(options.program)
     from lightning_memprof.analysis.run.load import load_run
-    from lightning_memprof.estimation.estimator import Wanted, estimate_program
     from lightning_memprof.report.printers.html import estimate_to_html
     from lightning_memprof.report.printers.json import estimate_to_json
 
     run = None if options.against is None else load_run(options.against)
+    wanted = Wanted(
+        device=options.device or (None if run is None else _device_of(run)),
+        device_memory=options.device_memory,
+        batch_size=options.batch_size,
+        seq_len=options.seq_len,
+        batch_shape=options.batch_shape,
+        what_if=tuple(options.what_if or ()),
+        devices=options.devices,
+        strategy=options.strategy,
+    )
+    from lightning_memprof.estimation.estimator import estimate_program
+
     with estimating() as progress, redirect_stdout(sys.stderr), quiet_lightning():
-        wanted = Wanted(
-            device=options.device or (None if run is None else _device_of(run)),
-            device_memory=options.device_memory,
-            batch_size=options.batch_size,
-            seq_len=options.seq_len,
-            batch_shape=options.batch_shape,
-            what_if=tuple(options.what_if or ()),
-            devices=options.devices,
-            strategy=options.strategy,
-            progress=progress,
-        )
-        estimate = estimate_program(options.program, wanted)
+        estimate = estimate_program(options.program, replace(wanted, progress=progress))
     document = estimate.document()
     if run is not None:
         forecast = json.dumps(estimate_to_json(estimate))

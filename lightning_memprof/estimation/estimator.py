@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import os
 import runpy
 import sys
@@ -15,15 +16,15 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from lightning_memprof.analysis import estimate as model
-from lightning_memprof.analysis.estimate import Alternative, Device, device_named, device_of, parse_bytes
+from lightning_memprof.analysis.estimate import Alternative
 from lightning_memprof.capture.observe import Link, wrapped
-from lightning_memprof.errors import ConfigError, MemprofError
-from lightning_memprof.estimation.allocator_settings import environment_settings
+from lightning_memprof.errors import MemprofError
 from lightning_memprof.estimation.changes import Change, combined, parse_change
 from lightning_memprof.estimation.construction import LargeOnMeta
 from lightning_memprof.estimation.ranks import ranks_of
 from lightning_memprof.estimation.simulation import Variation, failure_line, simulate
 from lightning_memprof.estimation.trainer import Fit
+from lightning_memprof.estimation.wanted import OPTIONS, Wanted, is_cli, require_program
 from lightning_memprof.units import format_bytes
 
 if TYPE_CHECKING:
@@ -31,14 +32,11 @@ if TYPE_CHECKING:
 
     from lightning_memprof.report.document import Document
 
-__all__ = ["Estimate", "Wanted", "estimate", "estimate_program"]
+__all__ = ["Estimate", "estimate", "estimate_program"]
 
-_USUAL: Final = ("precision=bf16-mixed", "checkpointing", "accumulate=2", "optimizer=adamw8bit")
-_FULL: Final = (None, "32", "32-true")
 # torch's message about a tensor of LargeOnMeta.
 _NO_DATA: Final = "Cannot copy out of meta tensor"
 _MOST_SAMPLES: Final = 1 << 20
-_CLI: Final = ("fit",)
 _DATA: Final = ("train_dataloaders", "val_dataloaders", "datamodule")
 # The program gets a Trainer that needs no device; the simulation makes its own from the same arguments.
 _HARMLESS: Final = {
@@ -65,109 +63,20 @@ class Estimate(model.Estimate):
 
         return estimate_document(self)
 
+    def __str__(self) -> str:
+        from lightning_memprof.report.printers.terminal import print_document
+
+        page = io.StringIO()
+        print_document(self.document(), page)
+        return page.getvalue()
+
+    def __repr__(self) -> str:
+        return f"Estimate({self.program!r}: {self.fit}, {format_bytes(self.reserved.likely_bytes)} reserved)"
+
     def _repr_html_(self) -> str:
         from lightning_memprof.report.printers.html import estimate_to_html, framed
 
         return framed(estimate_to_html(self))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What is asked, in the words of the command line.
-
-    Attributes:
-        device: name of the device; None takes this machine's GPU, and otherwise gives no limit.
-        device_memory: its memory, as in ``24GiB``.
-        batch_size: samples in a batch, ``max`` for as many as fit; None keeps the program's.
-        seq_len: tokens in a sample, several as in ``512,1024``; None keeps the program's.
-        batch_shape: shapes of the batch's tensors, as in ``8x3x64x64,8``; None keeps the program's.
-        devices: GPUs of a machine that train together; None keeps the program's.
-        strategy: ``ddp``, ``fsdp``, ``fsdp2``, or another name of Lightning's; None keeps the program's.
-        what_if: changes; empty for the usual ones, ``none`` alone for none.
-        progress: gets, before each simulation, its name, how many are done, and how many there are; 0 is unknown.
-
-    Raises:
-        ConfigError: a value is invalid.
-
-    """
-
-    device: str | None = None
-    device_memory: str | None = None
-    batch_size: str | int | None = None
-    seq_len: str | int | None = None
-    batch_shape: str | None = None
-    devices: str | int | None = None
-    strategy: str | None = None
-    what_if: str | Sequence[str] = ()
-    progress: Callable[[str, int, int], None] = lambda _name, _done, _total: None
-
-    def __post_init__(self) -> None:
-        """Validate the values before the program runs."""
-        self.target()
-        for arguments in ({}, *(change.trainer for change in self.changes())):
-            ranks_of({**self.trainer(), **arguments})
-        environment_settings(os.environ)
-        if self.batch_size == "max" and self.target().usable_bytes is None:
-            raise ConfigError("--batch-size max: needs --device or --device-memory")
-        self.samples()
-        self.lengths()
-        self.shapes()
-
-    def target(self) -> Device:
-        """Return the device."""
-        if self.device_memory is None:
-            return device_named(self.device) if self.device is not None else _here()
-        total = parse_bytes("--device-memory", self.device_memory)
-        name = self.device or "GPU"
-        if name.lower() == "cpu":
-            return replace(device_named("cpu"), total_bytes=total, usable_bytes=total, source="--device-memory")
-        return device_of(f"{name} with {format_bytes(total)}", total, "--device-memory")
-
-    def changes(self, precision: str | None = None) -> list[Change]:
-        """Return the changes; of the usual ones those that change a training of a precision."""
-        given = (self.what_if,) if isinstance(self.what_if, str) else self.what_if
-        names = given or (_USUAL if precision in _FULL else _USUAL[1:])
-        return [] if tuple(names) == ("none",) else [parse_change(name) for name in names]
-
-    def trainer(self) -> dict[str, Any]:
-        """Return the arguments of the Trainer that replace the program's."""
-        given = {"devices": self.devices, "strategy": self.strategy}
-        return {name: value for name, value in given.items() if value is not None}
-
-    def samples(self) -> int | None:
-        """Return the samples in a batch; None for the program's, or as many as fit."""
-        if self.batch_size is None or self.batch_size == "max":
-            return None
-        text = str(self.batch_size)
-        if not text.isdecimal() or int(text) < 1:
-            raise ConfigError(f"--batch-size {text}: must be a number of at least 1, or max")
-        return int(text)
-
-    def lengths(self) -> list[int]:
-        """Return the tokens in a sample, for each estimate; empty for the program's."""
-        texts = [] if self.seq_len is None else str(self.seq_len).split(",")
-        if not all(text.isdecimal() and int(text) > 0 for text in texts):
-            raise ConfigError(f"--seq-len {self.seq_len}: must be one or several numbers, as in 512,1024")
-        return [int(text) for text in texts]
-
-    def shapes(self) -> list[list[int]]:
-        """Return the shapes of the batch's tensors; empty for the program's."""
-        if self.batch_shape is None:
-            return []
-        found = [shape.split("x") for shape in self.batch_shape.split(",")]
-        if not all(length.isdecimal() and int(length) > 0 for shape in found for length in shape):
-            raise ConfigError(f"--batch-shape {self.batch_shape}: must be a shape for each tensor, as in 8x3x64x64,8")
-        return [[int(length) for length in shape] for shape in found]
-
-
-def _here() -> Device:
-    """Return this machine's first GPU, or an unlimited one."""
-    import torch
-
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        return device_of(properties.name, properties.total_memory, "this machine")
-    return replace(device_of("a GPU", 0, "none was named"), total_bytes=None, usable_bytes=None)
 
 
 def estimate_program(program: Sequence[str], wanted: Wanted) -> Estimate:
@@ -177,9 +86,10 @@ def estimate_program(program: Sequence[str], wanted: Wanted) -> Estimate:
         MemprofError: the program has no fit, or its training cannot run without data.
 
     """
+    require_program(program)
     found: list[Estimate] = []
     _run_to_fit(program, lambda fit: found.append(_estimate(fit, wanted)))
-    return found[0]
+    return replace(found[0], is_program=True)
 
 
 def estimate(
@@ -378,12 +288,22 @@ def _to_fit(program: Sequence[str], use: Callable[[Fit], None], construction: La
             return
         except SystemExit as stop:
             if stop.code not in {None, 0}:
-                raise MemprofError(f"estimate: {name} ended with exit code {stop.code} before Trainer.fit") from stop
+                words = f"estimate: {name} ended with exit code {stop.code} before Trainer.fit"
+                raise MemprofError(words + _misplaced(program)) from stop
         except MemprofError:
             raise
         except Exception as error:
             raise _FailedEarlyError(failure_line(error, f"{name} failed before Trainer.fit")) from error
     raise MemprofError(f"estimate: {name} ended without Trainer.fit of lightning.pytorch: nothing to estimate")
+
+
+def _misplaced(program: Sequence[str]) -> str:
+    """Return advice where a program's arguments include options of ``estimate``."""
+    given = [word.partition("=")[0] for word in program]
+    found = next((word for word in given[1:] if word in OPTIONS), None)
+    if found is None:
+        return ""
+    return f"; {found} after the program's name belongs to the program: put estimate's own options before it"
 
 
 @contextmanager
@@ -424,20 +344,16 @@ def _run(program: Sequence[str]) -> None:
     first, rest = program[0], list(program[1:])
     try:
         if first.startswith("-m"):
-            module, rest = (first[2:], rest) if first[2:] else (rest[0] if rest else "", rest[1:])
-            if not module:
-                raise MemprofError("estimate: -m needs the name of a module")
+            module, rest = (first[2:], rest) if first[2:] else (rest[0], rest[1:])
             sys.argv = [module, *rest]
             sys.path.insert(0, os.getcwd())  # noqa: PTH109 what python -m inserts
             runpy.run_module(module, run_name="__main__", alter_sys=True)
-        elif not Path(first).is_file() and first in _CLI:
+        elif is_cli(program):
             from lightning.pytorch.cli import LightningCLI
 
             sys.argv = ["lightning", first, *rest]
             sys.path.insert(0, os.getcwd())  # noqa: PTH109 configurations name the user's own modules
             LightningCLI(save_config_callback=None)
-        elif not Path(first).is_file():
-            raise MemprofError(f"estimate: {first}: no such file")
         else:
             sys.argv = [first, *rest]
             sys.path.insert(0, str(Path(first).resolve().parent))

@@ -207,7 +207,8 @@ def demand(
         retries, high = tries[0].retries, min(high, max(capacities[0], likely))
         return Demand(low_bytes=min(low, likely), likely_bytes=likely, high_bytes=high, retries=retries, fits=True)
     fits = False if all(failed) else None
-    return Demand(low_bytes=low, likely_bytes=first.reserved_bytes, high_bytes=high, retries=0, fits=fits)
+    usual = first if failed[0] else tries[0]
+    return Demand(low_bytes=low, likely_bytes=usual.reserved_bytes, high_bytes=high, retries=usual.retries, fits=fits)
 
 
 def _anywhere(chance: random.Random) -> Callable[[int], int]:

@@ -35,7 +35,14 @@ from lightning_memprof.estimation.ranks import ranks_of
 from lightning_memprof.estimation.requests import Demand, demand
 from lightning_memprof.estimation.simulated_device import Target
 from lightning_memprof.estimation.storages import LOOPS, Values
-from lightning_memprof.estimation.trainer import STEPS, Fit, SimulatedStrategy, later_needs, trainer_options
+from lightning_memprof.estimation.trainer import (
+    STEPS,
+    Fit,
+    SimulatedStrategy,
+    held_by_callbacks,
+    later_needs,
+    trainer_options,
+)
 from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
@@ -286,8 +293,10 @@ def _simulated(fit: Fit, ranks: Ranks, device: Device, variation: Variation) -> 
     )
     options = trainer_options(arguments, strategy, target)
     try:
-        Trainer(**options).fit(fit.model, **fit.data)
+        trainer = Trainer(**options)
+        trainer.fit(fit.model, **fit.data)
         log, assumed = strategy.tracer.log, strategy.tracer.assumed
+        held = list(held_by_callbacks(trainer, target.kind))
     finally:
         strategy.teardown()
     if not any(part.step == STEPS - 1 for part in log.parts):
@@ -298,7 +307,7 @@ def _simulated(fit: Fit, ranks: Ranks, device: Device, variation: Variation) -> 
         batch_size=batch_samples(strategy.batch),
         ranks=ranks.count,
         strategy=ranks.kind,
-        assumptions=[*ranks.assumptions(), *later_needs(arguments), *_assumptions(fit.model, assumed)],
+        assumptions=[*ranks.assumptions(), *held, *later_needs(arguments), *_assumptions(fit.model, assumed)],
         seconds=time.monotonic() - began,
     )
     return _Found(estimate=estimate, assumed=list(assumed), requests=(len(log.sizes), sum(log.sizes)))

@@ -29,13 +29,15 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_memprof.capture.observe import wrapped
-from lightning_memprof.capture.sources.tensors import tensors_in
+from lightning_memprof.capture.sources.tensors import dense_parts, tensors_in
 from lightning_memprof.estimation.construction import LargeOnMeta, OnMeta, without_data
 from lightning_memprof.estimation.simulated_device import NAME
 from lightning_memprof.estimation.storages import StorageTracer, Values
 from lightning_memprof.integration.callback import MemProfilerCallback
+from lightning_memprof.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from lightning_memprof.estimation.ranks import DDPBuckets, Ranks
     from lightning_memprof.estimation.simulated_device import Target
 
-__all__ = ["STEPS", "Fit", "SimulatedStrategy", "later_needs", "trainer_options"]
+__all__ = ["STEPS", "Fit", "SimulatedStrategy", "held_by_callbacks", "later_needs", "trainer_options"]
 
 STEPS: Final = 3
 """The second step has the optimizer's state; the third has the allocator's cache of a whole one before it."""
@@ -196,6 +198,8 @@ class SimulatedStrategy(SingleDeviceStrategy):
         if hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor"):
             # Ranks tell each other of a SIGTERM by a value, which a tensor without data does not have.
             self._simulation.enter_context(wrapped(_TrainingEpochLoop, "_broadcast_sigterm_tensor", lambda _: _ignore))
+        for average in _averages(trainer):
+            without_data(average, device)
         super().setup(trainer)
 
     @contextmanager
@@ -330,6 +334,27 @@ def trainer_options(given: Mapping[str, Any], strategy: SimulatedStrategy, targe
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
+
+
+def _averages(trainer: Any) -> Iterator[torch.nn.Module]:
+    """Yield the copies of the model that callbacks average, and make on its device before it is there."""
+    for callback in trainer.callbacks:
+        if getattr(callback, "_device", None) is None:
+            yield from (value for value in vars(callback).values() if isinstance(value, AveragedModel))
+
+
+def held_by_callbacks(trainer: Any, kind: str) -> Iterator[str]:
+    """Yield a sentence for each callback that keeps tensors of its own on a kind of device."""
+    model = trainer.lightning_module
+    known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}  # noqa: SLF001
+    for callback in trainer.callbacks:
+        kept_by = [vars(callback)]
+        kept_by += [copy.state_dict() for copy in kept_by[0].values() if isinstance(copy, AveragedModel)]
+        parts = (part for tensor in tensors_in(kept_by) for part in dense_parts(tensor))
+        storages = [part.untyped_storage() for part in parts if part.device.type == kind]
+        sizes = {storage._cdata: storage.nbytes() for storage in storages}  # noqa: SLF001 no public one
+        if kept := sum(size for key, size in sizes.items() if key not in known):
+            yield f"{type(callback).__name__} keeps {format_bytes(kept)} on the device, which are included"
 
 
 def later_needs(given: Mapping[str, Any]) -> Iterator[str]:

@@ -52,6 +52,7 @@ _LOOKS: Final[dict[str, tuple[Badge, Style]]] = {
 _NAMED: Final = 3
 _STEPS: Final = ("first", "second", "third")
 _OUTSIDE: Final = "(no module)"
+_BARE_CLI: Final = 'python -c "from lightning.pytorch.cli import LightningCLI; LightningCLI()"'
 
 
 def estimate_document(estimate: Estimate) -> Document:
@@ -82,10 +83,13 @@ def _sections(estimate: Estimate) -> Iterator[Section]:
 
 
 def _commands(estimate: Estimate) -> Iterator[Command]:
-    if estimate.fit == "does not fit" and estimate.device.source == KNOWN:
+    if estimate.fit == "does not fit" and estimate.device.source == KNOWN and estimate.is_program:
         device = shlex.quote(estimate.device.name.removeprefix("NVIDIA "))
         yield Command(f"lightning-memprof estimate --device {device} --batch-size max", estimate.program)
-    if not estimate.program.startswith("fit "):
+    if estimate.program.startswith("fit "):
+        callback = "--trainer.callbacks+=lightning_memprof.MemProfilerCallback"
+        yield Command(_BARE_CLI, f"{estimate.program} {callback}")
+    elif estimate.is_program:
         yield Command("lightning-memprof", f"run {estimate.program}")
 
 

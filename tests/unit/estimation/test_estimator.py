@@ -13,8 +13,9 @@ import psutil
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeightAveraging
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memprof import estimate
@@ -23,7 +24,8 @@ from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.estimation import storages
 from lightning_memprof.estimation.changes import checkpoint_blocks, parse_change, repeated_blocks
 from lightning_memprof.estimation.construction import LargeOnMeta
-from lightning_memprof.estimation.estimator import Wanted, estimate_program
+from lightning_memprof.estimation.estimator import estimate_program
+from lightning_memprof.estimation.wanted import Wanted
 from lightning_memprof.units import GIB, MIB
 
 FORKS = pytest.mark.skipif(
@@ -385,3 +387,67 @@ def test_only_large_tensors_of_constructors_are_without_data() -> None:
     assert not module.small.is_meta
     assert not outside.is_meta
     assert module.rates[-1] == 1.0
+
+
+@FORKS
+def test_an_estimate_prints_as_the_page_and_names_its_next_command(tmp_path: Path) -> None:
+    found = estimate(Net(), loader(), device="L4", what_if=("none",))
+    assert str(found).startswith("verdict   Fits: the peak is")
+    assert "commands" not in str(found)
+    assert repr(found).startswith("Estimate('Net': fits, ")
+    file = program(tmp_path)[0]
+    of_program = estimate_program([file], Wanted(device="L4", what_if=("none",)))
+    assert str(of_program.document().commands[-1]) == f"lightning-memprof run {file}"
+
+
+@FORKS
+@pytest.mark.parametrize("kind", ["callback", "weights"])
+def test_a_callback_that_keeps_a_copy_of_the_parameters_is_named(kind: str) -> None:
+    class Average(Callback):
+        def on_fit_start(self, _: Any, pl_module: LightningModule) -> None:
+            self.copy = [parameter.detach().clone() for parameter in pl_module.parameters()]
+
+    class OfLightning(Callback):
+        """Copies as WeightAveraging does, in a hook before the model is on its device."""
+
+        def setup(self, _: Any, pl_module: LightningModule, stage: str) -> None:
+            self.copy = AveragedModel(pl_module, device=pl_module.device)
+
+    callback = Average() if kind == "callback" else OfLightning()
+    trainer = Trainer(accelerator="cpu", callbacks=[callback], logger=False, enable_checkpointing=False)
+    plain = estimate(Net(), loader(), device="cpu", what_if=("none",))
+    found = estimate(Net(), loader(), trainer=trainer, device="cpu", what_if=("none",))
+    assert found.allocated_bytes - plain.allocated_bytes >= plain.categories["parameter"]
+    assert any(line.startswith(f"{type(callback).__name__} keeps 514 KiB") for line in found.assumptions)
+
+
+@FORKS
+def test_weights_that_are_tied_stay_tied_in_half_precision() -> None:
+    class Tied(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            first, other = (block[0] for block in self.blocks)  # type: ignore[index]
+            other.weight = first.weight
+
+    trainer = Trainer(accelerator="cpu", precision="bf16-true", logger=False, enable_checkpointing=False)
+    found = estimate(Tied(), loader(), trainer=trainer, device="L4", what_if=("none",))
+    assert found.categories["parameter"] == 2 * 256 * 256 + 2 * 512
+
+
+def test_a_missing_file_is_named_before_torch_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys; from lightning_memprof.cli.main import main; code = main(sys.argv[1:]); "
+        "sys.exit(10 * ('torch' in sys.modules) + code)"
+    )
+    for words in (["absent.py"], ["fit", "--config=absent.yaml"], ["--device", "H1000", "absent.py"]):
+        ran = subprocess.run(
+            [sys.executable, "-c", code, "estimate", *words], check=False, capture_output=True, text=True, cwd=tmp_path
+        )
+        assert (ran.returncode, len(ran.stderr.splitlines())) == (1, 1), ran.stderr
+
+
+@FORKS
+def test_options_after_the_program_are_explained_where_it_refuses_them(tmp_path: Path) -> None:
+    command = program(tmp_path, before="sys.exit(2 if len(sys.argv) > 1 else 0)")
+    with pytest.raises(MemprofError, match="--devices after the program's name belongs to the program"):
+        estimate_program([*command, "--devices", "8"], Wanted(what_if=("none",)))

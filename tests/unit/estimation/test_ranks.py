@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memprof import estimate
 from lightning_memprof.errors import ConfigError
-from lightning_memprof.estimation.estimator import Wanted
 from lightning_memprof.estimation.ranks import ranks_of
+from lightning_memprof.estimation.wanted import Wanted
 
 pytestmark = pytest.mark.skipif(
     "fork" not in multiprocessing.get_all_start_methods(), reason="estimates need a platform that can fork"
